@@ -1,0 +1,48 @@
+# Each target sets up what it needs: git, make, python >= 3.10 and pip are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The exact pin is a CPU build; an unpinned torch may bring gigabytes of CUDA packages.
+# Someone with a GPU sets TORCH=torch or installs the build of their choice first.
+TORCH ?= torch==2.13.0
+STAMP := $(VENV)/.ready
+
+.PHONY: help setup demo test lint format check clean
+
+help:
+	@echo "make setup   create .venv with everything the other targets need"
+	@echo "make demo    train a small GPT with one broker and two workers, compare with one worker"
+	@echo "make test    run the test suite"
+	@echo "make lint    ruff and mypy --strict"
+	@echo "make check   lint and test"
+	@echo "make clean   remove .venv and the results of runs"
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "python 3.10 or newer is needed, this is " + sys.version.split()[0] + ": name another one with make PYTHON=python3.11 " + "...")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing into $(VENV) (once, a few minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,top]"
+	@touch $@
+
+setup: $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/diloco-demo
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(STAMP)
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+check: lint test
+
+clean:
+	rm -rf $(VENV) runs

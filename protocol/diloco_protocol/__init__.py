@@ -1,0 +1,43 @@
+"""What both ends of DiLoCo must agree on: messages, frames, the cut of a model, codecs, versions.
+
+Pure functions and records; no socket, thread or clock. The specification is protocol/README.md.
+"""
+
+from diloco_protocol.chunks import CHUNK_ELEMENTS, Bitmap, ModelLayout, Segment, lay_out
+from diloco_protocol.errors import (
+    Code,
+    DilocoError,
+    ProtocolError,
+    Refused,
+    Unreachable,
+    UsageError,
+)
+from diloco_protocol.frames import pack, unpack
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.messages import PROTOCOL_VERSION, Message, RunConfig
+from diloco_protocol.version import Counted, Ledger, VersionId
+
+__all__ = [
+    "Bitmap",
+    "CHUNK_ELEMENTS",
+    "Code",
+    "Counted",
+    "DilocoError",
+    "Kind",
+    "Ledger",
+    "Manifest",
+    "Message",
+    "ModelLayout",
+    "PROTOCOL_VERSION",
+    "ProtocolError",
+    "Refused",
+    "RunConfig",
+    "Segment",
+    "TensorEntry",
+    "Unreachable",
+    "UsageError",
+    "VersionId",
+    "lay_out",
+    "pack",
+    "unpack",
+]

@@ -1,0 +1,67 @@
+"""Wire dtypes: how a chunk of fp32 values becomes bytes and is read again.
+
+Values are accumulated in fp32 whatever travels. bf16 on the wire means
+`decode(encode(x)) == x.bfloat16().float()`. Bytes are little-endian, as torch keeps them on every
+machine that it supports.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_protocol.chunks import ChunkSpan, Segment
+from diloco_protocol.errors import UsageError
+
+WIRE_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def wire_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a wire dtype's name; raises UsageError for an unknown one."""
+    try:
+        return WIRE_DTYPES[name]
+    except KeyError:
+        known = ", ".join(WIRE_DTYPES)
+        raise UsageError(f"Unknown wire dtype {name!r}; choose one of {known}.") from None
+
+
+def segment_dtype(segment: Segment, parameters: torch.dtype) -> torch.dtype:
+    """What a segment travels in, where parameters travel in `parameters`."""
+    match segment:
+        case Segment.PARAMETERS:
+            return parameters
+        case Segment.BUFFERS:
+            return torch.float32
+        case Segment.INTEGERS:
+            return torch.int64
+
+
+def span_bytes(span: ChunkSpan, parameters: torch.dtype) -> int:
+    """Bytes of a chunk on the wire."""
+    return span.elements * segment_dtype(span.segment, parameters).itemsize
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, without a copy. The tensor must not change while the
+    view is being sent: ZeroMQ would put the changed bytes on the wire."""
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def from_bytes(payload: Any, dtype: torch.dtype) -> Tensor:
+    """A 1-D tensor over the payload's memory, without a copy. The payload must not be empty."""
+    return torch.frombuffer(payload, dtype=dtype)
+
+
+def is_finite(values: Tensor) -> bool:
+    """True when no element is NaN or infinite; one pass, no temporary the size of the chunk."""
+    if values.numel() == 0:
+        return True
+    # aminmax hands NaN on, so the two extremes tell of every bad element.
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low) & torch.isfinite(high))

@@ -1,0 +1,65 @@
+"""Every error of the project, in one tree.
+
+    DilocoError
+    |-- UsageError        ours: a wrong option, an unreadable file, a model that cannot be exchanged
+    |-- ProtocolError     the peer's: a message that breaks the wire protocol
+    |-- Refused           the broker said no; nothing was lost, `retry` says whether waiting can help
+    `-- Unreachable       no sign of life from the broker within the time allowed
+
+Each carries one sentence that says what happened, with which values, and what to do.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Code(str, Enum):
+    """What went wrong, for programs; the sentence beside it is for people."""
+
+    BAD_FRAMES = "bad_frames"  # wrong number or size of frames
+    BAD_HEADER = "bad_header"  # not msgpack, not a map, missing or mistyped fields
+    PROTOCOL_VERSION = "protocol_version"  # the peer speaks another version
+    ID_TAKEN = "id_taken"  # another live worker has this id
+    MODEL_DIFFERS = "model_differs"  # names, shapes, dtypes or order differ
+    CONFIG_DIFFERS = "config_differs"  # the worker asks for what the broker does not run
+    RUN_DIFFERS = "run_differs"  # the worker belongs to another run
+    BAD_PUSH = "bad_push"  # a push that cannot belong to this run
+    BAD_CHUNK = "bad_chunk"  # wrong index, length, fragment or push
+    NON_FINITE = "non_finite"  # NaN or infinity in a pseudo-gradient
+    NO_MODEL = "no_model"  # nobody has provided parameters yet
+    UNKNOWN_ACTION = "unknown_action"  # a control action this broker does not know
+    NOT_ALLOWED = "not_allowed"  # this connection may not do that
+    STOPPING = "stopping"  # the broker is shutting down
+
+
+class DilocoError(Exception):
+    """Base of all errors raised on purpose by this project."""
+
+
+class UsageError(DilocoError):
+    """Something on our side is wrong: an option, a file, a model. Says how to mend it."""
+
+
+class ProtocolError(DilocoError):
+    """The peer sent something that breaks the protocol.
+
+    `code` is for programs, `str(error)` is the sentence that is sent back to the peer.
+    """
+
+    def __init__(self, code: Code, sentence: str) -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+class Refused(DilocoError):
+    """The broker answered with an error. `retry` is True where waiting and asking again can help."""
+
+    def __init__(self, code: str, sentence: str, *, retry: bool = False) -> None:
+        super().__init__(sentence)
+        self.code = code
+        self.retry = retry
+
+
+class Unreachable(DilocoError):
+    """No sign of life from the broker within the time allowed."""

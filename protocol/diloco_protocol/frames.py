@@ -1,0 +1,73 @@
+"""Multipart frames: [msgpack header][raw buffer]. Nothing is ever unpickled.
+
+Every message is a header frame; `chunk` alone has one buffer frame behind it. Sizes are limited here,
+before anything is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from diloco_protocol.chunks import CHUNK_ELEMENTS
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.messages import Chunk, Message, decode, encode
+
+# A header: the manifest of 50,000 tensors takes about 6 MB, a chunk's header 120 bytes.
+MAX_HEADER_BYTES = 8 << 20
+# A chunk of integers is the largest buffer: 8 bytes an element.
+MAX_BUFFER_BYTES = CHUNK_ELEMENTS * 8
+# What ZeroMQ itself refuses to receive in one frame (it drops the connection).
+MAX_FRAME_BYTES = max(MAX_HEADER_BYTES, MAX_BUFFER_BYTES)
+MAX_FRAMES = 2
+
+
+def pack(message: Message, payload: Any = None) -> list[Any]:
+    """The frames of a message. `payload` (bytes-like) goes with `chunk` and with nothing else."""
+    header = encode(message)
+    return [header] if payload is None else [header, payload]
+
+
+def unpack(frames: Sequence[Any]) -> tuple[Message, memoryview | None]:
+    """Read the frames of one message (without the ROUTER's routing id).
+
+    Args:
+        frames: bytes-like objects (`bytes`, `memoryview`, `zmq.Frame.buffer`).
+
+    Returns:
+        The message, and the buffer of a `chunk` or None.
+
+    Raises:
+        ProtocolError: wrong number or sizes of frames, a header that is no message, or a chunk
+            without a buffer. The sentence is fit to be sent back.
+    """
+    if not frames or len(frames) > MAX_FRAMES:
+        raise ProtocolError(
+            Code.BAD_FRAMES,
+            f"A message has a header and at most one buffer, this one has {len(frames)} frames.",
+        )
+    header = memoryview(frames[0])
+    if header.nbytes > MAX_HEADER_BYTES:
+        raise ProtocolError(
+            Code.BAD_FRAMES,
+            f"The header has {header.nbytes} bytes, the limit is {MAX_HEADER_BYTES}.",
+        )
+    message = decode(header)
+    payload = memoryview(frames[1]) if len(frames) > 1 else None
+    if isinstance(message, Chunk):
+        if payload is None or payload.nbytes == 0:
+            raise ProtocolError(
+                Code.BAD_FRAMES,
+                f"Chunk {message.index} of fragment {message.fragment} came with an empty buffer; "
+                "send its elements in the frame behind the header.",
+            )
+        if payload.nbytes > MAX_BUFFER_BYTES:
+            raise ProtocolError(
+                Code.BAD_FRAMES,
+                f"The buffer has {payload.nbytes} bytes, the limit is {MAX_BUFFER_BYTES}.",
+            )
+    elif payload is not None:
+        raise ProtocolError(
+            Code.BAD_FRAMES, f"A {message.kind} message has no buffer, this one came with one."
+        )
+    return message, payload

@@ -1,0 +1,131 @@
+"""What a model consists of: names, shapes, dtypes and order of its tensors, and how two differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+import msgpack
+
+# Differences named in a refusal; a different model has hundreds and the first few tell which it is.
+DIFFERENCES_NAMED = 5
+
+FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+INTEGER_DTYPES = frozenset({"int8", "int16", "int32", "int64", "uint8", "bool"})
+
+
+class Kind(str, Enum):
+    """How a tensor takes part in training."""
+
+    TRAINABLE = "trainable"
+    FROZEN = "frozen"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of the model.
+
+    Attributes:
+        name: its key in the model's `state_dict`.
+        shape: sizes of its dimensions; () for a scalar.
+        dtype: torch's name without the prefix: "float32", "bfloat16", "int64", ...
+        kind: trainable parameter, frozen parameter, or buffer.
+        aliases: other `state_dict` keys of the very same tensor (tied weights travel once).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_floating_point(self) -> bool:
+        return self.dtype in FLOAT_DTYPES
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)} {self.kind.value}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The tensors of a model, in the order in which they are laid in the flat vector."""
+
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits, equal for equal manifests on every machine."""
+        plain = [
+            [e.name, list(e.shape), e.dtype, e.kind.value, list(e.aliases)] for e in self.entries
+        ]
+        return hashlib.sha256(msgpack.packb(plain)).hexdigest()[:16]
+
+    @property
+    def trainable_elements(self) -> int:
+        return sum(e.elements for e in self.entries if e.kind is Kind.TRAINABLE)
+
+    def problems(self) -> list[str]:
+        """Sentences on what makes this manifest unusable; empty when it is sound."""
+        found = []
+        seen: set[str] = set()
+        for entry in self.entries:
+            for name in (entry.name, *entry.aliases):
+                if name in seen:
+                    found.append(f"the name {name!r} occurs twice")
+                seen.add(name)
+            if any(size < 0 for size in entry.shape):
+                found.append(f"{entry.name} has a negative size in its shape {list(entry.shape)}")
+            if entry.dtype not in FLOAT_DTYPES | INTEGER_DTYPES:
+                found.append(f"{entry.name} has the dtype {entry.dtype}, which cannot be exchanged")
+            elif entry.kind is Kind.TRAINABLE and not entry.is_floating_point:
+                found.append(f"{entry.name} is trainable but has the integer dtype {entry.dtype}")
+        if self.trainable_elements <= 0:
+            found.append("it has no trainable parameters")
+        return found
+
+
+def differences(ours: Manifest, theirs: Manifest) -> list[str]:
+    """What separates two manifests, one clause each ("theirs lacks ..."); empty when equal."""
+    mine = {entry.name: entry for entry in ours.entries}
+    other = {entry.name: entry for entry in theirs.entries}
+    found = [f"it lacks {mine[name]}" for name in mine if name not in other]
+    found += [f"it has an extra {other[name]}" for name in other if name not in mine]
+    for name, entry in mine.items():
+        if name in other and other[name] != entry:
+            found.append(f"{name} is {_aspects(other[name], entry)}")
+    if not found:
+        for position, (a, b) in enumerate(zip(ours.entries, theirs.entries, strict=True)):
+            if a.name != b.name:
+                found.append(f"the order differs from position {position}: {b.name} for {a.name}")
+                break
+    return found
+
+
+def summarise(clauses: Sequence[str]) -> str:
+    """The first few clauses in one line, and how many more there are."""
+    named = "; ".join(clauses[:DIFFERENCES_NAMED])
+    more = len(clauses) - DIFFERENCES_NAMED
+    return f"{named}; and {more} more" if more > 0 else named
+
+
+def _aspects(theirs: TensorEntry, ours: TensorEntry) -> str:
+    pairs = [
+        (f"shaped {list(theirs.shape)}", f"{list(ours.shape)}", theirs.shape != ours.shape),
+        (theirs.dtype, ours.dtype, theirs.dtype != ours.dtype),
+        (theirs.kind.value, ours.kind.value, theirs.kind != ours.kind),
+        (
+            f"tied to {list(theirs.aliases)}",
+            f"{list(ours.aliases)}",
+            theirs.aliases != ours.aliases,
+        ),
+    ]
+    return ", ".join(f"{a} instead of {b}" for a, b, differs in pairs if differs)

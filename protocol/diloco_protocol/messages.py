@@ -1,0 +1,429 @@
+"""Every message kind as a typed, frozen record, to and from msgpack.
+
+The header is a msgpack map: "v" (protocol version), "kind", and one key for each field below, nested
+records as maps. Unknown keys are ignored, so that fields can be added; a missing key takes the
+field's default, and is an error where there is none. The meaning of each is in protocol/README.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+
+from diloco_protocol.chunks import CHUNK_ELEMENTS
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.version import Ledger, VersionId
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How the run is trained. The broker owns it and hands it out in `welcome`.
+
+    Attributes:
+        mode: "sync".
+        sync_every: H, inner (optimizer) steps between two pushes of a fragment.
+        num_fragments: P.
+        fragment_sync_delay: tau, inner steps between sending a fragment and merging the reply.
+        fragment_update_alpha: weight of the local parameters in that merge.
+        wire_dtype: of pseudo-gradients, worker to broker.
+        reply_dtype: of parameters, broker to worker.
+        heartbeat_timeout: seconds of silence after which a worker counts as dead; 0 = never.
+        chunk_elements: elements of a chunk, both ways.
+    """
+
+    mode: str
+    sync_every: int
+    num_fragments: int = 1
+    fragment_sync_delay: int = 0
+    fragment_update_alpha: float = 0.0
+    wire_dtype: str = "bf16"
+    reply_dtype: str = "fp32"
+    heartbeat_timeout: float = 120.0
+    chunk_elements: int = CHUNK_ELEMENTS
+
+
+class Purpose(str, Enum):
+    """Why a worker pushes."""
+
+    GRADIENT = "gradient"  # a pseudo-gradient for a round
+    DONATION = "donation"  # parameters for a broker that has none
+
+
+class Standing(str, Enum):
+    """What the broker already has of a push."""
+
+    NEW = "new"  # nothing: send every chunk
+    RESUME = "resume"  # the chunks in `held`: send the others
+    COUNTED = "counted"  # all of it is in a version already: send nothing, pull
+    WAIT = "wait"  # its round is not open yet: another grant follows
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all messages; `kind` is its name on the wire."""
+
+    kind: ClassVar[str]
+
+
+# Worker to broker.
+
+
+@dataclass(frozen=True)
+class Join(Message):
+    """Ask to take part. `wants` names only what the worker insists on, by RunConfig field."""
+
+    kind = "join"
+    worker_id: str
+    manifest: Manifest
+    run: str | None = None
+    session: bytes | None = None
+    versions: tuple[VersionId | None, ...] = ()
+    wants: Mapping[str, Any] = field(default_factory=dict)
+    host: str = ""
+    pid: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Leave(Message):
+    kind = "leave"
+    session: bytes
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Heartbeat(Message):
+    """A sign of life. Carries the step count, so that a hung training loop is seen."""
+
+    kind = "heartbeat"
+    session: bytes
+    step: int
+    inner_step: int = 0
+    state: str = "training"
+    steps_per_s: float | None = None
+    loss: float | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Push(Message):
+    """Offer a pseudo-gradient (or, as a donation, whole parameters); a `grant` answers."""
+
+    kind = "push"
+    session: bytes
+    push_id: int
+    fragment: int
+    chunks: int
+    wire_dtype: str
+    base: VersionId | None = None
+    weight: float = 1.0
+    steps: int = 0
+    tokens: int = 0
+    loss: float | None = None
+    norm: float | None = None
+    purpose: Purpose = Purpose.GRADIENT
+    ledger: Ledger | None = None
+
+
+@dataclass(frozen=True)
+class Chunk(Message):
+    """One chunk, both ways; the buffer frame follows. Up: session, push_id. Down: version."""
+
+    kind = "chunk"
+    fragment: int
+    index: int
+    session: bytes | None = None
+    push_id: int | None = None
+    version: VersionId | None = None
+
+
+@dataclass(frozen=True)
+class Commit(Message):
+    """Every chunk of this push has been sent; count it whole."""
+
+    kind = "commit"
+    session: bytes
+    push_id: int
+    fragment: int
+
+
+@dataclass(frozen=True)
+class Pull(Message):
+    """Ask for the newest version of a fragment whose counter is above `after`.
+
+    `held_version` and `held` (bitmap) resume a download that broke off. `credit` is the number of
+    chunks the reader can take now. Open to readers that have not joined (session None).
+    """
+
+    kind = "pull"
+    fragment: int
+    after: int = -1
+    session: bytes | None = None
+    credit: int = 0
+    held_version: VersionId | None = None
+    held: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Credit(Message):
+    """The reader can take this many chunks more. The first one binds the bulk connection."""
+
+    kind = "credit"
+    chunks: int
+    session: bytes | None = None
+
+
+# Broker to worker.
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    kind = "welcome"
+    session: bytes
+    epoch: str
+    config: RunConfig
+    first_round: int
+    run: str | None = None
+    versions: tuple[VersionId | None, ...] = ()
+    feed: str | None = None
+
+
+@dataclass(frozen=True)
+class Grant(Message):
+    """Answer to a push: what is held of it already and how many chunks may be sent now."""
+
+    kind = "grant"
+    push_id: int
+    fragment: int
+    standing: Standing
+    held: bytes | None = None
+    credit: int = 0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Ack(Message):
+    """These chunks are in; each gives one credit back."""
+
+    kind = "ack"
+    push_id: int
+    fragment: int
+    chunks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Released(Message):
+    """A version is whole: its chunks may be used once all of them are here."""
+
+    kind = "released"
+    fragment: int
+    version: VersionId
+    ledger: Ledger
+    round: int = 0
+    averaged: int = 0
+
+
+@dataclass(frozen=True)
+class Notice(Message):
+    """Something the worker should know: `alive`, `donate`, `shutdown`, ..."""
+
+    kind = "notice"
+    what: str
+    text: str = ""
+    fragment: int = 0
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class Rejoin(Message):
+    """This session is not (or no longer) known on this connection: open new ones and join."""
+
+    kind = "rejoin"
+    epoch: str
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Error(Message):
+    """A refusal. `push_id` is set when it ends a push, `about` names the offending kind."""
+
+    kind = "error"
+    code: str
+    text: str
+    retry: bool = False
+    push_id: int | None = None
+    about: str | None = None
+
+
+# Operator and anyone.
+
+
+@dataclass(frozen=True)
+class Control(Message):
+    kind = "control"
+    action: str
+    request: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result(Message):
+    kind = "result"
+    request: int
+    ok: bool
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+KINDS: dict[str, type[Message]] = {
+    record.kind: record
+    for record in (
+        *(Join, Leave, Heartbeat, Push, Chunk, Commit, Pull, Credit),
+        *(Welcome, Grant, Ack, Released, Notice, Rejoin, Error),
+        *(Control, Result),
+    )
+}
+
+
+def encode(message: Message) -> bytes:
+    """The header frame of a message."""
+    plain = {"v": PROTOCOL_VERSION, "kind": message.kind, **_plain_fields(message)}
+    return bytes(msgpack.packb(plain))
+
+
+def decode(header: bytes | memoryview) -> Message:
+    """Read a header frame; raises ProtocolError with a sentence fit to be sent back."""
+    try:
+        plain = msgpack.unpackb(header, use_list=False, strict_map_key=True)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError(
+            Code.BAD_HEADER, f"The header is not a msgpack map ({type(error).__name__})."
+        ) from None
+    if not isinstance(plain, dict):
+        raise ProtocolError(
+            Code.BAD_HEADER, f"The header is a msgpack {type(plain).__name__}, not a map."
+        )
+    version = plain.get("v")
+    if version != PROTOCOL_VERSION:
+        raise ProtocolError(
+            Code.PROTOCOL_VERSION,
+            f"This message speaks protocol version {version!r}, we speak {PROTOCOL_VERSION}; "
+            "install the same release of diloco-broker at both ends.",
+        )
+    kind = plain.get("kind")
+    record = KINDS.get(kind) if isinstance(kind, str) else None
+    if record is None:
+        raise ProtocolError(Code.BAD_HEADER, f"There is no message kind {kind!r:.60}.")
+    message = _reader(record)(plain, str(kind))
+    assert isinstance(message, Message)
+    return message
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        return _plain_fields(value)
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _plain_fields(record: Any) -> dict[str, Any]:
+    """Fields by name; those that are None are left out, since that is their default."""
+    pairs = ((f.name, getattr(record, f.name)) for f in dataclasses.fields(record))
+    return {name: _plain(value) for name, value in pairs if value is not None}
+
+
+Reader = Callable[[Any, str], Any]
+_READERS: dict[Any, Reader] = {}
+
+
+def _reader(annotation: Any) -> Reader:
+    """A function that turns a plain value into the annotated type or raises ProtocolError."""
+    reader = _READERS.get(annotation)
+    if reader is None:
+        reader = _READERS[annotation] = _make_reader(annotation)
+    return reader
+
+
+def _make_reader(annotation: Any) -> Reader:
+    origin = get_origin(annotation)
+    if annotation is Any:
+        return lambda value, where: value
+    if origin in (Union, types.UnionType):
+        (inner,) = (a for a in get_args(annotation) if a is not type(None))
+        read = _reader(inner)
+        return lambda value, where: None if value is None else read(value, where)
+    if origin is tuple:
+        read = _reader(get_args(annotation)[0])
+        return lambda value, where: tuple(
+            read(item, where) for item in _expect(value, tuple, where)
+        )
+    if origin is not None and issubclass(origin, Mapping):
+        read = _reader(get_args(annotation)[1])
+        return lambda value, where: {
+            _expect(key, str, where): read(item, where)
+            for key, item in _expect(value, dict, where).items()
+        }
+    if dataclasses.is_dataclass(annotation):
+        assert isinstance(annotation, type)
+        return _record_reader(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return lambda value, where: _member(annotation, value, where)
+    if annotation is float:
+        return lambda value, where: float(_expect(value, (int, float), where))
+    return lambda value, where: _expect(value, annotation, where)
+
+
+def _record_reader(record: type[Any]) -> Reader:
+    hints = get_type_hints(record)
+    readers = [(f.name, _reader(hints[f.name]), _required(f)) for f in dataclasses.fields(record)]
+
+    def read(value: Any, where: str) -> Any:
+        plain = _expect(value, dict, where)
+        fields = {}
+        for name, read_field, required in readers:
+            if name in plain:
+                fields[name] = read_field(plain[name], f"{where}.{name}")
+            elif required:
+                raise ProtocolError(Code.BAD_HEADER, f"{where}.{name} is missing.")
+        return record(**fields)
+
+    return read
+
+
+def _required(a_field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return a_field.default is missing and a_field.default_factory is missing
+
+
+def _expect(value: Any, wanted: type | tuple[type, ...], where: str) -> Any:
+    # bool is an int to Python, but never to us.
+    if isinstance(value, wanted) and not (isinstance(value, bool) and wanted is not bool):
+        return value
+    names = wanted.__name__ if isinstance(wanted, type) else "number"
+    raise ProtocolError(
+        Code.BAD_HEADER, f"{where} is a {type(value).__name__}, it must be a {names}."
+    )
+
+
+def _member(members: type[Enum], value: Any, where: str) -> Enum:
+    try:
+        return members(value)
+    except ValueError:
+        known = ", ".join(str(member.value) for member in members)
+        raise ProtocolError(
+            Code.BAD_HEADER, f"{where} is {value!r:.60}, it must be one of {known}."
+        ) from None

@@ -1,0 +1,81 @@
+"""What a set of parameters is called and what it contains.
+
+A version is immutable and belongs to one fragment: (run, counter, tag) and its *ledger*. The
+counter is the number of outer steps behind it. The tag is random, so that two histories which
+reached the same counter (a broker that came back from an older checkpoint) are never confused.
+
+The ledger names the pushes contained in the version. It is what makes a contribution count exactly
+once across reconnects and restarts: whoever holds a version can say whether a push is in it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from diloco_protocol.chunks import Bitmap
+
+# Pushes remembered for each worker and fragment. A worker has one push in flight, so one would do;
+# the others cover a worker that abandons several in a row and then comes back from a backup.
+PUSHES_REMEMBERED = 8
+
+RUN_PATTERN = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class VersionId:
+    """Name of a version of one fragment's parameters.
+
+    Attributes:
+        run: 16 hexadecimal digits, drawn once when a run begins.
+        counter: outer steps of this fragment so far; the initial parameters are 0.
+        tag: random 64-bit number drawn for this version alone.
+    """
+
+    run: str
+    counter: int
+    tag: int
+
+    def __str__(self) -> str:
+        return f"{self.counter}#{self.tag:016x}"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One push in a ledger. `chunks` is None when every chunk was counted, else their bitmap."""
+
+    push_id: int
+    chunks: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Which pushes a version contains, the newest last, by worker id."""
+
+    pushes: Mapping[str, tuple[Counted, ...]] = field(default_factory=dict)
+
+    def standing(self, worker_id: str, push_id: int, size: int) -> Bitmap:
+        """The chunks of this push that the version contains, of `size` chunks in all."""
+        for counted in self.pushes.get(worker_id, ()):
+            if counted.push_id == push_id:
+                if counted.chunks is None:
+                    return Bitmap.full(size)
+                return Bitmap.from_bytes(counted.chunks, size)
+        return Bitmap(size)
+
+    def names_whole(self, worker_id: str, push_id: int) -> bool:
+        """True when every chunk of this push is in the version."""
+        return any(
+            counted.push_id == push_id and counted.chunks is None
+            for counted in self.pushes.get(worker_id, ())
+        )
+
+    def with_push(self, worker_id: str, push_id: int, counted: Bitmap) -> Ledger:
+        """This ledger and one more push, of which the chunks in `counted` are now contained."""
+        if not counted:
+            return self
+        entry = Counted(push_id, None if counted.is_full else counted.to_bytes())
+        others = tuple(c for c in self.pushes.get(worker_id, ()) if c.push_id != push_id)
+        kept = (*others, entry)[-PUSHES_REMEMBERED:]
+        return Ledger({**self.pushes, worker_id: kept})

@@ -50,7 +50,7 @@ def span_bytes(span: ChunkSpan, parameters: torch.dtype) -> int:
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy. The tensor must not change while the
     view is being sent: ZeroMQ would put the changed bytes on the wire."""
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data
 
 
 def from_bytes(payload: Any, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -22,6 +22,8 @@ from diloco_protocol.manifest import Manifest
 from diloco_protocol.version import Ledger, VersionId
 
 PROTOCOL_VERSION = 1
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -323,27 +325,33 @@ def decode(header: bytes | memoryview) -> Message:
     record = KINDS.get(kind) if isinstance(kind, str) else None
     if record is None:
         raise ProtocolError(Code.BAD_HEADER, f"There is no message kind {kind!r:.60}.")
-    message = _reader(record)(plain, str(kind))
-    assert isinstance(message, Message)
-    return message
+    return from_plain(record, plain, str(kind))
 
 
-def _plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
+    """A record, or anything made of records, as maps, lists and scalars fit for msgpack or JSON."""
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value):
         return _plain_fields(value)
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: to_plain(item) for key, item in value.items()}
     return value
 
 
 def _plain_fields(record: Any) -> dict[str, Any]:
     """Fields by name; those that are None are left out, since that is their default."""
     pairs = ((f.name, getattr(record, f.name)) for f in dataclasses.fields(record))
-    return {name: _plain(value) for name, value in pairs if value is not None}
+    return {name: to_plain(value) for name, value in pairs if value is not None}
+
+
+def from_plain(record: type[R], plain: Any, where: str = "value") -> R:
+    """Read a record from what `to_plain` made; raises ProtocolError when it does not fit."""
+    value = _reader(record)(plain, where)
+    assert isinstance(value, record)
+    return value
 
 
 Reader = Callable[[Any, str], Any]

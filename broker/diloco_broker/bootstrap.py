@@ -1,0 +1,124 @@
+"""How a broker without parameters gets some: from a model file, or from a worker that donates its own.
+
+Either way the first version of each fragment is made chunk by chunk. A donor that dies is replaced by
+the next one, which begins afresh. A donor that holds a version of a run donates it under its name and
+with its ledger, so that a broker which lost everything continues that run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from diloco_broker.events import Place
+from diloco_broker.membership import Member
+from diloco_broker.transfer import Shelf
+from diloco_protocol.chunks import Bitmap, ModelLayout, lay_out
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.messages import Push
+from diloco_protocol.version import Ledger
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """Names and shapes of the parameters that the broker was started with."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass
+class Donation:
+    """One fragment on its way from the donor. `arrived` are the chunks received."""
+
+    push: Push
+    arrived: Bitmap
+
+
+@dataclass
+class Bootstrap:
+    """The model of the run: what it consists of, and where its first parameters come from.
+
+    Attributes:
+        initial: what the model file has, None without one.
+        manifest: the run's model, settled by the first worker that joins.
+        run: name of the run; None until parameters are on their way.
+        donor: id of the worker that was asked.
+        rejected_donors: workers whose parameters could not be used.
+        is_loading: the model file is being placed.
+        is_done: every fragment has a version.
+    """
+
+    initial: InitialModel | None = None
+    manifest: Manifest | None = None
+    layout: ModelLayout | None = None
+    run: str | None = None
+    donor: str | None = None
+    donations: dict[int, Donation] = field(default_factory=dict)
+    rejected_donors: set[str] = field(default_factory=set)
+    is_loading: bool = False
+    is_done: bool = False
+
+    def settle_manifest(self, manifest: Manifest, num_fragments: int) -> ModelLayout:
+        self.manifest = manifest
+        self.layout = lay_out(manifest, num_fragments=num_fragments)
+        return self.layout
+
+    def mismatches(self, manifest: Manifest) -> list[str]:
+        """How a worker's model differs from the model file, one clause each."""
+        if self.initial is None:
+            return []
+        shapes = self.initial.shapes
+        known: set[str] = set()
+        found = []
+        for entry in manifest.entries:
+            names = [name for name in (entry.name, *entry.aliases) if name in shapes]
+            known.update(names)
+            if not names:
+                found.append(f"the file lacks {entry}")
+            elif shapes[names[0]] != entry.shape:
+                found.append(
+                    f"{entry.name} is {list(entry.shape)} in the worker and "
+                    f"{list(shapes[names[0]])} in the file"
+                )
+        return found + [f"the file has an extra {name}" for name in shapes if name not in known]
+
+    def choose_donor(self, members: Iterable[Member]) -> Member | None:
+        """The worker with the newest version of a run; among equals, the first that joined."""
+        candidates = [m for m in members if m.worker_id not in self.rejected_donors]
+        return max(candidates, key=_newness, default=None)
+
+    def wanted(self, shelf: Shelf) -> list[int]:
+        """Fragments that still need parameters."""
+        return [s.layout.fragment for s in shelf.stocks if s.layout.chunks and s.version is None]
+
+    def accepts(self, work: Place) -> bool:
+        """False for a chunk of a donation that was abandoned meanwhile."""
+        if self.is_done:
+            return False
+        if not work.worker_id:
+            return self.is_loading
+        donation = self.donations.get(work.fragment)
+        return (
+            donation is not None
+            and donation.push.push_id == work.push_id
+            and self.donor == work.worker_id
+        )
+
+    def ledger_of(self, fragment: int) -> Ledger:
+        donation = self.donations.get(fragment)
+        return (donation.push.ledger if donation else None) or Ledger()
+
+    def abandon(self) -> None:
+        self.run = None
+        self.donor = None
+        self.donations.clear()
+
+    def finish(self) -> None:
+        self.is_done = True
+        self.is_loading = False
+        self.donor = None
+        self.donations.clear()
+
+
+def _newness(member: Member) -> int:
+    return sum(v.counter + 1 for v in member.versions if v is not None)

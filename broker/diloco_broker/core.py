@@ -1,0 +1,269 @@
+"""The state machine of the broker: `handle(event, now)` returns the effects to carry out.
+
+No clock, socket, thread, file or tensor in here: time is an argument, payloads are opaque, randomness is
+handed in. The rules stand where they belong, as functions over one `State`:
+
+    joining    who comes, comes back, leaves, dies          membership  the records of it
+    providing  where the first parameters come from         bootstrap
+    pushing    what is checked and granted                  rounds      one round's books
+    sequence   opening, closing, releasing rounds           transfer    versions, readers, credits
+
+A message that cannot be accepted raises ProtocolError before anything has changed; its sender gets the
+sentence, the others never notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from diloco_broker import joining, providing, pushing, sequence
+from diloco_broker.bootstrap import Bootstrap, InitialModel
+from diloco_broker.config import BrokerConfig
+from diloco_broker.events import (
+    Effect,
+    Event,
+    Folded,
+    FoldRefused,
+    Log,
+    Malformed,
+    PeerGone,
+    Placed,
+    PlaceRefused,
+    Received,
+    Route,
+    Send,
+    Stepped,
+    Stop,
+    Tick,
+)
+from diloco_broker.membership import Member
+from diloco_broker.rounds import Phase
+from diloco_broker.state import State
+from diloco_broker.transfer import MAX_OBSERVERS, Reader
+from diloco_protocol.chunks import Bitmap
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.messages import (
+    Chunk,
+    Commit,
+    Control,
+    Credit,
+    Error,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Notice,
+    Pull,
+    Push,
+    Rejoin,
+    Result,
+    to_plain,
+)
+
+# What a refusal may be worth trying again for.
+WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL})
+
+
+class Core:
+    """See the head of this module.
+
+    Args:
+        config: the broker's options.
+        draw: returns an unpredictable number below 2**64.
+        now: seconds of a monotonic clock, as in every later call.
+        initial: names and shapes of the parameters the broker was given, if it was.
+    """
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        draw: Callable[[], int],
+        now: float,
+        initial: InitialModel | None = None,
+    ) -> None:
+        self.state = State(config, draw, now, f"{draw():016x}", Bootstrap(initial))
+
+    @property
+    def may_end(self) -> bool:
+        """True when the broker is stopping and no closing round is unfinished."""
+        round_ = self.state.round
+        closing = round_ is not None and round_.phase is Phase.CLOSING
+        return self.state.stopping is not None and not closing
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event. Returns the effects to carry out, in order."""
+        state = self.state
+        match event:
+            case Received(route, message, payload):
+                try:
+                    return list(self._message(route, message, payload, now))
+                except ProtocolError as error:
+                    return list(self._refuse(route, message, error))
+            case Malformed(route, code, sentence):
+                state.totals.malformed += 1
+                log = Log("warning", f"A message that cannot be read was refused: {sentence}")
+                return [Send(route, Error(code, sentence)), log]
+            case Folded():
+                return list(pushing.folded(state, event))
+            case FoldRefused():
+                return list(pushing.fold_refused(state, event))
+            case Stepped():
+                return list(sequence.stepped(state, event, now))
+            case Placed():
+                return list(providing.placed(state, event, now))
+            case PlaceRefused():
+                return list(providing.place_refused(state, event))
+            case PeerGone(route):
+                return list(joining.peer_gone(state, route, now))
+            case Tick():
+                return list(joining.look_after(state, now))
+            case Stop(reason):
+                return list(self._stop(reason))
+
+    def _message(
+        self, route: Route, message: Message, payload: Any, now: float
+    ) -> Iterator[Effect]:
+        match message:
+            case Join():
+                yield from joining.join(self.state, route, message, now)
+            case Pull(session=None) | Credit(session=None):
+                yield from self._observer(route, message)
+            case Heartbeat() | Push() | Chunk() | Commit() | Pull() | Credit() | Leave():
+                member = self.state.members.with_session(message.session or b"")
+                on_control = not isinstance(message, Chunk | Credit)
+                if member is None or (on_control and member.control != route):
+                    text = "This session is not known on this connection; join again."
+                    yield Send(route, Rejoin(self.state.epoch, text))
+                    return
+                member.last_seen = now
+                member.disconnected_at = None
+                yield from self._of_member(member, route, message, payload, now)
+            case Control(action="manifest"):
+                yield from self._manifest(route, message)
+            case Control():
+                text = (
+                    f"This broker knows no control action {message.action!r:.60}; it knows "
+                    "status and manifest."
+                )
+                yield Send(route, Result(message.request, False, text))
+            case _:
+                raise ProtocolError(
+                    Code.NOT_ALLOWED, f"A {message.kind} message goes from the broker to others."
+                )
+
+    def _of_member(
+        self, member: Member, route: Route, message: Message, payload: Any, now: float
+    ) -> Iterator[Effect]:
+        state = self.state
+        match message:
+            case Heartbeat():
+                member.hears(message)
+                number = state.round.number if state.round else 0
+                yield Send(route, Notice("alive", round=number))
+            case Push():
+                yield from pushing.push(state, member, message, now)
+            case Chunk():
+                yield from pushing.chunk(state, member, message, payload)
+            case Commit():
+                pushing.commit(state, member, message)
+            case Pull():
+                self._check_pull(message)
+                if member.bulk is None:
+                    raise ProtocolError(
+                        Code.NOT_ALLOWED, "Send a credit on the bulk connection before you pull."
+                    )
+                yield from self._read(self._reader_of(member, member.bulk), message)
+            case Credit():
+                if route not in (member.control, member.bulk):
+                    state.shelf.forget(member.bulk)
+                    member.bulk = route
+                if member.bulk is not None:
+                    reader = self._reader_of(member, member.bulk)
+                    yield from state.shelf.add_credit(reader, message.chunks)
+            case Leave():
+                yield Log("info", f"{member.worker_id} leaves: {message.reason or 'it is done'}.")
+                yield from joining.remove(state, member)
+
+    def _refuse(self, route: Route, message: Message, error: ProtocolError) -> Iterator[Effect]:
+        push_id = None
+        who = ""
+        if isinstance(message, Push | Chunk | Commit):
+            push_id = message.push_id
+            self.state.totals.rejected += 1
+            member = self.state.members.with_session(message.session or b"")
+            if member is not None:
+                member.rejected += 1
+                who = f" of {member.worker_id}"
+        retry = error.code in WORTH_A_RETRY
+        yield Send(route, Error(error.code, str(error), retry, push_id, message.kind))
+        if not retry:
+            yield Log("warning", f"Refused a {message.kind}{who}: {error}")
+
+    def _stop(self, reason: str) -> Iterator[Effect]:
+        self.state.stopping = reason
+        yield Log("info", f"Stopping: {reason}.")
+        for member in self.state.members:
+            yield Send(member.control, Notice("shutdown", f"The broker is stopping: {reason}."))
+
+    # Readers.
+
+    def _reader_of(self, member: Member, bulk: Route) -> Reader:
+        return self.state.shelf.joined_reader(bulk, member.control, member.account)
+
+    def _observer(self, route: Route, message: Pull | Credit) -> Iterator[Effect]:
+        shelf = self.state.shelf
+        if isinstance(message, Credit):
+            if route in shelf.readers:
+                yield from shelf.add_credit(shelf.readers[route], message.chunks)
+            return
+        self._check_pull(message)
+        if route not in shelf.readers and shelf.observers >= MAX_OBSERVERS:
+            raise ProtocolError(
+                Code.NOT_ALLOWED, f"There are {MAX_OBSERVERS} observers already; try later."
+            )
+        yield from self._read(shelf.observer(route), message)
+
+    def _check_pull(self, pull: Pull) -> None:
+        stocks = self.state.shelf.stocks
+        if not stocks:
+            raise ProtocolError(Code.NO_MODEL, "The broker has no model yet; try again later.")
+        if not 0 <= pull.fragment < len(stocks) or not stocks[pull.fragment].layout.chunks:
+            raise ProtocolError(
+                Code.BAD_HEADER, f"There is no fragment {pull.fragment} to pull in this run."
+            )
+        if pull.held is not None:
+            Bitmap.from_bytes(pull.held, stocks[pull.fragment].layout.chunks)
+
+    def _read(self, reader: Reader, pull: Pull) -> Iterator[Effect]:
+        held = (pull.held_version, pull.held) if pull.held_version and pull.held else None
+        yield from self.state.shelf.pull(reader, pull.fragment, pull.after, held)
+        yield from self.state.shelf.add_credit(reader, pull.credit)
+
+    def _manifest(self, route: Route, control: Control) -> Iterator[Effect]:
+        manifest = self.state.bootstrap.manifest
+        if manifest is None:
+            text = "The broker has no model yet; the first worker that joins brings it."
+            yield Send(route, Result(control.request, False, text))
+            return
+        data = {"manifest": to_plain(manifest), "config": to_plain(self.state.run_config)}
+        text = f"The model has {manifest.trainable_elements} trainable parameters."
+        yield Send(route, Result(control.request, True, text, data))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the books do not balance; for tests."""
+        state = self.state
+        state.members.check_invariants()
+        state.shelf.check_invariants()
+        if state.round is None:
+            return
+        state.round.check_invariants()
+        ids = {member.worker_id for member in state.members}
+        if state.round.phase is Phase.OPEN:
+            assert state.round.expected <= ids, "a round waits for somebody who is not here"
+        making = state.shelf.stocks[state.round.fragment].making
+        assert (making is not None) == (state.round.phase is Phase.CLOSING)
+        counters = [s.version.counter for s in state.shelf.stocks[:-1] if s.version]
+        assert state.round.number == sum(counters), "round number and versions disagree"
+        for reader in state.shelf.readers.values():
+            assert not reader.joined or any(m.bulk == reader.route for m in state.members)

@@ -1,0 +1,168 @@
+"""The vocabulary of the core: what can happen to it, and what it asks the loop to do.
+
+Routes are the names that the ROUTER gives to connections. Payloads are opaque here: whatever bytes-like
+object the loop received, or the finished reply buffer of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_protocol.messages import Message
+
+Route = bytes
+
+
+# What happens.
+
+
+@dataclass(frozen=True)
+class Received:
+    """A well-formed message came in; `payload` is the buffer of a chunk (it has `nbytes`)."""
+
+    route: Route
+    message: Message
+    payload: Any = None
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """Something came in that is no message; `sentence` says what is wrong with it."""
+
+    route: Route
+    code: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class PeerGone:
+    """A message could not be delivered: this connection does not exist any more."""
+
+    route: Route
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A `Fold` was carried out."""
+
+    work: Fold
+
+
+@dataclass(frozen=True)
+class FoldRefused:
+    """A `Fold` found NaN or infinity; the accumulator is as it was."""
+
+    work: Fold
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A `Step` was carried out. `wire` is the chunk as it is sent to workers.
+
+    `overflow` is True when the mean was not finite; the chunk then kept its value.
+    """
+
+    work: Step
+    wire: Any
+    overflow: bool = False
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A `Place` was carried out. `wire` is the chunk as it is sent to workers."""
+
+    work: Place
+    wire: Any
+
+
+@dataclass(frozen=True)
+class PlaceRefused:
+    """A `Place` found NaN or infinity; nothing was stored."""
+
+    work: Place
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Shut down in an orderly way: a closing round is finished, an open one abandoned."""
+
+    reason: str
+
+
+Event = (
+    Received
+    | Malformed
+    | PeerGone
+    | Folded
+    | FoldRefused
+    | Stepped
+    | Placed
+    | PlaceRefused
+    | Tick
+    | Stop
+)
+
+
+# What is asked for.
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message; when the connection is gone, come back with `PeerGone`."""
+
+    route: Route
+    message: Message
+    payload: Any = None
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Add one chunk of a push, times its weight, to the accumulator of the fragment's open round."""
+
+    fragment: int
+    index: int
+    worker_id: str
+    push_id: int
+    weight: float
+    payload: Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """Divide the accumulated chunk by `weight`, apply the outer optimizer, empty the accumulator.
+
+    With weight 0 nobody delivered this chunk: it keeps its value and its momentum.
+    """
+
+    fragment: int
+    index: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """Store one chunk of initial parameters: from a donation, or the model file (payload None)."""
+
+    fragment: int
+    index: int
+    payload: Any = None
+    worker_id: str = ""
+    push_id: int = 0
+
+
+@dataclass(frozen=True)
+class Log:
+    """Tell people: the log and the event list of the feed. Level: info, warning or error."""
+
+    level: str
+    text: str
+
+
+Work = Fold | Step | Place
+Effect = Send | Fold | Step | Place | Log

@@ -1,0 +1,180 @@
+"""What the PUB socket says: one whole snapshot of the broker as a JSON object.
+
+A subscriber that connects late or misses some needs nothing but the next one. Ages are durations by the
+broker's own clock, so no two machines' clocks are ever compared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from diloco_broker.events import Log
+from diloco_broker.membership import Member
+from diloco_broker.state import State
+
+FEED_VERSION = 1
+TOPIC = b"status "
+EVENTS_KEPT = 20
+# A worker that missed two heartbeats of the default interval is called slow before it is called dead.
+SLOW_AFTER_S = 75.0
+
+
+@dataclass
+class EventLog:
+    """The last things that happened, for people who look later."""
+
+    entries: deque[tuple[int, float, Log]] = field(
+        default_factory=lambda: deque(maxlen=EVENTS_KEPT)
+    )
+    count: int = 0
+
+    def add(self, log: Log, now: float) -> None:
+        self.count += 1
+        self.entries.append((self.count, now, log))
+
+
+@dataclass(frozen=True)
+class LoopFigures:
+    """What the loop knows of itself. Times in seconds of its own thread's CPU."""
+
+    control: str
+    longest_turn_s: float
+    cpu_s: float
+    rss_bytes: int
+
+
+def snapshot(
+    state: State, events: EventLog, figures: LoopFigures, sequence: int, now: float
+) -> dict[str, Any]:
+    """Everything that displays show; the keys are described in broker/README.md."""
+    config, round_ = state.config, state.round
+    manifest, report = state.bootstrap.manifest, state.last_report
+    waiting_for = _waiting_for(state)
+    return {
+        "feed": FEED_VERSION,
+        "sequence": sequence,
+        "epoch": state.epoch,
+        "run": state.bootstrap.run,
+        "version": version("diloco-broker"),
+        "control": figures.control,
+        "uptime_s": round(now - state.started_at, 3),
+        "mode": state.run_config.mode,
+        "state": "stopping" if state.stopping else "waiting" if waiting_for else "training",
+        "waiting_for": waiting_for,
+        "round": {
+            "number": round_.number if round_ else 0,
+            "fragment": round_.fragment if round_ else 0,
+            "phase": round_.phase.value if round_ else "open",
+            "age_s": round(now - round_.opened_at, 3) if round_ else 0.0,
+            "expected": sorted(round_.expected) if round_ else [],
+            "arrived": sorted(round_.begun) if round_ else [],
+            "missing": sorted(round_.missing) if round_ else [],
+            "floor": round_.floor if round_ else config.workers,
+        },
+        "counts": {
+            "alive": len(state.members),
+            "participating": len(round_.participating) if round_ else 0,
+            "averaged": report.averaged if report else 0,
+        },
+        "model": {
+            "parameters": manifest.trainable_elements,
+            "tensors": len(manifest.entries),
+            "bytes": 4 * sum(entry.elements for entry in manifest.entries),
+        }
+        if manifest
+        else None,
+        "outer": {
+            "optimizer": "nesterov" if config.nesterov else "sgd",
+            "lr": config.outer_lr,
+            "momentum": config.outer_momentum,
+            "nesterov": config.nesterov,
+        },
+        "sync_every": config.sync_every,
+        "wire_dtype": config.wire_dtype,
+        "reply_dtype": config.reply_dtype,
+        "workers_wanted": config.workers,
+        "fragments": [
+            {
+                "fragment": stock.layout.fragment,
+                "version": stock.version.counter,
+                "tag": f"{stock.version.tag:016x}",
+            }
+            for stock in state.shelf.stocks[:-1]
+            if stock.version
+        ],
+        "workers": [_worker(state, member, now) for member in state.members],
+        "totals": {
+            "rounds": state.totals.rounds,
+            "pushes": state.totals.pushes,
+            "rejected": state.totals.rejected,
+            "malformed": state.totals.malformed,
+            "bytes_up": state.totals.bytes_up,
+            "bytes_down": state.shelf.bytes_down,
+            "deaths": state.totals.deaths,
+        },
+        "last_round": {
+            "number": report.number,
+            "seconds": round(report.seconds, 3),
+            "averaged": report.averaged,
+            "weight": report.weight,
+            "loss": report.loss,
+            "delta_norm": report.delta_norm,
+        }
+        if report
+        else None,
+        "events": [
+            {
+                "sequence": number,
+                "age_s": round(now - at, 3),
+                "level": log.level,
+                "text": log.text,
+            }
+            for number, at, log in events.entries
+        ],
+        "loop": {
+            "longest_turn_ms": round(figures.longest_turn_s * 1e3, 3),
+            "cpu_s": round(figures.cpu_s, 3),
+            "rss_bytes": figures.rss_bytes,
+        },
+    }
+
+
+def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
+    silent = now - member.last_seen
+    lost = member.disconnected_at is not None
+    return {
+        "id": member.worker_id,
+        "host": member.host,
+        "pid": member.pid,
+        "state": member.state,
+        "health": "lost" if lost else "slow" if silent > SLOW_AFTER_S else "ok",
+        "round": member.last_round,
+        "inner_step": member.inner_step,
+        "sync_every": state.config.sync_every,
+        "step": member.step,
+        "steps_per_s": member.steps_per_s,
+        "loss": member.loss,
+        "tokens": member.tokens,
+        "beat_age_s": round(silent, 3),
+        "staleness": member.staleness,
+        "bytes_up": member.account.bytes_up,
+        "bytes_down": member.account.bytes_down,
+        "pushes": member.pushes,
+        "rejected": member.rejected,
+        "extra": dict(member.extra),
+    }
+
+
+def _waiting_for(state: State) -> str | None:
+    """What has to happen before training goes on, in a sentence; None when nothing has."""
+    alive, round_ = len(state.members), state.round
+    if round_ is None:
+        if not alive:
+            return f"for workers to join; round one needs {state.config.workers}"
+        return "for the parameters of a worker"
+    if round_.below_floor:
+        return f"for workers to join: {alive} here, the round needs {round_.floor}"
+    return None

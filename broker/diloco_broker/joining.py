@@ -1,0 +1,175 @@
+"""Workers that come and go: joining, coming back, leaving, dying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diloco_broker import providing, sequence
+from diloco_broker.events import Effect, Log, Route, Send
+from diloco_broker.membership import Member
+from diloco_broker.state import State
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.manifest import Manifest, differences, summarise
+from diloco_protocol.messages import Error, Join, Notice, Welcome
+
+MAX_ID_LENGTH = 64
+# A worker that was silent for so long is sent a word, so that a broken connection shows itself.
+PROBE_AFTER_S = 1.0
+
+
+def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]:
+    """A worker asks to take part, for the first time or again on new connections."""
+    _check_join(state, join)
+    member = state.members.named(join.worker_id)
+    if member is not None and member.session != join.session:
+        yield from _contest(member, route, now)
+        return
+    session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
+    if member is None:
+        member = state.members.admit(join, session, route, now)
+        yield Log("info", f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
+    else:
+        state.shelf.forget(member.bulk)
+        state.members.renew(member, join, session, route, now)
+        yield Log("info", f"{join.worker_id} is back on a new connection.")
+    if state.bootstrap.manifest != join.manifest:
+        layout = state.bootstrap.settle_manifest(join.manifest, state.run_config.num_fragments)
+        state.shelf.furnish(layout.all)
+    member.first_round = _first_round(state, member)
+    versions = tuple(stock.version for stock in state.shelf.stocks[:-1])
+    welcome = Welcome(
+        session,
+        state.epoch,
+        state.run_config,
+        member.first_round,
+        state.bootstrap.run,
+        versions,
+        state.feed_address,
+    )
+    yield Send(route, welcome)
+    yield from providing.seek(state)
+
+
+def _first_round(state: State, member: Member) -> int:
+    """The first round expected of this worker; it is entered in the open one where that waits."""
+    round_ = state.round
+    if round_ is None:
+        return 0
+    if round_.below_floor:
+        round_.expected.add(member.worker_id)
+    return round_.number + (member.worker_id not in round_.expected)
+
+
+def _check_join(state: State, join: Join) -> None:
+    if state.stopping:
+        raise ProtocolError(Code.STOPPING, f"The broker is stopping: {state.stopping}.")
+    if not (0 < len(join.worker_id) <= MAX_ID_LENGTH and join.worker_id.isprintable()):
+        raise ProtocolError(
+            Code.BAD_HEADER,
+            f"The worker id {join.worker_id!r:.80} must be 1 to {MAX_ID_LENGTH} printable "
+            "characters.",
+        )
+    problems = join.manifest.problems()
+    if problems:
+        raise ProtocolError(
+            Code.MODEL_DIFFERS, f"The model cannot be trained: {summarise(problems)}."
+        )
+    for name, asked in join.wants.items():
+        runs = getattr(state.run_config, name, None)
+        if asked is not None and asked != runs:
+            raise ProtocolError(
+                Code.CONFIG_DIFFERS,
+                f"The worker asks for {name}={asked}, the run has {name}={runs}; leave it out to "
+                "take the run's, or start the broker with the other.",
+            )
+    run = state.bootstrap.run
+    if join.run is not None and run is not None and join.run != run:
+        raise ProtocolError(
+            Code.RUN_DIFFERS,
+            f"The worker belongs to run {join.run}, this broker serves run {run}; restart the "
+            "worker to begin from this run's parameters.",
+        )
+    _check_manifest(state, join.manifest)
+
+
+def _check_manifest(state: State, manifest: Manifest) -> None:
+    boot = state.bootstrap
+    nobody_yet = not len(state.members) and not boot.is_done and not boot.is_loading
+    if boot.manifest is not None and boot.manifest != manifest and not nobody_yet:
+        clauses = differences(boot.manifest, manifest)
+        raise ProtocolError(
+            Code.MODEL_DIFFERS,
+            f"The worker's model differs from the run's: {summarise(clauses)}.",
+        )
+    clauses = boot.mismatches(manifest)
+    if clauses:
+        raise ProtocolError(
+            Code.MODEL_DIFFERS,
+            f"The worker's model differs from the broker's model file: {summarise(clauses)}.",
+        )
+
+
+def _contest(member: Member, route: Route, now: float) -> Iterator[Effect]:
+    """Another worker wants this id: find out whether the one that has it is alive."""
+    age = now - member.last_seen
+    is_alive = member.contested_at is not None and member.last_seen > member.contested_at
+    if is_alive:
+        member.contested_at = None
+        text = (
+            f"A worker named {member.worker_id!r} is alive on {member.host or 'some host'} "
+            f"(pid {member.pid}); give this one another worker_id."
+        )
+        yield Log("warning", f"Refused a second worker named {member.worker_id!r}.")
+    else:
+        if member.contested_at is None:
+            member.contested_at = now
+        text = (
+            f"A worker named {member.worker_id!r} was heard {age:.1f} s ago; if it is gone, its "
+            "place will be free soon."
+        )
+        yield Send(member.control, Notice("ping"))
+    error = Error(Code.ID_TAKEN, text, retry=not is_alive, about="join")
+    yield Send(route, error)
+
+
+def remove(state: State, member: Member) -> Iterator[Effect]:
+    """A worker is gone; what it delivered stays, what it owed is not waited for."""
+    state.members.remove(member)
+    state.shelf.forget(member.bulk)
+    if state.bootstrap.donor == member.worker_id:
+        yield from providing.abandon_donation(state)
+    if state.round is not None:
+        yield from sequence.step(state, state.round.leave(member.worker_id))
+        yield from sequence.close_if_due(state)
+
+
+def evict(state: State, member: Member, why: str) -> Iterator[Effect]:
+    """A worker counts as dead."""
+    state.totals.deaths += 1
+    yield Log("warning", f"{member.worker_id} counts as dead: {why}.")
+    yield from remove(state, member)
+
+
+def peer_gone(state: State, route: Route, now: float) -> Iterator[Effect]:
+    """A connection does not exist any more; its worker has a moment to come back."""
+    state.shelf.forget(route)
+    member = state.members.on_route(route)
+    if member is not None and member.disconnected_at is None:
+        member.disconnected_at = now
+        yield Log("info", f"A connection of {member.worker_id} broke.")
+
+
+def look_after(state: State, now: float) -> Iterator[Effect]:
+    """Time has passed: who is dead, who should be tried?"""
+    timeout = state.config.heartbeat_timeout
+    for member in state.members:
+        silent = now - member.last_seen
+        broken = member.disconnected_at
+        if broken is not None and now - broken >= state.config.disconnect_grace:
+            yield from evict(state, member, "its connection closed and it did not come back")
+        elif timeout and silent > timeout:
+            yield from evict(state, member, f"nothing was heard of it for {silent:.0f} s")
+        elif silent > PROBE_AFTER_S and now - member.probed_at > PROBE_AFTER_S:
+            # A dead connection shows only when something is sent on it.
+            member.probed_at = now
+            yield Send(member.control, Notice("alive"))

@@ -1,0 +1,125 @@
+"""Who is here: sessions, connections, signs of life.
+
+A session is one stay of a worker: a 128-bit token drawn at joining, the control connection it joined
+on, and the bulk connection it bound later. Connections come and go; whoever shows the token is the
+worker, on the connection that it joined on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_broker.events import Route
+from diloco_broker.transfer import Account, Upload
+from diloco_protocol.messages import Heartbeat, Join, Push
+from diloco_protocol.version import VersionId
+
+
+@dataclass
+class Member:
+    """A worker that has joined, and what it last told about itself. Times are the core's clock."""
+
+    worker_id: str
+    session: bytes
+    control: Route
+    joined_at: float
+    last_seen: float
+    bulk: Route | None = None
+    host: str = ""
+    pid: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    versions: tuple[VersionId | None, ...] = ()
+    first_round: int = 0
+    uploads: dict[int, Upload] = field(default_factory=dict)  # by fragment
+    deferred: dict[int, Push] = field(default_factory=dict)  # pushes whose round is not open yet
+    disconnected_at: float | None = None
+    contested_at: float | None = None  # when another worker asked for this id
+    probed_at: float = 0.0
+    step: int = 0
+    inner_step: int = 0
+    state: str = "joining"
+    steps_per_s: float | None = None
+    loss: float | None = None
+    tokens: int = 0
+    account: Account = field(default_factory=Account)
+    pushes: int = 0
+    rejected: int = 0
+    staleness: int = 0
+    last_round: int | None = None
+
+    def hears(self, beat: Heartbeat) -> None:
+        self.step = beat.step
+        self.inner_step = beat.inner_step
+        self.state = beat.state
+        self.steps_per_s = beat.steps_per_s
+        self.loss = beat.loss if beat.loss is not None else self.loss
+        self.tokens = max(self.tokens, beat.tokens)
+
+
+class Membership:
+    """The members, by session token and by worker id; each live id occurs once."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[bytes, Member] = {}
+        self._by_id: dict[str, Member] = {}
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(list(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __contains__(self, worker_id: str) -> bool:
+        return worker_id in self._by_id
+
+    def named(self, worker_id: str) -> Member | None:
+        return self._by_id.get(worker_id)
+
+    def with_session(self, session: bytes) -> Member | None:
+        return self._by_session.get(session)
+
+    def on_route(self, route: Route) -> Member | None:
+        return next((m for m in self._by_id.values() if route in (m.control, m.bulk)), None)
+
+    def admit(self, join: Join, session: bytes, route: Route, now: float) -> Member:
+        member = Member(
+            join.worker_id,
+            session,
+            route,
+            joined_at=now,
+            last_seen=now,
+            host=join.host,
+            pid=join.pid,
+            extra=join.extra,
+            versions=join.versions,
+            probed_at=now,
+        )
+        self._by_session[session] = member
+        self._by_id[join.worker_id] = member
+        return member
+
+    def renew(self, member: Member, join: Join, session: bytes, route: Route, now: float) -> None:
+        """The same worker on new connections: all credits of the old ones are void."""
+        del self._by_session[member.session]
+        self._by_session[session] = member
+        member.session = session
+        member.control = route
+        member.bulk = None
+        member.last_seen = member.probed_at = now
+        member.disconnected_at = None
+        member.versions = join.versions
+        member.uploads.clear()
+        member.deferred.clear()
+
+    def remove(self, member: Member) -> None:
+        del self._by_session[member.session]
+        del self._by_id[member.worker_id]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the two indexes disagree; for tests."""
+        assert {id(m) for m in self._by_id.values()} == {id(m) for m in self._by_session.values()}
+        for worker_id, member in self._by_id.items():
+            assert member.worker_id == worker_id
+            assert self._by_session[member.session] is member

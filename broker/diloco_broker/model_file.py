@@ -1,0 +1,78 @@
+"""Reading the model that a run begins with. Files are never unpickled."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diloco_broker.bootstrap import InitialModel
+from diloco_protocol.codecs import is_finite
+from diloco_protocol.errors import UsageError
+
+
+def load_model(path: Path) -> dict[str, Tensor]:
+    """A state dict from a .safetensors file, a .pt state dict, or a Hugging Face folder.
+
+    Raises:
+        UsageError: when there is no such file, or it holds no state dict of finite tensors.
+    """
+    if not path.exists():
+        raise UsageError(f"--model {path} does not exist.")
+    try:
+        tensors = _load_folder(path) if path.is_dir() else _load_file(path)
+    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"--model {path} cannot be read as safetensors or as a state dict saved with "
+            f"torch.save (loaded with weights_only): {first_line}"
+        ) from None
+    return check_state_dict(tensors, f"--model {path}")
+
+
+def check_state_dict(tensors: Any, what: str) -> dict[str, Tensor]:
+    """A plain dict of finite tensors, or UsageError naming what is wrong."""
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise UsageError(f"{what} holds no state dict (a map from names to tensors).")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"{what} holds {name!r}, which is not a named tensor; save only the state dict."
+            )
+        if tensor.is_floating_point() and not is_finite(tensor.detach().reshape(-1)):
+            raise UsageError(f"{what} has values in {name} that are not finite.")
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def describe(tensors: Mapping[str, Tensor] | None) -> InitialModel | None:
+    """What the core needs to know of the tensors."""
+    if tensors is None:
+        return None
+    return InitialModel({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+
+
+def _load_file(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _load_folder(folder: Path) -> dict[str, Tensor]:
+    """A Hugging Face folder: one model.safetensors, or several named by an index."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [folder / Path(name).name for name in names]
+    else:
+        files = [folder / "model.safetensors"]
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors.update(load_file(file))
+    return tensors

@@ -1,0 +1,39 @@
+"""Outer optimizers, element by element, so that they can be applied to a chunk at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Nesterov:
+    """SGD with momentum, in Nesterov's form or the classical one.
+
+    With g the averaged pseudo-gradient (DiLoCo, Douillard et al. 2023, algorithm 1):
+
+        m <- mu m + g;   theta <- theta - eta (g + mu m)     Nesterov
+                         theta <- theta - eta m              classical
+
+    This is `torch.optim.SGD(lr=eta, momentum=mu, nesterov=...)` with `.grad = g`, bit for bit.
+    """
+
+    lr: float
+    momentum: float
+    nesterov: bool = True
+
+    def step(self, theta: Tensor, gradient: Tensor, momentum: Tensor) -> Tensor:
+        """New parameters, in a new tensor; `momentum` is updated, `gradient` is used as scratch.
+
+        Args:
+            theta: parameters, fp32, 1-D; not changed.
+            gradient: averaged pseudo-gradient of the same shape.
+            momentum: m, zeros before the first step.
+        """
+        if not self.momentum:
+            return torch.add(theta, gradient, alpha=-self.lr)
+        momentum.mul_(self.momentum).add_(gradient)
+        update = gradient.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
+        return torch.add(theta, update, alpha=-self.lr)

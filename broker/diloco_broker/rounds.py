@@ -1,0 +1,225 @@
+"""One round: who is expected, who contributes, which chunks are ready for the outer step.
+
+The rules, all of them:
+
+- A round is OPEN until every expected worker has begun its push and at least `floor` contribute; then
+  it is CLOSING, and it ends when every chunk has been stepped.
+- A worker that dies or leaves while the round is open leaves the expected set at once. While it is
+  closing, a death only means that the chunks it has not delivered are not waited for. So a closing
+  round always ends.
+- A chunk is *owed* by a contribution until it has been folded. While the round is closing, a chunk that
+  nobody owes any more is ready. It is normalised by the weight that actually reached it.
+- A chunk that an earlier version contains (`before`) is not owed again: each (worker, push id, chunk)
+  counts once.
+- A worker has one live contribution in a round. Another push id abandons an unfinished one; what had
+  been folded of it stays, with its weight, since it was honest work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from diloco_protocol.chunks import Bitmap
+from diloco_protocol.messages import Push
+
+Key = tuple[str, int]  # (worker id, push id)
+
+
+class Phase(str, Enum):
+    OPEN = "open"
+    CLOSING = "closing"
+
+
+class Ended(str, Enum):
+    """Why a contribution will deliver nothing more."""
+
+    GONE = "gone"
+    VOIDED = "voided"
+    ABANDONED = "abandoned"
+
+
+@dataclass
+class Contribution:
+    """One push in one round.
+
+    Attributes:
+        before: chunks that an earlier version contains.
+        arrived: chunks received in this round, folded or waiting to be.
+        folded: chunks in the accumulator.
+        ended: why nothing more will come; None while the worker is at it.
+    """
+
+    worker_id: str
+    push: Push
+    before: Bitmap
+    arrived: Bitmap
+    folded: Bitmap
+    ended: Ended | None = None
+    committed: bool = False
+
+    @property
+    def held(self) -> Bitmap:
+        return self.before | self.arrived
+
+    @property
+    def counted(self) -> Bitmap:
+        return self.before | self.folded
+
+    @property
+    def is_whole(self) -> bool:
+        return self.counted.is_full
+
+    def owes(self, index: int) -> bool:
+        if index in self.before or index in self.folded:
+            return False
+        return self.ended is None or index in self.arrived
+
+
+@dataclass
+class Round:
+    """State of the round that is going on. `size` is the number of chunks of its fragment."""
+
+    number: int
+    fragment: int
+    size: int
+    floor: int
+    expected: set[str]
+    opened_at: float
+    phase: Phase = Phase.OPEN
+    contributions: dict[Key, Contribution] = field(default_factory=dict)
+    reached: list[float] = field(default_factory=list)  # weight in each chunk's accumulator
+    owed: list[int] = field(default_factory=list)  # contributions that owe a chunk; when closing
+    stepping: Bitmap = field(default_factory=lambda: Bitmap(0))  # given out for the outer step
+    stepped: Bitmap = field(default_factory=lambda: Bitmap(0))
+
+    def __post_init__(self) -> None:
+        self.reached = [0.0] * self.size
+        self.stepping = Bitmap(self.size)
+        self.stepped = Bitmap(self.size)
+
+    # Who.
+
+    @property
+    def begun(self) -> set[str]:
+        """Workers that have begun a push, whatever became of it, unless they are simply gone."""
+        return {
+            c.worker_id for c in self.contributions.values() if c.ended is None or self._served(c)
+        }
+
+    @property
+    def participating(self) -> set[str]:
+        """Workers whose push is under way or whole: what the floor is about."""
+        return {c.worker_id for c in self.contributions.values() if c.ended is None or c.is_whole}
+
+    @property
+    def averaged(self) -> int:
+        """Workers of whom a whole push is in the accumulator."""
+        return len({c.worker_id for c in self.contributions.values() if c.is_whole})
+
+    @property
+    def missing(self) -> set[str]:
+        """Expected workers that have not begun."""
+        return self.expected - self.begun
+
+    @property
+    def below_floor(self) -> bool:
+        """True while even all expected workers together would be too few."""
+        return self.phase is Phase.OPEN and len(self.expected | self.participating) < self.floor
+
+    def of_worker(self, worker_id: str) -> Iterator[Contribution]:
+        return (c for c in self.contributions.values() if c.worker_id == worker_id)
+
+    def _served(self, contribution: Contribution) -> bool:
+        return contribution.is_whole or contribution.ended is Ended.VOIDED
+
+    # What happens.
+
+    def begin(self, worker_id: str, push: Push, before: Bitmap) -> Contribution:
+        """Enter a push. The caller has ended or ruled out others of the same worker."""
+        contribution = Contribution(worker_id, push, before, Bitmap(self.size), Bitmap(self.size))
+        self.contributions[worker_id, push.push_id] = contribution
+        if self.phase is Phase.CLOSING:
+            raise AssertionError(f"{worker_id} begins a push in closing round {self.number}")
+        return contribution
+
+    def folded(self, key: Key, index: int) -> list[int]:
+        """A chunk is in the accumulator. Returns the chunks that are ready through it."""
+        contribution = self.contributions[key]
+        contribution.folded.add(index)
+        self.reached[index] += contribution.push.weight
+        return self._settle([index])
+
+    def refused(self, key: Key, index: int) -> list[int]:
+        """A chunk that arrived was not folded: void the push. Returns the chunks that are ready."""
+        contribution = self.contributions[key]
+        contribution.arrived.discard(index)
+        if contribution.ended is None:
+            return self._settle([index]) + self.end(key, Ended.VOIDED, settled=index)
+        return self._settle([index])
+
+    def end(self, key: Key, why: Ended, settled: int | None = None) -> list[int]:
+        """Nothing more will come of a contribution. Returns the chunks that are ready through it."""
+        contribution = self.contributions[key]
+        if contribution.ended is not None:
+            return []
+        let_go = [i for i in contribution.held.missing() if i != settled]
+        contribution.ended = why
+        return self._settle(let_go)
+
+    def leave(self, worker_id: str) -> list[int]:
+        """A worker is gone. Returns the chunks that are ready through it."""
+        self.expected.discard(worker_id)
+        ready: list[int] = []
+        for contribution in list(self.of_worker(worker_id)):
+            ready += self.end((worker_id, contribution.push.push_id), Ended.GONE)
+        return ready
+
+    def close_if_due(self) -> list[int] | None:
+        """Begin to close if every expected worker has begun; returns the chunks ready at once.
+
+        None means that the round is not due (or is closing already).
+        """
+        if self.phase is Phase.CLOSING or self.missing or not self.participating:
+            return None
+        if len(self.participating) < self.floor:
+            return None
+        self.phase = Phase.CLOSING
+        live = self.contributions.values()
+        self.owed = [sum(c.owes(index) for c in live) for index in range(self.size)]
+        return self._give_out(index for index in range(self.size) if not self.owed[index])
+
+    def _settle(self, indexes: Iterable[int]) -> list[int]:
+        """Chunks that one contribution owes no longer."""
+        if self.phase is Phase.OPEN:
+            return []
+        ready = []
+        for index in indexes:
+            self.owed[index] -= 1
+            if not self.owed[index]:
+                ready.append(index)
+        return self._give_out(ready)
+
+    def _give_out(self, indexes: Iterable[int]) -> list[int]:
+        given = list(indexes)
+        for index in given:
+            self.stepping.add(index)
+        return given
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the books do not balance; for tests."""
+        for key, c in self.contributions.items():
+            assert key == (c.worker_id, c.push.push_id)
+            assert not any(i in c.before for i in c.arrived), f"{key} counts a chunk again"
+            assert all(i in c.arrived for i in c.folded), f"{key} folded what never arrived"
+        for index in range(self.size):
+            weight = sum(c.push.weight for c in self.contributions.values() if index in c.folded)
+            assert abs(weight - self.reached[index]) <= 1e-9 * max(1.0, weight)
+            if self.phase is Phase.CLOSING:
+                owed = sum(c.owes(index) for c in self.contributions.values())
+                assert owed == self.owed[index], f"chunk {index}: {owed} owed, {self.owed[index]}"
+                assert (owed == 0) == (index in self.stepping), f"chunk {index} is not given out"
+        assert all(i in self.stepping for i in self.stepped)
+        live = [c.worker_id for c in self.contributions.values() if c.ended is None]
+        assert len(live) == len(set(live)), "a worker has two live contributions"

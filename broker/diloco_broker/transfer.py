@@ -1,0 +1,269 @@
+"""Moving chunks under credit, both ways, and the versions that are handed out.
+
+Up: a push may have as many unacknowledged chunks under way as it was granted. Down: a reader says how
+many chunks it can take. Credits bind before any of ZeroMQ's high-water marks, so a slow reader holds a
+few chunk references and never a copy of the model.
+
+The shelf keeps, for each fragment, the current version (whole, never written again) and the one that is
+being made. A reader that waits for the next version gets its chunks as they become ready. When a newer
+version is released, a reader that is still at the older one is moved to the newer: nothing ever keeps
+an old version alive.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_broker.events import Effect, Route, Send
+from diloco_protocol.chunks import Bitmap, FragmentLayout
+from diloco_protocol.messages import Chunk, Push, Released
+from diloco_protocol.version import Ledger, VersionId
+
+# Chunks one push may have under way: 4 to 16 reach the speed of a raw connection on a local network.
+UPLOAD_WINDOW = 8
+# And all pushes together, so that many workers do not fill the broker's memory; two each at least.
+UPLOAD_WINDOW_TOTAL = 64
+# More credit than this is not believed: nobody can buffer more, and credit is a count of our sends.
+MAX_READER_CREDIT = 1024
+# Readers that have not joined; more are refused.
+MAX_OBSERVERS = 256
+
+
+def upload_window(pushes: int) -> int:
+    """Chunks that each of so many concurrent pushes may have under way."""
+    return max(2, min(UPLOAD_WINDOW, UPLOAD_WINDOW_TOTAL // max(1, pushes)))
+
+
+@dataclass
+class Account:
+    """Bytes of chunks exchanged with one worker or observer."""
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+@dataclass
+class Upload:
+    """One push of one connection: how many chunks it may still send.
+
+    `is_void` means that what still comes of it is ignored: its sender has been told.
+    """
+
+    push: Push
+    credit: int
+    is_void: bool = False
+
+
+@dataclass
+class Download:
+    """One reader at one version of one fragment. `ready` are the chunks that can be sent now."""
+
+    version: VersionId
+    ready: deque[int]
+    left: int  # chunks not sent yet, ready or not
+
+
+@dataclass
+class Reader:
+    """One connection that takes chunks. `announce` is where its `released` goes."""
+
+    route: Route
+    announce: Route
+    account: Account
+    joined: bool
+    credit: int = 0
+    downloads: dict[int, Download] = field(default_factory=dict)  # by fragment
+    waiting: dict[int, int] = field(default_factory=dict)  # fragment -> counter that it has
+
+
+@dataclass
+class Making:
+    """A version that is being made: its chunks so far."""
+
+    version: VersionId
+    wires: list[Any]
+    left: int
+
+
+@dataclass
+class Stock:
+    """One fragment: its current version and the one being made."""
+
+    layout: FragmentLayout
+    version: VersionId | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    wires: tuple[Any, ...] = ()
+    making: Making | None = None
+    round: int = 0
+    averaged: int = 0
+
+
+class Shelf:
+    """Versions of all fragments and the readers of them. Methods yield the sends that follow."""
+
+    def __init__(self) -> None:
+        self.stocks: list[Stock] = []
+        self.readers: dict[Route, Reader] = {}
+        self.bytes_down = 0
+
+    def furnish(self, layouts: tuple[FragmentLayout, ...]) -> None:
+        """Make room for a model: one stock for each fragment, the frozen one last."""
+        self.stocks = [Stock(layout) for layout in layouts]
+
+    @property
+    def is_complete(self) -> bool:
+        """True when every fragment that has chunks has a version."""
+        return bool(self.stocks) and all(s.version or not s.layout.chunks for s in self.stocks)
+
+    # Making versions.
+
+    def make(self, fragment: int, version: VersionId) -> None:
+        """Begin a version. Readers that wait for one follow it from now on."""
+        stock = self.stocks[fragment]
+        chunks = stock.layout.chunks
+        stock.making = Making(version, [None] * chunks, chunks)
+        for reader in self.readers.values():
+            after = reader.waiting.get(fragment)
+            if after is not None and after < version.counter:
+                reader.downloads[fragment] = Download(version, deque(), chunks)
+
+    def unmake(self, fragment: int) -> None:
+        """Drop the version that is being made; its readers wait for another."""
+        making, self.stocks[fragment].making = self.stocks[fragment].making, None
+        for reader in self.readers.values():
+            download = reader.downloads.get(fragment)
+            if making is not None and download is not None and download.version == making.version:
+                del reader.downloads[fragment]
+
+    def chunk_ready(self, fragment: int, index: int, wire: Any) -> Iterator[Effect]:
+        """A chunk of the version being made is finished."""
+        making = self.stocks[fragment].making
+        assert making is not None and making.wires[index] is None
+        making.wires[index] = wire
+        making.left -= 1
+        for reader in self.readers.values():
+            download = reader.downloads.get(fragment)
+            if download is not None and download.version == making.version:
+                download.ready.append(index)
+                yield from self.pump(reader)
+
+    def release(
+        self, fragment: int, ledger: Ledger, number: int, averaged: int
+    ) -> Iterator[Effect]:
+        """The version being made is whole: it becomes the current one."""
+        stock = self.stocks[fragment]
+        assert stock.making is not None and stock.making.left == 0
+        stock.version = stock.making.version
+        stock.wires = tuple(stock.making.wires)
+        stock.ledger, stock.round, stock.averaged = ledger, number, averaged
+        stock.making = None
+        for reader in list(self.readers.values()):
+            download = reader.downloads.get(fragment)
+            waits = reader.waiting.get(fragment)
+            if download is not None and download.version != stock.version:
+                yield from self._start(reader, fragment, Bitmap(stock.layout.chunks))
+            elif waits is not None and waits < stock.version.counter:
+                del reader.waiting[fragment]
+                yield Send(reader.announce, self._released(fragment))
+
+    # Readers.
+
+    def joined_reader(self, route: Route, announce: Route, account: Account) -> Reader:
+        """The reader on a worker's bulk connection, made if it is new."""
+        if route not in self.readers:
+            self.readers[route] = Reader(route, announce, account, joined=True)
+        return self.readers[route]
+
+    def observer(self, route: Route) -> Reader:
+        """The reader on a connection that has not joined, made if it is new."""
+        if route not in self.readers:
+            self.readers[route] = Reader(route, route, Account(), joined=False)
+        return self.readers[route]
+
+    def add_credit(self, reader: Reader, chunks: int) -> Iterator[Effect]:
+        """The reader can take more."""
+        reader.credit = min(reader.credit + max(0, chunks), MAX_READER_CREDIT)
+        yield from self.pump(reader)
+
+    def forget(self, route: Route | None) -> None:
+        """This connection takes nothing more."""
+        if route is not None:
+            self.readers.pop(route, None)
+
+    @property
+    def observers(self) -> int:
+        return sum(not reader.joined for reader in self.readers.values())
+
+    def pull(
+        self, reader: Reader, fragment: int, after: int, held: tuple[VersionId, bytes] | None
+    ) -> Iterator[Effect]:
+        """Give a reader the newest version above `after`, now or when there is one."""
+        stock = self.stocks[fragment]
+        reader.downloads.pop(fragment, None)
+        reader.waiting.pop(fragment, None)
+        chunks = stock.layout.chunks
+        if stock.version is not None and stock.version.counter > after:
+            have = Bitmap(chunks)
+            if held is not None and held[0] == stock.version:
+                have = Bitmap.from_bytes(held[1], chunks)
+            yield from self._start(reader, fragment, have)
+            return
+        reader.waiting[fragment] = after
+        making = stock.making
+        if making is not None and making.version.counter > after:
+            have = Bitmap(chunks)
+            if held is not None and held[0] == making.version:
+                have = Bitmap.from_bytes(held[1], chunks)
+            ready = deque(
+                i for i, wire in enumerate(making.wires) if wire is not None and i not in have
+            )
+            reader.downloads[fragment] = Download(making.version, ready, chunks - len(have))
+            yield from self.pump(reader)
+
+    def pump(self, reader: Reader) -> Iterator[Effect]:
+        """Send what is ready while there is credit."""
+        for fragment, download in list(reader.downloads.items()):
+            wires = self._wires(fragment, download.version)
+            while reader.credit > 0 and download.ready:
+                index = download.ready.popleft()
+                reader.credit -= 1
+                download.left -= 1
+                reader.account.bytes_down += wires[index].nbytes
+                self.bytes_down += wires[index].nbytes
+                message = Chunk(fragment, index, version=download.version)
+                yield Send(reader.route, message, wires[index])
+            if not download.left:
+                del reader.downloads[fragment]
+
+    def _start(self, reader: Reader, fragment: int, have: Bitmap) -> Iterator[Effect]:
+        stock = self.stocks[fragment]
+        assert stock.version is not None
+        reader.waiting.pop(fragment, None)
+        missing = deque(have.missing())
+        reader.downloads[fragment] = Download(stock.version, missing, len(missing))
+        yield Send(reader.announce, self._released(fragment))
+        yield from self.pump(reader)
+
+    def _released(self, fragment: int) -> Released:
+        stock = self.stocks[fragment]
+        assert stock.version is not None
+        return Released(fragment, stock.version, stock.ledger, stock.round, stock.averaged)
+
+    def _wires(self, fragment: int, version: VersionId) -> Any:
+        stock = self.stocks[fragment]
+        if stock.making is not None and stock.making.version == version:
+            return stock.making.wires
+        assert stock.version == version, "a reader is at a version that is not on the shelf"
+        return stock.wires
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when a reader is at a version that does not exist; for tests."""
+        for reader in self.readers.values():
+            assert reader.credit >= 0
+            for fragment, download in reader.downloads.items():
+                wires = self._wires(fragment, download.version)
+                assert all(wires[index] is not None for index in download.ready)
+                assert len(download.ready) <= download.left

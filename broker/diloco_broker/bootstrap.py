@@ -15,7 +15,7 @@ from diloco_broker.membership import Member
 from diloco_broker.transfer import Shelf
 from diloco_protocol.chunks import Bitmap, ModelLayout, lay_out
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Push
+from diloco_protocol.messages import Push, RunConfig
 from diloco_protocol.version import Ledger
 
 
@@ -53,14 +53,18 @@ class Bootstrap:
     layout: ModelLayout | None = None
     run: str | None = None
     donor: str | None = None
+    asked: bytes = b""  # session of the donor that was asked
     donations: dict[int, Donation] = field(default_factory=dict)
     rejected_donors: set[str] = field(default_factory=set)
     is_loading: bool = False
     is_done: bool = False
 
-    def settle_manifest(self, manifest: Manifest, num_fragments: int) -> ModelLayout:
+    def settle_manifest(self, manifest: Manifest, config: RunConfig) -> ModelLayout:
+        """This is the run's model from now on."""
         self.manifest = manifest
-        self.layout = lay_out(manifest, num_fragments=num_fragments)
+        self.layout = lay_out(
+            manifest, num_fragments=config.num_fragments, chunk_elements=config.chunk_elements
+        )
         return self.layout
 
     def mismatches(self, manifest: Manifest) -> list[str]:
@@ -111,12 +115,14 @@ class Bootstrap:
     def abandon(self) -> None:
         self.run = None
         self.donor = None
+        self.asked = b""
         self.donations.clear()
 
     def finish(self) -> None:
         self.is_done = True
         self.is_loading = False
         self.donor = None
+        self.asked = b""
         self.donations.clear()
 
 

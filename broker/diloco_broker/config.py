@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import RunConfig
@@ -33,6 +34,8 @@ class BrokerConfig:
         heartbeat_timeout: seconds of silence after which a worker counts as dead; 0 = never.
         disconnect_grace: seconds that a worker whose connection broke has to come back.
         insecure: allow an address that is not loopback although anyone who reaches it can join.
+        chunk_elements: elements of a chunk on the wire; not an option of the command line, since
+            smaller chunks are slower and larger ones are refused by the frame limits.
 
     Raises:
         UsageError: for a value that cannot work, naming it.
@@ -51,6 +54,7 @@ class BrokerConfig:
     heartbeat_timeout: float = 120.0
     disconnect_grace: float = 1.0
     insecure: bool = False
+    chunk_elements: int = CHUNK_ELEMENTS
 
     def __post_init__(self) -> None:
         for name in ("workers", "min_workers", "sync_every"):
@@ -63,6 +67,12 @@ class BrokerConfig:
         )
         _require(_positive(self.outer_lr), "outer_lr", self.outer_lr, "a finite number above 0")
         _require(0 <= self.outer_momentum < 1, "outer_momentum", self.outer_momentum, "in [0, 1)")
+        _require(
+            1 <= self.chunk_elements <= CHUNK_ELEMENTS,
+            "chunk_elements",
+            self.chunk_elements,
+            f"from 1 to {CHUNK_ELEMENTS}",
+        )
         for name in ("heartbeat_timeout", "disconnect_grace"):
             value = getattr(self, name)
             _require(
@@ -82,6 +92,7 @@ class BrokerConfig:
             wire_dtype=self.wire_dtype,
             reply_dtype=self.reply_dtype,
             heartbeat_timeout=self.heartbeat_timeout,
+            chunk_elements=self.chunk_elements,
         )
 
 

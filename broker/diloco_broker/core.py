@@ -84,7 +84,6 @@ class Core:
     ) -> None:
         self.state = State(config, draw, now, f"{draw():016x}", Bootstrap(initial))
 
-    @property
     def may_end(self) -> bool:
         """True when the broker is stopping and no closing round is unfinished."""
         round_ = self.state.round
@@ -195,6 +194,7 @@ class Core:
             if member is not None:
                 member.rejected += 1
                 who = f" of {member.worker_id}"
+                route = member.control
         retry = error.code in WORTH_A_RETRY
         yield Send(route, Error(error.code, str(error), retry, push_id, message.kind))
         if not retry:

@@ -33,7 +33,7 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         state.members.renew(member, join, session, route, now)
         yield Log("info", f"{join.worker_id} is back on a new connection.")
     if state.bootstrap.manifest != join.manifest:
-        layout = state.bootstrap.settle_manifest(join.manifest, state.run_config.num_fragments)
+        layout = state.bootstrap.settle_manifest(join.manifest, state.run_config)
         state.shelf.furnish(layout.all)
     member.first_round = _first_round(state, member)
     versions = tuple(stock.version for stock in state.shelf.stocks[:-1])

@@ -111,7 +111,7 @@ class Broker:
         # With more threads a chunk's addition spends its time waking them: 7 times slower.
         torch.set_num_threads(1)
         try:
-            while not self._core.may_end:
+            while not self._core.may_end():
                 if self._stop_reason and self._core.state.stopping is None:
                     self._feed_core(Stop(self._stop_reason))
                     deadline = time.monotonic() + STOP_WITHIN_S

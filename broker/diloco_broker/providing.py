@@ -32,8 +32,9 @@ def seek(state: State) -> Iterator[Effect]:
         yield Log("info", f"Asking {member.worker_id} for its parameters.")
     donor = state.members.named(boot.donor)
     assert donor is not None
-    for fragment in boot.wanted(state.shelf):
-        if fragment not in donor.uploads:
+    if boot.asked != donor.session:
+        boot.asked = donor.session
+        for fragment in boot.wanted(state.shelf):
             text = "The broker has no parameters yet; send yours."
             yield Send(donor.control, Notice("donate", text, fragment))
 

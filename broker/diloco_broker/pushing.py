@@ -49,6 +49,8 @@ def push(state: State, member: Member, push: Push, now: float) -> Iterator[Effec
         raise ProtocolError(
             Code.BAD_PUSH, f"This push was {known.ended.value} in round {round_.number}; drop it."
         )
+    if known is None:
+        yield from sequence.abandon_others(state, member.worker_id, push.push_id)
     if before.is_full:
         yield Send(member.control, Grant(push.push_id, push.fragment, Standing.COUNTED))
     elif known is not None and (known.ended is None or round_.phase is Phase.OPEN):

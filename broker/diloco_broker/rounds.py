@@ -168,6 +168,13 @@ class Round:
         contribution.ended = why
         return self._settle(let_go)
 
+    def abandon(self, contribution: Contribution) -> list[int]:
+        """Its worker has begun another push. Returns the chunks that are ready through it."""
+        ready = self.end((contribution.worker_id, contribution.push.push_id), Ended.ABANDONED)
+        if contribution.ended is Ended.GONE:
+            contribution.ended = Ended.ABANDONED  # it will not be taken up again either
+        return ready
+
     def leave(self, worker_id: str) -> list[int]:
         """A worker is gone. Returns the chunks that are ready through it."""
         self.expected.discard(worker_id)

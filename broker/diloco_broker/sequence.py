@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from diloco_broker.events import Effect, Log, Send, Step, Stepped
 from diloco_broker.membership import Member
-from diloco_broker.rounds import Contribution, Ended, Phase, Round
+from diloco_broker.rounds import Contribution, Phase, Round
 from diloco_broker.state import RoundReport, State
 from diloco_broker.transfer import Upload, upload_window
 from diloco_protocol.chunks import Bitmap
@@ -41,16 +41,22 @@ def takes_now(round_: Round, member: Member, push: Push) -> bool:
     return not any(c.is_whole for c in round_.of_worker(member.worker_id))
 
 
+def abandon_others(state: State, worker_id: str, push_id: int) -> Iterator[Effect]:
+    """A worker that comes with another push has given up the unfinished ones."""
+    assert state.round is not None
+    for other in list(state.round.of_worker(worker_id)):
+        if other.push.push_id != push_id and not other.is_whole:
+            yield from step(state, state.round.abandon(other))
+
+
 def enter(state: State, member: Member, push: Push, before: Bitmap) -> Iterator[Effect]:
-    """Let a new push into the open round; unfinished ones of the same worker are abandoned."""
+    """Let a new push into the open round. Others of the same worker have been abandoned."""
     assert state.round is not None and push.base is not None
     if before.is_full:
         yield Send(member.control, Grant(push.push_id, push.fragment, Standing.COUNTED))
         return
     current = state.shelf.stocks[push.fragment].version
     assert current is not None
-    for other in state.round.of_worker(member.worker_id):
-        other.ended = Ended.ABANDONED
     contribution = state.round.begin(member.worker_id, push, before)
     state.totals.pushes += 1
     member.pushes += 1

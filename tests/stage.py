@@ -1,0 +1,330 @@
+"""A stage for the broker's core: a fake clock, puppets for workers, and tensor work that is only noted.
+
+Instead of adding tensors the stage keeps, for every chunk of every version, which pushes are in it. So a
+test can ask the one question that matters: was each contribution counted exactly once?
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from diloco_broker.bootstrap import InitialModel
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core import Core
+from diloco_broker.events import (
+    Event,
+    Fold,
+    Folded,
+    FoldRefused,
+    Log,
+    PeerGone,
+    Place,
+    Placed,
+    Received,
+    Send,
+    Step,
+    Stepped,
+    Tick,
+    Work,
+)
+from diloco_protocol.chunks import Bitmap
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.messages import (
+    Chunk,
+    Commit,
+    Credit,
+    Error,
+    Grant,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Pull,
+    Purpose,
+    Push,
+    Released,
+    Welcome,
+)
+from diloco_protocol.version import VersionId
+
+M = TypeVar("M", bound=Message)
+
+CHUNK_ELEMENTS = 4
+RUN = "00000000000000aa"
+
+
+def a_manifest(chunks: int = 3, **others: TensorEntry) -> Manifest:
+    """A model whose one trainable tensor takes so many chunks of the stage's size."""
+    entries = [TensorEntry("weight", (chunks * CHUNK_ELEMENTS,), "float32", Kind.TRAINABLE)]
+    return Manifest((*entries, *others.values()))
+
+
+class Payload:
+    """A buffer of which only the length and a mark matter."""
+
+    def __init__(self, nbytes: int, *, is_finite: bool = True) -> None:
+        self.nbytes = nbytes
+        self.is_finite = is_finite
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A finished chunk: the (worker, push id) pairs that it has ever averaged, with multiplicity."""
+
+    contents: tuple[tuple[str, int], ...]
+    nbytes: int = 4 * CHUNK_ELEMENTS
+
+
+@dataclass
+class Stage:
+    """The core under a fake clock. With `by_hand`, tensor work waits until `work()` is called."""
+
+    config: BrokerConfig
+    manifest: Manifest = field(default_factory=a_manifest)
+    by_hand: bool = False
+    initial: InitialModel | None = None
+
+    def __post_init__(self) -> None:
+        self.now = 1000.0
+        self._draws = iter(range(1, 1 << 30))
+        self.core = Core(self.config, lambda: next(self._draws), self.now, self.initial)
+        self.inbox: dict[bytes, list[Message]] = {}
+        self.received: dict[bytes, list[tuple[Chunk, Any]]] = {}
+        self.logs: list[str] = []
+        self.work_queue: deque[Work] = deque()
+        self.gone: set[bytes] = set()
+        self.chunks: dict[tuple[int, int], Wire] = {}
+        self.sums: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
+        self.steps: list[Step] = []
+        self._routes = 0
+
+    # The world.
+
+    @property
+    def state(self) -> Any:
+        return self.core.state
+
+    def route(self) -> bytes:
+        self._routes += 1
+        return b"route-%d" % self._routes
+
+    def passes(self, seconds: float) -> None:
+        """Time goes on, with a tick at least every tenth of a second of it."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + max(0.1, seconds / 50))
+            self.happens(Tick())
+
+    def happens(self, event: Event) -> None:
+        """Feed the core and carry out what it asks for; invariants are checked after each event."""
+        pending = deque([event])
+        while pending:
+            for effect in self.core.handle(pending.popleft(), self.now):
+                match effect:
+                    case Send(route, message, payload):
+                        if route in self.gone:
+                            pending.append(PeerGone(route))
+                        elif isinstance(message, Chunk):
+                            self.received.setdefault(route, []).append((message, payload))
+                        else:
+                            self.inbox.setdefault(route, []).append(message)
+                    case Log():
+                        self.logs.append(effect.text)
+                    case Fold() | Step() | Place():
+                        self.work_queue.append(effect)
+            self.core.check_invariants()
+        if not self.by_hand:
+            self.work()
+
+    def work(self, pieces: int | None = None) -> None:
+        """Carry out queued tensor work."""
+        done = 0
+        while self.work_queue and (pieces is None or done < pieces):
+            done += 1
+            self.happens_by_hand(self._carry_out(self.work_queue.popleft()))
+
+    def happens_by_hand(self, event: Event) -> None:
+        by_hand, self.by_hand = self.by_hand, True
+        try:
+            self.happens(event)
+        finally:
+            self.by_hand = by_hand
+
+    def _carry_out(self, work: Work) -> Event:
+        match work:
+            case Place(fragment, index):
+                self.chunks[fragment, index] = Wire(())
+                return Placed(work, self.chunks[fragment, index])
+            case Fold(fragment, index, worker, push_id, weight, payload):
+                if not payload.is_finite:
+                    return FoldRefused(work)
+                self.sums.setdefault((fragment, index), []).append((worker, push_id, weight))
+                return Folded(work)
+            case Step(fragment, index, weight):
+                self.steps.append(work)
+                parts = self.sums.pop((fragment, index), [])
+                total = sum(part[2] for part in parts)
+                assert abs(total - weight) < 1e-9, "the mean is divided by what was not added"
+                contents = self.chunks[fragment, index].contents
+                added = tuple((worker, push_id) for worker, push_id, _ in parts)
+                self.chunks[fragment, index] = Wire(contents + added)
+                return Stepped(work, self.chunks[fragment, index])
+
+    # What came of it.
+
+    @property
+    def round(self) -> Any:
+        assert self.state.round is not None, "no round is open: there are no parameters yet"
+        return self.state.round
+
+    def version(self, fragment: int = 0) -> VersionId:
+        version = self.state.shelf.stocks[fragment].version
+        assert isinstance(version, VersionId)
+        return version
+
+    def counted(self, fragment: int = 0) -> list[Counter[tuple[str, int]]]:
+        """For each chunk of the current version: how often each push is in it."""
+        return [Counter(wire.contents) for wire in self.state.shelf.stocks[fragment].wires]
+
+    def worker(self, worker_id: str) -> Puppet:
+        return Puppet(self, worker_id)
+
+    def joined(self, *worker_ids: str) -> list[Puppet]:
+        """Workers that have joined and hold the current parameters."""
+        puppets = [self.worker(worker_id) for worker_id in worker_ids]
+        for puppet in puppets:
+            puppet.joins()
+        self.provide()
+        for puppet in puppets:
+            puppet.pulls()
+        return puppets
+
+    def provide(self) -> None:
+        """Let the parameters come from a donor, if one was asked."""
+        donor = self.state.members.named(self.state.bootstrap.donor or "")
+        for fragment in self.state.bootstrap.wanted(self.state.shelf) if donor else ():
+            layout = self.state.shelf.stocks[fragment].layout
+            push = Push(
+                donor.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION
+            )
+            self.happens(Received(donor.control, push))
+            for span in layout.spans:
+                size = span.elements * (8 if span.segment.value == "integers" else 4)
+                chunk = Chunk(fragment, span.index, session=donor.session, push_id=77)
+                self.happens(Received(donor.control, chunk, Payload(size)))
+                self.work()
+
+
+@dataclass
+class Puppet:
+    """A worker on the stage: does as it is told, by the protocol or against it."""
+
+    stage: Stage
+    worker_id: str
+    session: bytes | None = None
+    control: bytes = b""
+    bulk: bytes = b""
+    push_id: int = 0
+    base: VersionId | None = None
+
+    def sends(self, message: Message, payload: Any = None, *, on: bytes | None = None) -> None:
+        self.stage.happens(Received(self.control if on is None else on, message, payload))
+
+    def joins(self, **fields: Any) -> Puppet:
+        """Join on new connections; with the last session, if there is one."""
+        self.control, self.bulk = self.stage.route(), self.stage.route()
+        fields = {"manifest": self.stage.manifest, "session": self.session, **fields}
+        self.sends(Join(self.worker_id, **fields))
+        welcome = self.last(Welcome)
+        if welcome is not None:
+            self.session = welcome.session
+            self.sends(Credit(1000, self.session), on=self.bulk)
+        return self
+
+    def token(self) -> bytes:
+        assert self.session is not None, f"{self.worker_id} has not joined"
+        return self.session
+
+    def pulls(self, after: int = -1, fragment: int = 0, credit: int = 0) -> None:
+        self.sends(Pull(fragment, after, self.token(), credit))
+        released = self.last(Released)
+        if released is not None:
+            self.base = released.version
+
+    def begins(self, push_id: int, *, weight: float = 1.0, **fields: Any) -> Grant | None:
+        """Offer a push; returns the grant."""
+        self.push_id = push_id
+        fields = {"base": self.base or self.stage.version(), "wire_dtype": "fp32", **fields}
+        chunks = self.stage.state.shelf.stocks[0].layout.chunks
+        fields.setdefault("fragment", 0)
+        self.sends(Push(self.token(), push_id, chunks=chunks, weight=weight, **fields))
+        return self.last(Grant)
+
+    def delivers(self, indexes: Iterable[int], *, is_finite: bool = True, size: int = 0) -> None:
+        for index in indexes:
+            chunk = Chunk(0, index, session=self.session, push_id=self.push_id)
+            payload = Payload(size or 4 * CHUNK_ELEMENTS, is_finite=is_finite)
+            self.sends(chunk, payload, on=self.bulk)
+
+    def pushes(self, push_id: int, *, weight: float = 1.0) -> None:
+        """A whole push, as a well-behaved worker makes it: what is held is not sent again."""
+        grant = self.begins(push_id, weight=weight)
+        assert grant is not None
+        assert grant.standing.value in ("new", "resume"), grant
+        size = self.stage.state.shelf.stocks[0].layout.chunks
+        held = Bitmap.from_bytes(grant.held, size) if grant.held else Bitmap(size)
+        self.delivers(held.missing())
+        self.sends(Commit(self.token(), push_id, 0))
+
+    def beats(self, step: int = 1) -> None:
+        self.sends(Heartbeat(self.token(), step))
+
+    def leaves(self) -> None:
+        self.sends(Leave(self.token()))
+
+    def loses_connection(self) -> None:
+        """Its connections are gone, as the broker finds out when it sends something."""
+        self.stage.gone |= {self.control, self.bulk}
+        self.stage.happens(PeerGone(self.control))
+
+    def dies(self) -> None:
+        self.loses_connection()
+        self.stage.passes(self.stage.config.disconnect_grace + 0.2)
+
+    def last(self, kind: type[M]) -> M | None:
+        """The last message of a kind that came in on the control connection."""
+        messages = [m for m in self.stage.inbox.get(self.control, ()) if isinstance(m, kind)]
+        return messages[-1] if messages else None
+
+    def all(self, kind: type[M]) -> list[M]:
+        return [m for m in self.stage.inbox.get(self.control, ()) if isinstance(m, kind)]
+
+    def error(self) -> Error:
+        error = self.last(Error)
+        assert error is not None, f"{self.worker_id} got no error"
+        return error
+
+    @property
+    def chunks(self) -> list[tuple[Chunk, Any]]:
+        return self.stage.received.get(self.bulk, [])
+
+    def holds(self) -> VersionId | None:
+        """The version of which it has every chunk and the `released`, if there is one."""
+        released = self.last(Released)
+        if released is None:
+            return None
+        size = self.stage.state.shelf.stocks[released.fragment].layout.chunks
+        indexes = {c.index for c, _ in self.chunks if c.version == released.version}
+        return released.version if indexes == set(range(size)) else None
+
+
+def a_config(workers: int = 2, **fields: Any) -> BrokerConfig:
+    fields = {"chunk_elements": CHUNK_ELEMENTS, "wire_dtype": "fp32", **fields}
+    return BrokerConfig(workers=workers, **fields)
+
+
+def a_stage(workers: int = 2, chunks: int = 3, *, by_hand: bool = False, **fields: Any) -> Stage:
+    return Stage(a_config(workers, **fields), a_manifest(chunks), by_hand)

@@ -1,0 +1,196 @@
+"""Messages and frames: what goes in comes out, and whatever else comes in gets a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.frames import MAX_BUFFER_BYTES, pack, unpack
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.messages import (
+    KINDS,
+    Ack,
+    Chunk,
+    Commit,
+    Control,
+    Credit,
+    Error,
+    Grant,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Notice,
+    Pull,
+    Purpose,
+    Push,
+    Rejoin,
+    Released,
+    Result,
+    RunConfig,
+    Standing,
+    Welcome,
+    decode,
+    encode,
+)
+from diloco_protocol.version import Counted, Ledger, VersionId
+
+VERSION = VersionId("0123456789abcdef", 7, 2**64 - 1)
+LEDGER = Ledger({"a": (Counted(1), Counted(2**64 - 1, b"\x05"))})
+MANIFEST = Manifest(
+    (
+        TensorEntry("wte", (256, 64), "bfloat16", Kind.TRAINABLE, ("head",)),
+        TensorEntry("count", (), "int64", Kind.BUFFER),
+    )
+)
+EVERY_KIND: list[Message] = [
+    Join(
+        "a", MANIFEST, "0" * 16, b"s" * 16, (VERSION, None), {"sync_every": 5}, "host", 7, {"x": 1}
+    ),
+    Leave(b"s", "done"),
+    Heartbeat(b"s", 10, 3, "waiting", 4.5, 2.25, 100),
+    Push(b"s", 2**64 - 1, 0, 3, "fp32", VERSION, 2.0, 5, 9, 1.5, 0.1, Purpose.DONATION, LEDGER),
+    Chunk(0, 5, session=b"s", push_id=4),
+    Commit(b"s", 4, 0),
+    Pull(0, 6, b"s", 8, VERSION, b"\x01"),
+    Credit(3, b"s"),
+    Welcome(b"s", "e", RunConfig("sync", 20), 4, "0" * 16, (None, VERSION), "tcp://127.0.0.1:1"),
+    Grant(4, 0, Standing.RESUME, b"\x01", 8, "text"),
+    Ack(4, 0, (1, 2)),
+    Released(0, VERSION, LEDGER, 6, 2),
+    Notice("alive", "text", 0, 5),
+    Rejoin("e", "text"),
+    Error("bad_push", "text", True, 4, "push"),
+    Control("status", 1, {"deep": {"a": [1, 2.5, None, True]}}),
+    Result(1, True, "text", {"n": 1}),
+]
+
+
+def test_every_kind_is_in_the_list() -> None:
+    assert {message.kind for message in EVERY_KIND} == set(KINDS)
+
+
+@pytest.mark.parametrize("message", EVERY_KIND, ids=lambda m: m.kind)
+def test_message_survives_the_wire(message: Message) -> None:
+    payload = b"\x00" * 8 if isinstance(message, Chunk) else None
+    received, buffer = unpack(pack(message, payload))
+    if isinstance(message, Control):  # arrays come back as tuples
+        message = Control("status", 1, {"deep": {"a": (1, 2.5, None, True)}})
+    assert received == message
+    assert (buffer is None) == (payload is None)
+
+
+@pytest.mark.parametrize("message", EVERY_KIND, ids=lambda m: m.kind)
+def test_defaults_fill_what_is_left_out_and_unknown_keys_are_ignored(message: Message) -> None:
+    plain = msgpack.unpackb(encode(message))
+    plain["from_the_future"] = [1, 2]
+    assert decode(msgpack.packb(plain)) == decode(encode(message))
+
+
+def test_protocol_version_that_is_unknown_names_both() -> None:
+    header = msgpack.packb({"v": 99, "kind": "leave", "session": b"s"})
+    with pytest.raises(ProtocolError, match="version 99, we speak 1") as caught:
+        decode(header)
+    assert caught.value.code is Code.PROTOCOL_VERSION
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": "jump"}, "no message kind 'jump'"),
+        ({"kind": 5}, "no message kind 5"),
+        ({"step": "many"}, "heartbeat.step is a str, it must be a int"),
+        ({"step": True}, "heartbeat.step is a bool"),
+        ({"session": "text"}, "heartbeat.session is a str, it must be a bytes"),
+        ({"loss": [1]}, "heartbeat.loss is a tuple, it must be a number"),
+    ],
+)
+def test_mistyped_field_is_named(change: dict[str, Any], words: str) -> None:
+    plain = {**msgpack.unpackb(encode(Heartbeat(b"s", 1))), **change}
+    with pytest.raises(ProtocolError, match=words):
+        decode(msgpack.packb(plain))
+
+
+def test_missing_field_is_named() -> None:
+    plain = msgpack.unpackb(encode(Chunk(0, 1)))
+    del plain["index"]
+    with pytest.raises(ProtocolError, match=r"chunk\.index is missing"):
+        decode(msgpack.packb(plain))
+
+
+def test_nested_field_is_named() -> None:
+    plain = msgpack.unpackb(encode(Released(0, VERSION, LEDGER)))
+    plain["version"]["tag"] = "x"
+    with pytest.raises(ProtocolError, match=r"released\.version\.tag is a str"):
+        decode(msgpack.packb(plain))
+    plain = msgpack.unpackb(encode(EVERY_KIND[0]))
+    plain["manifest"]["entries"][0]["kind"] = "magic"
+    with pytest.raises(ProtocolError, match="one of trainable, frozen, buffer"):
+        decode(msgpack.packb(plain))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.binary(max_size=200))
+def test_garbage_bytes_never_do_more_than_raise_a_sentence(garbage: bytes) -> None:
+    with pytest.raises(ProtocolError, match=r"\.$"):
+        decode(garbage)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 2**64 - 1) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(EVERY_KIND), st.data())
+def test_any_value_in_any_field_is_taken_or_refused_with_a_sentence(
+    message: Message, data: st.DataObject
+) -> None:
+    plain = msgpack.unpackb(encode(message))
+    field = data.draw(st.sampled_from([key for key in plain if key != "kind"]))
+    plain[field] = data.draw(values)
+    sentence = "."
+    try:
+        assert isinstance(decode(msgpack.packb(plain)), Message)
+    except ProtocolError as error:
+        sentence = str(error)
+    assert sentence.endswith(".")
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="not a msgpack map"):
+        decode(b"\x91" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([], "has 0 frames"),
+        ([encode(Chunk(0, 1)), b"x", b"y"], "has 3 frames"),
+        ([encode(Chunk(0, 1))], "empty buffer"),
+        ([encode(Chunk(0, 1)), b""], "empty buffer"),
+        ([encode(Credit(1)), b"x"], "credit message has no buffer"),
+        ([encode(Chunk(0, 1)), bytes(MAX_BUFFER_BYTES + 1)], "the limit is"),
+        ([bytes((8 << 20) + 1)], "header has"),
+    ],
+)
+def test_frames_that_are_no_message_are_refused(frames: list[bytes], words: str) -> None:
+    with pytest.raises(ProtocolError, match=words):
+        unpack(frames)
+
+
+def test_payload_is_sent_and_received_without_a_copy() -> None:
+    payload = bytearray(b"12345678")
+    frames = pack(Chunk(0, 1), payload)
+    assert frames[1] is payload
+    _, buffer = unpack(frames)
+    payload[0] = ord("9")
+    assert buffer is not None
+    assert bytes(buffer[:1]) == b"9"

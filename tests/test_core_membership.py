@@ -16,6 +16,7 @@ from diloco_protocol.messages import (
     Credit,
     Error,
     Heartbeat,
+    Join,
     Notice,
     Pull,
     Purpose,
@@ -208,6 +209,21 @@ def test_reader_gets_no_more_chunks_than_it_has_credit_for() -> None:
     assert len(stage.received[eye]) == 3
     stage.happens(Received(eye, Credit(2)))
     assert [chunk.index for chunk, _ in stage.received[eye]] == [0, 1, 2, 3, 4]
+
+
+def test_pull_that_overtakes_the_first_credit_is_served_after_it() -> None:
+    stage = a_stage()
+    stage.joined("a")
+    b = stage.worker("b")
+    b.control, b.bulk = stage.route(), stage.route()
+    b.sends(Join("b", stage.manifest))
+    welcome = b.last(Welcome)
+    assert welcome is not None
+    b.session = welcome.session
+    b.pulls()
+    assert not b.chunks
+    b.sends(Credit(8, b.token()), on=b.bulk)
+    assert b.holds() == stage.version()
 
 
 def test_observer_that_waits_gets_the_next_version() -> None:

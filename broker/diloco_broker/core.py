@@ -169,10 +169,10 @@ class Core:
             case Pull():
                 self._check_pull(message)
                 if member.bulk is None:
-                    raise ProtocolError(
-                        Code.NOT_ALLOWED, "Send a credit on the bulk connection before you pull."
-                    )
-                yield from self._read(self._reader_of(member, member.bulk), message)
+                    # It overtook the credit that binds the bulk connection.
+                    member.early_pulls[message.fragment] = message
+                else:
+                    yield from self._read(self._reader_of(member, member.bulk), message)
             case Credit():
                 if route not in (member.control, member.bulk):
                     state.shelf.forget(member.bulk)
@@ -180,6 +180,8 @@ class Core:
                 if member.bulk is not None:
                     reader = self._reader_of(member, member.bulk)
                     yield from state.shelf.add_credit(reader, message.chunks)
+                    while member.early_pulls:
+                        yield from self._read(reader, member.early_pulls.popitem()[1])
             case Leave():
                 yield Log("info", f"{member.worker_id} leaves: {message.reason or 'it is done'}.")
                 yield from joining.remove(state, member)

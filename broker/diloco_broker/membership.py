@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_broker.events import Route
 from diloco_broker.transfer import Account, Upload
-from diloco_protocol.messages import Heartbeat, Join, Push
+from diloco_protocol.messages import Heartbeat, Join, Pull, Push
 from diloco_protocol.version import VersionId
 
 
@@ -34,6 +34,7 @@ class Member:
     first_round: int = 0
     uploads: dict[int, Upload] = field(default_factory=dict)  # by fragment
     deferred: dict[int, Push] = field(default_factory=dict)  # pushes whose round is not open yet
+    early_pulls: dict[int, Pull] = field(default_factory=dict)  # came before the bulk connection
     disconnected_at: float | None = None
     contested_at: float | None = None  # when another worker asked for this id
     probed_at: float = 0.0
@@ -112,6 +113,7 @@ class Membership:
         member.versions = join.versions
         member.uploads.clear()
         member.deferred.clear()
+        member.early_pulls.clear()
 
     def remove(self, member: Member) -> None:
         del self._by_session[member.session]

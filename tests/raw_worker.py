@@ -1,0 +1,140 @@
+"""A worker written from protocol/README.md alone: plain msgpack and a DEALER, nothing of the product.
+
+It keeps the specification honest, and it can misbehave in ways the real worker cannot.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgpack
+import torch
+import zmq
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PATIENCE_S = 20.0
+
+Header = dict[str, Any]
+
+
+class RawWorker:
+    """One worker over two DEALER sockets, driven message by message."""
+
+    def __init__(self, address: str, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.context = zmq.Context()
+        self.control = self._dealer(address)
+        self.bulk = self._dealer(address)
+        self.session = b""
+        self.config: Header = {}
+        self.version: Header | None = None
+        self.ledger: Header = {}
+
+    def _dealer(self, address: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.connect(address)
+        return socket
+
+    def __enter__(self) -> RawWorker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.context.destroy(linger=0)
+
+    # Messages.
+
+    def send(self, kind: str, *, on: zmq.Socket[bytes] | None = None, **fields: Any) -> None:
+        header = {"v": 1, "kind": kind, **fields}
+        (on or self.control).send(msgpack.packb(header))
+
+    def send_chunk(
+        self, push_id: int, index: int, payload: bytes, fields: Header | None = None
+    ) -> None:
+        header = {"v": 1, "kind": "chunk", "fragment": 0, "index": index, "push_id": push_id}
+        header |= {"session": self.session} | (fields or {})
+        self.bulk.send_multipart([msgpack.packb(header), payload])
+
+    def receive(self, *kinds: str, on: zmq.Socket[bytes] | None = None) -> Header:
+        """The next message of one of these kinds; others are passed over."""
+        socket = on or self.control
+        deadline = time.monotonic() + PATIENCE_S
+        while socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+            frames = socket.recv_multipart()
+            header: Header = msgpack.unpackb(frames[0])
+            if header["kind"] in kinds:
+                if len(frames) > 1:
+                    header["payload"] = frames[1]
+                return header
+            assert header["kind"] != "error", header
+        raise AssertionError(f"{self.worker_id} got no {' or '.join(kinds)}")
+
+    # A worker's life.
+
+    def join(self, entries: Iterable[Header], **fields: Any) -> Header:
+        """Join and bind the bulk connection; returns the welcome."""
+        manifest = {"entries": list(entries)}
+        self.send("join", worker_id=self.worker_id, manifest=manifest, **fields)
+        welcome = self.receive("welcome")
+        self.session, self.config = welcome["session"], welcome["config"]
+        self.send("credit", on=self.bulk, chunks=8, session=self.session)
+        return welcome
+
+    def donate(self, values: Tensor) -> None:
+        """Answer the broker's wish for parameters; `values` is the flat fp32 vector."""
+        self.receive("notice")
+        self._upload(41, values.float(), "fp32", purpose="donation")
+
+    def push(self, push_id: int, delta: Tensor, **fields: Any) -> None:
+        """Send a whole pseudo-gradient in the run's wire dtype."""
+        name = self.config["wire_dtype"]
+        self._upload(push_id, delta.to(DTYPES[name]), name, base=self.version, **fields)
+
+    def _upload(self, push_id: int, values: Tensor, wire: str, **fields: Any) -> None:
+        parts = values.split(self.config["chunk_elements"])
+        self.send(
+            "push",
+            session=self.session,
+            push_id=push_id,
+            fragment=0,
+            chunks=len(parts),
+            wire_dtype=wire,
+            **fields,
+        )
+        grant = self.receive("grant")
+        while grant["standing"] == "wait":
+            grant = self.receive("grant")
+        credit = grant["credit"]
+        for index, part in enumerate(parts):
+            while not credit:
+                credit += len(self.receive("ack")["chunks"])
+            self.send_chunk(push_id, index, bytes(part.view(torch.uint8).numpy()))
+            credit -= 1
+        self.send("commit", session=self.session, push_id=push_id, fragment=0)
+
+    def pull(self, elements: int, after: int = -1) -> Tensor:
+        """The newest parameters above a counter, as the flat fp32 vector."""
+        self.send("pull", session=self.session, fragment=0, after=after)
+        dtype, length = DTYPES[self.config["reply_dtype"]], self.config["chunk_elements"]
+        values = torch.zeros(elements)
+        left = dict.fromkeys(range(-(-elements // length)))
+        versions = set()
+        while left:
+            chunk = self.receive("chunk", on=self.bulk)
+            part = torch.frombuffer(bytearray(chunk["payload"]), dtype=dtype).float()
+            values[chunk["index"] * length :][: len(part)] = part
+            left.pop(chunk["index"])
+            versions.add(chunk["version"]["tag"])
+            self.send("credit", chunks=1, session=self.session)
+        released = self.receive("released")
+        assert versions == {released["version"]["tag"]}, "a torn version"
+        self.version, self.ledger = released["version"], released["ledger"]
+        return values
+
+
+def one_tensor(elements: int, name: str = "weight") -> list[Header]:
+    """The manifest of a model that is a single vector."""
+    return [{"name": name, "shape": [elements], "dtype": "float32", "kind": "trainable"}]

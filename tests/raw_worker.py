@@ -36,6 +36,7 @@ class RawWorker:
     def _dealer(self, address: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
         socket.linger = 0
+        socket.ipv6 = "[" in address
         socket.connect(address)
         return socket
 

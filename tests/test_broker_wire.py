@@ -330,3 +330,12 @@ def test_stop_tells_the_workers_and_ends_in_time() -> None:
 
 def test_broker_that_never_ran_can_be_stopped() -> None:
     a_broker().stop()
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_broker_listens_where_it_was_told(host: str) -> None:
+    config = BrokerConfig(bind=f"tcp://{host}:*", feed=f"tcp://{host}:0", chunk_elements=8)
+    with Broker(config) as broker, RawWorker(broker.address, "w0") as worker:
+        worker.join(one_tensor(ELEMENTS))
+        worker.donate(torch.ones(ELEMENTS))
+        assert worker.pull(ELEMENTS).sum() == ELEMENTS

@@ -281,6 +281,8 @@ def _bind(context: zmq.Context[Any], kind: int, address: str, option: str) -> zm
     try:
         scheme, _, rest = address.partition("://")
         host, _, port = rest.rpartition(":")
+        host = "127.0.0.1" if host == "localhost" else host  # ZeroMQ resolves no names to bind to
+        socket.ipv6 = host.startswith("[")
         socket.bind(f"{scheme}://{host}:{'*' if port == '0' else port}")
     except zmq.ZMQError as error:
         socket.close(linger=0)

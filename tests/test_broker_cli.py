@@ -1,0 +1,74 @@
+"""The daemon's command line: what it refuses, in one sentence each, and that it agrees with the API."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco_broker import BrokerConfig
+from diloco_broker.cli import app, serve
+from diloco_protocol.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--bind", "tcp://0.0.0.0:8512"], "--insecure"),
+        (["--bind", "localhost:8512"], "must be an address like"),
+        (["--bind", "tcp://127.0.0.1:99999"], "must be an address like"),
+        (["--workers", "0"], "at least 1"),
+        (["--workers", "2", "--min-workers", "3"], "at most workers, which is 2"),
+        (["--sync-every", "0"], "at least 1"),
+        (["--outer-lr", "nan"], "a finite number above 0"),
+        (["--outer-momentum", "1"], "in [0, 1)"),
+        (["--wire-dtype", "int3"], "fp32, bf16, fp16"),
+        (["--heartbeat-timeout", "-1"], "at least 0"),
+        (["--model", "/nowhere/model.pt"], "does not exist"),
+        (["--model", str(Path(__file__))], "cannot be read"),
+        (["--model", str(Path(__file__).parent)], "cannot be read"),
+    ],
+)
+def test_wrong_option_is_one_sentence_and_exit_2(options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *options])
+    assert result.exit_code == 2
+    assert words in result.output
+    assert result.output.count("\n") == 1, result.output
+
+
+def test_options_equal_the_fields_of_the_configuration() -> None:
+    options = set(inspect.signature(serve).parameters) - {"model", "verbose"}
+    assert options == {field.name for field in fields(BrokerConfig)} - {"chunk_elements"}
+    for name, parameter in inspect.signature(serve).parameters.items():
+        if name in options:
+            assert parameter.default == getattr(BrokerConfig(), name), name
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://127.0.0.1:0", "tcp://localhost:*", "tcp://127.3.4.5:1", "tcp://[::1]:8512"]
+)
+def test_loopback_needs_no_keys(bind: str) -> None:
+    assert BrokerConfig(bind=bind).bind == bind
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://10.0.0.1:1", "tcp://host:1"]
+)
+def test_other_addresses_are_refused_unless_insecure(bind: str) -> None:
+    for option in ("bind", "feed"):
+        with pytest.raises(UsageError, match="--insecure"):
+            BrokerConfig(**{option: bind})  # type: ignore[arg-type]
+        BrokerConfig(**{option: bind}, insecure=True)  # type: ignore[arg-type]

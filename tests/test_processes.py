@@ -1,0 +1,208 @@
+"""The daemon and training scripts as separate processes: started, killed, stopped, started wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+SCRIPT = Path(__file__).parent / "train_script.py"
+PATIENCE_S = 60.0
+
+
+class Process:
+    """A child process whose output is read line by line, each wait bounded."""
+
+    def __init__(self, *command: str, **env: str) -> None:
+        self.child = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
+        )
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.child.stdout is not None
+        for line in self.child.stdout:
+            self._queue.put(line.rstrip())
+        self._queue.put(None)
+
+    def waits_for(self, words: str) -> str:
+        """The next line that contains these words."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            line = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
+            assert line is not None, f"it ended without {words!r}:\n" + "\n".join(self.lines)
+            self.lines.append(line)
+            if words in line:
+                return line
+
+    def ends(self, within: float = PATIENCE_S) -> int:
+        """Its exit code; the rest of its output is in `lines`."""
+        code = self.child.wait(within)
+        self._reader.join(5)
+        while (line := self._queue.get(timeout=5)) is not None:
+            self.lines.append(line)
+        return code
+
+    def close(self) -> None:
+        if self.child.poll() is None:
+            self.child.kill()
+        self.child.wait(10)
+        self._reader.join(5)
+        assert self.child.stdout is not None
+        self.child.stdout.close()
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+
+class Site:
+    """Processes of one test; all are ended with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: list[Process] = []
+
+    def run(self, *command: str, **env: str) -> Process:
+        self.processes.append(Process(*command, **env))
+        return self.processes[-1]
+
+    def broker(self, *options: str, bind: str = "tcp://127.0.0.1:*") -> tuple[Process, str]:
+        """A daemon and its address."""
+        feed = "tcp://127.0.0.1:*"
+        process = self.run("-m", "diloco_broker", "serve", "--bind", bind, "--feed", feed, *options)
+        return process, process.waits_for("control ").split()[1]
+
+    def worker(self, name: str, address: str, steps: int, pause: float = 0.0) -> Process:
+        return self.run(
+            str(SCRIPT),
+            str(steps),
+            str(self.folder / f"{name}.json"),
+            str(pause),
+            DILOCO_SERVER=address,
+            DILOCO_WORKER_ID=name,
+        )
+
+    def result(self, name: str) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
+        return loaded
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    for process in site.processes:
+        process.close()
+
+
+def test_two_workers_train_to_the_same_parameters(site: Site) -> None:
+    broker, address = site.broker("--workers", "2", "--sync-every", "10")
+    workers = [site.worker(name, address, 50) for name in ("a", "b")]
+    assert [worker.ends() for worker in workers] == [0, 0]
+    a, b = site.result("a"), site.result("b")
+    assert a["weights"] == b["weights"]
+    assert a["metrics"]["rounds"] == "5"
+    broker.child.send_signal(signal.SIGTERM)
+    assert broker.ends(10) == 0
+    assert "Round 4 closed" in broker.output
+    assert "SIGTERM" in broker.output
+
+
+def test_workers_may_start_before_the_broker(site: Site) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    worker = site.worker("early", address, 20)
+    worker.waits_for("aiting")
+    _, bound = site.broker("--sync-every", "10", bind=address)
+    assert bound == address
+    assert worker.ends() == 0
+    assert site.result("early")["metrics"]["rounds"] == "2"
+
+
+def test_killed_worker_does_not_hold_the_others(site: Site) -> None:
+    broker, address = site.broker("--workers", "2", "--sync-every", "5")
+    victim = site.worker("victim", address, 100_000, pause=0.01)
+    other = site.worker("other", address, 60, pause=0.01)
+    broker.waits_for("Round 1 closed")
+    victim.child.kill()
+    assert other.ends() == 0
+    assert site.result("other")["metrics"]["rounds"] == "12"
+    broker.child.send_signal(signal.SIGTERM)
+    broker.ends(10)
+    assert "victim counts as dead" in broker.output
+
+
+def test_worker_trains_on_and_ends_when_the_broker_stops(site: Site) -> None:
+    broker, address = site.broker("--sync-every", "5")
+    worker = site.worker("a", address, 100_000, pause=0.01)
+    broker.waits_for("Round 1 closed")
+    broker.child.send_signal(signal.SIGINT)
+    assert broker.ends(10) == 0
+    assert worker.ends() == 0, "should_stop ends the loop"
+    assert site.result("a")["steps"] < 100_000
+
+
+def test_script_without_a_server_trains_alone(site: Site) -> None:
+    worker = site.worker("alone", "", 5)
+    assert worker.ends() == 0
+    assert site.result("alone")["steps"] == 5
+
+
+def test_model_file_is_where_the_run_begins(site: Site, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    shapes = {"0.weight": (32, 8), "0.bias": (32,), "2.weight": (1, 32), "2.bias": (1,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "m.safetensors")
+    torch.save(tensors, tmp_path / "m.pt")
+    for file in ("m.safetensors", "m.pt"):
+        broker, address = site.broker("--sync-every", "10", "--model", str(tmp_path / file))
+        assert site.worker(file, address, 3).ends() == 0
+        broker.child.send_signal(signal.SIGTERM)
+        assert broker.ends(10) == 0
+        assert "begins with the parameters of the model file" in broker.output
+
+
+def test_model_file_of_another_model_is_refused_and_named(site: Site, tmp_path: Path) -> None:
+    save_file({"0.weight": torch.zeros(4, 4)}, tmp_path / "m.safetensors")
+    _, address = site.broker("--model", str(tmp_path / "m.safetensors"))
+    worker = site.worker("a", address, 3)
+    assert worker.ends() == 1
+    assert "0.weight is [32, 8] in the worker and [4, 4] in the file" in worker.output
+
+
+def test_wrong_option_is_one_sentence_and_exit_2(site: Site) -> None:
+    process = site.run("-m", "diloco_broker", "serve", "--bind", "tcp://0.0.0.0:8512")
+    assert process.ends() == 2
+    assert "--insecure" in process.output
+    assert len(process.lines) == 1, process.output
+
+
+def test_port_in_use_is_one_sentence_and_exit_2(site: Site) -> None:
+    _, address = site.broker()
+    process = site.run("-m", "diloco_broker", "serve", "--bind", address)
+    assert process.ends() == 2
+    assert "something else listens there" in process.output
+    assert len(process.lines) == 1

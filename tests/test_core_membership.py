@@ -107,6 +107,24 @@ def test_broker_that_lost_everything_takes_up_the_run_of_a_worker() -> None:
     assert grant.standing is Standing.COUNTED
 
 
+def test_restarted_broker_waits_for_all_and_takes_the_newest_version() -> None:
+    stage = a_stage(workers=2)
+    a = stage.worker("a").joins(run=RUN, versions=(VersionId(RUN, 3, 1),))
+    assert not a.all(Notice)
+    b = stage.worker("b").joins(run=RUN, versions=(VersionId(RUN, 4, 2),))
+    assert [n.what for n in b.all(Notice)] == ["donate"]
+    assert not a.all(Notice)
+
+
+def test_restarted_broker_waits_no_longer_than_recover_wait() -> None:
+    stage = a_stage(workers=2, recover_wait=4.0)
+    a = stage.worker("a").joins(run=RUN, versions=(VersionId(RUN, 3, 1),))
+    stage.passes(3.5)
+    assert "donate" not in {n.what for n in a.all(Notice)}
+    stage.passes(1.0)
+    assert "donate" in {n.what for n in a.all(Notice)}
+
+
 def test_worker_of_another_run_is_refused() -> None:
     stage = a_stage()
     stage.joined("a")

@@ -6,7 +6,7 @@ import pytest
 from stage import a_stage
 
 from diloco_broker.events import Stop
-from diloco_protocol.messages import Error, Grant, Notice, Rejoin, Released, Standing, Welcome
+from diloco_protocol.messages import Error, Grant, Notice, Push, Rejoin, Released, Standing, Welcome
 
 
 def test_round_one_waits_for_the_workers_asked_for() -> None:
@@ -371,12 +371,25 @@ def test_chunk_without_credit_is_refused() -> None:
     assert len(a.all(Error)) == 1
 
 
-def test_push_from_a_version_of_the_future_is_refused() -> None:
+def test_push_from_another_run_or_from_nowhere_is_refused() -> None:
     stage = a_stage(workers=1)
     (a,) = stage.joined("a")
     base = stage.version()
-    a.begins(1, base=type(base)(base.run, 9, base.tag))
-    assert "pull the current parameters first" in a.error().text
+    for wrong in (type(base)("f" * 16, 0, base.tag), None):
+        chunks = stage.state.shelf.stocks[0].layout.chunks
+        a.sends(Push(a.token(), 1, 0, chunks, "fp32", wrong))
+        assert "pull the current parameters first" in a.error().text
+    assert not stage.round.contributions
+
+
+def test_push_of_a_worker_that_is_ahead_of_the_broker_counts() -> None:
+    stage = a_stage(workers=1)
+    (a,) = stage.joined("a")
+    base = stage.version()
+    a.base = type(base)(base.run, 9, 12345)
+    a.pushes(1)
+    assert stage.version().counter == 1
+    assert stage.state.members.named("a").staleness == 0
 
 
 def test_sender_without_a_session_has_no_effect() -> None:

@@ -129,11 +129,14 @@ def test_two_workers_train_to_the_same_parameters(site: Site) -> None:
     assert "SIGTERM" in broker.output
 
 
-def test_workers_may_start_before_the_broker(site: Site) -> None:
+def a_free_address() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    address = f"tcp://127.0.0.1:{port}"
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_workers_may_start_before_the_broker(site: Site) -> None:
+    address = a_free_address()
     worker = site.worker("early", address, 20)
     worker.waits_for("aiting")
     _, bound = site.broker("--sync-every", "10", bind=address)
@@ -153,6 +156,23 @@ def test_killed_worker_does_not_hold_the_others(site: Site) -> None:
     broker.child.send_signal(signal.SIGTERM)
     broker.ends(10)
     assert "victim counts as dead" in broker.output
+
+
+def test_run_goes_on_with_a_broker_that_was_killed_and_started_again(site: Site) -> None:
+    address = a_free_address()
+    options = ("--workers", "2", "--sync-every", "5")
+    first, _ = site.broker(*options, bind=address)
+    workers = [site.worker(name, address, 120, pause=0.02) for name in ("a", "b")]
+    first.waits_for("Round 2 closed")
+    first.child.kill()
+    first.ends()
+    second, _ = site.broker(*options, bind=address)
+    begins = second.waits_for("begins with the parameters of")
+    number = int(second.waits_for("Round ").split("Round ")[1].split()[0])
+    assert number >= 2, "rounds are counted on, not from 0"
+    assert begins.split("Run ")[1].split()[0] in first.output, "it is the same run"
+    assert [worker.ends() for worker in workers] == [0, 0]
+    assert site.result("a")["weights"] == site.result("b")["weights"]
 
 
 def test_worker_trains_on_and_ends_when_the_broker_stops(site: Site) -> None:

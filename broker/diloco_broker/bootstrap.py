@@ -53,6 +53,7 @@ class Bootstrap:
     layout: ModelLayout | None = None
     run: str | None = None
     donor: str | None = None
+    offered_at: float | None = None  # when the first worker came that holds a version
     asked: bytes = b""  # session of the donor that was asked
     donations: dict[int, Donation] = field(default_factory=dict)
     rejected_donors: set[str] = field(default_factory=set)

@@ -68,6 +68,12 @@ def serve(
     disconnect_grace: Annotated[
         float, typer.Option(help="Seconds a worker has to come back after its connection broke.")
     ] = 1.0,
+    recover_wait: Annotated[
+        float,
+        typer.Option(
+            help="Seconds to wait for all workers when one holds a version of an earlier run."
+        ),
+    ] = 10.0,
     insecure: Annotated[
         bool,
         typer.Option(
@@ -97,6 +103,7 @@ def serve(
             feed=feed,
             heartbeat_timeout=heartbeat_timeout,
             disconnect_grace=disconnect_grace,
+            recover_wait=recover_wait,
             insecure=insecure,
         )
         broker = Broker(config, load_model(model) if model else None)

@@ -33,6 +33,8 @@ class BrokerConfig:
         feed: address of the status feed; likewise.
         heartbeat_timeout: seconds of silence after which a worker counts as dead; 0 = never.
         disconnect_grace: seconds that a worker whose connection broke has to come back.
+        recover_wait: seconds that a broker without parameters waits for all `workers` when one of
+            them holds a version of an earlier run; then the newest is taken.
         insecure: allow an address that is not loopback although anyone who reaches it can join.
         chunk_elements: elements of a chunk on the wire; not an option of the command line, since
             smaller chunks are slower and larger ones are refused by the frame limits.
@@ -53,6 +55,7 @@ class BrokerConfig:
     feed: str = DEFAULT_FEED
     heartbeat_timeout: float = 120.0
     disconnect_grace: float = 1.0
+    recover_wait: float = 10.0
     insecure: bool = False
     chunk_elements: int = CHUNK_ELEMENTS
 
@@ -73,7 +76,7 @@ class BrokerConfig:
             self.chunk_elements,
             f"from 1 to {CHUNK_ELEMENTS}",
         )
-        for name in ("heartbeat_timeout", "disconnect_grace"):
+        for name in ("heartbeat_timeout", "disconnect_grace", "recover_wait"):
             value = getattr(self, name)
             _require(
                 value >= 0 and math.isfinite(value), name, value, "a finite number, at least 0"

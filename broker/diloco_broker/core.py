@@ -112,7 +112,7 @@ class Core:
             case Placed():
                 return list(providing.placed(state, event, now))
             case PlaceRefused():
-                return list(providing.place_refused(state, event))
+                return list(providing.place_refused(state, event, now))
             case PeerGone(route):
                 return list(joining.peer_gone(state, route, now))
             case Tick():
@@ -184,7 +184,7 @@ class Core:
                         yield from self._read(reader, member.early_pulls.popitem()[1])
             case Leave():
                 yield Log("info", f"{member.worker_id} leaves: {message.reason or 'it is done'}.")
-                yield from joining.remove(state, member)
+                yield from joining.remove(state, member, now)
 
     def _refuse(self, route: Route, message: Message, error: ProtocolError) -> Iterator[Effect]:
         push_id = None

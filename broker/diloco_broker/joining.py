@@ -37,6 +37,13 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         state.shelf.furnish(layout.all)
     member.first_round = _first_round(state, member)
     versions = tuple(stock.version for stock in state.shelf.stocks[:-1])
+    for held, ours in zip(join.versions, versions, strict=False):
+        if held is not None and ours is not None and held.counter > ours.counter:
+            yield Log(
+                "warning",
+                f"{join.worker_id} holds version {held}, this broker is at {ours}: the rounds "
+                "between are lost, except for what workers offer again.",
+            )
     welcome = Welcome(
         session,
         state.epoch,
@@ -47,7 +54,7 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         state.feed_address,
     )
     yield Send(route, welcome)
-    yield from providing.seek(state)
+    yield from providing.seek(state, now)
 
 
 def _first_round(state: State, member: Member) -> int:
@@ -132,22 +139,22 @@ def _contest(member: Member, route: Route, now: float) -> Iterator[Effect]:
     yield Send(route, error)
 
 
-def remove(state: State, member: Member) -> Iterator[Effect]:
+def remove(state: State, member: Member, now: float) -> Iterator[Effect]:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     state.members.remove(member)
     state.shelf.forget(member.bulk)
     if state.bootstrap.donor == member.worker_id:
-        yield from providing.abandon_donation(state)
+        yield from providing.abandon_donation(state, now)
     if state.round is not None:
         yield from sequence.step(state, state.round.leave(member.worker_id))
         yield from sequence.close_if_due(state)
 
 
-def evict(state: State, member: Member, why: str) -> Iterator[Effect]:
+def evict(state: State, member: Member, why: str, now: float) -> Iterator[Effect]:
     """A worker counts as dead."""
     state.totals.deaths += 1
     yield Log("warning", f"{member.worker_id} counts as dead: {why}.")
-    yield from remove(state, member)
+    yield from remove(state, member, now)
 
 
 def peer_gone(state: State, route: Route, now: float) -> Iterator[Effect]:
@@ -166,10 +173,11 @@ def look_after(state: State, now: float) -> Iterator[Effect]:
         silent = now - member.last_seen
         broken = member.disconnected_at
         if broken is not None and now - broken >= state.config.disconnect_grace:
-            yield from evict(state, member, "its connection closed and it did not come back")
+            yield from evict(state, member, "its connection closed and it did not come back", now)
         elif timeout and silent > timeout:
-            yield from evict(state, member, f"nothing was heard of it for {silent:.0f} s")
+            yield from evict(state, member, f"nothing was heard of it for {silent:.0f} s", now)
         elif silent > PROBE_AFTER_S and now - member.probed_at > PROBE_AFTER_S:
             # A dead connection shows only when something is sent on it.
             member.probed_at = now
             yield Send(member.control, Notice("alive"))
+    yield from providing.seek(state, now)

@@ -16,8 +16,12 @@ from diloco_protocol.messages import Ack, Error, Grant, Notice, Push, Standing
 from diloco_protocol.version import VersionId
 
 
-def seek(state: State) -> Iterator[Effect]:
-    """Get parameters if there are none: from the model file, else from a worker."""
+def seek(state: State, now: float) -> Iterator[Effect]:
+    """Get parameters if there are none: from the model file, else from a worker.
+
+    Workers that hold a version are those of a broker that died. They come back within seconds of each
+    other, so the broker waits for all of them, or `recover_wait`, and takes the newest.
+    """
     boot = state.bootstrap
     if boot.is_done or boot.is_loading or boot.manifest is None:
         return
@@ -28,6 +32,12 @@ def seek(state: State) -> Iterator[Effect]:
         member = boot.choose_donor(state.members)
         if member is None:
             return
+        if any(member.versions) and len(state.members) < state.config.workers:
+            if boot.offered_at is None:
+                boot.offered_at = now
+                yield Log("info", f"{member.worker_id} holds a version of an earlier run.")
+            if now - boot.offered_at < state.config.recover_wait:
+                return
         boot.donor = member.worker_id
         yield Log("info", f"Asking {member.worker_id} for its parameters.")
     donor = state.members.named(boot.donor)
@@ -107,7 +117,7 @@ def placed(state: State, event: Placed, now: float) -> Iterator[Effect]:
         yield from sequence.open_round(state, number, now)
 
 
-def place_refused(state: State, event: PlaceRefused) -> Iterator[Effect]:
+def place_refused(state: State, event: PlaceRefused, now: float) -> Iterator[Effect]:
     """A donation has values that are not finite: ask another worker."""
     work = event.work
     if not state.bootstrap.accepts(work):
@@ -119,10 +129,10 @@ def place_refused(state: State, event: PlaceRefused) -> Iterator[Effect]:
         state.bootstrap.rejected_donors.add(donor.worker_id)
         error = Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
         yield Send(donor.control, error)
-    yield from abandon_donation(state)
+    yield from abandon_donation(state, now)
 
 
-def abandon_donation(state: State) -> Iterator[Effect]:
+def abandon_donation(state: State, now: float) -> Iterator[Effect]:
     """The donor cannot go on: forget what came from it and ask the next."""
     donor = state.members.named(state.bootstrap.donor or "")
     if donor is not None:
@@ -131,4 +141,4 @@ def abandon_donation(state: State) -> Iterator[Effect]:
         state.shelf.unmake(stock.layout.fragment)
         stock.version, stock.wires = None, ()
     state.bootstrap.abandon()
-    yield from seek(state)
+    yield from seek(state, now)

@@ -61,7 +61,7 @@ def enter(state: State, member: Member, push: Push, before: Bitmap) -> Iterator[
     state.totals.pushes += 1
     member.pushes += 1
     member.last_round = state.round.number
-    member.staleness = current.counter - push.base.counter
+    member.staleness = max(0, current.counter - push.base.counter)
     member.state = "pushing"
     member.loss = push.loss if push.loss is not None else member.loss
     yield from grant(state, member, contribution)

@@ -86,7 +86,8 @@ class RawWorker:
 
     def donate(self, values: Tensor) -> None:
         """Answer the broker's wish for parameters; `values` is the flat fp32 vector."""
-        self.receive("notice")
+        while self.receive("notice")["what"] != "donate":
+            pass
         self._upload(41, values.float(), "fp32", purpose="donation")
 
     def push(self, push_id: int, delta: Tensor, **fields: Any) -> None:

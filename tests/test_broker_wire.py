@@ -315,6 +315,27 @@ def test_status_is_answered_on_the_control_socket(broker: Broker) -> None:
     assert result["data"]["last_round"]["averaged"] == 2
 
 
+def test_numbers_that_are_not_finite_never_stop_the_feed(broker: Broker) -> None:
+    nan, inf = float("nan"), float("inf")
+    with RawWorker(broker.address, "odd") as worker:
+        extra = {"gpu": nan, "raw": b"bytes", "deep": {"a": [inf, 1]}}
+        worker.join(one_tensor(ELEMENTS), extra=extra)
+        worker.send("heartbeat", session=worker.session, step=3, loss=nan, steps_per_s=inf)
+        worker.receive("notice")
+        worker.send("control", action="status", request=1)
+        shown = worker.receive("result")["data"]["workers"][0]
+    assert (shown["loss"], shown["loss_is_finite"], shown["steps_per_s"]) == (None, False, None)
+    assert shown["extra"] == {"gpu": None, "raw": "b'bytes'", "deep": {"a": [None, 1]}}
+    finish_a_round(broker)
+
+
+def test_extra_that_would_swamp_the_displays_is_refused(broker: Broker) -> None:
+    with RawWorker(broker.address, "w0") as worker:
+        manifest = {"entries": one_tensor(ELEMENTS)}
+        worker.send("join", worker_id="w0", manifest=manifest, extra={"x": "y" * 5000})
+        assert "send less" in worker.receive("error")["text"]
+
+
 def test_stop_tells_the_workers_and_ends_in_time() -> None:
     broker = a_broker(1).start()
     with RawWorker(broker.address, "w0") as worker:

@@ -6,7 +6,9 @@ broker's own clock, so no two machines' clocks are ever compared.
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -49,7 +51,28 @@ class LoopFigures:
 def snapshot(
     state: State, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> dict[str, Any]:
-    """Everything that displays show; the keys are described in broker/README.md."""
+    """Everything that displays show, fit for strict JSON: numbers that are not finite are null."""
+    whole = _snapshot(state, events, figures, sequence, now)
+    safe: dict[str, Any] = json_safe(whole)
+    return safe
+
+
+def json_safe(value: Any) -> Any:
+    """What workers send may hold anything that msgpack can; JSON takes less."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if value is None or isinstance(value, str | int):
+        return value
+    return str(value)
+
+
+def _snapshot(
+    state: State, events: EventLog, figures: LoopFigures, sequence: int, now: float
+) -> dict[str, Any]:
     config, round_ = state.config, state.round
     manifest, report = state.bootstrap.manifest, state.last_report
     waiting_for = _waiting_for(state)
@@ -157,6 +180,7 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
         "step": member.step,
         "steps_per_s": member.steps_per_s,
         "loss": member.loss,
+        "loss_is_finite": member.loss is None or math.isfinite(member.loss),
         "tokens": member.tokens,
         "beat_age_s": round(silent, 3),
         "staleness": member.staleness,

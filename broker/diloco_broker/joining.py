@@ -13,6 +13,8 @@ from diloco_protocol.manifest import Manifest, differences, summarise
 from diloco_protocol.messages import Error, Join, Notice, Welcome
 
 MAX_ID_LENGTH = 64
+MAX_HOST_LENGTH = 255
+MAX_EXTRA_LENGTH = 2000  # as text: it is published once a second for each worker
 # A worker that was silent for so long is sent a word, so that a broken connection shows itself.
 PROBE_AFTER_S = 1.0
 
@@ -75,6 +77,12 @@ def _check_join(state: State, join: Join) -> None:
             Code.BAD_HEADER,
             f"The worker id {join.worker_id!r:.80} must be 1 to {MAX_ID_LENGTH} printable "
             "characters.",
+        )
+    if len(join.host) > MAX_HOST_LENGTH or len(str(dict(join.extra))) > MAX_EXTRA_LENGTH:
+        raise ProtocolError(
+            Code.BAD_HEADER,
+            f"`host` may have {MAX_HOST_LENGTH} characters and `extra`, which displays show, "
+            f"{MAX_EXTRA_LENGTH}; send less.",
         )
     problems = join.manifest.problems()
     if problems:

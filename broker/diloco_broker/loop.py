@@ -262,7 +262,7 @@ class Broker:
 
     def _publish(self, now: float) -> None:
         self._sequence += 1
-        line = json.dumps(self._snapshot(now), allow_nan=False, default=str)
+        line = json.dumps(self._snapshot(now), allow_nan=False)
         self._pub.send(TOPIC + line.encode())
         self._longest_turn_s = 0.0
 

@@ -63,6 +63,7 @@ def enter(state: State, member: Member, push: Push, before: Bitmap) -> Iterator[
     member.last_round = state.round.number
     member.staleness = max(0, current.counter - push.base.counter)
     member.state = "pushing"
+    member.inner_step = push.steps
     member.loss = push.loss if push.loss is not None else member.loss
     yield from grant(state, member, contribution)
 
@@ -132,6 +133,7 @@ def _release(state: State, ended: Round, now: float) -> Iterator[Effect]:
             if upload is not None and upload.push.push_id == push.push_id:
                 upload.is_void = True
             member.state = "training"
+            member.inner_step = 0
     state.totals.rounds += 1
     state.last_report = _report(ended, now)
     state.first_round_pending = False

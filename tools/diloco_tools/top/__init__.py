@@ -1,0 +1,1 @@
+"""diloco-top: the state of a run in a terminal."""

@@ -1,0 +1,131 @@
+"""How quantities and conditions are written on a terminal: few characters, never a wrong one."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.cells import cell_len, set_cell_size
+
+from diloco_tools.feed import Freshness
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """The signs that a terminal can show: a condition has a sign of its own beside its colour."""
+
+    good: str
+    uneasy: str
+    bad: str
+    full: str
+    empty: str
+    none: str
+    ellipsis: str
+    encoding: str = "utf-8"
+
+    @staticmethod
+    def for_encoding(encoding: str | None) -> "Glyphs":
+        """The Unicode signs if `encoding` has all of them, else signs of plain ASCII."""
+        unicode = Glyphs("●", "◐", "○", "█", "░", "—", "…", encoding or "utf-8")
+        signs = (unicode.good, unicode.uneasy, unicode.bad, unicode.full, unicode.empty)
+        try:
+            "".join((*signs, unicode.none, unicode.ellipsis)).encode(unicode.encoding)
+        except (UnicodeEncodeError, LookupError):
+            return Glyphs("+", "!", "x", "#", ".", "-", "~", encoding or "ascii")
+        return unicode
+
+    def printable(self, text: str) -> str:
+        """`text` of a stranger with what would move the cursor or not encode replaced by "?"."""
+        clean = "".join(sign if sign.isprintable() else "?" for sign in text)
+        try:
+            return clean.encode(self.encoding, "replace").decode(self.encoding)
+        except LookupError:
+            return clean.encode("ascii", "replace").decode("ascii")
+
+    def clip(self, text: str, cells: int) -> str:
+        """`text` in at most `cells` columns, cut in the middle: names differ at either end."""
+        if cell_len(text) <= cells:
+            return text
+        head = (cells - 1) // 2
+        tail = cells - 1 - head
+        end = text[-tail:] if tail else ""
+        while cell_len(end) > tail:
+            end = end[1:]
+        return set_cell_size(text, head) + self.ellipsis + end if cells > 0 else ""
+
+    def bar(self, part: int, whole: int, cells: int = 10) -> str:
+        """A progress bar; full only when it is."""
+        filled = min(cells, cells * max(0, part) // whole) if whole > 0 else 0
+        return self.full * filled + self.empty * (cells - filled)
+
+
+OK = "green"
+UNEASY = "yellow"
+BAD = "red"
+QUIET = "dim"
+
+LEVEL_STYLES: Mapping[str, str] = {"info": "", "warning": UNEASY, "error": BAD}
+
+
+def health_mark(health: str, glyphs: Glyphs) -> tuple[str, str]:
+    """Text and style for the health of a worker; a word unknown here is shown as it is, uneasy."""
+    match health:
+        case "ok":
+            return f"{glyphs.good} ok", OK
+        case "lost":
+            return f"{glyphs.bad} lost", BAD
+        case _:
+            return f"{glyphs.uneasy} {glyphs.printable(health)}", UNEASY
+
+
+def freshness_mark(freshness: Freshness, glyphs: Glyphs) -> tuple[str, str]:
+    """Text and style for the age of what is shown."""
+    match freshness:
+        case Freshness.LIVE:
+            return f"{glyphs.good} LIVE", OK
+        case Freshness.LATE:
+            return f"{glyphs.uneasy} LATE", UNEASY
+        case _:
+            return f"{glyphs.bad} STALE", BAD
+
+
+def duration(seconds: float) -> str:
+    """0.4s, 41s, 12m, 3h, 4d: two significant figures; "?" for what is no age, or beyond 27 years."""
+    if not -0.05 < seconds < 9999 * 86400:
+        return "?"
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    for size, unit in ((1, "s"), (60, "m"), (3600, "h")):
+        if seconds / size < 99.5:
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds / 86400:.0f}d"
+
+
+def scaled(value: float, unit: str = "") -> str:
+    """0.41, 1.5k, 38M, or with unit "B" 1.5 kB, 38 MB: decimal prefixes, two or three figures."""
+    if not math.isfinite(value):
+        return "?"
+    space = " " if unit else ""
+    if 0 < abs(value) < 0.995:
+        return f"{value:.2f}{space}{unit}"
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        # 9.95 and 999.5 are where rounding would need one character more
+        if abs(value) < 9.95 and (prefix or value != int(value)):
+            return f"{value:.1f}{space}{prefix}{unit}"
+        if abs(value) < 999.5:
+            return f"{value:.0f}{space}{prefix}{unit}"
+        value /= 1000
+    return f"{value:.3g}{space}E{unit}"
+
+
+def byte_size(count: float) -> str:
+    """Bytes with decimal prefixes, as networks are sold: 38 MB is 38,000,000 bytes."""
+    return scaled(count, "B")
+
+
+def number(value: float | None, none: str = "-") -> str:
+    """A loss, or `none`: three decimals where they mean something, else an exponent."""
+    if value is None:
+        return none
+    if value and math.isfinite(value) and not 0.001 <= abs(value) < 1000:
+        return f"{value:.2e}"
+    return f"{value:.3f}"

@@ -96,7 +96,7 @@ class RawWorker:
         self._upload(push_id, delta.to(DTYPES[name]), name, base=self.version, **fields)
 
     def _upload(self, push_id: int, values: Tensor, wire: str, **fields: Any) -> None:
-        parts = values.split(self.config["chunk_elements"])
+        parts = torch.split(values, self.config["chunk_elements"])
         self.send(
             "push",
             session=self.session,

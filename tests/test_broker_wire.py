@@ -293,7 +293,7 @@ def test_feed_carries_whole_snapshots_that_name_the_control_address(broker: Brok
         socket.linger = 0
         socket.subscribe(b"status ")
         socket.connect(broker.feed_address)
-        seen = []
+        seen: list[dict[str, Any]] = []
         while len(seen) < 2:
             assert socket.poll(10_000), "no feed"
             seen.append(json.loads(socket.recv().removeprefix(b"status ")))

@@ -161,17 +161,15 @@ def adamw(model: nn.Module) -> Optimizer:
     return AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
 
 
-def assert_same(got: list[list[State]], wanted: list[list[State]], **tolerance: float) -> None:
+def assert_same(
+    got: list[list[State]], wanted: list[list[State]], *, rtol: float, atol: float
+) -> None:
     for worker, (ours, theirs) in enumerate(zip(got, wanted, strict=True)):
         for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             assert a.keys() == b.keys()
-            for name in a:
-                torch.testing.assert_close(
-                    a[name],
-                    b[name],
-                    **tolerance,
-                    msg=lambda m, where=(worker, step, name): f"worker, step, name {where}: {m}",
-                )
+            for name, tensor in a.items():
+                where = f"{name} of worker {worker} after step {step}"
+                torch.testing.assert_close(tensor, b[name], rtol=rtol, atol=atol, msg=where)
 
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])

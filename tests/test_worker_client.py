@@ -1,0 +1,316 @@
+"""DiLoCoClient against a broker that follows a script."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from worker_fakes import Beside, Descent, ScriptedBroker, changed, scripted_broker, version
+
+from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, Unreachable, UsageError
+from diloco_protocol.messages import (
+    Control,
+    Error,
+    Heartbeat,
+    Join,
+    Leave,
+    Notice,
+    Pull,
+    Push,
+    Result,
+    to_plain,
+)
+from diloco_worker import DiLoCoClient, GlobalParameters
+from diloco_worker.snapshot import FlatState, ModelTensors
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False, dtype=torch.bfloat16)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 3, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.inner.weight
+        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
+
+
+@pytest.fixture
+def broker() -> Iterator[ScriptedBroker]:
+    with scripted_broker() as made:
+        yield made
+
+
+@pytest.fixture
+def beside() -> Iterator[Beside]:
+    made = Beside()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(broker: ScriptedBroker) -> Iterator[DiLoCoClient]:
+    with DiLoCoClient(broker.address, worker_id="me", timeout=20.0) as made:
+        yield made
+
+
+def trained(model: nn.Module, value: float) -> FlatState:
+    return changed(Descent(model).values(), lambda vector: torch.full_like(vector, value))
+
+
+def joined(client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, model: nn.Module) -> Any:
+    joining = beside(client.join, model)
+    broker.welcomes(version(0))
+    broker.serves(trained(model, 8), version(0))
+    frozen = Descent(model).values(fragment=1)
+    if frozen.layout.chunks:
+        broker.serves(frozen, version(0))
+    return joining()
+
+
+def test_join_returns_parameters_that_load_strictly(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    start = joined(client, broker, beside, model)
+    assert isinstance(start, GlobalParameters)
+    assert start.version == version(0)
+    assert all(torch.equal(before[n], v) for n, v in model.state_dict().items()), "only read"
+    for name, value in start.tensors.items():
+        assert value.dtype == before[name].dtype
+    model.load_state_dict(start.tensors, strict=True)
+    assert model.inner.weight[0, 0].item() == 8
+    assert torch.equal(model.frozen.weight, before["frozen.weight"])
+    assert start.tensors["head.weight"] is start.tensors["inner.weight"]
+
+
+def test_push_sends_the_delta_and_pull_waits_for_the_version_that_contains_it(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    model = nn.Linear(3, 3)
+    joined(client, broker, beside, model)
+    delta = {name: torch.full_like(value, 2.5) for name, value in model.state_dict().items()}
+    pushing = beside(lambda: client.push(delta, weight=7.0, steps=3, tokens=4, loss=1.5))
+    push, values = broker.takes_push()
+    assert pushing() == push.push_id
+    assert set(values.vectors[Segment.PARAMETERS].tolist()) == {2.5}
+    assert (push.weight, push.steps, push.tokens, push.loss) == (7.0, 3, 4, 1.5)
+    assert push.base == version(0)
+    pulling = beside(client.pull)
+    broker.serves(trained(model, 1), version(1))
+    while broker.hears_pull().after != 1:
+        pass
+    assert beside.is_busy, "version 1 does not contain the push"
+    broker.serves(trained(model, 9), version(2), push.push_id)
+    result = pulling()
+    assert result.version == version(2)
+    assert result.ledger.names_whole("me", push.push_id)
+    assert set(result.tensors["weight"].flatten().tolist()) == {9}
+
+
+def test_results_are_the_callers_own(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    model = nn.Linear(3, 3)
+    earlier = joined(client, broker, beside, model)
+    for counter in (1, 2, 3):
+        pulling = beside(client.pull, counter - 1)
+        while broker.hears_pull().after != counter - 1:
+            pass
+        broker.serves(trained(model, 100 + counter), version(counter))
+        pulling()
+    assert set(earlier.tensors["weight"].flatten().tolist()) == {8}
+
+
+def test_delta_may_leave_out_buffers(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    joined(client, broker, beside, Net())
+    delta = {
+        "head.weight": torch.ones(3, 3),  # by the other name of a tied tensor
+        "norm.weight": torch.ones(3),
+        "norm.bias": torch.ones(3),
+        "norm.running_mean": torch.full((3,), 0.25),
+    }
+    pushing = beside(client.push, delta)
+    _, values = broker.takes_push()
+    pushing()
+    assert values.vectors[Segment.BUFFERS].tolist() == [0.25] * 3 + [0.0] * 3
+    assert values.vectors[Segment.INTEGERS].tolist() == [8]
+
+
+@pytest.mark.parametrize(
+    ("delta", "sentence"),
+    [
+        ({"weight": torch.ones(3, 3)}, "lacks 'bias'"),
+        ({"weight": torch.ones(1), "bias": torch.ones(3)}, r"weight has shape \[1\]"),
+        ({"weight": torch.ones(3, 3), "bias": torch.full((3,), torch.nan)}, "not finite in bias"),
+        (
+            {"weight": torch.ones(3, 3), "bias": torch.ones(3), "odd": torch.ones(1)},
+            "does not train 'odd'",
+        ),
+    ],
+)
+def test_delta_that_does_not_fit_is_refused_before_anything_is_sent(
+    client: DiLoCoClient,
+    broker: ScriptedBroker,
+    beside: Beside,
+    delta: dict[str, torch.Tensor],
+    sentence: str,
+) -> None:
+    joined(client, broker, beside, nn.Linear(3, 3))
+    with pytest.raises(UsageError, match=sentence):
+        client.push(delta)
+    broker.hears_nothing_of(Push, 0.1)
+
+
+def test_push_that_the_broker_refuses_raises_its_sentence(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    model = nn.Linear(3, 3)
+    joined(client, broker, beside, model)
+    delta = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    pushing = beside(client.push, delta)
+    push = broker.hears(Push)
+    broker.says(Error("bad_push", "The weight is odd.", push_id=push.push_id, about="push"))
+    with pytest.raises(Refused, match="The weight is odd"):
+        pushing()
+
+
+def test_dict_with_a_manifest_joins_and_is_donated(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    manifest = Manifest((TensorEntry("w", (2, 3), "float32", Kind.TRAINABLE),))
+    state = {"w": torch.arange(6.0).reshape(2, 3)}
+    joining = beside(lambda: client.join(manifest=manifest, state=state))
+    broker.welcomes()
+    broker.says(Notice("donate", fragment=0))
+    _, values = broker.takes_push()
+    assert values.vectors[Segment.PARAMETERS].tolist() == list(range(6))
+    broker.serves(values, version(0))
+    assert torch.equal(joining().tensors["w"], state["w"])
+
+
+def test_refused_join_raises_the_sentence(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    joining = beside(client.join, nn.Linear(3, 3))
+    broker.control, _, _ = broker.hears_from(Join)
+    broker.says(Error("model_differs", "It lacks head.weight.", about="join"))
+    with pytest.raises(Refused, match="lacks head"):
+        joining()
+
+
+def test_heartbeat_is_sent_at_once(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    joined(client, broker, beside, nn.Linear(3, 3))
+    client.heartbeat(41, inner_step=2, loss=0.5, tokens=9, steps_per_s=3.0)
+    beat = broker.hears(Heartbeat)
+    assert (beat.step, beat.inner_step, beat.loss, beat.tokens) == (41, 2, 0.5, 9)
+
+
+def test_leave_is_heard_and_may_be_called_twice(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    joined(client, broker, beside, nn.Linear(3, 3))
+    client.leave("enough")
+    assert broker.hears(Leave).reason == "enough"
+    client.leave()
+
+
+def test_call_that_needs_joining_says_so(client: DiLoCoClient) -> None:
+    with pytest.raises(UsageError, match="join"):
+        client.push({})
+    with pytest.raises(UsageError, match="join"):
+        client.heartbeat(1)
+    with pytest.raises(UsageError, match="model"):
+        client.join()
+
+
+def test_observer_pulls_without_joining(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    model = Net()
+    manifest = ModelTensors.of_module(model).manifest
+    pulling = beside(client.pull)
+    broker.control, asked, _ = broker.hears_from(Control)
+    assert asked.action == "manifest"
+    data = {"manifest": to_plain(manifest), "config": to_plain(broker.config)}
+    broker.says(Result(asked.request, True, "here", data))
+    pulls = [broker.hears(Pull), broker.hears(Pull)]
+    assert all(pull.session is None for pull in pulls)
+    assert sum(pull.credit for pull in pulls) == 8
+    broker.bulk = broker.control
+    broker.serves(trained(model, 4), version(2))
+    broker.serves(Descent(model).values(fragment=1), version(0))
+    result = pulling()
+    assert result.version == version(2)
+    model.load_state_dict(result.tensors, strict=True)
+    assert model.inner.weight[0, 0].item() == 4
+    broker.hears_nothing_of(Join, 0.05)
+
+
+def test_observer_of_a_broker_without_a_model_is_told(
+    broker: ScriptedBroker, beside: Beside
+) -> None:
+    with DiLoCoClient(broker.address, timeout=1.2) as client:
+        pulling = beside(client.pull)
+        asked_for = 0
+        while beside.is_busy:  # it asks again until its time is over
+            with contextlib.suppress(AssertionError):
+                broker.control, asked, _ = broker.hears_from(Control, patience=0.05)
+                broker.says(Result(asked.request, False, "There is no model yet."))
+                asked_for += 1
+        assert asked_for > 1
+        with pytest.raises(Refused, match="There is no model yet") as caught:
+            pulling()
+        assert caught.value.retry
+
+
+def test_status_is_the_brokers_snapshot(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    asking = beside(client.status)
+    broker.control, asked, _ = broker.hears_from(Control)
+    assert asked.action == "status"
+    broker.says(Result(asked.request, True, "", {"feed": 1, "workers": ({"id": "a"},)}))
+    assert asking() == {"feed": 1, "workers": ({"id": "a"},)}
+
+
+def test_control_returns_what_the_broker_says(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    asking = beside(lambda: client.control("kick", worker="b"))
+    broker.control, asked, _ = broker.hears_from(Control)
+    assert (asked.action, asked.arguments) == ("kick", {"worker": "b"})
+    broker.says(Result(asked.request, False, "There is no worker b."))
+    assert asking() == Result(1, False, "There is no worker b.")
+
+
+def test_unreachable_broker_is_named_with_its_address() -> None:
+    probe = ScriptedBroker()
+    probe.close()
+    with DiLoCoClient(probe.address, timeout=0.2) as client, pytest.raises(Unreachable) as caught:
+        client.status()
+    assert probe.address in str(caught.value)
+
+
+def test_broken_connection_ends_an_action_that_may_have_been_carried_out(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    asking = beside(client.control, "shutdown")
+    broker.hears(Control)
+    broker.restart()
+    with pytest.raises(Unreachable, match="may have been carried out"):
+        asking()
+    broker.hears_nothing_of(Control, 0.3)
+
+
+def test_address_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"tcp://10\.0\.0\.1:8512"):
+        DiLoCoClient("10.0.0.1:8512")

@@ -1,0 +1,125 @@
+"""Keywords and the DILOCO_* variables behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn, optim
+
+from diloco_protocol import UsageError
+from diloco_worker import DiLoCoWorker
+from diloco_worker.env import Settings, default_worker_id, resolve
+
+ALL = {
+    "DILOCO_SERVER": "tcp://10.0.0.1:8512",
+    "DILOCO_SYNC_EVERY": "20",
+    "DILOCO_WORKER_ID": "rtx",
+    "DILOCO_WIRE_DTYPE": "fp16",
+    "DILOCO_NUM_FRAGMENTS": "1",
+    "DILOCO_FRAGMENT_SYNC_DELAY": "0",
+    "DILOCO_FRAGMENT_UPDATE_ALPHA": "0.5",
+    "DILOCO_DYLU": "0",
+    "DILOCO_HEARTBEAT_INTERVAL": "2.5",
+    "DILOCO_MAX_SYNC_RETRIES": "7",
+    "DILOCO_TIMEOUT": "60",
+    "DILOCO_EXTRA": "gpu=a100, site=berlin",
+}
+
+
+def test_every_keyword_has_a_variable() -> None:
+    assert resolve({}, ALL) == Settings(
+        server="tcp://10.0.0.1:8512",
+        sync_every=20,
+        worker_id="rtx",
+        wire_dtype="fp16",
+        num_fragments=1,
+        fragment_sync_delay=0,
+        fragment_update_alpha=0.5,
+        dylu=False,
+        heartbeat_interval=2.5,
+        max_sync_retries=7,
+        timeout=60.0,
+        extra={"gpu": "a100", "site": "berlin"},
+    )
+
+
+def test_without_anything_the_broker_decides() -> None:
+    settings = resolve({}, {})
+    assert settings == Settings()
+    assert settings.wants == {}
+    assert (settings.max_sync_retries, settings.timeout) == (3, 600.0)
+
+
+def test_keyword_wins_over_its_variable() -> None:
+    assert resolve({"sync_every": 5}, ALL).sync_every == 5
+    assert resolve({"heartbeat_interval": 0}, ALL).heartbeat_interval == 0
+
+
+def test_empty_variable_counts_as_not_set() -> None:
+    assert resolve({}, {"DILOCO_SYNC_EVERY": " "}).sync_every is None
+
+
+def test_only_what_was_asked_for_is_insisted_on() -> None:
+    settings = resolve({"sync_every": 5, "timeout": 3.0}, {})
+    assert settings.wants == {"sync_every": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("DILOCO_SYNC_EVERY", "often", "DILOCO_SYNC_EVERY is 'often'; it must be a whole number"),
+        ("DILOCO_SYNC_EVERY", "0", "1 or more"),
+        ("DILOCO_TIMEOUT", "nan", "DILOCO_TIMEOUT is nan"),
+        ("DILOCO_TIMEOUT", "-1", "0 or more"),
+        ("DILOCO_WIRE_DTYPE", "int3", "fp32, bf16, fp16"),
+        ("DILOCO_SERVER", "10.0.0.1:8512", "tcp://"),
+        ("DILOCO_SERVER", "tcp://10.0.0.1", "tcp://"),
+        ("DILOCO_SERVER", "tcp://:8512", "tcp://"),
+        ("DILOCO_SERVER", "tcp://host:99999", "tcp://"),
+        ("DILOCO_DYLU", "maybe", "1 or 0"),
+        ("DILOCO_DYLU", "1", "Dynamic Local Updates"),
+        ("DILOCO_KEYS", "/keys", "CURVE"),
+        ("DILOCO_EXTRA", "gpu", "gpu=a100"),
+        ("DILOCO_WORKER_ID", "x" * 65, "64 printable"),
+    ],
+)
+def test_value_that_cannot_work_is_named_with_its_variable(
+    name: str, text: str, sentence: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve({}, {name: text})
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("sync_every", 0),
+        ("sync_every", 2.5),
+        ("sync_every", "5"),
+        ("timeout", float("inf")),
+        ("keys", "folder"),
+        ("dylu", True),
+        ("process_group", object()),
+        ("worker_id", "a\nb"),
+        ("extra", ["a"]),
+    ],
+)
+def test_keyword_that_cannot_work_is_named(keyword: str, value: Any) -> None:
+    model = nn.Linear(2, 2)
+    keywords: dict[str, Any] = {keyword: value}
+    with pytest.raises(UsageError, match=keyword):
+        DiLoCoWorker(model, optim.SGD(model.parameters(), lr=1.0), **keywords)
+
+
+def test_server_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_SERVER", "nonsense")
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="DILOCO_SERVER is 'nonsense'"):
+        DiLoCoWorker(model, optim.SGD(model.parameters(), lr=1.0))
+
+
+def test_default_worker_ids_differ_on_one_host() -> None:
+    assert default_worker_id() != default_worker_id()
+    assert len(default_worker_id()) <= 64

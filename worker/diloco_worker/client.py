@@ -1,0 +1,484 @@
+"""DiLoCoClient: a run, one call at a time, for people who drive the training themselves.
+
+    with DiLoCoClient("tcp://10.0.0.1:8512") as client:
+        start = client.join(model)
+        model.load_state_dict(start.tensors)
+        ...
+        client.push(pseudo_gradient)
+        model.load_state_dict(client.pull().tensors)
+
+Without `join` it is an observer: it can `pull`, ask for the `status` and send `control` actions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diloco_protocol import (
+    Code,
+    Ledger,
+    Manifest,
+    ModelLayout,
+    Refused,
+    RunConfig,
+    Segment,
+    Unreachable,
+    UsageError,
+    VersionId,
+)
+from diloco_protocol.chunks import FragmentLayout, Place
+from diloco_protocol.codecs import wire_dtype
+from diloco_protocol.messages import Push, Result, from_plain
+from diloco_worker.env import check_address, default_worker_id
+from diloco_worker.events import Observe
+from diloco_worker.link import Arrival, Link, Progress
+from diloco_worker.session import Phase, Session
+from diloco_worker.snapshot import FlatState, ModelTensors, encode
+
+# Seconds between two questions for the model while the broker has none.
+ASK_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class GlobalParameters:
+    """One version of the global parameters.
+
+    Attributes:
+        version: its name.
+        tensors: every entry of the model's `state_dict`, tied ones under each of their names, on the
+            CPU, in the model's dtypes. They are the caller's own.
+        ledger: the pushes contained in it.
+    """
+
+    version: VersionId
+    tensors: dict[str, Tensor]
+    ledger: Ledger
+
+
+@dataclass
+class _Run:
+    """What is known of the run by whoever may pull."""
+
+    manifest: Manifest
+    layout: ModelLayout
+    config: RunConfig
+
+
+class DiLoCoClient:
+    """See the head of this module. A context manager; not for several threads at once.
+
+    Args:
+        server: the broker's address.
+        worker_id: name in displays, unique in the run; default: host name and a random ending.
+        timeout: seconds that a call waits before it raises Unreachable.
+        heartbeat_interval: seconds; None = fit for the broker, 0 = none. They are sent by themselves.
+        wants: fields of the run's configuration to insist on, such as {"sync_every": 100}.
+        extra: a small dict, shown in displays.
+
+    Raises:
+        UsageError: an address that is none.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        worker_id: str | None = None,
+        timeout: float = 600.0,
+        heartbeat_interval: float | None = None,
+        wants: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_address(server)
+        self.server = server
+        self.worker_id = worker_id or default_worker_id()
+        self.timeout = timeout
+        self._heartbeat_interval = heartbeat_interval
+        self._wants = dict(wants or {})
+        self._extra = dict(extra or {})
+        self._link: Link | None = None
+        self._joined = False
+        self._run: _Run | None = None
+        self._states: dict[int, FlatState] = {}  # by fragment
+        self._versions: dict[int, VersionId] = {}
+        self._ledger = Ledger()
+        self._flight: int | None = None
+        self._requests = itertools.count(1)
+
+    def __enter__(self) -> DiLoCoClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.leave("its program ended with an error" if error is not None else "")
+
+    # Taking part.
+
+    def join(
+        self,
+        model: nn.Module | None = None,
+        *,
+        manifest: Manifest | None = None,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> GlobalParameters:
+        """Take part in the run, with a module, or a manifest and its tensors. The model is only read.
+
+        Its values are what the run begins with if the broker has none and asks for them.
+
+        Returns:
+            The global parameters to start from.
+
+        Raises:
+            UsageError: joined already, or a model that cannot be exchanged.
+            Refused: the broker does not take this worker.
+            Unreachable: no answer within the timeout.
+        """
+        if self._joined:
+            raise UsageError("This client has joined already; leave first.")
+        if model is not None:
+            tensors = ModelTensors.of_module(model)
+        elif manifest is not None and state is not None:
+            tensors = ModelTensors.of_state(manifest, state)
+        else:
+            raise UsageError("join() needs a model, or a manifest and a state.")
+        self._stop_link("")
+        session = Session(
+            self.worker_id,
+            tensors.manifest,
+            lambda: secrets.randbits(64),
+            wants=self._wants,
+            heartbeat_interval=self._heartbeat_interval,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            extra=self._extra,
+        )
+        link = self._link = Link(self.server, session, capture=tensors.capture)
+        link.start()
+        try:
+            self._await(lambda: link.layout is not None, "joining")
+            assert link.layout is not None and link.config is not None
+            self._run = _Run(tensors.manifest, link.layout, link.config)
+            self._take_all("waiting for the first parameters")
+        except BaseException:
+            self._stop_link("it did not get to training")
+            raise
+        self._joined = True
+        return self._parameters()
+
+    def push(
+        self,
+        delta: Mapping[str, Tensor],
+        weight: float = 1.0,
+        *,
+        steps: int = 0,
+        tokens: int = 0,
+        loss: float | None = None,
+    ) -> int:
+        """Send a pseudo-gradient: global parameters minus the parameters reached.
+
+        Returns when all of it is in at the broker, which may be before its round closes; `pull` then
+        waits for the version that contains it.
+
+        Args:
+            delta: by name of `state_dict`, in any float dtype: all trainable parameters, float
+                buffers at will (zero where missing). Integer buffers are given as *values*, not as
+                differences, and are those of the last pull where missing.
+            weight: of this contribution.
+            steps, tokens, loss: for displays and weights.
+
+        Returns:
+            Its push id.
+
+        Raises:
+            UsageError: not joined; a missing, misshapen or non-finite tensor. Nothing was sent.
+            Refused: the broker does not take it; it is dropped.
+            Unreachable: it was not in within the timeout. It stays in flight: `pull` goes on.
+        """
+        link, run = self._require_joined()
+        part = run.layout.fragments[0]
+        frozen = encode(part, self._complete(part, delta), wire_dtype(run.config.wire_dtype))
+        if frozen.bad is not None:
+            raise UsageError(
+                f"The pseudo-gradient is not finite in {frozen.bad} (in {run.config.wire_dtype}); "
+                "nothing was sent."
+            )
+        push = Push(
+            session=b"",
+            push_id=secrets.randbits(64),
+            fragment=part.fragment,
+            chunks=part.chunks,
+            wire_dtype=run.config.wire_dtype,
+            base=self._versions[part.fragment],
+            weight=weight,
+            steps=steps,
+            tokens=tokens,
+            loss=loss,
+            norm=frozen.norm,
+        )
+        self._flight = push.push_id
+        link.offer(push, frozen.wire)
+        self._await(
+            lambda: push.push_id in link.uploaded or push.push_id in link.rejections, "pushing"
+        )
+        self._raise_rejection(link)
+        return push.push_id
+
+    def pull(self, after: int | None = None) -> GlobalParameters:
+        """Get the newest global parameters.
+
+        With a push in flight, waits for the version that contains it.
+
+        Args:
+            after: wait for a version whose counter is above this.
+
+        Raises:
+            Refused: the push in flight was dropped, or the broker has no model.
+            Unreachable: there was none within the timeout.
+        """
+        if self._run is None:
+            self._observe()
+        link, run = self._link, self._run
+        assert link is not None and run is not None
+        fragment = run.layout.fragments[0].fragment
+        if self._flight is not None:
+            self._take(self._await_flight(link, fragment))
+        elif not self._versions:
+            self._take_all("waiting for parameters")
+        else:
+            self._take_newest(link, fragment, after)
+        while after is not None and self._versions[fragment].counter <= after:
+            self._take_newest(link, fragment, after)
+        return self._parameters()
+
+    def heartbeat(
+        self,
+        step: int,
+        *,
+        inner_step: int = 0,
+        steps_per_s: float | None = None,
+        loss: float | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """Tell how training stands: now, and in the heartbeats that are sent by themselves.
+
+        Raises:
+            UsageError: not joined.
+        """
+        link, _ = self._require_joined()
+        link.progress = Progress(step, inner_step, False, steps_per_s, loss, tokens)
+        link.pulse()
+
+    def leave(self, reason: str = "") -> None:
+        """Tell the broker and close the connection. May be called more than once."""
+        self._stop_link(reason)
+
+    # Asking.
+
+    def status(self) -> dict[str, Any]:
+        """The broker's snapshot, as on its feed.
+
+        Raises:
+            Refused, Unreachable.
+        """
+        result = self.control("status")
+        if not result.ok:
+            raise Refused(Code.UNKNOWN_ACTION, result.text)
+        return dict(result.data)
+
+    def control(self, action: str, **arguments: Any) -> Result:
+        """Carry out a control action at the broker. A refused one has `ok` False and a `text`.
+
+        Raises:
+            Unreachable: no answer within the timeout, or the connection broke before it; the action
+                may have been carried out.
+        """
+        link = self._connect()
+        request = next(self._requests)
+        link.ask(request, action, arguments)
+        try:
+            self._await(lambda: request in link.results, f"waiting for the answer to {action!r}")
+        except BaseException:
+            link.withdraw(request)
+            raise
+        with link.condition:
+            answer = link.results.pop(request)
+        if answer.ok is None:
+            raise Unreachable(f"{self.server}: {answer.text}")
+        return Result(request, answer.ok, answer.text, answer.data)
+
+    # Within.
+
+    def _connect(self) -> Link:
+        """The link; as an observer if this client has not joined."""
+        if self._link is None:
+            session = Session(self.worker_id, None, lambda: secrets.randbits(64))
+            self._link = Link(self.server, session)
+            self._link.start()
+        return self._link
+
+    def _observe(self) -> None:
+        """Learn the model and the configuration without joining."""
+        link = self._connect()
+        deadline = time.monotonic() + self.timeout
+        while True:
+            result = self.control("manifest")
+            if result.ok:
+                break
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Refused(Code.NO_MODEL, result.text, retry=True)
+            link.wait_for(lambda: False, min(ASK_AGAIN_S, left))
+        manifest = from_plain(Manifest, result.data.get("manifest"), "manifest")
+        config = from_plain(RunConfig, result.data.get("config"), "config")
+        link.observe(Observe(manifest, config))
+        self._await(lambda: link.layout is not None, "learning the model")
+        assert link.layout is not None
+        self._run = _Run(manifest, link.layout, config)
+        for part in link.layout.all:
+            if part.chunks:
+                link.want(part.fragment)
+
+    def _take_all(self, what: str) -> None:
+        """Wait for the first version of every fragment."""
+        link, run = self._link, self._run
+        assert link is not None and run is not None
+        fragments = [part.fragment for part in run.layout.all if part.chunks]
+        self._await(lambda: all(each in link.arrivals for each in fragments), what)
+        for fragment in fragments:
+            arrival = link.take(fragment)
+            assert arrival is not None
+            self._take(arrival)
+
+    def _take_newest(self, link: Link, fragment: int, after: int | None) -> None:
+        stale = link.take(fragment)
+        if stale is not None:
+            self._take(stale)
+        link.want(fragment, after)
+        what = "the newest version" if after is None else f"a version above {after}"
+        self._await(lambda: fragment in link.arrivals, f"waiting for {what}")
+        arrival = link.take(fragment)
+        assert arrival is not None
+        self._take(arrival)
+
+    def _take(self, arrival: Arrival) -> None:
+        assert self._link is not None
+        released = arrival.released
+        if arrival.state is not None:
+            self._states[released.fragment] = arrival.state
+        self._versions[released.fragment] = released.version
+        if released.fragment == 0:
+            self._ledger = released.ledger
+        self._link.hold(released.fragment, released.version, released.ledger, arrival.state)
+
+    def _await_flight(self, link: Link, fragment: int) -> Arrival:
+        flight = self._flight
+        deadline = time.monotonic() + self.timeout
+        while True:
+            left = deadline - time.monotonic()
+            self._await(
+                lambda: fragment in link.arrivals or flight in link.rejections,
+                "waiting for the round to close",
+                timeout=left,
+            )
+            self._raise_rejection(link)
+            arrival = link.take(fragment)
+            if arrival is not None and flight in arrival.counted:
+                self._flight = None
+                return arrival
+
+    def _raise_rejection(self, link: Link) -> None:
+        rejection = link.take_rejection(self._flight) if self._flight is not None else None
+        if rejection is not None:
+            self._flight = None
+            raise Refused(rejection.code, rejection.text)
+
+    def _parameters(self) -> GlobalParameters:
+        run = self._run
+        assert run is not None
+        places: dict[str, tuple[FlatState, Place]] = {}
+        for fragment, state in self._states.items():
+            for place in run.layout.all[fragment].places:
+                places[place.entry.name] = (state, place)
+        tensors: dict[str, Tensor] = {}
+        for entry in run.manifest.entries:
+            dtype = getattr(torch, entry.dtype)
+            if entry.name in places:
+                state, place = places[entry.name]
+                value = state.of(place).to(dtype, copy=True)
+            else:
+                value = torch.empty(entry.shape, dtype=dtype)  # of a fragment without elements
+            for name in (entry.name, *entry.aliases):
+                tensors[name] = value
+        return GlobalParameters(self._versions[0], tensors, self._ledger)
+
+    def _complete(self, part: FragmentLayout, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The delta of each tensor of a fragment; raises UsageError for what does not fit."""
+        whole: dict[str, Tensor] = {}
+        known: set[str] = set()
+        for place in part.places:
+            entry = place.entry
+            names = (entry.name, *entry.aliases)
+            known.update(names)
+            given = next((delta[name] for name in names if name in delta), None)
+            if given is None:
+                if place.segment is Segment.PARAMETERS:
+                    raise UsageError(f"The pseudo-gradient lacks {entry.name!r}.")
+                if place.segment is Segment.BUFFERS:
+                    given = torch.zeros(entry.shape)
+                else:
+                    given = self._states[part.fragment].of(place)
+            if tuple(given.shape) != entry.shape:
+                raise UsageError(
+                    f"The pseudo-gradient of {entry.name} has shape {list(given.shape)}, the model "
+                    f"has {list(entry.shape)}."
+                )
+            whole[entry.name] = given
+        strange = [name for name in delta if name not in known]
+        if strange:
+            raise UsageError(f"The run does not train {strange[0]!r}; leave it out.")
+        return whole
+
+    def _require_joined(self) -> tuple[Link, _Run]:
+        if not self._joined or self._link is None or self._run is None:
+            raise UsageError("This client has not joined the run; call join() first.")
+        return self._link, self._run
+
+    def _await(self, what: Callable[[], bool], doing: str, *, timeout: float | None = None) -> None:
+        """Wait for something; raises Refused or Unreachable when it does not come."""
+        link = self._link
+        assert link is not None
+        timeout = self.timeout if timeout is None else max(0.0, timeout)
+        if link.wait_for(lambda: what() or link.phase is Phase.REFUSED, timeout) and what():
+            return
+        if link.refusal is not None and link.phase is Phase.REFUSED:
+            raise link.refusal
+        if link.has_ended:
+            raise Unreachable(f"The link to {self.server} has ended: {link.last_error}")
+        raise Unreachable(
+            f"Gave up after {timeout:g} s of {doing} at {self.server}: {link.describe()}."
+        )
+
+    def _stop_link(self, reason: str) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.close(reason)
+        self._joined = False
+        self._run = None
+        self._flight = None
+        self._states.clear()
+        self._versions.clear()

@@ -1,0 +1,189 @@
+"""DILOCO_* variables: what a keyword is when the script does not give it.
+
+A keyword that is given wins over its variable. An empty variable counts as not set.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from diloco_protocol import UsageError
+from diloco_protocol.codecs import wire_dtype
+
+DEFAULT_RETRIES = 3
+DEFAULT_TIMEOUT_S = 600.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a worker asks for. None means: what the broker says."""
+
+    server: str | None = None
+    sync_every: int | None = None
+    worker_id: str | None = None
+    wire_dtype: str | None = None
+    num_fragments: int | None = None
+    fragment_sync_delay: int | None = None
+    fragment_update_alpha: float | None = None
+    dylu: bool | None = None
+    heartbeat_interval: float | None = None
+    max_sync_retries: int = DEFAULT_RETRIES
+    timeout: float = DEFAULT_TIMEOUT_S
+    keys: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def wants(self) -> dict[str, Any]:
+        """The fields of the run's configuration that this worker insists on."""
+        names = (
+            "sync_every",
+            "wire_dtype",
+            "num_fragments",
+            "fragment_sync_delay",
+            "fragment_update_alpha",
+        )
+        asked = ((name, getattr(self, name)) for name in names)
+        return {name: value for name, value in asked if value is not None}
+
+
+def variable(keyword: str) -> str:
+    """The variable behind a keyword."""
+    return f"DILOCO_{keyword.upper()}"
+
+
+def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
+    """Merge keywords with the environment and check each value.
+
+    Args:
+        given: keywords by name; None where the script is silent.
+        environ: `os.environ` unless a test says otherwise.
+
+    Raises:
+        UsageError: a value that cannot be read or cannot work, naming where it came from.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    for keyword in (each.name for each in fields(Settings)):
+        value, source = given.get(keyword), keyword
+        if value is None:
+            text = environ.get(variable(keyword), "").strip()
+            if not text:
+                continue
+            source = variable(keyword)
+            value = _parse(_PARSERS[keyword], text, source)
+        _check(keyword, value, source)
+        values[keyword] = value
+    return Settings(**values)
+
+
+def _parse(parser: tuple[Callable[[str], T], str], text: str, source: str) -> T:
+    read, what = parser
+    try:
+        return read(text)
+    except ValueError:
+        raise UsageError(f"{source} is {text!r}; it must be {what}.") from None
+
+
+def _truth(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in known:
+        raise ValueError(text)
+    return known[text.lower()]
+
+
+def _pairs(text: str) -> dict[str, str]:
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(equals and key.strip() for key, equals, _ in parts):
+        raise ValueError(text)
+    return {key.strip(): value.strip() for key, _, value in parts}
+
+
+_TEXT: tuple[Callable[[str], Any], str] = (str, "text")
+_COUNT: tuple[Callable[[str], Any], str] = (int, "a whole number")
+_NUMBER: tuple[Callable[[str], Any], str] = (float, "a number")
+_PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "server": _TEXT,
+    "sync_every": _COUNT,
+    "worker_id": _TEXT,
+    "wire_dtype": _TEXT,
+    "num_fragments": _COUNT,
+    "fragment_sync_delay": _COUNT,
+    "fragment_update_alpha": _NUMBER,
+    "dylu": (_truth, "1 or 0"),
+    "heartbeat_interval": _NUMBER,
+    "max_sync_retries": _COUNT,
+    "timeout": _NUMBER,
+    "keys": _TEXT,
+    "extra": (_pairs, "pairs like gpu=a100,site=berlin"),
+}
+
+_LOWEST = {
+    "sync_every": 1,
+    "num_fragments": 1,
+    "fragment_sync_delay": 0,
+    "fragment_update_alpha": 0,
+    "heartbeat_interval": 0,
+    "max_sync_retries": 0,
+    "timeout": 0,
+}
+
+
+def _check(keyword: str, value: Any, source: str) -> None:
+    lowest = _LOWEST.get(keyword)
+    if lowest is not None:
+        whole = _PARSERS[keyword] is _COUNT
+        kind = int if whole else (int, float)
+        if not isinstance(value, kind) or not lowest <= value < float("inf"):
+            what = "a whole number" if whole else "a number"
+            raise UsageError(f"{source} is {value!r}; it must be {what}, {lowest} or more.")
+    match keyword:
+        case "server":
+            check_address(value, source)
+        case "worker_id":
+            if not (0 < len(value) <= 64 and value.isprintable()):
+                raise UsageError(
+                    f"{source} is {value!r:.80}; it must be 1 to 64 printable characters."
+                )
+        case "wire_dtype":
+            wire_dtype(value)
+        case "extra":
+            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+                raise UsageError(f"{source} is {value!r:.80}; it must be a dict with text keys.")
+        case "dylu" if value:
+            raise _missing(source, "Dynamic Local Updates")
+        case "keys":
+            raise _missing(source, "encryption with CURVE keys")
+        case _:
+            pass
+
+
+def _missing(source: str, feature: str) -> UsageError:
+    return UsageError(
+        f"{source} asks for {feature}, which this release does not have; leave it out."
+    )
+
+
+def check_address(address: str, source: str = "server") -> None:
+    """Raise UsageError unless the address looks like tcp://host:port or ipc://path."""
+    scheme, _, rest = address.partition("://")
+    _, colon, port = rest.rpartition(":")
+    sound = scheme == "ipc" and rest != ""
+    if scheme == "tcp" and colon and rest != colon + port and port.isdecimal():
+        sound = 0 < int(port) < 65536
+    if not sound:
+        raise UsageError(
+            f"{source} is {address!r}; it must be an address like tcp://10.0.0.1:8512."
+        )
+
+
+def default_worker_id() -> str:
+    """Host name and eight random hexadecimal digits."""
+    host = "".join(c for c in socket.gethostname() if c.isprintable())[:50] or "worker"
+    return f"{host}-{secrets.token_hex(4)}"

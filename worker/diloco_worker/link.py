@@ -1,0 +1,569 @@
+"""The one thread that owns a worker's sockets: it feeds the session and carries out its effects.
+
+The training thread talks to it through commands (a deque and a socket pair to wake it up) and reads the
+results under a condition. Nothing that goes wrong in here reaches the training thread as an exception,
+and nothing makes it wait without an end: `has_ended` is true once the thread is gone, for whatever
+reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from diloco_protocol import (
+    Code,
+    Ledger,
+    ModelLayout,
+    ProtocolError,
+    Refused,
+    RunConfig,
+    VersionId,
+    pack,
+    unpack,
+)
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.codecs import wire_dtype
+from diloco_protocol.messages import Chunk, Heartbeat, Message, Push, Released
+from diloco_worker.events import (
+    Answered,
+    Ask,
+    Beat,
+    Begin,
+    Close,
+    Connected,
+    Deliver,
+    Depart,
+    Discard,
+    Disconnected,
+    Effect,
+    Event,
+    Hold,
+    Joined,
+    JoinRefused,
+    Observe,
+    Offer,
+    Open,
+    PrepareDonation,
+    Pulse,
+    PushOver,
+    Received,
+    Say,
+    Send,
+    SendChunk,
+    Start,
+    Stopping,
+    Store,
+    Tick,
+    Uploaded,
+    Want,
+    Withdraw,
+)
+from diloco_worker.session import Phase, Session
+from diloco_worker.snapshot import FlatState, WireFragment, chunk_bytes
+from diloco_worker.sockets import Connections
+
+logger = logging.getLogger("diloco.worker")
+
+# Messages taken from one socket before the others get their turn.
+BATCH = 64
+# Longest sleep of the thread; everything that matters wakes it earlier.
+LONGEST_POLL_S = 5.0
+# The same sentence is not logged again within so many seconds.
+REPEAT_S = 30.0
+# How long the last message, `leave`, may take to get out.
+LEAVE_LINGER_MS = 1000
+# Unexpected exceptions in a row after which the thread gives up; each is followed by a pause.
+MAX_FAILURES = 20
+FAILURE_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How training stands, for heartbeats. `tokens` and `step` are totals."""
+
+    step: int = 0
+    inner_step: int = 0
+    waiting: bool = False
+    steps_per_s: float | None = None
+    loss: float | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A whole version.
+
+    Attributes:
+        released: its name, ledger and round.
+        counted: push ids of this worker in flight until now that it contains whole.
+        state: its values; None when it is the version that is held already.
+    """
+
+    released: Released
+    counted: frozenset[int]
+    state: FlatState | None
+
+    @property
+    def version(self) -> VersionId:
+        return self.released.version
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a push was dropped."""
+
+    code: str
+    text: str
+
+
+class Link:
+    """See the head of this module. `start` it once, `close` it once.
+
+    Args:
+        address: of the broker's control socket.
+        session: the state machine; only this thread touches it from now on.
+        capture: copies a fragment of the model to the host, for a broker that has no parameters. Called
+            in the I/O thread, and only for fragments that nobody is training at that moment.
+        pinned: whether to receive into pinned memory (the model is on a CUDA device).
+        clock: seconds, monotonic.
+
+    Attributes (to be read under `condition`, or where a moment's lag does no harm):
+        phase, config, layout, last_heard: of the session.
+        refusal: set when the broker refuses this worker; `refused_for_good` when that was at joining.
+        stopping: the broker's sentence when it is shutting down, else None.
+        arrivals: whole versions by fragment, until `take`n.
+        rejections: pushes that were dropped, by push id.
+        uploaded: pushes whose chunks are all in at the broker.
+        results: answers to `ask`, by request.
+        has_news: something is in `arrivals` or `rejections`; cheap to look at.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        session: Session,
+        *,
+        capture: Callable[[FragmentLayout], FlatState] | None = None,
+        pinned: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self.condition = threading.Condition()
+        self.progress = Progress()
+        self.phase = session.phase
+        self.config: RunConfig | None = None
+        self.layout: ModelLayout | None = None
+        self.feed: str | None = None
+        self.last_heard: float | None = None
+        self.refusal: Refused | None = None
+        self.refused_for_good = False
+        self.stopping: str | None = None
+        self.arrivals: dict[int, Arrival] = {}
+        self.rejections: dict[int, Rejection] = {}
+        self.uploaded: set[int] = set()
+        self.results: dict[int, Answered] = {}
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.retries = 0
+        self.reconnections = 0
+        self.last_error: str | None = None
+        self.has_ended = False
+        self._session = session
+        self._capture = capture
+        self._pinned = pinned
+        self._clock = clock
+        self._commands: deque[tuple[Event, Any]] = deque()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._thread = threading.Thread(target=self._main, name="diloco-link", daemon=True)
+        # Below: the I/O thread's own.
+        self._connections: Connections | None = None
+        self._poller = zmq.Poller()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._outgoing: dict[int, WireFragment] = {}  # by push id
+        self._assembly: dict[int, FlatState] = {}  # by fragment
+        self._spare: dict[int, FlatState] = {}  # by fragment; room for the next assembly
+        self._states: dict[int, FlatState] = {}  # by fragment; what is held
+        self._payload: memoryview | None = None
+        self._said: dict[str, float] = {}
+        self._failures = 0
+
+    # For the training thread.
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.arrivals or self.rejections)
+
+    def offer(self, push: Push, wire: WireFragment) -> None:
+        """Push a pseudo-gradient. Neither may change any more."""
+        self._command(Offer(push), wire)
+
+    def want(self, fragment: int, after: int | None = None) -> None:
+        """Ask for the newest version (or one above `after`); it will be in `arrivals`."""
+        self._command(Want(fragment, after))
+
+    def hold(
+        self, fragment: int, version: VersionId, ledger: Ledger, state: FlatState | None
+    ) -> None:
+        """These are the global values from now on; the former ones may be overwritten."""
+        self._command(Hold(fragment, version, ledger), state)
+
+    def observe(self, event: Observe) -> None:
+        self._command(event)
+
+    def ask(self, request: int, action: str, arguments: Mapping[str, Any]) -> None:
+        """Send a control action; the answer will be in `results`."""
+        self._command(Ask(request, action, dict(arguments)))
+
+    def withdraw(self, request: int) -> None:
+        """Nobody waits for the answer to this action any more."""
+        self._command(Withdraw(request))
+
+    def pulse(self) -> None:
+        """Send a heartbeat now."""
+        self._command(Pulse())
+
+    def take(self, fragment: int) -> Arrival | None:
+        """The whole version of a fragment that has arrived, once."""
+        with self.condition:
+            return self.arrivals.pop(fragment, None)
+
+    def take_rejection(self, push_id: int) -> Rejection | None:
+        with self.condition:
+            return self.rejections.pop(push_id, None)
+
+    def wait_for(self, what: Callable[[], bool], timeout: float) -> bool:
+        """Wait until `what` is true, or the thread has ended, at most `timeout` seconds."""
+        with self.condition:
+            return self.condition.wait_for(lambda: what() or self.has_ended, timeout) and what()
+
+    def silence(self) -> float | None:
+        """Seconds since the broker last said anything; None when it never has."""
+        return None if self.last_heard is None else self._clock() - self.last_heard
+
+    def describe(self) -> str:
+        """What the link is at, as the end of a sentence."""
+        match self.phase:
+            case Phase.NEW | Phase.CONNECTING | Phase.AWAY:
+                return f"no broker answers at {self.address}"
+            case Phase.JOINING:
+                return self.last_error or "the broker has not answered the join"
+            case Phase.JOINED:
+                return "the broker is there"
+            case Phase.REFUSED:
+                return str(self.refusal)
+            case Phase.LEFT:
+                return "this worker has left"
+
+    def close(self, reason: str = "", patience: float = 5.0) -> None:
+        """Tell the broker, close the sockets, end the thread: within `patience` seconds."""
+        self._command(Depart(reason))
+        if self._thread.is_alive():
+            self._thread.join(patience)
+        if self._thread.is_alive():
+            logger.error("The link to %s did not end within %g s.", self.address, patience)
+            return
+        self._wake_reader.close()
+        self._wake_writer.close()
+
+    def _command(self, event: Event, cargo: Any = None) -> None:
+        self._commands.append((event, cargo))
+        # Full: it will wake up anyway. Closed: nobody is there to wake up.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    # The thread.
+
+    def _main(self) -> None:
+        try:
+            self._context = zmq.Context()
+            self._poller.register(self._wake_reader, zmq.POLLIN)
+            self._feed(Start())
+            while self._session.phase is not Phase.LEFT:
+                self._guarded_turn()
+        except Exception as error:
+            logger.exception("The link to %s has failed; training goes on alone.", self.address)
+            self.last_error = f"The link has failed: {error!r}"
+        finally:
+            try:
+                self._close_connections(LEAVE_LINGER_MS)
+                if self._context is not None:
+                    self._context.term()
+            finally:
+                with self.condition:
+                    self.has_ended = True
+                    self.condition.notify_all()
+
+    def _guarded_turn(self) -> None:
+        """One turn. What nobody expected costs the connections, never the thread."""
+        try:
+            self._turn()
+        except Exception as error:
+            self._failures += 1
+            logger.exception("Unexpected trouble in the link to %s.", self.address)
+            self.last_error = f"Unexpected trouble in the link: {error!r}"
+            if self._failures >= MAX_FAILURES:
+                raise
+            threading.Event().wait(FAILURE_PAUSE_S)
+            self._feed(Disconnected("The link starts afresh after unexpected trouble."))
+        self._publish()
+
+    def _turn(self) -> None:
+        now = self._clock()
+        wakes_at = self._session.wakes_at(now)
+        pause = LONGEST_POLL_S if wakes_at is None else min(LONGEST_POLL_S, wakes_at - now)
+        # Rounded up, or a deadline a fraction of a millisecond away would be polled for in a spin.
+        ready = dict(self._poller.poll(max(0, int(pause * 1000 + 1)) if pause > 0 else 0))
+        if self._wake_reader.fileno() in ready:
+            self._drain_wake_ups()
+        while self._commands and self._session.phase is not Phase.LEFT:
+            self._carry(*self._commands.popleft())
+        connections = self._connections
+        if connections is not None:
+            for each in (connections.control, connections.bulk):
+                if each in ready:
+                    self._receive(each)
+            # After the messages, so that what a peer said before it died is heard.
+            if self._connections is connections:
+                connected, broken = connections.changes()
+                if connected:
+                    self._feed(Connected())
+                if broken is not None:
+                    self._feed(Disconnected(broken))
+        self._feed(Tick())
+
+    def _drain_wake_ups(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+
+    def _carry(self, event: Event, cargo: Any) -> None:
+        """A command of the training thread."""
+        match event:
+            case Offer(push):
+                self._outgoing[push.push_id] = cargo
+            case Hold(fragment):
+                if cargo is not None:
+                    self._recycle(fragment)
+                    self._states[fragment] = cargo
+            case _:
+                pass
+        self._feed(event)
+
+    def _recycle(self, fragment: int) -> None:
+        """The former global values become room for the next, unless they are being sent."""
+        former = self._states.pop(fragment, None)
+        if former is None:
+            return
+        for wire in self._outgoing.values():
+            if wire.vectors is former.vectors:
+                return
+        self._spare[fragment] = former
+
+    def _receive(self, source: zmq.Socket[bytes]) -> None:
+        connections = self._connections
+        for _ in range(BATCH):
+            try:
+                frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            buffers = [frame.buffer for frame in frames]
+            self.bytes_down += sum(buffer.nbytes for buffer in buffers)
+            try:
+                message, payload = unpack(buffers)
+                if payload is not None:
+                    self._check_chunk(message, payload)
+            except ProtocolError as error:
+                self._say(f"The broker sent what cannot be read: {error}", trouble=True)
+                continue
+            self._payload = payload
+            self._feed(Received(message))
+            self._payload = None
+            self._failures = 0
+            if self._connections is not connections:
+                return
+
+    def _check_chunk(self, message: Message, payload: memoryview) -> None:
+        """Raise ProtocolError when a chunk has not the length that its place in the model needs."""
+        layout, config = self._session.layout, self._session.config
+        if not isinstance(message, Chunk) or layout is None or config is None:
+            return
+        for part in layout.all:
+            if part.fragment == message.fragment and 0 <= message.index < part.chunks:
+                wanted = chunk_bytes(part.spans[message.index], wire_dtype(config.reply_dtype))
+                if payload.nbytes != wanted:
+                    raise ProtocolError(
+                        Code.BAD_CHUNK,
+                        f"chunk {message.index} has {payload.nbytes} bytes instead of {wanted}.",
+                    )
+
+    def _feed(self, event: Event) -> None:
+        for effect in self._session.handle(event, self._clock()):
+            self._do(effect)
+
+    def _publish(self) -> None:
+        """Let the training thread see how things stand now."""
+        session = self._session
+        with self.condition:
+            self.phase = session.phase
+            self.config = session.config
+            self.layout = session.layout
+            self.last_heard = session.last_heard
+            self.retries = session.pushes.retries
+            self.reconnections = session.reconnections
+            self.condition.notify_all()
+
+    # Effects.
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Open():
+                self._open_connections()
+            case Close():
+                self._close_connections()
+            case Send(message, bulk):
+                self._send(pack(message), bulk=bulk)
+            case SendChunk(session, push_id, fragment, index):
+                chunk = Chunk(fragment, index, session=session, push_id=push_id)
+                self._send(pack(chunk, self._outgoing[push_id].chunk(index)), bulk=True)
+            case Beat(session, uploading):
+                self._send(pack(self._heartbeat(session, uploading)), bulk=False)
+            case Begin(fragment):
+                if fragment not in self._assembly:
+                    self._assembly[fragment] = self._room(fragment)
+            case Store(fragment, index):
+                assert self._payload is not None and self._session.config is not None
+                dtype = wire_dtype(self._session.config.reply_dtype)
+                self._assembly[fragment].store(index, self._payload, dtype)
+            case Discard():
+                pass  # the room is used for the next version
+            case Deliver(released, counted, unchanged):
+                self._deliver(released, counted, unchanged=unchanged)
+            case PrepareDonation(push_id, fragment):
+                self._outgoing[push_id] = self._donation(fragment)
+            case PushOver(push_id, code, text):
+                self._outgoing.pop(push_id, None)
+                if code is not None:
+                    self._reject(push_id, code, text)
+            case Uploaded(push_id):
+                with self.condition:
+                    self.uploaded.add(push_id)
+            case Joined(welcome, _, again):
+                with self.condition:
+                    self.refusal = None
+                    self.stopping = None
+                    self.feed = welcome.feed
+                how = "Back at" if again else "Joined the run at"
+                self._say(f"{how} {self.address}, expected from round {welcome.first_round}.")
+            case JoinRefused(code, text, final):
+                with self.condition:
+                    self.refusal = Refused(code, text)
+                    self.refused_for_good = final
+                self._say(text, trouble=True)
+            case Answered():
+                with self.condition:
+                    self.results[effect.request] = effect
+            case Stopping(text):
+                with self.condition:
+                    self.stopping = text
+                self._say(text)
+            case Say(text, trouble):
+                self._say(text, trouble=trouble)
+            case _:
+                raise TypeError(f"not an effect of a session: {effect!r}")
+
+    def _open_connections(self) -> None:
+        assert self._context is not None and self._connections is None
+        self._connections = Connections(self._context, self.address)
+        for each in self._connections.pollable:
+            self._poller.register(each, zmq.POLLIN)
+
+    def _close_connections(self, linger_ms: int = 0) -> None:
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            for each in connections.pollable:
+                self._poller.unregister(each)
+            connections.close(linger_ms)
+
+    def _send(self, frames: list[Any], *, bulk: bool) -> None:
+        connections = self._connections
+        if connections is None:
+            return
+        target = connections.bulk if bulk else connections.control
+        try:
+            target.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            # Credits bind long before this; only a connection that takes nothing gets here.
+            self._say("The connection to the broker takes nothing any more.", trouble=True)
+            return
+        self.bytes_up += sum(memoryview(frame).nbytes for frame in frames)
+
+    def _heartbeat(self, session: bytes, uploading: bool) -> Heartbeat:
+        progress = self.progress
+        state = "waiting" if progress.waiting else "training"
+        return Heartbeat(
+            session=session,
+            step=progress.step,
+            inner_step=progress.inner_step,
+            state="pushing" if uploading else state,
+            steps_per_s=progress.steps_per_s,
+            loss=progress.loss,
+            tokens=progress.tokens,
+        )
+
+    def _fragment(self, fragment: int) -> FragmentLayout:
+        assert self._session.layout is not None
+        return self._session.layout.all[fragment]
+
+    def _room(self, fragment: int) -> FlatState:
+        spare = self._spare.pop(fragment, None)
+        if spare is not None:
+            return spare
+        return FlatState.empty(self._fragment(fragment), pinned=self._pinned)
+
+    def _donation(self, fragment: int) -> WireFragment:
+        state = self._states.get(fragment)
+        if state is None:
+            assert self._capture is not None
+            state = self._capture(self._fragment(fragment))
+        return state.wire()
+
+    def _deliver(self, released: Released, counted: int | None, *, unchanged: bool) -> None:
+        fragment = released.fragment
+        state = None if unchanged else self._assembly.pop(fragment)
+        ids = frozenset(() if counted is None else (counted,))
+        with self.condition:
+            earlier = self.arrivals.get(fragment)
+            if earlier is not None:
+                # Not taken yet: the newer version contains what the earlier one did.
+                ids |= earlier.counted
+                if state is None and earlier.version == released.version:
+                    state = earlier.state
+            self.arrivals[fragment] = Arrival(released, ids, state)
+
+    def _reject(self, push_id: int, code: str, text: str) -> None:
+        with self.condition:
+            self.rejections[push_id] = Rejection(code, text)
+        self._say(f"The broker refuses the pseudo-gradient: {text}", trouble=True)
+
+    def _say(self, text: str, *, trouble: bool = False) -> None:
+        if trouble:
+            self.last_error = text
+        now = self._clock()
+        if now - self._said.get(text, -REPEAT_S) >= REPEAT_S:
+            self._said[text] = now
+            logger.log(logging.WARNING if trouble else logging.INFO, "%s", text)

@@ -1,0 +1,54 @@
+"""What synchronising has cost and whether it works, as `sync_metrics` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+
+@dataclass
+class SyncMetrics(Mapping[str, Any]):
+    """Counters of one worker. Attributes and items are the same: `dict(metrics)` works.
+
+    Attributes:
+        rounds: pseudo-gradients of this worker that are in a version it received.
+        bytes_up: bytes sent to the broker, headers included.
+        bytes_down: bytes received.
+        seconds_waited: time that training stood still for synchronising, joining excluded.
+        retries: how often a push was offered again after a connection broke.
+        reconnections: how often the worker joined again.
+        rejected: pseudo-gradients that were dropped: not finite, or refused by the broker.
+        staleness: outer steps between the last counted push's base and the version it went into.
+        unsynced_steps: optimizer steps past a boundary that could not be synchronised; 0 in health.
+        last_error: the last thing that went wrong, a sentence; None when nothing has.
+    """
+
+    rounds: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds_waited: float = 0.0
+    retries: int = 0
+    reconnections: int = 0
+    rejected: int = 0
+    staleness: int = 0
+    unsynced_steps: int = 0
+    last_error: str | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in _NAMES:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
+
+    def plain(self) -> dict[str, Any]:
+        """A dict, for JSON."""
+        return asdict(self)
+
+
+_NAMES = tuple(each.name for each in fields(SyncMetrics))

@@ -1,0 +1,88 @@
+"""What the training loop tells about itself: loss, tokens and pace, gathered without slowing it down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from diloco_protocol import UsageError
+
+# Seconds between two looks at a loss that lies on an accelerator: each look waits for its kernels.
+LOOK_S = 5.0
+# Weight of the newest step in the moving average of the pace: about the last twenty steps.
+PACE_WEIGHT = 0.05
+
+
+class Reports:
+    """The latest loss and the tokens so far.
+
+    Values on the CPU are read at once. Values on an accelerator are kept as they are and read every few
+    seconds and at boundaries, so that reporting does not make the host wait at each step.
+    """
+
+    def __init__(self) -> None:
+        self.loss: float | None = None
+        self.tokens = 0
+        self.extra: dict[str, Any] = {}
+        self._pending_loss: Tensor | None = None
+        self._pending_tokens: Tensor | None = None
+        self._read_at = 0.0
+
+    def add(
+        self, loss: float | Tensor | None, tokens: int | Tensor | None, extra: dict[str, Any]
+    ) -> None:
+        """Take up a report; raises UsageError for a tensor that is not a single value."""
+        for name, value in (("loss", loss), ("tokens", tokens)):
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise UsageError(
+                    f"report({name}=...) got a tensor of shape {list(value.shape)}; "
+                    "give a single value, such as its mean or sum."
+                )
+        if isinstance(loss, Tensor) and loss.device.type != "cpu":
+            self._pending_loss = loss.detach().clone()
+        elif loss is not None:
+            self._pending_loss = None
+            self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
+        if isinstance(tokens, Tensor) and tokens.device.type != "cpu":
+            earlier = self._pending_tokens
+            self._pending_tokens = tokens.detach().clone() if earlier is None else earlier + tokens
+        elif tokens is not None:
+            self.tokens += int(tokens)
+        self.extra.update(extra)
+
+    def read(self, now: float, *, at_once: bool = False) -> None:
+        """Bring `loss` and `tokens` up to date if it is time to."""
+        if not at_once and now - self._read_at < LOOK_S:
+            return
+        self._read_at = now
+        if self._pending_loss is not None:
+            self.loss, self._pending_loss = float(self._pending_loss), None
+        if self._pending_tokens is not None:
+            self.tokens += int(self._pending_tokens)
+            self._pending_tokens = None
+
+
+class Pace:
+    """Optimizer steps per second of training time, as a moving average."""
+
+    def __init__(self) -> None:
+        self._seconds: float | None = None
+        self._left_at: float | None = None
+
+    def step(self, now: float) -> None:
+        """A step has ended; the time since `resume` was training."""
+        if self._left_at is not None:
+            took = now - self._left_at
+            if self._seconds is None:
+                self._seconds = took
+            else:
+                self._seconds += PACE_WEIGHT * (took - self._seconds)
+
+    def resume(self, now: float) -> None:
+        """Training goes on; what came before was not training."""
+        self._left_at = now
+
+    @property
+    def steps_per_s(self) -> float | None:
+        return 1 / self._seconds if self._seconds else None

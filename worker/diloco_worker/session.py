@@ -1,0 +1,565 @@
+"""The worker's own state machine: `handle(event, now)` returns the effects to carry out.
+
+No socket, tensor, clock, thread or file in here: time is an argument, random numbers are handed in.
+
+    NEW -> CONNECTING -> JOINING -> JOINED
+                ^           |          |
+                |           v          |
+                +-- AWAY <-- connection broke, `rejoin`, or silence; never longer than 2 s
+    REFUSED: the broker says no and asking again cannot help. Before the first welcome that is the
+             end; later it is asked again every 30 s, since a person may mend the broker.
+    LEFT: the end.
+
+The rules that everything else follows from:
+
+- A push and its chunks never change. A new connection voids all credit; the push is offered again with
+  the same push id and base, and the broker's grant says what it still lacks.
+- A push is over when a version is here, whole, whose ledger names it whole, or when the broker ends it
+  with an error. A whole version that does not name it is discarded and the next one is asked for.
+- A download goes on where it stopped. Chunks of another version make it begin anew. Each chunk that
+  comes gives one credit back, also one that is dropped.
+- An illegal command raises before anything has changed. The broker can say nothing illegal: what does
+  not fit is dropped and said aloud.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from diloco_protocol import Code, Manifest, ModelLayout, RunConfig, VersionId, lay_out
+from diloco_protocol.messages import (
+    Ack,
+    Chunk,
+    Control,
+    Error,
+    Grant,
+    Join,
+    Leave,
+    Message,
+    Notice,
+    Purpose,
+    Push,
+    Rejoin,
+    Released,
+    Result,
+    Welcome,
+)
+from diloco_worker.events import (
+    Answered,
+    Ask,
+    Beat,
+    Close,
+    Connected,
+    Deliver,
+    Depart,
+    Discard,
+    Disconnected,
+    Effect,
+    Event,
+    Hold,
+    Joined,
+    JoinRefused,
+    Observe,
+    Offer,
+    Open,
+    PrepareDonation,
+    Pulse,
+    PushOver,
+    Received,
+    Say,
+    Send,
+    Start,
+    Stopping,
+    Tick,
+    Want,
+    Withdraw,
+)
+from diloco_worker.pulls import Pulls
+from diloco_worker.pushes import Pushes
+from diloco_worker.terms import heartbeat_interval, objection
+
+# Seconds before new connections are opened: doubling from the first to the longest. After a crash the
+# broker gives its workers 10 s to come back with what they hold, so the longest stays far below it.
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
+# Seconds between two attempts when the broker has answered "not now".
+RETRY_S = 1.0
+# Seconds between two attempts after a final refusal in the middle of a run.
+REFUSED_RETRY_S = 30.0
+# Seconds without an answer to a join before the connections are made anew.
+JOIN_PATIENCE_S = 20.0
+# A joined broker answers every heartbeat. After so many intervals of silence, and at least so many
+# seconds, the connection counts as broken although nobody has said so.
+SILENT_BEATS = 3
+SILENT_S = 10.0
+# A pull may overtake the credit that binds the bulk connection; it is then sent again.
+REPULL_S = 0.2
+# Actions that change nothing, so that they may be sent again after a broken connection.
+HARMLESS = ("status", "manifest")
+
+
+class Phase(str, Enum):
+    NEW = "new"
+    CONNECTING = "connecting"
+    JOINING = "joining"
+    JOINED = "joined"
+    AWAY = "away"
+    REFUSED = "refused"
+    LEFT = "left"
+
+
+class Session:
+    """See the head of this module.
+
+    Args:
+        worker_id: 1 to 64 printable characters.
+        manifest: the model; None for an observer, which only asks and pulls.
+        draw: returns a random number below 2**64 (push ids of donations).
+        wants: configuration fields that this worker insists on.
+        heartbeat_interval: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
+        host, pid, extra: shown in the broker's displays.
+
+    Attributes:
+        config, layout: how the run is trained and how the model is cut; None before a welcome.
+        pushes, pulls: what is under way up and down.
+        reconnections: welcomes after the first.
+        last_heard: when the broker last said anything; None before it has.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        manifest: Manifest | None,
+        draw: Callable[[], int],
+        *,
+        wants: Mapping[str, Any] | None = None,
+        heartbeat_interval: float | None = None,
+        host: str = "",
+        pid: int = 0,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.worker_id = worker_id
+        self.manifest = manifest
+        self.wants = dict(wants or {})
+        self.host = host
+        self.pid = pid
+        self.extra = dict(extra or {})
+        self.phase = Phase.NEW
+        self.config: RunConfig | None = None
+        self.layout: ModelLayout | None = None
+        self.token: bytes | None = None
+        self.run: str | None = None
+        self.pushes = Pushes()
+        self.pulls = Pulls(observer=manifest is None)
+        self.reconnections = 0
+        self.last_heard: float | None = None
+        self.refusal: str | None = None
+        self._draw = draw
+        self._observer = manifest is None
+        self._asked_interval = heartbeat_interval
+        self._interval = 0.0
+        self._asks: dict[int, Ask] = {}  # sent or to be sent, not answered
+        self._asked: set[int] = set()  # sent on this connection
+        self._backoff = FIRST_BACKOFF_S
+        self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)
+        self._beat_at: float | None = None
+        self._joining_since = 0.0
+
+    # What the shell asks.
+
+    @property
+    def is_joined(self) -> bool:
+        return self.phase is Phase.JOINED
+
+    @property
+    def _live_token(self) -> bytes | None:
+        """The session on the connection at hand."""
+        return self.token if self.phase is Phase.JOINED else None
+
+    def wakes_at(self, now: float) -> float | None:
+        """When a `Tick` has something to do; None = not by itself."""
+        times = [*self.pulls.times, *self.pushes.times]
+        if self._wake_at is not None:
+            times.append(self._wake_at)
+        if self._beat_at is not None:
+            times.append(self._beat_at)
+        waits_since = self._waits_since()
+        if waits_since is not None:
+            times.append(waits_since + JOIN_PATIENCE_S)
+        silent_at = self._silent_at()
+        if silent_at is not None:
+            times.append(silent_at)
+        return min(times, default=None)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event. Returns the effects to carry out, in order.
+
+        Raises:
+            ValueError: for a command that cannot be meant; nothing has changed.
+        """
+        if self.phase is Phase.LEFT:
+            return []
+        match event:
+            case Start():
+                if self.phase is not Phase.NEW:
+                    raise ValueError(f"a session starts once, this one is {self.phase.value}")
+                return self._open()
+            case Connected():
+                return list(self._connected(now))
+            case Disconnected(reason):
+                return list(self._disconnected(reason, now))
+            case Received(message):
+                self.last_heard = now
+                return list(self._received(message, now))
+            case Offer(push):
+                self._check_offer(push)
+                return list(self._offer(push))
+            case Want(fragment, after):
+                self.pulls.of(fragment)
+                return list(self._want(fragment, after))
+            case Hold(fragment, version, ledger):
+                self.pulls.hold(fragment, version, ledger)
+                self.run = version.run
+                return []
+            case Observe(manifest, config):
+                self._furnish(manifest, config)
+                return []
+            case Ask():
+                if event.request in self._asks:
+                    raise ValueError(f"request {event.request} is still unanswered")
+                self._asks[event.request] = event
+                return list(self._send_asks())
+            case Withdraw(request):
+                self._asks.pop(request, None)
+                self._asked.discard(request)
+                return []
+            case Pulse():
+                return list(self._beat(now))
+            case Depart(reason):
+                return list(self._depart(reason))
+            case Tick():
+                return list(self._tick(now))
+            case _:
+                raise TypeError(f"not an event of a session: {event!r}")
+
+    # Connections.
+
+    def _open(self) -> list[Effect]:
+        self.phase = Phase.CONNECTING
+        self._wake_at = None
+        return [Open()]
+
+    def _connected(self, now: float) -> Iterator[Effect]:
+        if self.phase is not Phase.CONNECTING:
+            return
+        if self._observer:
+            self.phase = Phase.JOINED
+            self._backoff = FIRST_BACKOFF_S
+            yield from self._send_asks()
+            for fragment, download in self.pulls.downloads.items():
+                if download.wanted:
+                    yield self.pulls.pull(fragment, None)
+        else:
+            yield from self._join(now)
+
+    def _join(self, now: float) -> Iterator[Effect]:
+        assert self.manifest is not None
+        self.phase = Phase.JOINING
+        self._joining_since = now
+        self._wake_at = None
+        versions: tuple[VersionId | None, ...] = ()
+        if self.layout is not None and self.pulls.held:
+            held = (self.pulls.held.get(part.fragment) for part in self.layout.all)
+            versions = tuple(each.version if each else None for each in held)
+        yield Send(
+            Join(
+                worker_id=self.worker_id,
+                manifest=self.manifest,
+                run=self.run,
+                session=self.token,
+                versions=versions,
+                wants=self.wants,
+                host=self.host,
+                pid=self.pid,
+                extra=self.extra,
+            )
+        )
+
+    def _disconnected(self, reason: str, now: float) -> Iterator[Effect]:
+        if self.phase in (Phase.NEW, Phase.AWAY):
+            return
+        if self.phase is Phase.REFUSED and self.token is None:
+            return  # final: nobody wants this connection back
+        yield Close()
+        if self.phase is Phase.JOINED:
+            yield Say(f"{reason} Connecting again.", trouble=True)
+        self.phase = Phase.AWAY
+        self._wake_at = now + self._backoff
+        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
+        self._beat_at = None
+        self.pulls.disconnected()
+        yield from self.pushes.disconnected()
+        for request in sorted(self._asked):
+            if self._asks[request].action not in HARMLESS:
+                del self._asks[request]
+                text = "The connection broke before the answer; it may have been carried out."
+                yield Answered(request, None, text)
+        self._asked.clear()
+
+    def _waits_since(self) -> float | None:
+        """When the join was sent that has no answer yet."""
+        unanswered = self.phase is Phase.JOINING and self._wake_at is None
+        return self._joining_since if unanswered else None
+
+    def _silent_at(self) -> float | None:
+        """When the silence of a joined broker counts as a broken connection."""
+        if self.phase is not Phase.JOINED or not self._interval or self.last_heard is None:
+            return None
+        return self.last_heard + max(SILENT_BEATS * self._interval, SILENT_S)
+
+    def _tick(self, now: float) -> Iterator[Effect]:
+        if self._wake_at is not None and now >= self._wake_at:
+            self._wake_at = None
+            if self.phase is Phase.AWAY:
+                yield from self._open()
+            else:
+                yield from self._join(now)
+        waits_since = self._waits_since()
+        if waits_since is not None and now - waits_since >= JOIN_PATIENCE_S:
+            reason = f"The broker did not answer the join within {JOIN_PATIENCE_S:g} s."
+            yield from self._disconnected(reason, now)
+        silent_at = self._silent_at()
+        if silent_at is not None and now >= silent_at:
+            assert self.last_heard is not None
+            silence = now - self.last_heard
+            yield from self._disconnected(f"Nothing was heard for {silence:.0f} s.", now)
+        if self._beat_at is not None and now >= self._beat_at:
+            yield from self._beat(now)
+        yield from self.pulls.tick(now, self._live_token)
+        yield from self.pushes.tick(now, self._live_token)
+
+    def _beat(self, now: float) -> Iterator[Effect]:
+        if self.phase is Phase.JOINED and self.token is not None:
+            self._beat_at = now + self._interval if self._interval else None
+            yield Beat(self.token, self.pushes.is_sending)
+
+    def _depart(self, reason: str) -> Iterator[Effect]:
+        if self.phase is Phase.JOINED and self.token is not None:
+            yield Send(Leave(self.token, reason))
+        self.phase = Phase.LEFT
+
+    # Messages.
+
+    def _received(self, message: Message, now: float) -> Iterator[Effect]:
+        match message:
+            case Welcome():
+                yield from self._welcome(message, now)
+            case Error():
+                yield from self._error(message, now)
+            case Rejoin(text=text):
+                if self.phase is Phase.JOINED:
+                    yield from self._disconnected(text or "The broker asks to join again.", now)
+            case Notice():
+                yield from self._notice(message, now)
+            case Grant():
+                yield from self.pushes.granted(message, self._live_token)
+            case Ack():
+                yield from self.pushes.acknowledged(message, self._live_token)
+            case Released():
+                self.pulls.released(message)
+                yield from self._finish(message.fragment)
+            case Chunk():
+                if self.phase is Phase.JOINED:
+                    yield from self.pulls.chunk(message, self._live_token)
+                    yield from self._finish(message.fragment)
+            case Result():
+                if self._asks.pop(message.request, None) is not None:
+                    self._asked.discard(message.request)
+                    yield Answered(message.request, message.ok, message.text, message.data)
+            case _:
+                yield Say(f"The broker sent a {message.kind}, which workers send.", trouble=True)
+
+    def _welcome(self, welcome: Welcome, now: float) -> Iterator[Effect]:
+        if self.phase is not Phase.JOINING:
+            return
+        problem = objection(welcome.config, self.config, self._asked_interval)
+        if problem is not None:
+            yield Send(Leave(welcome.session, problem))
+            yield from self._refused(Code.CONFIG_DIFFERS, problem, now)
+            return
+        again = self.token is not None
+        assert self.manifest is not None
+        self._furnish(self.manifest, welcome.config)
+        assert self.layout is not None
+        self.phase = Phase.JOINED
+        self.token = welcome.session
+        self.run = welcome.run or self.run
+        self.refusal = None
+        self.reconnections += again
+        self._backoff = FIRST_BACKOFF_S
+        self._wake_at = None
+        self._beat_at = now + self._interval if self._interval else None
+        yield Joined(welcome, self.layout, again)
+        yield self.pulls.open_window(self.token)
+        for part in self.layout.all:
+            # Frozen parameters never change, so they come once.
+            here = part is self.layout.frozen and part.fragment in self.pulls.held
+            if part.chunks and not here:
+                theirs = dict(enumerate(welcome.versions)).get(part.fragment)
+                gradient = self.pushes.gradient(part.fragment)
+                if gradient is not None:
+                    yield from self.pushes.offer(gradient.push.push_id, self.token)
+                in_flight = gradient is not None
+                for fragment in self.pulls.resume(part.fragment, theirs, in_flight=in_flight):
+                    yield self.pulls.pull(fragment, self.token)
+        yield from self._send_asks()
+
+    def _furnish(self, manifest: Manifest, config: RunConfig) -> None:
+        self.config = config
+        if self.layout is None:
+            self.layout = lay_out(
+                manifest,
+                num_fragments=config.num_fragments,
+                chunk_elements=config.chunk_elements,
+            )
+            self.pulls.furnish(self.layout)
+        if not self._observer:
+            self._interval = heartbeat_interval(config, self._asked_interval)
+
+    def _error(self, error: Error, now: float) -> Iterator[Effect]:
+        if self.phase is Phase.JOINING:
+            if error.retry or error.code == Code.STOPPING:
+                self._wake_at = now + RETRY_S
+                yield Say(error.text, trouble=True)
+            else:
+                yield from self._refused(error.code, error.text, now)
+            return
+        if error.push_id in self.pushes:
+            assert error.push_id is not None
+            upload = self.pushes.uploads[error.push_id]
+            yield from self.pushes.refused(error, now)
+            if upload.is_gradient and error.push_id not in self.pushes:
+                self.pulls.want_no_more(upload.push.fragment)
+        elif error.about == "pull":
+            overtook = error.code == Code.NOT_ALLOWED and not self._observer
+            if not overtook:
+                yield Say(error.text, trouble=True)
+            self.pulls.again(now + (REPULL_S if overtook else RETRY_S))
+        elif error.push_id is None:
+            yield from self._fail_asks(error)
+            yield Say(error.text, trouble=True)
+
+    def _fail_asks(self, error: Error) -> Iterator[Effect]:
+        """An error that answers a control action names no request: it ends the oldest one."""
+        if error.about == "control" and self._asked:
+            request = min(self._asked)
+            self._asked.discard(request)
+            del self._asks[request]
+            yield Answered(request, False, error.text)
+
+    def _refused(self, code: str, text: str, now: float) -> Iterator[Effect]:
+        final = self.token is None
+        self.phase = Phase.REFUSED
+        self.refusal = text
+        self._wake_at = None if final else now + REFUSED_RETRY_S
+        self._beat_at = None
+        yield JoinRefused(code, text, final)
+
+    def _notice(self, notice: Notice, now: float) -> Iterator[Effect]:
+        match notice.what:
+            case "ping":
+                yield from self._beat(now)
+            case "donate":
+                yield from self._donate(notice.fragment)
+            case "shutdown":
+                yield Stopping(notice.text)
+            case "waiting":
+                yield Say(notice.text)
+
+    # Up.
+
+    def _check_offer(self, push: Push) -> None:
+        self.pulls.of(push.fragment)
+        if push.push_id in self.pushes:
+            raise ValueError(f"push {push.push_id:#x} has been offered already, it goes on once")
+        if self._observer or push.purpose is not Purpose.GRADIENT:
+            raise ValueError("only a worker that takes part pushes, and only pseudo-gradients")
+
+    def _offer(self, push: Push) -> Iterator[Effect]:
+        yield from self.pushes.begin(push)
+        self.pulls.want_next(push.fragment)
+        yield from self.pushes.offer(push.push_id, self._live_token)
+        if self.is_joined:
+            yield self.pulls.pull(push.fragment, self.token)
+
+    def _donate(self, fragment: int) -> Iterator[Effect]:
+        if not self.is_joined or self.layout is None or self.pushes.donation(fragment):
+            return
+        sizes = {part.fragment: part.chunks for part in self.layout.all}
+        if not sizes.get(fragment):
+            yield Say(f"The broker asks for fragment {fragment}, which is empty.", trouble=True)
+            return
+        held = self.pulls.held.get(fragment)
+        push = Push(
+            session=b"",
+            push_id=self._draw(),
+            fragment=fragment,
+            chunks=sizes[fragment],
+            wire_dtype="fp32",
+            base=held.version if held else None,
+            purpose=Purpose.DONATION,
+            ledger=held.ledger if held else None,
+        )
+        yield Say("The broker has no parameters yet and takes those of this worker.")
+        yield from self.pushes.begin(push)
+        yield PrepareDonation(push.push_id, fragment)
+        yield from self.pushes.offer(push.push_id, self._live_token)
+
+    # Down.
+
+    def _want(self, fragment: int, after: int | None) -> Iterator[Effect]:
+        self.pulls.want_newest(fragment, after)
+        if self.is_joined:
+            yield self.pulls.pull(fragment, self.token)
+
+    def _finish(self, fragment: int) -> Iterator[Effect]:
+        """Hand over a version if it is whole now and the one that is waited for."""
+        download = self.pulls.downloads.get(fragment)
+        if download is None or not download.is_whole:
+            return
+        whatever = download.whatever
+        released = download.finish()
+        in_flight = self.pushes.gradient(fragment) is not None
+        counted = self.pushes.counted(self.worker_id, fragment, released.ledger)
+        if whatever or not in_flight or counted is not None:
+            held = self.pulls.held.get(fragment)
+            unchanged = held is not None and held.version == released.version
+            yield Deliver(released, counted, unchanged)
+        else:
+            yield Discard(fragment)
+        if counted is not None:
+            yield PushOver(counted)
+        elif in_flight:
+            download.wanted = True
+            yield self.pulls.pull(fragment, self._live_token)
+
+    # Asking.
+
+    def _send_asks(self) -> Iterator[Effect]:
+        if self.phase is not Phase.JOINED:
+            return
+        for request, ask in self._asks.items():
+            if request not in self._asked:
+                self._asked.add(request)
+                yield Send(Control(ask.action, request, ask.arguments))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the books do not balance; for tests."""
+        self.pushes.check_invariants(joined=self.is_joined)
+        self.pulls.check_invariants()
+        assert self._asked <= set(self._asks)
+        for upload in self.pushes:
+            if upload.is_gradient:
+                assert self.pulls.downloads[upload.push.fragment].wanted, "nobody waits for a push"

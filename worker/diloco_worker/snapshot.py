@@ -1,0 +1,354 @@
+"""The model as flat vectors on the host: capturing it, the delta in wire form, putting values back.
+
+Each fragment has up to three vectors (protocol/README.md, section 3): parameters in fp32, float buffers
+in fp32, integers in int64. Memory of a worker, in units of the fp32 parameters: the global parameters
+it started from (1), the delta in wire dtype (1/2 with bf16), and the version that is arriving (1).
+
+With parameters on a CUDA device the vectors lie in pinned memory: copies are queued on the current
+stream of the calling thread, behind the training kernels, and waited for before the host looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place
+from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
+from diloco_protocol.manifest import summarise
+
+# Elements handled at a time: two fp32 pieces of this size stay in a core's second-level cache.
+PIECE_ELEMENTS = 1 << 17
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """The values of one fragment: a flat vector for each segment that is not empty.
+
+    Attributes:
+        layout: where each tensor lies.
+        vectors: fp32 for parameters and buffers, int64 for integers; contiguous, on the CPU.
+    """
+
+    layout: FragmentLayout
+    vectors: Mapping[Segment, Tensor]
+
+    @classmethod
+    def empty(cls, layout: FragmentLayout, *, pinned: bool = False) -> FlatState:
+        """Room for a fragment, not initialised."""
+        vectors = {
+            segment: torch.empty(
+                length, dtype=segment_dtype(segment, torch.float32), pin_memory=pinned
+            )
+            for segment, length in layout.lengths.items()
+            if length
+        }
+        return cls(layout, vectors)
+
+    def of(self, place: Place) -> Tensor:
+        """The values of one tensor, in its shape: a view."""
+        return self.vectors[place.segment][place.start : place.stop].view(place.entry.shape)
+
+    def store(self, index: int, payload: memoryview, dtype: torch.dtype) -> None:
+        """Decode one received chunk into its place.
+
+        Args:
+            index: number of the chunk.
+            payload: its bytes; `chunk_bytes` says how many there must be.
+            dtype: that parameters travel in.
+        """
+        span = self.layout.spans[index]
+        values = from_bytes(payload, segment_dtype(span.segment, dtype))
+        self.vectors[span.segment][span.start : span.stop].copy_(values)
+
+    def wire(self) -> WireFragment:
+        """These values as they are, fp32, for a donation; shares this memory."""
+        return WireFragment(self.layout, self.vectors)
+
+
+@dataclass(frozen=True)
+class WireFragment:
+    """What a push sends: one vector for each segment, in the dtype it travels in. Never changed."""
+
+    layout: FragmentLayout
+    vectors: Mapping[Segment, Tensor]
+
+    def chunk(self, index: int) -> memoryview:
+        """The bytes of one chunk, without a copy."""
+        span = self.layout.spans[index]
+        return as_bytes(self.vectors[span.segment][span.start : span.stop])
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A frozen pseudo-gradient in wire form.
+
+    Attributes:
+        wire: global minus local (of integers: the local values).
+        norm: Euclidean length of the parameters' part, before rounding to the wire dtype.
+        bad: a tensor that has NaN or infinity after encoding; None when all values are finite.
+    """
+
+    wire: WireFragment
+    norm: float
+    bad: str | None
+
+
+def chunk_bytes(span: ChunkSpan, dtype: torch.dtype) -> int:
+    """Bytes that a chunk must have where parameters travel in `dtype`."""
+    return span.elements * segment_dtype(span.segment, dtype).itemsize
+
+
+class ModelTensors:
+    """The tensors of a model, by the manifest's names.
+
+    Args:
+        manifest: names, shapes, dtypes.
+        lookup: returns the tensors as they are now, by name. It is asked each time, since a module
+            may replace a buffer.
+    """
+
+    def __init__(self, manifest: Manifest, lookup: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.manifest = manifest
+        self._lookup = lookup
+
+    @classmethod
+    def of_module(cls, model: nn.Module) -> ModelTensors:
+        """The tensors of a module's `state_dict`; raises UsageError when they cannot be exchanged."""
+        module = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"The model is a {type(model).__name__}; it must be an nn.Module.")
+        return cls(_manifest_of(module), lambda: _live_tensors(module))
+
+    @classmethod
+    def of_state(cls, manifest: Manifest, state: Mapping[str, Tensor]) -> ModelTensors:
+        """Tensors in a dict, for a model that is no nn.Module."""
+        _require_sound(manifest)
+        tensors = cls(manifest, lambda: state)
+        tensors._checked(tuple(manifest.entries))
+        return tensors
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether any tensor of the model lies on a CUDA device."""
+        return _on_cuda(self._lookup().values())
+
+    def capture(self, layout: FragmentLayout) -> FlatState:
+        """Copy a fragment's values to the host.
+
+        Raises:
+            UsageError: when a tensor is not what the manifest says any more.
+        """
+        live = self._live(layout)
+        state = FlatState.empty(layout, pinned=_on_cuda(live.values()))
+        self._copy_out(live, state)
+        return state
+
+    def delta(self, base: FlatState, dtype_name: str, scratch: FlatState | None = None) -> Delta:
+        """Global minus local of a fragment, encoded; the model is only read.
+
+        Args:
+            base: the global values that training started from.
+            dtype_name: wire dtype of parameters, by name.
+            scratch: room that may be overwritten, used when the model is on a CUDA device.
+
+        Raises:
+            UsageError: when a tensor is not what the manifest says any more.
+        """
+        layout = base.layout
+        live = self._live(layout)
+        dtype = wire_dtype(dtype_name)
+        if _on_cuda(live.values()):
+            # One queue of copies and one wait, instead of a wait for each piece.
+            staging = scratch if scratch is not None else FlatState.empty(layout, pinned=True)
+            self._copy_out(live, staging)
+            live = {place.entry.name: staging.of(place) for place in layout.places}
+        return encode(layout, live, dtype, base)
+
+    @torch.no_grad()
+    def put(self, state: FlatState) -> None:
+        """Copy values into the model's own tensors, so that the optimizer's references stay valid.
+
+        When this returns the host memory of `state` may be used again.
+        """
+        live = self._live(state.layout)
+        for place in state.layout.places:
+            _copy_in(live[place.entry.name], state.of(place))
+        _wait_for_copies(live.values())
+
+    @torch.no_grad()
+    def rebase(self, new: FlatState, anchor: FlatState) -> None:
+        """local <- new + (local - anchor): keep the steps made since `anchor`, on new ground.
+
+        Integers become the larger of the new value and new + (local - anchor), as a counter would.
+        """
+        live = self._live(new.layout)
+        for place in new.layout.places:
+            tensor = live[place.entry.name]
+            moved = tensor.detach().to("cpu", anchor.vectors[place.segment].dtype, copy=True)
+            moved.sub_(anchor.of(place)).add_(new.of(place))
+            if place.segment is Segment.INTEGERS:
+                moved = torch.maximum(moved, new.of(place))
+            tensor.copy_(moved)
+
+    def _live(self, layout: FragmentLayout) -> dict[str, Tensor]:
+        return self._checked(tuple(place.entry for place in layout.places))
+
+    def _checked(self, entries: tuple[TensorEntry, ...]) -> dict[str, Tensor]:
+        tensors = self._lookup()
+        found = {}
+        for entry in entries:
+            tensor = tensors.get(entry.name)
+            if tensor is None:
+                raise UsageError(f"The model has no tensor {entry.name!r} (any more).")
+            if tuple(tensor.shape) != entry.shape or _dtype_name(tensor) != entry.dtype:
+                raise UsageError(
+                    f"{entry.name} is {_dtype_name(tensor)}{list(tensor.shape)}, the run has {entry}; "
+                    "the shapes and dtypes of a model must stay as they were when it joined."
+                )
+            found[entry.name] = tensor
+        return found
+
+    @staticmethod
+    def _copy_out(live: Mapping[str, Tensor], state: FlatState) -> None:
+        for place in state.layout.places:
+            tensor, target = live[place.entry.name].detach(), state.of(place)
+            if tensor.is_cuda:
+                # Convert on the device, so that the copy to the host can be queued.
+                target.copy_(tensor.to(target.dtype), non_blocking=True)
+            else:
+                target.copy_(tensor)
+        _wait_for_copies(live.values())
+
+
+@torch.no_grad()
+def encode(
+    layout: FragmentLayout,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    base: FlatState | None = None,
+) -> Delta:
+    """Lay tensors out in wire form: `base` minus them, or without a base they themselves.
+
+    Integers are always taken as they are.
+    """
+    wire = {
+        segment: torch.empty(length, dtype=segment_dtype(segment, dtype))
+        for segment, length in layout.lengths.items()
+        if length
+    }
+    squares = 0.0
+    bad = None
+    piece = torch.empty(PIECE_ELEMENTS, dtype=torch.float32)
+    for place in layout.places:
+        given = tensors[place.entry.name].detach().reshape(-1)
+        if place.segment is Segment.INTEGERS:
+            wire[place.segment][place.start : place.stop].copy_(given)
+            continue
+        for start, stop in _pieces(place):
+            values = piece[: stop - start]
+            values.copy_(given[start - place.start : stop - place.start])
+            if base is not None:
+                torch.sub(base.vectors[place.segment][start:stop], values, out=values)
+            encoded = wire[place.segment][start:stop]
+            encoded.copy_(values)
+            if not is_finite(encoded):
+                bad = bad or place.entry.name
+            elif place.segment is Segment.PARAMETERS:
+                squares += float(torch.linalg.vector_norm(values)) ** 2
+    return Delta(WireFragment(layout, wire), math.sqrt(squares), bad)
+
+
+def _copy_in(tensor: Tensor, values: Tensor) -> None:
+    if tensor.is_cuda:
+        values = values.to(tensor.device, non_blocking=True)
+    tensor.copy_(values)
+
+
+def _on_cuda(tensors: Iterable[Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors)
+
+
+def _wait_for_copies(tensors: Iterable[Tensor]) -> None:
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _pieces(place: Place) -> Iterator[tuple[int, int]]:
+    for start in range(place.start, place.stop, PIECE_ELEMENTS):
+        yield start, min(start + PIECE_ELEMENTS, place.stop)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _live_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, tied ones under each of their names."""
+    tensors: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    tensors.update(module.named_parameters(remove_duplicate=False))
+    return tensors
+
+
+def _manifest_of(module: nn.Module) -> Manifest:
+    live = _live_tensors(module)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    listed = {
+        name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)
+    }
+    foreign = [name for name in listed if name not in live]
+    if foreign:
+        raise UsageError(
+            f"The model's state_dict has {foreign[0]!r}, which is neither a parameter nor a buffer, "
+            "so it could not be kept in step; remove the hook that adds it."
+        )
+    hidden = [n for n, p in parameters.items() if p.requires_grad and n not in listed]
+    if hidden:
+        raise UsageError(
+            f"The parameter {hidden[0]!r} is trained but is not in the model's state_dict, so it "
+            "would not be exchanged; remove the hook that hides it."
+        )
+    first: dict[object, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name in listed:
+        tensor = live[name]
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            what = "on the meta device" if tensor.is_meta else f"in layout {tensor.layout}"
+            raise UsageError(f"{name} is {what}; only dense tensors with values can be exchanged.")
+        original = first.setdefault(_identity(tensor), name)
+        if original == name:
+            aliases[name] = []
+        else:
+            aliases[original].append(name)
+    entries = []
+    for name, others in aliases.items():
+        tensor = live[name]
+        names = (name, *others)
+        tied = [parameters[each] for each in names if each in parameters]
+        if any(parameter.requires_grad for parameter in tied):
+            kind = Kind.TRAINABLE
+        else:
+            kind = Kind.FROZEN if tied else Kind.BUFFER
+        entry = TensorEntry(name, tuple(tensor.shape), _dtype_name(tensor), kind, tuple(others))
+        entries.append(entry)
+    manifest = Manifest(tuple(entries))
+    _require_sound(manifest)
+    return manifest
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for two names of the very same data."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _require_sound(manifest: Manifest) -> None:
+    problems = manifest.problems()
+    if problems:
+        raise UsageError(f"The model cannot be exchanged: {summarise(problems)}.")

@@ -1,0 +1,183 @@
+"""One push on its way up and one version on its way down, as sets of chunks. Pure.
+
+Both survive a broken connection: an upload is granted anew with what the broker holds, a download
+goes on with `held_version` and `held`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from diloco_protocol import Bitmap, Ledger, VersionId
+from diloco_protocol.messages import Grant, Pull, Purpose, Push, Released, Standing
+
+
+@dataclass
+class Upload:
+    """A push in flight.
+
+    Attributes:
+        push: the offer as it was frozen; its session is filled in when it is sent.
+        held: chunks that the broker has acknowledged.
+        queue: chunks still to be sent on this connection.
+        credit: chunks that may be sent now.
+        standing: what the last grant on this connection said; None before one.
+        committed: `commit` has been sent since that grant.
+        offers: how often the push has been offered.
+    """
+
+    push: Push
+    held: Bitmap = field(init=False)
+    queue: deque[int] = field(default_factory=deque)
+    credit: int = 0
+    standing: Standing | None = None
+    committed: bool = False
+    told: bool = False
+    offers: int = 0
+
+    def __post_init__(self) -> None:
+        self.held = Bitmap(self.push.chunks)
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.push.purpose is Purpose.GRADIENT
+
+    @property
+    def is_sending(self) -> bool:
+        """Chunks are still to be sent or acknowledged."""
+        return self.standing is not Standing.COUNTED and not self.held.is_full
+
+    def offered(self, session: bytes) -> Push:
+        """The message that offers this push on a new connection: all credit is void."""
+        self.offers += 1
+        self.detach()
+        return replace(self.push, session=session)
+
+    def detach(self) -> None:
+        self.queue.clear()
+        self.credit = 0
+        self.standing = None
+        self.committed = False
+
+    def granted(self, grant: Grant) -> None:
+        """Take up a grant. It replaces what an earlier one said; raises ProtocolError on a bitmap
+        that does not fit."""
+        held = Bitmap(self.push.chunks)
+        if grant.standing is Standing.RESUME and grant.held is not None:
+            held = Bitmap.from_bytes(grant.held, self.push.chunks)
+        self.standing = grant.standing
+        self.committed = False
+        if grant.standing in (Standing.NEW, Standing.RESUME):
+            self.held = held
+            self.queue = deque(held.missing())
+            self.credit = grant.credit
+        elif grant.standing is Standing.COUNTED:
+            self.held = Bitmap.full(self.push.chunks)
+            self.queue.clear()
+
+    def acknowledged(self, chunks: tuple[int, ...]) -> None:
+        """These chunks are in; each gives one credit back."""
+        self.credit += len(chunks)
+        for index in chunks:
+            if 0 <= index < self.push.chunks:
+                self.held.add(index)
+
+    def next_chunks(self) -> Iterator[int]:
+        """The chunks that may be sent now, taken off the queue."""
+        while self.credit > 0 and self.queue:
+            self.credit -= 1
+            yield self.queue.popleft()
+
+    def may_commit(self) -> bool:
+        return (
+            self.standing in (Standing.NEW, Standing.RESUME)
+            and not self.queue
+            and not self.committed
+        )
+
+
+@dataclass
+class Download:
+    """The version of one fragment that is being assembled.
+
+    Attributes:
+        size: chunks of the fragment.
+        wanted: a `pull` is outstanding, or will be after the next welcome.
+        whatever: deliver the next whole version even if it lacks the push in flight.
+        after: counter above which a version is asked for.
+        version: what is being assembled, with `arrived` of its chunks here.
+        released: the last `released`, which may come before, between or after the chunks.
+        seen: the last version that was here whole.
+    """
+
+    fragment: int
+    size: int
+    wanted: bool = False
+    whatever: bool = False
+    after: int = -1
+    version: VersionId | None = None
+    arrived: Bitmap = field(init=False)
+    released: Released | None = None
+    seen: VersionId | None = None
+
+    def __post_init__(self) -> None:
+        self.arrived = Bitmap(self.size)
+
+    def pull(self, session: bytes | None, credit: int) -> Pull:
+        resume = self.version is not None and bool(self.arrived)
+        return Pull(
+            fragment=self.fragment,
+            after=self.after,
+            session=session,
+            credit=credit,
+            held_version=self.version if resume else None,
+            held=self.arrived.to_bytes() if resume else None,
+        )
+
+    def expects_unchanged(self, version: VersionId) -> None:
+        """Ask in a way that costs no chunk if `version`, which is held, is still the newest."""
+        self.version = version
+        self.arrived = Bitmap.full(self.size)
+        self.released = None
+        self.after = version.counter - 1
+
+    def begins(self, version: VersionId) -> bool:
+        """True when a chunk of this version is the first one: another version is forgotten."""
+        if self.version == version:
+            return False
+        self.version = version
+        self.arrived = Bitmap(self.size)
+        if self.released is not None and self.released.version != version:
+            self.released = None
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        return (
+            self.released is not None
+            and self.released.version == self.version
+            and self.arrived.is_full
+        )
+
+    def finish(self) -> Released:
+        """Take the whole version off the table and be ready for the next."""
+        released = self.released
+        assert released is not None
+        self.seen = released.version
+        self.after = released.version.counter
+        self.version = None
+        self.arrived = Bitmap(self.size)
+        self.released = None
+        self.wanted = False
+        self.whatever = False
+        return released
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version that the training side holds, with its ledger."""
+
+    version: VersionId
+    ledger: Ledger

@@ -1,0 +1,155 @@
+"""The child processes of the demo: started together, watched, and always ended, whatever happens."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+LINES_SHOWN = 12  # of the log of a child that died
+PATIENCE = 10.0  # seconds that a child has to end after SIGTERM before it is killed
+
+
+class ChildFailed(Exception):
+    """A child died or misbehaved; the message names it, says how, and shows its last lines."""
+
+
+class Child:
+    """One process whose output goes to a file; started at once."""
+
+    def __init__(self, name: str, command: list[str], log: Path, folder: Path) -> None:
+        self.name = name
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment(),
+                # Ctrl-C reaches the demo alone, which then ends its children in order.
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def failure(self, what: str | None = None) -> ChildFailed:
+        """The error that tells this child's end; `what` happened, or how the process ended."""
+        return ChildFailed(
+            f"{self.name} {what or ended(self.process.poll())}; "
+            f"the last lines of {self.log}:\n{last_lines(self.log)}"
+        )
+
+    def end(self) -> None:
+        """SIGTERM, then SIGKILL if it does not listen. Does nothing to a process that has ended."""
+        if self.running:
+            self.process.terminate()
+            try:
+                self.process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+
+
+class Children:
+    """A context manager that starts children and ends those still running when it is left."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all: list[Child] = []
+
+    def start(self, name: str, command: list[str]) -> Child:
+        child = Child(name, command, self.folder / f"{name}.log", self.folder)
+        self.all.append(child)
+        return child
+
+    def __enter__(self) -> "Children":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Workers before the broker: so they can still say goodbye to it.
+        try:
+            for child in reversed(self.all):
+                child.end()
+        finally:  # an impatient second Ctrl-C leaves nobody behind either
+            for child in self.all:
+                if child.running:
+                    child.process.kill()
+
+
+class JsonLines:
+    """Reads a growing file of JSON lines; each call of `new` returns what has been added since."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            added = file.read()
+        whole = added[: added.rfind(b"\n") + 1]  # the last line may still be in the writing
+        self._position += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def environment() -> dict[str, str]:
+    """Ours without any DILOCO_* variable, which would change what the children do."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    return ours | {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+
+
+def ended(code: int | None) -> str:
+    """How a process ended, in words.
+
+    >>> ended(1), ended(-9)
+    ('died with exit code 1', 'was killed by SIGKILL')
+    """
+    if code is None:
+        return "does not answer"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    if code == 0:
+        return "ended before its work was done"
+    return f"died with exit code {code}"
+
+
+def last_lines(path: Path, count: int = LINES_SHOWN) -> str:
+    """The last lines of a file, indented; says so if there are none."""
+    lines: deque[str] = deque(maxlen=count)
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines.extend(line.rstrip() for line in file if line.strip())
+    return "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
+
+
+def wait_for_line(child: Child, start: str, timeout: float) -> str:
+    """The rest of the first line of the child's output that begins with `start` and a space.
+
+    Raises ChildFailed if the child ends first or `timeout` seconds pass.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        alive = child.running  # asked before reading, so that a last line is not missed
+        for line in child.log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(start + " "):
+                return line[len(start) + 1 :].strip()
+        if not alive:
+            raise child.failure()
+        if time.monotonic() > deadline:
+            raise child.failure(f"printed no '{start} ...' line in {timeout:.0f} seconds")
+        time.sleep(0.05)

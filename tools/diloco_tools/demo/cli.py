@@ -1,0 +1,133 @@
+"""`diloco-demo`: one broker, two workers and a small GPT, compared with a worker that trains alone."""
+
+import json
+import logging
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+
+from diloco_protocol.errors import DilocoError
+from diloco_tools.demo.children import ChildFailed
+from diloco_tools.demo.data import DataError
+from diloco_tools.demo.display import Display
+from diloco_tools.demo.experiment import run
+from diloco_tools.demo.plot import draw
+from diloco_tools.demo.results import (
+    Results,
+    Settings,
+    data_parallel_formula,
+    summary,
+    table,
+)
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+DEFAULTS = Settings()
+
+
+@app.command()
+def main(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text file or folder to train on; default: Python's standard library."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/demo"),
+    steps: Annotated[
+        int, typer.Option(help="Inner steps of each worker, and of the single worker.")
+    ] = DEFAULTS.steps,
+    workers: Annotated[int, typer.Option(help="DiLoCo workers.")] = DEFAULTS.workers,
+    seed: Annotated[int, typer.Option(help="Decides parameters and batches.")] = DEFAULTS.seed,
+    sync_every: Annotated[
+        int, typer.Option(help="H: inner steps between two rounds; divides the steps.")
+    ] = DEFAULTS.sync_every,
+    batch: Annotated[int, typer.Option(help="Windows in each inner step.")] = DEFAULTS.batch,
+    context: Annotated[int, typer.Option(help="Bytes in each window.")] = DEFAULTS.context,
+    lr: Annotated[
+        float, typer.Option(help="Peak learning rate of the DiLoCo workers' AdamW.")
+    ] = DEFAULTS.lr,
+    single_lr: Annotated[
+        float, typer.Option(help="Peak learning rate of the single worker's AdamW.")
+    ] = DEFAULTS.single_lr,
+    outer_lr: Annotated[
+        float, typer.Option(help="Learning rate of the broker's outer optimizer.")
+    ] = DEFAULTS.outer_lr,
+    outer_momentum: Annotated[
+        float, typer.Option(help="Nesterov momentum of the outer optimizer.")
+    ] = DEFAULTS.outer_momentum,
+) -> None:
+    """Train a small GPT with one broker and some workers, then alone, and compare.
+
+    Everything runs on this machine, in separate processes that talk over TCP. Writes summary.json,
+    log.jsonl and loss.png to the folder of results; a few minutes on two cores.
+    """
+    settings = Settings(
+        steps=steps,
+        workers=workers,
+        seed=seed,
+        sync_every=sync_every,
+        batch=batch,
+        context=context,
+        lr=lr,
+        single_lr=single_lr,
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
+        data=None if data is None else str(data.resolve()),
+    )
+    if complaint := settings.complaint():
+        fail(complaint, 2)
+    out = out.resolve()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for stale in ("summary.json", "log.jsonl", "loss.png"):
+            (out / stale).unlink(missing_ok=True)
+    except OSError as error:
+        fail(f"cannot write to {out} ({error.strerror}); name another folder with --out", 2)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+    # What the observer has to say about its connection goes to a file, not between the bars.
+    logging.basicConfig(filename=out / "demo.log", filemode="w", force=True)
+    torch.set_num_threads(1)
+    console = Console()
+    try:
+        with Display(console) as display:
+            results = run(settings, out, display)
+    except DataError as error:
+        fail(str(error), 2)
+    except (ChildFailed, DilocoError) as error:
+        fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("interrupted; the broker and the workers have been ended", 130)
+    write(results, out, console)
+
+
+def write(results: Results, out: Path, console: Console) -> None:
+    """Print the table; write summary.json and loss.png to `out`."""
+    (out / "summary.json").write_text(json.dumps(summary(results), indent=2) + "\n")
+    console.print()
+    console.print(table(results))
+    console.print(
+        data_parallel_formula(results.settings, results.parameters), highlight=False, soft_wrap=True
+    )
+    written = "summary.json, log.jsonl"
+    try:
+        draw(results, out / "loss.png")
+    except ImportError:
+        console.print("no loss.png: matplotlib is missing (pip install 'diloco-broker[plot]')")
+    else:
+        written += ", loss.png"
+    console.print(f"{written} are in {out}", highlight=False, soft_wrap=True)
+
+
+def leave(number: int, _frame: FrameType | None) -> NoReturn:
+    """On SIGTERM and SIGHUP: end like any other error does, so that the children are ended too."""
+    raise SystemExit(128 + number)
+
+
+def fail(sentence: str, code: int) -> NoReturn:
+    typer.echo(f"diloco-demo: {sentence}", err=True)
+    raise typer.Exit(code)

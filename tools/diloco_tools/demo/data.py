@@ -1,0 +1,192 @@
+"""Real text for the demo: files, split by file into a held-out part and one shard for each worker.
+
+By default the text is the source code of Python's own standard library, which every machine that can
+run the demo already has. The split depends on the files and the number of shards alone, never on the
+seed of a run, so every process of a demo finds the same one by itself.
+"""
+
+import math
+import os
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Not written by hand for people to read (tables, generated help), not always installed (tests, IDLE),
+# or not the standard library at all.
+SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "dist-packages", "encodings", "idlelib", "lib2to3", "pydoc_data"}
+    | {"ensurepip", "site-packages", "test", "tests", "turtledemo"}
+)
+HELD_OUT = 0.05  # of all bytes
+LARGEST_DOCUMENT = (
+    1 / 30
+)  # of all bytes: longer files are cut in pieces, so one file can be split too
+MOST_BYTES = 64 << 20  # 64 MiB: every process of the demo holds its own copy of the text
+VALIDATION_WINDOWS = 512  # of the held-out text: every validation in a demo uses the same ones
+FEWEST_WINDOWS = (
+    8  # a part shorter than this many windows is too small to learn from or to judge by
+)
+
+
+class DataError(Exception):
+    """The text cannot be used; the message is one sentence that says what to do."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One file, or a piece of one: its name and its bytes."""
+
+    name: str
+    text: bytes
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which documents are held out, and which belong to each worker's shard."""
+
+    held_out: tuple[Document, ...]
+    shards: tuple[tuple[Document, ...], ...]
+
+
+def read_documents(path: Path | None = None) -> list[Document]:
+    """The text to train on, in an order that is the same on every call.
+
+    `path` is a file, a folder (every file in it that is text, hidden ones excepted) or None for the
+    standard library. At most 64 MiB are read. Raises DataError when nothing can be used.
+    """
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [file for file in _files_in(root, SKIPPED_FOLDERS) if file.suffix == ".py"]
+        if not files:
+            raise DataError(
+                f"no source files of the standard library are under {root}; "
+                "name a text file or a folder with --data"
+            )
+    elif path.is_file():
+        root, files = path.parent, [path]
+    elif path.is_dir():
+        root, files = path, _files_in(path)
+    else:
+        raise DataError(f"{path} does not exist; --data takes a text file or a folder of them")
+
+    documents: list[Document] = []
+    total = 0
+    for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise DataError(
+                f"{file} cannot be read ({error.strerror}); "
+                "make it readable or name other text with --data"
+            ) from error
+        if not text or b"\0" in text:  # a NUL byte: not text
+            continue
+        documents.append(Document(file.relative_to(root).as_posix(), text[: MOST_BYTES - total]))
+        total += len(documents[-1].text)
+        if total >= MOST_BYTES:
+            break
+    if not documents:
+        raise DataError(f"{path or root} holds no text; name a text file or a folder with --data")
+    return documents
+
+
+def _files_in(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
+    """The files under `root`, without hidden ones and without the `skipped` folders."""
+    found: list[Path] = []
+    for folder, folders, files in os.walk(root):
+        # os.walk goes on with what is left in this list.
+        folders[:] = [name for name in folders if name not in skipped and name[0] != "."]
+        found += [Path(folder, name) for name in files if name[0] != "."]
+    return [file for file in found if file.is_file()]  # no pipes, no links to nowhere
+
+
+def split_documents(documents: list[Document], shards: int) -> Split:
+    """Hold out 5% of the bytes and deal the rest to `shards` shards of about equal size, by document.
+
+    No document is in two parts, and what is held out does not depend on the number of shards. What
+    is longer than 1/30 of all bytes is first cut in contiguous pieces.
+    """
+    if shards < 1:
+        raise DataError(f"{shards} shards make no sense; ask for at least one")
+    documents = _cut(documents)
+    random.Random(0).shuffle(documents)
+    wanted = HELD_OUT * sum(len(document.text) for document in documents)
+    held_out: list[Document] = []
+    parts: list[list[Document]] = [[] for _ in range(shards)]
+    sizes = [0] * shards
+    held_out_size = 0
+    for document in documents:
+        if held_out_size < wanted:
+            held_out.append(document)
+            held_out_size += len(document.text)
+        else:
+            lightest = sizes.index(min(sizes))
+            parts[lightest].append(document)
+            sizes[lightest] += len(document.text)
+    return Split(tuple(held_out), tuple(tuple(part) for part in parts))
+
+
+def _cut(documents: list[Document]) -> list[Document]:
+    """The documents, those longer than 1/30 of all bytes in contiguous pieces of that length."""
+    longest = math.ceil(LARGEST_DOCUMENT * sum(len(document.text) for document in documents))
+    cut: list[Document] = []
+    for document in documents:
+        if len(document.text) <= longest:
+            cut.append(document)
+            continue
+        for start in range(0, len(document.text), longest):
+            piece = document.text[start : start + longest]
+            cut.append(Document(f"{document.name}[{start}:{start + len(piece)}]", piece))
+    return cut
+
+
+def as_tensor(documents: tuple[Document, ...], context: int, what: str) -> Tensor:
+    """The documents one after the other as (bytes,) uint8; DataError if there is too little of it."""
+    text = b"".join(document.text for document in documents)
+    needed = FEWEST_WINDOWS * (context + 1)
+    if len(text) < needed:
+        raise DataError(
+            f"{what} has only {len(text)} bytes and needs {needed}; give more text with --data"
+        )
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def training_batches(
+    text: Tensor, batch: int, context: int, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless random windows of `text`: pairs of (batch, context) int64, the second one byte later."""
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.arange(context + 1)
+    while True:
+        starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
+        windows = text[starts + window].long()
+        yield windows[:, :-1], windows[:, 1:]
+
+
+def validation_windows(text: Tensor, windows: int, context: int) -> tuple[Tensor, Tensor]:
+    """At most `windows` windows spread evenly over `text`, which never overlap, as in training."""
+    windows = min(windows, len(text) // (context + 1))
+    stride = len(text) // windows
+    chosen = torch.stack([text[i * stride : i * stride + context + 1] for i in range(windows)])
+    return chosen[:, :-1].long(), chosen[:, 1:].long()
+
+
+def load_shard(path: Path | None, shard: int, shards: int, context: int) -> tuple[Tensor, Tensor]:
+    """Text of shard number `shard` of `shards` and the held-out text, each as (bytes,) uint8."""
+    if not 0 <= shard < shards:
+        raise DataError(f"there is no shard {shard} of {shards}; count from 0 to {shards - 1}")
+    split = split_documents(read_documents(path), shards)
+    return (
+        as_tensor(split.shards[shard], context, f"shard {shard} of {shards}"),
+        as_tensor(split.held_out, context, "the held-out text"),
+    )
+
+
+def batch_seed(seed: int, shard: int) -> int:
+    """Seed for one worker's batches: different for every worker and every seed of a run."""
+    return 1000 * seed + shard

@@ -1,0 +1,61 @@
+"""Progress of a demo: bars on a terminal, now and then a plain line everywhere else."""
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+PLAIN_EVERY = 5.0  # seconds between lines where there is no terminal
+
+
+class Display:
+    """A context manager; `show` may be called as often as one likes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._lines: dict[str, str] = {}
+        self._tasks: dict[str, TaskID] = {}
+        self._last_line = time.monotonic()
+        self._progress: Progress | None = None
+        if console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description:<13}"),
+                BarColumn(bar_width=16),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}", style="cyan"),
+                console=console,
+            )
+
+    def __enter__(self) -> "Display":
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+        self._lines.clear()
+
+    def show(self, name: str, done: int, total: int, figures: str) -> None:
+        """How far `name` is, and its latest figures in a few words."""
+        if self._progress is None:
+            self._lines[name] = f"{name} {done}/{total} {figures}"
+            if time.monotonic() - self._last_line >= PLAIN_EVERY:
+                self._last_line = time.monotonic()
+                self._console.print(
+                    " | ".join(self._lines.values()), highlight=False, soft_wrap=True
+                )
+            return
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total, figures="")
+        self._progress.update(self._tasks[name], completed=done, figures=figures)

@@ -112,6 +112,15 @@ class BrokerLife(RuleBasedStateMachine):
         if puppet is not None and puppet.push_id:
             puppet.delivers(indexes, is_finite=is_finite)
 
+    @rule(worker_id=st.sampled_from(IDS), age=st.integers(1, 3), index=st.integers(0, CHUNKS - 1))
+    def delivers_late(self, worker_id: str, age: int, index: int) -> None:
+        """A chunk of an earlier push that was still under way."""
+        puppet = self.living.get(worker_id)
+        if puppet is not None and puppet.push_id:
+            now, puppet.push_id = puppet.push_id, max(1, puppet.push_id - age)
+            puppet.delivers([index])
+            puppet.push_id = now
+
     @rule(worker_id=st.sampled_from(IDS), credit=st.integers(0, 4))
     def reads(self, worker_id: str, credit: int) -> None:
         puppet = self.living.get(worker_id)

@@ -27,7 +27,7 @@ from diloco_protocol.messages import (
     Standing,
     Welcome,
 )
-from diloco_protocol.version import Ledger, VersionId
+from diloco_protocol.version import Counted, Ledger, VersionId
 
 
 def test_welcome_hands_out_the_configuration() -> None:
@@ -105,6 +105,19 @@ def test_broker_that_lost_everything_takes_up_the_run_of_a_worker() -> None:
     grant = b.begins(5, base=VersionId(RUN, 11, 98))
     assert grant is not None
     assert grant.standing is Standing.COUNTED
+
+
+def test_donation_with_an_unsound_name_or_ledger_is_refused() -> None:
+    stage = a_stage(workers=1)
+    a = stage.worker("a").joins()
+    for base in (VersionId("not hex", 1, 1), VersionId(RUN, -1, 1), VersionId(RUN, 2**63, 1)):
+        a.sends(Push(a.token(), 7, 0, 3, "fp32", base, purpose=Purpose.DONATION))
+        assert "no sound name" in a.error().text
+    ledger = Ledger({"a": (Counted(1, b"too long"),)})
+    a.sends(Push(a.token(), 7, 0, 3, "fp32", ledger=ledger, purpose=Purpose.DONATION))
+    assert "does not fit 3 chunks" in a.error().text
+    stage.provide()
+    assert stage.version().counter == 0
 
 
 def test_restarted_broker_waits_for_all_and_takes_the_newest_version() -> None:

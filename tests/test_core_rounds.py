@@ -231,6 +231,19 @@ def test_push_abandoned_while_closing_does_not_hold_the_round() -> None:
     assert [len(chunk) for chunk in stage.counted()] == [2, 1, 1]
 
 
+def test_chunk_of_an_abandoned_push_that_was_under_way_is_ignored() -> None:
+    stage = a_stage(workers=2)
+    a, b = stage.joined("a", "b")
+    a.begins(1)
+    b.begins(3)
+    a.begins(2)  # the round is closing: this one waits
+    a.push_id = 1
+    a.delivers([0])
+    b.delivers([0, 1, 2])
+    assert [dict(chunk) for chunk in stage.counted()] == [{("b", 3): 1}] * 3
+    assert not a.all(Error)
+
+
 def test_second_whole_push_of_a_worker_waits_for_the_next_round() -> None:
     stage = a_stage(workers=2)
     a, b = stage.joined("a", "b")

@@ -140,6 +140,8 @@ def test_fingerprint_tells_models_apart() -> None:
         ((entry("w", 2), entry("q", 2, dtype="complex64")), "cannot be exchanged"),
         ((entry("w", 2, dtype="int64"),), "integer dtype int64"),
         ((entry("w", -2, -2),), "negative size"),
+        ((entry("w", *([2] * 100_000)),), "100000 dimensions"),
+        ((entry("w", 2**40, 2**23),), "more than 1e+11 elements"),
     ],
 )
 def test_manifest_that_cannot_be_used_says_why(

@@ -558,7 +558,7 @@ def test_boundary_waits_for_as_long_as_the_broker_shows_signs_of_life(
 
 
 def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(
-    broker: ScriptedBroker, beside: Beside, begin: Make
+    broker: ScriptedBroker, beside: Beside, begin: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker, descent = begin(timeout=0.3)
     beside(descent.steps, H)()  # nobody answers
@@ -568,6 +568,7 @@ def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(
     metrics = worker.sync_metrics
     assert metrics.unsynced_steps == H + H + 2
     assert "no sign of life" in str(metrics.last_error)
+    assert caplog.text.count("Training goes on") == 1, "said once, not at each step"
     push, delta = broker.takes_push()
     assert first(delta) == H, "what was frozen stays as it was"
     broker.hears_nothing_of(Push, 0.1)
@@ -600,6 +601,44 @@ def test_rebase_puts_later_steps_on_the_new_parameters(
     _until(lambda: bool(worker._link and worker._link.has_news))
     beside(descent.steps, 1)()
     assert at(descent) == 1000 - 2
+
+
+def test_load_global_with_a_delta_in_flight_is_the_ground_of_later_steps(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    worker, descent = begin(timeout=0.3)
+    beside(descent.steps, H)()  # nobody answers: the delta stays in flight
+    push = broker.hears(Push)
+    broker.says(Notice("alive"))
+    _until(lambda: worker._link is not None and (worker._link.silence() or 1) < 0.2)
+    loaded = beside(worker.load_global)
+    while broker.hears_pull().held is None:
+        pass
+    broker.serves(filled(descent, 500), version(1))
+    assert loaded() is True
+    assert at(descent) == 500
+    beside(descent.steps, 1)()
+    broker.serves(filled(descent, 1000), version(2), push.push_id)
+    _until(lambda: bool(worker._link and worker._link.has_news))
+    beside(descent.steps, 1)()
+    assert at(descent) == 1000 - 2
+    assert worker.sync_metrics.rounds == 1
+
+
+def test_values_that_are_being_donated_are_not_overwritten_by_later_versions(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    _, descent = begin()
+    broker.says(Notice("donate", fragment=0))
+    donation = broker.hears(Push)
+    for counter in (1, 2, 3):
+        steps = beside(descent.steps, H)
+        push, _ = broker.takes_push()
+        broker.serves(filled(descent, counter), version(counter), push.push_id)
+        steps()
+    broker.grants(donation)
+    values = broker.decoded(donation, broker.takes_chunks(donation, donation.chunks))
+    assert (donation.base, first(values)) == (version(0), 100)
 
 
 def test_connection_that_breaks_too_often_lets_training_go_on(

@@ -616,7 +616,7 @@ def test_chunk_that_came_twice_is_stored_once(fresh: Desk) -> None:
 def test_chunks_of_another_version_begin_the_assembly_anew(fresh: Desk) -> None:
     fresh.connects().is_welcomed(version(3))
     fresh.hears(*(Chunk(0, index, version=version(3)) for index in range(CHUNKS - 1)))
-    fresh.hears(Released(0, version(3), Ledger()))
+    fresh.hears(Released(0, version(4), Ledger()))
     fresh.hears(Chunk(0, CHUNKS - 1, version=version(4)))
     assert fresh.effects[-2:] == [Begin(0, version(4)), Store(0, CHUNKS - 1)]
     assert not fresh.all(Deliver), "nine chunks of version 3 and one of version 4 are no version"

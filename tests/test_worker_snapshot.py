@@ -265,7 +265,7 @@ def test_delta_leaves_model_and_base_alone() -> None:
 def test_captured_values_put_into_another_model_make_it_equal(dtype: torch.dtype) -> None:
     source, target = model(dtype, seed=1), model(dtype, seed=2)
     optimizer = torch.optim.SGD([p for p in target.parameters() if p.requires_grad], lr=0.1)
-    held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    held = [p.data_ptr() for group in optimizer.param_groups for p in group["params"]]
     source.state_dict()["norm.num_batches_tracked"].fill_(7)
     source.mask.logical_not_()
     tensors = ModelTensors.of_module(source)
@@ -277,7 +277,7 @@ def test_captured_values_put_into_another_model_make_it_equal(dtype: torch.dtype
         assert torch.equal(got, value.float().to(value.dtype)), name
         assert got.dtype == value.dtype
     assert target.head.weight is target.embedding.weight
-    assert held == [id(p) for p in target.parameters() if p.requires_grad]
+    assert held == [p.data_ptr() for p in target.parameters() if p.requires_grad]
 
 
 def test_putting_values_works_under_autograd_and_keeps_gradients() -> None:

@@ -16,6 +16,8 @@ from diloco_broker.transfer import Account, Upload
 from diloco_protocol.messages import Heartbeat, Join, Pull, Push
 from diloco_protocol.version import VersionId
 
+MAX_STATE_LENGTH = 20  # of what a worker says it is doing: displays show it
+
 
 @dataclass
 class Member:
@@ -53,7 +55,7 @@ class Member:
     def hears(self, beat: Heartbeat) -> None:
         self.step = beat.step
         self.inner_step = beat.inner_step
-        self.state = beat.state
+        self.state = beat.state[:MAX_STATE_LENGTH]
         self.steps_per_s = beat.steps_per_s
         self.loss = beat.loss if beat.loss is not None else self.loss
         self.tokens = max(self.tokens, beat.tokens)

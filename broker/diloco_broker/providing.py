@@ -13,7 +13,10 @@ from diloco_broker.transfer import Upload, upload_window
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Ack, Error, Grant, Notice, Push, Standing
-from diloco_protocol.version import VersionId
+from diloco_protocol.version import RUN_PATTERN, Ledger, VersionId
+
+# More outer steps than any run takes; keeps counters within 64 bits.
+MAX_COUNTER = 1 << 48
 
 
 def seek(state: State, now: float) -> Iterator[Effect]:
@@ -69,6 +72,7 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
             Code.NOT_ALLOWED,
             f"Parameters of {member.worker_id} are not wanted: the run has others.",
         )
+    _check_provenance(push)
     run = push.base.run if push.base else boot.run
     if boot.run is not None and boot.run != run:
         raise ProtocolError(Code.BAD_PUSH, "The fragments donated are of different runs.")
@@ -86,6 +90,21 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
     held = known.arrived.to_bytes() if known.arrived else None
     standing = Standing.RESUME if held else Standing.NEW
     yield Send(member.control, Grant(push.push_id, push.fragment, standing, held, window))
+
+
+def _check_provenance(push: Push) -> None:
+    """Version and ledger of a donation become the run's own: they must be sound."""
+    base = push.base
+    if base is not None and not (
+        RUN_PATTERN.fullmatch(base.run)
+        and 0 <= base.counter <= MAX_COUNTER
+        and 0 <= base.tag < 1 << 64
+    ):
+        raise ProtocolError(Code.BAD_PUSH, "The donated version has no sound name.")
+    for pushes in (push.ledger or Ledger()).pushes.values():
+        for counted in pushes:
+            if counted.chunks is not None:
+                Bitmap.from_bytes(counted.chunks, push.chunks)
 
 
 def arrived(state: State, push: Push) -> Bitmap:

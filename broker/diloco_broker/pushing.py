@@ -89,6 +89,8 @@ def chunk(state: State, member: Member, chunk: Chunk, payload: Any) -> Iterator[
     else:
         assert state.round is not None
         contribution = state.round.contributions[member.worker_id, push.push_id]
+        if contribution.ended is not None:
+            return  # it was under way when its worker came with another push
         arrived = contribution.arrived
         if chunk.index in contribution.before:
             arrived = contribution.before

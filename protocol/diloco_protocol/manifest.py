@@ -13,6 +13,10 @@ import msgpack
 # Differences named in a refusal; a different model has hundreds and the first few tell which it is.
 DIFFERENCES_NAMED = 5
 
+# Books are kept for each chunk: 200,000 of them at this size. Far above what any host could hold.
+MAX_ELEMENTS = 10**11
+MAX_DIMENSIONS = 16
+
 FLOAT_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 INTEGER_DTYPES = frozenset({"int8", "int16", "int32", "int64", "uint8", "bool"})
 
@@ -82,12 +86,16 @@ class Manifest:
                 if name in seen:
                     found.append(f"the name {name!r} occurs twice")
                 seen.add(name)
+            if len(entry.shape) > MAX_DIMENSIONS:
+                return [f"{entry.name} has {len(entry.shape)} dimensions"]
             if any(size < 0 for size in entry.shape):
                 found.append(f"{entry.name} has a negative size in its shape {list(entry.shape)}")
             if entry.dtype not in FLOAT_DTYPES | INTEGER_DTYPES:
                 found.append(f"{entry.name} has the dtype {entry.dtype}, which cannot be exchanged")
             elif entry.kind is Kind.TRAINABLE and not entry.is_floating_point:
                 found.append(f"{entry.name} is trainable but has the integer dtype {entry.dtype}")
+        if sum(abs(entry.elements) for entry in self.entries) > MAX_ELEMENTS:
+            found.append(f"it has more than {MAX_ELEMENTS:.0e} elements")
         if self.trainable_elements <= 0:
             found.append("it has no trainable parameters")
         return found

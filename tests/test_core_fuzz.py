@@ -106,9 +106,10 @@ def test_no_message_makes_the_core_raise(
     assert known is not None
     for drawn, on_bulk, size in said:
         here = stage.state.members.named("a") or known
-        message = drawn
-        if getattr(drawn, "session", None) is SESSION:
-            message = dataclasses.replace(drawn, session=here.session)
+        fields = vars(drawn)
+        if fields.get("session") is SESSION:
+            fields = {**fields, "session": here.session}
+        message = type(drawn)(**fields)
         route = (here.bulk if on_bulk else here.control) or stage.route()
         stage.happens(Received(route, message, Payload(size)))
     stage.now += 0.5

@@ -300,6 +300,24 @@ def test_unreachable_broker_is_named_with_its_address() -> None:
     assert probe.address in str(caught.value)
 
 
+def test_action_that_nobody_waits_for_any_more_is_never_sent(beside: Beside) -> None:
+    probe = ScriptedBroker()
+    probe.close()
+    with DiLoCoClient(probe.address, timeout=0.2) as client:
+        with pytest.raises(Unreachable):
+            client.control("shutdown")
+        client.timeout = 20.0
+        late = ScriptedBroker(probe.address)
+        try:
+            asking = beside(client.status)
+            late.control, asked, _ = late.hears_from(Control)
+            assert asked.action == "status"
+            late.says(Result(asked.request, True, "", {}))
+            asking()
+        finally:
+            late.close()
+
+
 def test_broken_connection_ends_an_action_that_may_have_been_carried_out(
     client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
 ) -> None:

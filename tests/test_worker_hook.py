@@ -603,6 +603,26 @@ def test_rebase_puts_later_steps_on_the_new_parameters(
     assert at(descent) == 1000 - 2
 
 
+def test_counted_delta_is_not_forgotten_when_a_still_newer_version_comes(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    worker, descent = begin(timeout=0.3)
+    beside(descent.steps, H + 1)()  # nobody answers
+    push, _ = broker.takes_push()
+    broker.serves(filled(descent, 500), version(1), push.push_id)
+    link = worker._link
+    assert link is not None
+    _until(lambda: link.has_news)
+    broker.restart()
+    broker.welcomes(version(5))
+    broker.hears_pull()
+    broker.serves(filled(descent, 1000), version(5))
+    _until(lambda: link.arrivals[0].version == version(5))
+    beside(descent.steps, 1)()
+    assert at(descent) == 1000 - 2
+    assert worker.sync_metrics.rounds == 1
+
+
 def test_load_global_with_a_delta_in_flight_is_the_ground_of_later_steps(
     broker: ScriptedBroker, beside: Beside, begin: Make
 ) -> None:

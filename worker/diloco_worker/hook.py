@@ -349,7 +349,10 @@ class DiLoCoWorker:
         while not link.wait_for(settled, wait.pause()):
             if link.has_ended:
                 raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
-            wait.say(f"Waiting to join the run: {link.describe()}.")
+            if link.phase is Phase.JOINED:
+                wait.say(f"Joined at {link.address}; waiting for the first parameters.")
+            else:
+                wait.say(f"Waiting to join the run: {link.describe()}.")
         if link.refused_for_good:
             assert link.refusal is not None
             raise link.refusal

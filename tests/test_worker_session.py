@@ -723,10 +723,10 @@ def test_version_that_was_asked_for_is_delivered_although_it_lacks_the_push(read
     assert [deliver.counted for deliver in ready.all(Deliver)] == [77]
 
 
-def test_pull_that_overtook_the_credit_is_sent_again(fresh: Desk) -> None:
+def test_pull_that_was_refused_is_sent_again_after_a_second(fresh: Desk) -> None:
     fresh.connects().is_welcomed(version(0))
-    fresh.hears(Error("not_allowed", "Credit first.", about="pull"))
-    fresh.passes(0.5)
+    fresh.hears(Error("no_model", "Nobody has provided parameters yet.", retry=True, about="pull"))
+    fresh.passes(1.1)
     assert {pull.fragment for pull in fresh.sent(Pull)} == {0, FROZEN}
 
 

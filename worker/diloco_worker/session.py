@@ -94,8 +94,6 @@ JOIN_PATIENCE_S = 20.0
 # seconds, the connection counts as broken although nobody has said so.
 SILENT_BEATS = 3
 SILENT_S = 10.0
-# A pull may overtake the credit that binds the bulk connection; it is then sent again.
-REPULL_S = 0.2
 # Actions that change nothing, so that they may be sent again after a broken connection.
 HARMLESS = ("status", "manifest")
 
@@ -443,10 +441,8 @@ class Session:
             if upload.is_gradient and error.push_id not in self.pushes:
                 self.pulls.want_no_more(upload.push.fragment)
         elif error.about == "pull":
-            overtook = error.code == Code.NOT_ALLOWED and not self._observer
-            if not overtook:
-                yield Say(error.text, trouble=True)
-            self.pulls.again(now + (REPULL_S if overtook else RETRY_S))
+            yield Say(error.text, trouble=True)
+            self.pulls.again(now + RETRY_S)
         elif error.push_id is None:
             yield from self._fail_asks(error)
             yield Say(error.text, trouble=True)

@@ -18,7 +18,7 @@ help:
 	@echo "make clean   remove .venv and the results of runs"
 
 $(STAMP): pyproject.toml Makefile
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "python 3.10 or newer is needed, this is " + sys.version.split()[0] + ": name another one with make PYTHON=python3.11 " + "...")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once, a few minutes) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"

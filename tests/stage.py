@@ -15,6 +15,7 @@ from diloco_broker.bootstrap import InitialModel
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
 from diloco_broker.events import (
+    DropPlaces,
     Event,
     Fold,
     Folded,
@@ -135,6 +136,9 @@ class Stage:
                         self.logs.append(effect.text)
                     case Fold() | Step() | Place():
                         self.work_queue.append(effect)
+                    case DropPlaces():
+                        kept = (w for w in self.work_queue if not isinstance(w, Place))
+                        self.work_queue = deque(kept)
             self.core.check_invariants()
         if not self.by_hand:
             self.work()
@@ -205,7 +209,7 @@ class Stage:
     def provide(self) -> None:
         """Let the parameters come from a donor, if one was asked."""
         donor = self.state.members.named(self.state.bootstrap.donor or "")
-        for fragment in self.state.bootstrap.wanted(self.state.shelf) if donor else ():
+        for fragment in self.state.bootstrap.needed() if donor else ():
             layout = self.state.shelf.stocks[fragment].layout
             push = Push(
                 donor.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION

@@ -30,6 +30,8 @@ def logging_as_it_was() -> Iterator[None]:
         (["--bind", "tcp://0.0.0.0:8512"], "--insecure"),
         (["--bind", "localhost:8512"], "must be an address like"),
         (["--bind", "tcp://127.0.0.1:99999"], "must be an address like"),
+        (["--bind", "tcp://[::1:5"], "must be an address like"),
+        (["--feed", "tcp://::1:5"], "must be an address like"),
         (["--workers", "0"], "at least 1"),
         (["--workers", "2", "--min-workers", "3"], "at most workers, which is 2"),
         (["--sync-every", "0"], "at least 1"),

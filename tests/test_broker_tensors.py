@@ -84,13 +84,14 @@ def test_outer_step_is_torch_s_sgd_bit_for_bit(momentum: float, nesterov: bool) 
     theta = torch.randn(1000)
     parameter = torch.nn.Parameter(theta.clone())
     reference = torch.optim.SGD([parameter], lr=0.7, momentum=momentum, nesterov=nesterov)
-    outer, buffer = Nesterov(0.7, momentum, nesterov), torch.zeros(1000)
+    outer = Nesterov(0.7, momentum, nesterov)
+    buffer: Tensor | None = None
     for _ in range(5):
         gradient = torch.randn(1000)
         parameter.grad = gradient.clone()
         reference.step()
         before = theta.clone()
-        stepped = outer.step(theta, gradient, buffer)
+        stepped, buffer = outer.step(theta, gradient, buffer)
         assert torch.equal(theta, before), "the old parameters must not change"
         assert torch.equal(stepped, parameter)
         theta = stepped
@@ -145,6 +146,25 @@ def test_mean_that_overflows_leaves_parameters_and_momentum_as_they_were() -> No
     chunk, overflow = tensors.step(0, 0, 1.0)
     assert not overflow
     torch.testing.assert_close(read(chunk), torch.full((19,), -1.9))
+
+
+@pytest.mark.parametrize("reply", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("index", [0, 1])  # parameters, buffers
+def test_finite_push_that_would_make_parameters_infinite_leaves_no_trace(
+    reply: str, index: int
+) -> None:
+    enormous = 3e38 if reply != "fp16" else 1e5
+    tensors = Parameters(a_layout(64), Nesterov(2.0, 0.9), "fp32", reply)
+    size = a_layout(64).fragments[0].spans[index].elements
+    tensors.place(0, index, wire(torch.full((size,), -enormous / 2)))
+    tensors.fold(0, index, wire(torch.full((size,), enormous)), 1.0)
+    chunk, overflow = tensors.step(0, index, 1.0)
+    dtype = DTYPES[reply] if index == 0 else torch.float32
+    if reply != "fp16" or index == 0:
+        assert overflow
+        assert torch.equal(read(chunk, dtype), torch.full((size,), -enormous / 2).to(dtype))
+    tensors.fold(0, index, wire(torch.zeros(size)), 1.0)
+    assert not tensors.step(0, index, 1.0)[1]
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 4, 7, 64])

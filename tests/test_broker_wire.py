@@ -318,14 +318,14 @@ def test_status_is_answered_on_the_control_socket(broker: Broker) -> None:
 def test_numbers_that_are_not_finite_never_stop_the_feed(broker: Broker) -> None:
     nan, inf = float("nan"), float("inf")
     with RawWorker(broker.address, "odd") as worker:
-        extra = {"gpu": nan, "raw": b"bytes", "deep": {"a": [inf, 1]}}
+        extra = {"gpu": nan, "site": "here"}
         worker.join(one_tensor(ELEMENTS), extra=extra)
         worker.send("heartbeat", session=worker.session, step=3, loss=nan, steps_per_s=inf)
         worker.receive("notice")
         worker.send("control", action="status", request=1)
         shown = worker.receive("result")["data"]["workers"][0]
     assert (shown["loss"], shown["loss_is_finite"], shown["steps_per_s"]) == (None, False, None)
-    assert shown["extra"] == {"gpu": None, "raw": "b'bytes'", "deep": {"a": [None, 1]}}
+    assert shown["extra"] == {"gpu": None, "site": "here"}
     finish_a_round(broker)
 
 
@@ -334,6 +334,35 @@ def test_extra_that_would_swamp_the_displays_is_refused(broker: Broker) -> None:
         manifest = {"entries": one_tensor(ELEMENTS)}
         worker.send("join", worker_id="w0", manifest=manifest, extra={"x": "y" * 5000})
         assert "send less" in worker.receive("error")["text"]
+
+
+def test_mistake_of_ours_costs_one_message_and_not_the_run(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = broker._core.handle
+
+    def stumble(event: Any, now: float) -> Any:
+        if getattr(getattr(event, "message", None), "request", 0) == 666:
+            raise KeyError("a mistake of ours")
+        return handle(event, now)
+
+    monkeypatch.setattr(broker._core, "handle", stumble)
+    with RawWorker(broker.address, "unlucky") as unlucky:
+        unlucky.send("control", action="manifest", request=666)
+        assert "could not handle" in unlucky.receive("error")["text"]
+        finish_a_round(broker)
+    assert "a mistake of ours" in caplog.text
+
+
+def test_megabytes_of_nonsense_are_not_repeated_in_every_snapshot(broker: Broker) -> None:
+    with RawWorker(broker.address, "vandal") as vandal:
+        for field in ("v", "kind"):
+            header = {"v": 1, "kind": "leave"} | {field: "x" * 6_000_000}
+            vandal.control.send(msgpack.packb(header))
+            assert len(vandal.receive("error")["text"]) < 1100
+        vandal.send("control", action="status", request=1)
+        events = vandal.receive("result")["data"]["events"]
+    assert max(len(event["text"]) for event in events) < 600
 
 
 def test_stop_tells_the_workers_and_ends_in_time() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from stage import CHUNK_ELEMENTS, RUN, Stage, a_config, a_manifest, a_stage
+import pytest
+from stage import CHUNK_ELEMENTS, RUN, Payload, Stage, a_config, a_manifest, a_stage
 
 from diloco_broker.bootstrap import InitialModel
 from diloco_broker.events import Malformed, Received
@@ -12,6 +14,7 @@ from diloco_broker.transfer import MAX_OBSERVERS, upload_window
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
+    Chunk,
     Control,
     Credit,
     Error,
@@ -107,17 +110,102 @@ def test_broker_that_lost_everything_takes_up_the_run_of_a_worker() -> None:
     assert grant.standing is Standing.COUNTED
 
 
-def test_donation_with_an_unsound_name_or_ledger_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"base": VersionId("not hex", 1, 1)}, "no sound name"),
+        ({"base": VersionId(RUN, -1, 1)}, "no sound name"),
+        ({"base": VersionId(RUN, 2**63, 1)}, "no sound name"),
+        ({"ledger": Ledger({"a": (Counted(1, b"too long"),)})}, "does not fit 3 chunks"),
+        ({"chunks": 4}, "has 4 chunks, fragment 0 has 3"),
+        ({"wire_dtype": "bf16"}, "must be in fp32"),
+    ],
+)
+def test_donation_that_is_unsound_is_refused_and_another_worker_asked(
+    fields: dict[str, Any], words: str
+) -> None:
     stage = a_stage(workers=1)
-    a = stage.worker("a").joins()
-    for base in (VersionId("not hex", 1, 1), VersionId(RUN, -1, 1), VersionId(RUN, 2**63, 1)):
-        a.sends(Push(a.token(), 7, 0, 3, "fp32", base, purpose=Purpose.DONATION))
-        assert "no sound name" in a.error().text
-    ledger = Ledger({"a": (Counted(1, b"too long"),)})
-    a.sends(Push(a.token(), 7, 0, 3, "fp32", ledger=ledger, purpose=Purpose.DONATION))
-    assert "does not fit 3 chunks" in a.error().text
+    a, b = stage.worker("a").joins(), stage.worker("b").joins()
+    push = Push(a.token(), 7, 0, 3, "fp32", purpose=Purpose.DONATION)
+    a.sends(replace(push, **fields))
+    assert words in a.error().text
+    assert [n.what for n in b.all(Notice)] == ["donate"]
     stage.provide()
     assert stage.version().counter == 0
+
+
+def test_donor_that_delivers_nothing_is_given_up() -> None:
+    stage = a_stage(workers=1)
+    a, b = stage.worker("a").joins(), stage.worker("b").joins()
+    for _ in range(8):
+        stage.passes(5.0)
+        a.beats()
+        b.beats()
+    assert "donate" in {n.what for n in b.all(Notice)}
+    assert "a" in stage.state.members
+
+
+FROZEN = TensorEntry("table", (3 * CHUNK_ELEMENTS,), "float32", Kind.FROZEN)
+
+
+def test_nobody_sees_parameters_of_a_donor_that_dies_between_two_fragments() -> None:
+    stage = Stage(a_config(1), a_manifest(3, table=FROZEN))
+    a, b = stage.worker("a").joins(), stage.worker("b").joins()
+    for fragment in (0, 1):
+        b.sends(Pull(fragment, -1, b.token()))
+    a.sends(Push(a.token(), 7, 1, 3, "fp32", purpose=Purpose.DONATION))
+    for index in range(3):
+        chunk = Chunk(1, index, session=a.session, push_id=7)
+        a.sends(chunk, Payload(4 * CHUNK_ELEMENTS), on=a.bulk)
+    assert not b.chunks
+    a.leaves()
+    stage.provide()
+    assert len(b.chunks) == 6
+    assert {m.version.run for m in b.all(Released)} == {stage.state.bootstrap.run}
+
+
+def test_chunks_of_a_donor_that_left_are_never_placed() -> None:
+    stage = a_stage(workers=1, chunks=6, by_hand=True)
+    a = stage.worker("a").joins()
+    a.sends(Push(a.token(), 7, 0, 6, "fp32", purpose=Purpose.DONATION))
+    a.push_id = 7
+    a.delivers([0, 1, 2])
+    a.leaves()
+    smaller = a_manifest(1)
+    stage.manifest = smaller
+    b = stage.worker("b").joins()
+    assert not stage.work_queue
+    stage.provide()
+    assert stage.state.bootstrap.manifest == smaller
+    b.pulls()
+    assert b.holds() == stage.version()
+
+
+def test_donor_that_returns_with_the_same_push_begins_anew() -> None:
+    stage = a_stage(workers=1, by_hand=True)
+    a = stage.worker("a").joins()
+    push = Push(a.token(), 7, 0, 3, "fp32", purpose=Purpose.DONATION)
+    a.push_id = 7
+    for _ in range(2):
+        a.sends(replace(push, session=a.token()))
+        a.delivers([0, 1])
+        a.leaves()
+        a.joins(session=None)
+    a.sends(replace(push, session=a.token()))
+    a.delivers([0, 1, 2])
+    stage.work()
+    assert stage.version().counter == 0
+
+
+def test_version_that_a_worker_holds_comes_before_the_model_file() -> None:
+    stage = Stage(a_config(1), initial=InitialModel({"weight": (12,)}))
+    held = VersionId(RUN, 5, 3)
+    a = stage.worker("a").joins(run=RUN, versions=(held,))
+    a.sends(Push(a.token(), 7, 0, 3, "fp32", held, purpose=Purpose.DONATION))
+    a.push_id = 7
+    a.delivers([0, 1, 2])
+    assert stage.version() == held
+    assert any("not the model file's" in text for text in stage.logs)
 
 
 def test_restarted_broker_waits_for_all_and_takes_the_newest_version() -> None:
@@ -290,6 +378,20 @@ def test_broken_download_resumes_where_it_stopped() -> None:
     assert [chunk.index for chunk, _ in a.chunks] == [2]
 
 
+def test_observers_that_are_gone_make_room() -> None:
+    stage = a_stage(workers=1)
+    (a,) = stage.joined("a")
+    for _ in range(MAX_OBSERVERS):
+        route = stage.route()
+        stage.happens(Received(route, Pull(0, credit=8)))
+        stage.gone.add(route)
+    stage.passes(11.0)
+    a.beats()
+    late = stage.route()
+    stage.happens(Received(late, Pull(0, credit=8)))
+    assert len(stage.received[late]) == 3
+
+
 def test_too_many_observers_are_refused() -> None:
     stage = a_stage()
     stage.joined("a")
@@ -332,6 +434,16 @@ def test_frozen_parameters_and_buffers_have_their_places() -> None:
     ]
     assert [span.elements for span in frozen.spans] == [CHUNK_ELEMENTS, 1]
     assert stage.version(1).counter == 0
+
+
+@pytest.mark.parametrize("field", ["extra", "wants"])
+def test_nested_values_where_displays_show_them_are_refused(field: str) -> None:
+    nested: Any = 1
+    for _ in range(900):
+        nested = (nested,)
+    stage = a_stage()
+    a = stage.worker("a").joins(**{field: {"x": nested}})
+    assert "texts, numbers" in a.error().text
 
 
 def test_window_is_shared_among_many_workers() -> None:

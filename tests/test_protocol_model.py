@@ -15,7 +15,7 @@ from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.frames import pack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, differences, summarise
 from diloco_protocol.messages import Chunk
-from diloco_protocol.version import PUSHES_REMEMBERED, Ledger
+from diloco_protocol.version import ABSENT_REMEMBERED, PUSHES_REMEMBERED, Ledger
 
 ROOT = Path(__file__).parent.parent
 
@@ -185,6 +185,17 @@ def test_ledger_remembers_the_last_pushes_and_what_is_partly_counted() -> None:
     for push_id in range(2, 30):
         ledger = ledger.with_push("a", push_id, Bitmap.full(3))
     assert [c.push_id for c in ledger.pushes["a"]] == list(range(30 - PUSHES_REMEMBERED, 30))
+
+
+def test_ledger_forgets_workers_that_are_long_gone_and_nobody_who_is_here() -> None:
+    ledger = Ledger().with_push("here", 1, Bitmap.full(1))
+    for number in range(ABSENT_REMEMBERED + 50):
+        ledger = ledger.with_push(f"spot-{number}", number, Bitmap.full(1))
+        ledger = ledger.without_the_long_gone({"here"})
+    assert len(ledger.pushes) == ABSENT_REMEMBERED + 1
+    assert ledger.names_whole("here", 1)
+    assert ledger.names_whole(f"spot-{ABSENT_REMEMBERED + 49}", ABSENT_REMEMBERED + 49)
+    assert not ledger.names_whole("spot-0", 0)
 
 
 def hex_dump() -> str:

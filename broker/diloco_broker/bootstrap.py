@@ -1,6 +1,7 @@
 """How a broker without parameters gets some: from a model file, or from a worker that donates its own.
 
-Either way the first version of each fragment is made chunk by chunk. A donor that dies is replaced by
+Either way the first version of each fragment is made chunk by chunk, and nobody sees any of it before
+all fragments are whole. A donor that dies is replaced by
 the next one, which begins afresh. A donor that holds a version of a run donates it under its name and
 with its ledger, so that a broker which lost everything continues that run.
 """
@@ -9,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from diloco_broker.events import Place
 from diloco_broker.membership import Member
-from diloco_broker.transfer import Shelf
 from diloco_protocol.chunks import Bitmap, ModelLayout, lay_out
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Push, RunConfig
-from diloco_protocol.version import Ledger
+from diloco_protocol.version import VersionId
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,23 @@ class InitialModel:
 
 
 @dataclass
-class Donation:
-    """One fragment on its way from the donor. `arrived` are the chunks received."""
+class Intake:
+    """The first version of one fragment on its way in.
 
-    push: Push
+    Attributes:
+        wires: its chunks in wire form, None where one is missing.
+        arrived: chunks received from the donor, in place or waiting to be.
+        push: the donor's push; None for the model file.
+    """
+
+    version: VersionId
+    wires: list[Any]
     arrived: Bitmap
+    push: Push | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return all(wire is not None for wire in self.wires)
 
 
 @dataclass
@@ -55,7 +67,8 @@ class Bootstrap:
     donor: str | None = None
     offered_at: float | None = None  # when the first worker came that holds a version
     asked: bytes = b""  # session of the donor that was asked
-    donations: dict[int, Donation] = field(default_factory=dict)
+    progress_at: float = 0.0  # when the donor last delivered something
+    intakes: dict[int, Intake] = field(default_factory=dict)  # by fragment
     rejected_donors: set[str] = field(default_factory=set)
     is_loading: bool = False
     is_done: bool = False
@@ -92,39 +105,27 @@ class Bootstrap:
         candidates = [m for m in members if m.worker_id not in self.rejected_donors]
         return max(candidates, key=_newness, default=None)
 
-    def wanted(self, shelf: Shelf) -> list[int]:
-        """Fragments that still need parameters."""
-        return [s.layout.fragment for s in shelf.stocks if s.layout.chunks and s.version is None]
+    def needed(self) -> list[int]:
+        """Fragments that must come in: those that have chunks."""
+        assert self.layout is not None
+        return [part.fragment for part in self.layout.all if part.chunks]
 
-    def accepts(self, work: Place) -> bool:
-        """False for a chunk of a donation that was abandoned meanwhile."""
-        if self.is_done:
-            return False
-        if not work.worker_id:
-            return self.is_loading
-        donation = self.donations.get(work.fragment)
-        return (
-            donation is not None
-            and donation.push.push_id == work.push_id
-            and self.donor == work.worker_id
-        )
-
-    def ledger_of(self, fragment: int) -> Ledger:
-        donation = self.donations.get(fragment)
-        return (donation.push.ledger if donation else None) or Ledger()
+    @property
+    def is_complete(self) -> bool:
+        """True when every fragment is whole."""
+        return all(f in self.intakes and self.intakes[f].is_whole for f in self.needed())
 
     def abandon(self) -> None:
-        self.run = None
-        self.donor = None
+        """Forget what came in, and who it came from."""
+        self.run = self.donor = None
         self.asked = b""
-        self.donations.clear()
+        self.intakes.clear()
 
     def finish(self) -> None:
         self.is_done = True
         self.is_loading = False
         self.donor = None
-        self.asked = b""
-        self.donations.clear()
+        self.intakes.clear()
 
 
 def _newness(member: Member) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import math
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.codecs import wire_dtype
@@ -113,9 +112,11 @@ def _check_address(name: str, address: str, *, insecure: bool) -> None:
         f"--{name} is {address!r}; it must be an address like tcp://127.0.0.1:8512 "
         "(port * picks a free one)."
     )
-    parts = urlsplit(address)
-    host, _, port = parts.netloc.rpartition(":")
-    if parts.scheme != "tcp" or not host or parts.path or not (port == "*" or port.isdigit()):
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or "/" in rest or not (port == "*" or port.isdecimal()):
+        raise wrong
+    if host.startswith("[") != host.endswith("]") or (":" in host and host[0] != "["):
         raise wrong
     if port != "*" and int(port) > 65535:
         raise wrong

@@ -55,6 +55,7 @@ from diloco_protocol.messages import (
     Message,
     Notice,
     Pull,
+    Purpose,
     Push,
     Rejoin,
     Result,
@@ -98,7 +99,7 @@ class Core:
                 try:
                     return list(self._message(route, message, payload, now))
                 except ProtocolError as error:
-                    return list(self._refuse(route, message, error))
+                    return list(self._refuse(route, message, error, now))
             case Malformed(route, code, sentence):
                 state.totals.malformed += 1
                 log = Log("warning", f"A message that cannot be read was refused: {sentence}")
@@ -183,10 +184,14 @@ class Core:
                     while member.early_pulls:
                         yield from self._read(reader, member.early_pulls.popitem()[1])
             case Leave():
-                yield Log("info", f"{member.worker_id} leaves: {message.reason or 'it is done'}.")
+                yield Log(
+                    "info", f"{member.worker_id} leaves: {message.reason[:200] or 'it is done'}."
+                )
                 yield from joining.remove(state, member, now)
 
-    def _refuse(self, route: Route, message: Message, error: ProtocolError) -> Iterator[Effect]:
+    def _refuse(
+        self, route: Route, message: Message, error: ProtocolError, now: float
+    ) -> Iterator[Effect]:
         push_id = None
         who = ""
         if isinstance(message, Push | Chunk | Commit):
@@ -197,6 +202,8 @@ class Core:
                 member.rejected += 1
                 who = f" of {member.worker_id}"
                 route = member.control
+            if isinstance(message, Push) and message.purpose is Purpose.DONATION and member:
+                yield from providing.reject_donor(self.state, member, now)
         retry = error.code in WORTH_A_RETRY
         yield Send(route, Error(error.code, str(error), retry, push_id, message.kind))
         if not retry:
@@ -220,7 +227,7 @@ class Core:
                 yield from shelf.add_credit(shelf.readers[route], message.chunks)
             return
         self._check_pull(message)
-        if route not in shelf.readers and shelf.observers >= MAX_OBSERVERS:
+        if route not in shelf.readers and len(shelf.observers) >= MAX_OBSERVERS:
             raise ProtocolError(
                 Code.NOT_ALLOWED, f"There are {MAX_OBSERVERS} observers already; try later."
             )

@@ -157,6 +157,11 @@ class Place:
 
 
 @dataclass(frozen=True)
+class DropPlaces:
+    """Forget every `Place` that has not been carried out: its donation was abandoned."""
+
+
+@dataclass(frozen=True)
 class Log:
     """Tell people: the log and the event list of the feed. Level: info, warning or error."""
 
@@ -165,4 +170,4 @@ class Log:
 
 
 Work = Fold | Step | Place
-Effect = Send | Fold | Step | Place | Log
+Effect = Send | Fold | Step | Place | DropPlaces | Log

@@ -20,6 +20,8 @@ from diloco_broker.state import State
 FEED_VERSION = 1
 TOPIC = b"status "
 EVENTS_KEPT = 20
+LONGEST_EVENT = 500  # characters: peers may provoke long sentences
+VERSION = version("diloco-broker")
 # A worker that missed two heartbeats of the default interval is called slow before it is called dead.
 SLOW_AFTER_S = 75.0
 
@@ -35,7 +37,8 @@ class EventLog:
 
     def add(self, log: Log, now: float) -> None:
         self.count += 1
-        self.entries.append((self.count, now, log))
+        text = log.text if len(log.text) <= LONGEST_EVENT else log.text[:LONGEST_EVENT] + " ..."
+        self.entries.append((self.count, now, Log(log.level, text)))
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def _snapshot(
         "sequence": sequence,
         "epoch": state.epoch,
         "run": state.bootstrap.run,
-        "version": version("diloco-broker"),
+        "version": VERSION,
         "control": figures.control,
         "uptime_s": round(now - state.started_at, 3),
         "mode": state.run_config.mode,

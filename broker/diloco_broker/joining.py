@@ -13,10 +13,15 @@ from diloco_protocol.manifest import Manifest, differences, summarise
 from diloco_protocol.messages import Error, Join, Notice, Welcome
 
 MAX_ID_LENGTH = 64
+Scalar = str | int | float | None
 MAX_HOST_LENGTH = 255
 MAX_EXTRA_LENGTH = 2000  # as text: it is published once a second for each worker
 # A worker that was silent for so long is sent a word, so that a broken connection shows itself.
 PROBE_AFTER_S = 1.0
+# Observers send no heartbeats; one that is gone is found out by sending it a word now and then.
+PROBE_OBSERVERS_S = 10.0
+# How long the answer to "are you alive?" counts when another worker asks for the same id.
+CONTEST_S = 30.0
 
 
 def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]:
@@ -78,6 +83,11 @@ def _check_join(state: State, join: Join) -> None:
             f"The worker id {join.worker_id!r:.80} must be 1 to {MAX_ID_LENGTH} printable "
             "characters.",
         )
+    for name, pairs in (("extra", join.extra), ("wants", join.wants)):
+        if not all(isinstance(value, Scalar) for value in pairs.values()):
+            raise ProtocolError(
+                Code.BAD_HEADER, f"`{name}` may hold texts, numbers, true, false and nil only."
+            )
     if len(join.host) > MAX_HOST_LENGTH or len(str(dict(join.extra))) > MAX_EXTRA_LENGTH:
         raise ProtocolError(
             Code.BAD_HEADER,
@@ -127,6 +137,8 @@ def _check_manifest(state: State, manifest: Manifest) -> None:
 def _contest(member: Member, route: Route, now: float) -> Iterator[Effect]:
     """Another worker wants this id: find out whether the one that has it is alive."""
     age = now - member.last_seen
+    if member.contested_at is not None and now - member.contested_at > CONTEST_S:
+        member.contested_at = None
     is_alive = member.contested_at is not None and member.last_seen > member.contested_at
     if is_alive:
         member.contested_at = None
@@ -188,4 +200,8 @@ def look_after(state: State, now: float) -> Iterator[Effect]:
             # A dead connection shows only when something is sent on it.
             member.probed_at = now
             yield Send(member.control, Notice("alive"))
+    for reader in state.shelf.observers:
+        if now - reader.probed_at > PROBE_OBSERVERS_S:
+            reader.probed_at = now
+            yield Send(reader.announce, Notice("alive"))
     yield from providing.seek(state, now)

@@ -25,6 +25,7 @@ from torch import Tensor
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
 from diloco_broker.events import (
+    DropPlaces,
     Event,
     Fold,
     Folded,
@@ -47,7 +48,7 @@ from diloco_broker.feed import TOPIC, EventLog, LoopFigures, snapshot
 from diloco_broker.model_file import check_state_dict, describe
 from diloco_broker.outer import Nesterov
 from diloco_broker.parameters import Parameters
-from diloco_protocol.errors import ProtocolError, UsageError
+from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import MAX_FRAME_BYTES, MAX_FRAMES, pack, unpack
 from diloco_protocol.messages import Control, Result
 
@@ -187,17 +188,24 @@ class Broker:
                 route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            try:
-                message, payload = unpack([frame.buffer for frame in frames[: MAX_FRAMES + 1]])
-            except ProtocolError as error:
-                self._feed_core(Malformed(route.bytes, error.code, str(error)))
-                continue
-            if isinstance(message, Control) and message.action == "status":
-                self._answer_status(route.bytes, message)
-            else:
-                self._feed_core(Received(route.bytes, message, payload))
+            self._take(route.bytes, [frame.buffer for frame in frames[: MAX_FRAMES + 1]])
             if time.perf_counter() > until:
                 return
+
+    def _take(self, route: bytes, frames: list[Any]) -> None:
+        """One message. Whatever is wrong with it, it costs its sender an error, never the broker."""
+        try:
+            message, payload = unpack(frames)
+            if isinstance(message, Control) and message.action == "status":
+                self._answer_status(route, message)
+            else:
+                self._feed_core(Received(route, message, payload))
+        except ProtocolError as error:
+            self._feed_core(Malformed(route, error.code, str(error)))
+        except Exception:
+            logger.exception("A message could not be handled; its sender is told, the run goes on.")
+            text = "The broker could not handle this message; its log has more."
+            self._feed_core(Malformed(route, Code.BAD_HEADER, text))
 
     def _feed_core(self, event: Event) -> None:
         """Hand an event to the core and carry out what follows; tensor work is queued."""
@@ -214,6 +222,9 @@ class Broker:
                         self._events.add(effect, now)
                     case Fold() | Step() | Place():
                         self._work.append(effect)
+                    case DropPlaces():
+                        kept = (work for work in self._work if not isinstance(work, Place))
+                        self._work = deque(kept)
 
     def _send(self, effect: Send) -> bool:
         """False when the connection does not exist any more."""
@@ -264,6 +275,10 @@ class Broker:
         self._sequence += 1
         line = json.dumps(self._snapshot(now), allow_nan=False)
         self._pub.send(TOPIC + line.encode())
+        if self._initial is not None and self._core.state.bootstrap.is_done:
+            # The run has its own copy now.
+            self._initial = None
+            self._tensors().forget_initial()
         self._longest_turn_s = 0.0
 
     def _snapshot(self, now: float) -> dict[str, Any]:

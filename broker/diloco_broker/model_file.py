@@ -27,10 +27,10 @@ def load_model(path: Path) -> dict[str, Tensor]:
     try:
         tensors = _load_folder(path) if path.is_dir() else _load_file(path)
     except Exception as error:  # noqa: BLE001  a foreign file makes torch.load raise anything at all
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"--model {path} cannot be read as safetensors or as a state dict saved with "
-            f"torch.save (loaded with weights_only): {first_line}"
+            f"--model {path} cannot be read: it must be a .safetensors file, a state dict of "
+            "tensors alone saved with torch.save, or a folder with model.safetensors in it "
+            f"({type(error).__name__})."
         ) from None
     return check_state_dict(tensors, f"--model {path}")
 
@@ -46,7 +46,8 @@ def check_state_dict(tensors: Any, what: str) -> dict[str, Tensor]:
             )
         if tensor.is_floating_point() and not is_finite(tensor.detach().reshape(-1)):
             raise UsageError(f"{what} has values in {name} that are not finite.")
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    # A copy: the caller may go on training with these tensors before the first worker joins.
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def describe(tensors: Mapping[str, Tensor] | None) -> InitialModel | None:

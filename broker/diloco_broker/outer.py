@@ -24,16 +24,22 @@ class Nesterov:
     momentum: float
     nesterov: bool = True
 
-    def step(self, theta: Tensor, gradient: Tensor, momentum: Tensor) -> Tensor:
-        """New parameters, in a new tensor; `momentum` is updated, `gradient` is used as scratch.
+    def step(
+        self, theta: Tensor, gradient: Tensor, momentum: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """New parameters and new momentum, in new tensors; `gradient` is used as scratch.
 
         Args:
             theta: parameters, fp32, 1-D; not changed.
             gradient: averaged pseudo-gradient of the same shape.
-            momentum: m, zeros before the first step.
+            momentum: m; None before the first step. Not changed, so that a step whose result
+                cannot be used has left no trace.
         """
         if not self.momentum:
-            return torch.add(theta, gradient, alpha=-self.lr)
-        momentum.mul_(self.momentum).add_(gradient)
-        update = gradient.add_(momentum, alpha=self.momentum) if self.nesterov else momentum
-        return torch.add(theta, update, alpha=-self.lr)
+            return torch.add(theta, gradient, alpha=-self.lr), None
+        if momentum is None:
+            moved = gradient.clone()
+        else:
+            moved = torch.mul(momentum, self.momentum).add_(gradient)
+        update = gradient.add_(moved, alpha=self.momentum) if self.nesterov else moved
+        return torch.add(theta, update, alpha=-self.lr), moved

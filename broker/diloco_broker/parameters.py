@@ -50,17 +50,22 @@ class Parameters:
     def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
         """Store a chunk of the first version: from a donation, or the model file (payload None).
 
-        Returns the chunk in wire form, or None when it is not finite.
+        Returns the chunk in wire form, or None when it is not finite there.
         """
         span = self._layouts[fragment].spans[index]
         if payload is None:
             values = self._from_file(self._layouts[fragment], span)
         else:
             values = from_bytes(payload, segment_dtype(span.segment, torch.float32)).clone()
-        if span.segment is not Segment.INTEGERS and not is_finite(values):
+        reply = self._in_wire_form(span, values)
+        if reply is None:
             return None
         self._masters[fragment][index] = values
-        return self._in_wire_form(span, values)
+        return as_bytes(reply)
+
+    def forget_initial(self) -> None:
+        """Let go of the model file's tensors: every chunk has been placed."""
+        self._initial = None
 
     def fold(self, fragment: int, index: int, payload: Any, weight: float) -> bool:
         """Add a chunk of a push to the round's mean; False when it is not finite."""
@@ -77,32 +82,39 @@ class Parameters:
         master = self._masters[fragment][index]
         assert master is not None
         mean = self._means[fragment].take(index, weight)
-        overflow = False
-        if mean is not None:
-            updated = self._apply(fragment, span, master, mean)
-            overflow = updated is None
-            if updated is not None:
-                self._masters[fragment][index] = master = updated
-        return self._in_wire_form(span, master), overflow
+        reply = None if mean is None else self._apply(fragment, span, master, mean)
+        if reply is not None:
+            return as_bytes(reply), False
+        kept = self._in_wire_form(span, master)
+        assert kept is not None, "a chunk that could not be sent was stored"
+        return as_bytes(kept), mean is not None
 
     def _apply(self, fragment: int, span: ChunkSpan, master: Tensor, mean: Tensor) -> Tensor | None:
+        """Store what a mean makes of a chunk; None, and nothing stored, when it is not finite.
+
+        One finite but enormous value would make parameters and momentum infinite for good.
+        """
+        momentum = self._momenta[fragment][span.index]
         match span.segment:
             case Segment.INTEGERS:
-                return mean.clone()
+                updated = mean.clone()
             case Segment.BUFFERS:
-                return master - mean if is_finite(mean) else None
+                updated = master - mean
             case Segment.PARAMETERS:
-                if not is_finite(mean):
-                    return None
-                momentum = self._momenta[fragment][span.index]
-                if momentum is None:
-                    momentum = torch.zeros(span.elements)
-                    self._momenta[fragment][span.index] = momentum
-                return self.outer.step(master, mean, momentum)
+                updated, momentum = self.outer.step(master, mean, momentum)
+        reply = self._in_wire_form(span, updated)
+        if reply is not None:
+            self._masters[fragment][span.index] = updated
+            self._momenta[fragment][span.index] = momentum
+        return reply
 
-    def _in_wire_form(self, span: ChunkSpan, values: Tensor) -> Any:
-        # Without a conversion the reply is the master chunk itself: no copy, shared by all readers.
-        return as_bytes(values.to(segment_dtype(span.segment, self._reply)))
+    def _in_wire_form(self, span: ChunkSpan, values: Tensor) -> Tensor | None:
+        """The chunk as it is sent; None when it is not finite in that dtype.
+
+        Without a conversion this is the tensor itself: no copy, shared by all readers.
+        """
+        reply = values.to(segment_dtype(span.segment, self._reply))
+        return reply if span.segment is Segment.INTEGERS or is_finite(reply) else None
 
     def _from_file(self, layout: FragmentLayout, span: ChunkSpan) -> Tensor:
         assert self._initial is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diloco_broker import sequence
-from diloco_broker.bootstrap import Donation
-from diloco_broker.events import Effect, Log, Place, Placed, PlaceRefused, Send
+from diloco_broker.bootstrap import Intake
+from diloco_broker.events import DropPlaces, Effect, Log, Place, Placed, PlaceRefused, Send
 from diloco_broker.membership import Member
 from diloco_broker.state import State
 from diloco_broker.transfer import Upload, upload_window
@@ -17,6 +17,8 @@ from diloco_protocol.version import RUN_PATTERN, Ledger, VersionId
 
 # More outer steps than any run takes; keeps counters within 64 bits.
 MAX_COUNTER = 1 << 48
+# A donor that delivers nothing for so long is given up.
+DONOR_PATIENCE_S = 30.0
 
 
 def seek(state: State, now: float) -> Iterator[Effect]:
@@ -28,26 +30,31 @@ def seek(state: State, now: float) -> Iterator[Effect]:
     boot = state.bootstrap
     if boot.is_done or boot.is_loading or boot.manifest is None:
         return
-    if boot.initial is not None:
+    holders = [member for member in state.members if any(member.versions)]
+    if boot.initial is not None and not holders:
         yield from _load_file(state)
         return
-    if boot.donor is None:
-        member = boot.choose_donor(state.members)
-        if member is None:
+    donor = state.members.named(boot.donor or "")
+    if donor is None:
+        donor = boot.choose_donor(state.members)
+        if donor is None:
             return
-        if any(member.versions) and len(state.members) < state.config.workers:
+        if holders and len(state.members) < state.config.workers:
             if boot.offered_at is None:
                 boot.offered_at = now
-                yield Log("info", f"{member.worker_id} holds a version of an earlier run.")
+                yield Log("info", f"{holders[0].worker_id} holds a version of an earlier run.")
             if now - boot.offered_at < state.config.recover_wait:
                 return
-        boot.donor = member.worker_id
-        yield Log("info", f"Asking {member.worker_id} for its parameters.")
-    donor = state.members.named(boot.donor)
-    assert donor is not None
+        boot.donor, boot.progress_at = donor.worker_id, now
+        instead = ", not the model file's" if boot.initial is not None else ""
+        yield Log("info", f"Asking {donor.worker_id} for its parameters{instead}.")
+    elif now - boot.progress_at > DONOR_PATIENCE_S:
+        yield Log("warning", f"{donor.worker_id} sends no parameters; asking another worker.")
+        yield from reject_donor(state, donor, now)
+        return
     if boot.asked != donor.session:
         boot.asked = donor.session
-        for fragment in boot.wanted(state.shelf):
+        for fragment in boot.needed():
             text = "The broker has no parameters yet; send yours."
             yield Send(donor.control, Notice("donate", text, fragment))
 
@@ -57,17 +64,19 @@ def _load_file(state: State) -> Iterator[Effect]:
     boot.is_loading = True
     boot.run = f"{state.draw():016x}"
     for stock in state.shelf.stocks:
-        if stock.layout.chunks:
-            state.shelf.make(stock.layout.fragment, VersionId(boot.run, 0, state.draw()))
-            for index in range(stock.layout.chunks):
+        chunks = stock.layout.chunks
+        if chunks:
+            version = VersionId(boot.run, 0, state.draw())
+            intake = Intake(version, [None] * chunks, Bitmap.full(chunks))
+            boot.intakes[stock.layout.fragment] = intake
+            for index in range(chunks):
                 yield Place(stock.layout.fragment, index)
 
 
-def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]:
+def begin_donation(state: State, member: Member, push: Push, now: float) -> Iterator[Effect]:
     """The donor offers a fragment; a donation that broke off goes on where it stopped."""
     boot = state.bootstrap
-    stock = state.shelf.stocks[push.fragment]
-    if boot.donor != member.worker_id or stock.version is not None:
+    if boot.donor != member.worker_id:
         raise ProtocolError(
             Code.NOT_ALLOWED,
             f"Parameters of {member.worker_id} are not wanted: the run has others.",
@@ -76,18 +85,18 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
     run = push.base.run if push.base else boot.run
     if boot.run is not None and boot.run != run:
         raise ProtocolError(Code.BAD_PUSH, "The fragments donated are of different runs.")
-    known = boot.donations.get(push.fragment)
-    if known is not None and known.push.push_id != push.push_id:
-        state.shelf.unmake(push.fragment)
-        known = None
-    if known is None:
+    intake = boot.intakes.get(push.fragment)
+    if intake is not None and intake.push is not None and intake.push.push_id != push.push_id:
+        raise ProtocolError(Code.BAD_PUSH, f"Fragment {push.fragment} is donated already.")
+    if intake is None:
         boot.run = run or f"{state.draw():016x}"
-        known = boot.donations[push.fragment] = Donation(push, Bitmap(push.chunks))
         version = push.base or VersionId(boot.run, 0, state.draw())
-        state.shelf.make(push.fragment, version)
+        intake = Intake(version, [None] * push.chunks, Bitmap(push.chunks), push)
+        boot.intakes[push.fragment] = intake
+    boot.progress_at = now
     window = upload_window(1)
     member.uploads[push.fragment] = Upload(push, window)
-    held = known.arrived.to_bytes() if known.arrived else None
+    held = intake.arrived.to_bytes() if intake.arrived else None
     standing = Standing.RESUME if held else Standing.NEW
     yield Send(member.control, Grant(push.push_id, push.fragment, standing, held, window))
 
@@ -109,55 +118,66 @@ def _check_provenance(push: Push) -> None:
 
 def arrived(state: State, push: Push) -> Bitmap:
     """The chunks received of a donation."""
-    return state.bootstrap.donations[push.fragment].arrived
+    return state.bootstrap.intakes[push.fragment].arrived
 
 
 def placed(state: State, event: Placed, now: float) -> Iterator[Effect]:
     """A chunk of the first version is in place; with the last of all the first round opens."""
     work, boot = event.work, state.bootstrap
-    if not boot.accepts(work):
-        return
-    stock = state.shelf.stocks[work.fragment]
-    yield from state.shelf.chunk_ready(work.fragment, work.index, event.wire)
+    intake = boot.intakes[work.fragment]
+    assert intake.wires[work.index] is None, "a chunk was placed twice"
+    intake.wires[work.index] = event.wire
+    boot.progress_at = now
     donor = state.members.named(work.worker_id)
     if donor is not None and work.fragment in donor.uploads:
         donor.uploads[work.fragment].credit += 1
         yield Send(donor.control, Ack(work.push_id, work.fragment, (work.index,)))
-    if stock.making is not None and not stock.making.left:
-        yield from state.shelf.release(work.fragment, boot.ledger_of(work.fragment), 0, 0)
-        if donor is not None and work.fragment in donor.uploads:
-            donor.uploads[work.fragment].is_void = True
-    if state.shelf.is_complete:
-        source = work.worker_id or "the model file"
-        boot.finish()
-        yield Log("info", f"Run {boot.run} begins with the parameters of {source}.")
-        stocks = state.shelf.stocks[:-1]
-        number = sum(stock.version.counter for stock in stocks if stock.version)
-        yield from sequence.open_round(state, number, now)
+        donor.uploads[work.fragment].is_void = intake.is_whole
+    if boot.is_complete:
+        yield from _begin_run(state, work.worker_id or "the model file", now)
+
+
+def _begin_run(state: State, source: str, now: float) -> Iterator[Effect]:
+    boot = state.bootstrap
+    for fragment, intake in boot.intakes.items():
+        ledger = (intake.push.ledger if intake.push else None) or Ledger()
+        state.shelf.install(fragment, intake.version, intake.wires, ledger)
+    boot.finish()
+    yield Log("info", f"Run {boot.run} begins with the parameters of {source}.")
+    stocks = state.shelf.stocks[:-1]
+    number = sum(stock.version.counter for stock in stocks if stock.version)
+    yield from state.shelf.serve_waiting()
+    yield from sequence.open_round(state, number, now)
 
 
 def place_refused(state: State, event: PlaceRefused, now: float) -> Iterator[Effect]:
-    """A donation has values that are not finite: ask another worker."""
+    """A donation has values that cannot be used: ask another worker."""
     work = event.work
-    if not state.bootstrap.accepts(work):
-        return
-    text = f"The parameters of {work.worker_id} are not all finite; they cannot begin a run."
+    text = (
+        f"The parameters of {work.worker_id or 'the model file'} are not all finite in "
+        f"{state.config.reply_dtype}; they cannot begin a run."
+    )
     yield Log("error", text)
     donor = state.members.named(work.worker_id)
     if donor is not None:
-        state.bootstrap.rejected_donors.add(donor.worker_id)
         error = Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
         yield Send(donor.control, error)
-    yield from abandon_donation(state, now)
+        yield from reject_donor(state, donor, now)
+
+
+def reject_donor(state: State, donor: Member, now: float) -> Iterator[Effect]:
+    """What this worker donates cannot be used: it is not asked again."""
+    if state.bootstrap.donor == donor.worker_id:
+        state.bootstrap.rejected_donors.add(donor.worker_id)
+        yield from abandon_donation(state, now)
 
 
 def abandon_donation(state: State, now: float) -> Iterator[Effect]:
     """The donor cannot go on: forget what came from it and ask the next."""
     donor = state.members.named(state.bootstrap.donor or "")
     if donor is not None:
-        donor.uploads.clear()
-    for stock in state.shelf.stocks:
-        state.shelf.unmake(stock.layout.fragment)
-        stock.version, stock.wires = None, ()
+        for upload in donor.uploads.values():
+            upload.is_void = True
     state.bootstrap.abandon()
+    yield DropPlaces()
     yield from seek(state, now)

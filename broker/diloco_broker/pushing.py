@@ -37,7 +37,7 @@ def push(state: State, member: Member, push: Push, now: float) -> Iterator[Effec
     """A worker offers a push: tell it what is held already, or that it must wait for its round."""
     _check_push(state, push)
     if push.purpose is Purpose.DONATION:
-        yield from providing.begin_donation(state, member, push)
+        yield from providing.begin_donation(state, member, push, now)
         return
     _check_base(state, push)
     round_ = state.round

@@ -134,6 +134,7 @@ def _release(state: State, ended: Round, now: float) -> Iterator[Effect]:
                 upload.is_void = True
             member.state = "training"
             member.inner_step = 0
+    ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
     state.totals.rounds += 1
     state.last_report = _report(ended, now)
     state.first_round_pending = False

@@ -26,8 +26,9 @@ from diloco_protocol.version import Ledger, VersionId
 UPLOAD_WINDOW = 8
 # And all pushes together, so that many workers do not fill the broker's memory; two each at least.
 UPLOAD_WINDOW_TOTAL = 64
-# More credit than this is not believed: nobody can buffer more, and credit is a count of our sends.
-MAX_READER_CREDIT = 1024
+# More credit than this is not believed. It must stay below ZeroMQ's high-water mark of 1000 messages,
+# past which sends to a reader that is merely slow would fail.
+MAX_READER_CREDIT = 256
 # Readers that have not joined; more are refused.
 MAX_OBSERVERS = 256
 
@@ -75,6 +76,7 @@ class Reader:
     account: Account
     joined: bool
     credit: int = 0
+    probed_at: float = 0.0
     downloads: dict[int, Download] = field(default_factory=dict)  # by fragment
     waiting: dict[int, int] = field(default_factory=dict)  # fragment -> counter that it has
 
@@ -113,11 +115,6 @@ class Shelf:
         """Make room for a model: one stock for each fragment, the frozen one last."""
         self.stocks = [Stock(layout) for layout in layouts]
 
-    @property
-    def is_complete(self) -> bool:
-        """True when every fragment that has chunks has a version."""
-        return bool(self.stocks) and all(s.version or not s.layout.chunks for s in self.stocks)
-
     # Making versions.
 
     def make(self, fragment: int, version: VersionId) -> None:
@@ -130,13 +127,20 @@ class Shelf:
             if after is not None and after < version.counter:
                 reader.downloads[fragment] = Download(version, deque(), chunks)
 
-    def unmake(self, fragment: int) -> None:
-        """Drop the version that is being made; its readers wait for another."""
-        making, self.stocks[fragment].making = self.stocks[fragment].making, None
-        for reader in self.readers.values():
-            download = reader.downloads.get(fragment)
-            if making is not None and download is not None and download.version == making.version:
-                del reader.downloads[fragment]
+    def install(self, fragment: int, version: VersionId, wires: list[Any], ledger: Ledger) -> None:
+        """Put a whole version on the shelf: the first one of its fragment."""
+        stock = self.stocks[fragment]
+        assert stock.version is None and stock.making is None
+        stock.version, stock.wires, stock.ledger = version, tuple(wires), ledger
+
+    def serve_waiting(self) -> Iterator[Effect]:
+        """Start the readers that have waited for a version which is here now."""
+        for reader in list(self.readers.values()):
+            for fragment, after in list(reader.waiting.items()):
+                version = self.stocks[fragment].version
+                if version is not None and version.counter > after:
+                    chunks = self.stocks[fragment].layout.chunks
+                    yield from self._start(reader, fragment, Bitmap(chunks))
 
     def chunk_ready(self, fragment: int, index: int, wire: Any) -> Iterator[Effect]:
         """A chunk of the version being made is finished."""
@@ -194,8 +198,8 @@ class Shelf:
             self.readers.pop(route, None)
 
     @property
-    def observers(self) -> int:
-        return sum(not reader.joined for reader in self.readers.values())
+    def observers(self) -> list[Reader]:
+        return [reader for reader in self.readers.values() if not reader.joined]
 
     def pull(
         self, reader: Reader, fragment: int, after: int, held: tuple[VersionId, bytes] | None

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+LONGEST = 1000  # characters of a sentence that is sent back
+
 
 class Code(str, Enum):
     """What went wrong, for programs; the sentence beside it is for people."""
@@ -48,7 +50,8 @@ class ProtocolError(DilocoError):
     """
 
     def __init__(self, code: Code, sentence: str) -> None:
-        super().__init__(sentence)
+        # Sentences quote what the peer sent, which may be megabytes of it.
+        super().__init__(sentence if len(sentence) <= LONGEST else sentence[:LONGEST] + " ... .")
         self.code = code
 
 

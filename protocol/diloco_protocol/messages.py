@@ -306,7 +306,7 @@ def decode(header: bytes | memoryview) -> Message:
     """Read a header frame; raises ProtocolError with a sentence fit to be sent back."""
     try:
         plain = msgpack.unpackb(header, use_list=False, strict_map_key=True)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
+    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
         raise ProtocolError(
             Code.BAD_HEADER, f"The header is not a msgpack map ({type(error).__name__})."
         ) from None
@@ -318,7 +318,7 @@ def decode(header: bytes | memoryview) -> Message:
     if version != PROTOCOL_VERSION:
         raise ProtocolError(
             Code.PROTOCOL_VERSION,
-            f"This message speaks protocol version {version!r}, we speak {PROTOCOL_VERSION}; "
+            f"This message speaks protocol version {version!r:.40}, we speak {PROTOCOL_VERSION}; "
             "install the same release of diloco-broker at both ends.",
         )
     kind = plain.get("kind")

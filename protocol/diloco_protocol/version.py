@@ -11,7 +11,7 @@ once across reconnects and restarts: whoever holds a version can say whether a p
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from diloco_protocol.chunks import Bitmap
@@ -19,6 +19,11 @@ from diloco_protocol.chunks import Bitmap
 # Pushes remembered for each worker and fragment. A worker has one push in flight, so one would do;
 # the others cover a worker that abandons several in a row and then comes back from a backup.
 PUSHES_REMEMBERED = 8
+
+# Workers remembered after they are gone. A worker without an id of its own gets a new one at each
+# start, so the ledger must forget; one that comes back after so many others have left since its last
+# push, with that very push still unconfirmed, would be counted again.
+ABSENT_REMEMBERED = 128
 
 RUN_PATTERN = re.compile(r"[0-9a-f]{16}")
 
@@ -78,4 +83,13 @@ class Ledger:
         entry = Counted(push_id, None if counted.is_full else counted.to_bytes())
         others = tuple(c for c in self.pushes.get(worker_id, ()) if c.push_id != push_id)
         kept = (*others, entry)[-PUSHES_REMEMBERED:]
-        return Ledger({**self.pushes, worker_id: kept})
+        rest = {name: pushes for name, pushes in self.pushes.items() if name != worker_id}
+        return Ledger({**rest, worker_id: kept})  # whoever pushed last stands last
+
+    def without_the_long_gone(self, here: Collection[str]) -> Ledger:
+        """This ledger with the workers that are here, and those that left most recently."""
+        away = [name for name in self.pushes if name not in here]
+        gone = set(away[: max(0, len(away) - ABSENT_REMEMBERED)])
+        if not gone:
+            return self
+        return Ledger({name: p for name, p in self.pushes.items() if name not in gone})

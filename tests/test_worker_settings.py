@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn, optim
 
 from diloco_protocol import UsageError
@@ -123,3 +124,31 @@ def test_server_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 def test_default_worker_ids_differ_on_one_host() -> None:
     assert default_worker_id() != default_worker_id()
     assert len(default_worker_id()) <= 64
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"server": 5}, "server is 5; it must be a text"),
+        ({"server": "tcp://*:8512"}, "must be an address like"),
+        ({"worker_id": 7}, "worker_id is 7; it must be a text"),
+        ({"wire_dtype": ["bf16"]}, "it must be a text"),
+        ({"sync_every": True}, "it must be a whole number"),
+        ({"num_fragments": 4}, "streaming in fragments, which this release does not have"),
+        ({"extra": {"lr": torch.tensor(1.0)}}, r"extra\['lr'\] is a Tensor"),
+    ],
+)
+def test_value_of_the_wrong_kind_is_one_sentence(keywords: dict[str, Any], words: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=words):
+        DiLoCoWorker(model, optimizer, **keywords)
+
+
+def test_optimizer_of_another_model_is_refused() -> None:
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    wrong: Any = model
+    with pytest.raises(UsageError, match="none of the model's parameters"):
+        DiLoCoWorker(model, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"must be a torch\.optim\.Optimizer"):
+        DiLoCoWorker(model, wrong)

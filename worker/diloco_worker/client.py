@@ -39,7 +39,8 @@ from diloco_protocol import (
 )
 from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.codecs import wire_dtype
-from diloco_protocol.messages import Push, Result, from_plain
+from diloco_protocol.messages import Control, Push, Result, from_plain
+from diloco_protocol.messages import encode as encode_message
 from diloco_worker.env import check_address, default_worker_id
 from diloco_worker.events import Observe
 from diloco_worker.link import Arrival, Link, Progress
@@ -224,10 +225,10 @@ class DiLoCoClient:
             chunks=part.chunks,
             wire_dtype=run.config.wire_dtype,
             base=self._versions[part.fragment],
-            weight=weight,
-            steps=steps,
-            tokens=tokens,
-            loss=loss,
+            weight=float(weight),
+            steps=int(steps),
+            tokens=int(tokens),
+            loss=None if loss is None else float(loss),
             norm=frozen.norm,
         )
         self._flight = push.push_id
@@ -280,7 +281,14 @@ class DiLoCoClient:
             UsageError: not joined.
         """
         link, _ = self._require_joined()
-        link.progress = Progress(step, inner_step, False, steps_per_s, loss, tokens)
+        link.progress = Progress(
+            int(step),
+            int(inner_step),
+            False,
+            None if steps_per_s is None else float(steps_per_s),
+            None if loss is None else float(loss),
+            int(tokens),
+        )
         link.pulse()
 
     def leave(self, reason: str = "") -> None:
@@ -304,9 +312,14 @@ class DiLoCoClient:
         """Carry out a control action at the broker. A refused one has `ok` False and a `text`.
 
         Raises:
+            UsageError: an argument that is neither text nor number nor made of these.
             Unreachable: no answer within the timeout, or the connection broke before it; the action
                 may have been carried out.
         """
+        try:
+            encode_message(Control(action, 0, arguments))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"The arguments of {action!r} cannot be sent: {error}.") from None
         link = self._connect()
         request = next(self._requests)
         link.ask(request, action, arguments)

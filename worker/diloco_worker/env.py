@@ -140,9 +140,15 @@ def _check(keyword: str, value: Any, source: str) -> None:
     if lowest is not None:
         whole = _PARSERS[keyword] is _COUNT
         kind = int if whole else (int, float)
-        if not isinstance(value, kind) or not lowest <= value < float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, kind)
+            or not lowest <= value < float("inf")
+        ):
             what = "a whole number" if whole else "a number"
             raise UsageError(f"{source} is {value!r}; it must be {what}, {lowest} or more.")
+    if _PARSERS[keyword] is _TEXT and not isinstance(value, str):
+        raise UsageError(f"{source} is {value!r:.80}; it must be a text.")
     match keyword:
         case "server":
             check_address(value, source)
@@ -156,6 +162,14 @@ def _check(keyword: str, value: Any, source: str) -> None:
         case "extra":
             if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
                 raise UsageError(f"{source} is {value!r:.80}; it must be a dict with text keys.")
+            for key, item in value.items():
+                if not isinstance(item, str | int | float | None):
+                    raise UsageError(
+                        f"{source}[{key!r}] is a {type(item).__name__}; displays show texts and "
+                        "numbers, so give it as one."
+                    )
+        case "num_fragments" if value > 1:
+            raise _missing(source, "streaming in fragments")
         case "dylu" if value:
             raise _missing(source, "Dynamic Local Updates")
         case "keys":
@@ -175,7 +189,13 @@ def check_address(address: str, source: str = "server") -> None:
     scheme, _, rest = address.partition("://")
     _, colon, port = rest.rpartition(":")
     sound = scheme == "ipc" and rest != ""
-    if scheme == "tcp" and colon and rest != colon + port and port.isdecimal():
+    if (
+        scheme == "tcp"
+        and colon
+        and not rest.startswith("*")
+        and rest != colon + port
+        and port.isdecimal()
+    ):
         sound = 0 < int(port) < 65536
     if not sound:
         raise UsageError(

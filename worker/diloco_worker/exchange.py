@@ -35,13 +35,13 @@ class Flight:
         steps: optimizer steps in it.
         base: the version it was computed from.
         anchor: the model at the freeze; None while training stands still for this flight.
-        retries: of the link, when the flight began.
+        reconnections: of the link, when the flight began.
     """
 
     push_id: int
     steps: int
     base: VersionId
-    retries: int
+    reconnections: int
     anchor: FlatState | None = None
 
 
@@ -93,7 +93,7 @@ class FragmentExchange:
             loss=loss,
             norm=delta.norm,
         )
-        self.flight = Flight(push.push_id, steps, self.version, self._link.retries)
+        self.flight = Flight(push.push_id, steps, self.version, self._link.reconnections)
         self._link.offer(push, delta.wire)
         return self.flight
 

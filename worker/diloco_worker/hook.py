@@ -113,6 +113,7 @@ class DiLoCoWorker:
             }
         )
         self.worker_id: str = self._settings.worker_id or default_worker_id()
+        _check_pair(model, optimizer)
         self._optimizer = optimizer
         self._tensors: ModelTensors | None = None
         self._link: Link | None = None
@@ -502,9 +503,9 @@ class DiLoCoWorker:
             return f"no sign of life from {link.address} for {silence:.0f} s"
         flight = self._exchange.flight if self._exchange else None
         if flight is not None and flight.anchor is None:
-            retries = link.retries - flight.retries
-            if retries > self._settings.max_sync_retries:
-                return f"the connection broke {retries} times at this boundary"
+            broken = link.reconnections - flight.reconnections
+            if broken > self._settings.max_sync_retries:
+                return f"the connection broke {broken} times at this boundary"
         return None
 
     def _look_again_in(self, link: Link) -> float:
@@ -556,6 +557,23 @@ class _Wait:
             self._say_at = self._clock() + WORD_S
             # A warning, since most training scripts configure no logging and nobody should wonder.
             logger.warning("%s", text)
+
+
+def _check_pair(model: object, optimizer: object) -> None:
+    """Raise UsageError unless this optimizer trains this model."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer."
+        )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trainable and not any(id(parameter) in stepped for parameter in trainable):
+        raise UsageError(
+            "The optimizer holds none of the model's parameters; make it from model.parameters(), "
+            "after the model has been moved or wrapped."
+        )
 
 
 def _fp16_hint(dtype: str) -> str:

@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=64, help="bytes the model sees at once")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of AdamW")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of AdamW")
     parser.add_argument("--schedule", choices=["cosine", "constant"], default="cosine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=0, help="steps between validations")

@@ -226,3 +226,22 @@ def test_port_in_use_is_one_sentence_and_exit_2(site: Site) -> None:
     assert process.ends() == 2
     assert "something else listens there" in process.output
     assert len(process.lines) == 1
+
+
+@pytest.mark.timeout(300)
+def test_demo_runs_from_end_to_end(site: Site, tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    options = ("--steps", "20", "--sync-every", "10", "--out", str(out))
+    demo = site.run("-m", "diloco_tools.demo", *options)
+    assert demo.ends(240) == 0, demo.output
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["diloco"]["workers"], summary["diloco"]["rounds"]) == (2, 2)
+    assert summary["diloco"]["val_loss"] < 6
+    assert summary["single"]["val_loss"] < 6
+    parameters = summary["parameters"]
+    assert summary["bytes"]["data_parallel"] == 20 * 2 * parameters * (2 + 4)
+    # Two pushes of each worker in bf16 and the first parameters in fp32, and a few headers.
+    chunks = 2 * 2 * parameters * 2 + parameters * 4
+    assert chunks < summary["bytes"]["up"] < chunks * 1.01
+    assert (out / "loss.png").stat().st_size > 10_000
+    assert (out / "log.jsonl").read_text().count("\n") > 4

@@ -14,18 +14,55 @@ from diloco_protocol.messages import RunConfig
 DEFAULT_BIND = "tcp://127.0.0.1:8512"
 DEFAULT_FEED = "tcp://127.0.0.1:8513"
 
+MODES = ("sync", "async")
+OUTERS = ("nesterov", "dn", "fedbuff", "sgd")
+DN_VARIANTS = ("paper", "direct")
+STALENESS_WEIGHTS = ("none", "poly")
+PATTERNS = ("strided", "contiguous", "balanced")
+MERGES = ("alpha", "rebase")
+WEIGHTS = ("equal", "tokens", "samples")
+AGGREGATES = ("mean", "clip-median-norm")
+LATES = ("carry", "drop")
+
 
 @dataclass(frozen=True)
 class BrokerConfig:
     """Options of a broker; each equals the command-line option of the same name.
 
     Attributes:
-        workers: round one waits for so many workers.
+        mode: "sync" (rounds) or "async" (each submission is an outer step of its own).
+        workers: round one waits for so many workers; in asynchronous mode, how many are planned.
         min_workers: a round never closes with fewer contributions.
-        sync_every: H, inner (optimizer) steps between two pushes.
+        sync_every: H, inner (optimizer) steps between two pushes of a fragment.
+        outer: outer optimizer: "nesterov", "dn" (Delayed Nesterov), "fedbuff" (a buffer of N, then
+            one Nesterov step) or "sgd" (no momentum). None: nesterov in sync, dn in async.
         outer_lr: learning rate eta of the outer optimizer.
         outer_momentum: momentum mu of the outer optimizer.
         nesterov: Nesterov's form of the momentum (the paper's); False is the classical form.
+        dn_buffer: N, gradients between two momentum steps of dn and fedbuff. None: the workers in
+            asynchronous mode; 1 in synchronous mode, where a round's mean is one gradient.
+        dn_c: c of Delayed Nesterov, in [0, 1/N].
+        dn_variant: "paper" (Liu et al. 2024, algorithm 3) or "direct" (see `outer.DirectDelayed`).
+        staleness_weight: "none", or "poly": a submission s versions old counts (1 + s)^-1/2.
+        max_staleness: older submissions are refused; None: none is too old.
+        dylu: Dynamic Local Updates: slower workers make fewer steps. Asynchronous mode only.
+        dylu_min_steps: least steps that a slow worker is given.
+        num_fragments: P; each fragment is synchronised every H steps, one after the other.
+        fragment_pattern: "strided", "contiguous" or "balanced"; see `diloco_protocol.FragmentPlan`.
+        fragment_sync_delay: tau, inner steps between sending a fragment and merging the reply.
+        fragment_update_alpha: weight of the local parameters in that merge.
+        fragment_merge: "alpha", or "rebase", which keeps the steps made since sending.
+        fragment_max_delay: inner steps after which a worker waits for a late reply; None: tau.
+        deterministic: fold whole submissions in the order of worker ids: the same bits in any order
+            of arrival.
+        weight_by: what a contribution weighs: "equal", "tokens" or "samples".
+        aggregate: "mean", or "clip-median-norm": none counts longer than the median one.
+        quorum: K: once so many submissions are whole, the round waits `grace` seconds for the rest.
+        grace: seconds. In asynchronous mode: what is whole within so many seconds of the first is
+            applied together.
+        late: "carry" late work into the next round of its fragment, or "drop" it.
+        staging_slots: submissions on their way at a time in asynchronous mode.
+        staging_deadline: seconds without progress after which one of these loses its slot.
         wire_dtype: dtype of pseudo-gradients on the way up: fp32, bf16 or fp16.
         reply_dtype: dtype of parameters on the way down: fp32, bf16 or fp16.
         bind: address of the control socket; port 0 or * picks a free one.
@@ -42,12 +79,35 @@ class BrokerConfig:
         UsageError: for a value that cannot work, naming it.
     """
 
+    mode: str = "sync"
     workers: int = 1
     min_workers: int = 1
     sync_every: int = 500
+    outer: str | None = None
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
+    dn_buffer: int | None = None
+    dn_c: float = 0.0
+    dn_variant: str = "paper"
+    staleness_weight: str = "none"
+    max_staleness: int | None = None
+    dylu: bool = False
+    dylu_min_steps: int | None = None
+    num_fragments: int = 1
+    fragment_pattern: str = "strided"
+    fragment_sync_delay: int = 0
+    fragment_update_alpha: float = 0.0
+    fragment_merge: str = "alpha"
+    fragment_max_delay: int | None = None
+    deterministic: bool = False
+    weight_by: str = "equal"
+    aggregate: str = "mean"
+    quorum: int | None = None
+    grace: float = 0.0
+    late: str = "carry"
+    staging_slots: int = 2
+    staging_deadline: float = 30.0
     wire_dtype: str = "bf16"
     reply_dtype: str = "fp32"
     bind: str = DEFAULT_BIND
@@ -59,50 +119,281 @@ class BrokerConfig:
     chunk_elements: int = CHUNK_ELEMENTS
 
     def __post_init__(self) -> None:
-        for name in ("workers", "min_workers", "sync_every"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(
-            self.min_workers <= self.workers,
-            "min_workers",
-            self.min_workers,
-            f"at most workers, which is {self.workers}",
-        )
-        _require(_positive(self.outer_lr), "outer_lr", self.outer_lr, "a finite number above 0")
-        _require(0 <= self.outer_momentum < 1, "outer_momentum", self.outer_momentum, "in [0, 1)")
-        _require(
-            1 <= self.chunk_elements <= CHUNK_ELEMENTS,
-            "chunk_elements",
-            self.chunk_elements,
-            f"from 1 to {CHUNK_ELEMENTS}",
-        )
-        for name in ("heartbeat_timeout", "disconnect_grace", "recover_wait"):
-            value = getattr(self, name)
-            _require(
-                value >= 0 and math.isfinite(value), name, value, "a finite number, at least 0"
-            )
-        wire_dtype(self.wire_dtype)
-        wire_dtype(self.reply_dtype)
+        self._check_single_values()
+        self._check_rounds()
+        self._check_fragments()
+        self._check_outer()
+        if self.mode == "async":
+            self._check_async()
+        else:
+            self._check_sync()
         for name in ("bind", "feed"):
             _check_address(name, getattr(self, name), insecure=self.insecure)
+
+    @property
+    def is_async(self) -> bool:
+        return self.mode == "async"
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a submission counts whole or not at all, which needs room for whole ones."""
+        return bool(self.why_staged)
+
+    @property
+    def why_staged(self) -> str:
+        """The option that needs whole submissions; empty when chunks are added as they come."""
+        reasons = {
+            "--mode async": self.is_async,
+            "--quorum": self.quorum is not None,
+            "--deterministic": self.deterministic,
+            f"--aggregate {self.aggregate}": self.aggregate != "mean",
+        }
+        return next((option for option, needs in reasons.items() if needs), "")
+
+    @property
+    def outer_name(self) -> str:
+        return self.outer or ("dn" if self.is_async else "nesterov")
+
+    @property
+    def dn_size(self) -> int:
+        """N: gradients in a buffer of dn and fedbuff."""
+        if self.dn_buffer is not None:
+            return self.dn_buffer
+        return self.workers if self.is_async else 1
+
+    @property
+    def least_steps(self) -> int:
+        """H_min of Dynamic Local Updates."""
+        fit = self.num_fragments * (self.fragment_sync_delay + 1)
+        return fit if self.dylu_min_steps is None else self.dylu_min_steps
 
     @property
     def run_config(self) -> RunConfig:
         """The part that workers are told."""
         return RunConfig(
-            mode="sync",
+            mode=self.mode,
             sync_every=self.sync_every,
+            num_fragments=self.num_fragments,
+            fragment_sync_delay=self.fragment_sync_delay,
+            fragment_update_alpha=self.fragment_update_alpha,
+            fragment_merge=self.fragment_merge,
+            fragment_max_delay=self.fragment_max_delay,
+            dylu=self.dylu,
+            weight_by=self.weight_by,
             wire_dtype=self.wire_dtype,
             reply_dtype=self.reply_dtype,
             heartbeat_timeout=self.heartbeat_timeout,
             chunk_elements=self.chunk_elements,
         )
 
+    def _check_single_values(self) -> None:
+        """What each value must be, whatever the others are."""
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            _require(value in choices, name, value, " or ".join(c for c in choices if c))
+        for name, lowest in _COUNTS.items():
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None or name not in _MAY_BE_SILENT:
+                _require(
+                    whole and value >= lowest, name, value, f"a whole number, at least {lowest}"
+                )
+        for name in ("heartbeat_timeout", "disconnect_grace", "recover_wait", "grace"):
+            value = getattr(self, name)
+            _require(_finite(value) and value >= 0, name, value, "a finite number, at least 0")
+        for name in ("outer_lr", "staging_deadline"):
+            value = getattr(self, name)
+            _require(_finite(value) and value > 0, name, value, "a finite number above 0")
+        for name in ("outer_momentum", "fragment_update_alpha", "dn_c"):
+            value = getattr(self, name)
+            _require(_finite(value), name, value, "a finite number")
+        _require(
+            self.chunk_elements <= CHUNK_ELEMENTS,
+            "chunk_elements",
+            self.chunk_elements,
+            f"from 1 to {CHUNK_ELEMENTS}",
+        )
+        wire_dtype(self.wire_dtype)
+        wire_dtype(self.reply_dtype)
 
-def _positive(value: float) -> bool:
-    return math.isfinite(value) and value > 0
+    def _check_rounds(self) -> None:
+        for name in ("min_workers", "quorum"):
+            value = getattr(self, name)
+            _require(
+                value is None or value <= self.workers,
+                name,
+                value,
+                f"at most --workers, which is {self.workers}",
+            )
+        if self.quorum is not None:
+            _require(
+                self.quorum >= self.min_workers,
+                "quorum",
+                self.quorum,
+                f"at least --min-workers, which is {self.min_workers}",
+            )
+
+    def _check_fragments(self) -> None:
+        pieces, steps, delay = self.num_fragments, self.sync_every, self.fragment_sync_delay
+        _require(
+            steps >= pieces,
+            "sync_every",
+            steps,
+            f"at least --num-fragments, which is {pieces}: each fragment has a step of its own",
+        )
+        interval = steps // pieces
+        _require(
+            delay < interval,
+            "fragment_sync_delay",
+            delay,
+            f"below {interval}, the steps between two fragments (--sync-every {steps} over "
+            f"--num-fragments {pieces})",
+        )
+        _require(
+            0 <= self.fragment_update_alpha <= 1,
+            "fragment_update_alpha",
+            self.fragment_update_alpha,
+            "in [0, 1]",
+        )
+        _require(
+            self.fragment_merge == "alpha" or not self.fragment_update_alpha,
+            "fragment_update_alpha",
+            self.fragment_update_alpha,
+            "left out with --fragment-merge rebase, which keeps all local steps",
+        )
+        longest = self.fragment_max_delay
+        _require(
+            longest is None or delay <= longest < steps,
+            "fragment_max_delay",
+            longest,
+            f"from --fragment-sync-delay, which is {delay}, to below --sync-every, {steps}",
+        )
+
+    def _check_outer(self) -> None:
+        _require(0 <= self.outer_momentum < 1, "outer_momentum", self.outer_momentum, "in [0, 1)")
+        _require(
+            0 <= self.dn_c <= 1 / self.dn_size,
+            "dn_c",
+            self.dn_c,
+            f"in [0, 1/N], and N is {self.dn_size} (--dn-buffer)",
+        )
+        buffered = self.outer_name in ("dn", "fedbuff")
+        _require(
+            self.dn_buffer is None or buffered,
+            "dn_buffer",
+            self.dn_buffer,
+            f"left out: --outer {self.outer_name} has no buffer",
+        )
+        paper = self.outer_name == "dn" and self.dn_variant == "paper"
+        _require(
+            not self.dn_c or paper,
+            "dn_c",
+            self.dn_c,
+            "left out: only --outer dn with --dn-variant paper has it",
+        )
+        _require(
+            self.dn_variant == "paper" or self.outer_name == "dn",
+            "dn_variant",
+            self.dn_variant,
+            f"left out: --outer {self.outer_name} is not dn",
+        )
+
+    def _check_async(self) -> None:
+        problems = {
+            "min_workers": self.min_workers > 1,
+            "quorum": self.quorum is not None,
+            "deterministic": self.deterministic,
+            "aggregate": self.aggregate != "mean",
+            "late": self.late != "carry",
+        }
+        for name, wrong in problems.items():
+            _require(
+                not wrong,
+                name,
+                getattr(self, name),
+                "left out with --mode async, which applies each submission by itself",
+            )
+        fit = self.num_fragments * (self.fragment_sync_delay + 1)
+        _require(
+            self.dylu_min_steps is None or self.dylu,
+            "dylu_min_steps",
+            self.dylu_min_steps,
+            "left out, or --dylu given",
+        )
+        _require(
+            fit <= self.least_steps <= self.sync_every,
+            "dylu_min_steps",
+            self.least_steps,
+            f"from {fit} (--num-fragments times --fragment-sync-delay + 1) to --sync-every, which "
+            f"is {self.sync_every}",
+        )
+
+    def _check_sync(self) -> None:
+        only = "left out, or --mode async given: "
+        _require(
+            not self.dylu, "dylu", "on", only + "in rounds every worker makes the same H steps"
+        )
+        _require(
+            self.dylu_min_steps is None, "dylu_min_steps", self.dylu_min_steps, only + "see --dylu"
+        )
+        _require(
+            self.staleness_weight == "none",
+            "staleness_weight",
+            self.staleness_weight,
+            only + "a round's contributions start from one version",
+        )
+        _require(
+            self.max_staleness is None,
+            "max_staleness",
+            self.max_staleness,
+            only + "a round's contributions start from one version",
+        )
+        for name, default in (("grace", 0.0), ("late", "carry")):
+            value = getattr(self, name)
+            _require(
+                value == default or self.quorum is not None,
+                name,
+                value,
+                "left out, or --quorum given: without it a round waits for everyone",
+            )
+
+
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "mode": MODES,
+    "outer": (*OUTERS, None),
+    "dn_variant": DN_VARIANTS,
+    "staleness_weight": STALENESS_WEIGHTS,
+    "fragment_pattern": PATTERNS,
+    "fragment_merge": MERGES,
+    "weight_by": WEIGHTS,
+    "aggregate": AGGREGATES,
+    "late": LATES,
+}
+
+# Lowest values of whole numbers.
+_COUNTS = {
+    "workers": 1,
+    "min_workers": 1,
+    "sync_every": 1,
+    "num_fragments": 1,
+    "fragment_sync_delay": 0,
+    "fragment_max_delay": 0,
+    "dn_buffer": 1,
+    "max_staleness": 0,
+    "dylu_min_steps": 1,
+    "quorum": 1,
+    "staging_slots": 1,
+    "chunk_elements": 1,
+}
+_MAY_BE_SILENT = {"fragment_max_delay", "dn_buffer", "max_staleness", "dylu_min_steps", "quorum"}
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require(holds: bool, name: str, value: object, what: str) -> None:
+    """Raise UsageError unless the condition holds, with a sentence in the words of the options."""
     if not holds:
         raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be {what}.")
 

@@ -57,13 +57,32 @@ class FoldRefused:
 
 
 @dataclass(frozen=True)
+class Inspected:
+    """An `Inspect` was carried out: the chunk is finite.
+
+    `squares` is the sum of its squared values; 0 unless they are parameters.
+    """
+
+    work: Inspect
+    squares: float
+
+
+@dataclass(frozen=True)
+class InspectRefused:
+    """An `Inspect` found NaN or infinity."""
+
+    work: Inspect
+
+
+@dataclass(frozen=True)
 class Stepped:
-    """A `Step` was carried out. `wire` is the chunk as it is sent to workers.
+    """The outer step of one chunk was taken. `wire` is the chunk as it is sent to workers.
 
     `overflow` is True when the mean was not finite; the chunk then kept its value.
     """
 
-    work: Step
+    fragment: int
+    index: int
     wire: Any
     overflow: bool = False
 
@@ -101,6 +120,8 @@ Event = (
     | PeerGone
     | Folded
     | FoldRefused
+    | Inspected
+    | InspectRefused
     | Stepped
     | Placed
     | PlaceRefused
@@ -137,12 +158,59 @@ class Fold:
 class Step:
     """Divide the accumulated chunk by `weight`, apply the outer optimizer, empty the accumulator.
 
-    With weight 0 nobody delivered this chunk: it keeps its value and its momentum.
+    With weight 0 nobody delivered this chunk: it keeps its value and its momentum. `count` is the
+    number of gradients that the outer optimizer has had of this fragment before this one.
     """
 
     fragment: int
     index: int
     weight: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One chunk of a whole submission, and what concerns all of that submission.
+
+    Attributes:
+        weight: its share in a mean is this over the sum of all weights.
+        scale: factor of its values, where old work counts less.
+        norm: Euclidean length of its parameters, all chunks together.
+        wire_dtype: what the payload's parameters are in.
+    """
+
+    worker_id: str
+    push_id: int
+    weight: float
+    scale: float
+    norm: float
+    wire_dtype: str
+    payload: Any
+
+
+@dataclass(frozen=True)
+class Inspect:
+    """Look at one chunk of a staged submission: is it finite, and how long is it?"""
+
+    fragment: int
+    index: int
+    worker_id: str
+    push_id: int
+    wire_dtype: str
+    payload: Any
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Make a gradient of each group of parts and apply the outer optimizer to one after the other.
+
+    A group without parts lacks this chunk: it is left out. `count` is as in `Step`, before the first.
+    """
+
+    fragment: int
+    index: int
+    groups: tuple[tuple[Part, ...], ...]
+    count: int
 
 
 @dataclass(frozen=True)
@@ -169,5 +237,5 @@ class Log:
     text: str
 
 
-Work = Fold | Step | Place
-Effect = Send | Fold | Step | Place | DropPlaces | Log
+Work = Fold | Step | Inspect | Merge | Place
+Effect = Send | Work | DropPlaces | Log

@@ -31,11 +31,15 @@ class RunConfig:
     """How the run is trained. The broker owns it and hands it out in `welcome`.
 
     Attributes:
-        mode: "sync".
+        mode: "sync" or "async".
         sync_every: H, inner (optimizer) steps between two pushes of a fragment.
         num_fragments: P.
         fragment_sync_delay: tau, inner steps between sending a fragment and merging the reply.
         fragment_update_alpha: weight of the local parameters in that merge.
+        fragment_merge: "alpha" (the paper's merge) or "rebase" (keeps the steps made meanwhile).
+        fragment_max_delay: inner steps after which a worker waits for a late reply; None = tau.
+        dylu: whether the answers to heartbeats carry an H for each worker.
+        weight_by: what a contribution weighs: "equal", "tokens" or "samples".
         wire_dtype: of pseudo-gradients, worker to broker.
         reply_dtype: of parameters, broker to worker.
         heartbeat_timeout: seconds of silence after which a worker counts as dead; 0 = never.
@@ -47,6 +51,10 @@ class RunConfig:
     num_fragments: int = 1
     fragment_sync_delay: int = 0
     fragment_update_alpha: float = 0.0
+    fragment_merge: str = "alpha"
+    fragment_max_delay: int | None = None
+    dylu: bool = False
+    weight_by: str = "equal"
     wire_dtype: str = "bf16"
     reply_dtype: str = "fp32"
     heartbeat_timeout: float = 120.0
@@ -130,6 +138,7 @@ class Push(Message):
     weight: float = 1.0
     steps: int = 0
     tokens: int = 0
+    samples: int = 0
     loss: float | None = None
     norm: float | None = None
     purpose: Purpose = Purpose.GRADIENT
@@ -189,6 +198,8 @@ class Credit(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
+    """`plan` is the fragment of each manifest entry, in order; empty where P is 1."""
+
     kind = "welcome"
     session: bytes
     epoch: str
@@ -197,11 +208,15 @@ class Welcome(Message):
     run: str | None = None
     versions: tuple[VersionId | None, ...] = ()
     feed: str | None = None
+    plan: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Grant(Message):
-    """Answer to a push: what is held of it already and how many chunks may be sent now."""
+    """Answer to a push: what is held of it already and how many chunks may be sent now.
+
+    `round` is the one that the push will be part of; None where there are no common rounds.
+    """
 
     kind = "grant"
     push_id: int
@@ -210,6 +225,7 @@ class Grant(Message):
     held: bytes | None = None
     credit: int = 0
     text: str = ""
+    round: int | None = None
 
 
 @dataclass(frozen=True)
@@ -224,7 +240,10 @@ class Ack(Message):
 
 @dataclass(frozen=True)
 class Released(Message):
-    """A version is whole: its chunks may be used once all of them are here."""
+    """A version is whole: its chunks may be used once all of them are here.
+
+    `staleness` is that of the reader's last push in it: versions between its base and this one.
+    """
 
     kind = "released"
     fragment: int
@@ -232,17 +251,19 @@ class Released(Message):
     ledger: Ledger
     round: int = 0
     averaged: int = 0
+    staleness: int | None = None
 
 
 @dataclass(frozen=True)
 class Notice(Message):
-    """Something the worker should know: `alive`, `donate`, `shutdown`, ..."""
+    """Something the worker should know: `alive`, `donate`, `carried`, `shutdown`, ..."""
 
     kind = "notice"
     what: str
     text: str = ""
     fragment: int = 0
     round: int = 0
+    sync_every: int | None = None
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,11 @@ from diloco_broker.events import (
     Fold,
     Folded,
     FoldRefused,
+    Inspect,
+    Inspected,
+    InspectRefused,
     Log,
+    Merge,
     PeerGone,
     Place,
     Placed,
@@ -63,12 +67,20 @@ def a_manifest(chunks: int = 3, **others: TensorEntry) -> Manifest:
     return Manifest((*entries, *others.values()))
 
 
+def layered(layers: int, chunks: int = 2) -> Manifest:
+    """A model of so many layers, each of so many chunks of the stage's size."""
+    size = (chunks * CHUNK_ELEMENTS,)
+    names = [f"layers.{number}.weight" for number in range(layers)]
+    return Manifest(tuple(TensorEntry(name, size, "float32", Kind.TRAINABLE) for name in names))
+
+
 class Payload:
     """A buffer of which only the length and a mark matter."""
 
-    def __init__(self, nbytes: int, *, is_finite: bool = True) -> None:
+    def __init__(self, nbytes: int, *, is_finite: bool = True, squares: float = 1.0) -> None:
         self.nbytes = nbytes
         self.is_finite = is_finite
+        self.squares = squares
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,7 @@ class Stage:
         self.chunks: dict[tuple[int, int], Wire] = {}
         self.sums: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
         self.steps: list[Step] = []
+        self.merges: list[Merge] = []
         self._routes = 0
 
     # The world.
@@ -134,7 +147,7 @@ class Stage:
                             self.inbox.setdefault(route, []).append(message)
                     case Log():
                         self.logs.append(effect.text)
-                    case Fold() | Step() | Place():
+                    case Fold() | Step() | Inspect() | Merge() | Place():
                         self.work_queue.append(effect)
                     case DropPlaces():
                         kept = (w for w in self.work_queue if not isinstance(w, Place))
@@ -172,10 +185,21 @@ class Stage:
                 parts = self.sums.pop((fragment, index), [])
                 total = sum(part[2] for part in parts)
                 assert abs(total - weight) < 1e-9, "the mean is divided by what was not added"
-                contents = self.chunks[fragment, index].contents
                 added = tuple((worker, push_id) for worker, push_id, _ in parts)
-                self.chunks[fragment, index] = Wire(contents + added)
-                return Stepped(work, self.chunks[fragment, index])
+                return self._added(fragment, index, added)
+            case Inspect(payload=payload):
+                if not payload.is_finite:
+                    return InspectRefused(work)
+                return Inspected(work, payload.squares)
+            case Merge(fragment, index, groups):
+                self.merges.append(work)
+                assert all(p.payload is not None for group in groups for p in group)
+                added = tuple((p.worker_id, p.push_id) for group in groups for p in group)
+                return self._added(fragment, index, added)
+
+    def _added(self, fragment: int, index: int, added: tuple[tuple[str, int], ...]) -> Stepped:
+        self.chunks[fragment, index] = Wire(self.chunks[fragment, index].contents + added)
+        return Stepped(fragment, index, self.chunks[fragment, index])
 
     # What came of it.
 
@@ -232,6 +256,7 @@ class Puppet:
     control: bytes = b""
     bulk: bytes = b""
     push_id: int = 0
+    fragment: int = 0
     base: VersionId | None = None
 
     def sends(self, message: Message, payload: Any = None, *, on: bytes | None = None) -> None:
@@ -261,27 +286,42 @@ class Puppet:
     def begins(self, push_id: int, *, weight: float = 1.0, **fields: Any) -> Grant | None:
         """Offer a push; returns the grant."""
         self.push_id = push_id
-        fields = {"base": self.base or self.stage.version(), "wire_dtype": "fp32", **fields}
-        chunks = self.stage.state.shelf.stocks[0].layout.chunks
-        fields.setdefault("fragment", 0)
+        fragment = self.fragment = fields.setdefault("fragment", 0)
+        there = fragment if 0 <= fragment < len(self.stage.state.shelf.stocks) else 0
+        base = self.base if there == 0 and self.base else self.stage.version(there)
+        fields = {"base": base, "wire_dtype": "fp32", **fields}
+        chunks = self.stage.state.shelf.stocks[there].layout.chunks
         self.sends(Push(self.token(), push_id, chunks=chunks, weight=weight, **fields))
         return self.last(Grant)
 
-    def delivers(self, indexes: Iterable[int], *, is_finite: bool = True, size: int = 0) -> None:
+    def delivers(
+        self,
+        indexes: Iterable[int],
+        *,
+        is_finite: bool = True,
+        size: int = 0,
+        squares: float = 1.0,
+    ) -> None:
         for index in indexes:
-            chunk = Chunk(0, index, session=self.session, push_id=self.push_id)
-            payload = Payload(size or 4 * CHUNK_ELEMENTS, is_finite=is_finite)
+            chunk = Chunk(self.fragment, index, session=self.session, push_id=self.push_id)
+            nbytes = size or 4 * CHUNK_ELEMENTS
+            payload = Payload(nbytes, is_finite=is_finite, squares=squares)
             self.sends(chunk, payload, on=self.bulk)
 
-    def pushes(self, push_id: int, *, weight: float = 1.0) -> None:
+    def commits(self) -> None:
+        self.sends(Commit(self.token(), self.push_id, self.fragment))
+
+    def pushes(
+        self, push_id: int, *, weight: float = 1.0, squares: float = 1.0, **fields: Any
+    ) -> None:
         """A whole push, as a well-behaved worker makes it: what is held is not sent again."""
-        grant = self.begins(push_id, weight=weight)
+        grant = self.begins(push_id, weight=weight, **fields)
         assert grant is not None
         assert grant.standing.value in ("new", "resume"), grant
-        size = self.stage.state.shelf.stocks[0].layout.chunks
+        size = self.stage.state.shelf.stocks[self.fragment].layout.chunks
         held = Bitmap.from_bytes(grant.held, size) if grant.held else Bitmap(size)
-        self.delivers(held.missing())
-        self.sends(Commit(self.token(), push_id, 0))
+        self.delivers(held.missing(), squares=squares)
+        self.commits()
 
     def beats(self, step: int = 1) -> None:
         self.sends(Heartbeat(self.token(), step))
@@ -331,4 +371,6 @@ def a_config(workers: int = 2, **fields: Any) -> BrokerConfig:
 
 
 def a_stage(workers: int = 2, chunks: int = 3, *, by_hand: bool = False, **fields: Any) -> Stage:
-    return Stage(a_config(workers, **fields), a_manifest(chunks), by_hand)
+    config = a_config(workers, **fields)
+    pieces = config.num_fragments
+    return Stage(config, a_manifest(chunks) if pieces == 1 else layered(pieces, chunks), by_hand)

@@ -26,12 +26,14 @@ MAY_USE_BOTH = ("demo", "bench")
 PUBLIC = {"diloco_broker", "diloco_worker"}
 PURE = {
     "diloco_broker": {
-        "bootstrap", "config", "core", "events", "feed", "joining", "membership", "providing",
-        "pushing", "rounds", "sequence", "state", "transfer",
+        "asynchronous", "bootstrap", "config", "core", "dylu", "events", "feed", "granting", "joining",
+        "membership", "providing", "pushing", "rounds", "sequence", "staged", "staging", "state",
+        "streaming", "transfer",
     },
     "diloco_worker": {"events", "pulls", "pushes", "session", "terms", "transfers"},
     "diloco_protocol": {
-        "chunks", "codecs", "errors", "frames", "manifest", "messages", "version", "__init__",
+        "chunks", "codecs", "errors", "fragments", "frames", "manifest", "messages", "version",
+        "__init__",
     },
     "diloco_tools": {"feed", "top/notation", "top/screen"},
 }  # fmt: skip

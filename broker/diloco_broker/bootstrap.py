@@ -53,6 +53,7 @@ class Bootstrap:
     Attributes:
         initial: what the model file has, None without one.
         manifest: the run's model, settled by the first worker that joins.
+        plan: the fragment of each of its tensors.
         run: name of the run; None until parameters are on their way.
         donor: id of the worker that was asked.
         rejected_donors: workers whose parameters could not be used.
@@ -62,6 +63,7 @@ class Bootstrap:
 
     initial: InitialModel | None = None
     manifest: Manifest | None = None
+    plan: tuple[int, ...] = ()
     layout: ModelLayout | None = None
     run: str | None = None
     donor: str | None = None
@@ -73,11 +75,16 @@ class Bootstrap:
     is_loading: bool = False
     is_done: bool = False
 
-    def settle_manifest(self, manifest: Manifest, config: RunConfig) -> ModelLayout:
-        """This is the run's model from now on."""
-        self.manifest = manifest
+    def settle_manifest(
+        self, manifest: Manifest, plan: tuple[int, ...], config: RunConfig
+    ) -> ModelLayout:
+        """This is the run's model from now on; `plan` is the fragment of each of its tensors."""
+        self.manifest, self.plan = manifest, plan
         self.layout = lay_out(
-            manifest, num_fragments=config.num_fragments, chunk_elements=config.chunk_elements
+            manifest,
+            {entry.name: part for entry, part in zip(manifest.entries, plan, strict=True)},
+            num_fragments=config.num_fragments,
+            chunk_elements=config.chunk_elements,
         )
         return self.layout
 

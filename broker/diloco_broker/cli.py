@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,57 +30,161 @@ def main() -> None:
     """Average the pseudo-gradients of DiLoCo workers and hand global parameters back."""
 
 
+_RUN = "The run"
+_OUTER = "Outer optimizer"
+_ASYNC = "Asynchronous mode"
+_FRAGMENTS = "Streaming fragments"
+_REDUCING = "Rounds and reducing"
+_WIRE = "Wire and liveness"
+
+
+def _option(text: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
 @app.command()
 def serve(
-    workers: Annotated[int, typer.Option(help="Round one waits for so many workers.")] = 1,
+    mode: Annotated[
+        str, _option("sync: rounds, all together; async: each worker by itself.", _RUN)
+    ] = "sync",
+    workers: Annotated[
+        int,
+        _option("Round one waits for so many workers; in async mode, how many are planned.", _RUN),
+    ] = 1,
     min_workers: Annotated[
-        int, typer.Option(help="A round never closes with fewer contributions.")
+        int, _option("A round never closes with fewer contributions.", _RUN)
     ] = 1,
     model: Annotated[
         Path | None,
-        typer.Option(
-            help="Parameters to begin with: .safetensors, a .pt state dict, or a Hugging Face "
-            "folder. Without it the first worker provides them."
+        _option(
+            "Parameters to begin with: .safetensors, a .pt state dict, or a Hugging Face folder. "
+            "Without it the first worker provides them.",
+            _RUN,
         ),
     ] = None,
-    bind: Annotated[
-        str, typer.Option(help="Control address; port * picks a free one and prints it.")
-    ] = DEFAULT_BIND,
-    feed: Annotated[str, typer.Option(help="Address of the status feed.")] = DEFAULT_FEED,
     sync_every: Annotated[
-        int, typer.Option(help="H: optimizer steps of a worker between two pushes.")
+        int, _option("H: optimizer steps of a worker between two pushes of a fragment.", _RUN)
     ] = 500,
-    outer_lr: Annotated[float, typer.Option(help="Learning rate of the outer optimizer.")] = 0.7,
-    outer_momentum: Annotated[float, typer.Option(help="Momentum of the outer optimizer.")] = 0.9,
+    outer: Annotated[
+        str | None,
+        _option(
+            "nesterov, dn (Delayed Nesterov), fedbuff or sgd. "
+            "Default: nesterov in sync, dn in async.",
+            _OUTER,
+        ),
+    ] = None,
+    outer_lr: Annotated[float, _option("Learning rate of the outer optimizer.", _OUTER)] = 0.7,
+    outer_momentum: Annotated[float, _option("Momentum of the outer optimizer.", _OUTER)] = 0.9,
     nesterov: Annotated[
-        bool, typer.Option(help="Nesterov's form of the momentum, as in the paper.")
+        bool, _option("Nesterov's form of the momentum, as in the paper.", _OUTER)
     ] = True,
+    dn_buffer: Annotated[
+        int | None,
+        _option(
+            "N of dn and fedbuff: gradients to a momentum step. "
+            "Default: the workers in async, 1 in sync.",
+            _OUTER,
+        ),
+    ] = None,
+    dn_c: Annotated[float, _option("c of Delayed Nesterov, from 0 to 1/N.", _OUTER)] = 0.0,
+    dn_variant: Annotated[
+        str, _option("paper, or direct, which counts gradients twice.", _OUTER)
+    ] = "paper",
+    staleness_weight: Annotated[
+        str, _option("none, or poly: s versions old counts (1 + s)^-1/2.", _ASYNC)
+    ] = "none",
+    max_staleness: Annotated[
+        int | None, _option("Refuse pushes that start from older versions.", _ASYNC)
+    ] = None,
+    dylu: Annotated[
+        bool,
+        _option("Dynamic Local Updates: fewer steps for slower workers.", _ASYNC, "--dylu"),
+    ] = False,
+    dylu_min_steps: Annotated[
+        int | None, _option("Least steps of a slow worker. Default: as few as fit.", _ASYNC)
+    ] = None,
+    staging_slots: Annotated[int, _option("Submissions under way at a time.", _ASYNC)] = 2,
+    staging_deadline: Annotated[
+        float,
+        _option("Seconds without progress after which one loses its slot to others.", _ASYNC),
+    ] = 30.0,
+    num_fragments: Annotated[
+        int, _option("P: the model travels in so many parts, one after the other.", _FRAGMENTS)
+    ] = 1,
+    fragment_pattern: Annotated[
+        str,
+        _option("strided (layers i, i+P, ...), contiguous or balanced (by bytes).", _FRAGMENTS),
+    ] = "strided",
+    fragment_sync_delay: Annotated[
+        int, _option("tau: steps between sending a fragment and merging the reply.", _FRAGMENTS)
+    ] = 0,
+    fragment_update_alpha: Annotated[
+        float, _option("Weight of the local parameters in that merge, 0 to 1.", _FRAGMENTS)
+    ] = 0.0,
+    fragment_merge: Annotated[
+        str, _option("alpha, or rebase: keep the steps made since sending.", _FRAGMENTS)
+    ] = "alpha",
+    fragment_max_delay: Annotated[
+        int | None,
+        _option("Steps after which a worker waits for a late reply. Default: tau.", _FRAGMENTS),
+    ] = None,
+    quorum: Annotated[
+        int | None,
+        _option("Close a round --grace seconds after so many are in. Default: all.", _REDUCING),
+    ] = None,
+    grace: Annotated[
+        float,
+        _option(
+            "Seconds to wait for the rest after the quorum; in async mode, for company after "
+            "the first.",
+            _REDUCING,
+        ),
+    ] = 0.0,
+    late: Annotated[
+        str, _option("carry late work into the next round, or drop it.", _REDUCING)
+    ] = "carry",
+    deterministic: Annotated[
+        bool,
+        _option(
+            "The same bits in any order of arrival; keeps whole submissions.",
+            _REDUCING,
+            "--deterministic",
+        ),
+    ] = False,
+    weight_by: Annotated[
+        str, _option("What a contribution weighs: equal, tokens or samples.", _REDUCING)
+    ] = "equal",
+    aggregate: Annotated[
+        str,
+        _option("mean, or clip-median-norm: none counts longer than the median.", _REDUCING),
+    ] = "mean",
+    bind: Annotated[
+        str, _option("Control address; port * picks a free one and prints it.", _WIRE)
+    ] = DEFAULT_BIND,
+    feed: Annotated[str, _option("Address of the status feed.", _WIRE)] = DEFAULT_FEED,
     wire_dtype: Annotated[
-        str, typer.Option(help="Dtype of pseudo-gradients on the way up: fp32, bf16, fp16.")
+        str, _option("Dtype of pseudo-gradients on the way up: fp32, bf16, fp16.", _WIRE)
     ] = "bf16",
     reply_dtype: Annotated[
-        str, typer.Option(help="Dtype of parameters on the way down: fp32, bf16, fp16.")
+        str, _option("Dtype of parameters on the way down: fp32, bf16, fp16.", _WIRE)
     ] = "fp32",
     heartbeat_timeout: Annotated[
-        float,
-        typer.Option(help="Seconds of silence after which a worker counts as dead; 0: never."),
+        float, _option("Seconds of silence after which a worker counts as dead; 0: never.", _WIRE)
     ] = 120.0,
     disconnect_grace: Annotated[
-        float, typer.Option(help="Seconds a worker has to come back after its connection broke.")
+        float, _option("Seconds a worker has to come back after its connection broke.", _WIRE)
     ] = 1.0,
     recover_wait: Annotated[
         float,
-        typer.Option(
-            help="Seconds to wait for all workers when one holds a version of an earlier run."
-        ),
+        _option("Seconds to wait for all workers when one holds an earlier run.", _WIRE),
     ] = 10.0,
     insecure: Annotated[
         bool,
-        typer.Option(
-            "--insecure", help="Allow an address other machines reach, without authentication."
+        _option(
+            "Allow an address other machines reach, without authentication.", _WIRE, "--insecure"
         ),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Log more.")] = False,
+    verbose: Annotated[bool, _option("Log more.", _WIRE, "--verbose")] = False,
 ) -> None:
     """Serve a run until SIGTERM or Ctrl-C; a second signal ends at once."""
     logging.basicConfig(
@@ -91,12 +195,35 @@ def serve(
     )
     try:
         config = BrokerConfig(
+            mode=mode,
             workers=workers,
             min_workers=min_workers,
             sync_every=sync_every,
+            outer=outer,
             outer_lr=outer_lr,
             outer_momentum=outer_momentum,
             nesterov=nesterov,
+            dn_buffer=dn_buffer,
+            dn_c=dn_c,
+            dn_variant=dn_variant,
+            staleness_weight=staleness_weight,
+            max_staleness=max_staleness,
+            dylu=dylu,
+            dylu_min_steps=dylu_min_steps,
+            num_fragments=num_fragments,
+            fragment_pattern=fragment_pattern,
+            fragment_sync_delay=fragment_sync_delay,
+            fragment_update_alpha=fragment_update_alpha,
+            fragment_merge=fragment_merge,
+            fragment_max_delay=fragment_max_delay,
+            deterministic=deterministic,
+            weight_by=weight_by,
+            aggregate=aggregate,
+            quorum=quorum,
+            grace=grace,
+            late=late,
+            staging_slots=staging_slots,
+            staging_deadline=staging_deadline,
             wire_dtype=wire_dtype,
             reply_dtype=reply_dtype,
             bind=bind,

@@ -304,6 +304,7 @@ class BrokerConfig:
             "quorum": self.quorum is not None,
             "deterministic": self.deterministic,
             "aggregate": self.aggregate != "mean",
+            "weight_by": self.weight_by != "equal",
             "late": self.late != "carry",
         }
         for name, wrong in problems.items():

@@ -3,10 +3,14 @@
 No clock, socket, thread, file or tensor in here: time is an argument, payloads are opaque, randomness is
 handed in. The rules stand where they belong, as functions over one `State`:
 
-    joining    who comes, comes back, leaves, dies          membership  the records of it
-    providing  where the first parameters come from         bootstrap
-    pushing    what is checked and granted                  rounds      one round's books
-    sequence   opening, closing, releasing rounds           transfer    versions, readers, credits
+    joining       who comes, comes back, leaves, dies       membership  the records of it
+    providing     where the first parameters come from      bootstrap
+    pushing       what is checked of a push and its chunks  granting    what it is answered
+    sequence      opening, closing, releasing rounds        transfer    versions, readers, credits
+    streaming     a round that adds up chunks as they come  rounds      its books
+    staged        a round over whole submissions            staging     its books
+    asynchronous  no rounds: each submission by itself
+    dylu          how many steps for whom
 
 A message that cannot be accepted raises ProtocolError before anything has changed; its sender gets the
 sentence, the others never notice.
@@ -25,6 +29,8 @@ from diloco_broker.events import (
     Event,
     Folded,
     FoldRefused,
+    Inspected,
+    InspectRefused,
     Log,
     Malformed,
     PeerGone,
@@ -94,12 +100,13 @@ class Core:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event. Returns the effects to carry out, in order."""
         state = self.state
+        state.now = now
         match event:
             case Received(route, message, payload):
                 try:
                     return list(self._message(route, message, payload, now))
                 except ProtocolError as error:
-                    return list(self._refuse(route, message, error, now))
+                    return list(self._refuse(route, message, error))
             case Malformed(route, code, sentence):
                 state.totals.malformed += 1
                 log = Log("warning", f"A message that cannot be read was refused: {sentence}")
@@ -108,12 +115,16 @@ class Core:
                 return list(pushing.folded(state, event))
             case FoldRefused():
                 return list(pushing.fold_refused(state, event))
+            case Inspected():
+                return list(pushing.inspected(state, event))
+            case InspectRefused():
+                return list(pushing.inspect_refused(state, event))
             case Stepped():
-                return list(sequence.stepped(state, event, now))
+                return list(sequence.stepped(state, event))
             case Placed():
-                return list(providing.placed(state, event, now))
+                return list(providing.placed(state, event))
             case PlaceRefused():
-                return list(providing.place_refused(state, event, now))
+                return list(providing.place_refused(state, event))
             case PeerGone(route):
                 return list(joining.peer_gone(state, route, now))
             case Tick():
@@ -138,7 +149,7 @@ class Core:
                     return
                 member.last_seen = now
                 member.disconnected_at = None
-                yield from self._of_member(member, route, message, payload, now)
+                yield from self._of_member(member, route, message, payload)
             case Control(action="manifest"):
                 yield from self._manifest(route, message)
             case Control():
@@ -153,20 +164,21 @@ class Core:
                 )
 
     def _of_member(
-        self, member: Member, route: Route, message: Message, payload: Any, now: float
+        self, member: Member, route: Route, message: Message, payload: Any
     ) -> Iterator[Effect]:
         state = self.state
         match message:
             case Heartbeat():
                 member.hears(message)
                 number = state.round.number if state.round else 0
-                yield Send(route, Notice("alive", round=number))
+                steps = state.sync_every_of(member) if state.config.dylu else None
+                yield Send(route, Notice("alive", round=number, sync_every=steps))
             case Push():
-                yield from pushing.push(state, member, message, now)
+                yield from pushing.push(state, member, message)
             case Chunk():
                 yield from pushing.chunk(state, member, message, payload)
             case Commit():
-                pushing.commit(state, member, message)
+                yield from pushing.commit(state, member, message)
             case Pull():
                 self._check_pull(message)
                 if member.bulk is None:
@@ -187,11 +199,9 @@ class Core:
                 yield Log(
                     "info", f"{member.worker_id} leaves: {message.reason[:200] or 'it is done'}."
                 )
-                yield from joining.remove(state, member, now)
+                yield from joining.remove(state, member)
 
-    def _refuse(
-        self, route: Route, message: Message, error: ProtocolError, now: float
-    ) -> Iterator[Effect]:
+    def _refuse(self, route: Route, message: Message, error: ProtocolError) -> Iterator[Effect]:
         push_id = None
         who = ""
         if isinstance(message, Push | Chunk | Commit):
@@ -203,7 +213,7 @@ class Core:
                 who = f" of {member.worker_id}"
                 route = member.control
             if isinstance(message, Push) and message.purpose is Purpose.DONATION and member:
-                yield from providing.reject_donor(self.state, member, now)
+                yield from providing.reject_donor(self.state, member)
         retry = error.code in WORTH_A_RETRY
         yield Send(route, Error(error.code, str(error), retry, push_id, message.kind))
         if not retry:
@@ -255,7 +265,12 @@ class Core:
             text = "The broker has no model yet; the first worker that joins brings it."
             yield Send(route, Result(control.request, False, text))
             return
-        data = {"manifest": to_plain(manifest), "config": to_plain(self.state.run_config)}
+        plan = self.state.bootstrap.plan if self.state.config.num_fragments > 1 else ()
+        data = {
+            "manifest": to_plain(manifest),
+            "config": to_plain(self.state.run_config),
+            "plan": list(plan),
+        }
         text = f"The model has {manifest.trainable_elements} trainable parameters."
         yield Send(route, Result(control.request, True, text, data))
 

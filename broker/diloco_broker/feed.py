@@ -113,12 +113,29 @@ def _snapshot(
         if manifest
         else None,
         "outer": {
-            "optimizer": "nesterov" if config.nesterov else "sgd",
+            "optimizer": config.outer_name,
             "lr": config.outer_lr,
             "momentum": config.outer_momentum,
             "nesterov": config.nesterov,
+            "variant": config.dn_variant if config.outer_name == "dn" else None,
+            "buffer": config.dn_size if config.outer_name in ("dn", "fedbuff") else None,
         },
         "sync_every": config.sync_every,
+        "num_fragments": config.num_fragments,
+        "fragment_sync_delay": config.fragment_sync_delay,
+        "fragment_update_alpha": config.fragment_update_alpha,
+        "fragment_merge": config.fragment_merge,
+        "reducer": {
+            "staged": config.is_staged,
+            "aggregate": config.aggregate,
+            "deterministic": config.deterministic,
+            "weight_by": config.weight_by,
+            "quorum": config.quorum,
+            "grace_s": config.grace,
+            "late": config.late,
+            "submissions": sum(1 for _ in state.staging),
+            "waiting": len(state.staging.waiting),
+        },
         "wire_dtype": config.wire_dtype,
         "reply_dtype": config.reply_dtype,
         "workers_wanted": config.workers,
@@ -127,6 +144,8 @@ def _snapshot(
                 "fragment": stock.layout.fragment,
                 "version": stock.version.counter,
                 "tag": f"{stock.version.tag:016x}",
+                "gradients": stock.gradients,
+                "buffered": stock.gradients % config.dn_size,
             }
             for stock in state.shelf.stocks[:-1]
             if stock.version
@@ -148,6 +167,7 @@ def _snapshot(
             "weight": report.weight,
             "loss": report.loss,
             "delta_norm": report.delta_norm,
+            "staleness": report.staleness,
         }
         if report
         else None,
@@ -179,7 +199,7 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
         "health": "lost" if lost else "slow" if silent > SLOW_AFTER_S else "ok",
         "round": member.last_round,
         "inner_step": member.inner_step,
-        "sync_every": state.config.sync_every,
+        "sync_every": state.sync_every_of(member),
         "step": member.step,
         "steps_per_s": member.steps_per_s,
         "loss": member.loss,

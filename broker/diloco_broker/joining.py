@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from diloco_broker import providing, sequence
+from diloco_broker.config import BrokerConfig
 from diloco_broker.events import Effect, Log, Route, Send
 from diloco_broker.membership import Member
 from diloco_broker.state import State
-from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.codecs import WIRE_DTYPES
+from diloco_protocol.errors import Code, ProtocolError, UsageError
+from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.manifest import Manifest, differences, summarise
 from diloco_protocol.messages import Error, Join, Notice, Welcome
 
@@ -26,7 +30,7 @@ CONTEST_S = 30.0
 
 def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]:
     """A worker asks to take part, for the first time or again on new connections."""
-    _check_join(state, join)
+    plan = _check_join(state, join)
     member = state.members.named(join.worker_id)
     if member is not None and member.session != join.session:
         yield from _contest(member, route, now)
@@ -40,7 +44,7 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         state.members.renew(member, join, session, route, now)
         yield Log("info", f"{join.worker_id} is back on a new connection.")
     if state.bootstrap.manifest != join.manifest:
-        layout = state.bootstrap.settle_manifest(join.manifest, state.run_config)
+        layout = state.bootstrap.settle_manifest(join.manifest, plan, state.run_config)
         state.shelf.furnish(layout.all)
     member.first_round = _first_round(state, member)
     versions = tuple(stock.version for stock in state.shelf.stocks[:-1])
@@ -59,9 +63,10 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         state.bootstrap.run,
         versions,
         state.feed_address,
+        plan if state.config.num_fragments > 1 else (),
     )
     yield Send(route, welcome)
-    yield from providing.seek(state, now)
+    yield from providing.seek(state)
 
 
 def _first_round(state: State, member: Member) -> int:
@@ -74,7 +79,8 @@ def _first_round(state: State, member: Member) -> int:
     return round_.number + (member.worker_id not in round_.expected)
 
 
-def _check_join(state: State, join: Join) -> None:
+def _check_join(state: State, join: Join) -> tuple[int, ...]:
+    """Raise ProtocolError unless the worker can take part; returns the fragment of each tensor."""
     if state.stopping:
         raise ProtocolError(Code.STOPPING, f"The broker is stopping: {state.stopping}.")
     if not (0 < len(join.worker_id) <= MAX_ID_LENGTH and join.worker_id.isprintable()):
@@ -99,14 +105,7 @@ def _check_join(state: State, join: Join) -> None:
         raise ProtocolError(
             Code.MODEL_DIFFERS, f"The model cannot be trained: {summarise(problems)}."
         )
-    for name, asked in join.wants.items():
-        runs = getattr(state.run_config, name, None)
-        if asked is not None and asked != runs:
-            raise ProtocolError(
-                Code.CONFIG_DIFFERS,
-                f"The worker asks for {name}={asked}, the run has {name}={runs}; leave it out to "
-                "take the run's, or start the broker with the other.",
-            )
+    _check_wants(state.config, join.wants)
     run = state.bootstrap.run
     if join.run is not None and run is not None and join.run != run:
         raise ProtocolError(
@@ -115,6 +114,43 @@ def _check_join(state: State, join: Join) -> None:
             "worker to begin from this run's parameters.",
         )
     _check_manifest(state, join.manifest)
+    return _plan(state, join.manifest)
+
+
+def _check_wants(config: BrokerConfig, wants: Mapping[str, Any]) -> None:
+    """A worker trains as the run does. Without a barrier, H and the wire dtype are its own affair."""
+    for name, asked in wants.items():
+        runs = getattr(config.run_config, name, None)
+        if asked is None or asked == runs:
+            continue
+        if config.is_async and name == "wire_dtype" and asked in WIRE_DTYPES:
+            continue
+        least = config.num_fragments * (config.fragment_sync_delay + 1)
+        if config.is_async and name == "sync_every":
+            if isinstance(asked, int) and asked >= least:
+                continue
+            raise ProtocolError(
+                Code.CONFIG_DIFFERS,
+                f"The worker asks for sync_every={asked}; with {config.num_fragments} fragment(s) "
+                f"and a delay of {config.fragment_sync_delay} it must be at least {least}.",
+            )
+        raise ProtocolError(
+            Code.CONFIG_DIFFERS,
+            f"The worker asks for {name}={asked}, the run has {name}={runs}; leave it out to "
+            "take the run's, or start the broker with the other.",
+        )
+
+
+def _plan(state: State, manifest: Manifest) -> tuple[int, ...]:
+    """The fragment of each tensor; raises ProtocolError where a model has too few of them."""
+    if state.bootstrap.manifest == manifest:
+        return state.bootstrap.plan
+    config = state.config
+    try:
+        plan = FragmentPlan.of(manifest, config.num_fragments, config.fragment_pattern)
+    except UsageError as error:
+        raise ProtocolError(Code.MODEL_DIFFERS, str(error)) from None
+    return plan.numbers(manifest)
 
 
 def _check_manifest(state: State, manifest: Manifest) -> None:
@@ -159,22 +195,20 @@ def _contest(member: Member, route: Route, now: float) -> Iterator[Effect]:
     yield Send(route, error)
 
 
-def remove(state: State, member: Member, now: float) -> Iterator[Effect]:
+def remove(state: State, member: Member) -> Iterator[Effect]:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     state.members.remove(member)
     state.shelf.forget(member.bulk)
     if state.bootstrap.donor == member.worker_id:
-        yield from providing.abandon_donation(state, now)
-    if state.round is not None:
-        yield from sequence.step(state, state.round.leave(member.worker_id))
-        yield from sequence.close_if_due(state)
+        yield from providing.abandon_donation(state)
+    yield from sequence.leave(state, member.worker_id)
 
 
-def evict(state: State, member: Member, why: str, now: float) -> Iterator[Effect]:
+def evict(state: State, member: Member, why: str) -> Iterator[Effect]:
     """A worker counts as dead."""
     state.totals.deaths += 1
     yield Log("warning", f"{member.worker_id} counts as dead: {why}.")
-    yield from remove(state, member, now)
+    yield from remove(state, member)
 
 
 def peer_gone(state: State, route: Route, now: float) -> Iterator[Effect]:
@@ -193,15 +227,16 @@ def look_after(state: State, now: float) -> Iterator[Effect]:
         silent = now - member.last_seen
         broken = member.disconnected_at
         if broken is not None and now - broken >= state.config.disconnect_grace:
-            yield from evict(state, member, "its connection closed and it did not come back", now)
+            yield from evict(state, member, "its connection closed and it did not come back")
         elif timeout and silent > timeout:
-            yield from evict(state, member, f"nothing was heard of it for {silent:.0f} s", now)
+            yield from evict(state, member, f"nothing was heard of it for {silent:.0f} s")
         elif silent > PROBE_AFTER_S and now - member.probed_at > PROBE_AFTER_S:
             # A dead connection shows only when something is sent on it.
             member.probed_at = now
             yield Send(member.control, Notice("alive"))
+    yield from sequence.look_after(state)
     for reader in state.shelf.observers:
         if now - reader.probed_at > PROBE_OBSERVERS_S:
             reader.probed_at = now
             yield Send(reader.announce, Notice("alive"))
-    yield from providing.seek(state, now)
+    yield from providing.seek(state)

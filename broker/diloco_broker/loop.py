@@ -30,8 +30,12 @@ from diloco_broker.events import (
     Fold,
     Folded,
     FoldRefused,
+    Inspect,
+    Inspected,
+    InspectRefused,
     Log,
     Malformed,
+    Merge,
     PeerGone,
     Place,
     Placed,
@@ -46,8 +50,9 @@ from diloco_broker.events import (
 )
 from diloco_broker.feed import TOPIC, EventLog, LoopFigures, snapshot
 from diloco_broker.model_file import check_state_dict, describe
-from diloco_broker.outer import Nesterov
+from diloco_broker.outer import make_outer
 from diloco_broker.parameters import Parameters
+from diloco_broker.torch_outer import OuterOptimizerFactory
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import MAX_FRAME_BYTES, MAX_FRAMES, pack, unpack
 from diloco_protocol.messages import Control, Result
@@ -73,13 +78,24 @@ class Broker:
     Args:
         config: its options.
         initial: a state dict to begin with; without one the first worker provides the parameters.
+        outer_optimizer_factory: makes the outer optimizer of a fragment, any of `torch.optim`, from
+            its parameters (`FragmentParameters`). It is called once for each fragment. Such an
+            optimizer steps whole tensors, so a turn of the loop takes as long as its step.
 
     Raises:
-        UsageError: when an address cannot be bound or `initial` is no state dict.
+        UsageError: when an address cannot be bound, `initial` is no state dict, or the options
+            leave no place for an optimizer of one's own.
     """
 
-    def __init__(self, config: BrokerConfig, initial: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        config: BrokerConfig,
+        initial: Mapping[str, Tensor] | None = None,
+        *,
+        outer_optimizer_factory: OuterOptimizerFactory | None = None,
+    ) -> None:
         self.config = config
+        self._outer_optimizer_factory = outer_optimizer_factory
         self._initial = None if initial is None else check_state_dict(initial, "initial")
         self._context = zmq.Context()
         try:
@@ -170,7 +186,8 @@ class Broker:
             began = time.thread_time()
         until = time.perf_counter() + WORK_SLICE_S
         while self._work and time.perf_counter() < until:
-            self._feed_core(self._carry_out(self._work.popleft()))
+            for event in self._carry_out(self._work.popleft()):
+                self._feed_core(event)
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -219,8 +236,9 @@ class Broker:
                             pending.append(PeerGone(effect.route))
                     case Log():
                         logger.log(logging.getLevelName(effect.level.upper()), effect.text)
-                        self._events.add(effect, now)
-                    case Fold() | Step() | Place():
+                        if effect.level != "debug":
+                            self._events.add(effect, now)
+                    case Fold() | Step() | Inspect() | Merge() | Place():
                         self._work.append(effect)
                     case DropPlaces():
                         kept = (work for work in self._work if not isinstance(work, Place))
@@ -239,18 +257,25 @@ class Broker:
             return False
         return True
 
-    def _carry_out(self, work: Work) -> Event:
+    def _carry_out(self, work: Work) -> list[Event]:
+        """One piece of tensor work; of whole-tensor steps only the last chunk has results: all."""
         tensors = self._tensors()
         match work:
             case Fold(fragment, index, _, _, weight, payload):
                 is_in = tensors.fold(fragment, index, payload, weight)
-                return Folded(work) if is_in else FoldRefused(work)
-            case Step(fragment, index, weight):
-                wire, overflow = tensors.step(fragment, index, weight)
-                return Stepped(work, wire, overflow)
+                return [Folded(work) if is_in else FoldRefused(work)]
+            case Inspect(fragment, index, _, _, dtype, payload):
+                squares = tensors.inspect(fragment, index, payload, dtype)
+                return [InspectRefused(work) if squares is None else Inspected(work, squares)]
+            case Step(fragment, index, weight, count):
+                done = tensors.step(fragment, index, weight, count)
+                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
+            case Merge(fragment, index, groups, count):
+                done = tensors.merge(fragment, index, groups, count)
+                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
             case Place(fragment, index, payload):
                 wire = tensors.place(fragment, index, payload)
-                return PlaceRefused(work) if wire is None else Placed(work, wire)
+                return [PlaceRefused(work) if wire is None else Placed(work, wire)]
 
     def _tensors(self) -> Parameters:
         """The tensors of the run's model; anew where another model took its place before the start."""
@@ -258,9 +283,14 @@ class Broker:
         assert layout is not None
         if self._parameters is None or self._parameters.layout is not layout:
             config = self.config
-            outer = Nesterov(config.outer_lr, config.outer_momentum, config.nesterov)
             self._parameters = Parameters(
-                layout, outer, config.wire_dtype, config.reply_dtype, self._initial
+                layout,
+                make_outer(config, self._outer_optimizer_factory),
+                wire=config.wire_dtype,
+                reply=config.reply_dtype,
+                aggregate=config.aggregate,
+                share=1 / config.workers if config.is_async else 1.0,
+                initial=self._initial,
             )
         return self._parameters
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_broker.dylu import averaged
 from diloco_broker.events import Route
 from diloco_broker.transfer import Account, Upload
 from diloco_protocol.messages import Heartbeat, Join, Pull, Push
@@ -44,6 +45,7 @@ class Member:
     inner_step: int = 0
     state: str = "joining"
     steps_per_s: float | None = None
+    speed: float | None = None  # the same as an average over heartbeats
     loss: float | None = None
     tokens: int = 0
     account: Account = field(default_factory=Account)
@@ -57,8 +59,18 @@ class Member:
         self.inner_step = beat.inner_step
         self.state = beat.state[:MAX_STATE_LENGTH]
         self.steps_per_s = beat.steps_per_s
+        self.speed = averaged(self.speed, beat.steps_per_s)
         self.loss = beat.loss if beat.loss is not None else self.loss
         self.tokens = max(self.tokens, beat.tokens)
+
+    def begins(self, push: Push, number: int | None) -> None:
+        """A push of this worker is taken in, for round `number` where there are common rounds."""
+        self.pushes += 1
+        self.state = "pushing"
+        self.inner_step = push.steps
+        self.loss = push.loss if push.loss is not None else self.loss
+        if number is not None:
+            self.last_round = number
 
 
 class Membership:

@@ -1,18 +1,70 @@
-"""Outer optimizers, element by element, so that they can be applied to a chunk at a time."""
+"""Outer optimizers, element by element, so that they can be applied to a chunk at a time.
+
+Throughout, g is an averaged pseudo-gradient (the parameters the workers started from minus those they
+reached), theta the global parameters, eta the learning rate, mu the momentum, N the size of a buffer
+and t = `count` the number of gradients of this fragment before this one. A *boundary* is a step with
+(t + 1) mod N = 0.
+
+    name       between boundaries              at a boundary                        source
+    nesterov   -                               Nesterov step on g                   arXiv 2311.08105
+    dn paper   theta -= eta (c mu m + g/N)     m <- mu m + mean;                    arXiv 2401.09135
+                                               theta -= eta ((1 - cN + c) mu m + g/N)
+    dn direct  theta -= eta g                  Nesterov step on the mean            see DirectDelayed
+    fedbuff    -                               Nesterov step on the mean            arXiv 2106.06639
+    sgd        theta -= eta share g            the same
+
+No tensor that has been handed out is ever written: a step makes new tensors, of the state too, since a
+step whose result cannot be used must leave no trace and a state that is being saved must not change.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from diloco_broker.config import BrokerConfig
+from diloco_broker.torch_outer import (
+    DELAYED,
+    OuterOptimizerFactory,
+    Rate,
+    State,
+    TorchOuter,
+    added,
+)
+from diloco_protocol.errors import UsageError
 
-@dataclass
+MOMENTUM = "momentum"  # m
+
+
+class ChunkOuter(Protocol):
+    """An outer optimizer that works on one chunk at a time."""
+
+    def step(
+        self, theta: Tensor, gradient: Tensor, state: State, count: int
+    ) -> tuple[Tensor, State]:
+        """New parameters and new state; `gradient` may be used as scratch.
+
+        Args:
+            theta: parameters, fp32, 1-D; not changed.
+            gradient: averaged pseudo-gradient of the same shape.
+            state: what the step before returned; empty at first. Not changed.
+            count: gradients of this fragment before this one.
+        """
+        ...
+
+
+Outer = ChunkOuter | TorchOuter
+
+
+@dataclass(frozen=True)
 class Nesterov:
     """SGD with momentum, in Nesterov's form or the classical one.
 
-    With g the averaged pseudo-gradient (DiLoCo, Douillard et al. 2023, algorithm 1):
+    DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1):
 
         m <- mu m + g;   theta <- theta - eta (g + mu m)     Nesterov
                          theta <- theta - eta m              classical
@@ -25,21 +77,204 @@ class Nesterov:
     nesterov: bool = True
 
     def step(
-        self, theta: Tensor, gradient: Tensor, momentum: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """New parameters and new momentum, in new tensors; `gradient` is used as scratch.
-
-        Args:
-            theta: parameters, fp32, 1-D; not changed.
-            gradient: averaged pseudo-gradient of the same shape.
-            momentum: m; None before the first step. Not changed, so that a step whose result
-                cannot be used has left no trace.
-        """
+        self, theta: Tensor, gradient: Tensor, state: State, count: int = 0
+    ) -> tuple[Tensor, State]:
         if not self.momentum:
-            return torch.add(theta, gradient, alpha=-self.lr), None
+            return torch.add(theta, gradient, alpha=-self.lr), {}
+        momentum = state.get(MOMENTUM)
         if momentum is None:
             moved = gradient.clone()
         else:
             moved = torch.mul(momentum, self.momentum).add_(gradient)
         update = gradient.add_(moved, alpha=self.momentum) if self.nesterov else moved
-        return torch.add(theta, update, alpha=-self.lr), moved
+        return torch.add(theta, update, alpha=-self.lr), {MOMENTUM: moved}
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """theta <- theta - eta share g: no momentum, each submission for its share of the workers."""
+
+    lr: float
+    share: float = 1.0
+
+    def step(
+        self, theta: Tensor, gradient: Tensor, state: State, count: int = 0
+    ) -> tuple[Tensor, State]:
+        return torch.add(theta, gradient, alpha=-self.lr * self.share), {}
+
+
+@dataclass(frozen=True)
+class DelayedNesterov:
+    """Delayed Nesterov (Liu et al. 2024, arXiv 2401.09135, algorithm 3); c is in [0, 1/N].
+
+        D <- D + g
+        at a boundary:  m <- mu m + D/N;  theta <- theta - eta ((1 - cN + c) mu m + g/N);  D <- 0
+        otherwise:                        theta <- theta - eta (c mu m + g/N)
+
+    N gradients from the same parameters make, with c = 0, one Nesterov step on their mean. With c > 0
+    the momentum is spread over the N steps: c of it with each, the rest at the boundary.
+    """
+
+    lr: float
+    momentum: float
+    size: int
+    c: float = 0.0
+
+    def step(
+        self, theta: Tensor, gradient: Tensor, state: State, count: int
+    ) -> tuple[Tensor, State]:
+        total = added(state, gradient)
+        momentum = state.get(MOMENTUM)
+        if (count + 1) % self.size:
+            portion = self.c
+            state = {**state, DELAYED: total}
+        else:
+            portion = 1 - self.c * self.size + self.c
+            mean = total.div_(self.size)
+            momentum = mean if momentum is None else mean.add_(momentum, alpha=self.momentum)
+            state = {MOMENTUM: momentum}
+        moved = torch.add(theta, gradient, alpha=-self.lr / self.size)
+        if momentum is not None and portion * self.momentum:
+            moved.add_(momentum, alpha=-self.lr * portion * self.momentum)
+        return moved, state
+
+
+@dataclass(frozen=True)
+class DirectDelayed:
+    """A simpler reading of Delayed Nesterov, for comparison (`--dn-variant direct`).
+
+        D <- D + g
+        at a boundary:  theta <- inner step on D/N;  D <- 0
+        otherwise:      theta <- theta - eta g
+
+    It counts gradients twice: all but the last of a buffer are applied whole as they come, and once
+    more, with the last, in the mean. N equal gradients g from a fresh start with mu = 0 move theta by
+    eta N g, where the paper's form moves it by eta g. It was seen to diverge.
+    """
+
+    inner: Nesterov
+    size: int
+
+    def step(
+        self, theta: Tensor, gradient: Tensor, state: State, count: int
+    ) -> tuple[Tensor, State]:
+        total = added(state, gradient)
+        if (count + 1) % self.size:
+            moved = torch.add(theta, gradient, alpha=-self.inner.lr)
+            return moved, {**state, DELAYED: total}
+        return self.inner.step(theta, total.div_(self.size), state)
+
+
+@dataclass(frozen=True)
+class FedBuff:
+    """A buffer of N gradients, then one step on their mean (Nguyen et al. 2022, arXiv 2106.06639)."""
+
+    inner: Nesterov
+    size: int
+
+    def step(
+        self, theta: Tensor, gradient: Tensor, state: State, count: int
+    ) -> tuple[Tensor, State]:
+        total = added(state, gradient)
+        if (count + 1) % self.size:
+            return theta, {**state, DELAYED: total}
+        return self.inner.step(theta, total.div_(self.size), state)
+
+
+@dataclass(frozen=True)
+class DelayedNesterovByGroup:
+    """`DelayedNesterov` of one chunk whose elements differ in learning rate and momentum.
+
+    Attributes:
+        rates: covers the chunk, in order.
+    """
+
+    rates: Sequence[Rate]
+    size: int
+    c: float
+
+    def step(
+        self, theta: Tensor, gradient: Tensor, state: State, count: int
+    ) -> tuple[Tensor, State]:
+        stepped = []
+        for rate in self.rates:
+            part = slice(rate.start, rate.stop)
+            outer = DelayedNesterov(rate.lr, rate.momentum, self.size, self.c)
+            piece = {name: tensor[part] for name, tensor in state.items()}
+            stepped.append(outer.step(theta[part], gradient[part], piece, count))
+        if len(stepped) == 1:
+            return stepped[0]
+        names = stepped[0][1]
+        return (
+            torch.cat([moved for moved, _ in stepped]),
+            {name: torch.cat([after[name] for _, after in stepped]) for name in names},
+        )
+
+
+def make_outer(config: BrokerConfig, factory: OuterOptimizerFactory | None = None) -> Outer:
+    """The outer optimizer that the configuration asks for.
+
+    Args:
+        config: `outer` and what belongs to it.
+        factory: makes a torch optimizer for each fragment. With no `outer` each gradient goes through
+            it; with "fedbuff" and "dn" see `TorchOuter`.
+
+    Raises:
+        UsageError: for options that contradict each other.
+    """
+    if factory is not None:
+        return _by_factory(config, factory)
+    inner = Nesterov(config.outer_lr, config.outer_momentum, config.nesterov)
+    match config.outer_name:
+        case "dn" if config.dn_variant == "paper":
+            if not config.nesterov:
+                raise UsageError(
+                    "--no-nesterov does not go with Delayed Nesterov; leave it out, or choose "
+                    "--outer fedbuff or --dn-variant direct."
+                )
+            return DelayedNesterov(
+                config.outer_lr, config.outer_momentum, config.dn_size, config.dn_c
+            )
+        case "dn":
+            return DirectDelayed(inner, config.dn_size)
+        case "fedbuff":
+            return FedBuff(inner, config.dn_size)
+        case "sgd":
+            return Sgd(config.outer_lr, 1 / config.workers if config.is_async else 1.0)
+    return inner
+
+
+def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOuter:
+    if not callable(factory):
+        raise UsageError(
+            f"outer_optimizer_factory is {factory!r}; it must be a function that takes a fragment's "
+            "parameters and returns a torch.optim.Optimizer."
+        )
+    defaults = {field.name: field.default for field in fields(BrokerConfig)}
+    instead = dict.fromkeys(
+        ("outer_lr", "outer_momentum", "nesterov"), "set it in the optimizer that is returned"
+    )
+    if config.outer is None:
+        instead |= dict.fromkeys(
+            ("dn_buffer", "dn_c", "dn_variant"), "choose --outer dn or fedbuff as well"
+        )
+    for name, remedy in instead.items():
+        value = getattr(config, name)
+        if value != defaults[name]:
+            raise UsageError(
+                f"{name} is {value}, which outer_optimizer_factory leaves without effect; leave it "
+                f"out, or {remedy}."
+            )
+    match config.outer:
+        case None:
+            return TorchOuter(factory)
+        case "fedbuff":
+            return TorchOuter(factory, "fedbuff", config.dn_size)
+        case "dn" if config.dn_variant == "paper":
+            return TorchOuter(factory, "paper", config.dn_size, config.dn_c)
+        case "dn":
+            return TorchOuter(factory, "direct", config.dn_size)
+    raise UsageError(
+        f"--outer {config.outer} and outer_optimizer_factory exclude each other; leave one out (dn and "
+        "fedbuff can be combined with a factory)."
+    )

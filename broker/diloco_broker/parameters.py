@@ -1,22 +1,40 @@
-"""The tensors of the run: master parameters, momentum, accumulators, and the chunks in wire form.
+"""The tensors of the run: master parameters, outer state, accumulators, and the chunks in wire form.
 
-Everything here works on one chunk at a time and is called by the loop in small slices. A chunk that has
-been handed out is never written again: a step makes a new tensor, and the old one is freed when the
-last reader has let go of it.
+Everything here works on one chunk at a time and is called by the loop in small slices; only a torch
+optimizer steps whole tensors (see `torch_outer`). A chunk that has been handed out is never written
+again: a step makes a new tensor, and the old one is freed when the last reader has let go of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco_broker.outer import Nesterov
-from diloco_broker.reduce import StreamingMean
+from diloco_broker.events import Part
+from diloco_broker.outer import ChunkOuter, DelayedNesterovByGroup, Outer
+from diloco_broker.reduce import StagedReducer, StreamingMean
+from diloco_broker.torch_outer import DELAYED, State, TorchOuter, WholeTensors
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
 from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
+
+
+@dataclass(frozen=True)
+class Done:
+    """The outer step of one chunk was taken.
+
+    Attributes:
+        index: chunk number.
+        wire: the chunk as it is sent to workers.
+        overflow: whether a gradient was left out because what it led to was not finite.
+    """
+
+    index: int
+    wire: Any
+    overflow: bool
 
 
 class Parameters:
@@ -25,32 +43,45 @@ class Parameters:
     Args:
         layout: how the model is cut.
         outer: the outer optimizer, shared by all fragments; its state is kept for each chunk.
-        wire: name of the dtype of pseudo-gradients on their way up.
+        wire: name of the dtype of pseudo-gradients on their way up, where they are streamed.
         reply: name of the dtype of parameters on their way down.
+        aggregate: what whole submissions are merged with, one of `reduce.AGGREGATES`.
+        share: what a single gradient is worth to buffers of the model: 1 where it is a round's mean,
+            1/workers where each submission is applied by itself.
         initial: tensors of the model file by name, or None.
     """
 
     def __init__(
         self,
         layout: ModelLayout,
-        outer: Nesterov,
+        outer: Outer,
+        *,
         wire: str,
         reply: str,
+        aggregate: str = "mean",
+        share: float = 1.0,
         initial: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.outer = outer
         self.layout = layout
         self._layouts = layout.all
         self._reply = wire_dtype(reply)
+        self._share = share
         self._initial = initial
         self._means = [StreamingMean(part, wire_dtype(wire)) for part in layout.fragments]
+        spans = [span for part in layout.all for span in part.spans]
+        self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0))
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
-        self._momenta: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
+        self._states: list[list[State]] = [[{} for _ in p.spans] for p in layout.all]
+        self._wholes: dict[int, WholeTensors] = {}
 
     def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
         """Store a chunk of the first version: from a donation, or the model file (payload None).
 
         Returns the chunk in wire form, or None when it is not finite there.
+
+        Raises:
+            UsageError: when a factory of outer optimizers fails, once its fragment is complete.
         """
         span = self._layouts[fragment].spans[index]
         if payload is None:
@@ -61,6 +92,7 @@ class Parameters:
         if reply is None:
             return None
         self._masters[fragment][index] = values
+        self._make_whole(fragment, index)
         return as_bytes(reply)
 
     def forget_initial(self) -> None:
@@ -71,42 +103,199 @@ class Parameters:
         """Add a chunk of a push to the round's mean; False when it is not finite."""
         return self._means[fragment].fold(index, payload, weight)
 
-    def step(self, fragment: int, index: int, weight: float) -> tuple[Any, bool]:
-        """The outer step of one chunk.
+    def inspect(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> float | None:
+        """The sum of a chunk's squared values (0 unless they are parameters); None if not finite."""
+        return self._staged.squares(self._layouts[fragment].spans[index], payload, wire_dtype)
+
+    def step(self, fragment: int, index: int, weight: float, count: int) -> list[Done]:
+        """The outer step of one chunk, with the mean of what was folded.
+
+        Args:
+            fragment: which fragment.
+            index: which of its chunks.
+            weight: sum of the weights folded; 0 when nobody delivered this chunk, which then keeps
+                its value.
+            count: gradients of this fragment before this one.
 
         Returns:
-            The new chunk in wire form, and whether the mean overflowed (the chunk then kept its
-            value, as it does when nothing reached it).
+            This chunk. With an optimizer that steps whole tensors nothing for a chunk of parameters
+            until the last of them, then all of them.
+        """
+        mean = self._means[fragment].take(index, weight)
+        if mean is not None and self._is_whole(fragment, index):
+            mean = mean.clone()  # it is the accumulator, and has to wait for other chunks
+        return self._advance(fragment, index, [mean], count)
+
+    def merge(
+        self, fragment: int, index: int, groups: Sequence[Sequence[Part]], count: int
+    ) -> list[Done]:
+        """The outer steps of one chunk, one after the other with the gradient of each group.
+
+        Args:
+            fragment: which fragment.
+            index: which of its chunks.
+            groups: chunks of whole submissions; a group without parts lacks this chunk, which then
+                keeps its value and its state, and counts all the same.
+            count: gradients of this fragment before the first group's.
+
+        Returns:
+            As `step`.
         """
         span = self._layouts[fragment].spans[index]
-        master = self._masters[fragment][index]
-        assert master is not None
-        mean = self._means[fragment].take(index, weight)
-        reply = None if mean is None else self._apply(fragment, span, master, mean)
-        if reply is not None:
-            return as_bytes(reply), False
-        kept = self._in_wire_form(span, master)
-        assert kept is not None, "a chunk that could not be sent was stored"
-        return as_bytes(kept), mean is not None
+        gradients = (self._staged.gradient(span, parts) for parts in groups)
+        return self._advance(fragment, index, gradients, count)
 
-    def _apply(self, fragment: int, span: ChunkSpan, master: Tensor, mean: Tensor) -> Tensor | None:
-        """Store what a mean makes of a chunk; None, and nothing stored, when it is not finite.
+    def masters(self, fragment: int) -> list[Tensor | None]:
+        """The fragment's chunks, fp32 and int64; None where not placed. They never change."""
+        return list(self._masters[fragment])
+
+    def outer_state(self, fragment: int) -> dict[str, list[Tensor | None]]:
+        """What the outer optimizer remembers of each chunk, by name. The tensors never change."""
+        states = self._states[fragment]
+        names = sorted({name for state in states for name in state})
+        return {name: [state.get(name) for state in states] for name in names}
+
+    def optimizer_state(self, fragment: int) -> dict[str, Any] | None:
+        """A copy of a torch optimizer's `state_dict`; None where there is no such optimizer."""
+        whole = self._wholes.get(fragment)
+        return None if whole is None else whole.state_dict()
+
+    def restore(
+        self,
+        fragment: int,
+        masters: Sequence[Tensor],
+        outer_state: Mapping[str, Sequence[Tensor | None]],
+        optimizer_state: dict[str, Any] | None = None,
+    ) -> None:
+        """Put back what the three functions above gave; the tensors must not change any more.
+
+        Raises:
+            UsageError: when a factory of outer optimizers fails.
+        """
+        self._masters[fragment] = list(masters)
+        for index in range(len(masters)):
+            found = {name: tensors[index] for name, tensors in outer_state.items()}
+            self._states[fragment][index] = {n: t for n, t in found.items() if t is not None}
+            self._make_whole(fragment, index)
+        if optimizer_state is not None:
+            self._wholes[fragment].load_state_dict(optimizer_state)
+
+    def _advance(
+        self, fragment: int, index: int, gradients: Iterable[Tensor | None], count: int
+    ) -> list[Done]:
+        if self._is_whole(fragment, index):
+            return self._advance_whole(fragment, index, gradients, count)
+        span = self._layouts[fragment].spans[index]
+        newest: Tensor | None = None
+        overflow = False
+        for turn, gradient in enumerate(gradients, start=count):
+            if gradient is not None:
+                reply = self._apply(fragment, span, gradient, turn)
+                overflow |= reply is None
+                newest = newest if reply is None else reply
+        return [self._done(fragment, span, overflow, newest)]
+
+    def _advance_whole(
+        self, fragment: int, index: int, gradients: Iterable[Tensor | None], count: int
+    ) -> list[Done]:
+        whole = self._wholes[fragment]
+        turns = whole.collect(index, list(gradients))
+        if turns is None:
+            return []
+        overflowed: set[int] = set()
+        for turn, found in enumerate(turns, start=count):
+            masters, states = self._masters[fragment], self._states[fragment]
+            if not whole.advance(masters, states, found, turn, self._fits):
+                overflowed |= found.keys()
+        spans = self._layouts[fragment].spans
+        return [
+            self._done(fragment, span, span.index in overflowed)
+            for span in spans
+            if span.segment is Segment.PARAMETERS
+        ]
+
+    def _done(
+        self, fragment: int, span: ChunkSpan, overflow: bool, reply: Tensor | None = None
+    ) -> Done:
+        if reply is None:
+            master = self._masters[fragment][span.index]
+            assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
+            reply = self._in_wire_form(span, master)
+        assert reply is not None, "a chunk that could not be sent was stored"
+        return Done(span.index, as_bytes(reply), overflow)
+
+    def _apply(self, fragment: int, span: ChunkSpan, gradient: Tensor, count: int) -> Tensor | None:
+        """Store what a gradient makes of a chunk; None, and nothing stored, when it is not finite.
 
         One finite but enormous value would make parameters and momentum infinite for good.
         """
-        momentum = self._momenta[fragment][span.index]
+        master = self._masters[fragment][span.index]
+        assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
+        state = before = self._states[fragment][span.index]
         match span.segment:
             case Segment.INTEGERS:
-                updated = mean.clone()
+                is_round = self._share == 1
+                updated = gradient.clone() if is_round else torch.maximum(master, gradient)
             case Segment.BUFFERS:
-                updated = master - mean
+                updated = torch.sub(master, gradient, alpha=self._share)
             case Segment.PARAMETERS:
-                updated, momentum = self.outer.step(master, mean, momentum)
-        reply = self._in_wire_form(span, updated)
+                outer = self._outer_of(fragment, span)
+                updated, state = outer.step(master, gradient, before, count)
+        reply = self._usable(span, updated, state)
         if reply is not None:
             self._masters[fragment][span.index] = updated
-            self._momenta[fragment][span.index] = momentum
+            self._states[fragment][span.index] = state
+        elif DELAYED in before and DELAYED not in state:
+            # A buffer that overflows without this gradient would do so each time: throw it away.
+            held = outer.step(master, torch.zeros_like(master), before, count)
+            if self._usable(span, *held) is None:
+                kept = {name: tensor for name, tensor in before.items() if name != DELAYED}
+                self._states[fragment][span.index] = kept
         return reply
+
+    def _usable(self, span: ChunkSpan, updated: Tensor, state: State) -> Tensor | None:
+        """The chunk as it is sent; None when it or its state is not finite.
+
+        An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
+        """
+        total = state.get(DELAYED)
+        if total is not None and not is_finite(total):
+            return None
+        return self._in_wire_form(span, updated)
+
+    def _outer_of(self, fragment: int, span: ChunkSpan) -> ChunkOuter:
+        outer = self.outer
+        if not isinstance(outer, TorchOuter):
+            return outer
+        # Only lr and momentum are the torch optimizer's; the step is made chunk by chunk.
+        rates = self._wholes[fragment].rates(span.index)
+        return DelayedNesterovByGroup(rates, outer.size, outer.c)
+
+    def _is_whole(self, fragment: int, index: int) -> bool:
+        """Whether a torch optimizer steps this chunk, with the others of its fragment."""
+        outer = self.outer
+        is_stepped = isinstance(outer, TorchOuter) and outer.rule != "paper"
+        return is_stepped and self._is_parameters(fragment, index)
+
+    def _make_whole(self, fragment: int, index: int) -> None:
+        """Give a fragment its torch optimizer once all its parameters are there."""
+        if not isinstance(self.outer, TorchOuter) or not self._is_parameters(fragment, index):
+            return
+        layout, masters = self._layouts[fragment], self._masters[fragment]
+        if fragment in self._wholes:
+            self._wholes[fragment].place(index, masters)
+        elif all(
+            masters[span.index] is not None
+            for span in layout.spans
+            if span.segment is Segment.PARAMETERS
+        ):
+            self._wholes[fragment] = WholeTensors(self.outer, layout, masters)
+
+    def _is_parameters(self, fragment: int, index: int) -> bool:
+        return self._layouts[fragment].spans[index].segment is Segment.PARAMETERS
+
+    def _fits(self, span: ChunkSpan, values: Tensor) -> bool:
+        return self._in_wire_form(span, values) is not None
 
     def _in_wire_form(self, span: ChunkSpan, values: Tensor) -> Tensor | None:
         """The chunk as it is sent; None when it is not finite in that dtype.

@@ -11,6 +11,7 @@ from diloco_broker.membership import Member
 from diloco_broker.state import State
 from diloco_broker.transfer import Upload, upload_window
 from diloco_protocol.chunks import Bitmap
+from diloco_protocol.codecs import span_bytes, wire_dtype
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Ack, Error, Grant, Notice, Push, Standing
 from diloco_protocol.version import RUN_PATTERN, Ledger, VersionId
@@ -21,7 +22,7 @@ MAX_COUNTER = 1 << 48
 DONOR_PATIENCE_S = 30.0
 
 
-def seek(state: State, now: float) -> Iterator[Effect]:
+def seek(state: State) -> Iterator[Effect]:
     """Get parameters if there are none: from the model file, else from a worker.
 
     Workers that hold a version are those of a broker that died. They come back within seconds of each
@@ -41,16 +42,16 @@ def seek(state: State, now: float) -> Iterator[Effect]:
             return
         if holders and len(state.members) < state.config.workers:
             if boot.offered_at is None:
-                boot.offered_at = now
+                boot.offered_at = state.now
                 yield Log("info", f"{holders[0].worker_id} holds a version of an earlier run.")
-            if now - boot.offered_at < state.config.recover_wait:
+            if state.now - boot.offered_at < state.config.recover_wait:
                 return
-        boot.donor, boot.progress_at = donor.worker_id, now
+        boot.donor, boot.progress_at = donor.worker_id, state.now
         instead = ", not the model file's" if boot.initial is not None else ""
         yield Log("info", f"Asking {donor.worker_id} for its parameters{instead}.")
-    elif now - boot.progress_at > DONOR_PATIENCE_S:
+    elif state.now - boot.progress_at > DONOR_PATIENCE_S:
         yield Log("warning", f"{donor.worker_id} sends no parameters; asking another worker.")
-        yield from reject_donor(state, donor, now)
+        yield from reject_donor(state, donor)
         return
     if boot.asked != donor.session:
         boot.asked = donor.session
@@ -73,7 +74,7 @@ def _load_file(state: State) -> Iterator[Effect]:
                 yield Place(stock.layout.fragment, index)
 
 
-def begin_donation(state: State, member: Member, push: Push, now: float) -> Iterator[Effect]:
+def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]:
     """The donor offers a fragment; a donation that broke off goes on where it stopped."""
     boot = state.bootstrap
     if boot.donor != member.worker_id:
@@ -93,7 +94,7 @@ def begin_donation(state: State, member: Member, push: Push, now: float) -> Iter
         version = push.base or VersionId(boot.run, 0, state.draw())
         intake = Intake(version, [None] * push.chunks, Bitmap(push.chunks), push)
         boot.intakes[push.fragment] = intake
-    boot.progress_at = now
+    boot.progress_at = state.now
     window = upload_window(1)
     member.uploads[push.fragment] = Upload(push, window)
     held = intake.arrived.to_bytes() if intake.arrived else None
@@ -121,36 +122,51 @@ def arrived(state: State, push: Push) -> Bitmap:
     return state.bootstrap.intakes[push.fragment].arrived
 
 
-def placed(state: State, event: Placed, now: float) -> Iterator[Effect]:
+def placed(state: State, event: Placed) -> Iterator[Effect]:
     """A chunk of the first version is in place; with the last of all the first round opens."""
     work, boot = event.work, state.bootstrap
     intake = boot.intakes[work.fragment]
     assert intake.wires[work.index] is None, "a chunk was placed twice"
     intake.wires[work.index] = event.wire
-    boot.progress_at = now
+    boot.progress_at = state.now
     donor = state.members.named(work.worker_id)
     if donor is not None and work.fragment in donor.uploads:
         donor.uploads[work.fragment].credit += 1
         yield Send(donor.control, Ack(work.push_id, work.fragment, (work.index,)))
         donor.uploads[work.fragment].is_void = intake.is_whole
     if boot.is_complete:
-        yield from _begin_run(state, work.worker_id or "the model file", now)
+        yield from _begin_run(state, work.worker_id or "the model file")
 
 
-def _begin_run(state: State, source: str, now: float) -> Iterator[Effect]:
+def _begin_run(state: State, source: str) -> Iterator[Effect]:
     boot = state.bootstrap
     for fragment, intake in boot.intakes.items():
         ledger = (intake.push.ledger if intake.push else None) or Ledger()
         state.shelf.install(fragment, intake.version, intake.wires, ledger)
     boot.finish()
     yield Log("info", f"Run {boot.run} begins with the parameters of {source}.")
+    if state.config.is_staged:
+        yield Log("info", _room_needed(state))
     stocks = state.shelf.stocks[:-1]
     number = sum(stock.version.counter for stock in stocks if stock.version)
     yield from state.shelf.serve_waiting()
-    yield from sequence.open_round(state, number, now)
+    yield from sequence.open_round(state, number)
 
 
-def place_refused(state: State, event: PlaceRefused, now: float) -> Iterator[Effect]:
+def _room_needed(state: State) -> str:
+    """What keeping whole submissions costs, said at the start."""
+    config, layouts = state.config, [stock.layout for stock in state.shelf.stocks[:-1]]
+    dtype = wire_dtype(config.wire_dtype)
+    largest = max(sum(span_bytes(span, dtype) for span in part.spans) for part in layouts)
+    many = config.staging_slots if config.is_async else config.workers
+    whose = "slots" if config.is_async else "workers"
+    return (
+        f"{config.why_staged} needs whole submissions: up to {many} {whose} x "
+        f"{largest / 1e6:.1f} MB of memory beyond parameters and momentum."
+    )
+
+
+def place_refused(state: State, event: PlaceRefused) -> Iterator[Effect]:
     """A donation has values that cannot be used: ask another worker."""
     work = event.work
     text = (
@@ -162,17 +178,17 @@ def place_refused(state: State, event: PlaceRefused, now: float) -> Iterator[Eff
     if donor is not None:
         error = Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
         yield Send(donor.control, error)
-        yield from reject_donor(state, donor, now)
+        yield from reject_donor(state, donor)
 
 
-def reject_donor(state: State, donor: Member, now: float) -> Iterator[Effect]:
+def reject_donor(state: State, donor: Member) -> Iterator[Effect]:
     """What this worker donates cannot be used: it is not asked again."""
     if state.bootstrap.donor == donor.worker_id:
         state.bootstrap.rejected_donors.add(donor.worker_id)
-        yield from abandon_donation(state, now)
+        yield from abandon_donation(state)
 
 
-def abandon_donation(state: State, now: float) -> Iterator[Effect]:
+def abandon_donation(state: State) -> Iterator[Effect]:
     """The donor cannot go on: forget what came from it and ask the next."""
     donor = state.members.named(state.bootstrap.donor or "")
     if donor is not None:
@@ -180,4 +196,4 @@ def abandon_donation(state: State, now: float) -> Iterator[Effect]:
             upload.is_void = True
     state.bootstrap.abandon()
     yield DropPlaces()
-    yield from seek(state, now)
+    yield from seek(state)

@@ -1,4 +1,4 @@
-"""Pushes as they come in: checked, granted, their chunks given to the reducer one by one.
+"""Pushes as they come in: checked, given to the reducer of the run, their chunks taken in one by one.
 
 Every check comes before the first change, so a refused push or chunk leaves the state as it was.
 """
@@ -9,59 +9,45 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from diloco_broker import providing, sequence
-from diloco_broker.events import Effect, Fold, Folded, FoldRefused, Log, Place, Send
-from diloco_broker.membership import Member
-from diloco_broker.rounds import Ended, Phase
-from diloco_broker.state import State
-from diloco_broker.transfer import Upload
-from diloco_protocol.chunks import FragmentLayout, Segment
-from diloco_protocol.codecs import span_bytes, wire_dtype
-from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.messages import (
-    Ack,
-    Chunk,
-    Commit,
-    Error,
-    Grant,
-    Purpose,
-    Push,
-    Standing,
+from diloco_broker import asynchronous, granting, providing, sequence, staged, streaming
+from diloco_broker.events import (
+    Effect,
+    Fold,
+    Folded,
+    FoldRefused,
+    Inspect,
+    Inspected,
+    InspectRefused,
+    Place,
 )
+from diloco_broker.membership import Member
+from diloco_broker.rounds import Contribution, Round
+from diloco_broker.staging import Submission
+from diloco_broker.state import State
+from diloco_protocol.chunks import FragmentLayout, Segment
+from diloco_protocol.codecs import WIRE_DTYPES, span_bytes, wire_dtype
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.messages import Chunk, Commit, Purpose, Push
 
 # A weight is a count of tokens or samples; more than this in one round is a mistake.
 MAX_WEIGHT = 1e12
 
 
-def push(state: State, member: Member, push: Push, now: float) -> Iterator[Effect]:
-    """A worker offers a push: tell it what is held already, or that it must wait for its round."""
+def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
+    """A worker offers a push: tell it what is held already, or that it must wait for its turn."""
     _check_push(state, push)
     if push.purpose is Purpose.DONATION:
-        yield from providing.begin_donation(state, member, push, now)
+        yield from providing.begin_donation(state, member, push)
         return
     _check_base(state, push)
     round_ = state.round
     assert round_ is not None
-    ledger = state.shelf.stocks[push.fragment].ledger
-    before = ledger.standing(member.worker_id, push.push_id, push.chunks)
-    known = round_.contributions.get((member.worker_id, push.push_id))
-    if known is not None and known.ended in (Ended.VOIDED, Ended.ABANDONED):
-        raise ProtocolError(
-            Code.BAD_PUSH, f"This push was {known.ended.value} in round {round_.number}; drop it."
-        )
-    if known is None:
-        yield from sequence.abandon_others(state, member.worker_id, push.push_id)
-    if before.is_full:
-        yield Send(member.control, Grant(push.push_id, push.fragment, Standing.COUNTED))
-    elif known is not None and (known.ended is None or round_.phase is Phase.OPEN):
-        known.ended = None  # the worker is back with the same delta
-        yield from sequence.grant(state, member, known)
-    elif sequence.takes_now(round_, member, push):
-        yield from sequence.enter(state, member, push, before)
+    if isinstance(round_, Round):
+        yield from streaming.push(state, round_, member, push)
+    elif state.config.is_async:
+        yield from asynchronous.push(state, member, push)
     else:
-        member.deferred[push.fragment] = push
-        text = f"Round {round_.number} does not take it; it will be in a later one."
-        yield Send(member.control, Grant(push.push_id, push.fragment, Standing.WAIT, text=text))
+        yield from staged.push(state, round_, member, push)
     yield from sequence.close_if_due(state)
 
 
@@ -78,85 +64,79 @@ def chunk(state: State, member: Member, chunk: Chunk, payload: Any) -> Iterator[
         return
     push = upload.push
     donation = push.purpose is Purpose.DONATION
-    wanted = "fp32" if donation else state.config.wire_dtype
-    size = _check_chunk(chunk, payload, state.shelf.stocks[push.fragment].layout, wanted)
+    layout = state.shelf.stocks[push.fragment].layout
+    size = _check_chunk(chunk, payload, layout, push.wire_dtype)
     if upload.credit <= 0:
         raise ProtocolError(
             Code.BAD_CHUNK, f"Chunk {chunk.index} came without credit; wait for an ack."
         )
+    taker = None if donation else _taker(state, member, push)
     if donation:
         arrived = providing.arrived(state, push)
+    elif taker is None:
+        return  # it was under way when its worker came with another push
     else:
-        assert state.round is not None
-        contribution = state.round.contributions[member.worker_id, push.push_id]
-        if contribution.ended is not None:
-            return  # it was under way when its worker came with another push
-        arrived = contribution.arrived
-        if chunk.index in contribution.before:
-            arrived = contribution.before
+        arrived = taker.before if chunk.index in taker.before else taker.arrived
     member.account.bytes_up += size
     state.totals.bytes_up += size
     upload.credit -= 1
     if chunk.index in arrived:
-        yield from acknowledge(member, upload, chunk.index)
+        yield from granting.acknowledge(member, upload, chunk.index)
         return
     arrived.add(chunk.index)
     key = (member.worker_id, push.push_id)
-    if donation:
+    if taker is None:
         yield Place(push.fragment, chunk.index, payload, *key)
+    elif isinstance(taker, Contribution):
+        yield Fold(push.fragment, chunk.index, *key, taker.weight, payload)
     else:
-        yield Fold(push.fragment, chunk.index, *key, push.weight, payload)
+        yield Inspect(push.fragment, chunk.index, *key, push.wire_dtype, payload)
 
 
-def acknowledge(member: Member, upload: Upload, index: int) -> Iterator[Effect]:
-    """A chunk is in: its credit goes back to the sender."""
-    upload.credit += 1
-    yield Send(member.control, Ack(upload.push.push_id, upload.push.fragment, (index,)))
+def _taker(state: State, member: Member, push: Push) -> Contribution | Submission | None:
+    """Where chunks of this push go; None when it is over."""
+    round_ = state.round
+    assert round_ is not None
+    if isinstance(round_, Round):
+        contribution = round_.contributions.get((member.worker_id, push.push_id))
+        return contribution if contribution and contribution.ended is None else None
+    return state.staging.find(push.fragment, member.worker_id, push.push_id)
 
 
-def commit(state: State, member: Member, commit: Commit) -> None:
-    """Every chunk was sent. The streaming reducer counts chunks and needs no more than the note."""
-    if state.round is not None:
-        contribution = state.round.contributions.get((member.worker_id, commit.push_id))
-        if contribution is not None:
-            contribution.committed = True
+def commit(state: State, member: Member, commit: Commit) -> Iterator[Effect]:
+    """Every chunk was sent. The streaming reducer counts chunks and does not need to be told."""
+    if not isinstance(state.round, Round):
+        staged.commit(state, member, commit)
+        yield from sequence.close_if_due(state)
 
 
 def folded(state: State, event: Folded) -> Iterator[Effect]:
     """A chunk is in the accumulator."""
-    work = event.work
-    assert state.round is not None and state.round.fragment == work.fragment
-    ready = state.round.folded((work.worker_id, work.push_id), work.index)
-    member = state.members.named(work.worker_id)
-    upload = member.uploads.get(work.fragment) if member else None
-    if member and upload and upload.push.push_id == work.push_id:
-        yield from acknowledge(member, upload, work.index)
-    yield from sequence.step(state, ready)
+    round_ = state.round
+    assert isinstance(round_, Round) and round_.fragment == event.work.fragment
+    yield from streaming.folded(state, round_, event)
     yield from sequence.close_if_due(state)
 
 
 def fold_refused(state: State, event: FoldRefused) -> Iterator[Effect]:
-    """A chunk was not finite: the push is void from there on, the round goes on."""
-    work = event.work
-    assert state.round is not None and state.round.fragment == work.fragment
-    key = (work.worker_id, work.push_id)
-    is_news = state.round.contributions[key].ended is not Ended.VOIDED
-    ready = state.round.refused(key, work.index)
-    if is_news:
-        state.totals.rejected += 1
-        text = (
-            f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are "
-            "not finite; the push is void from there on, the round goes on without it."
-        )
-        yield Log("warning", text)
-        member = state.members.named(work.worker_id)
-        upload = member.uploads.get(work.fragment) if member else None
-        if member and upload and upload.push.push_id == work.push_id:
-            member.rejected += 1
-            upload.is_void = True
-            error = Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
-            yield Send(member.control, error)
-    yield from sequence.step(state, ready)
+    """A chunk was not finite."""
+    round_ = state.round
+    assert isinstance(round_, Round) and round_.fragment == event.work.fragment
+    yield from streaming.fold_refused(state, round_, event)
+    yield from sequence.close_if_due(state)
+
+
+def inspected(state: State, event: Inspected) -> Iterator[Effect]:
+    """A chunk of a submission is finite."""
+    yield from staged.inspected(state, event)
+    yield from sequence.close_if_due(state)
+
+
+def inspect_refused(state: State, event: InspectRefused) -> Iterator[Effect]:
+    """A chunk of a submission is not finite."""
+    yield from staged.inspect_refused(state, event)
+    if state.config.is_async:
+        yield from asynchronous.hand_out_slots(state)
     yield from sequence.close_if_due(state)
 
 
@@ -170,15 +150,35 @@ def _check_push(state: State, push: Push) -> None:
             Code.BAD_PUSH,
             f"The push has {push.chunks} chunks, fragment {push.fragment} has {chunks}.",
         )
-    wanted = "fp32" if push.purpose is Purpose.DONATION else state.config.wire_dtype
-    if push.wire_dtype != wanted:
-        raise ProtocolError(
-            Code.BAD_PUSH, f"The push is in {push.wire_dtype:.20}, it must be in {wanted}."
-        )
-    if not (math.isfinite(push.weight) and 0 < push.weight <= MAX_WEIGHT):
+    if push.purpose is Purpose.DONATION:
+        allowed: tuple[str, ...] = ("fp32",)
+    elif state.config.is_async:
+        allowed = tuple(WIRE_DTYPES)
+    else:
+        allowed = (state.config.wire_dtype,)
+    if push.wire_dtype not in allowed:
         raise ProtocolError(
             Code.BAD_PUSH,
-            f"The weight is {push.weight}; it must be above 0 and at most {MAX_WEIGHT:g}.",
+            f"The push is in {push.wire_dtype:.20}, it must be in {' or '.join(allowed)}.",
+        )
+    _check_weight(state, push)
+
+
+def _check_weight(state: State, push: Push) -> None:
+    by = state.config.weight_by
+    if push.purpose is Purpose.DONATION:
+        return
+    if by != "equal" and getattr(push, by) < 1:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"Contributions weigh by their {by} in this run, and this push reports "
+            f"{getattr(push, by)}; call report({by}=...) with each step.",
+        )
+    weight = state.weight_of(push)
+    if not (math.isfinite(weight) and 0 < weight <= MAX_WEIGHT):
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The weight is {weight}; it must be above 0 and at most {MAX_WEIGHT:g}.",
         )
 
 

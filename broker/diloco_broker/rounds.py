@@ -1,6 +1,7 @@
-"""One round: who is expected, who contributes, which chunks are ready for the outer step.
+"""One streaming round: who is expected, who contributes, which chunks are ready for the outer step.
 
-The rules, all of them:
+Each chunk is added to an accumulator as it arrives, so the memory needed does not depend on the number
+of workers. (`staging` has the rounds over whole submissions.) The rules, all of them:
 
 - A round is OPEN until every expected worker has begun its push and at least `floor` contribute; then
   it is CLOSING, and it ends when every chunk has been stepped.
@@ -40,11 +41,27 @@ class Ended(str, Enum):
     ABANDONED = "abandoned"
 
 
+@dataclass(frozen=True)
+class Counting:
+    """What a round adds to the ledger: these chunks of this push, with this weight.
+
+    `staleness` is the number of versions between the push's base and the one that it goes into.
+    """
+
+    worker_id: str
+    push: Push
+    chunks: Bitmap
+    weight: float
+    staleness: int
+
+
 @dataclass
 class Contribution:
     """One push in one round.
 
     Attributes:
+        weight: its share in the mean.
+        staleness: versions between its base and the one that it goes into.
         before: chunks that an earlier version contains.
         arrived: chunks received in this round, folded or waiting to be.
         folded: chunks in the accumulator.
@@ -56,8 +73,9 @@ class Contribution:
     before: Bitmap
     arrived: Bitmap
     folded: Bitmap
+    weight: float
+    staleness: int
     ended: Ended | None = None
-    committed: bool = False
 
     @property
     def held(self) -> Bitmap:
@@ -79,7 +97,7 @@ class Contribution:
 
 @dataclass
 class Round:
-    """State of the round that is going on. `size` is the number of chunks of its fragment."""
+    """State of a streaming round. `size` is the number of chunks of its fragment."""
 
     number: int
     fragment: int
@@ -136,9 +154,12 @@ class Round:
 
     # What happens.
 
-    def begin(self, worker_id: str, push: Push, before: Bitmap) -> Contribution:
+    def begin(
+        self, worker_id: str, push: Push, before: Bitmap, weight: float, staleness: int
+    ) -> Contribution:
         """Enter a push. The caller has ended or ruled out others of the same worker."""
-        contribution = Contribution(worker_id, push, before, Bitmap(self.size), Bitmap(self.size))
+        none = Bitmap(self.size)
+        contribution = Contribution(worker_id, push, before, none, none.copy(), weight, staleness)
         self.contributions[worker_id, push.push_id] = contribution
         if self.phase is Phase.CLOSING:
             raise AssertionError(f"{worker_id} begins a push in closing round {self.number}")
@@ -148,7 +169,7 @@ class Round:
         """A chunk is in the accumulator. Returns the chunks that are ready through it."""
         contribution = self.contributions[key]
         contribution.folded.add(index)
-        self.reached[index] += contribution.push.weight
+        self.reached[index] += contribution.weight
         return self._settle([index])
 
     def refused(self, key: Key, index: int) -> list[int]:
@@ -214,6 +235,11 @@ class Round:
             self.stepping.add(index)
         return given
 
+    def counting(self) -> Iterator[Counting]:
+        """What the version contains through this round."""
+        for c in self.contributions.values():
+            yield Counting(c.worker_id, c.push, c.counted, c.weight, c.staleness)
+
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance; for tests."""
         for key, c in self.contributions.items():
@@ -221,7 +247,7 @@ class Round:
             assert not any(i in c.before for i in c.arrived), f"{key} counts a chunk again"
             assert all(i in c.arrived for i in c.folded), f"{key} folded what never arrived"
         for index in range(self.size):
-            weight = sum(c.push.weight for c in self.contributions.values() if index in c.folded)
+            weight = sum(c.weight for c in self.contributions.values() if index in c.folded)
             assert abs(weight - self.reached[index]) <= 1e-9 * max(1.0, weight)
             if self.phase is Phase.CLOSING:
                 owed = sum(c.owes(index) for c in self.contributions.values())

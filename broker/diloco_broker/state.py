@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 
 from diloco_broker.bootstrap import Bootstrap
 from diloco_broker.config import BrokerConfig
-from diloco_broker.membership import Membership
-from diloco_broker.rounds import Round
+from diloco_broker.dylu import sync_every
+from diloco_broker.membership import Member, Membership
+from diloco_broker.rounds import Phase, Round
+from diloco_broker.staging import StagedRound, Staging
 from diloco_broker.transfer import Shelf
-from diloco_protocol.messages import RunConfig
+from diloco_protocol.messages import Push, RunConfig
+from diloco_protocol.version import VersionId
 
 
 @dataclass
@@ -35,6 +38,7 @@ class RoundReport:
         weight: sum of their weights.
         loss: mean of the losses they reported, None without any.
         delta_norm: mean Euclidean norm of their pseudo-gradients, None without any.
+        staleness: largest number of versions between a base and the version it went into.
     """
 
     number: int
@@ -43,6 +47,7 @@ class RoundReport:
     weight: float
     loss: float | None
     delta_norm: float | None
+    staleness: int
 
 
 @dataclass
@@ -52,7 +57,9 @@ class State:
     Attributes:
         draw: returns an unpredictable number below 2**64 (tokens, tags, the run's name).
         epoch: this life of the broker, 16 hexadecimal digits.
+        now: the time of the event at hand, seconds of the core's clock.
         round: the round going on; None until there are parameters.
+        staging: whole submissions, where the run needs whole ones.
         stopping: why the broker is about to stop; None while it is not.
         first_round_pending: no round has closed in this life, so `workers` is the floor.
     """
@@ -64,7 +71,9 @@ class State:
     bootstrap: Bootstrap
     members: Membership = field(default_factory=Membership)
     shelf: Shelf = field(default_factory=Shelf)
-    round: Round | None = None
+    round: Round | StagedRound | None = None
+    staging: Staging = field(default_factory=Staging)
+    now: float = 0.0
     totals: Totals = field(default_factory=Totals)
     last_report: RoundReport | None = None
     stopping: str | None = None
@@ -74,3 +83,45 @@ class State:
     @property
     def run_config(self) -> RunConfig:
         return self.config.run_config
+
+    def next_round_of(self, fragment: int) -> int:
+        """The first round that a new push of this fragment can be part of."""
+        assert self.round is not None
+        pieces = self.config.num_fragments
+        first = self.round.number + (self.round.phase is Phase.CLOSING)
+        return first + (fragment - first) % pieces
+
+    def begin_version(self, fragment: int, gradients: int) -> int:
+        """A version of the fragment is being made from now on, by so many gradients.
+
+        Returns how many the outer optimizer has had of this fragment before.
+        """
+        stock = self.shelf.stocks[fragment]
+        version = stock.version
+        assert version is not None
+        self.shelf.make(fragment, VersionId(version.run, version.counter + 1, self.draw()))
+        stock.gradients += gradients
+        return stock.gradients - gradients
+
+    def is_counted(self, member: Member, push: Push) -> bool:
+        """Does the current version contain all of this push?"""
+        ledger = self.shelf.stocks[push.fragment].ledger
+        return ledger.names_whole(member.worker_id, push.push_id)
+
+    def weight_of(self, push: Push) -> float:
+        """What a push counts in a mean."""
+        match self.config.weight_by:
+            case "tokens":
+                return push.weight * push.tokens
+            case "samples":
+                return push.weight * push.samples
+            case _:
+                return push.weight
+
+    def sync_every_of(self, member: Member) -> int:
+        """H of one worker: smaller for slow ones under Dynamic Local Updates."""
+        config = self.config
+        if not config.dylu:
+            return config.sync_every
+        speeds = {m.worker_id: m.speed for m in self.members if m.speed is not None}
+        return sync_every(speeds, member.worker_id, config.sync_every, config.least_steps)

@@ -40,10 +40,16 @@ def upload_window(pushes: int) -> int:
 
 @dataclass
 class Account:
-    """Bytes of chunks exchanged with one worker or observer."""
+    """What was exchanged with one worker or observer.
+
+    Attributes:
+        bytes_up, bytes_down: of chunks.
+        staleness: of its last counted push, by fragment: versions between base and merge.
+    """
 
     bytes_up: int = 0
     bytes_down: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -92,7 +98,10 @@ class Making:
 
 @dataclass
 class Stock:
-    """One fragment: its current version and the one being made."""
+    """One fragment: its current version and the one being made.
+
+    `gradients` counts what the outer optimizer has had of it, the one being applied included.
+    """
 
     layout: FragmentLayout
     version: VersionId | None = None
@@ -101,6 +110,13 @@ class Stock:
     making: Making | None = None
     round: int = 0
     averaged: int = 0
+    gradients: int = 0
+
+    def staleness(self, push: Push) -> int:
+        """Versions released since the one that a push starts from."""
+        if self.version is None or push.base is None:
+            return 0
+        return max(0, self.version.counter - push.base.counter)
 
 
 class Shelf:
@@ -171,7 +187,7 @@ class Shelf:
                 yield from self._start(reader, fragment, Bitmap(stock.layout.chunks))
             elif waits is not None and waits < stock.version.counter:
                 del reader.waiting[fragment]
-                yield Send(reader.announce, self._released(fragment))
+                yield Send(reader.announce, self._released(fragment, reader))
 
     # Readers.
 
@@ -248,13 +264,20 @@ class Shelf:
         reader.waiting.pop(fragment, None)
         missing = deque(have.missing())
         reader.downloads[fragment] = Download(stock.version, missing, len(missing))
-        yield Send(reader.announce, self._released(fragment))
+        yield Send(reader.announce, self._released(fragment, reader))
         yield from self.pump(reader)
 
-    def _released(self, fragment: int) -> Released:
+    def _released(self, fragment: int, reader: Reader) -> Released:
         stock = self.stocks[fragment]
         assert stock.version is not None
-        return Released(fragment, stock.version, stock.ledger, stock.round, stock.averaged)
+        return Released(
+            fragment,
+            stock.version,
+            stock.ledger,
+            stock.round,
+            stock.averaged,
+            reader.account.staleness.get(fragment),
+        )
 
     def _wires(self, fragment: int, version: VersionId) -> Any:
         stock = self.stocks[fragment]

@@ -1,0 +1,75 @@
+"""Answers to a push: send these chunks, wait, there is nothing left to send, it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diloco_broker.events import Effect, Log, Send
+from diloco_broker.membership import Member
+from diloco_broker.state import State
+from diloco_broker.transfer import Upload
+from diloco_protocol.chunks import Bitmap
+from diloco_protocol.errors import Code
+from diloco_protocol.messages import Ack, Error, Grant, Push, Standing
+
+
+def grant(
+    member: Member, push: Push, held: Bitmap, credit: int, number: int | None
+) -> Iterator[Effect]:
+    """Send the chunks that are not held, so many at a time, for round `number`."""
+    member.uploads[push.fragment] = Upload(push, credit)
+    standing = Standing.RESUME if held else Standing.NEW
+    have = held.to_bytes() if held else None
+    yield Send(
+        member.control, Grant(push.push_id, push.fragment, standing, have, credit, round=number)
+    )
+
+
+def counted(member: Member, push: Push) -> Iterator[Effect]:
+    """A version has all of it."""
+    yield Send(member.control, Grant(push.push_id, push.fragment, Standing.COUNTED))
+
+
+def wait(member: Member, push: Push, text: str, number: int | None) -> Iterator[Effect]:
+    """Another grant follows; the push is kept until then."""
+    member.deferred[push.fragment] = push
+    yield Send(
+        member.control,
+        Grant(push.push_id, push.fragment, Standing.WAIT, text=text, round=number),
+    )
+
+
+def acknowledge(member: Member, upload: Upload, index: int) -> Iterator[Effect]:
+    """A chunk is in: its credit goes back to the sender."""
+    upload.credit += 1
+    yield Send(member.control, Ack(upload.push.push_id, upload.push.fragment, (index,)))
+
+
+def acknowledge_work(
+    member: Member | None, fragment: int, push_id: int, index: int
+) -> Iterator[Effect]:
+    """The same for tensor work that is done, if its push is still the one under way."""
+    upload = member.uploads.get(fragment) if member else None
+    if member and upload and upload.push.push_id == push_id and not upload.is_void:
+        yield from acknowledge(member, upload, index)
+
+
+def refuse(
+    state: State, worker_id: str, fragment: int, push_id: int, code: Code, text: str
+) -> Iterator[Effect]:
+    """A push is over without being counted: say so to its worker, if it is at it, and to everybody."""
+    state.totals.rejected += 1
+    yield Log("warning", text)
+    member = state.members.named(worker_id)
+    upload = member.uploads.get(fragment) if member else None
+    if member and upload and upload.push.push_id == push_id:
+        member.rejected += 1
+        upload.is_void = True
+        yield Send(member.control, Error(code, text, push_id=push_id, about="push"))
+
+
+def void(member: Member, fragment: int, push_id: int) -> None:
+    """What still comes of this push is ignored."""
+    upload = member.uploads.get(fragment)
+    if upload is not None and upload.push.push_id == push_id:
+        upload.is_void = True

@@ -1,0 +1,287 @@
+"""Asynchronous mode: no barrier, slots, staleness, grace windows, Dynamic Local Updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stage import Puppet, Stage, a_stage
+
+from diloco_broker.dylu import averaged, sync_every
+from diloco_protocol.messages import Grant, Heartbeat, Join, Notice, Released, Standing, Welcome
+
+
+def a_run(*worker_ids: str, **fields: Any) -> tuple[Stage, list[Puppet]]:
+    stage = a_stage(workers=len(worker_ids), mode="async", **fields)
+    return stage, stage.joined(*worker_ids)
+
+
+def who(stage: Stage) -> list[list[str]]:
+    """Workers applied in each version, by the merges of chunk 0."""
+    return [
+        [group[0].worker_id for group in merge.groups] for merge in stage.merges if not merge.index
+    ]
+
+
+def test_submission_is_applied_at_once_and_its_sender_gets_the_version_right_after() -> None:
+    stage, (a, _) = a_run("a", "b")
+    a.pulls(after=0)
+    a.pushes(1)
+    assert stage.version().counter == 1
+    released = a.last(Released)
+    assert released is not None
+    assert (released.version.counter, released.staleness) == (1, 0)
+    assert released.ledger.names_whole("a", 1)
+    assert a.holds() == stage.version()
+
+
+def test_each_submission_makes_a_version_of_its_own() -> None:
+    stage, (a, b) = a_run("a", "b")
+    for number in range(3):
+        a.pushes(10 + number)
+        b.pushes(20 + number)
+    assert stage.version().counter == 6
+    assert who(stage) == [["a"], ["b"]] * 3
+    assert [m.count for m in stage.merges if not m.index] == [0, 1, 2, 3, 4, 5]
+
+
+def test_staleness_is_recorded_with_the_push_and_sent_with_the_version() -> None:
+    stage, (a, b) = a_run("a", "b")
+    first = stage.version()
+    for number in range(3):
+        a.pushes(10 + number, base=stage.version())
+    b.pulls(after=3)
+    b.pushes(1, base=first)
+    assert stage.state.members.named("b").staleness == 3
+    assert stage.state.last_report.staleness == 3
+    released = b.last(Released)
+    assert released is not None
+    assert released.staleness == 3
+
+
+def test_old_submission_counts_less_with_poly_weights() -> None:
+    stage, (a, b) = a_run("a", "b", staleness_weight="poly")
+    first = stage.version()
+    for number in range(3):
+        a.pushes(10 + number, base=stage.version())
+    b.pushes(1, base=first)
+    scales = [m.groups[0][0].scale for m in stage.merges if not m.index]
+    assert scales == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_too_old_submission_is_refused_before_a_byte_is_sent() -> None:
+    stage, (a, b) = a_run("a", "b", max_staleness=2)
+    first = stage.version()
+    for number in range(3):
+        a.pushes(10 + number, base=stage.version())
+    b.begins(1, base=first)
+    error = b.error()
+    assert (error.code, error.push_id) == ("stale", 1)
+    assert "3 versions old" in error.text
+    assert "at most 2" in error.text
+
+
+def test_submission_that_grows_too_old_on_its_way_is_refused_then() -> None:
+    stage, (a, b) = a_run("a", "b", max_staleness=1)
+    b.begins(1)
+    b.delivers([0, 1])
+    for number in range(2):
+        a.pushes(10 + number, base=stage.version())
+    b.delivers([2])
+    b.commits()
+    assert b.error().code == "stale"
+    assert who(stage) == [["a"], ["a"]]
+    assert stage.version().counter == 2
+
+
+def test_slots_are_handed_out_in_the_order_of_asking() -> None:
+    _, (a, b, c, d) = a_run("a", "b", "c", "d", staging_slots=2)
+    grants = [p.begins(n + 1) for n, p in enumerate((a, b, c, d))]
+    standings = [g.standing for g in grants if g is not None]
+    assert standings == [Standing.NEW, Standing.NEW, Standing.WAIT, Standing.WAIT]
+    b.delivers([0, 1, 2])
+    b.commits()
+    grant = c.last(Grant)
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+    assert [g.standing for g in d.all(Grant)] == [Standing.WAIT]
+    a.leaves()
+    grant = d.last(Grant)
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+
+
+def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> None:
+    stage, (a, b) = a_run("a", "b", staging_slots=1, staging_deadline=10.0)
+    a.begins(1)
+    a.delivers([0])
+    b.begins(2)
+    stage.passes(9.0)
+    assert [g.standing for g in b.all(Grant)] == [Standing.WAIT]
+    stage.passes(2.0)
+    assert [g.standing for g in b.all(Grant)] == [Standing.WAIT, Standing.NEW]
+    assert [g.standing for g in a.all(Grant) if g.push_id == 1] == [Standing.NEW, Standing.WAIT]
+    a.delivers([1])  # under way when its slot was taken: ignored
+    b.delivers([0, 1, 2])
+    b.commits()
+    last = a.last(Grant)
+    assert last is not None
+    assert (last.standing, last.held) == (Standing.NEW, None)
+    a.delivers([0, 1, 2])
+    a.commits()
+    assert who(stage) == [["b"], ["a"]]
+
+
+def test_slow_submission_keeps_its_slot_while_nobody_waits() -> None:
+    stage, (a, _) = a_run("a", "b", staging_slots=1, staging_deadline=10.0)
+    a.begins(1)
+    a.delivers([0])
+    stage.passes(60.0)
+    a.delivers([1, 2])
+    a.commits()
+    assert who(stage) == [["a"]]
+
+
+def test_worker_that_waits_for_a_slot_and_dies_is_passed_over() -> None:
+    _, (a, b, c) = a_run("a", "b", "c", staging_slots=1)
+    a.begins(1)
+    b.begins(2)
+    c.begins(3)
+    b.dies()
+    a.delivers([0, 1, 2])
+    a.commits()
+    grant = c.last(Grant)
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+
+
+def test_reconnected_worker_in_line_asks_again_and_loses_nothing() -> None:
+    stage, (a, b) = a_run("a", "b", staging_slots=1)
+    a.begins(1)
+    b.begins(2)
+    b.loses_connection()
+    b.joins()
+    b.begins(2)
+    a.delivers([0, 1, 2])
+    a.commits()
+    b.delivers([0, 1, 2])
+    b.commits()
+    assert who(stage) == [["a"], ["b"]]
+
+
+def test_submission_waits_while_another_is_being_applied() -> None:
+    stage, (a, b) = a_run("a", "b")
+    stage.by_hand = True
+    a.pushes(1)
+    b.pushes(2)
+    stage.work(3 + 3)  # all chunks of both are looked at
+    assert stage.version().counter == 0
+    stage.work()
+    assert who(stage) == [["a"], ["b"]]
+    assert stage.version().counter == 2
+
+
+def test_grace_window_applies_together_what_is_whole_within_it() -> None:
+    stage, (a, b, c) = a_run("a", "b", "c", grace=2.0, staging_slots=1)
+    for puppet in (a, b, c):
+        puppet.pulls(after=0)
+    a.pushes(1)
+    stage.passes(1.0)
+    b.pushes(2)
+    assert stage.version().counter == 0
+    stage.passes(1.2)
+    assert who(stage) == [["a", "b"]]
+    versions = {p.worker_id: p.last(Released) for p in (a, b)}
+    assert {r.version for r in versions.values() if r} == {stage.version()}
+    assert stage.state.shelf.stocks[0].gradients == 2
+
+
+def test_duplicates_of_an_applied_submission_change_nothing() -> None:
+    stage, (a, _) = a_run("a", "b")
+    a.pushes(1)
+    grant = a.begins(1)
+    assert grant is not None
+    assert grant.standing is Standing.COUNTED
+    a.commits()
+    assert stage.version().counter == 1
+    assert all(chunk["a", 1] == 1 for chunk in stage.counted())
+
+
+def test_non_finite_submission_frees_its_slot_and_is_not_applied() -> None:
+    stage, (a, b) = a_run("a", "b", staging_slots=1)
+    a.begins(1)
+    b.begins(2)
+    a.delivers([0], is_finite=False)
+    assert a.error().code == "non_finite"
+    grant = b.last(Grant)
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+    assert stage.version().counter == 0
+
+
+def test_worker_may_have_its_own_h_and_wire_dtype_without_a_barrier() -> None:
+    stage, _ = a_run("a", "b", sync_every=10)
+    other = stage.worker("c").joins(wants={"sync_every": 5, "wire_dtype": "bf16"})
+    assert other.last(Welcome) is not None
+    grant = other.begins(7, wire_dtype="bf16", base=stage.version())
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+    refused = stage.worker("d").joins(wants={"sync_every": 0})
+    assert refused.error().code == "config_differs"
+    again = stage.worker("e").joins(wants={"num_fragments": 3})
+    assert again.error().code == "config_differs"
+
+
+def test_fragments_are_applied_in_any_order() -> None:
+    stage, (a, b) = a_run("a", "b", num_fragments=2, sync_every=10)
+    a.pushes(1, fragment=1)
+    b.pushes(2, fragment=0)
+    b.pushes(3, fragment=1)
+    counters = [stock.version.counter for stock in stage.state.shelf.stocks[:2]]
+    assert counters == [1, 2]
+    assert stage.round.number == 3
+
+
+def test_joiner_is_told_the_fragment_to_begin_with() -> None:
+    stage, (a, _) = a_run("a", "b", num_fragments=2, sync_every=10)
+    a.pushes(1, fragment=0)
+    late = stage.worker("c").joins()
+    welcome = late.last(Welcome)
+    assert welcome is not None
+    assert welcome.first_round == 1
+    assert welcome.plan == (0, 1)
+
+
+def test_heartbeats_are_answered_with_the_steps_that_fit_the_speed() -> None:
+    _, (a, b) = a_run("a", "b", dylu=True, sync_every=100, dylu_min_steps=10)
+
+    def answer(puppet: Puppet, speed: float | None) -> int | None:
+        puppet.sends(Heartbeat(puppet.token(), 1, steps_per_s=speed))
+        notice = puppet.last(Notice)
+        assert notice is not None
+        return notice.sync_every
+
+    assert answer(a, 4.0) == 100
+    assert answer(b, 1.0) == 25
+    assert answer(b, 0.01) == 12  # the average of 1 and 0.01 over 4
+    assert answer(a, 4.0) == 100
+    a.dies()
+    assert answer(b, 0.505) == 100, "the dead leave the fastest speed"
+
+
+def test_steps_are_floored_bounded_and_independent_of_rounding() -> None:
+    assert sync_every({"a": 0.58, "b": 0.29}, "b", 100, 1) == 50
+    assert sync_every({"a": 3.0, "b": 1.0}, "b", 10, 1) == 3
+    assert sync_every({"a": 3.0, "b": 0.01}, "b", 10, 4) == 4
+    assert sync_every({"a": 3.0}, "b", 10, 4) == 10
+    assert averaged(None, 3.0) == 3.0
+    assert averaged(3.0, 1.0) == 2.0
+    assert averaged(3.0, float("nan")) == 3.0
+    assert averaged(3.0, None) == 3.0
+
+
+def test_worker_that_insists_on_dylu_is_refused_where_there_is_none() -> None:
+    stage, _ = a_run("a")
+    other = stage.worker("b")
+    other.control, other.bulk = stage.route(), stage.route()
+    other.sends(Join("b", stage.manifest, wants={"dylu": True}))
+    assert other.error().code == "config_differs"

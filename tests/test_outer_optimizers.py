@@ -1,0 +1,741 @@
+"""Outer optimizers against their formulas, over several chunks and fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chunked_model import MANIFEST, SHAPES, ChunkedModel, same, shaped
+from torch import Tensor
+from torch.nn import Parameter
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.outer import (
+    DelayedNesterov,
+    DirectDelayed,
+    FedBuff,
+    Nesterov,
+    Outer,
+    Sgd,
+    make_outer,
+)
+from diloco_broker.torch_outer import FragmentParameters, OuterOptimizerFactory, TorchOuter
+from diloco_protocol.codecs import as_bytes
+from diloco_protocol.errors import UsageError
+
+ETA, MU, N = 0.7, 0.9, 3
+SEEDS = [1, 2, 3]
+ALL_SHAPES = SHAPES[0] | SHAPES[1]
+
+
+def sgd(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=ETA, momentum=MU, nesterov=True)
+
+
+def adamw(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, betas=(0.8, 0.95), weight_decay=0.3)
+
+
+def by_group(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    """The embedding (its fragment's layer in the other one) learns at a rate of its own."""
+    first, *others = parameters
+    groups = [{"params": others}, {"params": [first], "lr": 0.1, "momentum": 0.5}]
+    return torch.optim.SGD(groups, lr=ETA, momentum=MU, nesterov=True)
+
+
+OUTERS: dict[str, Outer] = {
+    "nesterov": Nesterov(ETA, MU),
+    "classical": Nesterov(ETA, MU, nesterov=False),
+    "plain": Nesterov(ETA, 0.0),
+    "sgd": Sgd(ETA, 1 / N),
+    "dn": DelayedNesterov(ETA, MU, N),
+    "dn-c": DelayedNesterov(ETA, MU, N, 0.2),
+    "direct": DirectDelayed(Nesterov(ETA, MU), N),
+    "fedbuff": FedBuff(Nesterov(ETA, MU), N),
+}
+BY_FACTORY: dict[str, Outer] = {
+    "torch": TorchOuter(adamw),
+    "torch-groups": TorchOuter(by_group),
+    "torch-fedbuff": TorchOuter(adamw, "fedbuff", N),
+    "torch-direct": TorchOuter(adamw, "direct", N),
+    "torch-paper": TorchOuter(by_group, "paper", N, 0.2),
+}
+EVERY = OUTERS | BY_FACTORY
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(getattr(request, "param", 0))
+        yield
+
+
+several_seeds = pytest.mark.parametrize("seed", SEEDS, indirect=True)
+
+
+# References: numpy in fp64, whole fragments, straight from the formulas.
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def nesterov_step(theta: Array, g: Array, m: Array, eta: Any, mu: Any) -> tuple[Array, Array]:
+    m = mu * m + g
+    return theta - eta * (g + mu * m), m
+
+
+def reference(name: str, theta: Array, gradients: list[Array]) -> list[Array]:
+    """Parameters after each gradient."""
+    m, buffer = np.zeros_like(theta), np.zeros_like(theta)
+    found = []
+    for t, g in enumerate(gradients):
+        buffer = buffer + g
+        boundary = (t + 1) % N == 0
+        match name:
+            case "nesterov":
+                theta, m = nesterov_step(theta, g, m, ETA, MU)
+            case "classical":
+                m = MU * m + g
+                theta = theta - ETA * m
+            case "plain":
+                theta = theta - ETA * g
+            case "sgd":
+                theta = theta - ETA * g / N
+            case "dn" | "dn-c":
+                theta, m = dn_step(theta, g, m, buffer, boundary, 0.2 if name == "dn-c" else 0.0)
+            case "direct" if not boundary:
+                theta = theta - ETA * g
+            case "direct" | "fedbuff" if boundary:
+                theta, m = nesterov_step(theta, buffer / N, m, ETA, MU)
+        buffer = buffer * (not boundary)
+        found.append(theta)
+    return found
+
+
+def dn_step(
+    theta: Array,
+    g: Array,
+    m: Array,
+    buffer: Array,
+    boundary: bool,
+    c: float,
+    eta: Any = ETA,
+    mu: Any = MU,
+    n: int = N,
+) -> tuple[Array, Array]:
+    if boundary:
+        m = mu * m + buffer / n
+        return theta - eta * ((1 - c * n + c) * mu * m + g / n), m
+    return theta - eta * (c * mu * m + g / n), m
+
+
+def exact(values: Tensor) -> Array:
+    return values.double().numpy()
+
+
+def near(got: Tensor, wanted: Array) -> None:
+    np.testing.assert_allclose(exact(got), wanted, rtol=2e-5, atol=2e-5)
+
+
+# The element-wise optimizers.
+
+
+@pytest.mark.parametrize(
+    ("momentum", "nesterov"), [(0.0, False), (0.5, False), (0.5, True), (0.9, False), (0.9, True)]
+)
+def test_nesterov_is_torch_s_sgd_bit_for_bit(momentum: float, nesterov: bool) -> None:
+    theta = torch.randn(1000)
+    parameter = Parameter(theta.clone())
+    wanted = torch.optim.SGD([parameter], lr=0.7, momentum=momentum, nesterov=nesterov)
+    outer, state = Nesterov(0.7, momentum, nesterov), {}
+    for count in range(5):
+        gradient = torch.randn(1000)
+        parameter.grad = gradient.clone()
+        wanted.step()
+        before = theta.clone()
+        stepped, state = outer.step(theta, gradient, state, count)
+        assert torch.equal(theta, before), "the old parameters must not change"
+        assert torch.equal(stepped, parameter)
+        theta = stepped
+
+
+@several_seeds
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("name", OUTERS)
+def test_optimizer_follows_its_formula(name: str, fragments: int) -> None:
+    model = ChunkedModel(OUTERS[name], fragments=fragments)
+    for fragment, start in enumerate(model.start):
+        gradients = [torch.randn_like(start) for _ in range(3 * N + 1)]
+        wanted = reference(name, exact(start), [exact(g) for g in gradients])
+        for gradient, theta in zip(gradients, wanted, strict=True):
+            assert not any(done.overflow for done in model.merges(gradient, fragment=fragment))
+            near(model.theta(fragment), theta)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_streamed_and_staged_steps_are_the_same(name: str) -> None:
+    streamed, staged = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
+    staged.place(0, streamed.start[0])
+    for _ in range(2 * N + 1):
+        gradient = torch.randn_like(streamed.start[0])
+        chunks = [streamed.steps(gradient), staged.merges(gradient)]
+        assert [bytes(one.wire) for one in chunks[0]] == [bytes(one.wire) for one in chunks[1]]
+    assert not torch.equal(streamed.theta(), streamed.start[0])
+
+
+@several_seeds
+def test_delayed_nesterov_from_one_base_is_one_synchronous_step_on_the_mean() -> None:
+    model = ChunkedModel(DelayedNesterov(ETA, MU, N))
+    theta = exact(model.start[0])
+    m = np.zeros_like(theta)
+    for _ in range(4):
+        gradients = [torch.randn_like(model.start[0]) for _ in range(N)]
+        for gradient in gradients:
+            model.merges(gradient)
+        mean = np.mean([exact(gradient) for gradient in gradients], axis=0)
+        theta, m = nesterov_step(theta, mean, m, ETA, MU)
+        near(model.theta(), theta)
+
+
+@several_seeds
+def test_delayed_nesterov_with_a_buffer_of_one_is_nesterov_for_each_push() -> None:
+    delayed, plain = ChunkedModel(DelayedNesterov(ETA, MU, 1)), ChunkedModel(Nesterov(ETA, MU))
+    delayed.place(0, plain.start[0])
+    for _ in range(6):
+        gradient = torch.randn_like(plain.start[0])
+        delayed.merges(gradient)
+        plain.merges(gradient)
+        torch.testing.assert_close(delayed.theta(), plain.theta(), rtol=1e-6, atol=1e-6)
+
+
+@several_seeds
+def test_c_of_one_nth_spreads_the_momentum_evenly() -> None:
+    model = ChunkedModel(DelayedNesterov(ETA, MU, N, 1 / N))
+    gradient = torch.randn_like(model.start[0])
+    for _ in range(N):
+        model.merges(gradient)  # m is now the gradient
+    moves = []
+    for _ in range(2 * N):
+        before = model.theta()
+        model.merges(torch.zeros_like(gradient))
+        moves.append(exact(before - model.theta()))
+    g = exact(gradient)
+    m = [g] * (N - 1) + [MU * g] * N + [MU * MU * g]
+    for move, momentum in zip(moves, m, strict=True):
+        np.testing.assert_allclose(move, ETA * MU / N * momentum, rtol=1e-4, atol=1e-5)
+
+
+def test_direct_counts_gradients_twice() -> None:
+    """N equal gradients g, no momentum: the paper's form moves by eta g, direct by eta N g."""
+    outers: dict[Outer, int] = {
+        DelayedNesterov(ETA, 0.0, N): 1,
+        DirectDelayed(Nesterov(ETA, 0.0), N): N,
+    }
+    for outer, times in outers.items():
+        model = ChunkedModel(outer)
+        gradient = torch.randn_like(model.start[0])
+        for _ in range(N):
+            model.merges(gradient)
+        near(model.theta(), exact(model.start[0]) - ETA * times * exact(gradient))
+
+
+@pytest.mark.parametrize("name", ["fedbuff", "torch-fedbuff"])
+def test_fedbuff_keeps_the_parameters_between_boundaries(name: str) -> None:
+    model = ChunkedModel(EVERY[name])
+    before = model.theta()
+    for t in range(2 * N):
+        model.merges(torch.randn_like(before))
+        stays = torch.equal(model.theta(), before)
+        assert stays == ((t + 1) % N != 0)
+        before = model.theta()
+
+
+# Promises that every optimizer keeps.
+
+
+@pytest.mark.parametrize("reply", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", EVERY)
+def test_what_was_handed_out_or_is_being_saved_never_changes(name: str, reply: str) -> None:
+    model = ChunkedModel(EVERY[name], reply=reply)
+    held: list[Tensor] = []
+    sums: list[bytes] = []
+    for _ in range(2 * N + 1):
+        model.merges(torch.randn_like(model.start[0]))
+        state = model.tensors.outer_state(0)
+        held += [t for t in model.tensors.masters(0) if t is not None]
+        held += [t for tensors in state.values() for t in tensors if t is not None]
+        sums = sums + [bytes(as_bytes(t)) for t in held[len(sums) :]]
+        wires = [bytes(chunk) for chunk in model.handed_out]
+        model.steps(torch.randn_like(model.start[0]))
+        assert [bytes(as_bytes(t)) for t in held] == sums
+        assert [bytes(chunk) for chunk in model.handed_out][: len(wires)] == wires
+
+
+@pytest.mark.parametrize("name", BY_FACTORY)
+def test_copy_of_the_optimizer_s_state_does_not_change(name: str) -> None:
+    model = ChunkedModel(EVERY[name])
+    for _ in range(N):
+        model.merges(torch.randn_like(model.start[0]))
+    saved = model.tensors.optimizer_state(0)
+    before = model.memory()[2]
+    for _ in range(N):
+        model.merges(torch.randn_like(model.start[0]))
+    assert same(saved, before)
+    moves = name != "torch-paper"
+    assert same(model.tensors.optimizer_state(0), before) != moves
+
+
+ENORMOUS = {"inf": float("inf"), "nan": float("nan"), "largest": 3e38}
+
+
+@pytest.mark.parametrize("kind", ENORMOUS)
+@pytest.mark.parametrize("name", EVERY)
+def test_step_that_is_not_finite_leaves_no_trace(name: str, kind: str) -> None:
+    """Before each of seven gradients, one that cannot be used comes in; a twin never sees those."""
+    model, twin = (ChunkedModel(EVERY[name], reply="fp16") for _ in range(2))
+    twin.place(0, model.start[0])
+    for count in range(2 * N + 1):
+        gradient = torch.randn_like(model.start[0])
+        poison = gradient.clone()
+        poison[5] = ENORMOUS[kind]  # in the second of the chunks
+        # An enormous value fits a buffer that is only filled; what it leads to overflows later.
+        is_only_kept = "fedbuff" in name and (count + 1) % N and kind == "largest"
+        if not is_only_kept:
+            before = model.memory()
+            done = model.merges(poison, lacks=[0, 2, 3, 4, 5, 6, 7, 8, 9], count=count)
+            assert [one.index for one in done if one.overflow] == [1]
+            assert same(model.memory(), before)
+        wires = [[one.wire for one in each.merges(gradient)] for each in (model, twin)]
+        assert [bytes(w) for w in wires[0]] == [bytes(w) for w in wires[1]]
+    assert same(model.memory(), twin.memory())
+
+
+@pytest.mark.parametrize("name", ["fedbuff", "direct", "dn", "torch-fedbuff", "torch-direct"])
+def test_sum_that_overflows_leaves_the_buffer_as_it_was(name: str) -> None:
+    outers: dict[str, Outer] = {
+        "fedbuff": FedBuff(Nesterov(1e-20, MU), N),
+        "direct": DirectDelayed(Nesterov(1e-20, MU), N),
+        "dn": DelayedNesterov(1e-20, MU, N),
+        "torch-fedbuff": TorchOuter(lambda p: torch.optim.SGD(p, lr=1e-20), "fedbuff", N),
+        "torch-direct": TorchOuter(lambda p: torch.optim.SGD(p, lr=1e-20), "direct", N),
+    }
+    model = ChunkedModel(outers[name])
+    large = torch.full_like(model.start[0], 3e38)
+    assert not any(done.overflow for done in model.merges(large))
+    before = model.memory()
+    assert all(done.overflow for done in model.merges(large))
+    assert same(model.memory(), before)
+
+
+@pytest.mark.parametrize("name", ["fedbuff", "torch-fedbuff"])
+def test_buffer_that_can_never_be_applied_is_thrown_away(name: str) -> None:
+    outers: dict[str, Outer] = {
+        "fedbuff": FedBuff(Nesterov(ETA, MU), N),
+        "torch-fedbuff": TorchOuter(sgd, "fedbuff", N),
+    }
+    model, twin = (ChunkedModel(outers[name], reply="fp16") for _ in range(2))
+    twin.place(0, model.start[0])
+    gradients = [torch.randn_like(model.start[0]) for _ in range(N)]
+    for count, gradient in enumerate(gradients):
+        done = model.merges(gradient * (1e9 if count == 0 else 1))
+        assert any(one.overflow for one in done) == (count == N - 1)
+    assert torch.equal(model.theta(), model.start[0])
+    for gradient in gradients:
+        done = model.merges(gradient)
+        twin.merges(gradient)
+    assert not any(one.overflow for one in done)
+    assert torch.equal(model.theta(), twin.theta())
+    assert not torch.equal(model.theta(), model.start[0])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_several_groups_are_applied_one_after_the_other(name: str) -> None:
+    together, alone = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
+    together.place(0, alone.start[0])
+    for groups in (2, 1, 4):
+        gradients = [torch.randn_like(alone.start[0]) for _ in range(groups)]
+        together.merges(*gradients)
+        for gradient in gradients:
+            alone.merges(gradient)
+    assert same(together.memory(), alone.memory())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_empty_group_takes_no_step_and_counts_all_the_same(name: str) -> None:
+    model, twin = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
+    twin.place(0, model.start[0])
+    first, second = torch.randn(2, model.elements(0))
+    model.merges(None, first, None, second)  # at counts 1 and 3
+    twin.merges(first, count=1)
+    twin.merges(second, count=3)
+    assert same(model.memory(), twin.memory())
+    before = model.memory()
+    assert not any(done.overflow for done in model.merges(None, None))
+    assert same(model.memory(), before)
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("name", EVERY)
+def test_chunk_that_nobody_delivered_keeps_its_value(name: str, streamed: bool) -> None:
+    model = ChunkedModel(EVERY[name])
+    for _ in range(N - 1):
+        model.merges(torch.randn_like(model.start[0]))
+    before = model.theta()
+    if streamed:
+        done = []
+        for span in model.spans(0):
+            if span.index != 1:
+                model.tensors.fold(0, span.index, bytearray(4 * span.elements), 1.0)
+            done += model.tensors.step(0, span.index, float(span.index != 1), N - 1)
+        assert len(done) == len(model.spans(0))
+    else:
+        done = model.merges(torch.randn_like(before), lacks=[1])
+    assert not any(one.overflow for one in done)
+    assert torch.equal(model.theta()[4:8], before[4:8])
+    assert name == "sgd" or name == "plain" or not torch.equal(model.theta(), before)
+    model.merges(torch.randn_like(before), count=N - 1)
+    assert not torch.equal(model.theta()[4:8], before[4:8])
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("name", EVERY)
+def test_training_goes_on_from_what_was_exported(name: str, fragments: int) -> None:
+    model = ChunkedModel(EVERY[name], fragments=fragments)
+    for _ in range(N + 1):
+        for fragment, start in enumerate(model.start):
+            model.merges(torch.randn_like(start), fragment=fragment)
+    again = ChunkedModel(EVERY[name], fragments=fragments)
+    for fragment in range(fragments):
+        masters, state, optimizer = model.memory(fragment)
+        again.tensors.restore(fragment, masters, state, optimizer)
+        again.counts[fragment] = model.counts[fragment]
+    for _ in range(N + 1):
+        for fragment, start in enumerate(model.start):
+            gradient = torch.randn_like(start)
+            model.merges(gradient, fragment=fragment)
+            again.merges(gradient, fragment=fragment)
+    for fragment in range(fragments):
+        assert same(again.memory(fragment), model.memory(fragment))
+
+
+# Torch optimizers by factory.
+
+
+class Whole:
+    """A torch optimizer on whole tensors of a fragment, as its user would write it."""
+
+    def __init__(self, model: ChunkedModel, fragment: int, factory: OuterOptimizerFactory) -> None:
+        self.shapes = SHAPES[fragment] if len(model.start) == 2 else ALL_SHAPES
+        start = shaped(model.start[fragment], self.shapes)
+        named = {name: Parameter(values) for name, values in start.items()}
+        self.parameters = FragmentParameters(fragment, named)
+        self.optimizer = factory(self.parameters)
+
+    def step(self, flat: Tensor) -> None:
+        for name, gradient in shaped(flat, self.shapes).items():
+            self.parameters.named[name].grad = gradient
+        self.optimizer.step()
+
+    def descend(self, flat: Tensor) -> None:
+        with torch.no_grad():
+            rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
+            for name, gradient in shaped(flat, self.shapes).items():
+                parameter = self.parameters.named[name]
+                parameter -= rates[id(parameter)] * gradient
+
+    @property
+    def flat(self) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+
+
+FACTORIES: dict[str, OuterOptimizerFactory] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=ETA),
+    "nesterov": sgd,
+    "groups": by_group,
+    "adamw": adamw,
+}
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 4, 7, 64])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_torch_optimizer_steps_whole_tensors_bit_for_bit(
+    name: str, fragments: int, chunk_elements: int
+) -> None:
+    factory = FACTORIES[name]
+    outer = TorchOuter(factory)
+    model = ChunkedModel(outer, fragments=fragments, chunk_elements=chunk_elements)
+    wholes = [Whole(model, fragment, factory) for fragment in range(fragments)]
+    for _ in range(4):
+        for fragment, whole in enumerate(wholes):
+            gradient = torch.randn_like(model.start[fragment])
+            model.merges(gradient, fragment=fragment)
+            whole.step(gradient)
+            assert torch.equal(model.theta(fragment), whole.flat)
+
+
+@several_seeds
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("rule", ["fedbuff", "direct"])
+def test_torch_optimizer_steps_on_the_mean_of_a_buffer(rule: Any, name: str) -> None:
+    factory = FACTORIES[name]
+    model = ChunkedModel(TorchOuter(factory, rule, N))
+    whole = Whole(model, 0, factory)
+    for _ in range(3):
+        gradients = [torch.randn_like(model.start[0]) for _ in range(N)]
+        for gradient in gradients:
+            model.merges(gradient)
+        if rule == "direct":
+            for gradient in gradients[:-1]:
+                whole.descend(gradient)
+        whole.step(torch.stack(gradients).mean(dim=0))
+        torch.testing.assert_close(model.theta(), whole.flat, rtol=1e-4, atol=1e-5)
+
+
+@several_seeds
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_paper_s_form_takes_rate_and_momentum_of_each_group(fragments: int) -> None:
+    model = ChunkedModel(TorchOuter(by_group, "paper", N, 0.2), fragments=fragments)
+    for fragment, start in enumerate(model.start):
+        first = 15 if fragment == 0 else 12
+        eta = np.where(np.arange(start.numel()) < first, 0.1, ETA)
+        mu = np.where(np.arange(start.numel()) < first, 0.5, MU)
+        theta = exact(start)
+        m, buffer = np.zeros_like(theta), np.zeros_like(theta)
+        for t in range(3 * N + 1):
+            gradient = torch.randn_like(start)
+            model.merges(gradient, fragment=fragment)
+            buffer, boundary = buffer + exact(gradient), (t + 1) % N == 0
+            theta, m = dn_step(theta, exact(gradient), m, buffer, boundary, 0.2, eta, mu)
+            buffer = buffer * (not boundary)
+            near(model.theta(fragment), theta)
+
+
+def test_paper_s_form_reads_the_groups_at_each_step_and_never_steps_the_optimizer() -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        made.append(torch.optim.Adam(parameters, lr=0.5, betas=(0.6, 0.9)))
+        return made[-1]
+
+    model = ChunkedModel(TorchOuter(factory, "paper", 1))
+    theta = exact(model.start[0])
+    m = np.zeros_like(theta)
+    for lr, mu in ((0.5, 0.6), (0.25, 0.7), (0.125, 0.8)):
+        made[0].param_groups[0].update(lr=lr, betas=(mu, 0.9))
+        gradient = torch.randn_like(model.start[0])
+        model.merges(gradient)
+        theta, m = nesterov_step(theta, exact(gradient), m, lr, mu)
+        near(model.theta(), theta)
+    assert not made[0].state
+
+
+@pytest.mark.parametrize("rule", ["each", "direct"])
+def test_learning_rate_that_changes_later_is_used(rule: Any) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=1.0))
+        return made[-1]
+
+    model = ChunkedModel(TorchOuter(factory, rule, N))
+    made[0].param_groups[0]["lr"] = 0.25
+    gradient = torch.randn_like(model.start[0])
+    model.merges(gradient)
+    torch.testing.assert_close(model.theta(), model.start[0] - 0.25 * gradient)
+
+
+def test_factory_is_called_once_for_each_fragment_with_its_parameters_in_order() -> None:
+    calls: list[FragmentParameters] = []
+    values: list[list[Tensor]] = []
+
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        calls.append(parameters)
+        values.append([parameter.detach().clone() for parameter in parameters])
+        return torch.optim.SGD(parameters, lr=1.0 + parameters.fragment)
+
+    model = ChunkedModel(TorchOuter(factory), fragments=2)
+    assert [parameters.fragment for parameters in calls] == [0, 1]
+    for fragment, parameters in enumerate(calls):
+        wanted = shaped(model.start[fragment], SHAPES[fragment])
+        assert list(parameters.named) == [e.name for e in MANIFEST.entries if e.name in wanted]
+        assert list(map(id, parameters)) == list(map(id, parameters.named.values()))
+        assert all(p.dtype is torch.float32 for p in parameters)
+        assert same(values[fragment], list(wanted.values()))
+    model.place(0, torch.randn_like(model.start[0]))  # another worker provides the first version
+    starts = [model.theta(fragment) for fragment in range(2)]
+    for _ in range(2):
+        gradients = [torch.randn_like(start) for start in starts]
+        for fragment, gradient in enumerate(gradients):
+            model.merges(gradient, fragment=fragment)
+            starts[fragment] -= (1.0 + fragment) * gradient
+            torch.testing.assert_close(model.theta(fragment), starts[fragment])
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["torch", "torch-fedbuff", "torch-direct"])
+def test_whole_tensors_wait_for_the_last_chunk_in_any_order(name: str) -> None:
+    model, twin = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
+    twin.place(0, model.start[0])
+    spans = model.layout.fragments[0].spans
+    for count in range(N):
+        gradient = torch.randn_like(model.start[0])
+        twin.merges(gradient)
+        order = torch.randperm(len(spans)).tolist()
+        last = max(order, key=lambda i: order.index(i) if spans[i].segment == "parameters" else -1)
+        answered: list[int] = []
+        for index in order:
+            span = spans[index]
+            if span.segment == "parameters":
+                payload = bytearray(as_bytes(gradient[span.start : span.stop].clone()))
+            else:
+                payload = bytearray(span.elements * (8 if span.segment == "integers" else 4))
+            model.tensors.fold(0, index, payload, 1.0)
+            done = [one.index for one in model.tensors.step(0, index, 1.0, count)]
+            if span.segment != "parameters":
+                assert done == [index], "buffers do not wait"
+            else:
+                assert bool(done) == (index == last)
+            answered += done
+        assert sorted(answered) == list(range(len(spans)))
+        assert torch.equal(model.theta(), twin.theta())
+
+
+def test_enormous_gradient_does_not_stop_adam_for_good() -> None:
+    """g squared overflows: the second moment would be infinite, the parameters stay finite."""
+    model, twin = ChunkedModel(TorchOuter(adamw)), ChunkedModel(TorchOuter(adamw))
+    twin.place(0, model.start[0])
+    poison = torch.zeros_like(model.start[0])
+    poison[3] = 1e20
+    assert all(done.overflow for done in model.merges(poison, count=0))
+    gradient = torch.randn_like(poison)
+    model.merges(gradient)
+    twin.merges(gradient)
+    assert same(model.memory(), twin.memory())
+
+
+class Stubborn(torch.optim.SGD):
+    """Cannot step."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("closure is None")
+
+
+def test_optimizer_that_cannot_step_is_named() -> None:
+    model = ChunkedModel(TorchOuter(lambda parameters: Stubborn(parameters, lr=0.1)))
+    with pytest.raises(UsageError, match="Stubborn of fragment 0 failed .*closure is None"):
+        model.merges(torch.randn_like(model.start[0]))
+
+
+def no_optimizer(parameters: FragmentParameters) -> Any:
+    return list(parameters)
+
+
+def leaves_out(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameters.named["layer"]], lr=0.1)
+
+
+def of_copies(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([Parameter(p.detach().clone()) for p in parameters], lr=0.1)
+
+
+def raises(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameters.named["nothing"]], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("factory", "sentence"),
+    [
+        (no_optimizer, "returned list for fragment 0; it must return a torch.optim.Optimizer"),
+        (leaves_out, "left 4 of 5 parameters of fragment 0 out, the first is embedding;"),
+        (of_copies, "left 5 of 5 parameters"),
+        (raises, r"failed for fragment 0 with 5 parameters: KeyError\('nothing'\)"),
+    ],
+)
+def test_factory_that_cannot_be_used_is_refused_with_a_sentence(
+    factory: Callable[[FragmentParameters], Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        ChunkedModel(TorchOuter(factory))
+
+
+def test_paper_s_form_names_the_group_that_has_no_momentum() -> None:
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad([{"params": parameters[:2]}, {"params": parameters[2:]}])
+
+    with pytest.raises(UsageError, match="Group 0 of Adagrad of fragment 0 has neither momentum"):
+        ChunkedModel(TorchOuter(factory, "paper", N))
+    ChunkedModel(TorchOuter(factory, "direct", N))  # it needs the learning rate only
+
+
+# Choosing one.
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, Nesterov(0.7, 0.9)),
+        ({"nesterov": False, "outer_lr": 0.5}, Nesterov(0.5, 0.9, nesterov=False)),
+        ({"outer": "sgd", "workers": 4}, Sgd(0.7, 1.0)),
+        ({"outer": "sgd", "workers": 4, "mode": "async"}, Sgd(0.7, 0.25)),
+        ({"outer": "nesterov", "workers": 4, "mode": "async"}, Nesterov(0.7, 0.9)),
+        ({"workers": 4, "mode": "async"}, DelayedNesterov(0.7, 0.9, 4)),
+        (
+            {"workers": 4, "mode": "async", "dn_buffer": 2, "dn_c": 0.5},
+            DelayedNesterov(0.7, 0.9, 2, 0.5),
+        ),
+        (
+            {"workers": 4, "mode": "async", "dn_variant": "direct"},
+            DirectDelayed(Nesterov(0.7, 0.9), 4),
+        ),
+        ({"outer": "fedbuff", "dn_buffer": 3}, FedBuff(Nesterov(0.7, 0.9), 3)),
+        ({"outer": "dn"}, DelayedNesterov(0.7, 0.9, 1)),
+    ],
+)
+def test_configuration_chooses_the_optimizer(options: dict[str, Any], wanted: Outer) -> None:
+    assert make_outer(BrokerConfig(**options)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, TorchOuter(adamw)),
+        ({"mode": "async", "workers": 4}, TorchOuter(adamw)),
+        ({"outer": "fedbuff", "dn_buffer": 3}, TorchOuter(adamw, "fedbuff", 3)),
+        (
+            {"outer": "dn", "mode": "async", "workers": 4, "dn_c": 0.1},
+            TorchOuter(adamw, "paper", 4, 0.1),
+        ),
+        (
+            {"outer": "dn", "mode": "async", "workers": 4, "dn_variant": "direct"},
+            TorchOuter(adamw, "direct", 4),
+        ),
+    ],
+)
+def test_factory_is_combined_with_the_configuration(
+    options: dict[str, Any], wanted: Outer
+) -> None:
+    assert make_outer(BrokerConfig(**options), adamw) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"outer": "sgd"}, "--outer sgd and outer_optimizer_factory exclude each other"),
+        ({"outer": "nesterov"}, "--outer nesterov and outer_optimizer_factory exclude"),
+        ({"outer_lr": 0.5}, "outer_lr is 0.5, which outer_optimizer_factory leaves without effect"),
+        ({"mode": "async", "dn_buffer": 2}, "dn_buffer is 2, .* choose --outer dn or fedbuff"),
+    ],
+)
+def test_factory_that_contradicts_the_configuration_is_refused(
+    options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        make_outer(BrokerConfig(**options), adamw)
+
+
+def test_delayed_nesterov_has_no_classical_form() -> None:
+    with pytest.raises(UsageError, match="--no-nesterov does not go with Delayed Nesterov"):
+        make_outer(BrokerConfig(mode="async", workers=2, nesterov=False))

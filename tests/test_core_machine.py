@@ -8,6 +8,8 @@ happened, the workers that are left can finish a round: nobody waits for ever.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -26,6 +28,14 @@ from diloco_protocol.messages import Credit, Grant, Pull, Standing, Welcome
 
 CHUNKS = 3
 IDS = ("a", "b", "c")
+# How contributions are reduced, by the number of workers.
+REDUCERS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "streaming": lambda workers: {},
+    "deterministic": lambda workers: {"deterministic": True},
+    "quorum": lambda workers: {"quorum": workers, "grace": 3.0},
+    "quorum, late dropped": lambda workers: {"quorum": workers, "grace": 3.0, "late": "drop"},
+    "async": lambda workers: {"mode": "async", "staging_slots": 1, "staging_deadline": 20.0},
+}
 
 
 class BrokerLife(RuleBasedStateMachine):
@@ -38,14 +48,19 @@ class BrokerLife(RuleBasedStateMachine):
         self.counter = -1
         self.whole: set[tuple[str, int]] = set()
 
-    @initialize(workers=st.integers(1, 2), floor=st.integers(1, 2))
-    def start(self, workers: int, floor: int) -> None:
+    @initialize(
+        workers=st.integers(1, 2), floor=st.integers(1, 2), how=st.sampled_from(sorted(REDUCERS))
+    )
+    def start(self, workers: int, floor: int, how: str) -> None:
+        self.how = how
+        floors = {} if how == "async" else {"min_workers": floor}
         self.stage = a_stage(
             workers=max(workers, floor),
-            min_workers=floor,
             chunks=CHUNKS,
             by_hand=True,
             heartbeat_timeout=50.0,
+            **floors,
+            **REDUCERS[how](max(workers, floor)),
         )
         self.joins("a")
 
@@ -111,6 +126,13 @@ class BrokerLife(RuleBasedStateMachine):
         puppet = self.living.get(worker_id)
         if puppet is not None and puppet.push_id:
             puppet.delivers(indexes, is_finite=is_finite)
+
+    @rule(worker_id=st.sampled_from(IDS))
+    def commits(self, worker_id: str) -> None:
+        """It says that all has been sent, which need not have arrived, nor be true."""
+        puppet = self.living.get(worker_id)
+        if puppet is not None and puppet.push_id:
+            puppet.commits()
 
     @rule(worker_id=st.sampled_from(IDS), age=st.integers(1, 3), index=st.integers(0, CHUNKS - 1))
     def delivers_late(self, worker_id: str, age: int, index: int) -> None:
@@ -178,6 +200,17 @@ class BrokerLife(RuleBasedStateMachine):
                 assert standing == contained
 
     @invariant()
+    def staged_pushes_count_whole_or_not_at_all(self) -> None:
+        if self._has_version() and self.how != "streaming":
+            first, *others = self.stage.counted()
+            assert all(chunk == first for chunk in others)
+
+    @invariant()
+    def slots_bound_what_is_kept(self) -> None:
+        if self._has_version() and self.how == "async":
+            assert len(list(self.stage.state.staging)) <= 1
+
+    @invariant()
     def readers_hold_only_what_is_current(self) -> None:
         if self._has_version():
             self.stage.core.check_invariants()
@@ -211,9 +244,11 @@ class BrokerLife(RuleBasedStateMachine):
                 puppet.base = self.stage.version()
                 puppet.begins(self.next_push)
                 puppet.delivers(range(CHUNKS))
+                puppet.commits()
                 self.stage.work()
             for puppet in alive:
                 puppet.delivers(range(CHUNKS))
+                puppet.commits()
                 self.stage.work()
         floor = self.stage.round.floor
         if len(alive) >= floor:
@@ -229,7 +264,7 @@ class BrokerLife(RuleBasedStateMachine):
 
 TestBrokerLife = BrokerLife.TestCase
 TestBrokerLife.settings = settings(
-    max_examples=120,
+    max_examples=200,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

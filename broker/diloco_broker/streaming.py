@@ -49,8 +49,11 @@ def push(state: State, round_: Round, member: Member, push: Push) -> Iterator[Ef
     elif _takes_now(round_, member, push):
         yield from _enter(state, round_, member, push, before)
     else:
-        text = f"Round {round_.number} does not take it; it will be in a later one."
-        yield from granting.wait(member, push, text, state.next_round_of(push.fragment))
+        number = state.next_round_of(push.fragment)
+        if number == round_.number:  # its worker has a whole push in there already
+            number += state.config.num_fragments
+        text = f"Round {round_.number} does not take it; round {number} will."
+        yield from granting.wait(member, push, text, number)
 
 
 def _abandon_others(state: State, round_: Round, worker_id: str, push: Push) -> Iterator[Effect]:

@@ -102,7 +102,7 @@ def _snapshot(
         },
         "counts": {
             "alive": len(state.members),
-            "participating": len(round_.participating) if round_ else 0,
+            "participating": len(_participating(state)),
             "averaged": report.averaged if report else 0,
         },
         "model": {
@@ -186,6 +186,15 @@ def _snapshot(
             "rss_bytes": figures.rss_bytes,
         },
     }
+
+
+def _participating(state: State) -> set[str]:
+    """Workers whose push is under way or whole and not yet in a version."""
+    if state.round is None:
+        return set()
+    if state.config.is_async:
+        return {submission.worker_id for submission in state.staging}
+    return state.round.participating
 
 
 def _worker(state: State, member: Member, now: float) -> dict[str, Any]:

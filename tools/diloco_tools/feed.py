@@ -89,20 +89,42 @@ class Outer:
     lr: float | None = None
     momentum: float | None = None
     nesterov: bool | None = None
+    variant: str | None = None  # of Delayed Nesterov
+    buffer: int | None = None  # gradients to a momentum step; None where there is no buffer
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """How contributions are reduced, and how many submissions are kept or wait for a slot."""
+
+    staged: bool = False
+    aggregate: str = "mean"
+    deterministic: bool = False
+    weight_by: str = "equal"
+    quorum: int | None = None
+    grace_s: float = 0.0
+    late: str = "carry"
+    submissions: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """The newest version of one fragment: counter and random tag (hex)."""
+    """The newest version of one fragment: counter and random tag (hex).
+
+    `buffered` of the gradients to its next momentum step are in.
+    """
 
     fragment: int
     version: int = 0
     tag: str = ""
+    gradients: int = 0
+    buffered: int = 0
 
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker as the broker sees it. `staleness` is in rounds, `tokens` since it joined."""
+    """One worker as the broker sees it. `staleness` is in versions, `tokens` since it joined."""
 
     id: str
     host: str = ""
@@ -141,7 +163,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class LastRound:
-    """The round that closed last: wall seconds, workers and weight averaged, norm of the mean."""
+    """The round that closed last: wall seconds, workers and weight averaged, norm of the mean.
+
+    `staleness` is that of its oldest push, in versions.
+    """
 
     number: int
     seconds: float = 0.0
@@ -149,6 +174,7 @@ class LastRound:
     weight: float = 0.0
     loss: float | None = None
     delta_norm: float | None = None
+    staleness: int = 0
 
 
 @dataclass(frozen=True)
@@ -193,7 +219,11 @@ class Snapshot:
     counts: Counts = Counts()
     model: Model | None = None
     outer: Outer = Outer()
+    reducer: Reducer = Reducer()
     sync_every: int | None = None
+    fragment_sync_delay: int = 0
+    fragment_update_alpha: float = 0.0
+    fragment_merge: str = "alpha"
     wire_dtype: str = ""
     reply_dtype: str = ""
     workers_wanted: int | None = None

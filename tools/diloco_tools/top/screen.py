@@ -89,8 +89,10 @@ def _rows(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
 def _facts(snapshot: Snapshot, glyphs: Glyphs) -> Iterable[tuple[str, Sequence[str | Text]]]:
     """Rows as (label, parts); an empty part is left out, and a row with none."""
     counts, totals, loop, outer = snapshot.counts, snapshot.totals, snapshot.loop, snapshot.outer
+    if snapshot.mode == "async":
+        yield ("applied", _applied(snapshot))
     # Before the first round the feed has a round 0 in which nobody is expected.
-    if (now_open := snapshot.round) and (now_open.number or now_open.expected):
+    elif (now_open := snapshot.round) and (now_open.number or now_open.expected):
         arrived, expected = len(now_open.arrived), len(now_open.expected)
         yield (
             "round",
@@ -113,12 +115,13 @@ def _facts(snapshot: Snapshot, glyphs: Glyphs) -> Iterable[tuple[str, Sequence[s
         ),
     )
     if last := snapshot.last_round:
+        has_rounds = snapshot.mode != "async"
         yield (
             "last",
             (
-                f"round {last.number}",
-                f"took {last.seconds:.1f} s",
-                f"{last.averaged} averaged",
+                f"round {last.number}" if has_rounds else f"push {last.number + 1}",
+                f"took {last.seconds:.1f} s" if has_rounds else "",
+                f"{last.averaged} averaged" if has_rounds else f"{last.staleness} versions old",
                 f"loss {number(last.loss)}" if last.loss is not None else "",
                 f"delta norm {last.delta_norm:.3g}" if last.delta_norm is not None else "",
             ),
@@ -126,13 +129,27 @@ def _facts(snapshot: Snapshot, glyphs: Glyphs) -> Iterable[tuple[str, Sequence[s
     yield (
         "outer",
         (
-            outer.optimizer,
+            f"{outer.optimizer} {outer.variant or ''}".strip(),
             f"lr {outer.lr:g}" if outer.lr is not None else "",
             f"momentum {outer.momentum:g}" if outer.momentum is not None else "",
+            _buffers(snapshot),
             f"every {snapshot.sync_every} steps" if snapshot.sync_every else "",
             f"{snapshot.wire_dtype} up, {snapshot.reply_dtype} down" if snapshot.wire_dtype else "",
         ),
     )
+    if parts := _reducing(snapshot):
+        yield ("reducing", parts)
+    if len(snapshot.fragments) > 1:
+        yield (
+            "fragments",
+            (
+                str(len(snapshot.fragments)),
+                f"merged after {snapshot.fragment_sync_delay} steps",
+                f"alpha {snapshot.fragment_update_alpha:g}"
+                if snapshot.fragment_merge == "alpha"
+                else snapshot.fragment_merge,
+            ),
+        )
     if size := snapshot.model:
         versions = " ".join(str(part.version) for part in snapshot.fragments)
         yield (
@@ -167,6 +184,39 @@ def _facts(snapshot: Snapshot, glyphs: Glyphs) -> Iterable[tuple[str, Sequence[s
             f"rss {byte_size(loop.rss_bytes)}" if loop.rss_bytes is not None else "",
         ),
     )
+
+
+def _applied(snapshot: Snapshot) -> Sequence[str]:
+    """What an asynchronous run has instead of a round."""
+    count = sum(part.gradients for part in snapshot.fragments)
+    reducer = snapshot.reducer
+    return (
+        f"{count} push{'es' if count != 1 else ''}",
+        f"{reducer.submissions} under way" if reducer.submissions else "",
+        f"{reducer.waiting} waiting for a slot" if reducer.waiting else "",
+    )
+
+
+def _buffers(snapshot: Snapshot) -> str:
+    """How full the buffer of the outer optimizer is, fragment by fragment."""
+    size = snapshot.outer.buffer
+    if not size or size == 1:
+        return ""
+    return "buffer " + " ".join(f"{part.buffered}/{size}" for part in snapshot.fragments)
+
+
+def _reducing(snapshot: Snapshot) -> Sequence[str]:
+    """What differs from a plain mean of everyone's contribution."""
+    reducer = snapshot.reducer
+    parts = (
+        f"quorum {reducer.quorum}, {reducer.grace_s:g} s grace, late work: {reducer.late}"
+        if reducer.quorum is not None
+        else "",
+        reducer.aggregate if reducer.aggregate != "mean" else "",
+        "deterministic" if reducer.deterministic else "",
+        f"weights by {reducer.weight_by}" if reducer.weight_by != "equal" else "",
+    )
+    return parts if any(parts) else ()
 
 
 def _count(value: int, what: str, style: str) -> Text:

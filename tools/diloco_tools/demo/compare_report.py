@@ -1,0 +1,172 @@
+"""What a comparison of outer optimizers found: the table and the plot, both made of the file of results."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LABELS = {
+    "sync": "sync, Nesterov (DiLoCo)",
+    "naive": "async, Nesterov per push",
+    "dn": "async, Delayed Nesterov, paper",
+    "dn-direct": "async, Delayed Nesterov, direct",
+    "fedbuff": "async, FedBuff",
+    "sgd": "async, SGD 1/k",
+}
+COLOURS = {
+    "sync": "#1f2937",
+    "naive": "#dc2626",
+    "dn": "#0f766e",
+    "dn-direct": "#d97706",
+    "fedbuff": "#2563eb",
+    "sgd": "#9333ea",
+}
+QUIET = "#5b6068"
+HEADROOM = 1.06  # of the loss at the start; what lies above is out of the picture and marked
+
+Run = Mapping[str, Any]
+Setting = tuple[float, float]  # eta, mu
+
+
+def by_setting(runs: Sequence[Run]) -> dict[Setting, dict[str, list[Run]]]:
+    """The runs of each (eta, mu) and variant, in the order of seeds."""
+    found: dict[Setting, dict[str, list[Run]]] = {}
+    for run in sorted(runs, key=lambda run: int(run["seed"])):
+        of_setting = found.setdefault((run["eta"], run["mu"]), {})
+        of_setting.setdefault(run["variant"], []).append(run)
+    return {
+        setting: {name: variants[name] for name in LABELS if name in variants}
+        for setting, variants in found.items()
+    }
+
+
+def differences(runs: Sequence[Run], sync: Sequence[Run]) -> list[float]:
+    """Final loss minus that of the synchronous run of the same seed, where both are finite."""
+    losses = {run["seed"]: run["final_loss"] for run in sync}
+    return [
+        run["final_loss"] - losses[run["seed"]]
+        for run in runs
+        if run["final_loss"] is not None and losses.get(run["seed"]) is not None
+    ]
+
+
+def seconds_to_reach(run: Run, loss: float) -> float | None:
+    """Virtual seconds until an evaluation first shows `loss` or less; None if none does."""
+    return next((at for _, at, seen in run["curve"] if seen is not None and seen <= loss), None)
+
+
+def markdown(runs: Sequence[Run]) -> str:
+    """One row for each setting and variant, with means over the seeds and the differences to sync."""
+    lines = [
+        "| eta | mu | variant | final loss | minus sync, each seed | mean | diverged | at step "
+        "| staleness, mean (most) | virtual s | until sync's final loss |",
+        "| --- " * 11 + "|",
+    ]
+    for (eta, mu), variants in by_setting(runs).items():
+        sync = variants.get("sync", [])
+        for name, found in variants.items():
+            finals = [run["final_loss"] for run in found]
+            apart = [] if name == "sync" else differences(found, sync)
+            diverged = [run["diverged_at"] for run in found if run["diverged_at"] is not None]
+            stale = statistics.mean(run["mean_staleness"] for run in found)
+            ends = statistics.mean(run["curve"][-1][1] for run in found)
+            cells = [
+                f"{eta:g}",
+                "-" if name == "sgd" else f"{mu:g}",
+                LABELS[name],
+                "not finite" if None in finals else f"{statistics.mean(finals):.4f}",
+                ", ".join(f"{each:+.4f}" for each in apart) or "-",
+                f"{statistics.mean(apart):+.4f}" if apart else "-",
+                f"{len(diverged)} of {len(found)}",
+                ", ".join(str(step) for step in diverged) or "-",
+                f"{stale:.2f} ({max(run['max_staleness'] for run in found)})",
+                f"{ends:.0f}",
+                _reaching(found, sync),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _reaching(runs: Sequence[Run], sync: Sequence[Run]) -> str:
+    """Mean virtual seconds until the final loss of sync was reached, and by how many if not by all."""
+    losses = {run["seed"]: run["final_loss"] for run in sync}
+    comparable = [run for run in runs if losses.get(run["seed"]) is not None]
+    times = [seconds_to_reach(run, losses[run["seed"]]) for run in comparable]
+    reached = [each for each in times if each is not None]
+    if not reached:
+        return "-"
+    share = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)})"
+    return f"{statistics.mean(reached):.0f}{share}"
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Write the curves to `path` as a PNG. Needs matplotlib (the `plot` extra), else ImportError.
+
+    A column for each setting; above over inner steps, below over virtual seconds. Lines are means over
+    the seeds, bands reach from the lowest to the highest. A line ends where not all seeds are finite.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    settings = by_setting(report["runs"])
+    seeds = len({run["seed"] for run in report["runs"]})
+    figure = Figure(figsize=(5.2 * len(settings), 7.6), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, len(settings), squeeze=False, sharey=True)
+    starts = [run["curve"][0][2] for run in report["runs"]]
+    lowest = min(loss for run in report["runs"] for *_, loss in run["curve"] if loss is not None)
+    top = HEADROOM * max(starts)
+    handles: dict[str, Any] = {}
+    for column, ((eta, mu), variants) in enumerate(settings.items()):
+        for row, unit in enumerate(("inner steps of all workers together", "virtual seconds")):
+            axes = grid[row][column]
+            for name, runs in variants.items():
+                xs, mean, low, high = _band(runs, row)
+                (line,) = axes.plot(
+                    xs, mean, color=COLOURS[name], linewidth=1.8, label=LABELS[name]
+                )
+                axes.fill_between(xs, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+                handles.setdefault(LABELS[name], line)
+            axes.axhline(statistics.mean(starts), color=QUIET, linewidth=0.8, linestyle=":")
+            axes.set_ylim(lowest - 0.04 * (top - lowest), top)
+            axes.set_xlim(left=0)
+            axes.set_xlabel(unit, color=QUIET)
+            if column == 0:
+                axes.set_ylabel("validation loss (nats per byte)", color=QUIET)
+            if row == 0:
+                axes.set_title(f"eta {eta:g}, mu {mu:g}", loc="left", fontsize=11)
+            axes.tick_params(colors=QUIET)
+            axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+            axes.set_axisbelow(True)
+            for side in ("top", "right"):
+                axes.spines[side].set_visible(False)
+            for side in ("left", "bottom"):
+                axes.spines[side].set_color("#c9ccd1")
+    speeds = report["settings"]["speeds"]
+    figure.suptitle(
+        f"{len(speeds)} workers of {', '.join(f'{speed:g}' for speed in speeds)} steps per virtual "
+        f"second, H = {report['settings']['sync_every']}; mean and range of {seeds} seeds",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False
+    )
+    figure.savefig(path)
+
+
+def _band(
+    runs: Sequence[Run], row: int
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Steps (row 0) or virtual seconds (row 1), and mean, lowest and highest loss over the seeds."""
+    band: tuple[list[float], list[float], list[float], list[float]] = ([], [], [], [])
+    # A run that ended early is shorter, and what has no loss is not drawn.
+    for points in zip(*(run["curve"] for run in runs), strict=False):
+        losses = [loss for *_, loss in points]
+        if None in losses:
+            break
+        figures = (points[0][row], statistics.mean(losses), min(losses), max(losses))
+        for values, figure in zip(band, figures, strict=True):
+            values.append(figure)
+    return band

@@ -7,15 +7,16 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test lint format check clean
+.PHONY: help setup demo test test-all lint format check clean
 
 help:
-	@echo "make setup   create .venv with everything the other targets need"
-	@echo "make demo    train a small GPT with one broker and two workers, compare with one worker"
-	@echo "make test    run the test suite"
-	@echo "make lint    ruff and mypy --strict"
-	@echo "make check   lint and test"
-	@echo "make clean   remove .venv and the results of runs"
+	@echo "make setup     create .venv with everything the other targets need"
+	@echo "make demo      train a small GPT with one broker and two workers, compare with one worker"
+	@echo "make test      run the test suite, without the tests that take minutes"
+	@echo "make test-all  run all of it"
+	@echo "make lint      ruff and mypy --strict"
+	@echo "make check     lint and test-all, as CI does"
+	@echo "make clean     remove .venv and the results of runs"
 
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12 ...")'
@@ -31,6 +32,9 @@ demo: $(STAMP)
 	@$(BIN)/diloco-demo
 
 test: $(STAMP)
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMP)
 	@$(BIN)/python -m pytest
 
 lint: $(STAMP)
@@ -42,7 +46,7 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-check: lint test
+check: lint test-all
 
 clean:
 	rm -rf $(VENV) runs

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.errors import UsageError
+from diloco_protocol.fragments import PATTERNS
 from diloco_protocol.messages import RunConfig
 
 DEFAULT_BIND = "tcp://127.0.0.1:8512"
@@ -18,7 +19,6 @@ MODES = ("sync", "async")
 OUTERS = ("nesterov", "dn", "fedbuff", "sgd")
 DN_VARIANTS = ("paper", "direct")
 STALENESS_WEIGHTS = ("none", "poly")
-PATTERNS = ("strided", "contiguous", "balanced")
 MERGES = ("alpha", "rebase")
 WEIGHTS = ("equal", "tokens", "samples")
 AGGREGATES = ("mean", "clip-median-norm")

@@ -159,9 +159,9 @@ def _room_needed(state: State) -> str:
     dtype = wire_dtype(config.wire_dtype)
     largest = max(sum(span_bytes(span, dtype) for span in part.spans) for part in layouts)
     many = config.staging_slots if config.is_async else config.workers
-    whose = "slots" if config.is_async else "workers"
+    whose = "slot" if config.is_async else "worker"
     return (
-        f"{config.why_staged} needs whole submissions: up to {many} {whose} x "
+        f"{config.why_staged} needs whole submissions: up to {many} {whose}{'s'[:many != 1]} x "
         f"{largest / 1e6:.1f} MB of memory beyond parameters and momentum."
     )
 

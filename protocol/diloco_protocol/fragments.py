@@ -14,9 +14,9 @@ Patterns, by the names and sizes of the trainable parameters:
     contiguous   neighbouring blocks stay together, in P runs whose largest is as small as can be
     balanced     single tensors, so that the largest fragment is near the mean
 
-A *block* is one of the repeated layers. The first component of a name that is a decimal number ends
-the block's name: "model.layers.3.mlp.up.weight" is in block "model.layers.3", "0.weight" of an
-`nn.Sequential` in block "0". Blocks are numbered through all lists of a model in order of appearance.
+A *block* is one of the repeated layers. The first component of a name that is a decimal number, or
+that names a module and ends with "_" and one, ends the block's name: "model.layers.3.mlp.up.weight" is
+in block "model.layers.3", "0.weight" of an `nn.Sequential` in block "0". Blocks are numbered through all lists of a model in order of appearance.
 Parameters outside blocks (embedding, final norm, head) are grouped by module, the name up to its last
 dot: a weight and its bias stay together. Blocks and modules are the *units* that a pattern deals with.
 """
@@ -39,7 +39,7 @@ BALANCE = (6, 5)
 # Halvings of the capacity in MULTIFIT: after 12 it is known to a ten-thousandth of the mean.
 CAPACITIES_TRIED = 12
 # Partial packings looked at in the search: a dozen tensors need about a hundred, and this many take
-# less than a second.
+# about a second at most.
 PACKINGS_TRIED = 20_000
 
 # Positions in a list of sizes, one list for each fragment.
@@ -251,7 +251,9 @@ def _misfit(problem: str) -> ProtocolError:
 def _block_of(name: str) -> str | None:
     parts = name.split(".")
     for index, part in enumerate(parts):
-        if part.isascii() and part.isdecimal():
+        # "layers.3", and "encoder_layer_3.ln" of models that number attributes instead of a list.
+        is_module = index + 1 < len(parts)
+        if part.isdecimal() or (is_module and part.rpartition("_")[2].isdecimal()):
             return ".".join(parts[: index + 1])
     return None
 

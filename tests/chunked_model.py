@@ -36,9 +36,7 @@ FRAGMENT_OF = {name: fragment for fragment, shapes in SHAPES.items() for name in
 
 def a_layout(chunk_elements: int = 4, fragments: int = 1) -> ModelLayout:
     fragment_of = {name: number % fragments for name, number in FRAGMENT_OF.items()}
-    return lay_out(
-        MANIFEST, fragment_of, num_fragments=fragments, chunk_elements=chunk_elements
-    )
+    return lay_out(MANIFEST, fragment_of, num_fragments=fragments, chunk_elements=chunk_elements)
 
 
 def wire(values: Tensor, dtype: torch.dtype = torch.float32) -> bytearray:
@@ -51,7 +49,7 @@ def read(chunk: memoryview, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def a_part(payload: Any, **fields: Any) -> Part:
-    defaults = {"weight": 1.0, "scale": 1.0, "norm": 1.0, "wire_dtype": "fp32"}
+    defaults: dict[str, Any] = {"weight": 1.0, "scale": 1.0, "norm": 1.0, "wire_dtype": "fp32"}
     return Part("a", 1, payload=payload, **(defaults | fields))
 
 

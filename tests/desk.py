@@ -51,6 +51,9 @@ MANIFEST = Manifest(
 )
 CHUNKS = 10
 FROZEN = 1
+# A run in three fragments, and a model that can be cut so: one chunk each.
+STREAMING = RunConfig(mode="sync", sync_every=6, num_fragments=3, heartbeat_timeout=30.0)
+LAYERS = Manifest(tuple(TensorEntry(name, (4,), "float32", Kind.TRAINABLE) for name in "abc"))
 
 E = TypeVar("E", bound=Effect)
 M = TypeVar("M", bound=Message)
@@ -105,10 +108,16 @@ class Desk:
         self.happens(Connected())
         return self
 
-    def is_welcomed(self, *versions: VersionId | None, config: RunConfig = CONFIG) -> Desk:
+    def is_welcomed(
+        self,
+        *versions: VersionId | None,
+        config: RunConfig = CONFIG,
+        plan: tuple[int, ...] = (),
+    ) -> Desk:
         self.sessions += 1
         token = bytes([self.sessions]) * 16
-        self.hears(Welcome(token, "epoch", config, 0, RUN if any(versions) else None, versions))
+        run = RUN if any(versions) else None
+        self.hears(Welcome(token, "epoch", config, 0, run, versions, plan=plan))
         return self
 
     def receives(
@@ -128,10 +137,10 @@ class Desk:
         return self.connects()
 
 
-def desk(heartbeat_interval: float | None = None) -> Desk:
+def desk(heartbeat_interval: float | None = None, manifest: Manifest = MANIFEST) -> Desk:
     dice = random.Random(1)
     session = Session(
-        "me", MANIFEST, lambda: dice.getrandbits(64), heartbeat_interval=heartbeat_interval
+        "me", manifest, lambda: dice.getrandbits(64), heartbeat_interval=heartbeat_interval
     )
     made = Desk(session)
     made.happens(Start())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from chunked_model import a_part, read, wire
 from raw_worker import DTYPES
 from torch import Tensor
 
+from diloco_broker import config
+from diloco_broker.events import Part
 from diloco_broker.outer import Nesterov
 from diloco_broker.parameters import Parameters
-from diloco_broker.reduce import StreamingMean
-from diloco_protocol.chunks import ModelLayout, lay_out
-from diloco_protocol.codecs import as_bytes
+from diloco_broker.reduce import AGGREGATES, StagedReducer, StreamingMean
+from diloco_protocol.chunks import ChunkSpan, ModelLayout, lay_out
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 
 MANIFEST = Manifest(
@@ -22,19 +28,16 @@ MANIFEST = Manifest(
         TensorEntry("count", (2,), "int64", Kind.BUFFER),
     )
 )
+PARAMETERS, BUFFERS, INTEGERS = 0, 1, 2  # the chunks where one chunk holds a whole segment
 
 
 def a_layout(chunk_elements: int = 4) -> ModelLayout:
     return lay_out(MANIFEST, chunk_elements=chunk_elements)
 
 
-def wire(values: Tensor, dtype: torch.dtype = torch.float32) -> bytearray:
-    """What arrives: bytes of its own, as a received frame has."""
-    return bytearray(as_bytes(values.to(dtype)))
-
-
-def read(chunk: memoryview, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.frombuffer(bytearray(chunk), dtype=dtype)
+def some_tensors(outer: Nesterov | None = None, reply: str = "fp32", **options: Any) -> Parameters:
+    outer = outer or Nesterov(0.7, 0.9)
+    return Parameters(a_layout(64), outer, wire="fp32", reply=reply, **options)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
@@ -77,35 +80,17 @@ def test_chunk_that_is_not_finite_leaves_the_accumulator_as_it_was(bad: float, n
     assert got.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("momentum", "nesterov"), [(0.0, False), (0.5, False), (0.5, True), (0.9, False), (0.9, True)]
-)
-def test_outer_step_is_torch_s_sgd_bit_for_bit(momentum: float, nesterov: bool) -> None:
-    theta = torch.randn(1000)
-    parameter = torch.nn.Parameter(theta.clone())
-    reference = torch.optim.SGD([parameter], lr=0.7, momentum=momentum, nesterov=nesterov)
-    outer = Nesterov(0.7, momentum, nesterov)
-    buffer: Tensor | None = None
-    for _ in range(5):
-        gradient = torch.randn(1000)
-        parameter.grad = gradient.clone()
-        reference.step()
-        before = theta.clone()
-        stepped, buffer = outer.step(theta, gradient, buffer)
-        assert torch.equal(theta, before), "the old parameters must not change"
-        assert torch.equal(stepped, parameter)
-        theta = stepped
-
-
 def test_step_moves_parameters_with_momentum_and_buffers_without() -> None:
-    tensors = Parameters(a_layout(64), Nesterov(0.5, 0.9), "fp32", "fp32")
+    tensors = some_tensors(Nesterov(0.5, 0.9))
     for index, values in enumerate([torch.zeros(19), torch.zeros(6), torch.tensor([1, 5])]):
         assert tensors.place(0, index, wire(values, values.dtype)) is not None
-    for _ in range(2):
+    for count in range(2):
         tensors.fold(0, 0, wire(torch.ones(19)), 1.0)
         tensors.fold(0, 1, wire(torch.ones(6)), 1.0)
         tensors.fold(0, 2, wire(torch.tensor([4, 4]), torch.int64), 1.0)
-        chunks = [tensors.step(0, index, 1.0)[0] for index in range(3)]
+        done = [tensors.step(0, index, 1.0, count) for index in range(3)]
+    assert [one.index for (one,) in done] == [0, 1, 2]
+    chunks = [one.wire for (one,) in done]
     # m = 1, then 1.9; theta = -0.5 (1 + 0.9) - 0.5 (1 + 0.9 * 1.9)
     torch.testing.assert_close(read(chunks[0]), torch.full((19,), -0.95 - 1.355))
     assert read(chunks[1]).tolist() == [-2.0] * 6
@@ -113,39 +98,40 @@ def test_step_moves_parameters_with_momentum_and_buffers_without() -> None:
 
 
 def test_chunk_that_was_handed_out_never_changes() -> None:
-    tensors = Parameters(a_layout(64), Nesterov(0.7, 0.9), "fp32", "fp32")
+    tensors = some_tensors()
     first = tensors.place(0, 0, wire(torch.zeros(19)))
     assert first is not None
     handed_out = [first]
-    for _ in range(5):
+    for count in range(5):
         tensors.fold(0, 0, wire(torch.randn(19)), 1.0)
-        handed_out.append(tensors.step(0, 0, 1.0)[0])
+        handed_out.append(tensors.step(0, 0, 1.0, 2 * count)[0].wire)
         copies = [bytes(chunk) for chunk in handed_out]
         tensors.fold(0, 0, wire(torch.randn(19)), 1.0)
-        tensors.step(0, 0, 1.0)
+        tensors.step(0, 0, 1.0, 2 * count + 1)
         assert [bytes(chunk) for chunk in handed_out] == copies
 
 
 def test_reply_is_the_master_itself_when_no_conversion_is_needed() -> None:
-    tensors = Parameters(a_layout(64), Nesterov(0.7, 0.9), "fp32", "fp32")
+    tensors = some_tensors()
     first = tensors.place(0, 0, wire(torch.zeros(19)))
-    again, _ = tensors.step(0, 0, 0.0)  # nobody delivered: the same chunk, not a copy
-    address = [torch.frombuffer(chunk, dtype=torch.float32).data_ptr() for chunk in (first, again)]
+    (again,) = tensors.step(0, 0, 0.0, 0)  # nobody delivered: the same chunk, not a copy
+    chunks = (first, again.wire)
+    address = [torch.frombuffer(chunk, dtype=torch.float32).data_ptr() for chunk in chunks]
     assert address[0] == address[1]
 
 
 def test_mean_that_overflows_leaves_parameters_and_momentum_as_they_were() -> None:
-    tensors = Parameters(a_layout(64), Nesterov(1.0, 0.9), "fp32", "fp32")
+    tensors = some_tensors(Nesterov(1.0, 0.9))
     tensors.place(0, 0, wire(torch.zeros(19)))
     for _ in range(2):
         tensors.fold(0, 0, wire(torch.full((19,), 3e38)), 1.0)
-    chunk, overflow = tensors.step(0, 0, 2.0)
-    assert overflow
-    assert read(chunk).tolist() == [0.0] * 19
+    (done,) = tensors.step(0, 0, 2.0, 0)
+    assert done.overflow
+    assert read(done.wire).tolist() == [0.0] * 19
     tensors.fold(0, 0, wire(torch.ones(19)), 1.0)
-    chunk, overflow = tensors.step(0, 0, 1.0)
-    assert not overflow
-    torch.testing.assert_close(read(chunk), torch.full((19,), -1.9))
+    (done,) = tensors.step(0, 0, 1.0, 1)
+    assert not done.overflow
+    torch.testing.assert_close(read(done.wire), torch.full((19,), -1.9))
 
 
 @pytest.mark.parametrize("reply", ["fp32", "bf16", "fp16"])
@@ -154,17 +140,17 @@ def test_finite_push_that_would_make_parameters_infinite_leaves_no_trace(
     reply: str, index: int
 ) -> None:
     enormous = 3e38 if reply != "fp16" else 1e5
-    tensors = Parameters(a_layout(64), Nesterov(2.0, 0.9), "fp32", reply)
+    tensors = some_tensors(Nesterov(2.0, 0.9), reply)
     size = a_layout(64).fragments[0].spans[index].elements
     tensors.place(0, index, wire(torch.full((size,), -enormous / 2)))
     tensors.fold(0, index, wire(torch.full((size,), enormous)), 1.0)
-    chunk, overflow = tensors.step(0, index, 1.0)
+    (done,) = tensors.step(0, index, 1.0, 0)
     dtype = DTYPES[reply] if index == 0 else torch.float32
     if reply != "fp16" or index == 0:
-        assert overflow
-        assert torch.equal(read(chunk, dtype), torch.full((size,), -enormous / 2).to(dtype))
+        assert done.overflow
+        assert torch.equal(read(done.wire, dtype), torch.full((size,), -enormous / 2).to(dtype))
     tensors.fold(0, index, wire(torch.zeros(size)), 1.0)
-    assert not tensors.step(0, index, 1.0)[1]
+    assert not tensors.step(0, index, 1.0, 1)[0].overflow
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 4, 7, 64])
@@ -176,7 +162,7 @@ def test_model_file_is_cut_like_the_manifest(chunk_elements: int) -> None:
         "count": torch.tensor([3, 4], dtype=torch.int32),
     }
     layout = a_layout(chunk_elements)
-    tensors = Parameters(layout, Nesterov(0.7, 0.9), "bf16", "fp32", file)
+    tensors = Parameters(layout, Nesterov(0.7, 0.9), wire="bf16", reply="fp32", initial=file)
     parts: dict[str, list[Tensor]] = {"parameters": [], "buffers": [], "integers": []}
     for span in layout.fragments[0].spans:
         dtype = torch.int64 if span.segment.value == "integers" else torch.float32
@@ -192,5 +178,208 @@ def test_model_file_is_cut_like_the_manifest(chunk_elements: int) -> None:
 
 
 def test_donation_that_is_not_finite_is_not_stored() -> None:
-    tensors = Parameters(a_layout(64), Nesterov(0.7, 0.9), "fp32", "fp32")
+    tensors = some_tensors()
     assert tensors.place(0, 0, wire(torch.full((19,), float("nan")))) is None
+
+
+# Whole submissions.
+
+
+def spans() -> tuple[ChunkSpan, ...]:
+    return a_layout(64).fragments[0].spans
+
+
+def a_reducer(aggregate: str = "mean") -> StagedReducer:
+    return StagedReducer(aggregate, 64)
+
+
+def some_parts(
+    chunks: Sequence[Tensor], dtype: str = "fp32", **lists: Sequence[float]
+) -> list[Part]:
+    """One part for each chunk; `lists` has its other fields."""
+    fields = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
+    return [
+        a_part(wire(chunk, DTYPES[dtype]), wire_dtype=dtype, **field)
+        for chunk, field in zip(chunks, fields or [{}] * len(chunks), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_staged_mean_has_the_bits_of_the_streaming_mean_in_the_same_order(
+    workers: int, name: str
+) -> None:
+    deltas = [torch.randn(19) for _ in range(workers)]
+    weights = (torch.rand(workers) + 0.1).tolist()
+    streaming = StreamingMean(a_layout(64).fragments[0], DTYPES[name])
+    total = torch.zeros(19)
+    for position, (delta, weight) in enumerate(zip(deltas, weights, strict=True)):
+        streaming.fold(PARAMETERS, wire(delta, DTYPES[name]), weight)
+        travelled = delta.to(DTYPES[name]).float()
+        total = travelled * weight if position == 0 else total.add(travelled, alpha=weight)
+    streamed = streaming.take(PARAMETERS, sum(weights))
+    staged = a_reducer().gradient(
+        spans()[PARAMETERS], some_parts(deltas, name, weight=weights, scale=[1.0] * workers)
+    )
+    assert streamed is not None
+    assert staged is not None
+    assert torch.equal(staged, streamed)
+    assert torch.equal(staged, total / sum(weights))
+
+
+def test_order_of_the_parts_is_the_order_of_the_sum() -> None:
+    chunks = [torch.full((19,), value) for value in (1.0, 1e8, -1e8)]
+    forwards = a_reducer().gradient(spans()[PARAMETERS], some_parts(chunks))
+    backwards = a_reducer().gradient(spans()[PARAMETERS], some_parts(chunks[::-1]))
+    assert forwards is not None and forwards.tolist() == [0.0] * 19
+    assert backwards is not None
+    torch.testing.assert_close(backwards, torch.full((19,), 1 / 3))
+
+
+@pytest.mark.parametrize("index", [PARAMETERS, BUFFERS])
+def test_scale_shrinks_a_contribution_and_not_the_sum_of_weights(index: int) -> None:
+    size = spans()[index].elements
+    chunks = [torch.randn(size) for _ in range(3)]
+    weights, scales = [1.0, 2.0, 5.0], [1.0, 0.5, 0.25]
+    got = a_reducer().gradient(spans()[index], some_parts(chunks, weight=weights, scale=scales))
+    wanted = np.average(
+        [scale * chunk.numpy() for scale, chunk in zip(scales, chunks, strict=True)],
+        axis=0,
+        weights=weights,
+    )
+    assert got is not None
+    np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def norms_of(chunks: Sequence[Tensor]) -> list[float]:
+    return [float(np.linalg.norm(chunk.numpy())) for chunk in chunks]
+
+
+@pytest.mark.parametrize("workers", [1, 4, 5])
+def test_none_counts_longer_than_the_median_submission(workers: int) -> None:
+    chunks = [torch.randn(19) * (1 + n) for n in range(workers)]
+    chunks[0] *= 100
+    norms, weights = norms_of(chunks), [1.0 + n for n in range(workers)]
+    factors = np.minimum(1, np.median(norms) / np.array(norms))
+    clipped = [f * chunk.numpy() for f, chunk in zip(factors, chunks, strict=True)]
+    got = a_reducer("clip-median-norm").gradient(
+        spans()[PARAMETERS], some_parts(chunks, norm=norms, weight=weights)
+    )
+    assert got is not None
+    wanted = np.average(clipped, axis=0, weights=weights)
+    np.testing.assert_allclose(got.numpy(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_one_of_five_that_sends_a_hundredfold_ruins_the_mean_and_not_the_clipped_mean() -> None:
+    true = torch.randn(19)
+    chunks = [true + 0.1 * torch.randn(19) for _ in range(5)]
+    chunks[3] = chunks[3] * 100
+    parts = some_parts(chunks, norm=norms_of(chunks))
+    off = {}
+    for aggregate in AGGREGATES:
+        got = a_reducer(aggregate).gradient(spans()[PARAMETERS], parts)
+        assert got is not None
+        off[aggregate] = float((got - true).norm() / true.norm())
+    assert off["mean"] > 10
+    assert off["clip-median-norm"] < 0.2
+
+
+def test_submission_without_length_is_not_clipped() -> None:
+    chunks = [torch.zeros(19), torch.ones(19), torch.zeros(19)]
+    parts = some_parts(chunks, norm=[0.0, 2.0, 1.0])
+    got = a_reducer("clip-median-norm").gradient(spans()[PARAMETERS], parts)
+    assert got is not None
+    torch.testing.assert_close(got, torch.full((19,), 0.5 / 3))
+
+
+def test_clipping_leaves_buffers_and_integers_alone() -> None:
+    chunks = [torch.zeros(6), torch.full((6,), 9.0)]
+    parts = some_parts(chunks, norm=[1.0, 100.0])
+    got = a_reducer("clip-median-norm").gradient(spans()[BUFFERS], parts)
+    assert got is not None and got.tolist() == [4.5] * 6
+    counts = [a_part(wire(torch.tensor(c), torch.int64)) for c in ([3, 9], [5, 2], [4, 4])]
+    largest = a_reducer("clip-median-norm").gradient(spans()[INTEGERS], counts)
+    assert largest is not None and largest.tolist() == [5, 9]
+
+
+def test_submissions_may_differ_in_wire_dtype() -> None:
+    chunks = {name: torch.randn(19) for name in DTYPES}
+    parts = [a_part(wire(c, DTYPES[name]), wire_dtype=name) for name, c in chunks.items()]
+    got = a_reducer().gradient(spans()[PARAMETERS], parts)
+    wanted = sum(c.to(DTYPES[name]).double() for name, c in chunks.items()) / 3
+    assert got is not None and isinstance(wanted, Tensor)
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-6)
+    buffers = [a_part(wire(torch.ones(6)), wire_dtype=name) for name in DTYPES]
+    got = a_reducer().gradient(spans()[BUFFERS], buffers)
+    assert got is not None and got.tolist() == [1.0] * 6, "buffers travel in fp32 always"
+
+
+@pytest.mark.parametrize("index", [PARAMETERS, BUFFERS, INTEGERS])
+def test_merging_does_not_change_what_was_sent(index: int) -> None:
+    tensors = some_tensors()
+    size, dtype = spans()[index].elements, torch.int64 if index == INTEGERS else torch.float32
+    tensors.place(0, index, wire(torch.zeros(size), dtype))
+    payloads = [wire(torch.randn(size) * 9, dtype) for _ in range(3)]
+    copies = [bytes(payload) for payload in payloads]
+    tensors.merge(0, index, [[a_part(payload) for payload in payloads]] * 2, 0)
+    assert [bytes(payload) for payload in payloads] == copies
+
+
+def test_every_aggregate_of_the_configuration_exists() -> None:
+    assert tuple(AGGREGATES) == config.AGGREGATES
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_inspection_measures_parameters(name: str) -> None:
+    values = torch.randn(19)
+    got = some_tensors().inspect(0, PARAMETERS, wire(values, DTYPES[name]), name)
+    wanted = np.square(values.to(DTYPES[name]).double().numpy()).sum()
+    assert got == pytest.approx(wanted, rel=1e-12)
+
+
+def test_inspection_of_enormous_values_does_not_overflow() -> None:
+    got = some_tensors().inspect(0, PARAMETERS, wire(torch.full((19,), 3e38)), "fp32")
+    assert got == pytest.approx(19 * 9e76, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("index", [PARAMETERS, BUFFERS])
+def test_inspection_finds_what_is_not_finite(index: int, bad: float) -> None:
+    values = torch.ones(spans()[index].elements)
+    values[2] = bad
+    assert some_tensors().inspect(0, index, wire(values), "fp32") is None
+
+
+def test_inspection_of_buffers_and_integers_adds_no_length() -> None:
+    tensors = some_tensors()
+    assert tensors.inspect(0, BUFFERS, wire(torch.ones(6)), "bf16") == 0.0
+    assert tensors.inspect(0, INTEGERS, wire(torch.ones(2), torch.int64), "bf16") == 0.0
+
+
+def test_single_submission_moves_buffers_by_its_share() -> None:
+    tensors = some_tensors(share=0.25)
+    tensors.place(0, BUFFERS, wire(torch.ones(6)))
+    parts = [a_part(wire(torch.full((6,), 2.0)))]
+    (done,) = tensors.merge(0, BUFFERS, [parts, [], parts], 0)
+    assert read(done.wire).tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize(("share", "wanted"), [(1.0, [4, 4]), (0.5, [4, 7])])
+def test_integers_of_a_round_replace_and_of_a_single_submission_only_grow(
+    share: float, wanted: list[int]
+) -> None:
+    tensors = some_tensors(share=share)
+    tensors.place(0, INTEGERS, wire(torch.tensor([1, 7]), torch.int64))
+    parts = [a_part(wire(torch.tensor(c), torch.int64)) for c in ([4, -9], [3, 4])]
+    (done,) = tensors.merge(0, INTEGERS, [parts], 0)
+    assert read(done.wire, torch.int64).tolist() == wanted
+
+
+def test_group_that_overflows_is_left_out_and_the_others_are_applied() -> None:
+    tensors = some_tensors(Nesterov(1.0, 0.0))
+    groups = [[a_part(wire(torch.full((19,), value)))] for value in (-1e38, 3e38, -5e37)]
+    for count, wanted in enumerate((-1e38, -1e38, -5e37), start=1):
+        tensors.place(0, PARAMETERS, wire(torch.full((19,), -2e38)))
+        (done,) = tensors.merge(0, PARAMETERS, groups[:count], 0)
+        assert done.overflow == (count > 1)
+        torch.testing.assert_close(read(done.wire), torch.full((19,), wanted))

@@ -22,7 +22,12 @@ from diloco_broker.outer import (
     Sgd,
     make_outer,
 )
-from diloco_broker.torch_outer import FragmentParameters, OuterOptimizerFactory, TorchOuter
+from diloco_broker.torch_outer import (
+    FragmentParameters,
+    OuterOptimizerFactory,
+    State,
+    TorchOuter,
+)
 from diloco_protocol.codecs import as_bytes
 from diloco_protocol.errors import UsageError
 
@@ -42,7 +47,10 @@ def adamw(parameters: FragmentParameters) -> torch.optim.Optimizer:
 def by_group(parameters: FragmentParameters) -> torch.optim.Optimizer:
     """The embedding (its fragment's layer in the other one) learns at a rate of its own."""
     first, *others = parameters
-    groups = [{"params": others}, {"params": [first], "lr": 0.1, "momentum": 0.5}]
+    groups: list[dict[str, Any]] = [
+        {"params": others},
+        {"params": [first], "lr": 0.1, "momentum": 0.5},
+    ]
     return torch.optim.SGD(groups, lr=ETA, momentum=MU, nesterov=True)
 
 
@@ -149,7 +157,8 @@ def test_nesterov_is_torch_s_sgd_bit_for_bit(momentum: float, nesterov: bool) ->
     theta = torch.randn(1000)
     parameter = Parameter(theta.clone())
     wanted = torch.optim.SGD([parameter], lr=0.7, momentum=momentum, nesterov=nesterov)
-    outer, state = Nesterov(0.7, momentum, nesterov), {}
+    outer = Nesterov(0.7, momentum, nesterov)
+    state: State = {}
     for count in range(5):
         gradient = torch.randn(1000)
         parameter.grad = gradient.clone()
@@ -394,7 +403,7 @@ def test_chunk_that_nobody_delivered_keeps_its_value(name: str, streamed: bool) 
         done = model.merges(torch.randn_like(before), lacks=[1])
     assert not any(one.overflow for one in done)
     assert torch.equal(model.theta()[4:8], before[4:8])
-    assert name == "sgd" or name == "plain" or not torch.equal(model.theta(), before)
+    assert name in {"sgd", "plain"} or not torch.equal(model.theta(), before)
     model.merges(torch.randn_like(before), count=N - 1)
     assert not torch.equal(model.theta()[4:8], before[4:8])
 
@@ -443,7 +452,12 @@ class Whole:
             rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
             for name, gradient in shaped(flat, self.shapes).items():
                 parameter = self.parameters.named[name]
-                parameter -= rates[id(parameter)] * gradient
+                parameter.sub_(rates[id(parameter)] * gradient)
+
+    def put(self, flat: Tensor) -> None:
+        with torch.no_grad():
+            for name, values in shaped(flat, self.shapes).items():
+                self.parameters.named[name].copy_(values)
 
     @property
     def flat(self) -> Tensor:
@@ -496,11 +510,17 @@ def test_torch_optimizer_steps_on_the_mean_of_a_buffer(rule: Any, name: str) -> 
 
 @several_seeds
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_paper_s_form_takes_rate_and_momentum_of_each_group(fragments: int) -> None:
-    model = ChunkedModel(TorchOuter(by_group, "paper", N, 0.2), fragments=fragments)
+@pytest.mark.parametrize("lr", [0.1, ETA])
+def test_paper_s_form_takes_rate_and_momentum_of_each_group(fragments: int, lr: float) -> None:
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        made = by_group(parameters)
+        made.param_groups[1]["lr"] = lr
+        return made
+
+    model = ChunkedModel(TorchOuter(factory, "paper", N, 0.2), fragments=fragments)
     for fragment, start in enumerate(model.start):
         first = 15 if fragment == 0 else 12
-        eta = np.where(np.arange(start.numel()) < first, 0.1, ETA)
+        eta = np.where(np.arange(start.numel()) < first, lr, ETA)
         mu = np.where(np.arange(start.numel()) < first, 0.5, MU)
         theta = exact(start)
         m, buffer = np.zeros_like(theta), np.zeros_like(theta)
@@ -603,6 +623,55 @@ def test_whole_tensors_wait_for_the_last_chunk_in_any_order(name: str) -> None:
         assert torch.equal(model.theta(), twin.theta())
 
 
+def test_optimizer_sees_no_gradient_where_nobody_delivered() -> None:
+    model = ChunkedModel(TorchOuter(adamw))
+    whole = Whole(model, 0, adamw)
+    for lacks in ([], [1, 3], [0], []):
+        gradient = torch.randn_like(model.start[0])
+        model.merges(gradient, lacks=lacks)
+        before = whole.flat
+        is_lacking = torch.zeros_like(before, dtype=torch.bool)
+        for index in lacks:
+            is_lacking[4 * index : 4 * index + 4] = True
+        whole.step(gradient.masked_fill(is_lacking, 0.0))
+        whole.put(torch.where(is_lacking, before, whole.flat))
+        assert torch.equal(model.theta(), whole.flat)
+
+
+def test_gradients_that_wait_for_other_chunks_are_not_folded_over() -> None:
+    model, twin = ChunkedModel(TorchOuter(adamw)), ChunkedModel(TorchOuter(adamw))
+    twin.place(0, model.start[0])
+    gradient = torch.randn_like(model.start[0])
+    for span in model.spans(0):
+        payload = as_bytes(gradient[span.start : span.stop].clone())
+        model.tensors.fold(0, span.index, payload, 1.0)
+        model.tensors.step(0, span.index, 1.0, 0)
+        model.tensors.fold(0, span.index, bytearray(payload.nbytes), 1.0)  # of the next round
+    twin.merges(gradient)
+    assert torch.equal(model.theta(), twin.theta())
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps by the sign of the gradient, which is finite where the gradient is not."""
+
+    def __init__(self, parameters: FragmentParameters) -> None:
+        super().__init__(parameters, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(0.5 * parameter.grad.sign())
+
+
+def test_gradient_that_is_not_finite_never_reaches_the_optimizer() -> None:
+    model = ChunkedModel(TorchOuter(Signs))
+    poison = torch.full_like(model.start[0], float("inf"))
+    assert all(done.overflow for done in model.merges(poison, count=0))
+    assert torch.equal(model.theta(), model.start[0])
+    model.merges(torch.ones_like(poison))
+    torch.testing.assert_close(model.theta(), model.start[0] - 0.5)
+
+
 def test_enormous_gradient_does_not_stop_adam_for_good() -> None:
     """g squared overflows: the second moment would be infinite, the parameters stay finite."""
     model, twin = ChunkedModel(TorchOuter(adamw)), ChunkedModel(TorchOuter(adamw))
@@ -625,7 +694,7 @@ class Stubborn(torch.optim.SGD):
 
 def test_optimizer_that_cannot_step_is_named() -> None:
     model = ChunkedModel(TorchOuter(lambda parameters: Stubborn(parameters, lr=0.1)))
-    with pytest.raises(UsageError, match="Stubborn of fragment 0 failed .*closure is None"):
+    with pytest.raises(UsageError, match=r"Stubborn of fragment 0 failed .*closure is None"):
         model.merges(torch.randn_like(model.start[0]))
 
 
@@ -714,9 +783,7 @@ def test_configuration_chooses_the_optimizer(options: dict[str, Any], wanted: Ou
         ),
     ],
 )
-def test_factory_is_combined_with_the_configuration(
-    options: dict[str, Any], wanted: Outer
-) -> None:
+def test_factory_is_combined_with_the_configuration(options: dict[str, Any], wanted: Outer) -> None:
     assert make_outer(BrokerConfig(**options), adamw) == wanted
 
 

@@ -5,9 +5,23 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from desk import CHUNKS, CONFIG, FROZEN, MANIFEST, Desk, desk, gradient, version
+from desk import (
+    CHUNKS,
+    CONFIG,
+    FROZEN,
+    LAYERS,
+    MANIFEST,
+    STREAMING,
+    Desk,
+    desk,
+    gradient,
+    version,
+    whole,
+)
 
 from diloco_protocol import (
     Bitmap,
@@ -37,16 +51,19 @@ from diloco_worker.events import (
     Answered,
     Ask,
     Beat,
+    Carried,
     Close,
     Connected,
     Deliver,
     Depart,
     Disconnected,
     Effect,
+    Granted,
     JoinRefused,
     Observe,
     Offer,
     Open,
+    Paced,
     Say,
     Send,
     SendChunk,
@@ -152,20 +169,115 @@ def test_heartbeat_interval_must_fit_what_the_broker_tolerates(
 
 
 @pytest.mark.parametrize(
-    "config", [RunConfig("async", 5), RunConfig("sync", 5, num_fragments=2, chunk_elements=10)]
+    ("config", "words"),
+    [
+        (RunConfig("gossip", 5), "mode 'gossip'"),
+        (RunConfig("sync", 5, fragment_merge="sum"), "merges by 'sum'"),
+        (RunConfig("sync", 3, num_fragments=4), "sync_every is 3 and the run has 4 fragments"),
+        (RunConfig("sync", 5, num_fragments=2), "there are 0 for 2 tensors"),
+    ],
 )
-def test_run_that_this_release_cannot_train_is_refused_with_a_sentence(config: RunConfig) -> None:
+def test_run_that_this_release_cannot_train_is_refused_with_a_sentence(
+    config: RunConfig, words: str
+) -> None:
     made = desk().connects().is_welcomed(version(0), config=config)
     (refusal,) = made.all(JoinRefused)
-    assert config.mode in refusal.text
+    assert words in refusal.text
+    assert refusal.final
+    assert made.sent(Leave), "the broker would wait for a worker that is not coming"
 
 
-def test_broker_that_comes_back_with_other_chunks_is_refused(ready: Desk) -> None:
-    other = RunConfig("sync", 5, chunk_elements=20)
-    ready.breaks().is_welcomed(version(0), config=other)
+@pytest.mark.parametrize("config", [RunConfig("async", 5), RunConfig("async", 5, dylu=True)])
+def test_asynchronous_run_is_joined(config: RunConfig) -> None:
+    assert desk().connects().is_welcomed(version(0), config=config).session.is_joined
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chunk_elements", 20),
+        ("mode", "async"),
+        ("num_fragments", 2),
+        ("fragment_sync_delay", 1),
+        ("fragment_update_alpha", 0.5),
+        ("fragment_merge", "rebase"),
+        ("fragment_max_delay", 3),
+    ],
+)
+def test_broker_that_comes_back_with_what_flights_depend_on_changed_is_refused(
+    ready: Desk, name: str, value: Any
+) -> None:
+    ready.breaks().is_welcomed(version(0), config=replace(CONFIG, **{name: value}))
     (refusal,) = ready.all(JoinRefused)
-    assert "chunk_elements 20" in refusal.text
+    assert f"{name} {value}" in refusal.text
     assert not refusal.final
+
+
+def test_broker_that_comes_back_with_another_h_is_joined(ready: Desk) -> None:
+    ready.breaks().is_welcomed(version(0), config=replace(CONFIG, sync_every=9, wire_dtype="fp32"))
+    assert ready.session.is_joined
+    assert ready.session.config == replace(CONFIG, sync_every=9, wire_dtype="fp32")
+
+
+# Fragments.
+
+
+def streaming() -> Desk:
+    """A worker that has joined a run with three fragments and holds version 0 of each."""
+    made = desk(manifest=LAYERS).connects()
+    made.is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(2, 0, 1))
+    for fragment in range(3):
+        made.receives(version(0), fragment=fragment, chunks=1)
+        made.holds(version(0), fragment=fragment)
+    return made
+
+
+def test_model_is_cut_by_the_plan_in_the_welcome() -> None:
+    layout = streaming().session.layout
+    assert layout is not None
+    assert [part.places[0].entry.name for part in layout.fragments] == ["b", "c", "a"]
+
+
+def test_broker_that_comes_back_with_another_plan_is_refused() -> None:
+    made = streaming().breaks()
+    made.is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(0, 1, 2))
+    (refusal,) = made.all(JoinRefused)
+    assert "another plan" in refusal.text
+    assert not refusal.final
+
+
+def test_every_fragment_may_be_in_flight_and_the_oldest_is_offered_first_again() -> None:
+    made = streaming()
+    for fragment in (2, 0, 1):
+        made.happens(Offer(Push(b"", 70 + fragment, fragment, 1, "bf16", base=version(0))))
+    made.breaks().is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(2, 0, 1))
+    assert [push.push_id for push in made.sent(Push)] == [72, 70, 71]
+    made.receives(version(1), whole(70), fragment=0, chunks=1)
+    assert [deliver.counted for deliver in made.all(Deliver)] == [70]
+    made.receives(version(1), whole(72), fragment=2, chunks=1)
+    assert [deliver.counted for deliver in made.all(Deliver)] == [72]
+
+
+def test_rounds_are_told_as_the_broker_names_them() -> None:
+    made = streaming()
+    made.happens(Offer(Push(b"", 70, 0, 1, "bf16", base=version(0))))
+    made.hears(
+        Grant(70, 0, Standing.WAIT, round=3),
+        Grant(70, 0, Standing.NEW, credit=1, round=3),
+        Notice("carried", "Too late.", fragment=0, round=6),
+        Grant(99, 0, Standing.NEW, credit=1, round=8),  # of a push that is long over
+    )
+    told = [effect for effect in made.effects if isinstance(effect, Granted | Carried)]
+    assert told == [
+        Granted(70, 0, Standing.WAIT, 3),
+        Granted(70, 0, Standing.NEW, 3),
+        Carried(0, 6),
+    ]
+
+
+def test_h_of_its_own_comes_with_the_answer_to_a_heartbeat(ready: Desk) -> None:
+    ready.hears(Notice("alive"), Notice("alive", sync_every=7))
+    assert ready.effects == [Paced(7)]
 
 
 # Heartbeats and silence.

@@ -64,6 +64,12 @@ def test_empty_variable_counts_as_not_set() -> None:
 def test_only_what_was_asked_for_is_insisted_on() -> None:
     settings = resolve({"sync_every": 5, "timeout": 3.0}, {})
     assert settings.wants == {"sync_every": 5}
+    streaming = {"num_fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    assert resolve({**streaming, "dylu": True}, {}).wants == {**streaming, "dylu": True}
+
+
+def test_staying_out_of_dynamic_local_updates_is_the_workers_own_affair() -> None:
+    assert resolve({"dylu": False}, {}).wants == {}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +85,7 @@ def test_only_what_was_asked_for_is_insisted_on() -> None:
         ("DILOCO_SERVER", "tcp://:8512", "tcp://"),
         ("DILOCO_SERVER", "tcp://host:99999", "tcp://"),
         ("DILOCO_DYLU", "maybe", "1 or 0"),
-        ("DILOCO_DYLU", "1", "Dynamic Local Updates"),
+        ("DILOCO_FRAGMENT_UPDATE_ALPHA", "1.5", "from 0 to 1"),
         ("DILOCO_KEYS", "/keys", "CURVE"),
         ("DILOCO_EXTRA", "gpu", "gpu=a100"),
         ("DILOCO_WORKER_ID", "x" * 65, "64 printable"),
@@ -101,7 +107,8 @@ def test_value_that_cannot_work_is_named_with_its_variable(
         ("sync_every", "5"),
         ("timeout", float("inf")),
         ("keys", "folder"),
-        ("dylu", True),
+        ("dylu", 1),
+        ("fragment_update_alpha", -0.1),
         ("process_group", object()),
         ("worker_id", "a\nb"),
         ("extra", ["a"]),
@@ -134,7 +141,7 @@ def test_default_worker_ids_differ_on_one_host() -> None:
         ({"worker_id": 7}, "worker_id is 7; it must be a text"),
         ({"wire_dtype": ["bf16"]}, "it must be a text"),
         ({"sync_every": True}, "it must be a whole number"),
-        ({"num_fragments": 4}, "streaming in fragments, which this release does not have"),
+        ({"num_fragments": 0}, "num_fragments is 0; it must be a whole number, 1 or more"),
         ({"extra": {"lr": torch.tensor(1.0)}}, r"extra\['lr'\] is a Tensor"),
     ],
 )

@@ -109,6 +109,29 @@ def test_push_that_must_wait_sends_nothing_until_the_next_grant(ready: Desk) -> 
     assert ready.chunks_sent == [0, 1]
 
 
+def test_push_that_loses_its_place_forgets_what_was_sent_and_sends_all_of_it_again(
+    ready: Desk,
+) -> None:
+    ready.happens(Offer(gradient()))
+    ready.hears(Grant(77, 0, Standing.NEW, credit=3), Ack(77, 0, (0,)))
+    assert ready.chunks_sent == [0, 1, 2, 3]
+    ready.hears(Grant(77, 0, Standing.WAIT), Ack(77, 0, (1, 2)))
+    assert not _outgoing(ready), "an ack of what was sent before gives no credit"
+    ready.hears(Grant(77, 0, Standing.NEW, credit=CHUNKS))
+    assert ready.chunks_sent == list(range(CHUNKS))
+    assert ready.sent(Commit)
+    ready.hears(Ack(77, 0, tuple(range(CHUNKS))))
+    assert ready.all(Uploaded) == [Uploaded(77)]
+
+
+def test_push_that_loses_its_place_when_all_of_it_is_in_sends_it_again(ready: Desk) -> None:
+    ready.happens(Offer(gradient()))
+    ready.hears(Grant(77, 0, Standing.NEW, credit=CHUNKS), Ack(77, 0, tuple(range(CHUNKS))))
+    ready.hears(Grant(77, 0, Standing.WAIT), Grant(77, 0, Standing.NEW, credit=CHUNKS))
+    assert ready.chunks_sent == list(range(CHUNKS))
+    assert ready.sent(Commit)
+
+
 def test_counted_push_sends_nothing_and_is_over_with_the_version_that_names_it(ready: Desk) -> None:
     ready.happens(Offer(gradient()))
     (pull,) = ready.sent(Pull)

@@ -19,11 +19,12 @@ from diloco_protocol import (
     ModelLayout,
     RunConfig,
     VersionId,
-    lay_out,
     pack,
     unpack,
 )
+from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import wire_dtype
+from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
     Ack,
     Chunk,
@@ -39,6 +40,7 @@ from diloco_protocol.messages import (
     Welcome,
 )
 from diloco_worker.snapshot import FlatState, ModelTensors
+from diloco_worker.terms import cut
 
 RUN = "00000000000000aa"
 PATIENCE_S = 20.0
@@ -70,6 +72,7 @@ class ScriptedBroker:
         self.control = b""
         self.bulk = b""
         self.layout: ModelLayout | None = None
+        self.plan: tuple[int, ...] = ()
         self.config = run_config()
         self.sessions = 0
         self._open()
@@ -136,18 +139,28 @@ class ScriptedBroker:
         route = self.bulk if isinstance(message, Chunk) else self.control
         self._router.send_multipart([route, *pack(message, payload)])
 
-    def welcomes(self, *versions: VersionId | None) -> Join:
+    def welcomes(self, *versions: VersionId | None, first_round: int = 0) -> Join:
         """Take in a worker on new connections."""
         self.control, join, _ = self.hears_from(Join)
-        self.layout = lay_out(join.manifest, chunk_elements=self.config.chunk_elements)
+        fragments = self.config.num_fragments
+        if fragments > 1:
+            self.plan = FragmentPlan.of(join.manifest, fragments).numbers(join.manifest)
+        self.layout = cut(join.manifest, self.config, self.plan)
         self.sessions += 1
         token = self.sessions.to_bytes(16, "big")
         run = RUN if any(versions) else None
-        self.says(Welcome(token, "epoch", self.config, 0, run, versions))
+        self.says(Welcome(token, "epoch", self.config, first_round, run, versions, plan=self.plan))
         self.bulk, _, _ = self.hears_from(Credit, keep=Message)
         return join
 
-    def serves(self, state: FlatState, what: VersionId, *counted: int, worker: str = "me") -> None:
+    def serves(
+        self,
+        state: FlatState,
+        what: VersionId,
+        *counted: int,
+        worker: str = "me",
+        staleness: int | None = None,
+    ) -> None:
         """Send a whole version that contains these pushes."""
         fragment = state.layout.fragment
         for span in state.layout.spans:
@@ -157,11 +170,17 @@ class ScriptedBroker:
             payload = bytes(values.contiguous().view(torch.uint8).numpy())
             self.says(Chunk(fragment, span.index, version=what), payload)
         ledger = Ledger({worker: tuple(Counted(push_id) for push_id in counted)})
-        self.says(Released(fragment, what, ledger))
+        self.says(Released(fragment, what, ledger, staleness=staleness))
 
-    def grants(self, push: Push, held: bytes | None = None, credit: int = 2) -> None:
+    def grants(
+        self, push: Push, held: bytes | None = None, credit: int = 2, round_: int | None = None
+    ) -> None:
         standing = Standing.NEW if held is None else Standing.RESUME
-        self.says(Grant(push.push_id, push.fragment, standing, held, credit))
+        self.says(Grant(push.push_id, push.fragment, standing, held, credit, round=round_))
+
+    def puts_off(self, push: Push, round_: int | None = None) -> None:
+        """Tell a worker that its push must wait."""
+        self.says(Grant(push.push_id, push.fragment, Standing.WAIT, round=round_))
 
     def takes_chunks(self, push: Push, count: int) -> dict[int, bytes]:
         """Receive chunks of a push and acknowledge each."""
@@ -174,10 +193,10 @@ class ScriptedBroker:
             self.says(Ack(push.push_id, push.fragment, (chunk.index,)))
         return chunks
 
-    def takes_push(self) -> tuple[Push, FlatState]:
+    def takes_push(self, round_: int | None = None) -> tuple[Push, FlatState]:
         """Receive a whole push; its values, widened to fp32."""
         push = self.hears(Push)
-        self.grants(push)
+        self.grants(push, round_=round_)
         chunks = self.takes_chunks(push, push.chunks)
         commit = self.hears(Commit)
         assert commit.push_id == push.push_id
@@ -223,11 +242,16 @@ class Descent:
                     parameter.grad = torch.ones_like(parameter)
             self.optimizer.step()
 
-    def values(self, fragment: int = 0, chunk_elements: int = 4) -> FlatState:
-        """The model as it is now."""
+    def values(
+        self, fragment: int = 0, chunk_elements: int = 4, part: FragmentLayout | None = None
+    ) -> FlatState:
+        """The model as it is now: a fragment of a run without a plan, or the part given."""
         tensors = ModelTensors.of_module(self.model)
-        layout = lay_out(tensors.manifest, chunk_elements=chunk_elements)
-        return tensors.capture(layout.all[fragment])
+        if part is None:
+            part = cut(tensors.manifest, run_config(chunk_elements=chunk_elements), ()).all[
+                fragment
+            ]
+        return tensors.capture(part)
 
 
 def changed(state: FlatState, change: Callable[[Tensor], Tensor]) -> FlatState:

@@ -186,14 +186,13 @@ class Parameters:
         if self._is_whole(fragment, index):
             return self._advance_whole(fragment, index, gradients, count)
         span = self._layouts[fragment].spans[index]
-        newest: Tensor | None = None
+        reply: Tensor | None = None
         overflow = False
         for turn, gradient in enumerate(gradients, start=count):
             if gradient is not None:
                 reply = self._apply(fragment, span, gradient, turn)
                 overflow |= reply is None
-                newest = newest if reply is None else reply
-        return [self._done(fragment, span, overflow, newest)]
+        return [self._done(fragment, span, overflow, reply)]
 
     def _advance_whole(
         self, fragment: int, index: int, gradients: Iterable[Tensor | None], count: int

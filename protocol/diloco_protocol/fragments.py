@@ -16,9 +16,10 @@ Patterns, by the names and sizes of the trainable parameters:
 
 A *block* is one of the repeated layers. The first component of a name that is a decimal number, or
 that names a module and ends with "_" and one, ends the block's name: "model.layers.3.mlp.up.weight" is
-in block "model.layers.3", "0.weight" of an `nn.Sequential` in block "0". Blocks are numbered through all lists of a model in order of appearance.
-Parameters outside blocks (embedding, final norm, head) are grouped by module, the name up to its last
-dot: a weight and its bias stay together. Blocks and modules are the *units* that a pattern deals with.
+in block "model.layers.3", "0.weight" of an `nn.Sequential` in block "0". Blocks are numbered through all
+lists of a model in order of appearance. Parameters outside blocks (embedding, final norm, head) are
+grouped by module, the name up to its last dot: a weight and its bias stay together. Blocks and modules
+are the *units* that a pattern deals with.
 """
 
 from __future__ import annotations

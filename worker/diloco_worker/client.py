@@ -7,6 +7,7 @@
         client.push(pseudo_gradient)
         model.load_state_dict(client.pull().tensors)
 
+Where the model travels in P fragments, `push` sends one of them: `client.push(delta, fragment=0)`.
 Without `join` it is an observer: it can `pull`, ask for the `status` and send `control` actions.
 """
 
@@ -18,7 +19,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +31,7 @@ from diloco_protocol import (
     Ledger,
     Manifest,
     ModelLayout,
+    ProtocolError,
     Refused,
     RunConfig,
     Segment,
@@ -43,9 +45,11 @@ from diloco_protocol.messages import Control, Push, Result, from_plain
 from diloco_protocol.messages import encode as encode_message
 from diloco_worker.env import check_address, default_worker_id
 from diloco_worker.events import Observe
-from diloco_worker.link import Arrival, Link, Progress
+from diloco_worker.link import Link
+from diloco_worker.news import Arrival, Progress
 from diloco_worker.session import Phase, Session
 from diloco_worker.snapshot import FlatState, ModelTensors, encode
+from diloco_worker.terms import cut
 
 # Seconds between two questions for the model while the broker has none.
 ASK_AGAIN_S = 0.5
@@ -56,15 +60,17 @@ class GlobalParameters:
     """One version of the global parameters.
 
     Attributes:
-        version: its name.
+        version: its name; with fragments that of fragment 0.
         tensors: every entry of the model's `state_dict`, tied ones under each of their names, on the
             CPU, in the model's dtypes. They are the caller's own.
-        ledger: the pushes contained in it.
+        ledger: the pushes contained in `version`.
+        versions: of each trained fragment, by its number.
     """
 
     version: VersionId
     tensors: dict[str, Tensor]
     ledger: Ledger
+    versions: dict[int, VersionId] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,7 +90,8 @@ class DiLoCoClient:
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         timeout: seconds that a call waits before it raises Unreachable.
         heartbeat_interval: seconds; None = fit for the broker, 0 = none. They are sent by themselves.
-        wants: fields of the run's configuration to insist on, such as {"sync_every": 100}.
+        wants: fields of the run's configuration to insist on, such as {"sync_every": 100}. In
+            asynchronous mode `wire_dtype` may differ from the run's, and is what `push` uses.
         extra: a small dict, shown in displays.
 
     Raises:
@@ -114,7 +121,7 @@ class DiLoCoClient:
         self._states: dict[int, FlatState] = {}  # by fragment
         self._versions: dict[int, VersionId] = {}
         self._ledger = Ledger()
-        self._flight: int | None = None
+        self._flights: dict[int, int] = {}  # push ids, by fragment
         self._requests = itertools.count(1)
 
     def __enter__(self) -> DiLoCoClient:
@@ -186,66 +193,78 @@ class DiLoCoClient:
         delta: Mapping[str, Tensor],
         weight: float = 1.0,
         *,
+        fragment: int | None = None,
         steps: int = 0,
         tokens: int = 0,
+        samples: int = 0,
         loss: float | None = None,
     ) -> int:
         """Send a pseudo-gradient: global parameters minus the parameters reached.
 
         Returns when all of it is in at the broker, which may be before its round closes; `pull` then
-        waits for the version that contains it.
+        waits for the version that contains it. In asynchronous mode the broker takes a few at a time,
+        so this may wait for its turn.
 
         Args:
-            delta: by name of `state_dict`, in any float dtype: all trainable parameters, float
-                buffers at will (zero where missing). Integer buffers are given as *values*, not as
-                differences, and are those of the last pull where missing.
+            delta: by name of `state_dict`, in any float dtype: all trainable parameters (of the
+                fragment), float buffers at will (zero where missing). Integer buffers are given as
+                *values*, not as differences, and are those of the last pull where missing. Tensors of
+                other fragments are passed over.
             weight: of this contribution.
-            steps, tokens, loss: for displays and weights.
+            fragment: which one to send; needed where there are several. In synchronous mode every
+                worker pushes them in turn. Buffers travel with the last.
+            steps, tokens, samples, loss: for displays and weights.
 
         Returns:
             Its push id.
 
         Raises:
-            UsageError: not joined; a missing, misshapen or non-finite tensor. Nothing was sent.
+            UsageError: not joined; no such fragment; a missing, misshapen or non-finite tensor.
+                Nothing was sent.
             Refused: the broker does not take it; it is dropped.
             Unreachable: it was not in within the timeout. It stays in flight: `pull` goes on.
         """
         link, run = self._require_joined()
-        part = run.layout.fragments[0]
-        frozen = encode(part, self._complete(part, delta), wire_dtype(run.config.wire_dtype))
+        part = self._part(run, fragment)
+        dtype = run.config.wire_dtype
+        if run.config.mode == "async":
+            dtype = self._wants.get("wire_dtype") or dtype
+        frozen = encode(part, self._complete(part, delta), wire_dtype(dtype))
         if frozen.bad is not None:
             raise UsageError(
-                f"The pseudo-gradient is not finite in {frozen.bad} (in {run.config.wire_dtype}); "
-                "nothing was sent."
+                f"The pseudo-gradient is not finite in {frozen.bad} (in {dtype}); nothing was sent."
             )
         push = Push(
             session=b"",
             push_id=secrets.randbits(64),
             fragment=part.fragment,
             chunks=part.chunks,
-            wire_dtype=run.config.wire_dtype,
+            wire_dtype=dtype,
             base=self._versions[part.fragment],
             weight=float(weight),
             steps=int(steps),
             tokens=int(tokens),
+            samples=int(samples),
             loss=None if loss is None else float(loss),
             norm=frozen.norm,
         )
-        self._flight = push.push_id
+        self._flights[part.fragment] = push.push_id
+        with link.condition:
+            link.turns.clear()  # whose turn it is, the caller knows
         link.offer(push, frozen.wire)
         self._await(
             lambda: push.push_id in link.uploaded or push.push_id in link.rejections, "pushing"
         )
-        self._raise_rejection(link)
+        self._raise_rejection(link, part.fragment)
         return push.push_id
 
     def pull(self, after: int | None = None) -> GlobalParameters:
-        """Get the newest global parameters.
+        """Get the newest global parameters: all fragments.
 
-        With a push in flight, waits for the version that contains it.
+        With pushes in flight, waits for the versions that contain them.
 
         Args:
-            after: wait for a version whose counter is above this.
+            after: wait for a version (of fragment 0) whose counter is above this.
 
         Raises:
             Refused: the push in flight was dropped, or the broker has no model.
@@ -255,15 +274,20 @@ class DiLoCoClient:
             self._observe()
         link, run = self._link, self._run
         assert link is not None and run is not None
-        fragment = run.layout.fragments[0].fragment
-        if self._flight is not None:
-            self._take(self._await_flight(link, fragment))
-        elif not self._versions:
+        if not self._versions:
             self._take_all("waiting for parameters")
         else:
-            self._take_newest(link, fragment, after)
-        while after is not None and self._versions[fragment].counter <= after:
-            self._take_newest(link, fragment, after)
+            waited_for = list(self._flights)
+            for fragment in waited_for:
+                self._take(self._await_flight(link, fragment))
+            others = [p.fragment for p in run.layout.fragments if p.fragment not in waited_for]
+            for fragment in others:
+                self._ask_newest(link, fragment, after if fragment == 0 else None)
+            for fragment in others:
+                self._await_newest(link, fragment, after if fragment == 0 else None)
+        while after is not None and self._versions[0].counter <= after:
+            self._ask_newest(link, 0, after)
+            self._await_newest(link, 0, after)
         return self._parameters()
 
     def heartbeat(
@@ -356,9 +380,14 @@ class DiLoCoClient:
             if left <= 0:
                 raise Refused(Code.NO_MODEL, result.text, retry=True)
             link.wait_for(lambda: False, min(ASK_AGAIN_S, left))
-        manifest = from_plain(Manifest, result.data.get("manifest"), "manifest")
-        config = from_plain(RunConfig, result.data.get("config"), "config")
-        link.observe(Observe(manifest, config))
+        try:
+            manifest = from_plain(Manifest, result.data.get("manifest"), "manifest")
+            config = from_plain(RunConfig, result.data.get("config"), "config")
+            plan = tuple(result.data.get("plan") or ())
+            cut(manifest, config, plan)
+        except ProtocolError as error:
+            raise Refused(error.code, f"The broker's model cannot be read: {error}") from None
+        link.observe(Observe(manifest, config, plan))
         self._await(lambda: link.layout is not None, "learning the model")
         assert link.layout is not None
         self._run = _Run(manifest, link.layout, config)
@@ -377,11 +406,13 @@ class DiLoCoClient:
             assert arrival is not None
             self._take(arrival)
 
-    def _take_newest(self, link: Link, fragment: int, after: int | None) -> None:
+    def _ask_newest(self, link: Link, fragment: int, after: int | None) -> None:
         stale = link.take(fragment)
         if stale is not None:
             self._take(stale)
         link.want(fragment, after)
+
+    def _await_newest(self, link: Link, fragment: int, after: int | None) -> None:
         what = "the newest version" if after is None else f"a version above {after}"
         self._await(lambda: fragment in link.arrivals, f"waiting for {what}")
         arrival = link.take(fragment)
@@ -399,7 +430,7 @@ class DiLoCoClient:
         self._link.hold(released.fragment, released.version, released.ledger, arrival.state)
 
     def _await_flight(self, link: Link, fragment: int) -> Arrival:
-        flight = self._flight
+        flight = self._flights[fragment]
         deadline = time.monotonic() + self.timeout
         while True:
             left = deadline - time.monotonic()
@@ -408,17 +439,29 @@ class DiLoCoClient:
                 "waiting for the round to close",
                 timeout=left,
             )
-            self._raise_rejection(link)
+            self._raise_rejection(link, fragment)
             arrival = link.take(fragment)
             if arrival is not None and flight in arrival.counted:
-                self._flight = None
+                del self._flights[fragment]
                 return arrival
 
-    def _raise_rejection(self, link: Link) -> None:
-        rejection = link.take_rejection(self._flight) if self._flight is not None else None
+    def _raise_rejection(self, link: Link, fragment: int) -> None:
+        rejection = link.take_rejection(self._flights[fragment])
         if rejection is not None:
-            self._flight = None
+            del self._flights[fragment]
             raise Refused(rejection.code, rejection.text)
+
+    def _part(self, run: _Run, fragment: int | None) -> FragmentLayout:
+        """The fragment that is to be pushed; raises UsageError for one that there is not."""
+        parts = run.layout.fragments
+        if fragment is None and len(parts) == 1:
+            return parts[0]
+        if fragment is None or not 0 <= fragment < len(parts):
+            raise UsageError(
+                f"push() was given fragment {fragment}, and this run has {len(parts)}; give the number "
+                f"of one of them, 0 to {len(parts) - 1}."
+            )
+        return parts[fragment]
 
     def _parameters(self) -> GlobalParameters:
         run = self._run
@@ -437,16 +480,19 @@ class DiLoCoClient:
                 value = torch.empty(entry.shape, dtype=dtype)  # of a fragment without elements
             for name in (entry.name, *entry.aliases):
                 tensors[name] = value
-        return GlobalParameters(self._versions[0], tensors, self._ledger)
+        trained = {part.fragment: self._versions[part.fragment] for part in run.layout.fragments}
+        return GlobalParameters(self._versions[0], tensors, self._ledger, trained)
 
     def _complete(self, part: FragmentLayout, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The delta of each tensor of a fragment; raises UsageError for what does not fit."""
+        run = self._run
+        assert run is not None
         whole: dict[str, Tensor] = {}
-        known: set[str] = set()
+        trained = (place.entry for each in run.layout.fragments for place in each.places)
+        known = {name for entry in trained for name in (entry.name, *entry.aliases)}
         for place in part.places:
             entry = place.entry
             names = (entry.name, *entry.aliases)
-            known.update(names)
             given = next((delta[name] for name in names if name in delta), None)
             if given is None:
                 if place.segment is Segment.PARAMETERS:
@@ -492,6 +538,6 @@ class DiLoCoClient:
             link.close(reason)
         self._joined = False
         self._run = None
-        self._flight = None
+        self._flights.clear()
         self._states.clear()
         self._versions.clear()

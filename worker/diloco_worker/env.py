@@ -49,8 +49,9 @@ class Settings:
             "fragment_sync_delay",
             "fragment_update_alpha",
         )
-        asked = ((name, getattr(self, name)) for name in names)
-        return {name: value for name, value in asked if value is not None}
+        asked = {name: getattr(self, name) for name in names}
+        asked["dylu"] = self.dylu or None  # False is this worker's own affair
+        return {name: value for name, value in asked.items() if value is not None}
 
 
 def variable(keyword: str) -> str:
@@ -168,10 +169,10 @@ def _check(keyword: str, value: Any, source: str) -> None:
                         f"{source}[{key!r}] is a {type(item).__name__}; displays show texts and "
                         "numbers, so give it as one."
                     )
-        case "num_fragments" if value > 1:
-            raise _missing(source, "streaming in fragments")
-        case "dylu" if value:
-            raise _missing(source, "Dynamic Local Updates")
+        case "fragment_update_alpha" if value > 1:
+            raise UsageError(f"{source} is {value!r}; it must be a number from 0 to 1.")
+        case "dylu" if not isinstance(value, bool):
+            raise UsageError(f"{source} is {value!r:.80}; it must be True or False.")
         case "keys":
             raise _missing(source, "encryption with CURVE keys")
         case _:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol import Ledger, Manifest, Message, ModelLayout, RunConfig, VersionId
-from diloco_protocol.messages import Push, Released, Welcome
+from diloco_protocol.messages import Push, Released, Standing, Welcome
 
 
 class Event:
@@ -89,10 +89,14 @@ class Hold(Event):
 
 @dataclass(frozen=True)
 class Observe(Event):
-    """An observer has learnt the model and the configuration, and can pull."""
+    """An observer has learnt the model and the configuration, and can pull.
+
+    `plan` is the fragment of each manifest entry, in order; empty where P is 1.
+    """
 
     manifest: Manifest
     config: RunConfig
+    plan: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -230,6 +234,31 @@ class JoinRefused(Effect):
     code: str
     text: str
     final: bool
+
+
+@dataclass(frozen=True)
+class Granted(Effect):
+    """The broker says how a pseudo-gradient stands, and the round that it is part of."""
+
+    push_id: int
+    fragment: int
+    standing: Standing
+    round: int | None
+
+
+@dataclass(frozen=True)
+class Carried(Effect):
+    """The round closed without this fragment's pseudo-gradient, which is in a later one now."""
+
+    fragment: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Paced(Effect):
+    """The broker has worked out another H for this worker (Dynamic Local Updates)."""
+
+    sync_every: int
 
 
 @dataclass(frozen=True)

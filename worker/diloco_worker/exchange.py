@@ -1,8 +1,13 @@
-"""One fragment between the model and the link: freezing a delta, taking in a version, rebasing.
+"""One fragment between the model and the link: freezing a delta, keeping its reply, merging it.
 
 The values have these names: *base* is the version that the delta is measured from; a *flight* is a
-frozen delta under way; its *anchor* is what the model was at the freeze, kept only when training goes on
-while the delta is in flight.
+frozen delta under way; its *reply* is a version that contains it. Training may go on in between (tau
+steps in Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512), so up to two more copies of the
+fragment are kept with a flight, each only where it is needed:
+
+- *frozen*, the model at the freeze, for the merge "rebase": local <- new + (local - frozen);
+- its *anchor*, the model when training ceased to wait for the flight: the steps after that are kept
+  whole, on top of the merge as it would have been then.
 """
 
 from __future__ import annotations
@@ -11,20 +16,59 @@ import secrets
 from dataclasses import dataclass
 from enum import Enum
 
-from diloco_protocol import VersionId
+from diloco_protocol import RunConfig, VersionId
 from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.messages import Push
-from diloco_worker.link import Arrival, Link
-from diloco_worker.snapshot import FlatState, ModelTensors
+from diloco_worker.link import Link
+from diloco_worker.news import Arrival, Rejection
+from diloco_worker.snapshot import Delta, FlatState, ModelTensors, WireFragment, encode
 
 
 class Outcome(str, Enum):
-    """What a look at the link has brought."""
+    """What a look at a fragment has brought."""
 
     NOTHING = "nothing"
     COUNTED = "counted"  # the flight is in the version that is the base now
     MOVED = "moved"  # there was no flight; a newer version is the base now
     REJECTED = "rejected"  # the flight has ended; the base is what it was
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How a reply comes into the model, and when; from the run's configuration.
+
+    Attributes:
+        rebases: "rebase" instead of the paper's "alpha".
+        alpha: weight of the local values.
+        delay: tau, steps from the freeze to the apply point.
+        max_delay: steps from the freeze after which training waits for the reply; at least tau.
+    """
+
+    rebases: bool = False
+    alpha: float = 0.0
+    delay: int = 0
+    max_delay: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Merge:
+        tau, latest = config.fragment_sync_delay, config.fragment_max_delay
+        return cls(
+            rebases=config.fragment_merge == "rebase",
+            alpha=config.fragment_update_alpha,
+            delay=tau,
+            max_delay=tau if latest is None else max(tau, latest),
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a delta was made of: since the fragment's last freeze, and the latest loss."""
+
+    steps: int = 0
+    tokens: int = 0
+    samples: int = 0
+    loss: float | None = None
 
 
 @dataclass
@@ -34,14 +78,25 @@ class Flight:
     Attributes:
         steps: optimizer steps in it.
         base: the version it was computed from.
-        anchor: the model at the freeze; None while training stands still for this flight.
+        began: the optimizer step behind which it was frozen.
+        apply_at: the step behind which its reply is merged, not earlier.
+        wait_at: the step behind which training waits for the reply.
+        wire: the delta as it is sent.
         reconnections: of the link, when the flight began.
+        let_go: training has ceased to wait for it.
+        frozen, anchor: see the head of this module.
     """
 
     push_id: int
     steps: int
     base: VersionId
+    began: int
+    apply_at: int
+    wait_at: int
+    wire: WireFragment
     reconnections: int
+    let_go: bool = False
+    frozen: FlatState | None = None
     anchor: FlatState | None = None
 
 
@@ -57,14 +112,27 @@ class FragmentExchange:
 
     Args:
         arrival: the version to begin with; it is put into the model.
+
+    Attributes:
+        reply: a version that has come and is not in the model yet.
+        rejection: why the flight has ended without one.
+        staleness: versions between the last counted flight's base and the one it went into.
     """
 
     def __init__(
-        self, part: FragmentLayout, tensors: ModelTensors, link: Link, arrival: Arrival
+        self,
+        part: FragmentLayout,
+        tensors: ModelTensors,
+        link: Link,
+        arrival: Arrival,
+        merge: Merge | None = None,
     ) -> None:
         assert arrival.state is not None
         self.part = part
+        self.merge = merge or Merge()
         self.flight: Flight | None = None
+        self.reply: Arrival | None = None
+        self.rejection: Rejection | None = None
         self.staleness = 0
         self._tensors = tensors
         self._link = link
@@ -73,71 +141,158 @@ class FragmentExchange:
         self.version = arrival.version
         self._link.hold(part.fragment, arrival.version, arrival.released.ledger, arrival.state)
 
-    def freeze(
-        self, dtype: str, *, steps: int, tokens: int, loss: float | None
-    ) -> Flight | NonFinite:
-        """Freeze global minus local and hand it to the link; nothing is sent if it is not finite."""
-        assert self.flight is None, "no second delta grows over a first"
-        delta = self._tensors.delta(self.base, dtype)
+    @property
+    def fragment(self) -> int:
+        return self.part.fragment
+
+    @property
+    def is_over(self) -> bool:
+        """The flight has ended; `settle` brings the model in line with it."""
+        return self.flight is not None and (self.reply is not None or self.rejection is not None)
+
+    def freeze(self, dtype: str, step: int, work: Work) -> Flight | NonFinite:
+        """Freeze global minus local and hand it to the link; nothing is sent if it is not finite.
+
+        Args:
+            dtype: that parameters travel in.
+            step: the optimizer step that has just been taken.
+        """
+        assert self.flight is None and self.reply is None, "no second delta grows over a first"
+        merge = self.merge
+        frozen = None
+        if merge.rebases and merge.max_delay > 0:
+            frozen = self._tensors.capture(self.part)
+            delta = encode(self.part, frozen.by_name(), wire_dtype(dtype), self.base)
+        else:
+            delta = self._tensors.delta(self.base, dtype)
         if delta.bad is not None:
             return NonFinite(delta.bad)
-        push = Push(
-            session=b"",
-            push_id=secrets.randbits(64),
-            fragment=self.part.fragment,
-            chunks=self.part.chunks,
-            wire_dtype=dtype,
-            base=self.version,
-            steps=steps,
-            tokens=tokens,
-            loss=loss,
-            norm=delta.norm,
+        push = self._push(dtype, delta, work)
+        self.flight = Flight(
+            push.push_id,
+            work.steps,
+            self.version,
+            step,
+            step + merge.delay,
+            step + merge.max_delay,
+            delta.wire,
+            self._link.reconnections,
+            frozen=frozen,
         )
-        self.flight = Flight(push.push_id, steps, self.version, self._link.reconnections)
         self._link.offer(push, delta.wire)
         return self.flight
 
-    def train_on(self) -> None:
-        """Training goes on with the delta in flight: remember where it was frozen."""
-        if self.flight is not None and self.flight.anchor is None:
-            self.flight.anchor = self._tensors.capture(self.part)
+    def _push(self, dtype: str, delta: Delta, work: Work) -> Push:
+        return Push(
+            session=b"",
+            push_id=secrets.randbits(64),
+            fragment=self.fragment,
+            chunks=self.part.chunks,
+            wire_dtype=dtype,
+            base=self.version,
+            steps=work.steps,
+            tokens=work.tokens,
+            samples=work.samples,
+            loss=work.loss,
+            norm=delta.norm,
+        )
 
-    def settle(self, *, touch_model: bool = True) -> Outcome:
-        """Look whether something has come, and bring the model in line with it. Never waits.
+    def train_on(self) -> None:
+        """Training goes on with the delta in flight: remember where it ceased to wait."""
+        flight = self.flight
+        if flight is not None and not flight.let_go:
+            flight.let_go = True
+            if flight.frozen is None and flight.anchor is None:
+                flight.anchor = self._tensors.capture(self.part)
+
+    def wait_again(self, step: int) -> None:
+        """The flight counts as if it were frozen behind this step, as to when it is waited for."""
+        assert self.flight is not None
+        self.flight.let_go = False
+        self.flight.wait_at = step + self.merge.max_delay
+        self.flight.reconnections = self._link.reconnections
+
+    def take_in(self, arrival: Arrival) -> None:
+        """Keep a whole version until it is its time; forget one that lacks the flight."""
+        flight, earlier = self.flight, self.reply
+        if flight is None or flight.push_id in arrival.counted:
+            self.reply = arrival.after(earlier)
+        elif earlier is not None and arrival.state is not None:
+            self.reply = arrival.after(earlier)  # it contains what the earlier one did
+
+    def reject(self, rejection: Rejection) -> None:
+        """The broker has ended the flight."""
+        self.rejection = rejection
+
+    def settle(self, step: int, *, now: bool = False, touch_model: bool = True) -> Outcome:
+        """Bring the model in line with what has come. Never waits.
 
         Args:
+            step: the optimizer step that has just been taken.
+            now: take a reply although its apply point has not come.
             touch_model: False leaves the model as it is; for the end of training.
         """
-        flight = self.flight
-        arrival = self._link.take(self.part.fragment)
-        if arrival is not None:
-            state = self._state(arrival)
-            if flight is None:
-                if arrival.version != self.version and touch_model:
-                    self._tensors.rebase(state, self.base)
-                    self._stand_on(arrival, state)
-                    return Outcome.MOVED
-            elif flight.push_id in arrival.counted:
-                self._land(arrival)
-                if touch_model and flight.anchor is None:
-                    self._tensors.put(state)
-                elif touch_model and flight.anchor is not None:
-                    self._tensors.rebase(state, flight.anchor)
-                self._stand_on(arrival, state)
-                return Outcome.COUNTED
-        if flight is not None and self._link.take_rejection(flight.push_id) is not None:
-            self.flight = None
+        flight, reply = self.flight, self.reply
+        if flight is None:
+            self.reply = None
+            if reply is None or reply.version == self.version or not touch_model:
+                return Outcome.NOTHING
+            state = self._state(reply)
+            self._tensors.rebase(state, self.base)
+            self._stand_on(reply, state)
+            return Outcome.MOVED
+        if reply is not None:
+            if step < flight.apply_at and not now:
+                return Outcome.NOTHING
+            state = self._state(reply)
             if touch_model:
-                self.drop(flight.anchor)
+                self._merge(flight, state)
+            self._land(flight, reply)
+            self._stand_on(reply, state)
+            return Outcome.COUNTED
+        if self.rejection is not None:
+            if touch_model:
+                self._take_back(flight, step)
+            self.flight = self.rejection = None
             return Outcome.REJECTED
         return Outcome.NOTHING
 
-    def drop(self, anchor: FlatState | None) -> None:
-        """Take a delta that will never count out of the model again; steps since `anchor` stay."""
-        if anchor is None:
+    def _merge(self, flight: Flight, new: FlatState) -> None:
+        origin = flight.anchor
+        if self.merge.rebases and flight.frozen is not None:
+            origin = flight.frozen
+        if self.merge.alpha > 0 and not self.merge.rebases:
+            self._tensors.blend(new, self.merge.alpha, origin)
+        elif origin is None:
+            self._tensors.put(new)
+        else:
+            self._tensors.rebase(new, origin)
+
+    def _take_back(self, flight: Flight, step: int) -> None:
+        """Take a delta that will never count out of the model; the steps made since stay."""
+        if step == flight.began:
             self._tensors.put(self.base)
         else:
-            self._tensors.rebase(self.base, anchor)
+            self._tensors.rebase(self.base, self._at_freeze(flight))
+
+    def restore(self) -> None:
+        """Take every step since the last freeze out of the model: its values are of no use."""
+        flight = self.flight
+        if flight is None:
+            self._tensors.put(self.base)
+            return
+        ground = self._at_freeze(flight)
+        self._tensors.put(ground)
+        if flight.anchor is not None:
+            flight.anchor = ground
+
+    def _at_freeze(self, flight: Flight) -> FlatState:
+        """The values that the flight left in the model."""
+        if flight.frozen is not None:
+            return flight.frozen
+        if flight.anchor is not None and not self.merge.max_delay:
+            return flight.anchor
+        return flight.wire.taken_from(self.base)
 
     def load(self, arrival: Arrival) -> bool:
         """Put a version into the model as it is. Returns whether it contains the flight.
@@ -148,17 +303,19 @@ class FragmentExchange:
         self._tensors.put(state)
         flight = self.flight
         if flight is not None and flight.push_id not in arrival.counted:
-            flight.anchor = state
+            flight.let_go = True
+            flight.anchor = flight.frozen = state
             return False
         if flight is not None:
-            self._land(arrival)
+            self._land(flight, arrival)
         self._stand_on(arrival, state)
         return flight is not None
 
-    def _land(self, arrival: Arrival) -> None:
-        assert self.flight is not None
-        self.staleness = max(0, arrival.version.counter - 1 - self.flight.base.counter)
-        self.flight = None
+    def _land(self, flight: Flight, arrival: Arrival) -> None:
+        told = arrival.staleness
+        apart = arrival.version.counter - 1 - flight.base.counter
+        self.staleness = max(0, apart) if told is None else told
+        self.flight = self.reply = self.rejection = None
 
     def _state(self, arrival: Arrival) -> FlatState:
         return self.base if arrival.state is None else arrival.state
@@ -169,5 +326,5 @@ class FragmentExchange:
         self.base = state
         self.version = arrival.version
         self._link.hold(
-            self.part.fragment, arrival.version, arrival.released.ledger, state if fresh else None
+            self.fragment, arrival.version, arrival.released.ledger, state if fresh else None
         )

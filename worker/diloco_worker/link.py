@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -39,6 +38,7 @@ from diloco_worker.events import (
     Ask,
     Beat,
     Begin,
+    Carried,
     Close,
     Connected,
     Deliver,
@@ -47,12 +47,14 @@ from diloco_worker.events import (
     Disconnected,
     Effect,
     Event,
+    Granted,
     Hold,
     Joined,
     JoinRefused,
     Observe,
     Offer,
     Open,
+    Paced,
     PrepareDonation,
     Pulse,
     PushOver,
@@ -68,6 +70,7 @@ from diloco_worker.events import (
     Want,
     Withdraw,
 )
+from diloco_worker.news import Arrival, News, Progress, Rejection
 from diloco_worker.session import Phase, Session
 from diloco_worker.snapshot import FlatState, WireFragment, chunk_bytes
 from diloco_worker.sockets import Connections
@@ -87,45 +90,6 @@ MAX_FAILURES = 20
 FAILURE_PAUSE_S = 0.5
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How training stands, for heartbeats. `tokens` and `step` are totals."""
-
-    step: int = 0
-    inner_step: int = 0
-    waiting: bool = False
-    steps_per_s: float | None = None
-    loss: float | None = None
-    tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A whole version.
-
-    Attributes:
-        released: its name, ledger and round.
-        counted: push ids of this worker in flight until now that it contains whole.
-        state: its values; None when it is the version that is held already.
-    """
-
-    released: Released
-    counted: frozenset[int]
-    state: FlatState | None
-
-    @property
-    def version(self) -> VersionId:
-        return self.released.version
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """Why a push was dropped."""
-
-    code: str
-    text: str
-
-
 class Link:
     """See the head of this module. `start` it once, `close` it once.
 
@@ -143,6 +107,8 @@ class Link:
         stopping: the broker's sentence when it is shutting down, else None.
         arrivals: whole versions by fragment, until `take`n.
         rejections: pushes that were dropped, by push id.
+        turns: what concerns rounds, in the order in which it came; `take_news` takes it.
+        sync_every: H that the broker has worked out for this worker (Dynamic Local Updates).
         uploaded: pushes whose chunks are all in at the broker.
         results: answers to `ask`, by request.
         has_news: something is in `arrivals` or `rejections`; cheap to look at.
@@ -170,6 +136,8 @@ class Link:
         self.stopping: str | None = None
         self.arrivals: dict[int, Arrival] = {}
         self.rejections: dict[int, Rejection] = {}
+        self.turns: list[Joined | Granted | Carried] = []
+        self.sync_every: int | None = None
         self.uploaded: set[int] = set()
         self.results: dict[int, Answered] = {}
         self.bytes_up = 0
@@ -241,6 +209,15 @@ class Link:
         """The whole version of a fragment that has arrived, once."""
         with self.condition:
             return self.arrivals.pop(fragment, None)
+
+    def take_news(self) -> News:
+        """All that has come since the last look, at one moment."""
+        with self.condition:
+            news = News(tuple(self.turns), dict(self.arrivals), dict(self.rejections))
+            self.turns.clear()
+            self.arrivals.clear()
+            self.rejections.clear()
+            return news
 
     def take_rejection(self, push_id: int) -> Rejection | None:
         with self.condition:
@@ -467,6 +444,7 @@ class Link:
                     self.refusal = None
                     self.stopping = None
                     self.feed = welcome.feed
+                    self.turns[:] = [effect]  # what came before it has no meaning any more
                 how = "Back at" if again else "Joined the run at"
                 self._say(f"{how} {self.address}, expected from round {welcome.first_round}.")
             case JoinRefused(code, text, final):
@@ -477,6 +455,11 @@ class Link:
             case Answered():
                 with self.condition:
                     self.results[effect.request] = effect
+            case Granted() | Carried():
+                with self.condition:
+                    self.turns.append(effect)
+            case Paced(sync_every):
+                self.sync_every = sync_every
             case Stopping(text):
                 with self.condition:
                     self.stopping = text
@@ -547,18 +530,14 @@ class Link:
         state = None if unchanged else self._assembly.pop(fragment)
         ids = frozenset(() if counted is None else (counted,))
         with self.condition:
-            earlier = self.arrivals.get(fragment)
-            if earlier is not None:
-                # Not taken yet: the newer version contains what the earlier one did.
-                ids |= earlier.counted
-                if state is None and earlier.version == released.version:
-                    state = earlier.state
-            self.arrivals[fragment] = Arrival(released, ids, state)
+            arrival = Arrival(released, ids, state, released.staleness)
+            self.arrivals[fragment] = arrival.after(self.arrivals.get(fragment))
 
     def _reject(self, push_id: int, code: str, text: str) -> None:
         with self.condition:
             self.rejections[push_id] = Rejection(code, text)
-        self._say(f"The broker refuses the pseudo-gradient: {text}", trouble=True)
+        if code not in (Code.LATE, Code.STALE):  # a matter of course, told by who moves on from it
+            self._say(f"The broker refuses the pseudo-gradient: {text}", trouble=True)
 
     def _say(self, text: str, *, trouble: bool = False) -> None:
         if trouble:

@@ -19,7 +19,9 @@ class SyncMetrics(Mapping[str, Any]):
         retries: how often a push was offered again after a connection broke.
         reconnections: how often the worker joined again.
         rejected: pseudo-gradients that were dropped: not finite, or refused by the broker.
-        staleness: outer steps between the last counted push's base and the version it went into.
+        staleness: versions between the last counted push's base and the one it went into; in
+            synchronous mode without late work 0.
+        late_merges: versions merged after their apply point, because the reply was late.
         unsynced_steps: optimizer steps past a boundary that could not be synchronised; 0 in health.
         last_error: the last thing that went wrong, a sentence; None when nothing has.
     """
@@ -32,6 +34,7 @@ class SyncMetrics(Mapping[str, Any]):
     reconnections: int = 0
     rejected: int = 0
     staleness: int = 0
+    late_merges: int = 0
     unsynced_steps: int = 0
     last_error: str | None = None
 

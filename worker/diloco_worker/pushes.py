@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from diloco_protocol import Ledger, ProtocolError
 from diloco_protocol.messages import Ack, Commit, Error, Grant, Push
-from diloco_worker.events import Effect, PushOver, Say, Send, SendChunk, Uploaded
+from diloco_worker.events import Effect, Granted, PushOver, Say, Send, SendChunk, Uploaded
 from diloco_worker.transfers import Upload
 
 # Seconds before a push is offered again that the broker cannot take just now.
@@ -78,6 +78,8 @@ class Pushes:
         except ProtocolError as error:
             yield Say(str(error), trouble=True)
             return
+        if upload.is_gradient:
+            yield Granted(grant.push_id, upload.push.fragment, grant.standing, grant.round)
         yield from self._send(upload, token)
 
     def acknowledged(self, ack: Ack, token: bytes | None) -> Iterator[Effect]:

@@ -1,4 +1,4 @@
-"""What the training loop tells about itself: loss, tokens and pace, gathered without slowing it down."""
+"""What the training loop tells of itself: loss, counts, pace; gathered without slowing it down."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACE_WEIGHT = 0.05
 
 
 class Reports:
-    """The latest loss and the tokens so far.
+    """The latest loss, and the tokens and samples so far.
 
     Values on the CPU are read at once. Values on an accelerator are kept as they are and read every few
     seconds and at boundaries, so that reporting does not make the host wait at each step.
@@ -23,17 +23,33 @@ class Reports:
 
     def __init__(self) -> None:
         self.loss: float | None = None
-        self.tokens = 0
         self.extra: dict[str, Any] = {}
+        self._totals = {"tokens": 0, "samples": 0}
+        self._pending: dict[str, Tensor] = {}
         self._pending_loss: Tensor | None = None
-        self._pending_tokens: Tensor | None = None
         self._read_at = 0.0
 
+    @property
+    def tokens(self) -> int:
+        return self._totals["tokens"]
+
+    @property
+    def samples(self) -> int:
+        return self._totals["samples"]
+
+    def go_on_from(self, tokens: int, samples: int) -> None:
+        """Count on from a checkpoint."""
+        self._totals = {"tokens": tokens, "samples": samples}
+
     def add(
-        self, loss: float | Tensor | None, tokens: int | Tensor | None, extra: dict[str, Any]
+        self,
+        loss: float | Tensor | None,
+        tokens: int | Tensor | None,
+        samples: int | Tensor | None,
+        extra: dict[str, Any],
     ) -> None:
         """Take up a report; raises UsageError for a tensor that is not a single value."""
-        for name, value in (("loss", loss), ("tokens", tokens)):
+        for name, value in (("loss", loss), ("tokens", tokens), ("samples", samples)):
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise UsageError(
                     f"report({name}=...) got a tensor of shape {list(value.shape)}; "
@@ -44,23 +60,24 @@ class Reports:
         elif loss is not None:
             self._pending_loss = None
             self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        if isinstance(tokens, Tensor) and tokens.device.type != "cpu":
-            earlier = self._pending_tokens
-            self._pending_tokens = tokens.detach().clone() if earlier is None else earlier + tokens
-        elif tokens is not None:
-            self.tokens += int(tokens)
+        for name, count in (("tokens", tokens), ("samples", samples)):
+            if isinstance(count, Tensor) and count.device.type != "cpu":
+                earlier = self._pending.get(name)
+                self._pending[name] = count.detach().clone() if earlier is None else earlier + count
+            elif count is not None:
+                self._totals[name] += int(count)
         self.extra.update(extra)
 
     def read(self, now: float, *, at_once: bool = False) -> None:
-        """Bring `loss` and `tokens` up to date if it is time to."""
+        """Bring loss and counts up to date if it is time to."""
         if not at_once and now - self._read_at < LOOK_S:
             return
         self._read_at = now
         if self._pending_loss is not None:
             self.loss, self._pending_loss = float(self._pending_loss), None
-        if self._pending_tokens is not None:
-            self.tokens += int(self._pending_tokens)
-            self._pending_tokens = None
+        for name, count in self._pending.items():
+            self._totals[name] += int(count)
+        self._pending.clear()
 
 
 class Pace:
@@ -82,6 +99,11 @@ class Pace:
     def resume(self, now: float) -> None:
         """Training goes on; what came before was not training."""
         self._left_at = now
+
+    def leave_out(self, seconds: float) -> None:
+        """Between two steps, so long was no training."""
+        if self._left_at is not None:
+            self._left_at += seconds
 
     @property
     def steps_per_s(self) -> float | None:

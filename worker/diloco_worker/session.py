@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from diloco_protocol import Code, Manifest, ModelLayout, RunConfig, VersionId, lay_out
+from diloco_protocol import Code, Manifest, ModelLayout, ProtocolError, RunConfig, VersionId
 from diloco_protocol.messages import (
     Ack,
     Chunk,
@@ -50,6 +50,7 @@ from diloco_worker.events import (
     Answered,
     Ask,
     Beat,
+    Carried,
     Close,
     Connected,
     Deliver,
@@ -64,6 +65,7 @@ from diloco_worker.events import (
     Observe,
     Offer,
     Open,
+    Paced,
     PrepareDonation,
     Pulse,
     PushOver,
@@ -78,7 +80,7 @@ from diloco_worker.events import (
 )
 from diloco_worker.pulls import Pulls
 from diloco_worker.pushes import Pushes
-from diloco_worker.terms import heartbeat_interval, objection
+from diloco_worker.terms import cut, heartbeat_interval, objection
 
 # Seconds before new connections are opened: doubling from the first to the longest. After a crash the
 # broker gives its workers 10 s to come back with what they hold, so the longest stays far below it.
@@ -121,6 +123,7 @@ class Session:
 
     Attributes:
         config, layout: how the run is trained and how the model is cut; None before a welcome.
+        plan: fragment of each manifest entry, as the broker told it.
         pushes, pulls: what is under way up and down.
         reconnections: welcomes after the first.
         last_heard: when the broker last said anything; None before it has.
@@ -147,6 +150,7 @@ class Session:
         self.phase = Phase.NEW
         self.config: RunConfig | None = None
         self.layout: ModelLayout | None = None
+        self.plan: tuple[int, ...] = ()
         self.token: bytes | None = None
         self.run: str | None = None
         self.pushes = Pushes()
@@ -221,8 +225,8 @@ class Session:
                 self.pulls.hold(fragment, version, ledger)
                 self.run = version.run
                 return []
-            case Observe(manifest, config):
-                self._furnish(manifest, config)
+            case Observe(manifest, config, plan):
+                self._furnish(cut(manifest, config, plan), config, plan)
                 return []
             case Ask():
                 if event.request in self._asks:
@@ -382,15 +386,28 @@ class Session:
     def _welcome(self, welcome: Welcome, now: float) -> Iterator[Effect]:
         if self.phase is not Phase.JOINING:
             return
-        problem = objection(welcome.config, self.config, self._asked_interval)
+        assert self.manifest is not None
+        asked = self.wants.get("sync_every")
+        own = asked if isinstance(asked, int) else None
+        problem = objection(welcome.config, self.config, self._asked_interval, own)
+        layout = self.layout
+        if problem is None and layout is None:
+            try:
+                layout = cut(self.manifest, welcome.config, welcome.plan)
+            except ProtocolError as error:
+                problem = str(error)
+        elif problem is None and welcome.plan != self.plan:
+            problem = (
+                "The broker came back with another plan of fragments than this worker trains with; "
+                "restart the worker, or the broker with its old options."
+            )
         if problem is not None:
             yield Send(Leave(welcome.session, problem))
             yield from self._refused(Code.CONFIG_DIFFERS, problem, now)
             return
+        assert layout is not None
         again = self.token is not None
-        assert self.manifest is not None
-        self._furnish(self.manifest, welcome.config)
-        assert self.layout is not None
+        self._furnish(layout, welcome.config, welcome.plan)
         self.phase = Phase.JOINED
         self.token = welcome.session
         self.run = welcome.run or self.run
@@ -399,30 +416,27 @@ class Session:
         self._backoff = FIRST_BACKOFF_S
         self._wake_at = None
         self._beat_at = now + self._interval if self._interval else None
-        yield Joined(welcome, self.layout, again)
+        yield Joined(welcome, layout, again)
         yield self.pulls.open_window(self.token)
-        for part in self.layout.all:
+        for upload in self.pushes:  # the oldest first
+            if upload.is_gradient:
+                yield from self.pushes.offer(upload.push.push_id, self.token)
+        for part in layout.all:
             # Frozen parameters never change, so they come once.
-            here = part is self.layout.frozen and part.fragment in self.pulls.held
+            here = part is layout.frozen and part.fragment in self.pulls.held
             if part.chunks and not here:
                 theirs = dict(enumerate(welcome.versions)).get(part.fragment)
-                gradient = self.pushes.gradient(part.fragment)
-                if gradient is not None:
-                    yield from self.pushes.offer(gradient.push.push_id, self.token)
-                in_flight = gradient is not None
+                in_flight = self.pushes.gradient(part.fragment) is not None
                 for fragment in self.pulls.resume(part.fragment, theirs, in_flight=in_flight):
                     yield self.pulls.pull(fragment, self.token)
         yield from self._send_asks()
 
-    def _furnish(self, manifest: Manifest, config: RunConfig) -> None:
+    def _furnish(self, layout: ModelLayout, config: RunConfig, plan: tuple[int, ...]) -> None:
         self.config = config
         if self.layout is None:
-            self.layout = lay_out(
-                manifest,
-                num_fragments=config.num_fragments,
-                chunk_elements=config.chunk_elements,
-            )
-            self.pulls.furnish(self.layout)
+            self.layout = layout
+            self.plan = plan
+            self.pulls.furnish(layout)
         if not self._observer:
             self._interval = heartbeat_interval(config, self._asked_interval)
 
@@ -473,6 +487,10 @@ class Session:
                 yield Stopping(notice.text)
             case "waiting":
                 yield Say(notice.text)
+            case "carried":
+                yield Carried(notice.fragment, notice.round)
+            case "alive" if notice.sync_every is not None and notice.sync_every > 0:
+                yield Paced(notice.sync_every)
 
     # Up.
 

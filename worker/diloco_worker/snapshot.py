@@ -66,6 +66,10 @@ class FlatState:
         values = from_bytes(payload, segment_dtype(span.segment, dtype))
         self.vectors[span.segment][span.start : span.stop].copy_(values)
 
+    def by_name(self) -> dict[str, Tensor]:
+        """The values of each tensor, in its shape: views."""
+        return {place.entry.name: self.of(place) for place in self.layout.places}
+
     def wire(self) -> WireFragment:
         """These values as they are, fp32, for a donation; shares this memory."""
         return WireFragment(self.layout, self.vectors)
@@ -82,6 +86,16 @@ class WireFragment:
         """The bytes of one chunk, without a copy."""
         span = self.layout.spans[index]
         return as_bytes(self.vectors[span.segment][span.start : span.stop])
+
+    def taken_from(self, base: FlatState) -> FlatState:
+        """Where the model was when this was frozen: `base` minus this, but for its rounding."""
+        state = FlatState.empty(self.layout)
+        for segment, vector in self.vectors.items():
+            if segment is Segment.INTEGERS:
+                state.vectors[segment].copy_(vector)
+            else:
+                torch.sub(base.vectors[segment], vector, out=state.vectors[segment])
+        return state
 
 
 @dataclass(frozen=True)
@@ -167,7 +181,7 @@ class ModelTensors:
             # One queue of copies and one wait, instead of a wait for each piece.
             staging = scratch if scratch is not None else FlatState.empty(layout, pinned=True)
             self._copy_out(live, staging)
-            live = {place.entry.name: staging.of(place) for place in layout.places}
+            live = staging.by_name()
         return encode(layout, live, dtype, base)
 
     @torch.no_grad()
@@ -195,6 +209,37 @@ class ModelTensors:
             if place.segment is Segment.INTEGERS:
                 moved = torch.maximum(moved, new.of(place))
             tensor.copy_(moved)
+
+    @torch.no_grad()
+    def blend(self, new: FlatState, alpha: float, anchor: FlatState | None = None) -> None:
+        """local <- alpha local + (1 - alpha) new: the merge of Streaming DiLoCo (arXiv 2501.18512).
+
+        With an anchor the steps made since then are kept whole, on top of the merge that it would
+        have been at the anchor: local <- alpha anchor + (1 - alpha) new + (local - anchor).
+
+        Computed in fp32 (fp64 for fp64 tensors), then rounded to the tensor's dtype. Integers take the
+        new value; with an anchor as in `rebase`.
+        """
+        live = self._live(new.layout)
+        for place in new.layout.places:
+            tensor, fresh = live[place.entry.name], new.of(place)
+            if place.segment is Segment.INTEGERS:
+                if anchor is not None:
+                    moved = tensor.detach().to("cpu", fresh.dtype, copy=True)
+                    moved.sub_(anchor.of(place)).add_(fresh)
+                    fresh = torch.maximum(moved, fresh)
+                _copy_in(tensor, fresh)
+            elif alpha < 1:
+                wide = torch.promote_types(tensor.dtype, torch.float32)
+                local = tensor.detach().to(wide, copy=True)
+                target = fresh.to(tensor.device, wide, non_blocking=True)
+                if anchor is None:
+                    local.mul_(alpha).add_(target, alpha=1 - alpha)
+                else:
+                    then = anchor.of(place).to(tensor.device, wide, non_blocking=True)
+                    local.add_(target - then, alpha=1 - alpha)
+                tensor.copy_(local)
+        _wait_for_copies(live.values())
 
     def _live(self, layout: FragmentLayout) -> dict[str, Tensor]:
         return self._checked(tuple(place.entry for place in layout.places))

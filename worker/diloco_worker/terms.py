@@ -1,17 +1,34 @@
-"""Whether a worker can take part in a run as the broker describes it, and how often it beats. Pure."""
+"""Whether a worker can take part in a run as the broker describes it, and how the model is cut. Pure."""
 
 from __future__ import annotations
 
-from diloco_protocol import RunConfig
+from collections.abc import Sequence
+
+from diloco_protocol import Manifest, ModelLayout, RunConfig, lay_out
+from diloco_protocol.fragments import FragmentPlan
 
 # Seconds between heartbeats where neither the worker nor the broker asks for something else.
 HEARTBEAT_S = 30.0
-# What must be the same when a broker comes back: chunks in flight are numbered by it.
-FIXED = ("mode", "num_fragments", "chunk_elements")
+# What must be the same when a broker comes back: chunks in flight are numbered by it, and deltas in
+# flight are merged by it.
+FIXED = (
+    "mode",
+    "num_fragments",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+    "fragment_merge",
+    "fragment_max_delay",
+    "chunk_elements",
+)
+MODES = ("sync", "async")
+MERGES = ("alpha", "rebase")
 
 
 def objection(
-    config: RunConfig, earlier: RunConfig | None, asked_interval: float | None
+    config: RunConfig,
+    earlier: RunConfig | None,
+    asked_interval: float | None,
+    asked_sync_every: int | None = None,
 ) -> str | None:
     """Why this worker cannot take part, as a sentence; None when it can.
 
@@ -19,6 +36,7 @@ def objection(
         config: what the broker runs.
         earlier: what this worker has trained with so far, if it has.
         asked_interval: seconds between heartbeats that the user asked for; None = whatever fits.
+        asked_sync_every: H that the user asked for; None = the broker's.
     """
     tolerated = config.heartbeat_timeout
     if asked_interval == 0 and tolerated > 0:
@@ -31,10 +49,17 @@ def objection(
             f"heartbeat_interval is {asked_interval:g} s, but the broker drops workers that are "
             f"silent for {tolerated:g} s; choose at most a third of that."
         )
-    if config.mode != "sync" or config.num_fragments != 1:
+    if config.mode not in MODES or config.fragment_merge not in MERGES:
         return (
-            f"The run has mode {config.mode!r} with {config.num_fragments} fragment(s); this "
-            "release of the worker trains mode 'sync' with one fragment."
+            f"The run has mode {config.mode!r} and merges by {config.fragment_merge!r}, this release "
+            f"of the worker knows the modes {', '.join(MODES)} and the merges {', '.join(MERGES)}; "
+            "install the release that the broker has."
+        )
+    sync_every = config.sync_every if asked_sync_every is None else asked_sync_every
+    if not 0 < config.num_fragments <= sync_every:
+        return (
+            f"sync_every is {sync_every} and the run has {config.num_fragments} fragments, which "
+            "need a step each; use a larger sync_every, or fewer fragments at the broker."
         )
     for name in FIXED if earlier is not None else ():
         ours, theirs = getattr(earlier, name), getattr(config, name)
@@ -44,6 +69,26 @@ def objection(
                 "restart the worker, or the broker with its old options."
             )
     return None
+
+
+def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayout:
+    """Cut a model as the broker does.
+
+    Args:
+        plan: the fragment of each manifest entry, in order, as the broker told it; empty where P is 1.
+
+    Raises:
+        ProtocolError: a plan that does not fit the model.
+    """
+    fragment_of = None
+    if config.num_fragments > 1:
+        fragment_of = FragmentPlan.from_numbers(manifest, plan, config.num_fragments).fragment_of
+    return lay_out(
+        manifest,
+        fragment_of,
+        num_fragments=config.num_fragments,
+        chunk_elements=config.chunk_elements,
+    )
 
 
 def heartbeat_interval(config: RunConfig, asked: float | None) -> float:

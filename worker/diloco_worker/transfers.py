@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 from diloco_protocol import Bitmap, Ledger, VersionId
 from diloco_protocol.messages import Grant, Pull, Purpose, Push, Released, Standing
 
+# What a grant says when chunks may be sent.
+SENDING = (Standing.NEW, Standing.RESUME)
+
 
 @dataclass
 class Upload:
@@ -69,16 +72,23 @@ class Upload:
             held = Bitmap.from_bytes(grant.held, self.push.chunks)
         self.standing = grant.standing
         self.committed = False
-        if grant.standing in (Standing.NEW, Standing.RESUME):
+        if grant.standing in SENDING:
             self.held = held
             self.queue = deque(held.missing())
             self.credit = grant.credit
-        elif grant.standing is Standing.COUNTED:
-            self.held = Bitmap.full(self.push.chunks)
+        else:
+            # `wait` after `new` takes the slot back: what was sent is forgotten at the other end too.
             self.queue.clear()
+            self.credit = 0
+            if grant.standing is Standing.COUNTED:
+                self.held = Bitmap.full(self.push.chunks)
+            else:
+                self.held = held
 
     def acknowledged(self, chunks: tuple[int, ...]) -> None:
-        """These chunks are in; each gives one credit back."""
+        """These chunks are in; each gives one credit back. Without a grant it is of an older one."""
+        if self.standing not in SENDING:
+            return
         self.credit += len(chunks)
         for index in chunks:
             if 0 <= index < self.push.chunks:
@@ -91,11 +101,7 @@ class Upload:
             yield self.queue.popleft()
 
     def may_commit(self) -> bool:
-        return (
-            self.standing in (Standing.NEW, Standing.RESUME)
-            and not self.queue
-            and not self.committed
-        )
+        return self.standing in SENDING and not self.queue and not self.committed
 
 
 @dataclass

@@ -78,7 +78,9 @@ class Turns:
         self.cycle_start = step - position
         self._slot = sum(1 for slot in self._slots if slot <= position)
         self._welcomed = False
-        self._claims: dict[int, int] = {}  # rounds passed at a welcome, not yet confirmed by a grant
+        self._claims: dict[
+            int, int
+        ] = {}  # rounds passed at a welcome, not yet confirmed by a grant
         self._told: set[int] = set()  # fragments in flight whose round comes from the broker
 
     # The cycle.
@@ -223,18 +225,13 @@ class Turns:
             self._is_past(round_)
         self._told.discard(fragment)
 
-    def dropped(self, fragment: int, *, late: bool) -> None:
-        """This fragment's flight has ended without being counted.
-
-        Args:
-            late: because its round closed without it; any other round still wants a push.
-        """
+    def dropped(self, fragment: int) -> None:
+        """This fragment's flight has ended without being counted: its round may still want a push."""
         round_ = self.rounds.pop(fragment)
-        claim = self._claims.pop(fragment, None)
+        self._claims.pop(fragment, None)
         self._told.discard(fragment)
-        back = claim if late else round_
-        if back is not None:
-            self.cursor = min(self.cursor, back)
+        if round_ is not None:
+            self.cursor = min(self.cursor, round_)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance; for tests."""

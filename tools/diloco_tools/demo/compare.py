@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -70,7 +70,7 @@ class Plan:
     speeds: tuple[float, ...] = SPEEDS  # steps per virtual second
     batch: int = 4
     lr: float = Settings().lr  # peak of the inner AdamW
-    model: GPTConfig = GPTConfig()
+    model: GPTConfig = field(default_factory=GPTConfig)
     windows: int = 256  # held-out windows of each evaluation
     data: str | None = None
 
@@ -95,7 +95,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: a variant, its outer learning rate and momentum, and the seed of parameters and batches."""
+    """One run: variant, outer learning rate, outer momentum, seed of parameters and batches."""
 
     variant: str
     eta: float

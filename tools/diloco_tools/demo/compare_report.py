@@ -1,4 +1,4 @@
-"""What a comparison of outer optimizers found: the table and the plot, both made of the file of results."""
+"""What a comparison of outer optimizers found: a table and a plot, both from the file of results."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -2,5 +2,6 @@
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.loop import Broker
+from diloco_broker.torch_outer import FragmentParameters, OuterOptimizerFactory
 
-__all__ = ["Broker", "BrokerConfig"]
+__all__ = ["Broker", "BrokerConfig", "FragmentParameters", "OuterOptimizerFactory"]

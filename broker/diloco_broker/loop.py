@@ -95,7 +95,7 @@ class Broker:
         outer_optimizer_factory: OuterOptimizerFactory | None = None,
     ) -> None:
         self.config = config
-        self._outer_optimizer_factory = outer_optimizer_factory
+        self._outer = make_outer(config, outer_optimizer_factory)
         self._initial = None if initial is None else check_state_dict(initial, "initial")
         self._context = zmq.Context()
         try:
@@ -285,7 +285,7 @@ class Broker:
             config = self.config
             self._parameters = Parameters(
                 layout,
-                make_outer(config, self._outer_optimizer_factory),
+                self._outer,
                 wire=config.wire_dtype,
                 reply=config.reply_dtype,
                 aggregate=config.aggregate,

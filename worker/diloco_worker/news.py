@@ -1,0 +1,79 @@
+"""What the I/O thread and the training thread tell each other, as frozen records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from diloco_protocol import VersionId
+from diloco_protocol.messages import Released
+from diloco_worker.events import Carried, Granted, Joined
+from diloco_worker.snapshot import FlatState
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How training stands, for heartbeats. `tokens` and `step` are totals."""
+
+    step: int = 0
+    inner_step: int = 0
+    waiting: bool = False
+    steps_per_s: float | None = None
+    loss: float | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A whole version.
+
+    Attributes:
+        released: its name, ledger and round.
+        counted: push ids of this worker in flight until now that it contains whole.
+        state: its values; None when it is the version that is held already.
+        staleness: versions between the counted push's base and the one it went into, if the broker
+            has told.
+    """
+
+    released: Released
+    counted: frozenset[int]
+    state: FlatState | None
+    staleness: int | None = None
+
+    @property
+    def version(self) -> VersionId:
+        return self.released.version
+
+    def after(self, earlier: Arrival | None) -> Arrival:
+        """This version where `earlier` has not been looked at yet: it contains what that did."""
+        if earlier is None:
+            return self
+        state = self.state
+        if state is None and earlier.version == self.version:
+            state = earlier.state
+        staleness = self.staleness if self.counted else earlier.staleness
+        counted = self.counted | earlier.counted
+        return replace(self, counted=counted, state=state, staleness=staleness)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Why a push was dropped."""
+
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class News:
+    """All that has come since the last look.
+
+    Attributes:
+        turns: what concerns rounds and whose turn it is, in the order in which the broker said it.
+        arrivals: whole versions, by fragment.
+        rejections: pushes that were dropped, by push id.
+    """
+
+    turns: tuple[Joined | Granted | Carried, ...]
+    arrivals: Mapping[int, Arrival]
+    rejections: Mapping[int, Rejection]

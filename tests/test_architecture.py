@@ -30,7 +30,7 @@ PURE = {
         "membership", "providing", "pushing", "rounds", "sequence", "staged", "staging", "state",
         "streaming", "transfer",
     },
-    "diloco_worker": {"events", "pulls", "pushes", "session", "terms", "transfers"},
+    "diloco_worker": {"events", "pulls", "pushes", "session", "terms", "transfers", "turns"},
     "diloco_protocol": {
         "chunks", "codecs", "errors", "fragments", "frames", "manifest", "messages", "version",
         "__init__",

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from worker_fakes import Beside, Descent, ScriptedBroker, changed, scripted_broker, version
+from worker_fakes import (
+    Beside,
+    Descent,
+    ScriptedBroker,
+    changed,
+    run_config,
+    scripted_broker,
+    version,
+)
 
 from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, Unreachable, UsageError
+from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
+    Chunk,
     Control,
     Error,
     Heartbeat,
@@ -26,6 +37,7 @@ from diloco_protocol.messages import (
 )
 from diloco_worker import DiLoCoClient, GlobalParameters
 from diloco_worker.snapshot import FlatState, ModelTensors
+from diloco_worker.terms import cut
 
 
 class Net(nn.Module):
@@ -179,6 +191,156 @@ def test_push_that_the_broker_refuses_raises_its_sentence(
     broker.says(Error("bad_push", "The weight is odd.", push_id=push.push_id, about="push"))
     with pytest.raises(Refused, match="The weight is odd"):
         pushing()
+
+
+# Fragments and asynchronous mode.
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+
+
+def part(broker: ScriptedBroker, model: nn.Module, fragment: int, value: float) -> FlatState:
+    assert broker.layout is not None
+    now = Descent(model).values(part=broker.layout.all[fragment])
+    return changed(now, lambda vector: torch.full_like(vector, value))
+
+
+def joined_in_fragments(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, model: nn.Module
+) -> GlobalParameters:
+    joining = beside(client.join, model)
+    broker.welcomes(version(0))
+    for fragment in range(3):
+        broker.serves(part(broker, model, fragment, 8 + fragment), version(fragment))
+    result = joining()
+    assert isinstance(result, GlobalParameters)
+    return result
+
+
+def test_push_sends_one_fragment_and_pull_returns_all(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    broker.config = run_config(num_fragments=3)
+    model = layers()
+    start = joined_in_fragments(client, broker, beside, model)
+    assert start.versions == {0: version(0), 1: version(1), 2: version(2)}
+    assert [float(start.tensors[f"{i}.bias"][0]) for i in range(3)] == [8, 9, 10]
+    delta = {"1.weight": torch.full((2, 2), 2.5), "1.bias": torch.full((2,), 2.5)}
+    pushing = beside(lambda: client.push(delta, fragment=1, samples=3))
+    push, values = broker.takes_push()
+    assert pushing() == push.push_id
+    assert (push.fragment, push.base, push.samples) == (1, version(1), 3)
+    assert set(values.vectors[Segment.PARAMETERS].tolist()) == {2.5}
+    pulling = beside(client.pull)
+    broker.serves(part(broker, model, 1, 50), version(2), push.push_id)
+    for fragment in (0, 2):
+        while broker.hears_pull(fragment).held is None:
+            pass
+        broker.serves(part(broker, model, fragment, 60), version(7))
+    result = pulling()
+    assert result.version == version(7)
+    assert result.versions == {0: version(7), 1: version(2), 2: version(7)}
+    assert [float(result.tensors[f"{i}.bias"][0]) for i in range(3)] == [60, 50, 60]
+    model.load_state_dict(result.tensors, strict=True)
+
+
+@pytest.mark.parametrize("fragment", [None, 3, -1])
+def test_push_must_say_which_fragment_it_is(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, fragment: int | None
+) -> None:
+    broker.config = run_config(num_fragments=3)
+    model = layers()
+    joined_in_fragments(client, broker, beside, model)
+    with pytest.raises(UsageError, match=f"fragment {fragment}, and this run has 3.* 0 to 2"):
+        client.push(dict(model.named_parameters()), fragment=fragment)
+    broker.hears_nothing_of(Push, 0.05)
+
+
+def test_fragment_lacks_only_its_own_parameters(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    broker.config = run_config(num_fragments=3)
+    joined_in_fragments(client, broker, beside, layers())
+    with pytest.raises(UsageError, match=r"lacks '2\.weight'"):
+        client.push({"1.weight": torch.zeros(2, 2)}, fragment=2)
+
+
+def test_several_fragments_may_be_in_flight(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    broker.config = run_config(num_fragments=3)
+    model = layers()
+    joined_in_fragments(client, broker, beside, model)
+    ids = []
+    for fragment in range(3):
+        pushing = beside(partial(client.push, model.state_dict(), fragment=fragment))
+        push, _ = broker.takes_push(fragment)
+        pushing()
+        ids.append(push.push_id)
+    pulling = beside(client.pull)
+    for fragment in (2, 0, 1):
+        assert beside.is_busy
+        broker.serves(part(broker, model, fragment, 30), version(9), ids[fragment])
+    assert set(pulling().versions.values()) == {version(9)}
+
+
+def test_asynchronous_client_pushes_in_its_own_dtype_once_there_is_a_slot(
+    broker: ScriptedBroker, beside: Beside
+) -> None:
+    broker.config = run_config(mode="async")
+    model = nn.Linear(3, 3)
+    wants = {"wire_dtype": "bf16"}
+    with DiLoCoClient(broker.address, worker_id="me", timeout=20.0, wants=wants) as client:
+        joined(client, broker, beside, model)
+        pushing = beside(client.push, dict(model.named_parameters()))
+        push = broker.hears(Push)
+        assert push.wire_dtype == "bf16"
+        broker.puts_off(push)
+        broker.hears_nothing_of(Chunk, 0.05)
+        assert beside.is_busy
+        broker.grants(push, credit=8)
+        broker.takes_chunks(push, push.chunks)
+        pushing()
+
+
+def test_observer_learns_the_plan_of_the_fragments(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    broker.config = run_config(num_fragments=3)
+    model = layers()
+    manifest = ModelTensors.of_module(model).manifest
+    plan = FragmentPlan.of(manifest, 3, "balanced").numbers(manifest)
+    broker.layout = cut(manifest, broker.config, plan)
+    pulling = beside(client.pull)
+    broker.control, asked, _ = broker.hears_from(Control)
+    data = {"manifest": to_plain(manifest), "config": to_plain(broker.config), "plan": plan}
+    broker.says(Result(asked.request, True, "here", data))
+    broker.hears(Pull)
+    broker.bulk = broker.control
+    for fragment in range(3):
+        broker.serves(part(broker, model, fragment, fragment), version(fragment))
+    result = pulling()
+    assert result.versions == {0: version(0), 1: version(1), 2: version(2)}
+    for name, tensor in result.tensors.items():
+        number = plan[[entry.name for entry in manifest.entries].index(name)]
+        assert set(tensor.flatten().tolist()) == {number}
+
+
+def test_observer_is_told_of_a_plan_that_does_not_fit(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    broker.config = run_config(num_fragments=3)
+    manifest = ModelTensors.of_module(layers()).manifest
+    pulling = beside(client.pull)
+    broker.control, asked, _ = broker.hears_from(Control)
+    data = {"manifest": to_plain(manifest), "config": to_plain(broker.config), "plan": [0]}
+    broker.says(Result(asked.request, True, "here", data))
+    with pytest.raises(Refused, match="there are 1 for 6 tensors"):
+        pulling()
+
+
+# Without a module, without joining.
 
 
 def test_dict_with_a_manifest_joins_and_is_donated(

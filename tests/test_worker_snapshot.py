@@ -377,3 +377,89 @@ def test_rebase_without_steps_since_the_anchor_is_the_new_value() -> None:
     again = tensors.capture(part)
     for segment, vector in new.vectors.items():
         assert torch.equal(again.vectors[segment], vector)
+
+
+# Blending.
+
+
+def flat(tensor: Tensor) -> list[float]:
+    return [float(value) for value in tensor.flatten().tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 1.0])
+def test_blend_weighs_local_and_new_values_in_fp32(dtype: torch.dtype, alpha: float) -> None:
+    local = torch.tensor([1.0, -3.0, 1000.0], dtype=dtype)
+    fresh = torch.tensor([2.0, 0.1, 1001.0])
+    tensors, part = single(local)
+    tensors.blend(FlatState(part, {Segment.PARAMETERS: fresh}), alpha)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    before = torch.tensor([1.0, -3.0, 1000.0], dtype=wide)
+    assert torch.equal(local, (alpha * before + (1 - alpha) * fresh.to(wide)).to(dtype))
+
+
+def test_blend_with_an_anchor_keeps_later_steps_whole() -> None:
+    local = torch.tensor([10.0, 20.0])
+    tensors, part = single(local)
+    new = FlatState(part, {Segment.PARAMETERS: torch.tensor([100.0, 100.0])})
+    anchor = FlatState(part, {Segment.PARAMETERS: torch.tensor([12.0, 16.0])})
+    tensors.blend(new, 0.25, anchor)
+    assert flat(local) == [0.25 * 12 + 75 - 2, 0.25 * 16 + 75 + 4]
+
+
+def test_blend_with_an_anchor_and_alpha_one_changes_nothing() -> None:
+    local = torch.tensor([10.0, 20.0])
+    tensors, part = single(local)
+    anchor = tensors.capture(part)
+    tensors.blend(FlatState(part, {Segment.PARAMETERS: torch.zeros(2)}), 1.0, anchor)
+    assert flat(local) == [10, 20]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_blend_takes_new_integers_and_mixes_float_buffers(alpha: float) -> None:
+    made = nn.BatchNorm1d(2)
+    tensors = ModelTensors.of_module(made)
+    part, _ = layouts(tensors)
+    made.get_buffer("num_batches_tracked").fill_(7)
+    new = FlatState(
+        part, {s: torch.full_like(v, 5) for s, v in tensors.capture(part).vectors.items()}
+    )
+    tensors.blend(new, alpha)
+    assert made.get_buffer("num_batches_tracked") == 5
+    assert flat(made.get_buffer("running_mean")) == [5 * (1 - alpha)] * 2
+
+
+def test_blend_with_an_anchor_never_lowers_a_counter_below_the_new_value() -> None:
+    made = nn.BatchNorm1d(2)
+    tensors = ModelTensors.of_module(made)
+    part, _ = layouts(tensors)
+    counter = made.get_buffer("num_batches_tracked")
+    counter.fill_(7)
+    anchor = tensors.capture(part)
+    new = FlatState(part, {s: torch.full_like(v, 20) for s, v in anchor.vectors.items()})
+    counter.fill_(9)
+    tensors.blend(new, 0.5, anchor)
+    assert counter == 22
+    counter.fill_(3)
+    tensors.blend(new, 0.5, anchor)
+    assert counter == 20
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_frozen_delta_tells_where_the_model_was(dtype: str) -> None:
+    made = model()
+    tensors = ModelTensors.of_module(moved(made))
+    part, _ = layouts(tensors)
+    base, then = ModelTensors.of_module(made).capture(part), tensors.capture(part)
+    told = tensors.delta(base, dtype).wire.taken_from(base)
+    tolerance = 1e-6 if dtype == "fp32" else 2e-3
+    for segment, vector in then.vectors.items():
+        torch.testing.assert_close(told.vectors[segment], vector, rtol=0, atol=tolerance)
+
+
+def single(tensor: Tensor) -> tuple[ModelTensors, FragmentLayout]:
+    """A model that is one tensor."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    manifest = Manifest((TensorEntry("w", tuple(tensor.shape), name, Kind.TRAINABLE),))
+    tensors = ModelTensors.of_state(manifest, {"w": tensor})
+    return tensors, layouts(tensors)[0]

@@ -109,9 +109,16 @@ class ScriptedBroker:
         return self.hears_from(kind, patience)[1]
 
     def hears_from(
-        self, kind: type[M], patience: float = PATIENCE_S, *, keep: type[Message] = Commit
+        self,
+        kind: type[M],
+        patience: float = PATIENCE_S,
+        *,
+        keep: type[Message] | tuple[type[Message], ...] = (Commit, Push),
     ) -> tuple[bytes, M, bytes]:
-        """Messages of the kind `keep` that are passed over are heard later: `commit` may overtake."""
+        """Messages of a kind in `keep` that are passed over are heard later.
+
+        A `commit` may overtake chunks, and the pushes of several fragments are under way together.
+        """
         deadline = time.monotonic() + patience
         while True:
             passed_over: list[tuple[bytes, Message, bytes]] = []

@@ -235,7 +235,7 @@ class Boundaries:
         work = self._work(fragment, config)
         if self._settings.heartbeat_interval != 0:
             self._publish(False)
-            pass
+            link.pulse()
         dtype = self._settings.wire_dtype or config.wire_dtype
         frozen = exchange.freeze(dtype, self.step, work)
         self._counters.seconds_waited += self._clock() - began

@@ -49,9 +49,15 @@ def test_accumulated_gradients_count_as_one_step(broker: ScriptedBroker, begin: 
     assert broker.hears(Push).steps == 2
 
 
-def test_step_that_an_amp_scaler_skips_does_not_count(broker: ScriptedBroker, begin: Make) -> None:
+@pytest.mark.parametrize("is_fused", [False, True], ids=["skipped", "skipped inside a fused step"])
+def test_step_that_an_amp_scaler_skips_does_not_count(
+    broker: ScriptedBroker, begin: Make, is_fused: bool
+) -> None:
     broker.config = run_config(sync_every=2, fragment_sync_delay=1)
     worker, descent = begin()
+    if is_fused:  # as SGD(..., fused=True) does; the scaler then calls step() always
+        descent.optimizer.param_groups[0]["fused"] = True
+        descent.optimizer._step_supports_amp_scaling = True
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for overflows in (False, True, True, False):
         descent.optimizer.zero_grad()

@@ -384,9 +384,13 @@ class DiLoCoWorker:
 
     # Steps.
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         boundaries = self._boundaries
         assert boundaries is not None
+        # A fused optimizer leaves out an overflowing step by itself; the AMP scaler tells it so here.
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is not None and float(overflow):
+            return
         self._pace.step(self._clock())
         self._step += 1
         boundaries.step = self._step

@@ -305,6 +305,13 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     return plain
 
 
+def as_json(report: Mapping[str, Any]) -> str:
+    """The file of results: a run on each line, so that it can be read and compared line by line."""
+    about = json.dumps({name: report[name] for name in report if name != "runs"}, indent=1)
+    runs = ",\n  ".join(json.dumps(run, allow_nan=False) for run in report["runs"])
+    return about.removesuffix("\n}") + f',\n "runs": [\n  {runs}\n ]\n}}\n'
+
+
 def compare(
     seeds: Annotated[int, typer.Option(help="Runs of each variant, paired by seed.")] = 3,
     steps: Annotated[
@@ -363,7 +370,7 @@ def compare(
     for number, trial in enumerate(wanted, 1):
         run = measure(plan, trial, text)
         report["runs"].append(run)
-        out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+        out.write_text(as_json(report))
         loss = run["final_loss"]
         typer.echo(
             f"{number}/{len(wanted)} {trial.variant} eta {trial.eta} mu {trial.mu} "

@@ -65,26 +65,31 @@ def markdown(runs: Sequence[Run]) -> str:
     for (eta, mu), variants in by_setting(runs).items():
         sync = variants.get("sync", [])
         for name, found in variants.items():
-            finals = [run["final_loss"] for run in found]
             apart = [] if name == "sync" else differences(found, sync)
-            diverged = [run["diverged_at"] for run in found if run["diverged_at"] is not None]
+            diverged = [run for run in found if run["diverged_at"] is not None]
             stale = statistics.mean(run["mean_staleness"] for run in found)
             ends = statistics.mean(run["curve"][-1][1] for run in found)
             cells = [
                 f"{eta:g}",
                 "-" if name == "sgd" else f"{mu:g}",
                 LABELS[name],
-                "not finite" if None in finals else f"{statistics.mean(finals):.4f}",
+                _final(found),
                 ", ".join(f"{each:+.4f}" for each in apart) or "-",
                 f"{statistics.mean(apart):+.4f}" if apart else "-",
                 f"{len(diverged)} of {len(found)}",
-                ", ".join(str(step) for step in diverged) or "-",
+                ", ".join(_where(run) for run in diverged) or "-",
                 f"{stale:.2f} ({max(run['max_staleness'] for run in found)})",
                 f"{ends:.0f}",
                 _reaching(found, sync),
             ]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _where(run: Run) -> str:
+    """The step at which a run was first seen above its start, and whether it ended below it."""
+    came_back = run["final_loss"] is not None and run["final_loss"] <= run["curve"][0][2]
+    return f"{run['diverged_at']}{' (came back)' if came_back else ''}"
 
 
 def _reaching(runs: Sequence[Run], sync: Sequence[Run]) -> str:
@@ -110,23 +115,20 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
     settings = by_setting(report["runs"])
     seeds = len({run["seed"] for run in report["runs"]})
-    figure = Figure(figsize=(5.2 * len(settings), 7.6), dpi=130, layout="constrained")
+    figure = Figure(figsize=(5.2 * len(settings), 8.4), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(2, len(settings), squeeze=False, sharey=True)
     starts = [run["curve"][0][2] for run in report["runs"]]
     lowest = min(loss for run in report["runs"] for *_, loss in run["curve"] if loss is not None)
     top = HEADROOM * max(starts)
-    handles: dict[str, Any] = {}
     for column, ((eta, mu), variants) in enumerate(settings.items()):
         for row, unit in enumerate(("inner steps of all workers together", "virtual seconds")):
             axes = grid[row][column]
             for name, runs in variants.items():
                 xs, mean, low, high = _band(runs, row)
-                (line,) = axes.plot(
-                    xs, mean, color=COLOURS[name], linewidth=1.8, label=LABELS[name]
-                )
+                label = f"{LABELS[name]}: {_final(runs)}"
+                axes.plot(xs, mean, color=COLOURS[name], linewidth=1.8, label=label)
                 axes.fill_between(xs, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
-                handles.setdefault(LABELS[name], line)
             axes.axhline(statistics.mean(starts), color=QUIET, linewidth=0.8, linestyle=":")
             axes.set_ylim(lowest - 0.04 * (top - lowest), top)
             axes.set_xlim(left=0)
@@ -135,6 +137,8 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
                 axes.set_ylabel("validation loss (nats per byte)", color=QUIET)
             if row == 0:
                 axes.set_title(f"eta {eta:g}, mu {mu:g}", loc="left", fontsize=11)
+            else:  # there is room for it, since asynchronous runs end sooner
+                axes.legend(frameon=False, loc="center right", fontsize=8.5)
             axes.tick_params(colors=QUIET)
             axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
             axes.set_axisbelow(True)
@@ -142,18 +146,21 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
                 axes.spines[side].set_visible(False)
             for side in ("left", "bottom"):
                 axes.spines[side].set_color("#c9ccd1")
-    speeds = report["settings"]["speeds"]
+    speeds = ", ".join(f"{speed:g}" for speed in report["settings"]["speeds"])
     figure.suptitle(
-        f"{len(speeds)} workers of {', '.join(f'{speed:g}' for speed in speeds)} steps per virtual "
-        f"second, H = {report['settings']['sync_every']}; mean and range of {seeds} seeds",
+        f"Workers of {speeds} steps per virtual second, H = {report['settings']['sync_every']}: "
+        f"mean and range of {seeds} seeds, and the mean final loss",
         x=0.01,
         ha="left",
         fontsize=11,
     )
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False
-    )
     figure.savefig(path)
+
+
+def _final(runs: Sequence[Run]) -> str:
+    """The mean final loss, for people."""
+    losses = [run["final_loss"] for run in runs]
+    return "not finite" if None in losses else f"{statistics.mean(losses):.4f}"
 
 
 def _band(

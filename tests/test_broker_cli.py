@@ -41,7 +41,7 @@ def logging_as_it_was() -> Iterator[None]:
         ),
         (["--sync-every", "3", "--num-fragments", "4"], "--sync-every is 3; it must be at least"),
         (["--dylu"], "--dylu is on; it must be left out, or --mode async given"),
-        (["--outer", "adam"], "--outer is adam; it must be nesterov or dn or fedbuff or sgd"),
+        (["--outer", "adam"], "--outer is adam; it must be nesterov, dn, fedbuff or sgd"),
         (["--workers", "2", "--min-workers", "3"], "at most --workers, which is 2"),
         (["--sync-every", "0"], "at least 1"),
         (["--outer-lr", "nan"], "a finite number above 0"),

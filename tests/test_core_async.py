@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from stage import Puppet, Stage, a_stage
 
 from diloco_broker.dylu import averaged, sync_every
-from diloco_protocol.messages import Grant, Heartbeat, Join, Notice, Released, Standing, Welcome
+from diloco_protocol.messages import (
+    Error,
+    Grant,
+    Heartbeat,
+    Join,
+    Notice,
+    Released,
+    Standing,
+    Welcome,
+)
 
 
 def a_run(*worker_ids: str, **fields: Any) -> tuple[Stage, list[Puppet]]:
@@ -195,6 +205,66 @@ def test_grace_window_applies_together_what_is_whole_within_it() -> None:
     assert stage.state.shelf.stocks[0].gradients == 2
 
 
+def test_window_holds_one_whole_submission_of_each_worker_and_fragment() -> None:
+    stage, (a, b) = a_run("a", "b", grace=100.0, staging_slots=2)
+    a.pushes(1)
+    for push_id in range(2, 50):
+        grant = a.begins(push_id)
+        assert grant is not None
+        assert grant.standing is Standing.WAIT
+    b.pushes(100)
+    assert len(list(stage.state.staging)) == 2
+    assert len(stage.state.staging.waiting) == 1
+    stage.passes(101.0)
+    last = a.last(Grant)
+    assert last is not None
+    assert (last.push_id, last.standing) == (49, Standing.NEW)
+
+
+def test_chunks_of_a_slot_that_was_taken_back_do_not_end_the_push() -> None:
+    """They were allowed when they were sent, and arrive after the slot has been given again."""
+    stage = a_stage(2, 9, mode="async", staging_slots=1, staging_deadline=10.0)
+    a, b = stage.joined("a", "b")
+    a.begins(1)
+    b.begins(2)
+    stage.passes(11.0)
+    b.delivers(range(9))
+    b.commits()
+    stage.by_hand = True
+    a.delivers(range(8))  # of the first grant
+    a.delivers(range(8))  # of the second
+    assert not [e for e in a.all(Error) if e.push_id == 1]
+    stage.work()
+    stage.by_hand = False
+    a.delivers([8])
+    a.commits()
+    assert who(stage) == [["b"], ["a"]]
+
+
+def test_push_that_grew_too_old_while_it_waited_is_refused_before_a_byte_is_sent() -> None:
+    stage, (a, b) = a_run("a", "b", max_staleness=0, staging_slots=1)
+    a.begins(1)
+    b.begins(2)
+    a.delivers([0, 1, 2])
+    a.commits()
+    assert (b.error().code, b.error().push_id) == ("stale", 2)
+    assert not list(stage.state.staging)
+
+
+def test_more_workers_than_planned_are_named_with_the_remedy() -> None:
+    stage, _ = a_run("a")
+    stage.worker("b").joins()
+    (said,) = [line for line in stage.logs if "planned for 1" in line]
+    assert "--workers 2" in said
+
+
+def test_asynchronous_run_never_waits_for_workers() -> None:
+    stage, _ = a_run("a", "b")
+    assert not stage.round.below_floor
+    assert stage.round.expected == set()
+    assert [stage.worker(name).joins().last(Welcome).first_round for name in "cd"] == [0, 0]  # type: ignore[union-attr]
+
+
 def test_duplicates_of_an_applied_submission_change_nothing() -> None:
     stage, (a, _) = a_run("a", "b")
     a.pushes(1)
@@ -262,10 +332,19 @@ def test_heartbeats_are_answered_with_the_steps_that_fit_the_speed() -> None:
 
     assert answer(a, 4.0) == 100
     assert answer(b, 1.0) == 25
-    assert answer(b, 0.01) == 12  # the average of 1 and 0.01 over 4
+    assert answer(b, 0.5) == 16  # 1.5 seconds a step on the average, against 0.25
+    assert answer(b, 0.001) == 10
     assert answer(a, 4.0) == 100
     a.dies()
-    assert answer(b, 0.505) == 100, "the dead leave the fastest speed"
+    assert answer(b, 0.5) == 100, "the dead leave the fastest speed"
+
+
+def test_absurd_speed_of_one_report_is_soon_forgotten() -> None:
+    speed = averaged(1.0, 1e12)
+    for _ in range(3):
+        speed = averaged(speed, 1.0)
+    assert speed is not None
+    assert speed < 1.1
 
 
 def test_steps_are_floored_bounded_and_independent_of_rounding() -> None:
@@ -274,7 +353,7 @@ def test_steps_are_floored_bounded_and_independent_of_rounding() -> None:
     assert sync_every({"a": 3.0, "b": 0.01}, "b", 10, 4) == 4
     assert sync_every({"a": 3.0}, "b", 10, 4) == 10
     assert averaged(None, 3.0) == 3.0
-    assert averaged(3.0, 1.0) == 2.0
+    assert averaged(3.0, 1.0) == pytest.approx(1.5)  # 1/3 and 1 second a step
     assert averaged(3.0, float("nan")) == 3.0
     assert averaged(3.0, None) == 3.0
 

@@ -8,7 +8,7 @@ import pytest
 from stage import Puppet, Stage, a_stage
 
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.messages import Grant, Pull, Released, Standing, Welcome
+from diloco_protocol.messages import Grant, Pull, Rejoin, Released, Standing, Welcome
 
 
 def counters(stage: Stage) -> list[int]:
@@ -149,6 +149,23 @@ def test_model_with_too_few_tensors_for_the_fragments_is_refused_with_both_numbe
     assert error.code == "model_differs"
     assert "3" in error.text
     assert "2" in error.text
+
+
+@pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=["streaming", "staged"])
+def test_round_that_falls_below_its_floor_needs_those_who_joined_before(
+    how: dict[str, Any],
+) -> None:
+    stage, (a, b) = a_run("a", "b", pieces=2, **how)
+    (c,) = stage.joined("c")
+    assert c.last(Welcome).first_round == 1  # type: ignore[union-attr]
+    b.dies()
+    assert stage.round.expected == {"a", "c"}
+    assert c.last(Rejoin) is not None
+    c.joins()
+    assert c.last(Welcome).first_round == 0  # type: ignore[union-attr]
+    a.pushes(1, fragment=0)
+    c.pushes(2, fragment=0)
+    assert stage.round.number == 1
 
 
 def test_worker_that_dies_between_fragments_is_not_waited_for_in_any() -> None:

@@ -251,7 +251,7 @@ class BrokerLife(RuleBasedStateMachine):
                 puppet.commits()
                 self.stage.work()
         floor = self.stage.round.floor
-        if len(alive) >= floor:
+        if alive and len(alive) >= floor:
             assert self.stage.version().counter > before, self.stage.round
 
     def _waits_or_is_done(self, puppet: Puppet) -> bool:

@@ -319,7 +319,7 @@ def test_log_says_what_keeping_whole_submissions_costs(
     stage.joined("a")
     (said,) = [line for line in stage.logs if "whole submissions" in line]
     assert said.startswith(why)
-    assert "2 workers x 0.0 MB" in said
+    assert "2 workers x 0.0 kB" in said
 
 
 @pytest.mark.parametrize("by", ["tokens", "samples"])
@@ -330,6 +330,84 @@ def test_contributions_weigh_by_what_they_report(by: str) -> None:
     b.pushes(2, **{by: 100})
     assert [p.weight for p in stage.merges[0].groups[0]] == [300.0, 100.0]
     assert stage.state.last_report.weight == 400.0
+
+
+def test_inspection_of_an_earlier_life_of_a_push_is_not_taken_for_this_one() -> None:
+    stage, (a, b, c) = three()
+    stage.by_hand = True
+    c.begins(3)
+    c.delivers([0])
+    c.dies()
+    c.joins(session=None)
+    c.begins(3)
+    stage.work()
+    (submission,) = stage.round.pool.values()
+    assert submission.squares == 0.0
+    stage.by_hand = False
+    c.delivers([0, 1, 2])
+    c.commits()
+    assert submission.squares == 3.0
+    a.pushes(1)
+    b.pushes(2)
+    assert ids(stage)[-1] == ["a", "b", "c"]
+
+
+def test_push_that_waited_is_forgotten_once_a_newer_one_is_taken() -> None:
+    stage = a_stage(workers=1, deterministic=True)
+    (a,) = stage.joined("a")
+    a.pulls(after=0)
+    stage.by_hand = True
+    a.pushes(1)
+    stage.work(3)
+    a.begins(2)
+    a.begins(3)
+    stage.by_hand = False
+    stage.work()
+    a.delivers([0, 1, 2])
+    a.commits()
+    assert [n for n in stage.counted()[0] if n[1] == 2] == []
+    assert stage.counted()[0]["a", 3] == 1
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"deterministic": True}, {"quorum": 2}], ids=["streaming", "ordered", "quorum"]
+)
+def test_refused_push_does_not_hold_the_others_up(how: dict[str, object]) -> None:
+    stage = a_stage(workers=2, weight_by="tokens", **how)  # type: ignore[arg-type]
+    a, b = stage.joined("a", "b")
+    a.pushes(1, tokens=10)
+    assert stage.round.number == 0
+    b.begins(2)
+    assert b.error().code == "bad_push"
+    stage.passes(1.0)
+    assert stage.round.missing == set()
+    assert stage.round.number == 0, "round one needs both"
+    b.pushes(3, tokens=5)
+    assert stage.round.number == 1
+    for puppet in (a, b):
+        puppet.pulls(after=0)
+    a.pushes(4, tokens=10)
+    b.begins(5)
+    assert stage.round.number == 2
+    assert stage.state.last_report.averaged == 1
+
+
+def test_closing_a_round_of_many_workers_makes_parts_only_as_they_are_needed() -> None:
+    stage = a_stage(workers=3, deterministic=True)
+    puppets = stage.joined("a", "b", "c")
+    for number, puppet in enumerate(puppets):
+        puppet.pushes(number + 1)
+    first, *others = stage.merges
+    assert all(merge.wholes is first.wholes for merge in others)
+
+
+def test_commit_for_a_fragment_that_does_not_exist_leaves_no_trace() -> None:
+    stage, (a, *_) = three()
+    before = len(stage.state.staging.pools)
+    for fragment in range(50, 100):
+        a.fragment = fragment
+        a.commits()
+    assert len(stage.state.staging.pools) == before
 
 
 def test_push_without_the_count_it_weighs_by_is_refused_with_what_to_call() -> None:

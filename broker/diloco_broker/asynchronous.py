@@ -17,6 +17,7 @@ from diloco_broker.membership import Member
 from diloco_broker.rounds import Phase
 from diloco_broker.staging import StagedRound, Submission
 from diloco_broker.state import State
+from diloco_broker.transfer import Upload
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Push
 
@@ -37,7 +38,7 @@ def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
     if text is not None:
         raise ProtocolError(Code.STALE, text)
     staged.abandon_others(state, member, push)
-    if _has_slot(state) and not state.staging.waiting:
+    if _may_send(state, member, push) and not state.staging.waiting:
         yield from staged.begin(state, member, push, None)
     else:
         place = (member.worker_id, push.fragment)
@@ -50,24 +51,34 @@ def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
 def hand_out_slots(state: State) -> Iterator[Effect]:
     """Those that wait longest send next."""
     waiting = state.staging.waiting
-    while waiting and _has_slot(state):
-        worker_id, fragment = waiting.popleft()
+    for place in list(waiting):
+        worker_id, fragment = place
         member = state.members.named(worker_id)
-        push = member.deferred.pop(fragment, None) if member else None
+        push = member.deferred.get(fragment) if member else None
         if member is None or push is None:
-            continue  # gone, or back on another connection: it asks again
-        if state.is_counted(member, push):
-            yield from granting.counted(member, push)
-        else:
-            yield from staged.begin(state, member, push, None)
+            waiting.remove(place)  # gone, or back on another connection: it asks again
+        elif _may_send(state, member, push):
+            waiting.remove(place)
+            del member.deferred[fragment]
+            text = _too_old(state, worker_id, push)
+            if text is not None:
+                member.uploads[fragment] = Upload(push, 0)
+                yield from granting.refuse(
+                    state, worker_id, fragment, push.push_id, Code.STALE, text
+                )
+            elif state.is_counted(member, push):
+                yield from granting.counted(member, push)
+            else:
+                yield from staged.begin(state, member, push, None)
 
 
-def _has_slot(state: State) -> bool:
-    # With a grace window whole submissions wait for each other, so they must not fill the slots:
-    # there are never more of them than workers and fragments.
+def _may_send(state: State, member: Member, push: Push) -> bool:
+    """Is there a slot, and nothing whole of this worker and fragment waiting to be applied?"""
+    # With a grace window whole submissions wait for each other, so they must not fill the slots.
     windowed = state.config.grace > 0
     taken = sum(not (windowed and s.is_whole) for s in state.staging)
-    return taken < state.config.staging_slots
+    free = taken < state.config.staging_slots
+    return free and not staged.has_whole(state, member, push)
 
 
 def take_back_slots(state: State) -> Iterator[Effect]:
@@ -110,11 +121,9 @@ def apply_if_ready(state: State, round_: StagedRound) -> Iterator[Effect]:
     round_.choose(chosen)
     count = state.begin_version(fragment, len(chosen))
     scales = [_scale(state, submission) for submission in chosen]
+    wholes = tuple((s.merged(scale),) for s, scale in zip(chosen, scales, strict=True))
     for index in range(round_.size):
-        groups = tuple(
-            staged.parts((s,), index, scale) for s, scale in zip(chosen, scales, strict=True)
-        )
-        yield Merge(fragment, index, groups, count)
+        yield Merge(fragment, index, wholes, count)
 
 
 def _young_enough(state: State) -> Iterator[Submission]:

@@ -120,13 +120,13 @@ class BrokerConfig:
 
     def __post_init__(self) -> None:
         self._check_single_values()
-        self._check_rounds()
-        self._check_fragments()
-        self._check_outer()
-        if self.mode == "async":
+        if self.is_async:
             self._check_async()
         else:
             self._check_sync()
+        self._check_rounds()
+        self._check_fragments()
+        self._check_outer()
         for name in ("bind", "feed"):
             _check_address(name, getattr(self, name), insecure=self.insecure)
 
@@ -164,8 +164,12 @@ class BrokerConfig:
     @property
     def least_steps(self) -> int:
         """H_min of Dynamic Local Updates."""
-        fit = self.num_fragments * (self.fragment_sync_delay + 1)
-        return fit if self.dylu_min_steps is None else self.dylu_min_steps
+        return self.fewest_steps if self.dylu_min_steps is None else self.dylu_min_steps
+
+    @property
+    def fewest_steps(self) -> int:
+        """The least H in which every fragment can be sent and merged: P (tau + 1)."""
+        return self.num_fragments * (self.fragment_sync_delay + 1)
 
     @property
     def run_config(self) -> RunConfig:
@@ -190,7 +194,7 @@ class BrokerConfig:
         """What each value must be, whatever the others are."""
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            _require(value in choices, name, value, " or ".join(c for c in choices if c))
+            _require(value in choices, name, value, _alternatives(choices))
         for name, lowest in _COUNTS.items():
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -198,6 +202,9 @@ class BrokerConfig:
                 _require(
                     whole and value >= lowest, name, value, f"a whole number, at least {lowest}"
                 )
+        for name in ("nesterov", "dylu", "deterministic", "insecure"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, repr(value), "True or False")
         for name in ("heartbeat_timeout", "disconnect_grace", "recover_wait", "grace"):
             value = getattr(self, name)
             _require(_finite(value) and value >= 0, name, value, "a finite number, at least 0")
@@ -240,6 +247,12 @@ class BrokerConfig:
             "sync_every",
             steps,
             f"at least --num-fragments, which is {pieces}: each fragment has a step of its own",
+        )
+        _require(
+            pieces > 1 or self.fragment_pattern == "strided",
+            "fragment_pattern",
+            self.fragment_pattern,
+            "left out, or --num-fragments above 1 given",
         )
         interval = steps // pieces
         _require(
@@ -285,6 +298,15 @@ class BrokerConfig:
             f"left out: --outer {self.outer_name} has no buffer",
         )
         paper = self.outer_name == "dn" and self.dn_variant == "paper"
+        with_momentum = self.outer_name != "sgd"
+        for name, default in (("outer_momentum", 0.9), ("nesterov", True)):
+            value = getattr(self, name)
+            _require(
+                with_momentum or value == default,
+                name,
+                value,
+                "left out: --outer sgd has no momentum",
+            )
         _require(
             not self.dn_c or paper,
             "dn_c",
@@ -314,7 +336,7 @@ class BrokerConfig:
                 getattr(self, name),
                 "left out with --mode async, which applies each submission by itself",
             )
-        fit = self.num_fragments * (self.fragment_sync_delay + 1)
+        fit = self.fewest_steps
         _require(
             self.dylu_min_steps is None or self.dylu,
             "dylu_min_steps",
@@ -325,8 +347,8 @@ class BrokerConfig:
             fit <= self.least_steps <= self.sync_every,
             "dylu_min_steps",
             self.least_steps,
-            f"from {fit} (--num-fragments times --fragment-sync-delay + 1) to --sync-every, which "
-            f"is {self.sync_every}",
+            f"from {fit} ({self.num_fragments} fragments x (delay {self.fragment_sync_delay} + 1)) to "
+            f"--sync-every, which is {self.sync_every}",
         )
 
     def _check_sync(self) -> None:
@@ -349,6 +371,9 @@ class BrokerConfig:
             self.max_staleness,
             only + "a round's contributions start from one version",
         )
+        for name, usual in (("staging_slots", 2), ("staging_deadline", 30.0)):
+            value = getattr(self, name)
+            _require(value == usual, name, value, only + "rounds have no slots")
         for name, default in (("grace", 0.0), ("late", "carry")):
             value = getattr(self, name)
             _require(
@@ -387,6 +412,11 @@ _COUNTS = {
     "chunk_elements": 1,
 }
 _MAY_BE_SILENT = {"fragment_max_delay", "dn_buffer", "max_staleness", "dylu_min_steps", "quorum"}
+
+
+def _alternatives(choices: tuple[str | None, ...]) -> str:
+    *others, last = (choice for choice in choices if choice)
+    return f"{', '.join(others)} or {last}"
 
 
 def _finite(value: object) -> bool:

@@ -215,9 +215,17 @@ class Core:
             if isinstance(message, Push) and message.purpose is Purpose.DONATION and member:
                 yield from providing.reject_donor(self.state, member)
         retry = error.code in WORTH_A_RETRY
+        if isinstance(message, Push) and not retry and error.code != Code.LATE:
+            yield from self._excuse(message)
         yield Send(route, Error(error.code, str(error), retry, push_id, message.kind))
         if not retry:
             yield Log("warning", f"Refused a {message.kind}{who}: {error}")
+
+    def _excuse(self, push: Push) -> Iterator[Effect]:
+        member = self.state.members.with_session(push.session)
+        known = range(len(self.state.shelf.stocks) - 1)
+        if member is not None and push.purpose is Purpose.GRADIENT and push.fragment in known:
+            yield from sequence.excuse(self.state, member.worker_id, push)
 
     def _stop(self, reason: str) -> Iterator[Effect]:
         self.state.stopping = reason

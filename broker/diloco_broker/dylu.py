@@ -16,10 +16,15 @@ SPEED_WEIGHT = 0.5
 
 
 def averaged(speed: float | None, reported: float | None) -> float | None:
-    """The average after one more report, steps per second; reports that make no sense are left out."""
+    """The average after one more report, steps per second; reports that make no sense are left out.
+
+    What is averaged are seconds per step, so that one absurdly high report does not stay for long.
+    """
     if reported is None or not (math.isfinite(reported) and reported > 0):
         return speed
-    return reported if speed is None else speed + SPEED_WEIGHT * (reported - speed)
+    if speed is None:
+        return reported
+    return 1 / (1 / speed + SPEED_WEIGHT * (1 / reported - 1 / speed))
 
 
 def sync_every(speeds: Mapping[str, float], worker_id: str, base: int, least: int) -> int:

@@ -6,6 +6,7 @@ object the loop received, or the finished reply buffer of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +190,33 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """A whole submission as it is merged: what `Part` says of one chunk, for all of them.
+
+    `payloads` has None for a chunk that an earlier version contains.
+    """
+
+    worker_id: str
+    push_id: int
+    weight: float
+    scale: float
+    norm: float
+    wire_dtype: str
+    payloads: Sequence[Any]
+
+    def part(self, index: int) -> Part:
+        return Part(
+            self.worker_id,
+            self.push_id,
+            self.weight,
+            self.scale,
+            self.norm,
+            self.wire_dtype,
+            self.payloads[index],
+        )
+
+
+@dataclass(frozen=True)
 class Inspect:
     """Look at one chunk of a staged submission: is it finite, and how long is it?"""
 
@@ -205,12 +233,26 @@ class Merge:
     """Make a gradient of each group of parts and apply the outer optimizer to one after the other.
 
     A group without parts lacks this chunk: it is left out. `count` is as in `Step`, before the first.
+    The chunks of a version share `wholes`; parts are made when they are needed, since many workers
+    times many chunks are more than one turn of the loop has time for.
     """
+
+    __match_args__ = ("fragment", "index", "groups", "count")
 
     fragment: int
     index: int
-    groups: tuple[tuple[Part, ...], ...]
+    wholes: tuple[tuple[Whole, ...], ...]
     count: int
+
+    @property
+    def groups(self) -> tuple[tuple[Part, ...], ...]:
+        """The parts of each group."""
+        return tuple(
+            tuple(
+                whole.part(self.index) for whole in group if whole.payloads[self.index] is not None
+            )
+            for group in self.wholes
+        )
 
 
 @dataclass(frozen=True)

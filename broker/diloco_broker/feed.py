@@ -113,12 +113,12 @@ def _snapshot(
         if manifest
         else None,
         "outer": {
-            "optimizer": config.outer_name,
-            "lr": config.outer_lr,
-            "momentum": config.outer_momentum,
-            "nesterov": config.nesterov,
+            "optimizer": _outer_name(state),
+            "lr": None if state.has_own_optimizer else config.outer_lr,
+            "momentum": config.outer_momentum if _has_momentum(state) else None,
+            "nesterov": config.nesterov if _has_momentum(state) else None,
             "variant": config.dn_variant if config.outer_name == "dn" else None,
-            "buffer": config.dn_size if config.outer_name in ("dn", "fedbuff") else None,
+            "buffer": config.dn_size if _has_buffer(state) else None,
         },
         "sync_every": config.sync_every,
         "num_fragments": config.num_fragments,
@@ -145,7 +145,7 @@ def _snapshot(
                 "version": stock.version.counter,
                 "tag": f"{stock.version.tag:016x}",
                 "gradients": stock.gradients,
-                "buffered": stock.gradients % config.dn_size,
+                "buffered": stock.gradients % config.dn_size if _has_buffer(state) else 0,
             }
             for stock in state.shelf.stocks[:-1]
             if stock.version
@@ -188,6 +188,22 @@ def _snapshot(
     }
 
 
+def _outer_name(state: State) -> str:
+    """What steps the parameters; a torch optimizer's settings are its own."""
+    if not state.has_own_optimizer:
+        return state.config.outer_name
+    return f"{state.config.outer} torch" if state.config.outer else "torch"
+
+
+def _has_momentum(state: State) -> bool:
+    return not state.has_own_optimizer and state.config.outer_name != "sgd"
+
+
+def _has_buffer(state: State) -> bool:
+    name = state.config.outer if state.has_own_optimizer else state.config.outer_name
+    return name in ("dn", "fedbuff")
+
+
 def _participating(state: State) -> set[str]:
     """Workers whose push is under way or whole and not yet in a version."""
     if state.round is None:
@@ -227,10 +243,13 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
 def _waiting_for(state: State) -> str | None:
     """What has to happen before training goes on, in a sentence; None when nothing has."""
     alive, round_ = len(state.members), state.round
-    if round_ is None:
-        if not alive:
-            return f"for workers to join; round one needs {state.config.workers}"
+    if round_ is None and alive:
         return "for the parameters of a worker"
+    if round_ is None:
+        needed = f"; round one needs {state.config.workers}" if not state.config.is_async else ""
+        return f"for workers to join{needed}"
+    if not alive:
+        return "for workers to join: all have left"
     if round_.below_floor:
         return f"for workers to join: {alive} here, the round needs {round_.floor}"
     return None

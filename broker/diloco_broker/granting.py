@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from diloco_broker.events import Effect, Log, Send
 from diloco_broker.membership import Member
 from diloco_broker.state import State
-from diloco_broker.transfer import Upload
+from diloco_broker.transfer import UPLOAD_WINDOW_TOTAL, Upload
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.errors import Code
 from diloco_protocol.messages import Ack, Error, Grant, Push, Standing
@@ -17,7 +17,13 @@ def grant(
     member: Member, push: Push, held: Bitmap, credit: int, number: int | None
 ) -> Iterator[Effect]:
     """Send the chunks that are not held, so many at a time, for round `number`."""
-    member.uploads[push.fragment] = Upload(push, credit)
+    earlier = member.uploads.get(push.fragment)
+    if earlier is not None and earlier.push.push_id == push.push_id:
+        # Chunks that an earlier grant allowed on this connection may still be under way.
+        allowed = min(credit + earlier.credit, UPLOAD_WINDOW_TOTAL)
+    else:
+        allowed = credit
+    member.uploads[push.fragment] = Upload(push, allowed)
     standing = Standing.RESUME if held else Standing.NEW
     have = held.to_bytes() if held else None
     yield Send(

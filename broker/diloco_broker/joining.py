@@ -39,6 +39,14 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
     if member is None:
         member = state.members.admit(join, session, route, now)
         yield Log("info", f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
+        config = state.config
+        if config.is_async and len(state.members) > config.workers:
+            yield Log(
+                "warning",
+                f"{len(state.members)} workers are here, the run is planned for {config.workers}: "
+                f"the outer optimizer reckons with {config.workers}. Start it with --workers "
+                f"{len(state.members)}.",
+            )
     else:
         state.shelf.forget(member.bulk)
         state.members.renew(member, join, session, route, now)
@@ -46,7 +54,7 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
     if state.bootstrap.manifest != join.manifest:
         layout = state.bootstrap.settle_manifest(join.manifest, plan, state.run_config)
         state.shelf.furnish(layout.all)
-    member.first_round = _first_round(state, member)
+    first_round = _first_round(state, member)
     versions = tuple(stock.version for stock in state.shelf.stocks[:-1])
     for held, ours in zip(join.versions, versions, strict=False):
         if held is not None and ours is not None and held.counter > ours.counter:
@@ -59,8 +67,8 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         session,
         state.epoch,
         state.run_config,
-        member.first_round,
-        state.bootstrap.run,
+        first_round,
+        state.bootstrap.run if state.bootstrap.is_done else None,
         versions,
         state.feed_address,
         plan if state.config.num_fragments > 1 else (),
@@ -74,6 +82,8 @@ def _first_round(state: State, member: Member) -> int:
     round_ = state.round
     if round_ is None:
         return 0
+    if state.config.is_async:
+        return round_.number  # it says only which fragment to begin with
     if round_.below_floor:
         round_.expected.add(member.worker_id)
     return round_.number + (member.worker_id not in round_.expected)
@@ -125,7 +135,7 @@ def _check_wants(config: BrokerConfig, wants: Mapping[str, Any]) -> None:
             continue
         if config.is_async and name == "wire_dtype" and asked in WIRE_DTYPES:
             continue
-        least = config.num_fragments * (config.fragment_sync_delay + 1)
+        least = config.fewest_steps
         if config.is_async and name == "sync_every":
             if isinstance(asked, int) and asked >= least:
                 continue

@@ -7,6 +7,7 @@ is no lock. There is no decision about rounds in here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import resource
@@ -55,7 +56,7 @@ from diloco_broker.parameters import Parameters
 from diloco_broker.torch_outer import OuterOptimizerFactory
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import MAX_FRAME_BYTES, MAX_FRAMES, pack, unpack
-from diloco_protocol.messages import Control, Result
+from diloco_protocol.messages import Control, Notice, Result
 
 logger = logging.getLogger("diloco.broker")
 
@@ -110,6 +111,8 @@ class Broker:
             config, lambda: secrets.randbits(64), time.monotonic(), describe(self._initial)
         )
         self._core.state.feed_address = self.feed_address
+        self._core.state.has_own_optimizer = outer_optimizer_factory is not None
+        self._failure: Exception | None = None
         self._parameters: Parameters | None = None
         self._work: deque[Work] = deque()
         self._events = EventLog()
@@ -137,15 +140,30 @@ class Broker:
                     break
                 self._turn()
             self._publish(time.monotonic())
+        except Exception as error:
+            self._failure = error
+            self._say_goodbye(error)
+            raise
         finally:
             torch.set_num_threads(threads)
             self.close()
 
+    def _say_goodbye(self, error: Exception) -> None:
+        """Nothing can go on after this: the log and the workers are told why."""
+        logger.critical("The broker ends because of an error: %s", error)
+        for member in self._core.state.members:
+            text = f"The broker ended because of an error: {error!r:.500}"
+            self._send(Send(member.control, Notice("shutdown", text)))
+
     def start(self) -> Broker:
         """Serve in a background thread; returns the broker itself."""
-        self._thread = threading.Thread(target=self.run, name="diloco-broker", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="diloco-broker", daemon=True)
         self._thread.start()
         return self
+
+    def _serve(self) -> None:
+        with contextlib.suppress(Exception):  # `stop` raises it where somebody can catch it
+            self.run()
 
     def request_stop(self, reason: str = "it was asked to") -> None:
         """Ask `run()` to end in an orderly way; returns at once, fit for a signal handler."""
@@ -155,12 +173,18 @@ class Broker:
         """End in an orderly way: finish a closing round, tell the workers, close the sockets.
 
         Waits for the thread of `start()`. May be called more than once.
+
+        Raises:
+            Exception: what that thread has ended with, once, if it was an error.
         """
         self.request_stop()
         if self._thread is not None:
             self._thread.join(STOP_WITHIN_S + 2 * LINGER_MS / 1000)
         else:
             self.close()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Close the sockets. `run()` does it; needed only for a broker that never ran."""

@@ -34,7 +34,6 @@ class Member:
     pid: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
     versions: tuple[VersionId | None, ...] = ()
-    first_round: int = 0
     uploads: dict[int, Upload] = field(default_factory=dict)  # by fragment
     deferred: dict[int, Push] = field(default_factory=dict)  # pushes whose round is not open yet
     early_pulls: dict[int, Pull] = field(default_factory=dict)  # came before the bulk connection
@@ -65,6 +64,7 @@ class Member:
 
     def begins(self, push: Push, number: int | None) -> None:
         """A push of this worker is taken in, for round `number` where there are common rounds."""
+        self.deferred.pop(push.fragment, None)  # an earlier one, which this one takes the place of
         self.pushes += 1
         self.state = "pushing"
         self.inner_step = push.steps

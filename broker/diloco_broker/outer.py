@@ -3,7 +3,8 @@
 Throughout, g is an averaged pseudo-gradient (the parameters the workers started from minus those they
 reached), theta the global parameters, eta the learning rate, mu the momentum, N the size of a buffer
 and t = `count` the number of gradients of this fragment before this one. A *boundary* is a step with
-(t + 1) mod N = 0.
+(t + 1) mod N = 0. It comes whether its own gradient can be used or not; `parameters` then takes it with
+a gradient of 0, or D would go into the next boundary with up to 2N - 1 gradients divided by N.
 
     name       between boundaries              at a boundary                        source
     nesterov   -                               Nesterov step on g                   arXiv 2311.08105
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +43,11 @@ MOMENTUM = "momentum"  # m
 
 class ChunkOuter(Protocol):
     """An outer optimizer that works on one chunk at a time."""
+
+    @property
+    def size(self) -> int:
+        """N, the gradients in a buffer; 1 where there is none."""
+        ...
 
     def step(
         self, theta: Tensor, gradient: Tensor, state: State, count: int
@@ -72,6 +78,8 @@ class Nesterov:
     This is `torch.optim.SGD(lr=eta, momentum=mu, nesterov=...)` with `.grad = g`, bit for bit.
     """
 
+    size: ClassVar[int] = 1
+
     lr: float
     momentum: float
     nesterov: bool = True
@@ -93,6 +101,8 @@ class Nesterov:
 @dataclass(frozen=True)
 class Sgd:
     """theta <- theta - eta share g: no momentum, each submission for its share of the workers."""
+
+    size: ClassVar[int] = 1
 
     lr: float
     share: float = 1.0

@@ -29,7 +29,8 @@ class Done:
     Attributes:
         index: chunk number.
         wire: the chunk as it is sent to workers.
-        overflow: whether a gradient was left out because what it led to was not finite.
+        overflow: whether a gradient, or a buffer of them, was left out because what it led to was not
+            finite.
     """
 
     index: int
@@ -46,6 +47,8 @@ class Parameters:
         wire: name of the dtype of pseudo-gradients on their way up, where they are streamed.
         reply: name of the dtype of parameters on their way down.
         aggregate: what whole submissions are merged with, one of `reduce.AGGREGATES`.
+        is_round: whether a gradient is a round's. The maximum of its integers then replaces their
+            value, which otherwise only grows: a single submission may be behind the others.
         share: what a single gradient is worth to buffers of the model: 1 where it is a round's mean,
             1/workers where each submission is applied by itself.
         initial: tensors of the model file by name, or None.
@@ -59,6 +62,7 @@ class Parameters:
         wire: str,
         reply: str,
         aggregate: str = "mean",
+        is_round: bool = True,
         share: float = 1.0,
         initial: Mapping[str, Tensor] | None = None,
     ) -> None:
@@ -66,6 +70,7 @@ class Parameters:
         self.layout = layout
         self._layouts = layout.all
         self._reply = wire_dtype(reply)
+        self._is_round = is_round
         self._share = share
         self._initial = initial
         self._means = [StreamingMean(part, wire_dtype(wire)) for part in layout.fragments]
@@ -114,7 +119,7 @@ class Parameters:
             fragment: which fragment.
             index: which of its chunks.
             weight: sum of the weights folded; 0 when nobody delivered this chunk, which then keeps
-                its value.
+                its value, but for a buffer that is due.
             count: gradients of this fragment before this one.
 
         Returns:
@@ -135,7 +140,7 @@ class Parameters:
             fragment: which fragment.
             index: which of its chunks.
             groups: chunks of whole submissions; a group without parts lacks this chunk, which then
-                keeps its value and its state, and counts all the same.
+                keeps its value and its state, but for a buffer that is due, and counts all the same.
             count: gradients of this fragment before the first group's.
 
         Returns:
@@ -189,9 +194,10 @@ class Parameters:
         reply: Tensor | None = None
         overflow = False
         for turn, gradient in enumerate(gradients, start=count):
-            if gradient is not None:
-                reply = self._apply(fragment, span, gradient, turn)
-                overflow |= reply is None
+            reply = None if gradient is None else self._apply(fragment, span, gradient, turn)
+            if reply is None:
+                is_held = self._empty_buffer(fragment, span, turn)
+                overflow |= gradient is not None or not is_held
         return [self._done(fragment, span, overflow, reply)]
 
     def _advance_whole(
@@ -204,8 +210,7 @@ class Parameters:
         overflowed: set[int] = set()
         for turn, found in enumerate(turns, start=count):
             masters, states = self._masters[fragment], self._states[fragment]
-            if not whole.advance(masters, states, found, turn, self._fits):
-                overflowed |= found.keys()
+            overflowed |= whole.advance(masters, states, found, turn, self._fits)
         spans = self._layouts[fragment].spans
         return [
             self._done(fragment, span, span.index in overflowed)
@@ -230,27 +235,36 @@ class Parameters:
         """
         master = self._masters[fragment][span.index]
         assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
-        state = before = self._states[fragment][span.index]
+        state = self._states[fragment][span.index]
         match span.segment:
             case Segment.INTEGERS:
-                is_round = self._share == 1
-                updated = gradient.clone() if is_round else torch.maximum(master, gradient)
+                updated = gradient.clone() if self._is_round else torch.maximum(master, gradient)
             case Segment.BUFFERS:
                 updated = torch.sub(master, gradient, alpha=self._share)
             case Segment.PARAMETERS:
                 outer = self._outer_of(fragment, span)
-                updated, state = outer.step(master, gradient, before, count)
+                updated, state = outer.step(master, gradient, state, count)
         reply = self._usable(span, updated, state)
         if reply is not None:
             self._masters[fragment][span.index] = updated
             self._states[fragment][span.index] = state
-        elif DELAYED in before and DELAYED not in state:
-            # A buffer that overflows without this gradient would do so each time: throw it away.
-            held = outer.step(master, torch.zeros_like(master), before, count)
-            if self._usable(span, *held) is None:
-                kept = {name: tensor for name, tensor in before.items() if name != DELAYED}
-                self._states[fragment][span.index] = kept
         return reply
+
+    def _empty_buffer(self, fragment: int, span: ChunkSpan, count: int) -> bool:
+        """Take a boundary that has no usable gradient with a gradient of 0, if the buffer holds any.
+
+        The count goes on in any case: what stayed in the buffer would be divided by N together with
+        the N gradients to come. A buffer that overflows even so is thrown away, and False returned.
+        """
+        state = self._states[fragment][span.index]
+        if DELAYED not in state or (count + 1) % self.outer.size:
+            return True
+        nothing = torch.zeros(span.elements)
+        if self._apply(fragment, span, nothing, count) is not None:
+            return True
+        kept = {name: tensor for name, tensor in state.items() if name != DELAYED}
+        self._states[fragment][span.index] = kept
+        return False
 
     def _usable(self, span: ChunkSpan, updated: Tensor, state: State) -> Tensor | None:
         """The chunk as it is sent; None when it or its state is not finite.

@@ -96,7 +96,7 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
         boot.intakes[push.fragment] = intake
     boot.progress_at = state.now
     window = upload_window(1)
-    member.uploads[push.fragment] = Upload(push, window)
+    member.uploads[push.fragment] = Upload(push, window, is_void=intake.is_whole)
     held = intake.arrived.to_bytes() if intake.arrived else None
     standing = Standing.RESUME if held else Standing.NEW
     yield Send(member.control, Grant(push.push_id, push.fragment, standing, held, window))
@@ -117,9 +117,10 @@ def _check_provenance(push: Push) -> None:
                 Bitmap.from_bytes(counted.chunks, push.chunks)
 
 
-def arrived(state: State, push: Push) -> Bitmap:
-    """The chunks received of a donation."""
-    return state.bootstrap.intakes[push.fragment].arrived
+def arrived(state: State, push: Push) -> Bitmap | None:
+    """The chunks received of a donation; None when it is over."""
+    intake = state.bootstrap.intakes.get(push.fragment)
+    return None if intake is None else intake.arrived
 
 
 def placed(state: State, event: Placed) -> Iterator[Effect]:
@@ -144,7 +145,15 @@ def _begin_run(state: State, source: str) -> Iterator[Effect]:
         ledger = (intake.push.ledger if intake.push else None) or Ledger()
         state.shelf.install(fragment, intake.version, intake.wires, ledger)
     boot.finish()
-    yield Log("info", f"Run {boot.run} begins with the parameters of {source}.")
+    counters = [s.version.counter for s in state.shelf.stocks[:-1] if s.version]
+    if any(counters):
+        yield Log(
+            "warning",
+            f"Run {boot.run} goes on with version {', '.join(map(str, counters))} of {source}; the "
+            "state of the outer optimizer (momentum, buffer) is lost.",
+        )
+    else:
+        yield Log("info", f"Run {boot.run} begins with the parameters of {source}.")
     if state.config.is_staged:
         yield Log("info", _room_needed(state))
     stocks = state.shelf.stocks[:-1]
@@ -157,13 +166,19 @@ def _room_needed(state: State) -> str:
     """What keeping whole submissions costs, said at the start."""
     config, layouts = state.config, [stock.layout for stock in state.shelf.stocks[:-1]]
     dtype = wire_dtype(config.wire_dtype)
-    largest = max(sum(span_bytes(span, dtype) for span in part.spans) for part in layouts)
-    many = config.staging_slots if config.is_async else config.workers
-    whose = "slot" if config.is_async else "worker"
+    sizes = [sum(span_bytes(span, dtype) for span in part.spans) for part in layouts]
+    if config.is_async and not config.grace:
+        many, whose, size = config.staging_slots, "slot", max(sizes)
+    else:  # each worker may have one of each fragment waiting
+        many, whose, size = config.workers, "worker", sum(sizes)
     return (
-        f"{config.why_staged} needs whole submissions: up to {many} {whose}{'s'[:many != 1]} x "
-        f"{largest / 1e6:.1f} MB of memory beyond parameters and momentum."
+        f"{config.why_staged} needs whole submissions: up to {many} {whose}{'s'[: many != 1]} x "
+        f"{_megabytes(size)} of memory beyond parameters and momentum."
     )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
 def place_refused(state: State, event: PlaceRefused) -> Iterator[Effect]:

@@ -71,12 +71,11 @@ def chunk(state: State, member: Member, chunk: Chunk, payload: Any) -> Iterator[
             Code.BAD_CHUNK, f"Chunk {chunk.index} came without credit; wait for an ack."
         )
     taker = None if donation else _taker(state, member, push)
-    if donation:
-        arrived = providing.arrived(state, push)
-    elif taker is None:
-        return  # it was under way when its worker came with another push
-    else:
+    arrived = providing.arrived(state, push) if donation else None
+    if taker is not None:
         arrived = taker.before if chunk.index in taker.before else taker.arrived
+    if arrived is None:
+        return  # it was under way when its push was over
     member.account.bytes_up += size
     state.totals.bytes_up += size
     upload.credit -= 1

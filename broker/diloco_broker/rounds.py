@@ -12,6 +12,7 @@ of workers. (`staging` has the rounds over whole submissions.) The rules, all of
   nobody owes any more is ready. It is normalised by the weight that actually reached it.
 - A chunk that an earlier version contains (`before`) is not owed again: each (worker, push id, chunk)
   counts once.
+- A worker whose push was refused before it began is *excused*: not waited for in that round.
 - A worker has one live contribution in a round. Another push id abandons an unfinished one; what had
   been folded of it stays, with its weight, since it was honest work.
 """
@@ -105,6 +106,7 @@ class Round:
     floor: int
     expected: set[str]
     opened_at: float
+    excused: set[str] = field(default_factory=set)
     phase: Phase = Phase.OPEN
     contributions: dict[Key, Contribution] = field(default_factory=dict)
     reached: list[float] = field(default_factory=list)  # weight in each chunk's accumulator
@@ -139,7 +141,7 @@ class Round:
     @property
     def missing(self) -> set[str]:
         """Expected workers that have not begun."""
-        return self.expected - self.begun
+        return self.expected - self.begun - self.excused
 
     @property
     def below_floor(self) -> bool:

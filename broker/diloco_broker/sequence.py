@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diloco_broker import asynchronous, staged, streaming
-from diloco_broker.events import Effect, Log, Stepped
+from diloco_broker.events import Effect, Log, Send, Stepped
 from diloco_broker.rounds import Counting, Round
 from diloco_broker.staging import StagedRound
 from diloco_broker.state import RoundReport, State
+from diloco_protocol.messages import Push, Rejoin
 
 
 def open_round(state: State, number: int) -> Iterator[Effect]:
@@ -22,7 +23,7 @@ def open_round(state: State, number: int) -> Iterator[Effect]:
     fragment = number % config.num_fragments
     chunks = state.shelf.stocks[fragment].layout.chunks
     if config.is_async:
-        state.round = StagedRound(number, fragment, chunks, 1, set(), state.now)
+        state.round = StagedRound(number, fragment, chunks, 0, set(), state.now)
     else:
         floor = config.workers if state.first_round_pending else config.min_workers
         expected = {member.worker_id for member in state.members}
@@ -35,14 +36,15 @@ def open_round(state: State, number: int) -> Iterator[Effect]:
                 expected,
                 state.now,
                 state.staging.pool(fragment),
-                state.staging.voided_in(fragment),
+                state.staging.excused_from(fragment),
                 config.quorum,
                 config.grace,
             )
             yield from staged.open_round(state, round_)
         else:
+            excused = state.staging.excused_from(fragment)
             yield from streaming.open_round(
-                state, Round(number, fragment, chunks, floor, expected, state.now)
+                state, Round(number, fragment, chunks, floor, expected, state.now, excused)
             )
     yield from close_if_due(state)
 
@@ -69,7 +71,30 @@ def leave(state: State, worker_id: str) -> Iterator[Effect]:
         staged.leave(state, round_, worker_id)
         if state.config.is_async:
             yield from asynchronous.hand_out_slots(state)
+    yield from _expect_all(state)
     yield from close_if_due(state)
+
+
+def _expect_all(state: State) -> Iterator[Effect]:
+    """A round that has fallen below its floor needs everybody, also those expected from a later one."""
+    round_ = state.round
+    if round_ is None or not round_.below_floor:
+        return
+    for member in state.members:
+        if member.worker_id not in round_.expected:
+            round_.expected.add(member.worker_id)
+            if state.config.num_fragments > 1:
+                text = (
+                    f"Round {round_.number} lacks workers and needs this one as well; join again."
+                )
+                yield Send(member.control, Rejoin(state.epoch, text))
+
+
+def excuse(state: State, worker_id: str, push: Push) -> Iterator[Effect]:
+    """A push was refused: the others do not wait for its worker in that round."""
+    if state.round is not None and not state.config.is_async:
+        state.staging.excused_from(push.fragment).add(worker_id)
+        yield from close_if_due(state)
 
 
 def look_after(state: State) -> Iterator[Effect]:
@@ -117,6 +142,7 @@ def _release(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
     state.first_round_pending = False
     yield from _tell(state, ended, counting)
     yield from state.shelf.release(fragment, ledger, ended.number, ended.averaged)
+    state.staging.excused_from(fragment).clear()
     if isinstance(ended, StagedRound):
         staged.released(state, ended)
     yield from open_round(state, ended.number + 1)

@@ -16,7 +16,6 @@ from diloco_broker.events import (
     InspectRefused,
     Log,
     Merge,
-    Part,
     Send,
 )
 from diloco_broker.membership import Member
@@ -38,7 +37,7 @@ def enter_deferred(state: State, fragment: int) -> Iterator[Effect]:
     """Take pushes that waited for an earlier one of their worker."""
     for member in state.members:
         push = member.deferred.get(fragment)
-        if push is not None and not _has_whole(state, member, push):
+        if push is not None and not has_whole(state, member, push):
             del member.deferred[fragment]
             yield from begin(state, member, push, state.next_round_of(fragment))
 
@@ -60,7 +59,7 @@ def push(state: State, round_: StagedRound, member: Member, push: Push) -> Itera
             f"{push.base.counter if push.base else None}); late work is dropped in this run.",
         )
     abandon_others(state, member, push)
-    if _has_whole(state, member, push):
+    if has_whole(state, member, push):
         after = state.next_round_of(push.fragment) + state.config.num_fragments
         text = "A push of this worker is in that fragment's coming round; this one is for the next."
         yield from granting.wait(member, push, text, after)
@@ -76,7 +75,7 @@ def begin(state: State, member: Member, push: Push, number: int | None) -> Itera
         member.worker_id, push, before, state.weight_of(push), progress_at=state.now
     )
     state.staging.pool(push.fragment)[submission.key] = submission
-    state.staging.voided_in(push.fragment).discard(member.worker_id)
+    state.staging.excused_from(push.fragment).discard(member.worker_id)
     member.begins(push, number)
     state.totals.pushes += 1
     yield from resume(state, member, submission, number)
@@ -100,7 +99,7 @@ def abandon_others(state: State, member: Member, push: Push) -> None:
             state.staging.drop(other)
 
 
-def _has_whole(state: State, member: Member, push: Push) -> bool:
+def has_whole(state: State, member: Member, push: Push) -> bool:
     """Is a whole submission of this worker and fragment waiting to be merged?"""
     round_ = state.round
     assert isinstance(round_, StagedRound)
@@ -119,8 +118,11 @@ def _is_late(state: State, round_: StagedRound, push: Push) -> bool:
 
 
 def _round_of(state: State, round_: StagedRound, submission: Submission) -> int:
-    chosen = any(each is submission for each in round_.chosen)
-    return round_.number if chosen else state.next_round_of(submission.push.fragment)
+    return (
+        round_.number
+        if submission in round_.chosen
+        else state.next_round_of(submission.push.fragment)
+    )
 
 
 def leave(state: State, round_: StagedRound, worker_id: str) -> None:
@@ -135,8 +137,10 @@ def inspected(state: State, event: Inspected) -> Iterator[Effect]:
     """A chunk is here and finite."""
     work = event.work
     submission = state.staging.find(work.fragment, work.worker_id, work.push_id)
-    if submission is None:
-        return  # given up meanwhile
+    if submission is None or work.index not in submission.arrived:
+        return  # given up meanwhile; if the same push has begun again, the chunk comes again
+    if work.index in submission.taken:
+        return
     submission.take(work.index, work.payload, event.squares, state.now)
     member = state.members.named(work.worker_id)
     yield from granting.acknowledge_work(member, work.fragment, work.push_id, work.index)
@@ -146,11 +150,11 @@ def inspect_refused(state: State, event: InspectRefused) -> Iterator[Effect]:
     """A chunk was not finite: nothing of its push counts."""
     work = event.work
     submission = state.staging.find(work.fragment, work.worker_id, work.push_id)
-    if submission is None:
+    if submission is None or work.index not in submission.arrived:
         return
     state.staging.drop(submission)
     if not state.config.is_async:
-        state.staging.voided_in(work.fragment).add(work.worker_id)
+        state.staging.excused_from(work.fragment).add(work.worker_id)
     text = (
         f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are not "
         "finite; nothing of it counts, the run goes on without it."
@@ -174,19 +178,16 @@ def close_if_due(state: State, round_: StagedRound) -> Iterator[Effect]:
     for submission in round_.chosen:
         submission.staleness = state.shelf.stocks[round_.fragment].staleness(submission.push)
     count = state.begin_version(round_.fragment, 1)
+    wholes = (tuple(submission.merged() for submission in round_.chosen),)
     for index in range(round_.size):
-        yield Merge(round_.fragment, index, (parts(round_.chosen, index),), count)
+        yield Merge(round_.fragment, index, wholes, count)
     yield from _tell_the_late(state, round_)
-
-
-def parts(submissions: tuple[Submission, ...], index: int, scale: float = 1.0) -> tuple[Part, ...]:
-    """The parts of a gradient's chunk: of those submissions that have it and may still count."""
-    return tuple(s.part(index, scale) for s in submissions if index not in s.before)
 
 
 def _tell_the_late(state: State, round_: StagedRound) -> Iterator[Effect]:
     following = round_.number + state.config.num_fragments
-    late = [s for s in round_.pool.values() if s not in round_.chosen]
+    chosen = {submission.key for submission in round_.chosen}
+    late = [s for s in round_.pool.values() if s.key not in chosen]
     for submission in late:
         worker_id, push = submission.worker_id, submission.push
         if state.config.late == "drop" and not submission.is_whole:
@@ -207,4 +208,3 @@ def released(state: State, round_: StagedRound) -> None:
     """What was merged needs no room any more."""
     for submission in round_.chosen:
         state.staging.drop(submission)
-    state.staging.voided_in(round_.fragment).clear()

@@ -12,7 +12,7 @@ The rules of a staged round:
   come, nor falls below the floor.
 - Then it is CLOSING with the whole submissions it has chosen, at most one of each worker, in the order
   of worker ids. Nothing that happens to a worker changes these any more.
-- A worker whose push was voided is not waited for in that round.
+- A worker whose push was refused is *excused*: not waited for in that round.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_broker.events import Part
+from diloco_broker.events import Whole
 from diloco_broker.rounds import Counting, Key, Phase
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.messages import Push
 
 
-@dataclass
+@dataclass(eq=False)
 class Submission:
-    """One push on its way to being whole.
+    """One push on its way to being whole. Two are the same only if they are one object.
 
     Attributes:
         before: chunks that an earlier version contains; they are not needed again.
@@ -91,16 +91,16 @@ class Submission:
         if self.committed and (self.before | self.taken).is_full:
             self.whole_at = now
 
-    def part(self, index: int, scale: float) -> Part:
-        """Its share in the gradient of one chunk."""
-        return Part(
+    def merged(self, scale: float = 1.0) -> Whole:
+        """Itself as it is merged; its values are multiplied by `scale`."""
+        return Whole(
             self.worker_id,
             self.push.push_id,
             self.weight,
             scale,
             math.sqrt(self.squares),
             self.push.wire_dtype,
-            self.payloads[index],
+            self.payloads,
         )
 
 
@@ -118,7 +118,7 @@ class StagedRound:
     expected: set[str]
     opened_at: float
     pool: Pool = field(default_factory=dict)
-    voided: set[str] = field(default_factory=set)
+    excused: set[str] = field(default_factory=set)
     quorum: int | None = None
     grace: float = 0.0
     quorum_at: float | None = None  # when the quorum was reached
@@ -133,10 +133,10 @@ class StagedRound:
 
     @property
     def begun(self) -> set[str]:
-        """Workers that have begun a push, or whose push was voided."""
+        """Workers that have begun a push, or whose push was refused."""
         if self.phase is Phase.CLOSING:
-            return {s.worker_id for s in self.chosen} | self.voided
-        return {s.worker_id for s in self.pool.values()} | self.voided
+            return {s.worker_id for s in self.chosen} | self.excused
+        return {s.worker_id for s in self.pool.values()} | self.excused
 
     @property
     def participating(self) -> set[str]:
@@ -188,7 +188,7 @@ class StagedRound:
 
     def _is_time(self, whole: list[Submission], now: float) -> bool:
         here = {s.worker_id for s in whole}
-        if not self.expected - here - self.voided:
+        if not self.expected - here - self.excused:
             return True
         if self.quorum is None:
             return False
@@ -234,19 +234,19 @@ class Staging:
 
     Attributes:
         pools: by fragment.
-        voided: by fragment: workers whose push for its coming round was voided.
+        excused: by fragment: workers whose push for its coming round was refused.
         waiting: (worker id, fragment) in the order in which they asked for a slot.
     """
 
     pools: dict[int, Pool] = field(default_factory=dict)
-    voided: dict[int, set[str]] = field(default_factory=dict)
+    excused: dict[int, set[str]] = field(default_factory=dict)
     waiting: deque[tuple[str, int]] = field(default_factory=deque)
 
     def pool(self, fragment: int) -> Pool:
         return self.pools.setdefault(fragment, {})
 
-    def voided_in(self, fragment: int) -> set[str]:
-        return self.voided.setdefault(fragment, set())
+    def excused_from(self, fragment: int) -> set[str]:
+        return self.excused.setdefault(fragment, set())
 
     def __iter__(self) -> Iterator[Submission]:
         return (s for pool in self.pools.values() for s in list(pool.values()))
@@ -254,7 +254,7 @@ class Staging:
     def find(self, fragment: int, worker_id: str, push_id: int | None) -> Submission | None:
         if push_id is None:
             return None
-        return self.pool(fragment).get((worker_id, push_id))
+        return self.pools.get(fragment, {}).get((worker_id, push_id))
 
     def drop(self, submission: Submission) -> None:
         """Forget a submission; its memory is free once nothing refers to it."""

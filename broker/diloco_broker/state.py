@@ -60,6 +60,7 @@ class State:
         now: the time of the event at hand, seconds of the core's clock.
         round: the round going on; None until there are parameters.
         staging: whole submissions, where the run needs whole ones.
+        has_own_optimizer: the outer optimizer is one of torch's, made by a factory.
         stopping: why the broker is about to stop; None while it is not.
         first_round_pending: no round has closed in this life, so `workers` is the floor.
     """
@@ -79,6 +80,7 @@ class State:
     stopping: str | None = None
     first_round_pending: bool = True
     feed_address: str | None = None
+    has_own_optimizer: bool = False
 
     @property
     def run_config(self) -> RunConfig:

@@ -80,6 +80,7 @@ def _enter(
         yield from granting.counted(member, push)
         return
     staleness = state.shelf.stocks[push.fragment].staleness(push)
+    round_.excused.discard(member.worker_id)
     contribution = round_.begin(member.worker_id, push, before, state.weight_of(push), staleness)
     member.begins(push, round_.number)
     state.totals.pushes += 1

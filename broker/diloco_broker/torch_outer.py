@@ -152,11 +152,11 @@ class WholeTensors:
         gradients: Mapping[int, Tensor],
         count: int,
         fits: Callable[[ChunkSpan, Tensor], bool],
-    ) -> bool:
+    ) -> set[int]:
         """Take one gradient of the fragment.
 
-        A chunk without a gradient keeps its value and its share of the buffer; the optimizer sees a
-        gradient of 0 there.
+        A chunk without a gradient keeps its value and its share of the buffer, which is applied at a
+        boundary all the same; the optimizer sees a gradient of 0 where there is neither.
 
         Args:
             masters: the fragment's chunks; new tensors take their place.
@@ -166,31 +166,57 @@ class WholeTensors:
             fits: whether a chunk's new value can be sent.
 
         Returns:
-            False when a result was not finite; parameters and optimizer are then as they were.
+            Chunks of which something was left out because a result was not finite: this gradient,
+            which then leaves no trace, or a buffer.
         """
-        if not all(is_finite(gradient) for gradient in gradients.values()):
+        if self._outer.rule == "each":
+            is_taken = self._step(masters, gradients, fits)
+        elif (count + 1) % self._outer.size:
+            is_taken = self._fill(masters, states, gradients, fits)
+        else:
+            return self._empty(masters, states, gradients, fits)
+        return set() if is_taken else set(gradients)
+
+    def _fill(
+        self,
+        masters: list[Tensor | None],
+        states: list[State],
+        gradients: Mapping[int, Tensor],
+        fits: Callable[[ChunkSpan, Tensor], bool],
+    ) -> bool:
+        """Add a gradient to the buffer, between boundaries."""
+        totals = _totals(states, gradients)
+        if not _are_finite(totals):
             return False
-        if not gradients:
-            return True
-        rule, size = self._outer.rule, self._outer.size
-        if rule == "each":
-            return self._step(masters, gradients, fits)
-        totals = {index: added(states[index], g) for index, g in gradients.items()}
-        if not all(is_finite(total) for total in totals.values()):
+        if self._outer.rule == "direct" and not self._descend(masters, gradients, fits):
             return False
-        if (count + 1) % size:
-            if rule == "direct" and not self._descend(masters, gradients, fits):
-                return False
-            for index, total in totals.items():
-                states[index] = {DELAYED: total}
-            return True
-        is_taken = self._step(masters, {i: total / size for i, total in totals.items()}, fits)
-        held = {i: states[i][DELAYED] / size for i in totals if DELAYED in states[i]}
-        # A buffer that overflows without this gradient would overflow each time: it is thrown away.
-        if is_taken or (held and not self._step(masters, held, fits, keep=False)):
-            for index in totals:
-                states[index] = {}
-        return is_taken
+        for index, total in totals.items():
+            states[index] = {DELAYED: total}
+        return True
+
+    def _empty(
+        self,
+        masters: list[Tensor | None],
+        states: list[State],
+        gradients: Mapping[int, Tensor],
+        fits: Callable[[ChunkSpan, Tensor], bool],
+    ) -> set[int]:
+        """Step on the mean of the buffer, at a boundary; without its gradient if that is unusable.
+
+        The count goes on in any case: what stayed in the buffer would be divided by N together with
+        the N gradients to come. So a buffer that overflows without this gradient is thrown away.
+        """
+        size = self._outer.size
+        held = {index: states[index][DELAYED] for index in self._spans if DELAYED in states[index]}
+        totals = held | _totals(states, gradients)
+        left_out: set[int] = set()
+        if not self._step(masters, {i: total / size for i, total in totals.items()}, fits):
+            left_out |= gradients.keys()
+            if not self._step(masters, {i: total / size for i, total in held.items()}, fits):
+                left_out |= held.keys()
+        for index in held:
+            states[index] = {}
+        return left_out
 
     def rates(self, index: int) -> list[Rate]:
         """lr and momentum of each part of a chunk, as the optimizer's groups say them now.
@@ -216,17 +242,19 @@ class WholeTensors:
         masters: list[Tensor | None],
         gradients: Mapping[int, Tensor],
         fits: Callable[[ChunkSpan, Tensor], bool],
-        *,
-        keep: bool = True,
     ) -> bool:
-        """`optimizer.step()`; undone when the result is not finite or not to be kept."""
+        """`optimizer.step()`, if there is any gradient; undone when the result is not finite."""
+        if not gradients:
+            return True
+        if not _are_finite(gradients):
+            return False
         saved = self.state_dict()
         self._run(gradients)
         stepped = {index: self._cut(index) for index in gradients}
         is_good = self._is_state_finite() and all(
             fits(self._spans[index], values) for index, values in stepped.items()
         )
-        if is_good and keep:
+        if is_good:
             for index, values in stepped.items():
                 masters[index] = values
             # Weight decay and momentum move what has no gradient, too.
@@ -380,6 +408,14 @@ def added(state: State, gradient: Tensor) -> Tensor:
     """The buffer's sum with one more gradient, in a new tensor."""
     total = state.get(DELAYED)
     return gradient.clone() if total is None else torch.add(total, gradient)
+
+
+def _totals(states: list[State], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {index: added(states[index], gradient) for index, gradient in gradients.items()}
+
+
+def _are_finite(chunks: Mapping[int, Tensor]) -> bool:
+    return all(is_finite(chunk) for chunk in chunks.values())
 
 
 def _placed(masters: list[Tensor | None], index: int) -> Tensor:

@@ -18,8 +18,9 @@ import zmq
 from raw_worker import DTYPES, RawWorker, one_tensor
 from torch import Tensor
 
-from diloco_broker import Broker, BrokerConfig
-from diloco_protocol.errors import UsageError
+from diloco_broker import Broker, BrokerConfig, FragmentParameters
+from diloco_protocol.errors import Unreachable, UsageError
+from diloco_worker import DiLoCoClient
 
 ELEMENTS = 50  # seven chunks of 8, the last one shorter
 
@@ -389,3 +390,19 @@ def test_broker_listens_where_it_was_told(host: str) -> None:
         worker.join(one_tensor(ELEMENTS))
         worker.donate(torch.ones(ELEMENTS))
         assert worker.pull(ELEMENTS).sum() == ELEMENTS
+
+
+def test_broker_that_ends_by_an_error_tells_workers_and_whoever_stops_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def leaves_one_out(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters[:1], lr=0.1)
+
+    config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*")
+    broker = Broker(config, outer_optimizer_factory=leaves_one_out).start()
+    with DiLoCoClient(broker.address, timeout=3) as client, pytest.raises(Unreachable):
+        client.join(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="outer_optimizer_factory"):
+        broker.stop()
+    broker.stop()
+    assert "The broker ends because of an error" in caplog.text

@@ -155,10 +155,14 @@ def _tell(state: State, ended: Round | StagedRound, counting: list[Counting]) ->
         whose = ", ".join(f"{c.worker_id} ({c.staleness} versions old)" for c in counting)
         yield Log("debug", f"Version {ended.number + 1} contains the push of {whose}.")
         return
+    whole = {each.worker_id for each in counting if each.chunks.is_full}
+    absent = sorted(ended.expected - whole)
+    names = f", without {', '.join(absent[:5])}{' ...'[: 4 * (len(absent) > 5)]}" if absent else ""
+    which = f" (fragment {ended.fragment})" if state.config.num_fragments > 1 else ""
     yield Log(
         "info",
-        f"Round {ended.number} closed in {state.now - ended.opened_at:.1f} s: "
-        f"{ended.averaged} of {len(ended.expected)} expected workers averaged.",
+        f"Round {ended.number}{which} closed in {state.now - ended.opened_at:.1f} s: "
+        f"{ended.averaged} of {len(ended.expected)} expected workers averaged{names}.",
     )
 
 

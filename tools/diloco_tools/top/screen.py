@@ -121,7 +121,9 @@ def _facts(snapshot: Snapshot, glyphs: Glyphs) -> Iterable[tuple[str, Sequence[s
             (
                 f"round {last.number}" if has_rounds else f"push {last.number + 1}",
                 f"took {last.seconds:.1f} s" if has_rounds else "",
-                f"{last.averaged} averaged" if has_rounds else f"{last.staleness} versions old",
+                f"{last.averaged} averaged"
+                if has_rounds
+                else f"{last.staleness} version{'s'[: last.staleness != 1]} old",
                 f"loss {number(last.loss)}" if last.loss is not None else "",
                 f"delta norm {last.delta_norm:.3g}" if last.delta_norm is not None else "",
             ),

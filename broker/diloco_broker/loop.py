@@ -314,6 +314,7 @@ class Broker:
                 reply=config.reply_dtype,
                 aggregate=config.aggregate,
                 share=1 / config.workers if config.is_async else 1.0,
+                is_round=not config.is_async,
                 initial=self._initial,
             )
         return self._parameters

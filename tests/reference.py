@@ -1,0 +1,411 @@
+"""DiLoCo in one process: loops in plain torch, straight from the formulas, without the product.
+
+Sources: DiLoCo (Douillard et al. 2023, arXiv 2311.08105), Streaming DiLoCo (Douillard et al. 2025, arXiv
+2501.18512), Delayed Nesterov (Liu et al. 2024, arXiv 2401.09135, algorithm 3), FedBuff (Nguyen et al.
+2022, arXiv 2106.06639). Throughout, g is a pseudo-gradient: the global parameters a worker started from
+minus those it reached. Which tensors make a fragment is told by name; nothing is flattened or cut here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+State = dict[str, Tensor]
+
+
+@dataclass
+class Trainee:
+    """What one worker trains, and a function that trains until the optimizer has made one step."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    step: Callable[[], None]
+
+
+class Outcome(NamedTuple):
+    """For each worker the state of its model after each optimizer step; the global one at the end."""
+
+    histories: list[list[State]]
+    final: State
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Some of torch's sums depend to the last bit on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def state_of(model: nn.Module) -> State:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+# Outer optimizers: new global parameters of one fragment from the old ones and a gradient.
+
+
+class Outer(Protocol):
+    def __call__(self, values: State, gradient: State) -> State: ...
+
+
+MakeOuter = Callable[[int], Outer]  # from the number of the fragment
+
+
+class ByTorch:
+    """Any optimizer of torch.optim, on whole tensors; `make` gets them by name."""
+
+    def __init__(self, make: Callable[[dict[str, nn.Parameter]], Optimizer]) -> None:
+        self.make = make
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.optimizer: Optimizer | None = None
+
+    def __call__(self, values: State, gradient: State) -> State:
+        if self.optimizer is None:
+            self.parameters = {name: nn.Parameter(values[name].clone()) for name in gradient}
+            self.optimizer = self.make(self.parameters)
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(values[name])
+            parameter.grad = gradient[name].clone()
+        self.optimizer.step()
+        return {name: p.detach().clone() for name, p in self.parameters.items()}
+
+
+def nesterov(lr: float = 0.7, momentum: float = 0.9) -> MakeOuter:
+    """m <- mu m + g; theta <- theta - eta (g + mu m). Plain SGD without momentum."""
+
+    def make(parameters: dict[str, nn.Parameter]) -> Optimizer:
+        return SGD(parameters.values(), lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+    return lambda _: ByTorch(make)
+
+
+class DelayedNesterov:
+    """Algorithm 3. D <- D + g with each gradient t = 0, 1, ..., then
+
+    if (t + 1) mod N = 0:  m <- mu m + D/N;  theta <- theta - eta ((1 - cN + c) mu m + g/N);  D <- 0
+    otherwise:             theta <- theta - eta (c mu m + g/N)
+
+    `lr` may differ by name.
+    """
+
+    def __init__(
+        self, lr: float | Mapping[str, float], momentum: float, size: int, c: float = 0.0
+    ) -> None:
+        self.lr, self.mu, self.n, self.c = lr, momentum, size, c
+        self.m: State = {}
+        self.d: State = {}
+        self.t = 0
+
+    def __call__(self, values: State, gradient: State) -> State:
+        mu, n, c = self.mu, self.n, self.c
+        self.t += 1
+        after = {}
+        for name, g in gradient.items():
+            zero = torch.zeros_like(g)
+            lr = self.lr if isinstance(self.lr, float) else self.lr[name]
+            d = self.d[name] = self.d.get(name, zero) + g
+            m = self.m.get(name, zero)
+            if self.t % n == 0:
+                m = self.m[name] = mu * m + d / n
+                self.d[name] = zero
+                after[name] = values[name] - lr * ((1 - c * n + c) * mu * m + g / n)
+            else:
+                after[name] = values[name] - lr * (c * mu * m + g / n)
+        return after
+
+
+class Buffered:
+    """The mean of every N gradients goes through `inner`.
+
+    Between boundaries the parameters stay (FedBuff), or move by -eta g where `direct` is eta: that is
+    the variant of Delayed Nesterov that counts gradients twice.
+    """
+
+    def __init__(self, inner: Outer, size: int, direct: float | None = None) -> None:
+        self.inner = inner
+        self.size = size
+        self.direct = direct
+        self.kept: list[State] = []
+
+    def __call__(self, values: State, gradient: State) -> State:
+        self.kept.append(gradient)
+        if len(self.kept) == self.size:
+            mean = {
+                name: weighted_mean([g[name] for g in self.kept], [1.0] * self.size)
+                for name in gradient
+            }
+            self.kept = []
+            return self.inner(values, mean)
+        eta = self.direct or 0.0
+        return {name: values[name] - eta * g for name, g in gradient.items()}
+
+
+def without_momentum(lr: float, workers: int) -> MakeOuter:
+    """theta <- theta - eta g / k."""
+    return lambda _: lambda values, g: {name: values[name] - lr * g[name] / workers for name in g}
+
+
+# Global parameters.
+
+
+def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """sum(w_i x_i) / sum(w_i), added up in the order given.
+
+    Here and in `Plan.merged` w x + y is one operation of torch, as inside torch.optim.SGD: it matters to
+    the last bit that processors round it once.
+    """
+    total = weights[0] * values[0]
+    for weight, value in zip(weights[1:], values[1:], strict=True):
+        total = torch.add(total, value, alpha=weight)
+    return total / sum(weights)
+
+
+class GlobalModel:
+    """What the broker keeps: fp32 parameters, buffers, and an outer optimizer for each fragment.
+
+    Args:
+        model: gives the first values.
+        fragments: names of the tensors in each fragment, buffers with the last one.
+        share: what a pseudo-gradient counts for a buffer: 1 for a mean over the workers, 1/k for
+            that of a single worker of k.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fragments: Sequence[Sequence[str]],
+        make_outer: MakeOuter,
+        share: float = 1.0,
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.fragments = fragments
+        self.trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        self.values = {name: _exact(tensor) for name, tensor in state_of(model).items()}
+        self.outers = [make_outer(number) for number in range(len(fragments))]
+        self.versions = [0] * len(fragments)
+        self.share = share
+
+    def state(self) -> State:
+        """As a model's state: tied tensors under each of their names, in the model's dtypes."""
+        put(self.model, {n: self.values[n] for names in self.fragments for n in names})
+        return state_of(self.model)
+
+    def base(self, fragment: int) -> State:
+        """The values of a fragment as they are now."""
+        return {name: self.values[name] for name in self.fragments[fragment]}
+
+    def advance(
+        self, fragment: int, deltas: Sequence[State], weights: Sequence[float], scale: float = 1.0
+    ) -> State:
+        """Apply pseudo-gradients of a fragment as one gradient; returns its new values.
+
+        Args:
+            deltas: for each worker g by name; of integers the values reached.
+            scale: what the gradient is multiplied with.
+        """
+        base = self.base(fragment)
+        gradient, after = {}, {}
+        for name, value in base.items():
+            parts = [delta[name] for delta in deltas]
+            if not value.is_floating_point():
+                kept = [value] if self.share < 1 else []
+                after[name] = torch.stack(parts + kept).max(0).values
+            elif name in self.trained:
+                gradient[name] = weighted_mean(parts, weights) * scale
+            else:
+                after[name] = value - self.share * scale * weighted_mean(parts, weights)
+        after |= self.outers[fragment](base, gradient)
+        self.values |= after
+        self.versions[fragment] += 1
+        return after
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor.clone()
+
+
+def difference(base: State, model: nn.Module) -> State:
+    """A pseudo-gradient: base minus what the model has reached; of integers the latter."""
+    reached = state_of(model)
+    return {
+        name: value - reached[name].float() if value.is_floating_point() else reached[name]
+        for name, value in base.items()
+    }
+
+
+def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    state = model.state_dict()
+    for name, value in values.items():
+        state[name].copy_(value)
+
+
+# Workers.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Streaming DiLoCo: what is sent when, and how the reply is merged.
+
+    Attributes:
+        sync_every: H. Slot i of a cycle is after its step ((i + 1) H) // P; the slots take the
+            fragments in turn.
+        fragments: names of the tensors in each.
+        delay: tau, steps between sending and merging.
+        alpha: local <- alpha local + (1 - alpha) new; None: local <- new + (local - local when sent).
+        origin: steps that had been counted before the first.
+        forced: steps after which every fragment is synchronised at once, and a cycle begins.
+    """
+
+    sync_every: int
+    fragments: Sequence[Sequence[str]]
+    delay: int = 0
+    alpha: float | None = 0.0
+    origin: int = 0
+    forced: Collection[int] = ()
+
+    def slots(self) -> list[int]:
+        pieces = len(self.fragments)
+        return [(i + 1) * self.sync_every // pieces for i in range(pieces)]
+
+    def merged(self, local: Tensor, sent: Tensor, new: Tensor) -> Tensor:
+        if not local.is_floating_point():
+            return new
+        if self.alpha is None:
+            return new + (local.float() - sent.float())
+        return torch.add(self.alpha * local.float(), new, alpha=1 - self.alpha)
+
+    def merge(self, model: nn.Module, sent: State, new: State) -> None:
+        local = state_of(model)
+        put(
+            model,
+            {name: self.merged(local[name], sent[name], value) for name, value in new.items()},
+        )
+
+
+@dataclass
+class _Flight:
+    """A fragment on its way: what each worker had when it was sent, and what comes back when."""
+
+    due: int
+    sent: list[State]
+    new: State
+
+
+@dataclass
+class _Weights:
+    """What each worker has reported of each fragment since it was sent last."""
+
+    report: Callable[[int, int], int] | None
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def count(self, worker: int, step: int, pieces: int) -> None:
+        for fragment in range(pieces):
+            before = self.sums.get((worker, fragment), 0)
+            self.sums[worker, fragment] = before + (self.report(worker, step) if self.report else 0)
+
+    def take(self, workers: int, fragment: int) -> list[float]:
+        sums = [self.sums.pop((worker, fragment)) for worker in range(workers)]
+        return [float(each) for each in sums] if self.report else [1.0] * workers
+
+
+@one_thread()
+def streaming(
+    trainees: Sequence[Trainee],
+    steps: int,
+    plan: Plan,
+    make_outer: MakeOuter | None = None,
+    report: Callable[[int, int], int] | None = None,
+) -> Outcome:
+    """Synchronous (streaming) DiLoCo; with one fragment, DiLoCo.
+
+    Args:
+        steps: optimizer steps of each worker.
+        make_outer: Nesterov with eta = .7, mu = .9 when left out.
+        report: from worker and step (0, 1, ...): what that step adds to the weight of the worker's
+            next contribution. None: all weigh alike.
+    """
+    pieces = len(plan.fragments)
+    world = GlobalModel(trainees[0].model, plan.fragments, make_outer or nesterov())
+    weights = _Weights(report)
+    histories: list[list[State]] = [[] for _ in trainees]
+    flights: list[_Flight] = []
+    rounds = 0
+    began = plan.origin - plan.origin % plan.sync_every
+    for step in range(plan.origin + 1, plan.origin + steps + 1):
+        for worker, trainee in enumerate(trainees):
+            trainee.step()
+            weights.count(worker, step - plan.origin - 1, pieces)
+        position = (step - began - 1) % plan.sync_every + 1
+        turns, delay = plan.slots().count(position), plan.delay
+        if step - plan.origin in plan.forced:
+            turns, delay, began = turns + pieces, 0, step
+        for _ in range(turns):
+            fragment = rounds % pieces
+            rounds += 1
+            base = world.base(fragment)
+            sent = [state_of(trainee.model) for trainee in trainees]
+            deltas = [difference(base, trainee.model) for trainee in trainees]
+            new = world.advance(fragment, deltas, weights.take(len(trainees), fragment))
+            flights.append(_Flight(step + delay, sent, new))
+        for flight in [flight for flight in flights if flight.due == step]:
+            flights.remove(flight)
+            for trainee, sent_state in zip(trainees, flight.sent, strict=True):
+                plan.merge(trainee.model, sent_state, flight.new)
+        for history, trainee in zip(histories, trainees, strict=True):
+            history.append(state_of(trainee.model))
+    return Outcome(histories, world.state())
+
+
+@one_thread()
+def asynchronous(
+    trainees: Sequence[Trainee],
+    order: Sequence[int],
+    plan: Plan,
+    make_outer: MakeOuter,
+    first_rounds: Sequence[int],
+) -> tuple[Outcome, list[tuple[int, int, int]]]:
+    """Asynchronous DiLoCo with tau = 0: what a worker sends is applied at once and merged at once.
+
+    Args:
+        order: which worker makes the next optimizer step.
+        first_rounds: for each worker the fragment (mod P) that it begins with.
+
+    Returns:
+        The outcome, and (worker, fragment, staleness) of each push in order; staleness is the number of
+        versions of the fragment since the worker's base.
+    """
+    workers, pieces = len(trainees), len(plan.fragments)
+    world = GlobalModel(trainees[0].model, plan.fragments, make_outer, 1 / workers)
+    bases = [[world.base(fragment) for fragment in range(pieces)] for _ in trainees]
+    versions = [[0] * pieces for _ in trainees]
+    steps = [0] * workers
+    turn = list(first_rounds)
+    histories: list[list[State]] = [[] for _ in trainees]
+    pushes = []
+    for worker in order:
+        model = trainees[worker].model
+        trainees[worker].step()
+        steps[worker] += 1
+        if (steps[worker] - 1) % plan.sync_every + 1 in plan.slots():
+            fragment = turn[worker] % pieces
+            turn[worker] += 1
+            staleness = world.versions[fragment] - versions[worker][fragment]
+            pushes.append((worker, fragment, staleness))
+            delta = difference(bases[worker][fragment], model)
+            new = world.advance(fragment, [delta], [1.0])
+            plan.merge(model, state_of(model), new)
+            bases[worker][fragment] = new
+            versions[worker][fragment] = world.versions[fragment]
+        histories[worker].append(state_of(model))
+    return Outcome(histories, world.state()), pushes

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zmq
 from chunked_model import a_part, read, wire
 from raw_worker import DTYPES
 from torch import Tensor
@@ -325,6 +328,51 @@ def test_merging_does_not_change_what_was_sent(index: int) -> None:
     assert [bytes(payload) for payload in payloads] == copies
 
 
+@pytest.fixture
+def pipe() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PUSH) as push,
+        context.socket(zmq.PULL) as pull,
+    ):
+        push.connect(f"tcp://127.0.0.1:{pull.bind_to_random_port('tcp://127.0.0.1')}")
+        pull.rcvtimeo = push.sndtimeo = 5000
+        push.linger = 0
+        yield push, pull
+
+
+def test_received_frames_are_merged_long_after_they_came_and_let_go(
+    pipe: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+) -> None:
+    push, pull = pipe
+    sizes, dtypes = [19, 6, 2], [torch.float32, torch.float32, torch.int64]
+    sent = [
+        [(torch.randn(size) * 9).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+        for _ in range(3)
+    ]
+    for chunk in (chunk for chunks in sent for chunk in chunks):
+        push.send(bytes(wire(chunk, chunk.dtype)))
+    frames = [[pull.recv(copy=False).buffer for _ in sizes] for _ in sent]
+    assert all(isinstance(frame, memoryview) for frames_ in frames for frame in frames_)
+    for _ in range(500):  # others come and go meanwhile, in memory that is used again
+        push.send(bytes(76))
+        pull.recv(copy=False)
+    push.close()
+    pull.close()
+    gc.collect()
+    tensors, twin = some_tensors(), some_tensors()
+    for index, dtype in enumerate(dtypes):
+        for one in (tensors, twin):
+            one.place(0, index, wire(torch.zeros(sizes[index]), dtype))
+        (got,) = tensors.merge(0, index, [[a_part(each[index]) for each in frames]], 0)
+        parts = [a_part(wire(chunks[index], dtype)) for chunks in sent]
+        (wanted,) = twin.merge(0, index, [parts], 0)
+        assert bytes(got.wire) == bytes(wanted.wire)
+    held = [weakref.ref(frame) for frames_ in frames for frame in frames_]
+    del frames
+    assert not any(frame() for frame in held), "the frames' memory is free again"
+
+
 def test_every_aggregate_of_the_configuration_exists() -> None:
     assert tuple(AGGREGATES) == config.AGGREGATES
 
@@ -364,11 +412,12 @@ def test_single_submission_moves_buffers_by_its_share() -> None:
     assert read(done.wire).tolist() == [0.0] * 6
 
 
-@pytest.mark.parametrize(("share", "wanted"), [(1.0, [4, 4]), (0.5, [4, 7])])
+@pytest.mark.parametrize("share", [1.0, 0.5])  # asynchronously one worker's is 1 as well
+@pytest.mark.parametrize(("is_round", "wanted"), [(True, [4, 4]), (False, [4, 7])])
 def test_integers_of_a_round_replace_and_of_a_single_submission_only_grow(
-    share: float, wanted: list[int]
+    is_round: bool, wanted: list[int], share: float
 ) -> None:
-    tensors = some_tensors(share=share)
+    tensors = some_tensors(is_round=is_round, share=share)
     tensors.place(0, INTEGERS, wire(torch.tensor([1, 7]), torch.int64))
     parts = [a_part(wire(torch.tensor(c), torch.int64)) for c in ([4, -9], [3, 4])]
     (done,) = tensors.merge(0, INTEGERS, [parts], 0)

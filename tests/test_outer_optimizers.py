@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chunked_model import MANIFEST, SHAPES, ChunkedModel, same, shaped
+from chunked_model import MANIFEST, SHAPES, ChunkedModel, read, same, shaped, wire
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -22,6 +22,7 @@ from diloco_broker.outer import (
     Sgd,
     make_outer,
 )
+from diloco_broker.parameters import Done
 from diloco_broker.torch_outer import (
     FragmentParameters,
     OuterOptimizerFactory,
@@ -72,6 +73,7 @@ BY_FACTORY: dict[str, Outer] = {
     "torch-paper": TorchOuter(by_group, "paper", N, 0.2),
 }
 EVERY = OUTERS | BY_FACTORY
+BUFFERED = [name for name, outer in EVERY.items() if outer.size > 1]
 
 
 @pytest.fixture(autouse=True)
@@ -302,7 +304,8 @@ ENORMOUS = {"inf": float("inf"), "nan": float("nan"), "largest": 3e38}
 @pytest.mark.parametrize("kind", ENORMOUS)
 @pytest.mark.parametrize("name", EVERY)
 def test_step_that_is_not_finite_leaves_no_trace(name: str, kind: str) -> None:
-    """Before each of seven gradients, one that cannot be used comes in; a twin never sees those."""
+    """Before each gradient that no buffer is due at, one that cannot be used comes in; a twin never
+    sees those."""
     model, twin = (ChunkedModel(EVERY[name], reply="fp16") for _ in range(2))
     twin.place(0, model.start[0])
     for count in range(2 * N + 1):
@@ -311,7 +314,8 @@ def test_step_that_is_not_finite_leaves_no_trace(name: str, kind: str) -> None:
         poison[5] = ENORMOUS[kind]  # in the second of the chunks
         # An enormous value fits a buffer that is only filled; what it leads to overflows later.
         is_only_kept = "fedbuff" in name and (count + 1) % N and kind == "largest"
-        if not is_only_kept:
+        is_due = name in BUFFERED and (count + 1) % N == 0
+        if not is_only_kept and not is_due:
             before = model.memory()
             done = model.merges(poison, lacks=[0, 2, 3, 4, 5, 6, 7, 8, 9], count=count)
             assert [one.index for one in done if one.overflow] == [1]
@@ -336,6 +340,79 @@ def test_sum_that_overflows_leaves_the_buffer_as_it_was(name: str) -> None:
     before = model.memory()
     assert all(done.overflow for done in model.merges(large))
     assert same(model.memory(), before)
+
+
+@pytest.mark.parametrize("turn", range(N))
+@pytest.mark.parametrize("kind", [*ENORMOUS, "absent"])
+@pytest.mark.parametrize("name", BUFFERED)
+def test_boundary_without_a_usable_gradient_is_a_boundary_with_a_gradient_of_zero(
+    name: str, kind: str, turn: int
+) -> None:
+    """In three buffers running the gradient of one turn cannot be used; a twin has zeros at a boundary
+    and nothing between them."""
+    model, twin = (ChunkedModel(EVERY[name], reply="fp16") for _ in range(2))
+    twin.place(0, model.start[0])
+    if "fedbuff" in name and turn < N - 1 and kind == "largest":
+        return  # it fits the buffer; see the test of buffers that are thrown away
+    for count in range(3 * N):
+        gradient = torch.randn_like(model.start[0])
+        if count % N != turn:
+            done = model.merges(gradient)
+            assert not any(one.overflow for one in done)
+            twin.merges(gradient)
+        else:
+            poison = None if kind == "absent" else torch.full_like(gradient, ENORMOUS[kind])
+            done = model.merges(poison)
+            assert all(one.overflow == (kind != "absent") for one in done)
+            twin.merges(torch.zeros_like(gradient) if turn == N - 1 else None)
+        assert same(model.memory(), twin.memory())
+        theta = torch.cat([read(one, torch.float16) for one in model.handed_out[-len(done) :]])
+        assert torch.equal(theta, model.theta().half()), "what is handed out is what is kept"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("name", BUFFERED)
+def test_chunk_that_nobody_delivered_at_a_boundary_applies_its_buffer(
+    name: str, streamed: bool
+) -> None:
+    model, twin = (ChunkedModel(EVERY[name]) for _ in range(2))
+    twin.place(0, model.start[0])
+    for count in range(3 * N):
+        gradient = torch.randn_like(model.start[0])
+        is_due = (count + 1) % N == 0
+        if not is_due:
+            model.merges(gradient)
+        elif streamed:
+            steps_lacking_one(model, gradient, count)
+        else:
+            model.merges(gradient, lacks=[1], count=count)
+        gradient[4:8] *= not is_due
+        twin.merges(gradient, count=count)
+        model.counts[0] = count + 1
+        assert same(model.memory(), twin.memory())
+
+
+@pytest.mark.parametrize("kind", ["usable", "nan", "absent"])
+@pytest.mark.parametrize("name", ["dn", "direct", "fedbuff", "torch-fedbuff", "torch-direct"])
+def test_buffer_that_does_not_fit_is_thrown_away_and_momentum_kept(name: str, kind: str) -> None:
+    outers = EVERY | {
+        "torch-fedbuff": TorchOuter(sgd, "fedbuff", N),
+        "torch-direct": TorchOuter(sgd, "direct", N),
+    }
+    model = ChunkedModel(outers[name], reply="fp16")
+    model.place(0, torch.full_like(model.start[0], 6e4))
+    for _ in range(N):
+        model.merges(torch.ones_like(model.start[0]))
+    momentum = model.memory()[1:]
+    assert "delayed" not in momentum[0]
+    for _ in range(N - 1):  # what fits as it comes and, with the momentum, not in the end
+        large = torch.full_like(model.start[0], 8e4 if "direct" in name else 2e5)
+        assert not any(done.overflow for done in model.merges(large))
+    theta = model.theta()
+    last = {"usable": torch.ones_like(theta), "nan": theta * float("nan"), "absent": None}[kind]
+    assert all(done.overflow for done in model.merges(last)), "it is never lost silently"
+    assert torch.equal(model.theta(), theta)
+    assert same(model.memory()[1:], momentum)
 
 
 @pytest.mark.parametrize("name", ["fedbuff", "torch-fedbuff"])
@@ -376,35 +453,48 @@ def test_empty_group_takes_no_step_and_counts_all_the_same(name: str) -> None:
     model, twin = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
     twin.place(0, model.start[0])
     first, second = torch.randn(2, model.elements(0))
-    model.merges(None, first, None, second)  # at counts 1 and 3
-    twin.merges(first, count=1)
-    twin.merges(second, count=3)
+    model.merges(first, None)
+    model.merges(None, None, second, None)
+    twin.merges(first, count=0)
+    if name in BUFFERED:
+        twin.merges(torch.zeros_like(first), count=2)  # the buffer is due whatever comes
+    twin.merges(second, count=4)
+    if name in BUFFERED:
+        twin.merges(torch.zeros_like(first), count=5)
     assert same(model.memory(), twin.memory())
     before = model.memory()
-    assert not any(done.overflow for done in model.merges(None, None))
-    assert same(model.memory(), before)
+    assert not any(done.overflow for done in model.merges(*[None] * 2 * N))
+    assert same(model.memory(), before), "no buffer, no step, at boundaries too"
+
+
+def steps_lacking_one(model: ChunkedModel, gradient: Tensor, count: int) -> list[Done]:
+    """A streamed step in which nobody delivered chunk 1."""
+    done = []
+    for span in model.spans(0):
+        if span.index != 1:
+            model.tensors.fold(0, span.index, wire(gradient[span.start : span.stop]), 1.0)
+        done += model.tensors.step(0, span.index, float(span.index != 1), count)
+    assert len(done) == len(model.spans(0))
+    return done
 
 
 @pytest.mark.parametrize("streamed", [True, False])
 @pytest.mark.parametrize("name", EVERY)
 def test_chunk_that_nobody_delivered_keeps_its_value(name: str, streamed: bool) -> None:
     model = ChunkedModel(EVERY[name])
-    for _ in range(N - 1):
+    for _ in range(N):
         model.merges(torch.randn_like(model.start[0]))
     before = model.theta()
-    if streamed:
-        done = []
-        for span in model.spans(0):
-            if span.index != 1:
-                model.tensors.fold(0, span.index, bytearray(4 * span.elements), 1.0)
-            done += model.tensors.step(0, span.index, float(span.index != 1), N - 1)
-        assert len(done) == len(model.spans(0))
-    else:
-        done = model.merges(torch.randn_like(before), lacks=[1])
-    assert not any(one.overflow for one in done)
-    assert torch.equal(model.theta()[4:8], before[4:8])
-    assert name in {"sgd", "plain"} or not torch.equal(model.theta(), before)
-    model.merges(torch.randn_like(before), count=N - 1)
+    for count in range(N, 2 * N):
+        gradient = torch.randn_like(before)
+        if streamed:
+            done = steps_lacking_one(model, gradient, count)
+        else:
+            done = model.merges(gradient, lacks=[1], count=count)
+        assert not any(one.overflow for one in done)
+        assert torch.equal(model.theta()[4:8], before[4:8])
+    assert not torch.equal(model.theta()[:4], before[:4])
+    model.merges(torch.randn_like(before), count=2 * N - 1)
     assert not torch.equal(model.theta()[4:8], before[4:8])
 
 

@@ -79,7 +79,7 @@ class InspectRefused:
 class Stepped:
     """The outer step of one chunk was taken. `wire` is the chunk as it is sent to workers.
 
-    `overflow` is True when the mean was not finite; the chunk then kept its value.
+    `overflow` is True when a gradient was left out because what it led to was not finite.
     """
 
     fragment: int

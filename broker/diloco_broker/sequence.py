@@ -112,8 +112,8 @@ def stepped(state: State, event: Stepped) -> Iterator[Effect]:
     if event.overflow:
         yield Log(
             "error",
-            f"The mean of chunk {event.index} in round {round_.number} overflowed; the chunk keeps "
-            "its value. A worker sends very large pseudo-gradients.",
+            f"A gradient of chunk {event.index} in round {round_.number} overflowed and was left out. "
+            "A worker sends very large pseudo-gradients.",
         )
     yield from state.shelf.chunk_ready(event.fragment, event.index, event.wire)
     if round_.stepped.is_full:

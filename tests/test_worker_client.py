@@ -19,6 +19,7 @@ from worker_fakes import (
     scripted_broker,
     version,
 )
+from worker_stage import until
 
 from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, Unreachable, UsageError
 from diloco_protocol.fragments import FragmentPlan
@@ -191,6 +192,26 @@ def test_push_that_the_broker_refuses_raises_its_sentence(
     broker.says(Error("bad_push", "The weight is odd.", push_id=push.push_id, about="push"))
     with pytest.raises(Refused, match="The weight is odd"):
         pushing()
+
+
+def test_nothing_is_kept_of_pushes_that_others_took_the_place_of(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    model = nn.Linear(3, 3)
+    joined(client, broker, beside, model)
+    link = client._link
+    assert link is not None
+    delta = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    for refused in (False, True, False):
+        pushing = beside(client.push, delta)
+        push, _ = broker.takes_push()
+        pushing()
+        if refused:
+            error = Error("late", "Too late.", push_id=push.push_id, about="push")
+            broker.says(error)
+            link.wait_for(lambda: bool(link.rejections), 20)
+    until(lambda: link.uploaded == {push.push_id} and not link.rejections)
+    assert link.last_error is None
 
 
 # Fragments and asynchronous mode.

@@ -126,6 +126,28 @@ def test_counts_of_a_push_are_those_since_its_fragment_was_frozen_last(
     assert worker.state_dict()["samples"] == 30
 
 
+def test_steps_that_load_global_drops_are_not_in_the_counts_of_the_next_push(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    worker, descent = begin()
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            worker.report(tokens=10, samples=3)
+            descent.steps(1)
+
+    train(3)
+    loaded = beside(worker.load_global)
+    broker.hears_pull()
+    broker.serves(filled(descent, 50), version(1))
+    assert loaded() is True
+    training = beside(train, 4)
+    push, _ = broker.takes_push()
+    assert (push.steps, push.tokens, push.samples) == (4, 40, 12)
+    broker.serves(filled(descent, 7), version(2), push.push_id)
+    training()
+
+
 def test_samples_of_many_values_are_refused(begin: Make) -> None:
     worker, _ = begin()
     with pytest.raises(UsageError, match=r"samples.*\[2\]"):

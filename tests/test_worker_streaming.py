@@ -7,6 +7,7 @@ step 2, fragment 1 after step 4, fragment 2 after step 6.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,20 @@ from torch import nn
 from worker_fakes import Beside, Descent, ScriptedBroker, run_config, version
 from worker_stage import Make, at, filled, first, until
 
-from diloco_protocol.messages import Error, Grant, Leave, Notice, Pull, Push, Standing
+from diloco_protocol.messages import (
+    Ack,
+    Chunk,
+    Commit,
+    Error,
+    Grant,
+    Leave,
+    Message,
+    Notice,
+    Pull,
+    Push,
+    Released,
+    Standing,
+)
 from diloco_worker import DiLoCoWorker
 
 pytest_plugins = ("worker_fixtures",)
@@ -36,6 +50,18 @@ def has_news(worker: DiLoCoWorker) -> None:
 
 def hears_of_rounds(worker: DiLoCoWorker) -> None:
     until(lambda: bool(worker._link and worker._link.turns))
+
+
+def tells_rounds(broker: ScriptedBroker, round_: int) -> None:
+    """The versions that it serves from now on were made in this round."""
+    says = broker.says
+
+    def with_round(message: Message, payload: Any = None) -> None:
+        if isinstance(message, Released):
+            message = replace(message, round=round_, averaged=1)
+        says(message, payload)
+
+    broker.says = with_round  # type: ignore[method-assign]
 
 
 # Without delay.
@@ -358,6 +384,77 @@ def test_leaving_does_not_wait_for_a_round_that_waits_for_this_worker(
     hears_of_rounds(worker)
     worker.close()
     broker.hears(Leave, patience=5)
+
+
+@pytest.mark.parametrize("told", ["granted", "carried"])
+def test_leaving_waits_until_a_carried_push_is_in(
+    broker: ScriptedBroker, beside: Beside, begin: Make, told: str
+) -> None:
+    streams(broker, fragment_sync_delay=2)
+    worker, descent = begin(layers())
+    descent.steps(2)
+    push = broker.hears(Push)
+    if told == "granted":
+        broker.grants(push, credit=1, round_=3)
+    else:
+        broker.grants(push, credit=1, round_=0)
+        broker.says(Notice("carried", "Too late.", fragment=0, round=3))
+    hears_of_rounds(worker)
+    _, chunk, _ = broker.hears_from(Chunk)
+    closed = beside(worker.close)
+    broker.hears_nothing_of(Leave, 0.1)
+    assert beside.is_busy
+    broker.says(Ack(push.push_id, 0, (chunk.index,)))
+    broker.takes_chunks(push, push.chunks - 1)
+    broker.hears(Commit)
+    closed()
+    broker.hears(Leave)
+
+
+def test_leaving_gives_up_a_carried_push_that_does_not_get_in_within_the_time(
+    broker: ScriptedBroker, begin: Make
+) -> None:
+    streams(broker, fragment_sync_delay=2)
+    worker, descent = begin(layers(), timeout=0.3)
+    descent.steps(2)
+    broker.grants(broker.hears(Push), credit=1, round_=3)
+    hears_of_rounds(worker)
+    worker.close()
+    broker.hears(Leave)
+    assert "Leaving with 2 steps in flight" in str(worker.sync_metrics.last_error)
+
+
+def test_push_that_came_too_late_leaves_its_round_to_those_who_were_in_time(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    streams(broker, fragment_sync_delay=2)
+    worker, descent = begin(layers())
+    descent.steps(2)
+    push = broker.hears(Push)
+    broker.grants(push, credit=1, round_=0)
+    broker.says(Error("late", "The round is over.", push_id=push.push_id, about="push"))
+    has_news(worker)
+    descent.steps(2)
+    assert broker.hears(Push).fragment == 1
+
+
+def test_version_made_meanwhile_moves_the_turn_past_its_round(
+    broker: ScriptedBroker, begin: Make
+) -> None:
+    streams(broker, fragment_sync_delay=2)
+    worker, descent = begin(layers())
+    descent.steps(2)
+    push = broker.hears(Push)
+    broker.says(Error("late", "The round is over.", push_id=push.push_id, about="push"))
+    has_news(worker)
+    descent.steps(1)
+    while broker.hears_pull().after != -1:  # the newest, whatever it contains
+        pass
+    tells_rounds(broker, 3)
+    broker.serves(filled(descent, 500, broker), version(2))
+    has_news(worker)
+    descent.steps(1)
+    assert broker.hears(Push).fragment == 1, "round 4 comes next"
 
 
 LATE = [("late", 0), ("late", 1), ("stale", 0), ("stale", 1)]

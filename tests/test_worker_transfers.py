@@ -45,7 +45,6 @@ from diloco_worker.events import (
     SendChunk,
     Start,
     Store,
-    Uploaded,
     Want,
 )
 from diloco_worker.pulls import CREDIT_BATCH
@@ -77,7 +76,11 @@ def test_commit_follows_the_last_chunk_sent_and_is_sent_once(ready: Desk) -> Non
     assert kinds == [SendChunk] * CHUNKS + [Commit]
     ready.hears(*(Ack(77, 0, (index,)) for index in range(CHUNKS)))
     assert not ready.sent(Commit)
-    assert ready.all(Uploaded) == [Uploaded(77)]
+    assert is_in(ready)
+
+
+def is_in(made: Desk) -> bool:
+    return made.session.pushes.uploads[77].is_in
 
 
 def _outgoing(made: Desk) -> list[Send | SendChunk]:
@@ -105,8 +108,11 @@ def test_push_that_must_wait_sends_nothing_until_the_next_grant(ready: Desk) -> 
     ready.happens(Offer(gradient()))
     ready.hears(Grant(77, 0, Standing.WAIT))
     assert not _outgoing(ready)
+    upload = ready.session.pushes.uploads[77]
+    assert (upload.is_in, upload.is_put_off) == (False, True)
     ready.hears(Grant(77, 0, Standing.NEW, credit=2))
     assert ready.chunks_sent == [0, 1]
+    assert (upload.is_in, upload.is_put_off) == (False, False)
 
 
 def test_push_that_loses_its_place_forgets_what_was_sent_and_sends_all_of_it_again(
@@ -121,7 +127,7 @@ def test_push_that_loses_its_place_forgets_what_was_sent_and_sends_all_of_it_aga
     assert ready.chunks_sent == list(range(CHUNKS))
     assert ready.sent(Commit)
     ready.hears(Ack(77, 0, tuple(range(CHUNKS))))
-    assert ready.all(Uploaded) == [Uploaded(77)]
+    assert is_in(ready)
 
 
 def test_push_that_loses_its_place_when_all_of_it_is_in_sends_it_again(ready: Desk) -> None:
@@ -166,6 +172,16 @@ def test_push_is_offered_again_as_it_was_after_a_broken_connection(ready: Desk) 
     ready.hears(Grant(77, 0, Standing.RESUME, Bitmap(CHUNKS, 0b101).to_bytes(), credit=2))
     assert ready.chunks_sent == [1, 3]
     assert (ready.session.pushes.retries, ready.session.reconnections) == (1, 1)
+
+
+def test_push_that_was_in_is_not_so_at_a_broker_that_has_not_said_it(ready: Desk) -> None:
+    ready.happens(Offer(gradient()))
+    ready.hears(Grant(77, 0, Standing.NEW, credit=CHUNKS), Ack(77, 0, tuple(range(CHUNKS))))
+    assert is_in(ready)
+    ready.breaks().is_welcomed(version(0))
+    assert not is_in(ready)
+    ready.hears(Grant(77, 0, Standing.RESUME, Bitmap.full(CHUNKS).to_bytes(), credit=8))
+    assert is_in(ready)
 
 
 def test_push_made_while_away_is_offered_at_the_next_welcome(ready: Desk) -> None:
@@ -290,6 +306,22 @@ def test_donation_ends_with_its_connection(fresh: Desk) -> None:
     assert PushOver(push.push_id) in fresh.effects
 
 
+def test_donation_that_broke_off_goes_on_under_its_push_id(ready: Desk) -> None:
+    ready.breaks().is_welcomed()
+    ready.hears(Notice("donate", fragment=0))
+    (push,) = ready.sent(Push)
+    ready.breaks().is_welcomed()
+    ready.hears(Notice("donate", fragment=0))
+    (again,) = ready.sent(Push)
+    assert (again.push_id, again.base) == (push.push_id, version(0))
+    ready.holds(version(4))
+    ready.breaks().is_welcomed()
+    ready.hears(Notice("donate", fragment=0))
+    (other,) = ready.sent(Push)
+    assert other.base == version(4)
+    assert other.push_id != push.push_id, "other values are another donation"
+
+
 def test_refused_donor_goes_on_waiting_for_the_parameters_of_another(fresh: Desk) -> None:
     fresh.connects().is_welcomed()
     fresh.hears(Notice("donate", fragment=0))
@@ -359,6 +391,14 @@ def test_chunks_of_another_version_begin_the_assembly_anew(fresh: Desk) -> None:
     assert fresh.all(Deliver)[0].released.version == version(4)
 
 
+def test_released_survives_chunks_of_an_older_version_that_come_after_it(fresh: Desk) -> None:
+    """They were under way on the other connection when this reader was moved to the newer version."""
+    fresh.connects().is_welcomed(version(3))
+    fresh.hears(Released(0, version(4), Ledger()), Chunk(0, 0, version=version(3)))
+    fresh.hears(*(Chunk(0, index, version=version(4)) for index in range(CHUNKS)))
+    assert [deliver.released.version for deliver in fresh.all(Deliver)] == [version(4)]
+
+
 def test_released_of_the_next_version_may_come_before_its_chunks(fresh: Desk) -> None:
     fresh.connects().is_welcomed(version(3))
     fresh.hears(Chunk(0, 0, version=version(3)), Released(0, version(4), Ledger()))
@@ -411,15 +451,56 @@ def test_version_held_is_kept_while_the_broker_is_behind(ready: Desk) -> None:
     assert not ready.sent(Pull)
 
 
-def test_push_on_a_broker_that_went_back_waits_for_its_next_version(ready: Desk) -> None:
-    ready.holds(version(6))
-    ready.happens(Offer(gradient(base=6)))
+def at_version(made: Desk, counter: int) -> Desk:
+    """It has received this version and holds it."""
+    made.happens(Want(0))
+    made.receives(version(counter))
+    made.holds(version(counter))
+    return made
+
+
+@pytest.mark.parametrize("first", ["push", "welcome"])
+def test_push_at_a_broker_that_went_back_asks_for_what_comes_after_its_version(
+    ready: Desk, first: str
+) -> None:
+    at_version(ready, 6)
+    if first == "push":
+        ready.happens(Offer(gradient(base=6)))
     ready.breaks().is_welcomed(version(2, tag=99))
+    if first == "welcome":
+        ready.happens(Offer(gradient(base=6)))
+    assert [pull.after for pull in ready.sent(Pull)] == [2]
+    ready.receives(version(3, tag=98), whole(76))
+    assert [pull.after for pull in ready.sent(Pull)] == [3], "it lacks the push"
+    ready.receives(version(4, tag=97), whole(77))
+    assert ready.all(Deliver)[0].counted == 77
+    ready.happens(Offer(gradient(78, base=4)))
+    assert [pull.after for pull in ready.sent(Pull)] == [4]
+
+
+def test_push_at_a_broker_that_came_back_with_nothing_asks_for_anything(ready: Desk) -> None:
+    at_version(ready, 6).happens(Offer(gradient(base=6)))
+    ready.breaks().is_welcomed()
     assert [pull.after for pull in ready.sent(Pull)] == [-1]
-    ready.receives(version(2, tag=99))
+
+
+def test_version_that_counted_the_push_while_the_connection_was_broken_is_asked_for(
+    ready: Desk,
+) -> None:
+    at_version(ready, 6)
+    ready.breaks().is_welcomed(version(2, tag=99))
+    ready.happens(Offer(gradient(base=6)))
+    ready.breaks().is_welcomed(version(3, tag=98))
     assert [pull.after for pull in ready.sent(Pull)] == [2]
     ready.receives(version(3, tag=98), whole(77))
     assert ready.all(Deliver)[0].counted == 77
+
+
+def test_newest_of_a_broker_that_went_back_is_not_waited_for(ready: Desk) -> None:
+    at_version(ready, 6)
+    ready.breaks().is_welcomed(version(2, tag=99))
+    ready.happens(Want(0))
+    assert [pull.after for pull in ready.sent(Pull)] == [-1]
 
 
 def test_asking_for_the_newest_costs_no_chunk_when_it_is_held(ready: Desk) -> None:

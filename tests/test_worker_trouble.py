@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from worker_fakes import Beside, ScriptedBroker, version
+from worker_fakes import Beside, ScriptedBroker, run_config, version
 from worker_stage import Make, at, filled, first, until
 
-from diloco_protocol import Bitmap
+from diloco_protocol import Bitmap, Ledger
 from diloco_protocol.messages import (
     Chunk,
     Error,
@@ -21,8 +21,10 @@ from diloco_protocol.messages import (
     Pull,
     Push,
     Rejoin,
+    Released,
     Standing,
 )
+from diloco_worker.link import SENTENCES
 from diloco_worker.pushes import Pushes
 
 pytest_plugins = ("worker_fixtures",)
@@ -183,6 +185,97 @@ def test_values_that_are_being_donated_are_not_overwritten_by_later_versions(
     broker.grants(donation)
     values = broker.decoded(donation, broker.takes_chunks(donation, donation.chunks))
     assert (donation.base, first(values)) == (version(0), 100)
+
+
+def test_version_that_has_come_is_held_before_it_is_merged(
+    broker: ScriptedBroker, begin: Make
+) -> None:
+    broker.config = run_config(fragment_sync_delay=2)
+    worker, descent = begin()
+    descent.steps(H)
+    push, _ = broker.takes_push()
+    broker.serves(filled(descent, 1000), version(1), push.push_id)
+    until(lambda: bool(worker._link and worker._link.has_news))
+    broker.restart()
+    join = broker.welcomes()
+    assert join.versions[0] == version(1)
+    broker.says(Notice("donate", fragment=0))
+    donation, values = broker.takes_push()
+    assert (donation.base, first(values)) == (version(1), 1000)
+    assert donation.ledger is not None
+    assert donation.ledger.names_whole("me", push.push_id)
+    descent.steps(1)
+    assert at(descent) == 100 - H - 1, "its apply point has not come"
+    descent.steps(1)
+    assert at(descent) == 1000
+
+
+def test_base_is_not_overwritten_before_the_version_that_follows_it_is_merged(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    broker.config = run_config(fragment_sync_delay=2)
+    worker, descent = begin()
+    descent.steps(H)
+    push, _ = broker.takes_push()
+    broker.serves(filled(descent, 1000), version(1), push.push_id)
+    until(lambda: bool(worker._link and worker._link.has_news))
+    assert worker._link is not None
+    worker._link.want(0)
+    broker.serves(filled(descent, 2000), version(2))
+    until(lambda: worker._link is not None and worker._link.arrivals[0].version == version(2))
+    base = worker._boundaries._exchanges[0].base  # type: ignore[union-attr]
+    assert first(base) == 100
+    descent.steps(2)
+    assert at(descent) == 2000
+
+
+def test_version_that_lacked_the_push_is_still_there_when_the_push_is_dropped(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    broker.config = run_config(fragment_sync_delay=2)
+    worker, descent = begin()
+    link = worker._link
+    assert link is not None
+    descent.steps(H)
+    push = broker.hears(Push)
+    link.want(0)
+    broker.serves(filled(descent, 500), version(1))
+    until(lambda: link.has_news)
+    descent.steps(1)  # nobody looks at it: it lacks what is in flight
+    broker.says(Error("late", "Too late.", push_id=push.push_id, about="push"))
+    until(lambda: link.has_news)
+    descent.steps(1)
+    while broker.hears_pull().held_version != version(1):
+        pass
+    broker.says(Released(0, version(1), Ledger()))  # it is the newest still: no chunk is sent
+    until(lambda: link.has_news)
+    descent.steps(1)
+    assert at(descent) == 500 - 3
+
+
+def test_what_is_told_of_a_push_is_forgotten_with_it(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    worker, descent = begin()
+    link = worker._link
+    assert link is not None
+    steps = beside(descent.steps, H)
+    push, _ = broker.takes_push()
+    until(lambda: link.uploaded == {push.push_id})
+    broker.serves(filled(descent, 5), version(1), push.push_id)
+    steps()
+    until(lambda: not link.uploaded)
+
+
+def test_so_many_sentences_are_remembered_and_no_more(begin: Make) -> None:
+    worker, _ = begin()
+    link = worker._link
+    assert link is not None
+    link.close()
+    for number in range(3 * SENTENCES):
+        link._say(f"Sentence {number}.")
+    assert len(link._said) == SENTENCES
+    assert f"Sentence {3 * SENTENCES - 1}." in link._said
 
 
 def test_connection_that_breaks_too_often_lets_training_go_on(

@@ -184,6 +184,36 @@ def test_flight_that_ends_uncounted_gives_its_round_back() -> None:
     assert turns.turn() is Turn.TAKEN
 
 
+def test_flight_that_came_too_late_does_not_give_back_the_round_that_is_over() -> None:
+    turns = pushed(Turns(6, 3), 0, 1)
+    turns.granted(0, NEW, 0)
+    turns.dropped(0, too_late=True)
+    assert (turns.cursor, turns.fragment) == (2, 2)
+
+
+def test_flight_that_came_too_late_for_a_round_nobody_named_gives_back_its_own() -> None:
+    turns = Turns(6, 3)
+    turns.welcomed(4)
+    pushed(turns, 1)  # on a version from before round 1: too late for that one, in time for round 4
+    turns.dropped(1, too_late=True)
+    assert turns.cursor == 4
+    turns.made(4)
+    assert turns.cursor == 5, "now it is known that round 4 is over"
+
+
+def test_version_tells_that_the_rounds_up_to_its_own_are_over() -> None:
+    turns = pushed(Turns(6, 3), 0)
+    turns.made(0)
+    assert turns.cursor == 1
+    turns.made(7)
+    assert turns.cursor == 8
+    turns.made(3)
+    assert turns.cursor == 8
+    alone = Turns(6, 3, common=False)
+    alone.made(7)
+    assert alone.cursor == 0
+
+
 def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> None:
     turns = Turns(6, 3, common=False)
     turns.welcomed(0)
@@ -211,6 +241,7 @@ def test_flight_that_is_not_next_gets_the_next_round_of_its_fragment() -> None:
     turns.landed(0)
     turns.welcomed(6)
     assert (turns.cursor, turns.rounds) == (7, {2: 6, 1: 9})
+    turns.granted(1, WAIT, 9)
     assert not turns.may_wait(1)
 
 
@@ -222,6 +253,23 @@ def test_flight_that_turns_out_to_be_counted_gives_back_the_round_it_was_taken_f
     assert (turns.cursor, turns.turn()) == (4, Turn.BUSY)
     turns.landed(0)
     assert turns.turn() is Turn.FREE
+
+
+@pytest.mark.parametrize("answer", [COUNTED, WAIT, None])
+def test_flight_is_waited_for_after_a_welcome_until_its_answer_has_come(
+    answer: Standing | None,
+) -> None:
+    turns = Turns(6, 2)
+    turns.welcomed(0)
+    pushed(turns, 0)  # it is counted in round 0, and the news is lost with the connection
+    turns.welcomed(1)
+    assert turns.rounds == {0: 2}, "as far as anybody can tell"
+    assert turns.may_wait(0)
+    if answer is None:
+        turns.carried(0, 2)
+    else:
+        turns.granted(0, answer, None if answer is COUNTED else 2)
+    assert turns.may_wait(0) is (answer is COUNTED)
 
 
 def test_flight_that_belongs_to_an_earlier_round_gives_back_the_one_it_was_taken_for() -> None:
@@ -246,6 +294,7 @@ def test_whatever_the_broker_says_no_fragment_flies_twice_and_no_wait_goes_beyon
     fragments: int, script: list[tuple[int, int]]
 ) -> None:
     turns = Turns(fragments, fragments)
+    unanswered: set[int] = set()
     for action, number in script:
         fragment = number % fragments
         flying = fragment in turns.rounds
@@ -266,12 +315,17 @@ def test_whatever_the_broker_says_no_fragment_flies_twice_and_no_wait_goes_beyon
             case 4 if flying:
                 turns.landed(fragment)
             case 5 if flying:
-                turns.dropped(fragment)
+                turns.dropped(fragment, too_late=number % 2 == 0)
             case _:
                 pass
+        if action == 1:
+            unanswered = set(turns.rounds)
+        elif action > 1 and (flying or action == 3):
+            unanswered.discard(fragment)
         turns.check_invariants()
         for each, round_ in turns.rounds.items():
-            assert turns.may_wait(each) is (round_ is None or round_ <= turns.cursor)
+            may_wait = round_ is None or round_ <= turns.cursor or each in unanswered
+            assert turns.may_wait(each) is may_wait
 
 
 # All together: workers that follow the rule never wait for each other in a circle.
@@ -348,7 +402,7 @@ class Site:
                 self.landed[push_id] += 1
                 self.turns.landed(fragment)
             else:
-                self.turns.dropped(fragment)
+                self.turns.dropped(fragment, too_late=True)
         self.turns.check_invariants()
 
 

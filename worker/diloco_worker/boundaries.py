@@ -165,15 +165,20 @@ class Boundaries:
                 self._settle(exchange)
             if exchange.load(news.arrivals[exchange.fragment]):
                 self._has_counted(exchange)
-            self._marks[exchange.fragment].step = self.step
+        # The steps since the last freeze are gone, and so is what was reported with them.
+        self._reports.read(self._clock(), at_once=True)
+        self._marks = [self._mark() for _ in self._exchanges]
         self.restart()
         return True
 
     def leave(self) -> None:
-        """Wait for what is in flight, at most `timeout` seconds in all. The model stays as it is."""
+        """Wait for what is in flight, at most `timeout` seconds in all. The model stays as it is.
+
+        A flight of a later round is not waited for, but its chunks are, so that it counts there.
+        """
         until = self._clock() + self._settings.timeout
         for exchange in self._by_age():
-            self._wait_for(exchange, until=until, touch_model=False)
+            self._wait_for(exchange, until=until, leaving=True)
 
     def restart(self) -> None:
         """The next slot is a whole distance away."""
@@ -315,6 +320,10 @@ class Boundaries:
             if flight is not None and flight.push_id in news.rejections:
                 exchange.reject(news.rejections[flight.push_id])
         turns = self.turns
+        for arrival in news.arrivals.values():
+            if arrival.released.averaged:  # the first version of a broker was made in no round
+                turns.made(arrival.released.round)
+        # After the arrivals: a welcome may come from a broker that has gone back behind them.
         over = {e.fragment for e in self._exchanges if e.is_over and e.fragment in turns.rounds}
         for event in news.turns:
             match event:
@@ -331,15 +340,15 @@ class Boundaries:
             if exchange.reply is not None or exchange.rejection is None:
                 turns.landed(fragment)
             else:
-                turns.dropped(fragment)
+                turns.dropped(fragment, too_late=exchange.rejection.code == Code.LATE)
 
     def _wait_for(
-        self, exchange: FragmentExchange, *, until: float | None = None, touch_model: bool = True
+        self, exchange: FragmentExchange, *, until: float | None = None, leaving: bool = False
     ) -> bool:
         """Wait until the flight of a fragment has counted, and merge it. Returns whether it has.
 
         Waits while the broker shows signs of life, at most until a moment of the clock. Giving up,
-        training goes on with the delta in flight.
+        training goes on with the delta in flight. `leaving`: the model stays as it is.
         """
         link, flight = self._link, exchange.flight
         if flight is None:
@@ -350,26 +359,42 @@ class Boundaries:
         self._publish(True)
         while True:
             self._absorb(link.take_news())
-            outcome = self._settle(exchange, now=True, touch_model=touch_model)
+            outcome = self._settle(exchange, now=True, touch_model=not leaving)
             if exchange.flight is None:
                 break
             reason = self._why_not_wait(exchange)
             left = None if until is None else until - self._clock()
             if left is not None and left <= 0:
                 reason = reason or f"it took longer than {self._settings.timeout:g} s"
-            if reason is not None or not self.turns.may_wait(exchange.fragment):
+            if reason is not None or not self._is_worth_it(exchange, leaving=leaving):
                 break
             patience.say(f"Waiting for {self._awaited}; {link.describe()}.")
             pause = patience.pause(self._look_again_in())
             # News, or a change that may end the waiting.
             link.wait_for(
-                lambda: self._has_news or self._why_not_wait(exchange) is not None,
+                lambda: (
+                    self._has_news
+                    or self._why_not_wait(exchange) is not None
+                    or not self._is_worth_it(exchange, leaving=leaving)
+                ),
                 pause if left is None else min(pause, left),
             )
         self._counters.seconds_waited += self._clock() - began
         if exchange.flight is not None:
-            self._stop_waiting(exchange, reason, touch_model=touch_model)
+            self._stop_waiting(exchange, reason, touch_model=not leaving)
         return outcome is Outcome.COUNTED
+
+    def _is_worth_it(self, exchange: FragmentExchange, *, leaving: bool) -> bool:
+        """Whether waiting for a flight leads anywhere, if the broker is there.
+
+        Who leaves waits at least until the flight is in, or what is missing of it is lost. Of one that
+        is put off nothing is taken before its round, which may be waiting for this worker.
+        """
+        if self.turns.may_wait(exchange.fragment):
+            return True
+        flight, link = exchange.flight, self._link
+        assert flight is not None
+        return leaving and flight.push_id not in link.uploaded | link.put_off
 
     @property
     def _awaited(self) -> str:

@@ -252,9 +252,13 @@ class DiLoCoClient:
         with link.condition:
             link.turns.clear()  # whose turn it is, the caller knows
         link.offer(push, frozen.wire)
-        self._await(
-            lambda: push.push_id in link.uploaded or push.push_id in link.rejections, "pushing"
-        )
+
+        def is_in() -> bool:
+            arrival = link.arrivals.get(part.fragment)
+            counted = arrival is not None and push.push_id in arrival.counted
+            return counted or push.push_id in link.uploaded or push.push_id in link.rejections
+
+        self._await(is_in, "pushing")
         self._raise_rejection(link, part.fragment)
         return push.push_id
 
@@ -424,10 +428,10 @@ class DiLoCoClient:
         released = arrival.released
         if arrival.state is not None:
             self._states[released.fragment] = arrival.state
+            self._link.stand_on(released.fragment, arrival.state)
         self._versions[released.fragment] = released.version
         if released.fragment == 0:
             self._ledger = released.ledger
-        self._link.hold(released.fragment, released.version, released.ledger, arrival.state)
 
     def _await_flight(self, link: Link, fragment: int) -> Arrival:
         flight = self._flights[fragment]

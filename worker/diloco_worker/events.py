@@ -80,7 +80,7 @@ class Want(Event):
 
 @dataclass(frozen=True)
 class Hold(Event):
-    """The training side holds this version from now on (and can donate it)."""
+    """This version is here whole from now on, merged or not, and can be donated."""
 
     fragment: int
     version: VersionId
@@ -194,7 +194,7 @@ class Discard(Effect):
 
 @dataclass(frozen=True)
 class Deliver(Effect):
-    """A version is whole: hand it to the training side.
+    """A version is whole: hand it to the training side. The shell answers with `Hold`.
 
     Attributes:
         released: the version, its ledger and round.
@@ -259,13 +259,6 @@ class Paced(Effect):
     """The broker has worked out another H for this worker (Dynamic Local Updates)."""
 
     sync_every: int
-
-
-@dataclass(frozen=True)
-class Uploaded(Effect):
-    """Every chunk of this push is in at the broker."""
-
-    push_id: int
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class FragmentExchange:
         tensors.put(arrival.state)
         self.base = arrival.state
         self.version = arrival.version
-        self._link.hold(part.fragment, arrival.version, arrival.released.ledger, arrival.state)
+        self._link.stand_on(part.fragment, arrival.state)
 
     @property
     def fragment(self) -> int:
@@ -322,9 +322,6 @@ class FragmentExchange:
 
     def _stand_on(self, arrival: Arrival, state: FlatState) -> None:
         """This version is the base now. Its former memory may be overwritten from here on."""
-        fresh = state is not self.base
         self.base = state
         self.version = arrival.version
-        self._link.hold(
-            self.fragment, arrival.version, arrival.released.ledger, state if fresh else None
-        )
+        self._link.stand_on(self.fragment, state)

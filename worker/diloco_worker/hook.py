@@ -369,7 +369,7 @@ class DiLoCoWorker:
             arrival = link.take(frozen.fragment)
             assert arrival is not None and arrival.state is not None
             self._tensors.put(arrival.state)
-            link.hold(frozen.fragment, arrival.version, arrival.released.ledger, None)
+            link.stand_on(frozen.fragment, None)
         self._boundaries = Boundaries(
             self._tensors,
             link,

@@ -15,18 +15,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from diloco_protocol import (
     Code,
-    Ledger,
     ModelLayout,
     ProtocolError,
     Refused,
     RunConfig,
-    VersionId,
     pack,
     unpack,
 )
@@ -66,7 +65,6 @@ from diloco_worker.events import (
     Stopping,
     Store,
     Tick,
-    Uploaded,
     Want,
     Withdraw,
 )
@@ -83,11 +81,21 @@ BATCH = 64
 LONGEST_POLL_S = 5.0
 # The same sentence is not logged again within so many seconds.
 REPEAT_S = 30.0
+# So many sentences are remembered for that.
+SENTENCES = 100
 # How long the last message, `leave`, may take to get out.
 LEAVE_LINGER_MS = 1000
 # Unexpected exceptions in a row after which the thread gives up; each is followed by a pause.
 MAX_FAILURES = 20
 FAILURE_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Base:
+    """A command that is no business of the session: training stands on these values from now on."""
+
+    fragment: int
+    state: FlatState | None
 
 
 class Link:
@@ -109,7 +117,8 @@ class Link:
         rejections: pushes that were dropped, by push id.
         turns: what concerns rounds, in the order in which it came; `take_news` takes it.
         sync_every: H that the broker has worked out for this worker (Dynamic Local Updates).
-        uploaded: pushes whose chunks are all in at the broker.
+        uploaded: pushes in flight whose chunks are all in at the broker.
+        put_off: pushes in flight that the broker takes nothing of yet.
         results: answers to `ask`, by request.
         has_news: something is in `arrivals` or `rejections`; cheap to look at.
     """
@@ -138,7 +147,8 @@ class Link:
         self.rejections: dict[int, Rejection] = {}
         self.turns: list[Joined | Granted | Carried] = []
         self.sync_every: int | None = None
-        self.uploaded: set[int] = set()
+        self.uploaded: frozenset[int] = frozenset()
+        self.put_off: frozenset[int] = frozenset()
         self.results: dict[int, Answered] = {}
         self.bytes_up = 0
         self.bytes_down = 0
@@ -150,7 +160,7 @@ class Link:
         self._capture = capture
         self._pinned = pinned
         self._clock = clock
-        self._commands: deque[tuple[Event, Any]] = deque()
+        self._commands: deque[tuple[Event | Base, Any]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -162,7 +172,9 @@ class Link:
         self._outgoing: dict[int, WireFragment] = {}  # by push id
         self._assembly: dict[int, FlatState] = {}  # by fragment
         self._spare: dict[int, FlatState] = {}  # by fragment; room for the next assembly
-        self._states: dict[int, FlatState] = {}  # by fragment; what is held
+        self._states: dict[int, FlatState] = {}  # by fragment; what is held, merged or not
+        self._bases: dict[int, FlatState] = {}  # by fragment; what training stands on
+        self._offered: dict[int, int] = {}  # by fragment; the last push id
         self._payload: memoryview | None = None
         self._said: dict[str, float] = {}
         self._failures = 0
@@ -184,11 +196,12 @@ class Link:
         """Ask for the newest version (or one above `after`); it will be in `arrivals`."""
         self._command(Want(fragment, after))
 
-    def hold(
-        self, fragment: int, version: VersionId, ledger: Ledger, state: FlatState | None
-    ) -> None:
-        """These are the global values from now on; the former ones may be overwritten."""
-        self._command(Hold(fragment, version, ledger), state)
+    def stand_on(self, fragment: int, state: FlatState | None) -> None:
+        """Training stands on these values from now on; the former ones may be overwritten.
+
+        With None no copy is kept: the model itself has them, and nothing changes them.
+        """
+        self._command(Base(fragment, state))
 
     def observe(self, event: Observe) -> None:
         self._command(event)
@@ -257,7 +270,7 @@ class Link:
         self._wake_reader.close()
         self._wake_writer.close()
 
-    def _command(self, event: Event, cargo: Any = None) -> None:
+    def _command(self, event: Event | Base, cargo: Any = None) -> None:
         self._commands.append((event, cargo))
         # Full: it will wake up anyway. Closed: nobody is there to wake up.
         with contextlib.suppress(OSError):
@@ -328,28 +341,31 @@ class Link:
             while self._wake_reader.recv(4096):
                 pass
 
-    def _carry(self, event: Event, cargo: Any) -> None:
+    def _carry(self, event: Event | Base, cargo: Any) -> None:
         """A command of the training thread."""
         match event:
+            case Base(fragment, state):
+                self._base(fragment, state)
             case Offer(push):
                 self._outgoing[push.push_id] = cargo
-            case Hold(fragment):
-                if cargo is not None:
-                    self._recycle(fragment)
-                    self._states[fragment] = cargo
+                self._feed(event)
+                former = self._offered.get(push.fragment)
+                self._offered[push.fragment] = push.push_id
+                with self.condition:  # nobody asks for it any more
+                    self.rejections.pop(former or 0, None)
             case _:
-                pass
-        self._feed(event)
+                self._feed(event)
 
-    def _recycle(self, fragment: int) -> None:
-        """The former global values become room for the next, unless they are being sent."""
-        former = self._states.pop(fragment, None)
-        if former is None:
+    def _base(self, fragment: int, state: FlatState | None) -> None:
+        """The former base becomes room for the next version, unless it is held or being sent."""
+        if state is None:
+            self._states.pop(fragment, None)
             return
-        for wire in self._outgoing.values():
-            if wire.vectors is former.vectors:
-                return
-        self._spare[fragment] = former
+        former, self._bases[fragment] = self._bases.get(fragment), state
+        if former is None or former is state or former is self._states.get(fragment):
+            return
+        if all(wire.vectors is not former.vectors for wire in self._outgoing.values()):
+            self._spare[fragment] = former
 
     def _receive(self, source: zmq.Socket[bytes]) -> None:
         connections = self._connections
@@ -402,6 +418,9 @@ class Link:
             self.last_heard = session.last_heard
             self.retries = session.pushes.retries
             self.reconnections = session.reconnections
+            flights = [upload for upload in session.pushes if upload.is_gradient]
+            self.uploaded = frozenset(each.push.push_id for each in flights if each.is_in)
+            self.put_off = frozenset(each.push.push_id for each in flights if each.is_put_off)
             self.condition.notify_all()
 
     # Effects.
@@ -436,9 +455,6 @@ class Link:
                 self._outgoing.pop(push_id, None)
                 if code is not None:
                     self._reject(push_id, code, text)
-            case Uploaded(push_id):
-                with self.condition:
-                    self.uploaded.add(push_id)
             case Joined(welcome, _, again):
                 with self.condition:
                     self.refusal = None
@@ -527,7 +543,11 @@ class Link:
 
     def _deliver(self, released: Released, counted: int | None, *, unchanged: bool) -> None:
         fragment = released.fragment
-        state = None if unchanged else self._assembly.pop(fragment)
+        if unchanged:
+            state = self._states.get(fragment)
+        else:
+            state = self._states[fragment] = self._assembly.pop(fragment)
+            self._feed(Hold(fragment, released.version, released.ledger))
         ids = frozenset(() if counted is None else (counted,))
         with self.condition:
             arrival = Arrival(released, ids, state, released.staleness)
@@ -544,5 +564,8 @@ class Link:
             self.last_error = text
         now = self._clock()
         if now - self._said.get(text, -REPEAT_S) >= REPEAT_S:
+            self._said.pop(text, None)  # the latest comes last
             self._said[text] = now
+            while len(self._said) > SENTENCES:
+                del self._said[next(iter(self._said))]
             logger.log(logging.WARNING if trouble else logging.INFO, "%s", text)

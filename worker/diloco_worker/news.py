@@ -30,7 +30,7 @@ class Arrival:
     Attributes:
         released: its name, ledger and round.
         counted: push ids of this worker in flight until now that it contains whole.
-        state: its values; None when it is the version that is held already.
+        state: its values; None where no copy of them is kept.
         staleness: versions between the counted push's base and the one it went into, if the broker
             has told.
     """

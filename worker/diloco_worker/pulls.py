@@ -24,7 +24,7 @@ class Pulls:
 
     Attributes:
         downloads: by fragment, the frozen one included; empty before the layout is known.
-        held: the version of each fragment that the training side holds.
+        held: the newest version of each fragment that is here whole, merged or not.
     """
 
     def __init__(self, *, observer: bool) -> None:
@@ -80,16 +80,22 @@ class Pulls:
         elif theirs is not None and theirs != held.version:
             # A broker that is behind may be about to ask us for what we hold: keep it.
             download.wanted |= theirs.counter >= held.version.counter
+        download.theirs = -1 if theirs is None else theirs.counter
         if download.wanted:
-            if theirs is not None and theirs != download.seen and not download.arrived.is_full:
+            if in_flight:
+                # Back, but older: what counts the push comes after the broker's own version.
+                download.after = min(download.after, download.theirs)
+            elif not download.whatever:
                 download.after = -1
             yield fragment
 
     def want_next(self, fragment: int) -> None:
-        """A version newer than the newest seen is wanted."""
+        """A push begins: a version newer than the newest seen is wanted, by the broker's counting."""
         download, held = self.downloads[fragment], self.held.get(fragment)
         newest = download.seen or (held.version if held else None)
         download.after = newest.counter if newest else -1
+        if download.theirs is not None:
+            download.after = min(download.after, download.theirs)
         download.wanted = True
 
     def want_newest(self, fragment: int, after: int | None) -> None:

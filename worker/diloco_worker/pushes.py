@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from diloco_protocol import Ledger, ProtocolError
 from diloco_protocol.messages import Ack, Commit, Error, Grant, Push
-from diloco_worker.events import Effect, Granted, PushOver, Say, Send, SendChunk, Uploaded
+from diloco_worker.events import Effect, Granted, PushOver, Say, Send, SendChunk
 from diloco_worker.transfers import Upload
 
 # Seconds before a push is offered again that the broker cannot take just now.
@@ -59,7 +59,7 @@ class Pushes:
         other = self.gradient(push.fragment) if push.purpose == "gradient" else None
         if other is not None:
             self._forget(other.push.push_id)
-            yield PushOver(other.push.push_id, "abandoned", "Another push took its place.")
+            yield PushOver(other.push.push_id)
         self.uploads[push.push_id] = Upload(push)
 
     def offer(self, push_id: int, token: bytes | None) -> Iterator[Effect]:
@@ -97,13 +97,9 @@ class Pushes:
         if upload.may_commit():
             upload.committed = True
             yield Send(Commit(token, push_id, fragment))
-        if not upload.is_sending:
-            if not upload.told:
-                upload.told = True
-                yield Uploaded(push_id)
-            if not upload.is_gradient:
-                self._forget(push_id)
-                yield PushOver(push_id)
+        if not upload.is_sending and not upload.is_gradient:
+            self._forget(push_id)
+            yield PushOver(push_id)
 
     def refused(self, error: Error, now: float) -> Iterator[Effect]:
         """The broker answers a push, or a chunk of it, with an error."""

@@ -16,6 +16,8 @@ The rules that everything else follows from:
   the same push id and base, and the broker's grant says what it still lacks.
 - A push is over when a version is here, whole, whose ledger names it whole, or when the broker ends it
   with an error. A whole version that does not name it is discarded and the next one is asked for.
+- What has been delivered is held: it is named when the worker comes back, and donated when the broker
+  asks, also before training has merged it.
 - A download goes on where it stopped. Chunks of another version make it begin anew. Each chunk that
   comes gives one credit back, also one that is dropped.
 - An illegal command raises before anything has changed. The broker can say nothing illegal: what does
@@ -162,6 +164,8 @@ class Session:
         self._observer = manifest is None
         self._asked_interval = heartbeat_interval
         self._interval = 0.0
+        # By fragment, the last donation: a broken one goes on under its push id.
+        self._donated: dict[int, tuple[VersionId | None, int]] = {}
         self._asks: dict[int, Ask] = {}  # sent or to be sent, not answered
         self._asked: set[int] = set()  # sent on this connection
         self._backoff = FIRST_BACKOFF_S
@@ -516,13 +520,14 @@ class Session:
             yield Say(f"The broker asks for fragment {fragment}, which is empty.", trouble=True)
             return
         held = self.pulls.held.get(fragment)
+        version = held.version if held else None
         push = Push(
             session=b"",
-            push_id=self._draw(),
+            push_id=self._donation_id(fragment, version),
             fragment=fragment,
             chunks=sizes[fragment],
             wire_dtype="fp32",
-            base=held.version if held else None,
+            base=version,
             purpose=Purpose.DONATION,
             ledger=held.ledger if held else None,
         )
@@ -530,6 +535,13 @@ class Session:
         yield from self.pushes.begin(push)
         yield PrepareDonation(push.push_id, fragment)
         yield from self.pushes.offer(push.push_id, self._live_token)
+
+    def _donation_id(self, fragment: int, version: VersionId | None) -> int:
+        """The same for the same values, so that a donation which broke off goes on."""
+        earlier = self._donated.get(fragment)
+        if earlier is None or earlier[0] != version:
+            earlier = self._donated[fragment] = version, self._draw()
+        return earlier[1]
 
     # Down.
 

@@ -37,7 +37,6 @@ class Upload:
     credit: int = 0
     standing: Standing | None = None
     committed: bool = False
-    told: bool = False
     offers: int = 0
 
     def __post_init__(self) -> None:
@@ -51,6 +50,16 @@ class Upload:
     def is_sending(self) -> bool:
         """Chunks are still to be sent or acknowledged."""
         return self.standing is not Standing.COUNTED and not self.held.is_full
+
+    @property
+    def is_in(self) -> bool:
+        """Every chunk is in at the broker, as its answer on this connection says."""
+        return self.standing is not None and not self.is_sending
+
+    @property
+    def is_put_off(self) -> bool:
+        """The broker takes nothing of it yet."""
+        return self.standing is Standing.WAIT
 
     def offered(self, session: bytes) -> Push:
         """The message that offers this push on a new connection: all credit is void."""
@@ -116,6 +125,8 @@ class Download:
         version: what is being assembled, with `arrived` of its chunks here.
         released: the last `released`, which may come before, between or after the chunks.
         seen: the last version that was here whole.
+        theirs: counter of the newest version that the broker is known to have; -1 = it has none, None =
+            it has not said.
     """
 
     fragment: int
@@ -127,6 +138,7 @@ class Download:
     arrived: Bitmap = field(init=False)
     released: Released | None = None
     seen: VersionId | None = None
+    theirs: int | None = None
 
     def __post_init__(self) -> None:
         self.arrived = Bitmap(self.size)
@@ -143,20 +155,25 @@ class Download:
         )
 
     def expects_unchanged(self, version: VersionId) -> None:
-        """Ask in a way that costs no chunk if `version`, which is held, is still the newest."""
+        """Ask in a way that costs no chunk if `version`, which is held, is still the newest.
+
+        A broker that went back has an older one, which is then the newest there is.
+        """
         self.version = version
         self.arrived = Bitmap.full(self.size)
         self.released = None
-        self.after = version.counter - 1
+        self.after = -1
 
     def begins(self, version: VersionId) -> bool:
-        """True when a chunk of this version is the first one: another version is forgotten."""
+        """True when a chunk of this version is the first one: another version is forgotten.
+
+        `released` stays: it comes on another connection, and may be ahead of the chunks of an older
+        version that are still under way.
+        """
         if self.version == version:
             return False
         self.version = version
         self.arrived = Bitmap(self.size)
-        if self.released is not None and self.released.version != version:
-            self.released = None
         return True
 
     @property
@@ -172,7 +189,7 @@ class Download:
         released = self.released
         assert released is not None
         self.seen = released.version
-        self.after = released.version.counter
+        self.after = self.theirs = released.version.counter
         self.version = None
         self.arrived = Bitmap(self.size)
         self.released = None
@@ -183,7 +200,7 @@ class Download:
 
 @dataclass(frozen=True)
 class Held:
-    """A version that the training side holds, with its ledger."""
+    """A version that is here whole, with its ledger."""
 
     version: VersionId
     ledger: Ledger

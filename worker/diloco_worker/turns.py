@@ -14,7 +14,12 @@ before that one. The cursor therefore never passes a round that may still need t
   n - P + 1 at once: that is how a late worker catches up. Not further, since a broker may take chunks
   before their round is open, and the rounds up to it still want theirs.
 - A flight that was counted in round n leaves nothing to be done up to n.
-- A flight that ended without being counted gives its round back.
+- So is every round up to the one that a version was made in.
+- A flight that ended without being counted gives its round back, unless it came too late for it: then
+  that round is over.
+
+At a welcome the rounds of the flights are a guess until the broker has answered each of them, which it
+does at once. Until then all of them may be waited for: one may have been counted long ago.
 
 In asynchronous mode there are no common rounds: the cursor only goes through the fragments in order, and
 every flight may be waited for.
@@ -78,10 +83,10 @@ class Turns:
         self.cycle_start = step - position
         self._slot = sum(1 for slot in self._slots if slot <= position)
         self._welcomed = False
-        self._claims: dict[
-            int, int
-        ] = {}  # rounds passed at a welcome, not yet confirmed by a grant
+        # By fragment, rounds passed at a welcome that no grant has confirmed yet.
+        self._claims: dict[int, int] = {}
         self._told: set[int] = set()  # fragments in flight whose round comes from the broker
+        self._unanswered: set[int] = set()  # fragments in flight at a welcome, until their grant
 
     # The cycle.
 
@@ -153,7 +158,7 @@ class Turns:
     def may_wait(self, fragment: int) -> bool:
         """Whether training may stand still until this fragment's flight has landed."""
         round_ = self.rounds.get(fragment)
-        return round_ is None or round_ <= self.cursor
+        return round_ is None or round_ <= self.cursor or fragment in self._unanswered
 
     # What the broker says.
 
@@ -169,12 +174,14 @@ class Turns:
         self.cursor = first_round
         self._claims.clear()
         self._told.clear()
+        self._unanswered.clear()
         for fragment in over:
             if fragment in self.rounds:
                 self.rounds[fragment] = None
         if not self.common:
             return
         waiting = self.rounds.keys() - set(over)
+        self._unanswered |= waiting
         while self.fragment in waiting:
             fragment = self.fragment
             waiting.remove(fragment)
@@ -185,6 +192,7 @@ class Turns:
 
     def granted(self, fragment: int, standing: Standing, round_: int | None) -> None:
         """The broker says how this fragment's flight stands, and which round it is part of."""
+        self._unanswered.discard(fragment)
         if not self.common or (round_ is None and standing is not Standing.COUNTED):
             return
         claim = self._claims.pop(fragment, None)
@@ -204,8 +212,14 @@ class Turns:
         """Its round closed without this fragment's flight, which is in a later one now."""
         if self.common and fragment in self.rounds:
             self._claims.pop(fragment, None)
+            self._unanswered.discard(fragment)
             self._is_past(round_ - self.num_fragments)
             self._tell(fragment, round_)
+
+    def made(self, round_: int) -> None:
+        """A version is here that was made in this round: it is over, and so is every one before it."""
+        if self.common:
+            self._is_past(round_)
 
     def _tell(self, fragment: int, round_: int) -> None:
         if fragment in self.rounds:
@@ -219,24 +233,37 @@ class Turns:
 
     def landed(self, fragment: int) -> None:
         """A version contains this fragment's flight."""
-        round_ = self.rounds.pop(fragment)
-        self._claims.pop(fragment, None)
-        if round_ is not None and fragment in self._told:
+        round_, was_told = self._end(fragment)
+        if round_ is not None and was_told:
             self._is_past(round_)
-        self._told.discard(fragment)
 
-    def dropped(self, fragment: int) -> None:
-        """This fragment's flight has ended without being counted: its round may still want a push."""
-        round_ = self.rounds.pop(fragment)
+    def dropped(self, fragment: int, *, too_late: bool = False) -> None:
+        """This fragment's flight has ended without being counted: its round may still want a push.
+
+        Args:
+            too_late: the broker dropped it because a round had closed without it. That was the round
+                that the broker named; where it named none, the newest version tells (`made`).
+        """
+        round_, was_told = self._end(fragment)
+        if round_ is None:
+            return
+        if too_late and was_told:
+            self._is_past(round_)
+        else:
+            self.cursor = min(self.cursor, round_)
+
+    def _end(self, fragment: int) -> tuple[int | None, bool]:
+        """Take a flight off the books; returns its round, and whether the broker had named it."""
+        round_, was_told = self.rounds.pop(fragment), fragment in self._told
         self._claims.pop(fragment, None)
         self._told.discard(fragment)
-        if round_ is not None:
-            self.cursor = min(self.cursor, round_)
+        self._unanswered.discard(fragment)
+        return round_, was_told
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance; for tests."""
         assert 0 <= self._slot < self.num_fragments
-        assert self._claims.keys() | self._told <= self.rounds.keys()
+        assert self._claims.keys() | self._told | self._unanswered <= self.rounds.keys()
         for fragment, round_ in self.rounds.items():
             assert 0 <= fragment < self.num_fragments
             assert round_ is None or round_ % self.num_fragments == fragment

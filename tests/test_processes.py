@@ -167,7 +167,7 @@ def test_run_goes_on_with_a_broker_that_was_killed_and_started_again(site: Site)
     first.child.kill()
     first.ends()
     second, _ = site.broker(*options, bind=address)
-    begins = second.waits_for("begins with the parameters of")
+    begins = second.waits_for("goes on with version")
     number = int(second.waits_for("Round ").split("Round ")[1].split()[0])
     assert number >= 2, "rounds are counted on, not from 0"
     assert begins.split("Run ")[1].split()[0] in first.output, "it is the same run"

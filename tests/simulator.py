@@ -80,8 +80,10 @@ class Scenario:
         chunks: of each fragment.
         steps_per_s: of a worker of speed 1.
         speeds: slowest and fastest worker, relative to that.
-        wants: drawn from for each worker.
+        wants, timeouts: drawn from for each worker; see `Habits`.
+        weights, forces, blunders, repeats: of every worker; see `Habits`.
         goal: pushes of each fragment that each worker must see end when it is calm.
+        troubles, weather: what goes wrong with workers, and how the network behaves.
         work_s: longest time that a piece of tensor work takes at the broker.
         thoroughness: see `Referee`.
     """

@@ -142,6 +142,7 @@ def test_carried_flight_takes_the_next_slot_of_its_fragment() -> None:
     turns.carried(0, 3)
     assert turns.cursor == 1
     pushed(turns, 1, 2)
+    turns.granted(1, NEW, 1)
     assert turns.turn() is Turn.TAKEN
     turns.pass_by()
     turns.landed(0)
@@ -163,6 +164,7 @@ def test_late_worker_catches_up_as_far_as_rounds_are_known_to_be_over() -> None:
     turns.granted(0, NEW, 9)  # so round 6 of this fragment has closed
     assert turns.cursor == 7
     assert not turns.may_wait(0)
+    turns.made(9)
     turns.landed(0)
     assert turns.cursor == 10, "and round 9 is over now"
 
@@ -171,8 +173,32 @@ def test_single_fragment_always_waits_for_the_round_it_is_carried_into() -> None
     turns = pushed(Turns(6, 1), 0)
     turns.carried(0, 5)
     assert turns.may_wait(0)
+    turns.made(5)
     turns.landed(0)
     assert turns.cursor == 6
+
+
+def test_flight_that_landed_before_its_round_was_named_gives_back_the_one_it_was_pushed_at() -> (
+    None
+):
+    turns = Turns(6, 3)
+    turns.welcomed(5)
+    pushed(turns, 2, 0)
+    turns.landed(2)  # round 2 may have taken it: round 5 may still want a push
+    assert (turns.cursor, turns.turn()) == (5, Turn.FREE)
+
+
+def test_flight_gives_back_no_round_that_a_version_has_shown_to_be_over() -> None:
+    turns = pushed(Turns(6, 3), 0, 1)
+    turns.made(0)
+    turns.landed(0)
+    assert turns.cursor == 2
+    turns.dropped(1)
+    assert turns.cursor == 1
+    pushed(turns, 1)
+    turns.made(4)
+    turns.dropped(1)
+    assert turns.cursor == 5
 
 
 def test_flight_that_ends_uncounted_gives_its_round_back() -> None:

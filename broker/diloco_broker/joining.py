@@ -74,7 +74,16 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         plan if state.config.num_fragments > 1 else (),
     )
     yield Send(route, welcome)
+    donor = state.members.named(state.bootstrap.donor or "")
+    if donor is not None and any(join.versions) and not any(donor.versions):
+        yield from providing.abandon_donation(state)  # a run that exists comes before a new one
     yield from providing.seek(state)
+
+
+def _run_is_settled(state: State) -> bool:
+    """False while a worker that started afresh gives parameters: an older run may still turn up."""
+    donor = state.members.named(state.bootstrap.donor or "")
+    return state.bootstrap.is_done or (donor is not None and any(donor.versions))
 
 
 def _first_round(state: State, member: Member) -> int:
@@ -116,7 +125,7 @@ def _check_join(state: State, join: Join) -> tuple[int, ...]:
             Code.MODEL_DIFFERS, f"The model cannot be trained: {summarise(problems)}."
         )
     _check_wants(state.config, join.wants)
-    run = state.bootstrap.run
+    run = state.bootstrap.run if _run_is_settled(state) else None
     if join.run is not None and run is not None and join.run != run:
         raise ProtocolError(
             Code.RUN_DIFFERS,

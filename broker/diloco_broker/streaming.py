@@ -50,7 +50,9 @@ def push(state: State, round_: Round, member: Member, push: Push) -> Iterator[Ef
         yield from _enter(state, round_, member, push, before)
     else:
         number = state.next_round_of(push.fragment)
-        if number == round_.number:  # its worker has a whole push in there already
+        if known is not None and known.held.is_full:
+            number = round_.number  # all of it is in the round that is closing
+        elif number == round_.number:  # its worker has a whole push in there already
             number += state.config.num_fragments
         text = f"Round {round_.number} does not take it; round {number} will."
         yield from granting.wait(member, push, text, number)

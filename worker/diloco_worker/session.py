@@ -276,6 +276,13 @@ class Session:
         self._joining_since = now
         self._wake_at = None
         versions: tuple[VersionId | None, ...] = ()
+        if self.layout is not None and not all(
+            part.fragment in self.pulls.held for part in self.layout.all if part.chunks
+        ):
+            # The connection broke during the first pull. Part of a model can be given to nobody, and
+            # a worker that has never had a whole one belongs to no run.
+            self.pulls.held.clear()
+            self.run = None
         if self.layout is not None and self.pulls.held:
             held = (self.pulls.held.get(part.fragment) for part in self.layout.all)
             versions = tuple(each.version if each else None for each in held)

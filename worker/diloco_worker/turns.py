@@ -13,10 +13,12 @@ before that one. The cursor therefore never passes a round that may still need t
 - A fragment's round n is named only once its round n - P is closing, so the cursor may move to
   n - P + 1 at once: that is how a late worker catches up. Not further, since a broker may take chunks
   before their round is open, and the rounds up to it still want theirs.
-- A flight that was counted in round n leaves nothing to be done up to n.
-- So is every round up to the one that a version was made in.
+- Every round up to the one that a version was made in is over.
+- A flight that has landed without the broker ever having named its round gives back the one it was
+  pushed at: an earlier round may have taken it.
 - A flight that ended without being counted gives its round back, unless it came too late for it: then
   that round is over.
+- No round is given back that is known to be over.
 
 At a welcome the rounds of the flights are a guess until the broker has answered each of them, which it
 does at once. Until then all of them may be waited for: one may have been counted long ago.
@@ -83,7 +85,9 @@ class Turns:
         self.cycle_start = step - position
         self._slot = sum(1 for slot in self._slots if slot <= position)
         self._welcomed = False
-        # By fragment, rounds passed at a welcome that no grant has confirmed yet.
+        self._first_open = 0  # the first round that is not known to be over
+        # By fragment in flight, the round that the cursor passed for it, until the broker has
+        # named the round that it is part of.
         self._claims: dict[int, int] = {}
         self._told: set[int] = set()  # fragments in flight whose round comes from the broker
         self._unanswered: set[int] = set()  # fragments in flight at a welcome, until their grant
@@ -146,7 +150,9 @@ class Turns:
         """The fragment whose turn it is is pushed; returns it."""
         fragment = self.fragment
         assert self.turn() is Turn.FREE, "no second delta grows over a first"
-        self.rounds[fragment] = self.cursor if self.common else None
+        self.rounds[fragment] = None
+        if self.common:
+            self.rounds[fragment] = self._claims[fragment] = self.cursor
         self.cursor += 1
         return fragment
 
@@ -171,7 +177,7 @@ class Turns:
         if not self.common and self._welcomed:
             return  # the order of the fragments is the worker's own
         self._welcomed = True
-        self.cursor = first_round
+        self.cursor = self._first_open = first_round
         self._claims.clear()
         self._told.clear()
         self._unanswered.clear()
@@ -197,16 +203,16 @@ class Turns:
             return
         claim = self._claims.pop(fragment, None)
         if standing is Standing.COUNTED:
+            round_ = None  # whichever it was, it is over
             if fragment in self.rounds:
                 self.rounds[fragment] = None
-            round_ = -1
-        assert round_ is not None
-        if claim is not None and round_ < claim:
-            self.cursor = min(self.cursor, claim)
-        if standing in (Standing.NEW, Standing.RESUME):
-            self._is_past(round_ - self.num_fragments)
-        if standing is not Standing.COUNTED:
+        else:
+            assert round_ is not None
             self._tell(fragment, round_)
+            if standing is not Standing.WAIT:
+                self._is_past(round_ - self.num_fragments)
+        if claim is not None and (round_ is None or round_ < claim):
+            self._give_back(claim)
 
     def carried(self, fragment: int, round_: int) -> None:
         """Its round closed without this fragment's flight, which is in a later one now."""
@@ -227,15 +233,23 @@ class Turns:
             self._told.add(fragment)
 
     def _is_past(self, round_: int) -> None:
-        self.cursor = max(self.cursor, round_ + 1)
+        self._first_open = max(self._first_open, round_ + 1)
+        self.cursor = max(self.cursor, self._first_open)
+
+    def _give_back(self, round_: int) -> None:
+        before = self.cursor
+        self.cursor = max(self._first_open, min(before, round_))
+        while self.cursor < before and self.turn() is Turn.TAKEN:
+            self.cursor += 1
 
     # How flights end.
 
     def landed(self, fragment: int) -> None:
         """A version contains this fragment's flight."""
-        round_, was_told = self._end(fragment)
-        if round_ is not None and was_told:
-            self._is_past(round_)
+        claim = self._claims.get(fragment)
+        self._end(fragment)
+        if claim is not None:
+            self._give_back(claim)
 
     def dropped(self, fragment: int, *, too_late: bool = False) -> None:
         """This fragment's flight has ended without being counted: its round may still want a push.
@@ -250,7 +264,7 @@ class Turns:
         if too_late and was_told:
             self._is_past(round_)
         else:
-            self.cursor = min(self.cursor, round_)
+            self._give_back(round_)
 
     def _end(self, fragment: int) -> tuple[int | None, bool]:
         """Take a flight off the books; returns its round, and whether the broker had named it."""

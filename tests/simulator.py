@@ -27,8 +27,10 @@ from stage import layered
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
 from diloco_broker.events import (
+    Audit,
     DropPlaces,
     Event,
+    ForgetBuffer,
     Log,
     PeerGone,
     Place,
@@ -195,6 +197,8 @@ class BrokerHost:
                     case Log(level, text):
                         if level != "debug":
                             self.world.tell("broker", text)
+                    case Audit() | ForgetBuffer():
+                        pass  # the referee keeps books of its own; gradients are merged as sums
                     case DropPlaces():
                         kept = (work for work in self._queue if not isinstance(work, Place))
                         self._queue = deque(kept)

@@ -15,11 +15,13 @@ from diloco_broker.bootstrap import InitialModel
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
 from diloco_broker.events import (
+    Audit,
     DropPlaces,
     Event,
     Fold,
     Folded,
     FoldRefused,
+    ForgetBuffer,
     Inspect,
     Inspected,
     InspectRefused,
@@ -29,6 +31,8 @@ from diloco_broker.events import (
     Place,
     Placed,
     Received,
+    Revert,
+    Save,
     Send,
     Step,
     Stepped,
@@ -107,6 +111,9 @@ class Stage:
         self.inbox: dict[bytes, list[Message]] = {}
         self.received: dict[bytes, list[tuple[Chunk, Any]]] = {}
         self.logs: list[str] = []
+        self.saves: list[int] = []  # numbers of the checkpoints asked for
+        self.audits: list[Audit] = []
+        self.restored: list[Revert | ForgetBuffer] = []
         self.work_queue: deque[Work] = deque()
         self.gone: set[bytes] = set()
         self.chunks: dict[tuple[int, int], Wire] = {}
@@ -149,6 +156,12 @@ class Stage:
                         self.logs.append(effect.text)
                     case Fold() | Step() | Inspect() | Merge() | Place():
                         self.work_queue.append(effect)
+                    case Save(number):
+                        self.saves.append(number)
+                    case Audit():
+                        self.audits.append(effect)
+                    case Revert() | ForgetBuffer():
+                        self.restored.append(effect)
                     case DropPlaces():
                         kept = (w for w in self.work_queue if not isinstance(w, Place))
                         self.work_queue = deque(kept)
@@ -233,7 +246,7 @@ class Stage:
     def provide(self) -> None:
         """Let the parameters come from a donor, if one was asked."""
         donor = self.state.members.named(self.state.bootstrap.donor or "")
-        for fragment in self.state.bootstrap.needed() if donor else ():
+        for fragment in self.state.bootstrap.wanted if donor else ():
             layout = self.state.shelf.stocks[fragment].layout
             push = Push(
                 donor.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION

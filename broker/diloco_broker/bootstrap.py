@@ -1,9 +1,9 @@
 """How a broker without parameters gets some: from a model file, or from a worker that donates its own.
 
 Either way the first version of each fragment is made chunk by chunk, and nobody sees any of it before
-all fragments are whole. A donor that dies is replaced by
-the next one, which begins afresh. A donor that holds a version of a run donates it under its name and
-with its ledger, so that a broker which lost everything continues that run.
+all fragments are whole. A donor that dies is replaced by the next one, which begins afresh. A donor that
+holds a version of a run donates it under its name and with its ledger, so that a broker which lost its
+memory, or comes back with an old checkpoint, continues that run where the workers are (`recovering`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from diloco_broker.membership import Member
 from diloco_protocol.chunks import Bitmap, ModelLayout, lay_out
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Push, RunConfig
-from diloco_protocol.version import VersionId
+from diloco_protocol.version import Ledger, VersionId
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,47 @@ class InitialModel:
     """Names and shapes of the parameters that the broker was started with."""
 
     shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """One fragment as a checkpoint has it, or as a worker has it that is ahead of the checkpoint.
+
+    Attributes:
+        gradients: how many the outer optimizer has had.
+        round, averaged: the last round of it.
+        wires: its chunks in wire form.
+    """
+
+    version: VersionId
+    ledger: Ledger
+    gradients: int
+    round: int
+    averaged: int
+    wires: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a broker goes on from: all of a checkpoint but the tensors.
+
+    Attributes:
+        source: where it came from, for people.
+        number: of the round that comes next.
+        plan: the fragment of each tensor of the manifest; `layout` is what follows from it.
+        workers: ids of the workers that were here.
+        totals: counters of the run so far.
+    """
+
+    source: str
+    run: str
+    manifest: Manifest
+    number: int
+    plan: tuple[int, ...]
+    layout: ModelLayout
+    fragments: Mapping[int, Restored]
+    workers: tuple[str, ...]
+    totals: Mapping[str, int]
 
 
 @dataclass
@@ -56,7 +97,11 @@ class Bootstrap:
         plan: the fragment of each of its tensors.
         run: name of the run; None until parameters are on their way.
         donor: id of the worker that was asked.
+        wanted: the fragments that it was asked for.
         rejected_donors: workers whose parameters could not be used.
+        restored: fragments of a run that exists, from a checkpoint or a worker, until it goes on.
+        known: workers that were here when the checkpoint was written.
+        source: the checkpoint, for people; empty without one.
         is_loading: the model file is being placed.
         is_done: every fragment has a version.
     """
@@ -70,8 +115,13 @@ class Bootstrap:
     offered_at: float | None = None  # when the first worker came that holds a version
     asked: bytes = b""  # session of the donor that was asked
     progress_at: float = 0.0  # when the donor last delivered something
+    wanted: tuple[int, ...] = ()
     intakes: dict[int, Intake] = field(default_factory=dict)  # by fragment
     rejected_donors: set[str] = field(default_factory=set)
+    restored: dict[int, Restored] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+    source: str = ""
+    resumed_number: int | None = None  # the next round by the checkpoint
     is_loading: bool = False
     is_done: bool = False
 
@@ -112,27 +162,73 @@ class Bootstrap:
         candidates = [m for m in members if m.worker_id not in self.rejected_donors]
         return max(candidates, key=_newness, default=None)
 
-    def needed(self) -> list[int]:
-        """Fragments that must come in: those that have chunks."""
+    @property
+    def all_fragments(self) -> tuple[int, ...]:
+        """Fragments that have chunks, the frozen one included."""
         assert self.layout is not None
-        return [part.fragment for part in self.layout.all if part.chunks]
+        return tuple(part.fragment for part in self.layout.all if part.chunks)
 
     @property
     def is_complete(self) -> bool:
-        """True when every fragment is whole."""
-        return all(f in self.intakes and self.intakes[f].is_whole for f in self.needed())
+        """True when every fragment that was asked for is whole."""
+        return all(f in self.intakes and self.intakes[f].is_whole for f in self.wanted)
+
+    def ask(self, donor: Member, wanted: tuple[int, ...], now: float) -> None:
+        """This worker is the donor of these fragments from now on."""
+        self.donor, self.wanted, self.progress_at, self.asked = donor.worker_id, wanted, now, b""
 
     def abandon(self) -> None:
-        """Forget what came in, and who it came from."""
-        self.run = self.donor = None
+        """Forget what came in from the donor at hand, and the donor."""
+        self.donor = None
+        if not self.restored:
+            self.run = None
         self.asked = b""
+        self.wanted = ()
         self.intakes.clear()
+
+    def sources(self, members: Iterable[Member]) -> dict[int, Member]:
+        """By fragment, the worker that holds the newest version, where it is newer than ours."""
+        best: dict[int, Member] = {}
+        newest = {fragment: each.version.counter for fragment, each in self.restored.items()}
+        for member in members:
+            if member.worker_id in self.rejected_donors:
+                continue
+            for fragment, held in enumerate(member.versions):
+                of_the_run = held is not None and held.run == self.run
+                if held and of_the_run and held.counter > newest.get(fragment, -1):
+                    best[fragment] = member
+                    newest[fragment] = held.counter
+        return best
+
+    def adopt(self) -> dict[int, int]:
+        """Keep what came in. Returns, by fragment, how many versions newer it is than what we had."""
+        steps = {}
+        for fragment, intake in self.intakes.items():
+            ours = self.restored.get(fragment)
+            counter = intake.version.counter
+            steps[fragment] = counter - (ours.version.counter if ours else 0)
+            ledger = intake.push.ledger if intake.push else None
+            self.restored[fragment] = Restored(
+                intake.version,
+                ledger or Ledger(),
+                ours.gradients + steps[fragment]
+                if ours
+                else 0,  # an optimizer that has nothing yet
+                ours.round if ours else 0,
+                ours.averaged if ours else 0,
+                tuple(intake.wires),
+            )
+        self.intakes.clear()
+        self.donor, self.wanted, self.asked = None, (), b""
+        return steps
 
     def finish(self) -> None:
         self.is_done = True
         self.is_loading = False
         self.donor = None
+        self.wanted = ()
         self.intakes.clear()
+        self.restored.clear()
 
 
 def _newness(member: Member) -> int:

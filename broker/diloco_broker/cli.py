@@ -35,6 +35,7 @@ _OUTER = "Outer optimizer"
 _ASYNC = "Asynchronous mode"
 _FRAGMENTS = "Streaming fragments"
 _REDUCING = "Rounds and reducing"
+_SAVING = "Checkpoints"
 _WIRE = "Wire and liveness"
 
 
@@ -158,6 +159,32 @@ def serve(
         str,
         _option("mean, or clip-median-norm: none counts longer than the median.", _REDUCING),
     ] = "mean",
+    save_dir: Annotated[
+        Path, _option("Folder for checkpoints; the run in it is gone on with.", _SAVING)
+    ] = Path("diloco-run"),
+    no_save: Annotated[
+        bool, _option("Write and read no checkpoints.", _SAVING, "--no-save")
+    ] = False,
+    save_every: Annotated[int, _option("Rounds between two checkpoints.", _SAVING)] = 1,
+    keep: Annotated[int, _option("Checkpoints that are kept.", _SAVING)] = 3,
+    durable: Annotated[
+        bool,
+        _option(
+            "Save each version before anybody gets it; rounds take longer.", _SAVING, "--durable"
+        ),
+    ] = False,
+    resume: Annotated[
+        str, _option("auto: the newest sound one; none; or a checkpoint's path.", _SAVING)
+    ] = "auto",
+    recover: Annotated[
+        str, _option("adopt newer versions that workers hold, or rewind.", _SAVING)
+    ] = "adopt",
+    audit: Annotated[
+        Path | None,
+        _option(
+            "Append to this file, for each version, a line of JSON: what it contains.", _SAVING
+        ),
+    ] = None,
     bind: Annotated[
         str, _option("Control address; port * picks a free one and prints it.", _WIRE)
     ] = DEFAULT_BIND,
@@ -171,12 +198,16 @@ def serve(
     heartbeat_timeout: Annotated[
         float, _option("Seconds of silence after which a worker counts as dead; 0: never.", _WIRE)
     ] = 120.0,
+    stall_timeout: Annotated[
+        float,
+        _option("Seconds without a step after which a worker is not waited for; 0: never.", _WIRE),
+    ] = 600.0,
     disconnect_grace: Annotated[
         float, _option("Seconds a worker has to come back after its connection broke.", _WIRE)
     ] = 1.0,
     recover_wait: Annotated[
         float,
-        _option("Seconds to wait for all workers when one holds an earlier run.", _WIRE),
+        _option("Seconds to wait after a restart for workers that may be ahead.", _WIRE),
     ] = 10.0,
     insecure: Annotated[
         bool,
@@ -224,11 +255,19 @@ def serve(
             late=late,
             staging_slots=staging_slots,
             staging_deadline=staging_deadline,
+            save_dir=None if no_save else str(save_dir),
+            save_every=save_every,
+            keep=keep,
+            resume=resume,
+            recover=recover,
+            durable=durable,
+            audit=None if audit is None else str(audit),
             wire_dtype=wire_dtype,
             reply_dtype=reply_dtype,
             bind=bind,
             feed=feed,
             heartbeat_timeout=heartbeat_timeout,
+            stall_timeout=stall_timeout,
             disconnect_grace=disconnect_grace,
             recover_wait=recover_wait,
             insecure=insecure,
@@ -237,6 +276,12 @@ def serve(
     except UsageError as error:
         typer.echo(f"diloco-broker: {error}", err=True)
         raise typer.Exit(2) from None
+    if model and broker.resumes:
+        logging.getLogger("diloco.broker").warning(
+            "--model %s is not used: the run in %s goes on. (--resume none begins afresh.)",
+            model,
+            save_dir if resume == "auto" else resume,
+        )
     _end_on_signals(broker)
     typer.echo(f"control {broker.address}")
     typer.echo(f"feed {broker.feed_address}")

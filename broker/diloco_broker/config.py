@@ -23,6 +23,7 @@ MERGES = ("alpha", "rebase")
 WEIGHTS = ("equal", "tokens", "samples")
 AGGREGATES = ("mean", "clip-median-norm")
 LATES = ("carry", "drop")
+RECOVERIES = ("adopt", "rewind")
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,25 @@ class BrokerConfig:
         late: "carry" late work into the next round of its fragment, or "drop" it.
         staging_slots: submissions on their way at a time in asynchronous mode.
         staging_deadline: seconds without progress after which one of these loses its slot.
+        save_dir: folder for checkpoints; None: nothing is saved.
+        save_every: rounds (applications, in asynchronous mode) between two checkpoints.
+        keep: how many checkpoints are kept.
+        durable: save each version before anybody is told of it; needs `save_dir`, `save_every` 1.
+        resume: "auto" (go on from the newest sound checkpoint in `save_dir`, if there is one), "none",
+            or the path of a checkpoint or of a folder of them.
+        recover: "adopt" newer versions that workers hold, or "rewind" to the checkpoint.
+        audit: file that a line of JSON is appended to for each version: what it contains.
         wire_dtype: dtype of pseudo-gradients on the way up: fp32, bf16 or fp16.
         reply_dtype: dtype of parameters on the way down: fp32, bf16 or fp16.
         bind: address of the control socket; port 0 or * picks a free one.
         feed: address of the status feed; likewise.
         heartbeat_timeout: seconds of silence after which a worker counts as dead; 0 = never.
+        stall_timeout: seconds for which a worker may train without a step before the others no longer
+            wait for it; 0 = for ever.
         disconnect_grace: seconds that a worker whose connection broke has to come back.
-        recover_wait: seconds that a broker without parameters waits for all `workers` when one of
-            them holds a version of an earlier run; then the newest is taken.
+        recover_wait: seconds that a broker which lost its memory waits for the workers it knows: those
+            of the checkpoint, or without one all `workers` when one of them holds a version of an
+            earlier run. Then the newest version is taken.
         insecure: allow an address that is not loopback although anyone who reaches it can join.
         chunk_elements: elements of a chunk on the wire; not an option of the command line, since
             smaller chunks are slower and larger ones are refused by the frame limits.
@@ -108,11 +120,19 @@ class BrokerConfig:
     late: str = "carry"
     staging_slots: int = 2
     staging_deadline: float = 30.0
+    save_dir: str | None = None
+    save_every: int = 1
+    keep: int = 3
+    durable: bool = False
+    resume: str = "auto"
+    recover: str = "adopt"
+    audit: str | None = None
     wire_dtype: str = "bf16"
     reply_dtype: str = "fp32"
     bind: str = DEFAULT_BIND
     feed: str = DEFAULT_FEED
     heartbeat_timeout: float = 120.0
+    stall_timeout: float = 600.0
     disconnect_grace: float = 1.0
     recover_wait: float = 10.0
     insecure: bool = False
@@ -125,6 +145,7 @@ class BrokerConfig:
         else:
             self._check_sync()
         self._check_rounds()
+        self._check_saving()
         self._check_fragments()
         self._check_outer()
         for name in ("bind", "feed"):
@@ -202,10 +223,16 @@ class BrokerConfig:
                 _require(
                     whole and value >= lowest, name, value, f"a whole number, at least {lowest}"
                 )
-        for name in ("nesterov", "dylu", "deterministic", "insecure"):
+        for name in ("nesterov", "dylu", "deterministic", "durable", "insecure"):
             value = getattr(self, name)
             _require(isinstance(value, bool), name, repr(value), "True or False")
-        for name in ("heartbeat_timeout", "disconnect_grace", "recover_wait", "grace"):
+        for name in (
+            "heartbeat_timeout",
+            "stall_timeout",
+            "disconnect_grace",
+            "recover_wait",
+            "grace",
+        ):
             value = getattr(self, name)
             _require(_finite(value) and value >= 0, name, value, "a finite number, at least 0")
         for name in ("outer_lr", "staging_deadline"):
@@ -239,6 +266,20 @@ class BrokerConfig:
                 self.quorum,
                 f"at least --min-workers, which is {self.min_workers}",
             )
+
+    def _check_saving(self) -> None:
+        _require(
+            not self.durable or self.save_dir is not None,
+            "durable",
+            self.durable,
+            "left out where nothing is saved; give --save-dir DIR",
+        )
+        _require(
+            not self.durable or self.save_every == 1,
+            "save_every",
+            self.save_every,
+            "1 with --durable, which saves each version",
+        )
 
     def _check_fragments(self) -> None:
         pieces, steps, delay = self.num_fragments, self.sync_every, self.fragment_sync_delay
@@ -394,6 +435,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "weight_by": WEIGHTS,
     "aggregate": AGGREGATES,
     "late": LATES,
+    "recover": RECOVERIES,
 }
 
 # Lowest values of whole numbers.
@@ -409,6 +451,8 @@ _COUNTS = {
     "dylu_min_steps": 1,
     "quorum": 1,
     "staging_slots": 1,
+    "save_every": 1,
+    "keep": 1,
     "chunk_elements": 1,
 }
 _MAY_BE_SILENT = {"fragment_max_delay", "dn_buffer", "max_staleness", "dylu_min_steps", "quorum"}

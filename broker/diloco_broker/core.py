@@ -5,11 +5,13 @@ handed in. The rules stand where they belong, as functions over one `State`:
 
     joining       who comes, comes back, leaves, dies       membership  the records of it
     providing     where the first parameters come from      bootstrap
+    recovering    a run that exists goes on
     pushing       what is checked of a push and its chunks  granting    what it is answered
     sequence      opening, closing, releasing rounds        transfer    versions, readers, credits
     streaming     a round that adds up chunks as they come  rounds      its books
     staged        a round over whole submissions            staging     its books
     asynchronous  no rounds: each submission by itself
+    controlling   what operators ask for
     dylu          how many steps for whom
 
 A message that cannot be accepted raises ProtocolError before anything has changed; its sender gets the
@@ -21,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from diloco_broker import joining, providing, pushing, sequence
-from diloco_broker.bootstrap import Bootstrap, InitialModel
+from diloco_broker import controlling, joining, providing, pushing, recovering, sequence
+from diloco_broker.bootstrap import Bootstrap, InitialModel, Resumption
 from diloco_broker.config import BrokerConfig
 from diloco_broker.events import (
     Effect,
@@ -38,6 +40,8 @@ from diloco_broker.events import (
     PlaceRefused,
     Received,
     Route,
+    Saved,
+    SaveFailed,
     Send,
     Stepped,
     Stop,
@@ -64,8 +68,6 @@ from diloco_protocol.messages import (
     Purpose,
     Push,
     Rejoin,
-    Result,
-    to_plain,
 )
 
 # What a refusal may be worth trying again for.
@@ -80,6 +82,7 @@ class Core:
         draw: returns an unpredictable number below 2**64.
         now: seconds of a monotonic clock, as in every later call.
         initial: names and shapes of the parameters the broker was given, if it was.
+        resumption: what a checkpoint has, if the broker goes on from one; comes before `initial`.
     """
 
     def __init__(
@@ -88,8 +91,11 @@ class Core:
         draw: Callable[[], int],
         now: float,
         initial: InitialModel | None = None,
+        resumption: Resumption | None = None,
     ) -> None:
         self.state = State(config, draw, now, f"{draw():016x}", Bootstrap(initial))
+        if resumption is not None:
+            recovering.resume(self.state, resumption)
 
     def may_end(self) -> bool:
         """True when the broker is stopping and no closing round is unfinished."""
@@ -125,10 +131,14 @@ class Core:
                 return list(providing.placed(state, event))
             case PlaceRefused():
                 return list(providing.place_refused(state, event))
+            case Saved():
+                return list(sequence.saved(state, event))
+            case SaveFailed():
+                return list(sequence.save_failed(state, event))
             case PeerGone(route):
                 return list(joining.peer_gone(state, route, now))
-            case Tick():
-                return list(joining.look_after(state, now))
+            case Tick(lost):
+                return list(joining.look_after(state, now, lost))
             case Stop(reason):
                 return list(self._stop(reason))
 
@@ -150,14 +160,8 @@ class Core:
                 member.last_seen = now
                 member.disconnected_at = None
                 yield from self._of_member(member, route, message, payload)
-            case Control(action="manifest"):
-                yield from self._manifest(route, message)
             case Control():
-                text = (
-                    f"This broker knows no control action {message.action!r:.60}; it knows "
-                    "status and manifest."
-                )
-                yield Send(route, Result(message.request, False, text))
+                yield from controlling.control(self.state, route, message)
             case _:
                 raise ProtocolError(
                     Code.NOT_ALLOWED, f"A {message.kind} message goes from the broker to others."
@@ -169,7 +173,7 @@ class Core:
         state = self.state
         match message:
             case Heartbeat():
-                member.hears(message)
+                yield from joining.beat(state, member, message)
                 number = state.round.number if state.round else 0
                 steps = state.sync_every_of(member) if state.config.dylu else None
                 yield Send(route, Notice("alive", round=number, sync_every=steps))
@@ -267,21 +271,6 @@ class Core:
         yield from self.state.shelf.pull(reader, pull.fragment, pull.after, held)
         yield from self.state.shelf.add_credit(reader, pull.credit)
 
-    def _manifest(self, route: Route, control: Control) -> Iterator[Effect]:
-        manifest = self.state.bootstrap.manifest
-        if manifest is None:
-            text = "The broker has no model yet; the first worker that joins brings it."
-            yield Send(route, Result(control.request, False, text))
-            return
-        plan = self.state.bootstrap.plan if self.state.config.num_fragments > 1 else ()
-        data = {
-            "manifest": to_plain(manifest),
-            "config": to_plain(self.state.run_config),
-            "plan": list(plan),
-        }
-        text = f"The model has {manifest.trainable_elements} trainable parameters."
-        yield Send(route, Result(control.request, True, text, data))
-
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance; for tests."""
         state = self.state
@@ -295,6 +284,7 @@ class Core:
             assert state.round.expected <= ids, "a round waits for somebody who is not here"
         making = state.shelf.stocks[state.round.fragment].making
         assert (making is not None) == (state.round.phase is Phase.CLOSING)
+        assert state.made is None or (state.made.ended is state.round and making is not None)
         counters = [s.version.counter for s in state.shelf.stocks[:-1] if s.version]
         assert state.round.number == sum(counters), "round number and versions disagree"
         for reader in state.shelf.readers.values():

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_protocol.messages import Message
+from diloco_protocol.chunks import Bitmap
+from diloco_protocol.messages import Message, Push
+from diloco_protocol.version import VersionId
 
 Route = bytes
 
@@ -104,8 +106,26 @@ class PlaceRefused:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A checkpoint is on the disk; `number` is that of the round that came next."""
+
+    number: int
+    path: str
+
+
+@dataclass(frozen=True)
+class SaveFailed:
+    """A checkpoint could not be written; those that were there are untouched."""
+
+    number: int
+    error: str
+
+
+@dataclass(frozen=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed. `lost`: a connection was closed since the last one, nobody knows whose."""
+
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +146,8 @@ Event = (
     | Stepped
     | Placed
     | PlaceRefused
+    | Saved
+    | SaveFailed
     | Tick
     | Stop
 )
@@ -272,6 +294,51 @@ class DropPlaces:
 
 
 @dataclass(frozen=True)
+class AuditedPush:
+    """What a version counts of a push: these chunks, which no version before it has."""
+
+    worker_id: str
+    push: Push
+    chunks: Bitmap
+    weight: float
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Write down what a version contains, before anybody is told of it.
+
+    `after` is the version that it was made from, None for the first.
+    """
+
+    version: VersionId
+    after: VersionId | None
+    fragment: int
+    round: int
+    pushes: tuple[AuditedPush, ...] = ()
+
+
+@dataclass(frozen=True)
+class ForgetBuffer:
+    """Throw away the gradients that the outer optimizer has collected of a fragment."""
+
+    fragment: int
+
+
+@dataclass(frozen=True)
+class Revert:
+    """Put a fragment back to what the checkpoint has: what was placed over it was abandoned."""
+
+    fragment: int
+
+
+@dataclass(frozen=True)
+class Save:
+    """Write a checkpoint of how things stand now; `number` is the coming round's."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Log:
     """Tell people: the log and the event list of the feed. Level: info, warning or error."""
 
@@ -280,4 +347,4 @@ class Log:
 
 
 Work = Fold | Step | Inspect | Merge | Place
-Effect = Send | Work | DropPlaces | Log
+Effect = Send | Work | DropPlaces | Revert | ForgetBuffer | Save | Audit | Log

@@ -160,6 +160,16 @@ def _snapshot(
             "bytes_down": state.shelf.bytes_down,
             "deaths": state.totals.deaths,
         },
+        "checkpoint": {
+            "folder": config.save_dir,
+            "round": state.saving.number,
+            "age_s": None
+            if state.saving.saved_at is None
+            else round(now - state.saving.saved_at, 3),
+            "error": state.saving.error,
+        }
+        if config.save_dir is not None
+        else None,
         "last_round": {
             "number": report.number,
             "seconds": round(report.seconds, 3),
@@ -221,7 +231,15 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
         "host": member.host,
         "pid": member.pid,
         "state": member.state,
-        "health": "lost" if lost else "slow" if silent > SLOW_AFTER_S else "ok",
+        "health": (
+            "lost"
+            if lost
+            else "stalled"
+            if member.is_stalled
+            else "slow"
+            if silent > SLOW_AFTER_S
+            else "ok"
+        ),
         "round": member.last_round,
         "inner_step": member.inner_step,
         "sync_every": state.sync_every_of(member),

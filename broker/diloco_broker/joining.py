@@ -14,7 +14,7 @@ from diloco_protocol.codecs import WIRE_DTYPES
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.manifest import Manifest, differences, summarise
-from diloco_protocol.messages import Error, Join, Notice, Welcome
+from diloco_protocol.messages import Error, Heartbeat, Join, Notice, Welcome
 
 MAX_ID_LENGTH = 64
 Scalar = str | int | float | None
@@ -22,6 +22,8 @@ MAX_HOST_LENGTH = 255
 MAX_EXTRA_LENGTH = 2000  # as text: it is published once a second for each worker
 # A worker that was silent for so long is sent a word, so that a broken connection shows itself.
 PROBE_AFTER_S = 1.0
+# When a connection was closed, each worker is sent a word to find out whose; so many at a time.
+PROBES_A_TICK = 64
 # Observers send no heartbeats; one that is gone is found out by sending it a word now and then.
 PROBE_OBSERVERS_S = 10.0
 # How long the answer to "are you alive?" counts when another worker asks for the same id.
@@ -82,15 +84,17 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
 
 def _run_is_settled(state: State) -> bool:
     """False while a worker that started afresh gives parameters: an older run may still turn up."""
-    donor = state.members.named(state.bootstrap.donor or "")
-    return state.bootstrap.is_done or (donor is not None and any(donor.versions))
+    boot = state.bootstrap
+    donor = state.members.named(boot.donor or "")
+    return boot.is_done or bool(boot.restored) or (donor is not None and any(donor.versions))
 
 
 def _first_round(state: State, member: Member) -> int:
     """The first round expected of this worker; it is entered in the open one where that waits."""
     round_ = state.round
     if round_ is None:
-        return 0
+        # At least: an estimate that is too high would make the worker leave rounds out.
+        return state.bootstrap.resumed_number or 0
     if state.config.is_async:
         return round_.number  # it says only which fragment to begin with
     if round_.below_floor:
@@ -174,12 +178,15 @@ def _plan(state: State, manifest: Manifest) -> tuple[int, ...]:
 
 def _check_manifest(state: State, manifest: Manifest) -> None:
     boot = state.bootstrap
-    nobody_yet = not len(state.members) and not boot.is_done and not boot.is_loading
+    nobody_yet = (
+        not len(state.members) and not boot.is_done and not boot.is_loading and not boot.restored
+    )
     if boot.manifest is not None and boot.manifest != manifest and not nobody_yet:
         clauses = differences(boot.manifest, manifest)
+        source = f" (it goes on from {boot.source})" if boot.source else ""
         raise ProtocolError(
             Code.MODEL_DIFFERS,
-            f"The worker's model differs from the run's: {summarise(clauses)}.",
+            f"The worker's model differs from the run's{source}: {summarise(clauses)}.",
         )
     clauses = boot.mismatches(manifest)
     if clauses:
@@ -239,8 +246,33 @@ def peer_gone(state: State, route: Route, now: float) -> Iterator[Effect]:
         yield Log("info", f"A connection of {member.worker_id} broke.")
 
 
-def look_after(state: State, now: float) -> Iterator[Effect]:
+def beat(state: State, member: Member, beat: Heartbeat) -> Iterator[Effect]:
+    """A sign of life, with the step count: a training loop that hangs shows in it."""
+    member.hears(beat, state.now)
+    limit = state.config.stall_timeout
+    if member.is_stalled and member.moved_at == state.now:
+        member.is_stalled = False
+        yield Log("info", f"{member.worker_id} trains again, at step {member.step}.")
+        yield from sequence.stirs(state)
+    elif limit and not member.is_stalled and member.stood_still() > limit:
+        member.is_stalled = True
+        yield Log(
+            "warning",
+            f"{member.worker_id} has stood at step {member.step} for {member.stood_still():.0f} s "
+            "though it sends heartbeats; the others do not wait for it until it goes on.",
+        )
+        yield from sequence.stall(state, member.worker_id)
+
+
+def look_after(state: State, now: float, lost: bool) -> Iterator[Effect]:
     """Time has passed: who is dead, who should be tried?"""
+    if lost:
+        state.to_probe = [m.worker_id for m in state.members if m.disconnected_at is None]
+    for name in state.to_probe[:PROBES_A_TICK]:
+        found = state.members.named(name)
+        if found is not None:
+            yield Send(found.control, Notice("alive"))
+    del state.to_probe[:PROBES_A_TICK]
     timeout = state.config.heartbeat_timeout
     for member in state.members:
         silent = now - member.last_seen

@@ -17,45 +17,47 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-import zmq
 from torch import Tensor
 
+from diloco_broker.audit import AuditLog
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
 from diloco_broker.events import (
+    Audit,
     DropPlaces,
     Event,
     Fold,
-    Folded,
-    FoldRefused,
+    ForgetBuffer,
     Inspect,
-    Inspected,
-    InspectRefused,
     Log,
     Malformed,
     Merge,
     PeerGone,
     Place,
-    Placed,
-    PlaceRefused,
     Received,
+    Revert,
+    Save,
+    Saved,
+    SaveFailed,
     Send,
     Step,
-    Stepped,
     Stop,
     Tick,
-    Work,
 )
 from diloco_broker.feed import TOPIC, EventLog, LoopFigures, snapshot
 from diloco_broker.model_file import check_state_dict, describe
 from diloco_broker.outer import make_outer
-from diloco_broker.parameters import Parameters
+from diloco_broker.rounds import Phase
+from diloco_broker.saving import Saver, image_of, newest_image, next_life
+from diloco_broker.sockets import LINGER_MS, Sockets
 from diloco_broker.torch_outer import OuterOptimizerFactory
-from diloco_protocol.errors import Code, ProtocolError, UsageError
-from diloco_protocol.frames import MAX_FRAME_BYTES, MAX_FRAMES, pack, unpack
+from diloco_broker.workbench import Workbench
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.frames import MAX_FRAMES, pack, unpack
 from diloco_protocol.messages import Control, Notice, Result
 
 logger = logging.getLogger("diloco.broker")
@@ -67,8 +69,9 @@ WORK_SLICE_S = 0.002
 TICK_S = 0.1
 FEED_EVERY_S = 1.0
 # How long a stop may take: to finish a closing round, and to get the last messages out.
-STOP_WITHIN_S = 8.0
-LINGER_MS = 1000
+STOP_WITHIN_S = 5.0
+# How long the last checkpoint may take after that.
+SAVE_WITHIN_S = 60.0
 
 
 class Broker:
@@ -96,25 +99,26 @@ class Broker:
         outer_optimizer_factory: OuterOptimizerFactory | None = None,
     ) -> None:
         self.config = config
-        self._outer = make_outer(config, outer_optimizer_factory)
         self._initial = None if initial is None else check_state_dict(initial, "initial")
-        self._context = zmq.Context()
-        try:
-            self._router = _bind(self._context, zmq.ROUTER, config.bind, "bind")
-            self._pub = _bind(self._context, zmq.PUB, config.feed, "feed")
-        except UsageError:
-            self._context.destroy(linger=0)
-            raise
-        self.address = self._router.get_string(zmq.LAST_ENDPOINT)
-        self.feed_address = self._pub.get_string(zmq.LAST_ENDPOINT)
+        image = newest_image(config, has_own_optimizer=outer_optimizer_factory is not None)
+        self._life = next_life(config)
+        outer = make_outer(config, outer_optimizer_factory)
+        self._workbench = Workbench(config, outer, self._initial, image)
         self._core = Core(
-            config, lambda: secrets.randbits(64), time.monotonic(), describe(self._initial)
+            config,
+            lambda: secrets.randbits(64),
+            time.monotonic(),
+            describe(self._initial),
+            self._workbench.resumption,
         )
-        self._core.state.feed_address = self.feed_address
-        self._core.state.has_own_optimizer = outer_optimizer_factory is not None
+        state = self._core.state
+        self._audit = AuditLog(Path(config.audit), state.epoch) if config.audit else None
+        self._sockets = Sockets(config.bind, config.feed)
+        self.address, self.feed_address = self._sockets.address, self._sockets.feed_address
+        state.feed_address = self.feed_address
+        state.has_own_optimizer = outer_optimizer_factory is not None
+        self._saver: Saver | None = None
         self._failure: Exception | None = None
-        self._parameters: Parameters | None = None
-        self._work: deque[Work] = deque()
         self._events = EventLog()
         self._stop_reason: str | None = None
         self._thread: threading.Thread | None = None
@@ -139,6 +143,7 @@ class Broker:
                     logger.warning("The closing round could not be finished in time.")
                     break
                 self._turn()
+            self._save_the_last()
             self._publish(time.monotonic())
         except Exception as error:
             self._failure = error
@@ -165,6 +170,11 @@ class Broker:
         with contextlib.suppress(Exception):  # `stop` raises it where somebody can catch it
             self.run()
 
+    @property
+    def resumes(self) -> bool:
+        """Does the broker go on from a checkpoint?"""
+        return self._core.state.is_resumed
+
     def request_stop(self, reason: str = "it was asked to") -> None:
         """Ask `run()` to end in an orderly way; returns at once, fit for a signal handler."""
         self._stop_reason = self._stop_reason or reason
@@ -190,7 +200,11 @@ class Broker:
         """Close the sockets. `run()` does it; needed only for a broker that never ran."""
         if not self._is_closed:
             self._is_closed = True
-            self._context.destroy(linger=LINGER_MS)
+            if self._saver is not None:
+                self._saver.close()
+            if self._audit is not None:
+                self._audit.close()
+            self._sockets.close()
 
     def __enter__(self) -> Broker:
         return self.start()
@@ -202,20 +216,20 @@ class Broker:
 
     def _turn(self) -> None:
         now = time.monotonic()
-        timeout_s = 0.0 if self._work else max(0.0, min(self._next_tick, self._next_feed) - now)
-        if self._router.poll(int(timeout_s * 1000) + (timeout_s > 0), zmq.POLLIN):
-            began = time.thread_time()
+        timeout_s = 0.0 if self._workbench else min(self._next_tick, self._next_feed) - now
+        has_messages = self._sockets.wait(timeout_s)
+        began = time.thread_time()
+        if has_messages:
             self._receive()
-        else:
-            began = time.thread_time()
+        self._report_saves()
         until = time.perf_counter() + WORK_SLICE_S
-        while self._work and time.perf_counter() < until:
-            for event in self._carry_out(self._work.popleft()):
+        while self._workbench and time.perf_counter() < until:
+            for event in self._workbench.do_one(self._core.state.bootstrap.layout):
                 self._feed_core(event)
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
-            self._feed_core(Tick())
+            self._feed_core(Tick(self._sockets.lost_a_connection()))
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
             self._publish(now)
@@ -225,10 +239,10 @@ class Broker:
         """Take in what is there, for as long as one slice of work may last."""
         until = time.perf_counter() + WORK_SLICE_S
         for _ in range(MESSAGES_A_TURN):
-            try:
-                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
+            message = self._sockets.receive()
+            if message is None:
                 return
+            route, *frames = message
             self._take(route.bytes, [frame.buffer for frame in frames[: MAX_FRAMES + 1]])
             if time.perf_counter() > until:
                 return
@@ -263,61 +277,64 @@ class Broker:
                         if effect.level != "debug":
                             self._events.add(effect, now)
                     case Fold() | Step() | Inspect() | Merge() | Place():
-                        self._work.append(effect)
+                        self._workbench.add(effect)
+                    case Save(number):
+                        self._save(number)
+                    case Audit():
+                        self._write_audit(effect)
+                    case Revert(fragment):
+                        self._workbench.revert(fragment)
+                    case ForgetBuffer(fragment):
+                        layout = self._core.state.bootstrap.layout
+                        self._workbench.tensors(layout).forget_buffer(fragment)
                     case DropPlaces():
-                        kept = (work for work in self._work if not isinstance(work, Place))
-                        self._work = deque(kept)
+                        self._workbench.drop_places()
 
     def _send(self, effect: Send) -> bool:
         """False when the connection does not exist any more."""
         frames = pack(effect.message, effect.payload)
-        try:
-            self._router.send(effect.route, zmq.SNDMORE | zmq.NOBLOCK)
-            for frame in frames[:-1]:
-                self._router.send(frame, zmq.SNDMORE)
-            # Chunks are never written again, so they are sent from where they lie.
-            self._router.send(frames[-1], copy=effect.payload is None)
-        except (zmq.Again, zmq.ZMQError):
-            return False
-        return True
+        # Chunks are never written again, so they are sent from where they lie.
+        return self._sockets.send(effect.route, frames, copy=effect.payload is None)
 
-    def _carry_out(self, work: Work) -> list[Event]:
-        """One piece of tensor work; of whole-tensor steps only the last chunk has results: all."""
-        tensors = self._tensors()
-        match work:
-            case Fold(fragment, index, _, _, weight, payload):
-                is_in = tensors.fold(fragment, index, payload, weight)
-                return [Folded(work) if is_in else FoldRefused(work)]
-            case Inspect(fragment, index, _, _, dtype, payload):
-                squares = tensors.inspect(fragment, index, payload, dtype)
-                return [InspectRefused(work) if squares is None else Inspected(work, squares)]
-            case Step(fragment, index, weight, count):
-                done = tensors.step(fragment, index, weight, count)
-                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
-            case Merge(fragment, index, groups, count):
-                done = tensors.merge(fragment, index, groups, count)
-                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
-            case Place(fragment, index, payload):
-                wire = tensors.place(fragment, index, payload)
-                return [PlaceRefused(work) if wire is None else Placed(work, wire)]
+    def _write_audit(self, audit: Audit) -> None:
+        if self._audit is not None:
+            try:
+                self._audit.add(audit)
+            except OSError as error:
+                text = f"The audit log {self.config.audit} cannot be written: {error.strerror}."
+                logger.error(text)
+                self._events.add(Log("error", text), time.monotonic())
 
-    def _tensors(self) -> Parameters:
-        """The tensors of the run's model; anew where another model took its place before the start."""
-        layout = self._core.state.bootstrap.layout
-        assert layout is not None
-        if self._parameters is None or self._parameters.layout is not layout:
-            config = self.config
-            self._parameters = Parameters(
-                layout,
-                self._outer,
-                wire=config.wire_dtype,
-                reply=config.reply_dtype,
-                aggregate=config.aggregate,
-                share=1 / config.workers if config.is_async else 1.0,
-                is_round=not config.is_async,
-                initial=self._initial,
-            )
-        return self._parameters
+    # Checkpoints.
+
+    def _save(self, number: int) -> None:
+        """Hand what there is now to the helper thread."""
+        if self._saver is None:
+            assert self.config.save_dir is not None
+            folder = Path(self.config.save_dir)
+            self._saver = Saver(folder, self.config.keep, self._sockets.wake)
+        tensors = self._workbench.tensors(self._core.state.bootstrap.layout)
+        self._saver.save(image_of(self._core.state, tensors, number, self._life))
+
+    def _report_saves(self) -> None:
+        while self._saver is not None and self._saver.outcomes:
+            done = self._saver.outcomes.popleft()
+            if done.error is None:
+                self._feed_core(Saved(done.number, str(done.path)))
+            else:
+                self._feed_core(SaveFailed(done.number, done.error))
+
+    def _save_the_last(self) -> None:
+        """At an orderly end: write what the last checkpoint lacks, and wait for it."""
+        state = self._core.state
+        if self.config.save_dir is None or state.round is None:
+            return
+        if state.round.phase is Phase.OPEN and state.saving.number != state.round.number:
+            self._save(state.round.number)
+        if self._saver is not None:
+            if not self._saver.finish(SAVE_WITHIN_S):
+                logger.error("The last checkpoint was not written within %g s.", SAVE_WITHIN_S)
+            self._report_saves()
 
     # Showing itself.
 
@@ -329,39 +346,15 @@ class Broker:
     def _publish(self, now: float) -> None:
         self._sequence += 1
         line = json.dumps(self._snapshot(now), allow_nan=False)
-        self._pub.send(TOPIC + line.encode())
-        if self._initial is not None and self._core.state.bootstrap.is_done:
-            # The run has its own copy now.
+        self._sockets.publish(TOPIC + line.encode())
+        if self._core.state.bootstrap.is_done:
             self._initial = None
-            self._tensors().forget_initial()
+            self._workbench.forget_sources()
         self._longest_turn_s = 0.0
 
     def _snapshot(self, now: float) -> dict[str, Any]:
         figures = LoopFigures(self.address, self._longest_turn_s, time.thread_time(), _rss_bytes())
         return snapshot(self._core.state, self._events, figures, self._sequence, now)
-
-
-def _bind(context: zmq.Context[Any], kind: int, address: str, option: str) -> zmq.Socket[Any]:
-    socket: zmq.Socket[Any] = context.socket(kind)
-    socket.linger = LINGER_MS
-    if kind == zmq.ROUTER:
-        # Without it a message to a peer that is gone or full is dropped in silence.
-        socket.set(zmq.ROUTER_MANDATORY, 1)
-        socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    try:
-        scheme, _, rest = address.partition("://")
-        host, _, port = rest.rpartition(":")
-        host = "127.0.0.1" if host == "localhost" else host  # ZeroMQ resolves no names to bind to
-        socket.ipv6 = host.startswith("[")
-        socket.bind(f"{scheme}://{host}:{'*' if port == '0' else port}")
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        if error.errno == zmq.EADDRINUSE:
-            why = "something else listens there; stop it or choose another port (* picks one)"
-        else:
-            why = str(error)
-        raise UsageError(f"--{option} {address} cannot be bound: {why}.") from None
-    return socket
 
 
 def _rss_bytes() -> int:

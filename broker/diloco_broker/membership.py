@@ -40,6 +40,9 @@ class Member:
     disconnected_at: float | None = None
     contested_at: float | None = None  # when another worker asked for this id
     probed_at: float = 0.0
+    moved_at: float = 0.0
+    beat_at: float = 0.0
+    is_stalled: bool = False
     step: int = 0
     inner_step: int = 0
     state: str = "joining"
@@ -53,7 +56,10 @@ class Member:
     staleness: int = 0
     last_round: int | None = None
 
-    def hears(self, beat: Heartbeat) -> None:
+    def hears(self, beat: Heartbeat, now: float) -> None:
+        if beat.step != self.step or beat.state != "training":
+            self.moved_at = now
+        self.beat_at = now
         self.step = beat.step
         self.inner_step = beat.inner_step
         self.state = beat.state[:MAX_STATE_LENGTH]
@@ -61,6 +67,10 @@ class Member:
         self.speed = averaged(self.speed, beat.steps_per_s)
         self.loss = beat.loss if beat.loss is not None else self.loss
         self.tokens = max(self.tokens, beat.tokens)
+
+    def stood_still(self) -> float:
+        """Seconds without a step while it said that it trains, as of its last heartbeat."""
+        return self.beat_at - self.moved_at
 
     def begins(self, push: Push, number: int | None) -> None:
         """A push of this worker is taken in, for round `number` where there are common rounds."""
@@ -110,6 +120,8 @@ class Membership:
             extra=join.extra,
             versions=join.versions,
             probed_at=now,
+            moved_at=now,
+            beat_at=now,
         )
         self._by_session[session] = member
         self._by_id[join.worker_id] = member

@@ -150,6 +150,10 @@ class Parameters:
         gradients = (self._staged.gradient(span, parts) for parts in groups)
         return self._advance(fragment, index, gradients, count)
 
+    def wires(self, fragment: int) -> list[Any]:
+        """The fragment's chunks as they are sent."""
+        return [self._done(fragment, s, False).wire for s in self._layouts[fragment].spans]
+
     def masters(self, fragment: int) -> list[Tensor | None]:
         """The fragment's chunks, fp32 and int64; None where not placed. They never change."""
         return list(self._masters[fragment])
@@ -184,6 +188,12 @@ class Parameters:
             self._make_whole(fragment, index)
         if optimizer_state is not None:
             self._wholes[fragment].load_state_dict(optimizer_state)
+
+    def forget_buffer(self, fragment: int) -> None:
+        """Throw away the gradients that the outer optimizer has collected of a fragment."""
+        for index, state in enumerate(self._states[fragment]):
+            kept = {name: tensor for name, tensor in state.items() if name != DELAYED}
+            self._states[fragment][index] = kept
 
     def _advance(
         self, fragment: int, index: int, gradients: Iterable[Tensor | None], count: int

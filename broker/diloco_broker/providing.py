@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco_broker import sequence
-from diloco_broker.bootstrap import Intake
-from diloco_broker.events import DropPlaces, Effect, Log, Place, Placed, PlaceRefused, Send
+from diloco_broker import recovering, sequence
+from diloco_broker.bootstrap import Bootstrap, Intake
+from diloco_broker.events import (
+    Audit,
+    DropPlaces,
+    Effect,
+    Log,
+    Place,
+    Placed,
+    PlaceRefused,
+    Revert,
+    Save,
+    Send,
+)
 from diloco_broker.membership import Member
 from diloco_broker.state import State
 from diloco_broker.transfer import Upload, upload_window
@@ -23,40 +34,35 @@ DONOR_PATIENCE_S = 30.0
 
 
 def seek(state: State) -> Iterator[Effect]:
-    """Get parameters if there are none: from the model file, else from a worker.
-
-    Workers that hold a version are those of a broker that died. They come back within seconds of each
-    other, so the broker waits for all of them, or `recover_wait`, and takes the newest.
-    """
+    """Get parameters if there are none: of a run that exists, else the model file's, else a worker's."""
     boot = state.bootstrap
     if boot.is_done or boot.is_loading or boot.manifest is None:
         return
-    holders = [member for member in state.members if any(member.versions)]
-    if boot.initial is not None and not holders:
-        yield from _load_file(state)
-        return
     donor = state.members.named(boot.donor or "")
-    if donor is None:
+    if donor is not None:
+        yield from ask(state, donor)
+    elif recovering.is_called_for(state):
+        yield from recovering.seek(state)
+    elif boot.initial is not None:
+        yield from _load_file(state)
+    else:
         donor = boot.choose_donor(state.members)
-        if donor is None:
-            return
-        if holders and len(state.members) < state.config.workers:
-            if boot.offered_at is None:
-                boot.offered_at = state.now
-                yield Log("info", f"{holders[0].worker_id} holds a version of an earlier run.")
-            if state.now - boot.offered_at < state.config.recover_wait:
-                return
-        boot.donor, boot.progress_at = donor.worker_id, state.now
-        instead = ", not the model file's" if boot.initial is not None else ""
-        yield Log("info", f"Asking {donor.worker_id} for its parameters{instead}.")
-    elif state.now - boot.progress_at > DONOR_PATIENCE_S:
+        if donor is not None:
+            boot.ask(donor, boot.all_fragments, state.now)
+            yield Log("info", f"Asking {donor.worker_id} for its parameters.")
+            yield from ask(state, donor)
+
+
+def ask(state: State, donor: Member) -> Iterator[Effect]:
+    """Ask the donor for what is needed; again on a new connection, another one if it is silent."""
+    boot = state.bootstrap
+    if state.now - boot.progress_at > DONOR_PATIENCE_S:
         yield Log("warning", f"{donor.worker_id} sends no parameters; asking another worker.")
         yield from reject_donor(state, donor)
-        return
-    if boot.asked != donor.session:
+    elif boot.asked != donor.session:
         boot.asked = donor.session
-        for fragment in boot.needed():
-            text = "The broker has no parameters yet; send yours."
+        for fragment in boot.wanted:
+            text = "The broker needs the parameters of this worker; send them."
             yield Send(donor.control, Notice("donate", text, fragment))
 
 
@@ -64,6 +70,7 @@ def _load_file(state: State) -> Iterator[Effect]:
     boot = state.bootstrap
     boot.is_loading = True
     boot.run = f"{state.draw():016x}"
+    boot.wanted = boot.all_fragments
     for stock in state.shelf.stocks:
         chunks = stock.layout.chunks
         if chunks:
@@ -83,9 +90,14 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
             f"Parameters of {member.worker_id} are not wanted: the run has others.",
         )
     _check_provenance(push)
+    if push.fragment not in boot.wanted:
+        raise ProtocolError(
+            Code.NOT_ALLOWED, f"Fragment {push.fragment} is not wanted: the broker has it."
+        )
     run = push.base.run if push.base else boot.run
     if boot.run is not None and boot.run != run:
         raise ProtocolError(Code.BAD_PUSH, "The fragments donated are of different runs.")
+    _check_newer(boot, member, push)
     intake = boot.intakes.get(push.fragment)
     if intake is not None and intake.push is not None and intake.push.push_id != push.push_id:
         raise ProtocolError(Code.BAD_PUSH, f"Fragment {push.fragment} is donated already.")
@@ -100,6 +112,19 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
     held = intake.arrived.to_bytes() if intake.arrived else None
     standing = Standing.RESUME if held else Standing.NEW
     yield Send(member.control, Grant(push.push_id, push.fragment, standing, held, window))
+
+
+def _check_newer(boot: Bootstrap, member: Member, push: Push) -> None:
+    """A worker was asked for what it said it holds: no other version takes the place of ours."""
+    if not any(member.versions):
+        return
+    ours = boot.restored.get(push.fragment)
+    if push.base is None or (ours is not None and push.base.counter <= ours.version.counter):
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The broker has fragment {push.fragment} at version {ours.version if ours else None} and "
+            f"was offered {push.base}, which is not newer.",
+        )
 
 
 def _check_provenance(push: Push) -> None:
@@ -136,29 +161,33 @@ def placed(state: State, event: Placed) -> Iterator[Effect]:
         yield Send(donor.control, Ack(work.push_id, work.fragment, (work.index,)))
         donor.uploads[work.fragment].is_void = intake.is_whole
     if boot.is_complete:
-        yield from _begin_run(state, work.worker_id or "the model file")
+        if intake.push is not None and intake.push.base is not None:
+            yield from recovering.adopted(state, work.worker_id)
+        else:
+            yield from _begin_run(state, work.worker_id or "the model file")
 
 
 def _begin_run(state: State, source: str) -> Iterator[Effect]:
     boot = state.bootstrap
     for fragment, intake in boot.intakes.items():
-        ledger = (intake.push.ledger if intake.push else None) or Ledger()
-        state.shelf.install(fragment, intake.version, intake.wires, ledger)
-    boot.finish()
-    counters = [s.version.counter for s in state.shelf.stocks[:-1] if s.version]
-    if any(counters):
-        yield Log(
-            "warning",
-            f"Run {boot.run} goes on with version {', '.join(map(str, counters))} of {source}; the "
-            "state of the outer optimizer (momentum, buffer) is lost.",
-        )
-    else:
-        yield Log("info", f"Run {boot.run} begins with the parameters of {source}.")
+        state.shelf.install(fragment, intake.version, intake.wires, Ledger())
+        yield Audit(intake.version, None, fragment, 0)
+    yield Log("info", f"Run {boot.run} begins with the parameters of {source}.")
+    yield from begin(state, 0, is_new=True)
+
+
+def begin(state: State, number: int, *, is_new: bool) -> Iterator[Effect]:
+    """Every fragment has a version: readers get it, and a round opens.
+
+    Args:
+        is_new: no checkpoint has all of it yet.
+    """
+    state.bootstrap.finish()
     if state.config.is_staged:
         yield Log("info", _room_needed(state))
-    stocks = state.shelf.stocks[:-1]
-    number = sum(stock.version.counter for stock in stocks if stock.version)
     yield from state.shelf.serve_waiting()
+    if is_new and state.config.save_dir is not None:
+        yield Save(number)
     yield from sequence.open_round(state, number)
 
 
@@ -209,6 +238,9 @@ def abandon_donation(state: State) -> Iterator[Effect]:
     if donor is not None:
         for upload in donor.uploads.values():
             upload.is_void = True
+    over = [f for f in state.bootstrap.intakes if f in state.bootstrap.restored]
     state.bootstrap.abandon()
     yield DropPlaces()
+    for fragment in over:
+        yield Revert(fragment)
     yield from seek(state)

@@ -7,14 +7,27 @@ application of one submission (or of those in one grace window), and its fragmen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from diloco_broker import asynchronous, staged, streaming
-from diloco_broker.events import Effect, Log, Send, Stepped
-from diloco_broker.rounds import Counting, Round
+from diloco_broker.events import (
+    Audit,
+    AuditedPush,
+    Effect,
+    Log,
+    Save,
+    Saved,
+    SaveFailed,
+    Send,
+    Stepped,
+)
+from diloco_broker.rounds import Counting, Phase, Round
 from diloco_broker.staging import StagedRound
-from diloco_broker.state import RoundReport, State
+from diloco_broker.state import Made, RoundReport, State
 from diloco_protocol.messages import Push, Rejoin
+
+# How long a release waits before it asks again for a checkpoint that could not be written.
+RETRY_S = 1.0
 
 
 def open_round(state: State, number: int) -> Iterator[Effect]:
@@ -26,7 +39,7 @@ def open_round(state: State, number: int) -> Iterator[Effect]:
         state.round = StagedRound(number, fragment, chunks, 0, set(), state.now)
     else:
         floor = config.workers if state.first_round_pending else config.min_workers
-        expected = {member.worker_id for member in state.members}
+        expected = {member.worker_id for member in state.members if not member.is_stalled}
         if config.is_staged:
             round_ = StagedRound(
                 number,
@@ -81,13 +94,26 @@ def _expect_all(state: State) -> Iterator[Effect]:
     if round_ is None or not round_.below_floor:
         return
     for member in state.members:
-        if member.worker_id not in round_.expected:
+        if member.worker_id not in round_.expected and not member.is_stalled:
             round_.expected.add(member.worker_id)
             if state.config.num_fragments > 1:
                 text = (
                     f"Round {round_.number} lacks workers and needs this one as well; join again."
                 )
                 yield Send(member.control, Rejoin(state.epoch, text))
+
+
+def stall(state: State, worker_id: str) -> Iterator[Effect]:
+    """A worker trains no longer: it is not waited for, what it has sent counts."""
+    if state.round is not None and state.round.phase is Phase.OPEN:
+        state.round.expected.discard(worker_id)
+        yield from _expect_all(state)
+        yield from close_if_due(state)
+
+
+def stirs(state: State) -> Iterator[Effect]:
+    """A stalled worker trains again: it is expected from the next round, at once below the floor."""
+    yield from _expect_all(state)
 
 
 def excuse(state: State, worker_id: str, push: Push) -> Iterator[Effect]:
@@ -101,7 +127,22 @@ def look_after(state: State) -> Iterator[Effect]:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None and state.config.is_async:
         yield from asynchronous.take_back_slots(state)
+    yield from _go_on_with_fewer(state)
+    yield from _save_again(state)
     yield from close_if_due(state)
+
+
+def _go_on_with_fewer(state: State) -> Iterator[Effect]:
+    """After a restart the first round waits for all workers, but not for those that do not return."""
+    round_ = state.round
+    if round_ is None or not (state.is_resumed and state.first_round_pending):
+        return
+    here = [member.joined_at for member in state.members]
+    if here and state.now - min(here) >= state.config.recover_wait > 0:
+        state.first_round_pending = False
+        if round_.floor > state.config.min_workers and len(here) < round_.floor:
+            yield Log("info", f"Going on with {len(here)} of {round_.floor} workers.")
+        round_.floor = min(round_.floor, state.config.min_workers)
 
 
 def stepped(state: State, event: Stepped) -> Iterator[Effect]:
@@ -117,16 +158,75 @@ def stepped(state: State, event: Stepped) -> Iterator[Effect]:
         )
     yield from state.shelf.chunk_ready(event.fragment, event.index, event.wire)
     if round_.stepped.is_full:
-        yield from _release(state, round_)
+        yield from _complete(state, round_)
 
 
-def _release(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
-    """Every chunk has been stepped: the version is whole, the next round opens."""
-    fragment = ended.fragment
-    ledger = state.shelf.stocks[fragment].ledger
-    counting = list(ended.counting())
+def _complete(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
+    """Every chunk has been stepped: the version is whole. A durable run saves it before it is told."""
+    stock = state.shelf.stocks[ended.fragment]
+    assert stock.making is not None
+    counting = tuple(ended.counting())
+    ledger = stock.ledger
+    pushes = []
     for each in counting:
+        before = ledger.standing(each.worker_id, each.push.push_id, each.chunks.size)
+        pushes.append(AuditedPush(each.worker_id, each.push, each.chunks - before, each.weight))
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
+    ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
+    made = Made(ended, counting, ledger)
+    yield Audit(stock.making.version, stock.version, ended.fragment, ended.number, tuple(pushes))
+    if state.config.durable:
+        state.made = made
+        yield Save(ended.number + 1)
+    else:
+        yield from _release(state, made)
+
+
+def saved(state: State, event: Saved) -> Iterator[Effect]:
+    """A checkpoint is on the disk: a version that waited for it is released."""
+    saving, made = state.saving, state.made
+    if saving.error is not None:
+        yield Log("info", f"Checkpoints are written again, to {event.path}.")
+    saving.number, saving.saved_at, saving.error = event.number, state.now, None
+    if made is not None and event.number == made.ended.number + 1:
+        state.made = None
+        yield from _release(state, made)
+
+
+def save_failed(state: State, event: SaveFailed) -> Iterator[Effect]:
+    """A checkpoint could not be written. Training goes on, unless the run is durable: then it waits."""
+    saving = state.saving
+    if state.made is not None:
+        saving.retry_at = state.now + RETRY_S
+        then = "The round waits for it (--durable) and it is tried again"
+    else:
+        then = "Training goes on; it is tried again after the next round"
+    if saving.error != event.error:
+        text = f"The checkpoint before round {event.number} could not be written: {event.error}."
+        yield Log("error", f"{text} {then}. Make room, or mend the folder.")
+    saving.error = event.error
+
+
+def save_soon(state: State) -> Iterator[Effect]:
+    """Save now, or as soon as the version that is being made is whole."""
+    assert state.round is not None
+    if state.round.phase is Phase.OPEN:
+        yield Save(state.round.number)
+    else:
+        state.saving.is_asked = True
+
+
+def _save_again(state: State) -> Iterator[Effect]:
+    retry_at = state.saving.retry_at
+    if state.made is not None and retry_at is not None and state.now >= retry_at:
+        state.saving.retry_at = None
+        yield Save(state.made.ended.number + 1)
+
+
+def _release(state: State, made: Made) -> Iterator[Effect]:
+    """Everybody gets the version, and the next round opens."""
+    ended, fragment = made.ended, made.ended.fragment
+    for each in made.counting:
         member = state.members.named(each.worker_id)
         if member is not None:
             upload = member.uploads.get(fragment)
@@ -136,21 +236,27 @@ def _release(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
             member.inner_step = 0
             member.staleness = each.staleness
             member.account.staleness[fragment] = each.staleness
-    ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
     state.totals.rounds += 1
-    state.last_report = _report(ended, counting, state.now)
+    state.last_report = _report(ended, made.counting, state.now)
     state.first_round_pending = False
-    yield from _tell(state, ended, counting)
-    yield from state.shelf.release(fragment, ledger, ended.number, ended.averaged)
+    yield from _tell(state, ended, made.counting)
+    yield from state.shelf.release(fragment, made.ledger, ended.number, ended.averaged)
     state.staging.excused_from(fragment).clear()
     if isinstance(ended, StagedRound):
         staged.released(state, ended)
+    config = state.config
+    is_due = (ended.number + 1) % config.save_every == 0 or state.saving.is_asked
+    if config.save_dir is not None and is_due and not config.durable:
+        state.saving.is_asked = False
+        yield Save(ended.number + 1)
     yield from open_round(state, ended.number + 1)
-    if state.config.is_async:
+    if config.is_async:
         yield from asynchronous.hand_out_slots(state)
 
 
-def _tell(state: State, ended: Round | StagedRound, counting: list[Counting]) -> Iterator[Effect]:
+def _tell(
+    state: State, ended: Round | StagedRound, counting: Sequence[Counting]
+) -> Iterator[Effect]:
     if state.config.is_async:
         whose = ", ".join(f"{c.worker_id} ({c.staleness} versions old)" for c in counting)
         yield Log("debug", f"Version {ended.number + 1} contains the push of {whose}.")
@@ -166,7 +272,7 @@ def _tell(state: State, ended: Round | StagedRound, counting: list[Counting]) ->
     )
 
 
-def _report(ended: Round | StagedRound, counting: list[Counting], now: float) -> RoundReport:
+def _report(ended: Round | StagedRound, counting: Sequence[Counting], now: float) -> RoundReport:
     whole = [each for each in counting if each.chunks.is_full]
     losses = [each.push.loss for each in whole if each.push.loss is not None]
     norms = [each.push.norm for each in whole if each.push.norm is not None]

@@ -9,11 +9,11 @@ from diloco_broker.bootstrap import Bootstrap
 from diloco_broker.config import BrokerConfig
 from diloco_broker.dylu import sync_every
 from diloco_broker.membership import Member, Membership
-from diloco_broker.rounds import Phase, Round
+from diloco_broker.rounds import Counting, Phase, Round
 from diloco_broker.staging import StagedRound, Staging
 from diloco_broker.transfer import Shelf
 from diloco_protocol.messages import Push, RunConfig
-from diloco_protocol.version import VersionId
+from diloco_protocol.version import Ledger, VersionId
 
 
 @dataclass
@@ -26,6 +26,33 @@ class Totals:
     malformed: int = 0
     bytes_up: int = 0
     deaths: int = 0
+
+
+@dataclass
+class Saving:
+    """How the checkpoints fare.
+
+    Attributes:
+        number, saved_at: the round that comes after the newest one, and when it was written.
+        error: what is wrong, None while all is well.
+        retry_at: when a release that waits for its checkpoint asks for it again.
+        is_asked: somebody wants a checkpoint once the version that is being made is whole.
+    """
+
+    number: int | None = None
+    saved_at: float | None = None
+    error: str | None = None
+    retry_at: float | None = None
+    is_asked: bool = False
+
+
+@dataclass(frozen=True)
+class Made:
+    """A version of which every chunk is there, and what it contains; not released yet."""
+
+    ended: Round | StagedRound
+    counting: tuple[Counting, ...]
+    ledger: Ledger
 
 
 @dataclass(frozen=True)
@@ -59,9 +86,12 @@ class State:
         epoch: this life of the broker, 16 hexadecimal digits.
         now: the time of the event at hand, seconds of the core's clock.
         round: the round going on; None until there are parameters.
+        made: a version that waits for its checkpoint to be written, if the run is durable.
         staging: whole submissions, where the run needs whole ones.
         has_own_optimizer: the outer optimizer is one of torch's, made by a factory.
+        is_resumed: this life of the broker went on from a checkpoint.
         stopping: why the broker is about to stop; None while it is not.
+        to_probe: workers to send a word, since a connection was closed and nobody knows whose.
         first_round_pending: no round has closed in this life, so `workers` is the floor.
     """
 
@@ -73,12 +103,16 @@ class State:
     members: Membership = field(default_factory=Membership)
     shelf: Shelf = field(default_factory=Shelf)
     round: Round | StagedRound | None = None
+    made: Made | None = None
     staging: Staging = field(default_factory=Staging)
     now: float = 0.0
+    is_resumed: bool = False
+    saving: Saving = field(default_factory=Saving)
     totals: Totals = field(default_factory=Totals)
     last_report: RoundReport | None = None
     stopping: str | None = None
     first_round_pending: bool = True
+    to_probe: list[str] = field(default_factory=list)
     feed_address: str | None = None
     has_own_optimizer: bool = False
 

@@ -32,7 +32,7 @@ TURN = 0.2  # seconds between two looks at the children
 def broker_command(settings: Settings) -> list[str]:
     """`diloco-broker serve` on two free ports of this machine."""
     return [
-        *(sys.executable, "-m", "diloco_broker", "serve"),
+        *(sys.executable, "-m", "diloco_broker", "serve", "--no-save"),
         *("--workers", str(settings.workers)),
         *("--bind", "tcp://127.0.0.1:*"),
         *("--feed", "tcp://127.0.0.1:*"),

@@ -1,0 +1,128 @@
+"""Going on with a run that exists: from a checkpoint, from what workers hold, or from both.
+
+Workers outlive a broker that was killed. Each still holds, whole and with its ledger, the version of
+each fragment that it received last, and it may be newer than the checkpoint. So before a round opens the
+newest version of each fragment is adopted from whoever holds it, one donor after the other, unless the
+broker was told to rewind. Lost are the steps of the outer optimizer in between: its momentum is the
+checkpoint's, and a buffer of gradients that was applied since is thrown away rather than applied again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+from diloco_broker import providing
+from diloco_broker.bootstrap import Resumption
+from diloco_broker.events import DropPlaces, Effect, ForgetBuffer, Log
+from diloco_broker.state import State
+
+
+def resume(state: State, resumption: Resumption) -> None:
+    """Know the run of a checkpoint. It goes on in `seek`, once those ahead of it have been heard."""
+    boot = state.bootstrap
+    boot.manifest, boot.plan, boot.layout = (
+        resumption.manifest,
+        resumption.plan,
+        resumption.layout,
+    )
+    state.shelf.furnish(resumption.layout.all)
+    boot.run, boot.source = resumption.run, resumption.source
+    boot.resumed_number = resumption.number
+    boot.restored = dict(resumption.fragments)
+    boot.known = frozenset(resumption.workers)
+    for name, value in resumption.totals.items():
+        setattr(state.totals, name, value)
+    state.is_resumed = True
+
+
+def is_called_for(state: State) -> bool:
+    """Is there a run to go on with, in a checkpoint or with a worker?"""
+    boot = state.bootstrap
+    holders = (m for m in state.members if m.worker_id not in boot.rejected_donors)
+    return bool(boot.restored) or any(any(member.versions) for member in holders)
+
+
+def seek(state: State) -> Iterator[Effect]:
+    """Wait for whoever may be ahead, take from each what is newest with him, then go on."""
+    boot = state.bootstrap
+    if not boot.source or state.config.recover == "adopt":
+        if (yield from _wait_for_others(state)):
+            return
+        if boot.run is None:
+            newest = boot.choose_donor(state.members)
+            assert newest is not None
+            boot.run = next(held.run for held in newest.versions if held is not None)
+        sources = boot.sources(state.members)
+        if sources:
+            donor = next(iter(sources.values()))
+            boot.ask(donor, tuple(f for f, m in sources.items() if m is donor), state.now)
+            whose = ", ".join(
+                f"fragment {f} at version {donor.versions[f]}" for f in sorted(boot.wanted)
+            )
+            ahead = "is ahead of the checkpoint" if boot.source else "has parameters of this run"
+            yield Log("info", f"{donor.worker_id} {ahead}; taking {whose} from it.")
+            yield from providing.ask(state, donor)
+            return
+    if set(boot.restored) >= set(boot.all_fragments):
+        yield from _go_on(state)
+    else:
+        boot.restored.clear()  # nobody has the rest: a new run begins with the next donor
+        boot.abandon()
+        yield DropPlaces()
+
+
+def _wait_for_others(state: State) -> Generator[Effect, None, bool]:
+    """True while somebody who may hold a newer version has time left to come back."""
+    boot, config = state.bootstrap, state.config
+    if boot.source:
+        away = boot.known - {member.worker_id for member in state.members}
+        return bool(away) and state.now - state.started_at < config.recover_wait
+    if len(state.members) >= config.workers:
+        return False
+    if boot.offered_at is None:
+        boot.offered_at = state.now
+        holder = next(member for member in state.members if any(member.versions))
+        yield Log("info", f"{holder.worker_id} holds a version of an earlier run.")
+    return state.now - boot.offered_at < config.recover_wait
+
+
+def adopted(state: State, donor: str) -> Iterator[Effect]:
+    """Everything that the donor was asked for is here."""
+    boot = state.bootstrap
+    before = {fragment: each.gradients for fragment, each in boot.restored.items()}
+    steps = boot.adopt()
+    size = state.config.dn_size
+    for fragment, had in before.items():
+        lost = steps.get(fragment, 0)
+        if had // size != (had + lost) // size or state.config.grace > 0:
+            yield ForgetBuffer(fragment)
+    pieces = state.config.num_fragments
+    rounds = [
+        f"{number}{f' of fragment {fragment}' if pieces > 1 else ''}"
+        for fragment, number in sorted(steps.items())
+        if fragment < pieces and number
+    ]
+    if rounds:
+        since = f" since {boot.source}" if boot.source else ""
+        yield Log(
+            "warning",
+            f"Recovered the parameters from {donor}. What the outer optimizer remembered of the rounds"
+            f"{since} is lost: {', '.join(rounds)}.",
+        )
+    yield from seek(state)
+
+
+def _go_on(state: State) -> Iterator[Effect]:
+    """Every fragment is at its newest version: the next round opens."""
+    boot = state.bootstrap
+    for fragment, restored in boot.restored.items():
+        stock = state.shelf.stocks[fragment]
+        state.shelf.install(fragment, restored.version, list(restored.wires), restored.ledger)
+        stock.gradients = restored.gradients
+        stock.round, stock.averaged = restored.round, restored.averaged
+    number = sum(s.version.counter for s in state.shelf.stocks[:-1] if s.version)
+    is_newer = number != boot.resumed_number
+    source = f"from {boot.source}" if boot.source else "with what its workers hold"
+    more = " and what its workers had newer" if boot.source and is_newer else ""
+    yield Log("info", f"Run {boot.run} goes on with round {number}, {source}{more}.")
+    yield from providing.begin(state, number, is_new=is_newer)

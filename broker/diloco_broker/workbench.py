@@ -1,0 +1,135 @@
+"""Where the loop does what the core asks for on tensors: one chunk at a time, in the order asked.
+
+Also the way in and out for checkpoints: images are taken here, and put back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from diloco_broker.bootstrap import Resumption
+from diloco_broker.checkpoint import Image
+from diloco_broker.config import BrokerConfig
+from diloco_broker.events import (
+    Event,
+    Fold,
+    Folded,
+    FoldRefused,
+    Inspect,
+    Inspected,
+    InspectRefused,
+    Merge,
+    Place,
+    Placed,
+    PlaceRefused,
+    Step,
+    Stepped,
+    Work,
+)
+from diloco_broker.outer import Outer
+from diloco_broker.parameters import Parameters
+from diloco_broker.saving import restore, take_up
+from diloco_protocol.chunks import ModelLayout
+
+
+class Workbench:
+    """See the head of this module. Belongs to the loop's thread.
+
+    Args:
+        config: the broker's options.
+        outer: the outer optimizer.
+        initial: tensors of the model file by name, or None.
+        image: the checkpoint to go on from, or None.
+
+    Raises:
+        UsageError: the outer optimizer cannot go on from the checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        outer: Outer,
+        initial: Mapping[str, Tensor] | None,
+        image: Image | None,
+    ) -> None:
+        self._config = config
+        self._outer = outer
+        self._initial = initial
+        self._image = image
+        self._work: deque[Work] = deque()
+        self._parameters: Parameters | None = None
+        self.resumption: Resumption | None = None
+        if image is not None:
+            layout = image.layout
+            tensors = self.tensors(layout)
+            source = f"the checkpoint before round {image.number}"
+            self.resumption = take_up(image, layout, tensors, config, source)
+
+    def __bool__(self) -> bool:
+        """Is there work?"""
+        return bool(self._work)
+
+    def add(self, work: Work) -> None:
+        """Work to be done after what is there already."""
+        self._work.append(work)
+
+    def drop_places(self) -> None:
+        """Forget every `Place`."""
+        self._work = deque(work for work in self._work if not isinstance(work, Place))
+
+    def tensors(self, layout: ModelLayout | None) -> Parameters:
+        """The tensors of this model; anew where another model took its place before the start."""
+        assert layout is not None
+        if self._parameters is None or self._parameters.layout is not layout:
+            config = self._config
+            self._parameters = Parameters(
+                layout,
+                self._outer,
+                wire=config.wire_dtype,
+                reply=config.reply_dtype,
+                aggregate=config.aggregate,
+                share=1 / config.workers if config.is_async else 1.0,
+                is_round=not config.is_async,
+                initial=self._initial,
+            )
+        return self._parameters
+
+    def do_one(self, layout: ModelLayout | None) -> list[Event]:
+        """The next piece of work; of whole-tensor steps only the last chunk has results: all."""
+        work, tensors = self._work.popleft(), self.tensors(layout)
+        match work:
+            case Fold(fragment, index, _, _, weight, payload):
+                is_in = tensors.fold(fragment, index, payload, weight)
+                return [Folded(work) if is_in else FoldRefused(work)]
+            case Inspect(fragment, index, _, _, dtype, payload):
+                squares = tensors.inspect(fragment, index, payload, dtype)
+                return [InspectRefused(work) if squares is None else Inspected(work, squares)]
+            case Step(fragment, index, weight, count):
+                done = tensors.step(fragment, index, weight, count)
+                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
+            case Merge(fragment, index, groups, count):
+                done = tensors.merge(fragment, index, groups, count)
+                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
+            case Place(fragment, index, payload):
+                wire = tensors.place(fragment, index, payload)
+                return [PlaceRefused(work) if wire is None else Placed(work, wire)]
+
+    def revert(self, fragment: int) -> None:
+        """Put a fragment back to what the checkpoint has, if there is one."""
+        if self._image is not None:
+            restore(self.tensors(self._image_layout()), fragment, self._image.fragments[fragment])
+
+    def forget_sources(self) -> None:
+        """Let go of the model file's tensors and of the checkpoint: the run has its own copy."""
+        self._image = None
+        self.resumption = None
+        if self._initial is not None and self._parameters is not None:
+            self._initial = None
+            self._parameters.forget_initial()
+
+    def _image_layout(self) -> ModelLayout:
+        assert self.resumption is not None
+        return self.resumption.layout

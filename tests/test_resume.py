@@ -144,11 +144,11 @@ def test_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(
         for number in range(4):
             client.push(gradients(number, dict(start.tensors)))
             client.pull()
-    newest = found(tmp_path)[0]
+    newest, before = found(tmp_path)[:2]
     (newest / "fragment-0.safetensors").write_bytes(b"nothing")
     with Broker(a_config(tmp_path)) as broker, DiLoCoClient(broker.address, timeout=20) as client:
         client.join(model)
-        assert client.pull().version.counter == 3
+        assert client.pull().version.counter == load(before).number
     assert f"Skipped a checkpoint: {newest}" in caplog.text
 
 

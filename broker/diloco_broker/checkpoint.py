@@ -185,9 +185,9 @@ def load(path: Path) -> Image:
         image = _from_plain(plain)
         layouts = {part.fragment: part for part in image.layout.all}
         fragments = {}
+        check_files(path, plain)
         for key, described in plain["fragments"].items():
             fragment = int(key)
-            _check_file(path / _file_name(fragment), plain["files"][_file_name(fragment)])
             fragments[fragment] = _load_fragment(path, layouts[fragment], described)
         wanted = {part.fragment for part in image.layout.all if part.chunks}
         if set(fragments) != wanted:
@@ -195,6 +195,12 @@ def load(path: Path) -> Image:
     except (KeyError, TypeError, ValueError, ProtocolError, UsageError, SafetensorError) as error:
         raise Damaged(f"{path} cannot be read: {error!r:.200}.") from None
     return Image(**{**vars(image), "fragments": fragments})
+
+
+def check_files(path: Path, plain: Mapping[str, Any]) -> None:
+    """Compare size and sum of each file with what a checkpoint's manifest says; raises Damaged."""
+    for name, told in plain["files"].items():
+        _check_file(path / name, told)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

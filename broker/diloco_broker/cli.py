@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from diloco_broker import checkpoint_commands
 from diloco_broker.config import DEFAULT_BIND, DEFAULT_FEED, BrokerConfig
 from diloco_broker.loop import Broker
 from diloco_broker.model_file import load_model
@@ -29,6 +30,9 @@ app = typer.Typer(
 def main() -> None:
     """Average the pseudo-gradients of DiLoCo workers and hand global parameters back."""
 
+
+app.command()(checkpoint_commands.export)
+app.command()(checkpoint_commands.inspect)
 
 _RUN = "The run"
 _OUTER = "Outer optimizer"

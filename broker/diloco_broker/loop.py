@@ -52,11 +52,11 @@ from diloco_broker.feed import TOPIC, EventLog, LoopFigures, snapshot
 from diloco_broker.model_file import check_state_dict, describe
 from diloco_broker.outer import make_outer
 from diloco_broker.rounds import Phase
-from diloco_broker.saving import Saver, image_of, newest_image, next_life
+from diloco_broker.saving import FolderLock, Saver, image_of, newest_image, next_life
 from diloco_broker.sockets import LINGER_MS, Sockets
 from diloco_broker.torch_outer import OuterOptimizerFactory
 from diloco_broker.workbench import Workbench
-from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import MAX_FRAMES, pack, unpack
 from diloco_protocol.messages import Control, Notice, Result
 
@@ -100,9 +100,29 @@ class Broker:
     ) -> None:
         self.config = config
         self._initial = None if initial is None else check_state_dict(initial, "initial")
-        image = newest_image(config, has_own_optimizer=outer_optimizer_factory is not None)
+        self._lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
+        try:
+            self._set_up(outer_optimizer_factory)
+        except UsageError:
+            if self._lock is not None:
+                self._lock.release()
+            raise
+        self.address, self.feed_address = self._sockets.address, self._sockets.feed_address
+        self._saver: Saver | None = None
+        self._failure: Exception | None = None
+        self._events = EventLog()
+        self._stop_reason: str | None = None
+        self._thread: threading.Thread | None = None
+        self._sequence = 0
+        self._next_tick = self._next_feed = 0.0
+        self._longest_turn_s = 0.0
+        self._is_closed = False
+
+    def _set_up(self, factory: OuterOptimizerFactory | None) -> None:
+        config = self.config
+        image = newest_image(config, has_own_optimizer=factory is not None)
         self._life = next_life(config)
-        outer = make_outer(config, outer_optimizer_factory)
+        outer = make_outer(config, factory)
         self._workbench = Workbench(config, outer, self._initial, image)
         self._core = Core(
             config,
@@ -114,18 +134,8 @@ class Broker:
         state = self._core.state
         self._audit = AuditLog(Path(config.audit), state.epoch) if config.audit else None
         self._sockets = Sockets(config.bind, config.feed)
-        self.address, self.feed_address = self._sockets.address, self._sockets.feed_address
-        state.feed_address = self.feed_address
-        state.has_own_optimizer = outer_optimizer_factory is not None
-        self._saver: Saver | None = None
-        self._failure: Exception | None = None
-        self._events = EventLog()
-        self._stop_reason: str | None = None
-        self._thread: threading.Thread | None = None
-        self._sequence = 0
-        self._next_tick = self._next_feed = 0.0
-        self._longest_turn_s = 0.0
-        self._is_closed = False
+        state.feed_address = self._sockets.feed_address
+        state.has_own_optimizer = factory is not None
 
     # Life.
 
@@ -189,7 +199,7 @@ class Broker:
         """
         self.request_stop()
         if self._thread is not None:
-            self._thread.join(STOP_WITHIN_S + 2 * LINGER_MS / 1000)
+            self._thread.join(STOP_WITHIN_S + SAVE_WITHIN_S + 2 * LINGER_MS / 1000)
         else:
             self.close()
         failure, self._failure = self._failure, None
@@ -205,6 +215,8 @@ class Broker:
             if self._audit is not None:
                 self._audit.close()
             self._sockets.close()
+            if self._lock is not None:
+                self._lock.release()
 
     def __enter__(self) -> Broker:
         return self.start()
@@ -335,6 +347,9 @@ class Broker:
             if not self._saver.finish(SAVE_WITHIN_S):
                 logger.error("The last checkpoint was not written within %g s.", SAVE_WITHIN_S)
             self._report_saves()
+            if state.saving.number is not None:
+                folder, number = self.config.save_dir, state.saving.number
+                logger.info("The run is saved in %s, before round %d.", folder, number)
 
     # Showing itself.
 

@@ -6,12 +6,15 @@ while an older one waits takes its place, so a slow disk makes checkpoints rarer
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from torch import Tensor
 
@@ -25,6 +28,8 @@ from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.errors import UsageError
 
 logger = logging.getLogger("diloco.broker")
+
+LOCK = ".lock"
 
 
 def newest_image(config: BrokerConfig, *, has_own_optimizer: bool = False) -> Image | None:
@@ -98,6 +103,41 @@ def outer_kind(config: BrokerConfig, has_own_optimizer: bool) -> str:
     return f"{config.outer or ''} torch".strip() if has_own_optimizer else kind
 
 
+class FolderLock:
+    """Two brokers must not save to one folder: each would remove what the other keeps.
+
+    The lock ends with the process, however it ends.
+
+    Raises:
+        UsageError: another broker has the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file: IO[str] | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = open(folder / LOCK, "a+")  # noqa: SIM115 - kept open for as long as it is locked
+        except OSError:
+            return  # nothing can be saved here; the first checkpoint says so, and training goes on
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "unknown"
+            file.close()
+            raise UsageError(
+                f"Another broker (process {holder}) saves to {folder}; give this one another --save-dir."
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
 def next_life(config: BrokerConfig) -> int:
     """The number of this life of the broker: one more than that of any checkpoint in its folder."""
     if config.save_dir is None:
@@ -138,7 +178,13 @@ def take_up(
 def restore(parameters: Parameters, fragment: int, image: FragmentImage) -> None:
     """Put one fragment back to what an image has."""
     optimizer = None if image.optimizer is None else dict(image.optimizer)
-    parameters.restore(fragment, image.chunks, image.outer, optimizer)
+    try:
+        parameters.restore(fragment, image.chunks, image.outer, optimizer)
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            "The outer optimizer that the factory makes cannot go on from the checkpoint's state "
+            f"({error}); use the one that wrote it, or --resume none."
+        ) from None
 
 
 def image_of(state: State, parameters: Parameters, number: int, life: int) -> Image:

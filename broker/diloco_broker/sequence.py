@@ -186,7 +186,10 @@ def saved(state: State, event: Saved) -> Iterator[Effect]:
     """A checkpoint is on the disk: a version that waited for it is released."""
     saving, made = state.saving, state.made
     if saving.error is not None:
-        yield Log("info", f"Checkpoints are written again, to {event.path}.")
+        yield Log("info", f"Checkpoints are written again; the newest is {event.path}.")
+    elif saving.number is None:
+        text = "started again with this folder, the broker goes on from the newest"
+        yield Log("info", f"The first checkpoint is {event.path}; {text}.")
     saving.number, saving.saved_at, saving.error = event.number, state.now, None
     if made is not None and event.number == made.ended.number + 1:
         state.made = None

@@ -66,7 +66,8 @@ def an_image(number: int = 4, seed: int = 0) -> Image:
         4,
         "nesterov",
         fragments,
-        ("w", "x"),
+        "e" * 16,
+        {"w": {"pushes": 3}, "x": {"pushes": 0}},
         {"outer_lr": 0.7},
         {"rounds": 4},
     )

@@ -52,7 +52,7 @@ class Resumption:
         source: where it came from, for people.
         number: of the round that comes next.
         plan: the fragment of each tensor of the manifest; `layout` is what follows from it.
-        workers: ids of the workers that were here.
+        workers: counters of the workers that were here, by id.
         totals: counters of the run so far.
     """
 
@@ -63,7 +63,7 @@ class Resumption:
     plan: tuple[int, ...]
     layout: ModelLayout
     fragments: Mapping[int, Restored]
-    workers: tuple[str, ...]
+    workers: Mapping[str, Mapping[str, int]]
     totals: Mapping[str, int]
 
 
@@ -100,7 +100,7 @@ class Bootstrap:
         wanted: the fragments that it was asked for.
         rejected_donors: workers whose parameters could not be used.
         restored: fragments of a run that exists, from a checkpoint or a worker, until it goes on.
-        known: workers that were here when the checkpoint was written.
+        known: counters of the workers that were here when the checkpoint was written, by id.
         source: the checkpoint, for people; empty without one.
         is_loading: the model file is being placed.
         is_done: every fragment has a version.
@@ -119,7 +119,7 @@ class Bootstrap:
     intakes: dict[int, Intake] = field(default_factory=dict)  # by fragment
     rejected_donors: set[str] = field(default_factory=set)
     restored: dict[int, Restored] = field(default_factory=dict)
-    known: frozenset[str] = frozenset()
+    known: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     source: str = ""
     resumed_number: int | None = None  # the next round by the checkpoint
     is_loading: bool = False

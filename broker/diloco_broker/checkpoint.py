@@ -80,7 +80,8 @@ class Image:
         number: of the next round.
         life: of the broker; the first is 1.
         plan: the fragment of each tensor of the manifest.
-        workers: ids of the workers that were here.
+        epoch: name of that life.
+        workers: counters of the workers that were here, by id.
         outer: kind of the outer optimizer.
         config: options of the broker, for people and for `inspect`.
         totals: counters of the run so far.
@@ -95,7 +96,8 @@ class Image:
     chunk_elements: int
     outer: str
     fragments: Mapping[int, FragmentImage]
-    workers: tuple[str, ...] = ()
+    epoch: str = ""
+    workers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     totals: Mapping[str, int] = field(default_factory=dict)
 
@@ -296,7 +298,8 @@ def _plain(image: Image, files: Mapping[str, Any]) -> dict[str, Any]:
         "num_fragments": image.num_fragments,
         "chunk_elements": image.chunk_elements,
         "outer": image.outer,
-        "workers": list(image.workers),
+        "epoch": image.epoch,
+        "workers": {name: dict(counters) for name, counters in image.workers.items()},
         "config": dict(image.config),
         "totals": dict(image.totals),
         "fragments": fragments,
@@ -371,7 +374,8 @@ def _from_plain(plain: Mapping[str, Any]) -> Image:
         chunk_elements=int(plain["chunk_elements"]),
         outer=str(plain["outer"]),
         fragments={},
-        workers=tuple(plain["workers"]),
+        epoch=str(plain["epoch"]),
+        workers=plain["workers"],
         config=plain["config"],
         totals=plain["totals"],
     )

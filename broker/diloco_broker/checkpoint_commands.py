@@ -144,7 +144,8 @@ def _as_text(folder: Path, found: Sequence[dict[str, Any]]) -> str:
         options = ", ".join(
             f"{name} {config[name]}" for name in _SHOWN if config.get(name) is not None
         )
-        workers = ", ".join(sound["workers"][:8]) + (" ..." if len(sound["workers"]) > 8 else "")
+        names = sorted(sound["workers"])
+        workers = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
         lines += [
             "",
             f"  run         {sound['run']}, life {sound['life']} of the broker",

@@ -40,6 +40,8 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
     session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     if member is None:
         member = state.members.admit(join, session, route, now)
+        if join.worker_id in state.bootstrap.known:
+            member.goes_on_from(state.bootstrap.known[join.worker_id])
         yield Log("info", f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
         config = state.config
         if config.is_async and len(state.members) > config.workers:

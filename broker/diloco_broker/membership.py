@@ -72,6 +72,21 @@ class Member:
         """Seconds without a step while it said that it trains, as of its last heartbeat."""
         return self.beat_at - self.moved_at
 
+    def counters(self) -> dict[str, int]:
+        """What a checkpoint keeps of this worker."""
+        return {
+            "pushes": self.pushes,
+            "rejected": self.rejected,
+            "bytes_up": self.account.bytes_up,
+            "bytes_down": self.account.bytes_down,
+        }
+
+    def goes_on_from(self, counters: Mapping[str, int]) -> None:
+        """Count on from what a checkpoint has of this worker."""
+        self.pushes, self.rejected = counters["pushes"], counters["rejected"]
+        self.account.bytes_up = counters["bytes_up"]
+        self.account.bytes_down = counters["bytes_down"]
+
     def begins(self, push: Push, number: int | None) -> None:
         """A push of this worker is taken in, for round `number` where there are common rounds."""
         self.deferred.pop(push.fragment, None)  # an earlier one, which this one takes the place of

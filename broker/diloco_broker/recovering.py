@@ -29,7 +29,7 @@ def resume(state: State, resumption: Resumption) -> None:
     boot.run, boot.source = resumption.run, resumption.source
     boot.resumed_number = resumption.number
     boot.restored = dict(resumption.fragments)
-    boot.known = frozenset(resumption.workers)
+    boot.known = resumption.workers
     for name, value in resumption.totals.items():
         setattr(state.totals, name, value)
     state.is_resumed = True
@@ -60,7 +60,8 @@ def seek(state: State) -> Iterator[Effect]:
                 f"fragment {f} at version {donor.versions[f]}" for f in sorted(boot.wanted)
             )
             ahead = "is ahead of the checkpoint" if boot.source else "has parameters of this run"
-            yield Log("info", f"{donor.worker_id} {ahead}; taking {whose} from it.")
+            instead = ", not the model file's" if boot.initial is not None else ""
+            yield Log("info", f"{donor.worker_id} {ahead}; taking {whose} from it{instead}.")
             yield from providing.ask(state, donor)
             return
     if set(boot.restored) >= set(boot.all_fragments):
@@ -75,7 +76,7 @@ def _wait_for_others(state: State) -> Generator[Effect, None, bool]:
     """True while somebody who may hold a newer version has time left to come back."""
     boot, config = state.bootstrap, state.config
     if boot.source:
-        away = boot.known - {member.worker_id for member in state.members}
+        away = boot.known.keys() - {member.worker_id for member in state.members}
         return bool(away) and state.now - state.started_at < config.recover_wait
     if len(state.members) >= config.workers:
         return False

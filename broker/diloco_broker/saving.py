@@ -223,7 +223,8 @@ def image_of(state: State, parameters: Parameters, number: int, life: int) -> Im
         chunk_elements=state.config.chunk_elements,
         outer=outer_kind(state.config, state.has_own_optimizer),
         fragments=fragments,
-        workers=tuple(member.worker_id for member in state.members),
+        epoch=state.epoch,
+        workers={member.worker_id: member.counters() for member in state.members},
         config=asdict(state.config),
         totals=asdict(state.totals),
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from diloco_broker.books import Books
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.messages import Message, Push
 from diloco_protocol.version import VersionId
@@ -336,6 +337,7 @@ class Save:
     """Write a checkpoint of how things stand now; `number` is the coming round's."""
 
     number: int
+    books: Books
 
 
 @dataclass(frozen=True)

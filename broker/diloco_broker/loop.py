@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from diloco_broker.audit import AuditLog
+from diloco_broker.books import Books, books_of
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
 from diloco_broker.events import (
@@ -290,8 +291,8 @@ class Broker:
                             self._events.add(effect, now)
                     case Fold() | Step() | Inspect() | Merge() | Place():
                         self._workbench.add(effect)
-                    case Save(number):
-                        self._save(number)
+                    case Save():
+                        self._save(effect.books)
                     case Audit():
                         self._write_audit(effect)
                     case Revert(fragment):
@@ -319,14 +320,14 @@ class Broker:
 
     # Checkpoints.
 
-    def _save(self, number: int) -> None:
+    def _save(self, books: Books) -> None:
         """Hand what there is now to the helper thread."""
         if self._saver is None:
             assert self.config.save_dir is not None
             folder = Path(self.config.save_dir)
             self._saver = Saver(folder, self.config.keep, self._sockets.wake)
         tensors = self._workbench.tensors(self._core.state.bootstrap.layout)
-        self._saver.save(image_of(self._core.state, tensors, number, self._life))
+        self._saver.save(image_of(self._core.state, tensors, books, self._life))
 
     def _report_saves(self) -> None:
         while self._saver is not None and self._saver.outcomes:
@@ -342,7 +343,7 @@ class Broker:
         if self.config.save_dir is None or state.round is None:
             return
         if state.round.phase is Phase.OPEN and state.saving.number != state.round.number:
-            self._save(state.round.number)
+            self._save(books_of(state, state.round.number))
         if self._saver is not None:
             if not self._saver.finish(SAVE_WITHIN_S):
                 logger.error("The last checkpoint was not written within %g s.", SAVE_WITHIN_S)

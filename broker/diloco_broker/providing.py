@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diloco_broker import recovering, sequence
+from diloco_broker.books import books_of
 from diloco_broker.bootstrap import Bootstrap, Intake
 from diloco_broker.events import (
     Audit,
@@ -187,7 +188,7 @@ def begin(state: State, number: int, *, is_new: bool) -> Iterator[Effect]:
         yield Log("info", _room_needed(state))
     yield from state.shelf.serve_waiting()
     if is_new and state.config.save_dir is not None:
-        yield Save(number)
+        yield Save(number, books_of(state, number))
     yield from sequence.open_round(state, number)
 
 

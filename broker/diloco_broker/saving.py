@@ -19,6 +19,7 @@ from typing import IO
 from torch import Tensor
 
 from diloco_broker import checkpoint
+from diloco_broker.books import Books
 from diloco_broker.bootstrap import Restored, Resumption
 from diloco_broker.checkpoint import Damaged, FragmentImage, Image
 from diloco_broker.config import BrokerConfig
@@ -187,46 +188,31 @@ def restore(parameters: Parameters, fragment: int, image: FragmentImage) -> None
         ) from None
 
 
-def image_of(state: State, parameters: Parameters, number: int, life: int) -> Image:
-    """How things stand now. Only references are taken: nothing in it is ever written again.
-
-    Between rounds, or when every chunk of a version has been made that is not released yet.
-    """
-    boot, made = state.bootstrap, state.made
-    assert boot.manifest is not None and boot.run is not None
-    fragments = {}
-    for stock in state.shelf.stocks:
-        fragment, version, ledger = stock.layout.fragment, stock.version, stock.ledger
-        round_, averaged = stock.round, stock.averaged
-        if made is not None and made.ended.fragment == fragment:
-            assert stock.making is not None
-            version, ledger = stock.making.version, made.ledger
-            round_, averaged = made.ended.number, made.ended.averaged
-        if version is not None:
-            fragments[fragment] = FragmentImage(
-                version,
-                ledger,
-                stock.gradients,
-                round_,
-                averaged,
-                [_there(chunk) for chunk in parameters.masters(fragment)],
-                parameters.outer_state(fragment),
-                parameters.optimizer_state(fragment),
-            )
+def image_of(state: State, parameters: Parameters, books: Books, life: int) -> Image:
+    """The tensors that belong to these books. Only references are taken: nothing is written again."""
+    fragments = {
+        fragment: FragmentImage(
+            **vars(each),
+            chunks=[_there(chunk) for chunk in parameters.masters(fragment)],
+            outer=parameters.outer_state(fragment),
+            optimizer=parameters.optimizer_state(fragment),
+        )
+        for fragment, each in books.fragments.items()
+    }
     return Image(
-        run=boot.run,
-        number=number,
+        run=books.run,
+        number=books.number,
         life=life,
-        manifest=boot.manifest,
-        plan=boot.plan,
+        manifest=books.manifest,
+        plan=books.plan,
         num_fragments=state.config.num_fragments,
         chunk_elements=state.config.chunk_elements,
         outer=outer_kind(state.config, state.has_own_optimizer),
         fragments=fragments,
-        epoch=state.epoch,
-        workers={member.worker_id: member.counters() for member in state.members},
+        epoch=books.epoch,
+        workers=books.workers,
         config=asdict(state.config),
-        totals=asdict(state.totals),
+        totals=books.totals,
     )
 
 

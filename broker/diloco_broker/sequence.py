@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from diloco_broker import asynchronous, staged, streaming
+from diloco_broker.books import books_of
 from diloco_broker.events import (
     Audit,
     AuditedPush,
@@ -177,7 +178,7 @@ def _complete(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
     yield Audit(stock.making.version, stock.version, ended.fragment, ended.number, tuple(pushes))
     if state.config.durable:
         state.made = made
-        yield Save(ended.number + 1)
+        yield _save(state, ended.number + 1)
     else:
         yield from _release(state, made)
 
@@ -214,16 +215,20 @@ def save_soon(state: State) -> Iterator[Effect]:
     """Save now, or as soon as the version that is being made is whole."""
     assert state.round is not None
     if state.round.phase is Phase.OPEN:
-        yield Save(state.round.number)
+        yield _save(state, state.round.number)
     else:
         state.saving.is_asked = True
+
+
+def _save(state: State, number: int) -> Save:
+    return Save(number, books_of(state, number))
 
 
 def _save_again(state: State) -> Iterator[Effect]:
     retry_at = state.saving.retry_at
     if state.made is not None and retry_at is not None and state.now >= retry_at:
         state.saving.retry_at = None
-        yield Save(state.made.ended.number + 1)
+        yield _save(state, state.made.ended.number + 1)
 
 
 def _release(state: State, made: Made) -> Iterator[Effect]:
@@ -251,7 +256,7 @@ def _release(state: State, made: Made) -> Iterator[Effect]:
     is_due = (ended.number + 1) % config.save_every == 0 or state.saving.is_asked
     if config.save_dir is not None and is_due and not config.durable:
         state.saving.is_asked = False
-        yield Save(ended.number + 1)
+        yield _save(state, ended.number + 1)
     yield from open_round(state, ended.number + 1)
     if config.is_async:
         yield from asynchronous.hand_out_slots(state)

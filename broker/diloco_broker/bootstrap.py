@@ -100,6 +100,7 @@ class Bootstrap:
         wanted: the fragments that it was asked for.
         rejected_donors: workers whose parameters could not be used.
         restored: fragments of a run that exists, from a checkpoint or a worker, until it goes on.
+        saved: the fragments as the checkpoint has them.
         known: counters of the workers that were here when the checkpoint was written, by id.
         source: the checkpoint, for people; empty without one.
         is_loading: the model file is being placed.
@@ -119,6 +120,7 @@ class Bootstrap:
     intakes: dict[int, Intake] = field(default_factory=dict)  # by fragment
     rejected_donors: set[str] = field(default_factory=set)
     restored: dict[int, Restored] = field(default_factory=dict)
+    saved: Mapping[int, Restored] = field(default_factory=dict)
     known: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     source: str = ""
     resumed_number: int | None = None  # the next round by the checkpoint
@@ -186,6 +188,12 @@ class Bootstrap:
         self.wanted = ()
         self.intakes.clear()
 
+    def revert(self, fragment: int) -> None:
+        """What there was of a fragment has been overwritten: only the checkpoint has another copy."""
+        self.restored.pop(fragment, None)
+        if fragment in self.saved:
+            self.restored[fragment] = self.saved[fragment]
+
     def sources(self, members: Iterable[Member]) -> dict[int, Member]:
         """By fragment, the worker that holds the newest version, where it is newer than ours."""
         best: dict[int, Member] = {}
@@ -229,6 +237,7 @@ class Bootstrap:
         self.wanted = ()
         self.intakes.clear()
         self.restored.clear()
+        self.saved = {}
 
 
 def _newness(member: Member) -> int:

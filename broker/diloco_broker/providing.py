@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from diloco_broker import recovering, sequence
 from diloco_broker.books import books_of
-from diloco_broker.bootstrap import Bootstrap, Intake
+from diloco_broker.bootstrap import Intake
 from diloco_broker.events import (
     Audit,
     DropPlaces,
@@ -98,7 +98,7 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
     run = push.base.run if push.base else boot.run
     if boot.run is not None and boot.run != run:
         raise ProtocolError(Code.BAD_PUSH, "The fragments donated are of different runs.")
-    _check_newer(boot, member, push)
+    _check_promise(member, push)
     intake = boot.intakes.get(push.fragment)
     if intake is not None and intake.push is not None and intake.push.push_id != push.push_id:
         raise ProtocolError(Code.BAD_PUSH, f"Fragment {push.fragment} is donated already.")
@@ -115,16 +115,14 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
     yield Send(member.control, Grant(push.push_id, push.fragment, standing, held, window))
 
 
-def _check_newer(boot: Bootstrap, member: Member, push: Push) -> None:
+def _check_promise(member: Member, push: Push) -> None:
     """A worker was asked for what it said it holds: no other version takes the place of ours."""
-    if not any(member.versions):
-        return
-    ours = boot.restored.get(push.fragment)
-    if push.base is None or (ours is not None and push.base.counter <= ours.version.counter):
+    said = dict(enumerate(member.versions)).get(push.fragment)
+    if push.base != said:
         raise ProtocolError(
             Code.BAD_PUSH,
-            f"The broker has fragment {push.fragment} at version {ours.version if ours else None} and "
-            f"was offered {push.base}, which is not newer.",
+            f"{member.worker_id} said that it holds fragment {push.fragment} at version {said} and "
+            f"offers {push.base}; it is not asked again.",
         )
 
 
@@ -243,5 +241,6 @@ def abandon_donation(state: State) -> Iterator[Effect]:
     state.bootstrap.abandon()
     yield DropPlaces()
     for fragment in over:
+        state.bootstrap.revert(fragment)
         yield Revert(fragment)
     yield from seek(state)

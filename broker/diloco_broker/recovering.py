@@ -13,8 +13,9 @@ from collections.abc import Generator, Iterator
 
 from diloco_broker import providing
 from diloco_broker.bootstrap import Resumption
-from diloco_broker.events import DropPlaces, Effect, ForgetBuffer, Log
+from diloco_broker.events import DropPlaces, Effect, ForgetBuffer, Log, Send
 from diloco_broker.state import State
+from diloco_protocol.messages import Rejoin
 
 
 def resume(state: State, resumption: Resumption) -> None:
@@ -28,7 +29,7 @@ def resume(state: State, resumption: Resumption) -> None:
     state.shelf.furnish(resumption.layout.all)
     boot.run, boot.source = resumption.run, resumption.source
     boot.resumed_number = resumption.number
-    boot.restored = dict(resumption.fragments)
+    boot.restored, boot.saved = dict(resumption.fragments), resumption.fragments
     boot.known = resumption.workers
     for name, value in resumption.totals.items():
         setattr(state.totals, name, value)
@@ -82,8 +83,9 @@ def _wait_for_others(state: State) -> Generator[Effect, None, bool]:
         return False
     if boot.offered_at is None:
         boot.offered_at = state.now
-        holder = next(member for member in state.members if any(member.versions))
-        yield Log("info", f"{holder.worker_id} holds a version of an earlier run.")
+        holders = [member.worker_id for member in state.members if any(member.versions)]
+        for worker_id in holders[:1]:  # none, when those that gave some of it have gone since
+            yield Log("info", f"{worker_id} holds a version of an earlier run.")
     return state.now - boot.offered_at < config.recover_wait
 
 
@@ -93,9 +95,11 @@ def adopted(state: State, donor: str) -> Iterator[Effect]:
     before = {fragment: each.gradients for fragment, each in boot.restored.items()}
     steps = boot.adopt()
     size = state.config.dn_size
-    for fragment, had in before.items():
-        lost = steps.get(fragment, 0)
-        if had // size != (had + lost) // size or state.config.grace > 0:
+    # In a grace window a version takes any number of gradients: nobody knows where the buffer stood.
+    is_unsure = state.config.is_async and state.config.grace > 0
+    for fragment, lost in steps.items():
+        had = before.get(fragment, 0)
+        if fragment in before and (is_unsure or had // size != (had + lost) // size):
             yield ForgetBuffer(fragment)
     pieces = state.config.num_fragments
     rounds = [
@@ -116,6 +120,13 @@ def adopted(state: State, donor: str) -> Iterator[Effect]:
 def _go_on(state: State) -> Iterator[Effect]:
     """Every fragment is at its newest version: the next round opens."""
     boot = state.bootstrap
+    for member in state.members:
+        if any(held is not None and held.run != boot.run for held in member.versions):
+            # It came before anybody knew which run goes on. When it joins again it is told.
+            state.members.remove(member)
+            state.shelf.forget(member.bulk)
+            text = f"This broker goes on with run {boot.run}, which is another one; join again."
+            yield Send(member.control, Rejoin(state.epoch, text))
     for fragment, restored in boot.restored.items():
         stock = state.shelf.stocks[fragment]
         state.shelf.install(fragment, restored.version, list(restored.wires), restored.ledger)

@@ -290,5 +290,8 @@ class Saver:
     def _write(self, image: Image) -> Outcome:
         try:
             return Outcome(image.number, checkpoint.save(self.folder, image, self._keep), None)
+        except OSError as error:
+            # Without the name of the file, which is another one each time: what is wrong is the same.
+            return Outcome(image.number, None, f"{error.strerror or error} ({self.folder})")
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and says so
             return Outcome(image.number, None, str(error) or repr(error))

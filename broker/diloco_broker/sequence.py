@@ -134,12 +134,16 @@ def look_after(state: State) -> Iterator[Effect]:
 
 
 def _go_on_with_fewer(state: State) -> Iterator[Effect]:
-    """After a restart the first round waits for all workers, but not for those that do not return."""
-    round_ = state.round
-    if round_ is None or not (state.is_resumed and state.first_round_pending):
+    """A run that goes on needs its `workers` no more: who has not come back is not waited for.
+
+    A run that has not had a round yet still does.
+    """
+    round_, known = state.round, state.bootstrap.known
+    if round_ is None or not (round_.number and state.first_round_pending):
         return
-    here = [member.joined_at for member in state.members]
-    if here and state.now - min(here) >= state.config.recover_wait > 0:
+    here = {member.worker_id: member.joined_at for member in state.members}
+    are_back = bool(known) and known.keys() <= here.keys()
+    if here and (are_back or state.now - min(here.values()) >= state.config.recover_wait):
         state.first_round_pending = False
         if round_.floor > state.config.min_workers and len(here) < round_.floor:
             yield Log("info", f"Going on with {len(here)} of {round_.floor} workers.")
@@ -191,7 +195,8 @@ def saved(state: State, event: Saved) -> Iterator[Effect]:
     elif saving.number is None:
         text = "started again with this folder, the broker goes on from the newest"
         yield Log("info", f"The first checkpoint is {event.path}; {text}.")
-    saving.number, saving.saved_at, saving.error = event.number, state.now, None
+    saving.number, saving.saved_at = event.number, state.now
+    saving.error = saving.retry_at = None
     if made is not None and event.number == made.ended.number + 1:
         state.made = None
         yield from _release(state, made)
@@ -253,9 +258,10 @@ def _release(state: State, made: Made) -> Iterator[Effect]:
     if isinstance(ended, StagedRound):
         staged.released(state, ended)
     config = state.config
-    is_due = (ended.number + 1) % config.save_every == 0 or state.saving.is_asked
+    saving = state.saving
+    is_due = (ended.number + 1) % config.save_every == 0 or saving.is_asked or saving.error
     if config.save_dir is not None and is_due and not config.durable:
-        state.saving.is_asked = False
+        saving.is_asked = False
         yield _save(state, ended.number + 1)
     yield from open_round(state, ended.number + 1)
     if config.is_async:

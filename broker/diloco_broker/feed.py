@@ -269,5 +269,8 @@ def _waiting_for(state: State) -> str | None:
     if not alive:
         return "for workers to join: all have left"
     if round_.below_floor:
-        return f"for workers to join: {alive} here, the round needs {round_.floor}"
+        still = sum(member.is_stalled for member in state.members)
+        verb = "stands" if still == 1 else "stand"
+        idle = f" of which {still} {verb} still" if still else ""
+        return f"for workers to join: {alive} here{idle}, the round needs {round_.floor}"
     return None

@@ -252,10 +252,8 @@ def beat(state: State, member: Member, beat: Heartbeat) -> Iterator[Effect]:
     """A sign of life, with the step count: a training loop that hangs shows in it."""
     member.hears(beat, state.now)
     limit = state.config.stall_timeout
-    if member.is_stalled and member.moved_at == state.now:
-        member.is_stalled = False
-        yield Log("info", f"{member.worker_id} trains again, at step {member.step}.")
-        yield from sequence.stirs(state)
+    if member.moved_at == state.now:
+        yield from sequence.stirs(state, member)
     elif limit and not member.is_stalled and member.stood_still() > limit:
         member.is_stalled = True
         yield Log(
@@ -269,7 +267,12 @@ def beat(state: State, member: Member, beat: Heartbeat) -> Iterator[Effect]:
 def look_after(state: State, now: float, lost: bool) -> Iterator[Effect]:
     """Time has passed: who is dead, who should be tried?"""
     if lost:
-        state.to_probe = [m.worker_id for m in state.members if m.disconnected_at is None]
+        due = set(state.to_probe)
+        state.to_probe += [
+            m.worker_id
+            for m in state.members
+            if m.disconnected_at is None and m.worker_id not in due
+        ]
     for name in state.to_probe[:PROBES_A_TICK]:
         found = state.members.named(name)
         if found is not None:

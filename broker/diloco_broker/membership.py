@@ -43,6 +43,7 @@ class Member:
     moved_at: float = 0.0
     beat_at: float = 0.0
     is_stalled: bool = False
+    newest_push: int | None = None
     step: int = 0
     inner_step: int = 0
     state: str = "joining"

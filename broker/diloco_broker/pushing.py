@@ -40,6 +40,9 @@ def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
         yield from providing.begin_donation(state, member, push)
         return
     _check_base(state, push)
+    if member.newest_push != push.push_id:  # not one that only comes again
+        member.newest_push = push.push_id
+        yield from sequence.stirs(state, member)
     round_ = state.round
     assert round_ is not None
     if isinstance(round_, Round):

@@ -22,6 +22,7 @@ from diloco_broker.events import (
     Send,
     Stepped,
 )
+from diloco_broker.membership import Member
 from diloco_broker.rounds import Counting, Phase, Round
 from diloco_broker.staging import StagedRound
 from diloco_broker.state import Made, RoundReport, State
@@ -112,9 +113,14 @@ def stall(state: State, worker_id: str) -> Iterator[Effect]:
         yield from close_if_due(state)
 
 
-def stirs(state: State) -> Iterator[Effect]:
-    """A stalled worker trains again: it is expected from the next round, at once below the floor."""
-    yield from _expect_all(state)
+def stirs(state: State, member: Member) -> Iterator[Effect]:
+    """A worker goes on. One that stood still is expected again: from the next round, or at once
+    below the floor."""
+    member.moved_at = state.now
+    if member.is_stalled:
+        member.is_stalled = False
+        yield Log("info", f"{member.worker_id} trains again, at step {member.step}.")
+        yield from _expect_all(state)
 
 
 def excuse(state: State, worker_id: str, push: Push) -> Iterator[Effect]:

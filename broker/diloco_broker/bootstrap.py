@@ -219,9 +219,8 @@ class Bootstrap:
             self.restored[fragment] = Restored(
                 intake.version,
                 ledger or Ledger(),
-                ours.gradients + steps[fragment]
-                if ours
-                else 0,  # an optimizer that has nothing yet
+                # Without a checkpoint the optimizer has nothing yet, however often we adopt.
+                ours.gradients + steps[fragment] if ours and self.source else 0,
                 ours.round if ours else 0,
                 ours.averaged if ours else 0,
                 tuple(intake.wires),

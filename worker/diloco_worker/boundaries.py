@@ -12,29 +12,40 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_protocol import Code, ModelLayout, RunConfig
+from diloco_protocol import Code, RunConfig
+from diloco_protocol.chunks import FragmentLayout
+from diloco_worker.audit import Audit
 from diloco_worker.env import Settings
 from diloco_worker.events import Carried, Granted, Joined
-from diloco_worker.exchange import FragmentExchange, Merge, NonFinite, Outcome, Work
+from diloco_worker.exchange import Flight, FragmentExchange, Ground, Merge, NonFinite, Outcome, Work
 from diloco_worker.link import Link
 from diloco_worker.metrics import SyncMetrics
-from diloco_worker.news import News
+from diloco_worker.news import Arrival, News
 from diloco_worker.patience import Patience
 from diloco_worker.reports import Reports
+from diloco_worker.resume import Place, Resumption, compared, known_pushes
 from diloco_worker.session import Phase
 from diloco_worker.snapshot import ModelTensors
+from diloco_worker.tally import Tally
 from diloco_worker.turns import Turn, Turns
 
 logger = logging.getLogger("diloco.worker")
 
 
-@dataclass
-class Mark:
-    """The totals at a fragment's last freeze."""
+# Seconds that a process which has been told to end gives its pushes to get out.
+HASTY_S = 4.0
 
-    step: int
-    tokens: int
-    samples: int
+
+@dataclass(frozen=True)
+class Leaving:
+    """How long to wait for what is in flight: until then, which is so many seconds in all.
+
+    `hasty`: only for the chunks to be in.
+    """
+
+    until: float
+    limit: float
+    hasty: bool
 
 
 class Boundaries:
@@ -43,8 +54,11 @@ class Boundaries:
     Args:
         counters: what happens here is counted in them.
         publish: tells the next heartbeat how training stands, and whether it stands still.
+        audit: is told of each push that begins and ends.
+        why_stop: why the process is about to end, so that nothing is waited for; None while it is not.
         clock: seconds, monotonic.
         step, cycle_start: optimizer steps so far, and those when the cycle of slots began.
+        resumption: what to go on from, where the model is as it was then.
 
     Attributes:
         step: the optimizer step that has been taken last.
@@ -52,34 +66,41 @@ class Boundaries:
 
     def __init__(
         self,
+        worker_id: str,
         tensors: ModelTensors,
         link: Link,
         settings: Settings,
         reports: Reports,
         counters: SyncMetrics,
         publish: Callable[[bool], None],
+        audit: Audit,
+        why_stop: Callable[[], str | None],
         clock: Callable[[], float],
         *,
         step: int,
         cycle_start: int,
+        resumption: Resumption | None = None,
     ) -> None:
         config, layout = link.config, link.layout
         assert config is not None and layout is not None
         self.step = step
+        self._worker_id = worker_id
         self._link = link
         self._settings = settings
         self._reports = reports
         self._counters = counters
         self._publish = publish
+        self._audit = audit
+        self._why_stop = why_stop
         self._clock = clock
         merge = Merge.of(config)
+        starts = resumption.grounds if resumption else [None] * config.num_fragments
         self._exchanges = [
-            self._exchange(layout, fragment, tensors, merge)
-            for fragment in range(config.num_fragments)
+            self._exchange(part, tensors, merge, start)
+            for part, start in zip(layout.fragments, starts, strict=True)
         ]
-        self._marks = [
-            Mark(step, reports.tokens, reports.samples) for _ in range(config.num_fragments)
-        ]
+        done = [start.work if start else Work() for start in starts]
+        self._tally = Tally(reports, step, done)
         self.turns = Turns(
             self._sync_every(config),
             config.num_fragments,
@@ -89,14 +110,59 @@ class Boundaries:
         )
         self._warned_of_weights = False
         self._told_carried: dict[int, tuple[int, int | None]] = {}  # by fragment: push id, round
-        self._look()
+        self._leaving: Leaving | None = None
+        if resumption is None:
+            self._look()
+        else:
+            self._go_on(resumption, cycle_start)
 
     def _exchange(
-        self, layout: ModelLayout, fragment: int, tensors: ModelTensors, merge: Merge
+        self,
+        part: FragmentLayout,
+        tensors: ModelTensors,
+        merge: Merge,
+        start: Ground | None,
     ) -> FragmentExchange:
-        arrival = self._link.take(fragment)
+        arrival = self._link.take(part.fragment)
         assert arrival is not None
-        return FragmentExchange(layout.fragments[fragment], tensors, self._link, arrival, merge)
+        exchange = FragmentExchange(part, tensors, self._link, start or arrival, merge)
+        news = compared(self._worker_id, start, arrival) if start is not None else None
+        if news is not None:
+            exchange.take_in(news)
+        return exchange
+
+    def _go_on(self, resumption: Resumption, cycle_start: int) -> None:
+        """Take up the cycle and the flights of an earlier life of this worker; see `former`."""
+        place = resumption.place
+        self.turns.go_on(self.step, cycle_start, place.slot, place.sync_every)
+        self.turns.take_up([each.fragment for each in self._by_age()], place.cursor)
+        self._set_pace()
+        kept = [
+            (exchange, ground)
+            for exchange, ground in zip(self._exchanges, resumption.grounds, strict=True)
+            if exchange.reply is None or not exchange.reply.superseding
+        ]
+        self._look()
+        for exchange, ground in kept:
+            self._link.doubt(exchange.fragment, known_pushes(self._worker_id, ground))
+        flights = [each for each in self._by_age() if not each.is_over]
+        for exchange in flights:
+            exchange.offer()
+        logger.info(
+            "Going on from a checkpoint at step %d, %d steps into the cycle, with %d deltas in flight.",
+            self.step,
+            self.position,
+            len(flights),
+        )
+
+    def resumption(self) -> tuple[Place, tuple[Ground, ...]]:
+        """What another life of this worker goes on from; shares memory with this one."""
+        self._reports.read(self._clock(), at_once=True)
+        turns, tally = self.turns, self._tally
+        grounds = tuple(
+            each.ground(tally.since(each.fragment, self.step)) for each in self._exchanges
+        )
+        return Place(turns.sync_every, turns.slot, turns.cursor), grounds
 
     @property
     def unsynced_steps(self) -> int:
@@ -104,7 +170,7 @@ class Boundaries:
         flights = [e.flight for e in self._exchanges if e.flight is not None and e.flight.let_go]
         stuck = [flight.steps + self.step - flight.began for flight in flights]
         if self.turns.is_due(self.step):
-            stuck.append(self.step - self._marks[self.turns.fragment].step)
+            stuck.append(self._tally.since(self.turns.fragment, self.step).steps)
         return max(stuck, default=0)
 
     @property
@@ -163,22 +229,30 @@ class Boundaries:
         for exchange in self._exchanges:
             if exchange.rejection is not None:
                 self._settle(exchange)
-            if exchange.load(news.arrivals[exchange.fragment]):
-                self._has_counted(exchange)
+            flight, arrival = exchange.flight, news.arrivals[exchange.fragment]
+            if exchange.load(arrival) and flight is not None:
+                self._has_counted(exchange, flight, arrival)
+            elif arrival.superseding:
+                self._is_superseded(exchange, flight, arrival)
         # The steps since the last freeze are gone, and so is what was reported with them.
         self._reports.read(self._clock(), at_once=True)
-        self._marks = [self._mark() for _ in self._exchanges]
+        for exchange in self._exchanges:
+            self._tally.restart(exchange.fragment, self.step)
         self.restart()
         return True
 
-    def leave(self) -> None:
+    def leave(self, *, hasty: bool = False) -> None:
         """Wait for what is in flight, at most `timeout` seconds in all. The model stays as it is.
 
         A flight of a later round is not waited for, but its chunks are, so that it counts there.
+
+        Args:
+            hasty: wait only until the chunks of each flight are in, and not for long.
         """
-        until = self._clock() + self._settings.timeout
+        limit = min(HASTY_S, self._settings.timeout) if hasty else self._settings.timeout
+        self._leaving = Leaving(self._clock() + limit, limit, hasty)
         for exchange in self._by_age():
-            self._wait_for(exchange, until=until, leaving=True)
+            self._wait_for(exchange)
 
     def restart(self) -> None:
         """The next slot is a whole distance away."""
@@ -243,6 +317,9 @@ class Boundaries:
             link.pulse()
         dtype = self._settings.wire_dtype or config.wire_dtype
         frozen = exchange.freeze(dtype, self.step, work)
+        if not isinstance(frozen, NonFinite):
+            self._audit.frozen(frozen)
+            exchange.offer()
         self._counters.seconds_waited += self._clock() - began
         if not isinstance(frozen, NonFinite):
             return True
@@ -256,15 +333,14 @@ class Boundaries:
         # What is not finite in one fragment has spread through the others.
         for each in self._exchanges:
             each.restore()
-            self._marks[each.fragment] = self._mark()
+            self._tally.restart(each.fragment, self.step)
         return False
 
     def _work(self, fragment: int, config: RunConfig) -> Work:
         """What was done since the fragment's last freeze; from here on it counts anew."""
-        then, now = self._marks[fragment], self._mark()
-        self._marks[fragment] = now
-        tokens, samples = now.tokens - then.tokens, now.samples - then.samples
-        counts = {"tokens": tokens, "samples": samples}
+        work = self._tally.since(fragment, self.step)
+        self._tally.restart(fragment, self.step)
+        counts = {"tokens": work.tokens, "samples": work.samples}
         name = config.weight_by
         if counts.get(name, 1) <= 0 and not self._warned_of_weights:
             self._warned_of_weights = True
@@ -273,10 +349,7 @@ class Boundaries:
                 f"report({name}=...) after each step, or the broker will refuse what this worker "
                 "sends."
             )
-        return Work(now.step - then.step, tokens, samples, self._reports.loss)
-
-    def _mark(self) -> Mark:
-        return Mark(self.step, self._reports.tokens, self._reports.samples)
+        return work
 
     def _set_pace(self) -> None:
         config = self._link.config
@@ -337,36 +410,37 @@ class Boundaries:
                     turns.carried(fragment, round_)
         for fragment in over:
             exchange = self._exchanges[fragment]
-            if exchange.reply is not None or exchange.rejection is None:
+            reply, rejection = exchange.reply, exchange.rejection
+            if reply is not None and not reply.superseding:
                 turns.landed(fragment)
             else:
-                turns.dropped(fragment, too_late=exchange.rejection.code == Code.LATE)
+                is_late = rejection is not None and rejection.code == Code.LATE
+                turns.dropped(fragment, too_late=is_late)
 
-    def _wait_for(
-        self, exchange: FragmentExchange, *, until: float | None = None, leaving: bool = False
-    ) -> bool:
+    def _wait_for(self, exchange: FragmentExchange) -> bool:
         """Wait until the flight of a fragment has counted, and merge it. Returns whether it has.
 
-        Waits while the broker shows signs of life, at most until a moment of the clock. Giving up,
-        training goes on with the delta in flight. `leaving`: the model stays as it is.
+        Waits while the broker shows signs of life. Giving up, training goes on with the delta in
+        flight. When leaving, at most until that has taken too long, and the model stays as it is.
         """
         link, flight = self._link, exchange.flight
         if flight is None:
             return False
-        began = self._clock()
+        began, leaving = self._clock(), self._leaving
+        touch_model = leaving is None
         patience = Patience(self._clock)
         outcome, reason = Outcome.NOTHING, None
         self._publish(True)
         while True:
             self._absorb(link.take_news())
-            outcome = self._settle(exchange, now=True, touch_model=not leaving)
+            outcome = self._settle(exchange, now=True, touch_model=touch_model)
             if exchange.flight is None:
                 break
             reason = self._why_not_wait(exchange)
-            left = None if until is None else until - self._clock()
-            if left is not None and left <= 0:
-                reason = reason or f"it took longer than {self._settings.timeout:g} s"
-            if reason is not None or not self._is_worth_it(exchange, leaving=leaving):
+            left = None if leaving is None else leaving.until - self._clock()
+            if leaving is not None and left is not None and left <= 0:
+                reason = reason or f"it took longer than {leaving.limit:g} s"
+            if reason is not None or not self._is_worth_it(exchange):
                 break
             patience.say(f"Waiting for {self._awaited}; {link.describe()}.")
             pause = patience.pause(self._look_again_in())
@@ -375,26 +449,28 @@ class Boundaries:
                 lambda: (
                     self._has_news
                     or self._why_not_wait(exchange) is not None
-                    or not self._is_worth_it(exchange, leaving=leaving)
+                    or not self._is_worth_it(exchange)
                 ),
                 pause if left is None else min(pause, left),
             )
         self._counters.seconds_waited += self._clock() - began
         if exchange.flight is not None:
-            self._stop_waiting(exchange, reason, touch_model=not leaving)
+            self._stop_waiting(exchange, reason, touch_model=touch_model)
         return outcome is Outcome.COUNTED
 
-    def _is_worth_it(self, exchange: FragmentExchange, *, leaving: bool) -> bool:
+    def _is_worth_it(self, exchange: FragmentExchange) -> bool:
         """Whether waiting for a flight leads anywhere, if the broker is there.
 
         Who leaves waits at least until the flight is in, or what is missing of it is lost. Of one that
         is put off nothing is taken before its round, which may be waiting for this worker.
         """
-        if self.turns.may_wait(exchange.fragment):
+        leaving = self._leaving
+        is_hasty = leaving is not None and leaving.hasty
+        if self.turns.may_wait(exchange.fragment) and not is_hasty:
             return True
         flight, link = exchange.flight, self._link
         assert flight is not None
-        return leaving and flight.push_id not in link.uploaded | link.put_off
+        return leaving is not None and flight.push_id not in link.uploaded | link.put_off
 
     @property
     def _awaited(self) -> str:
@@ -407,7 +483,12 @@ class Boundaries:
         assert flight is not None
         if touch_model:
             exchange.train_on()
-        if reason is None:
+        if reason is None and flight.push_id in self._link.uploaded and not touch_model:
+            logger.info(
+                "The pseudo-gradient of %d steps is in at the broker, where it counts.",
+                flight.steps,
+            )
+        elif reason is None:
             if (flight.push_id, round_) != self._told_carried.get(exchange.fragment):
                 self._told_carried[exchange.fragment] = (flight.push_id, round_)
                 logger.info(
@@ -427,15 +508,19 @@ class Boundaries:
     def _settle(
         self, exchange: FragmentExchange, *, now: bool = False, touch_model: bool = True
     ) -> Outcome:
-        flight, rejection = exchange.flight, exchange.rejection
+        flight, reply, rejection = exchange.flight, exchange.reply, exchange.rejection
         outcome = exchange.settle(self.step, now=now, touch_model=touch_model)
         if outcome is Outcome.COUNTED:
-            assert flight is not None
+            assert flight is not None and reply is not None
             self._counters.late_merges += self.step > flight.apply_at and touch_model
-            self._has_counted(exchange)
+            self._has_counted(exchange, flight, reply)
+        elif outcome is Outcome.SUPERSEDED:
+            assert reply is not None
+            self._is_superseded(exchange, flight, reply)
         elif outcome is Outcome.REJECTED:
             assert flight is not None and rejection is not None
             self._counters.rejected += 1
+            self._audit.dropped(flight.push_id, exchange.fragment, rejection.code)
             if rejection.code in (Code.LATE, Code.STALE):
                 # Newer parameters are there: local moves onto them as soon as they have come.
                 self._link.want(exchange.fragment)
@@ -450,14 +535,36 @@ class Boundaries:
                 )
         return outcome
 
-    def _has_counted(self, exchange: FragmentExchange) -> None:
+    def _has_counted(self, exchange: FragmentExchange, flight: Flight, arrival: Arrival) -> None:
         self._counters.rounds += 1
         self._counters.staleness = exchange.staleness
-        logger.debug("Version %s contains the last pseudo-gradient.", exchange.version)
+        self._audit.counted(flight.push_id, exchange.fragment, arrival.version)
+        logger.debug("Version %s contains the last pseudo-gradient.", arrival.version)
+
+    def _is_superseded(
+        self, exchange: FragmentExchange, flight: Flight | None, arrival: Arrival
+    ) -> None:
+        """The model has given up what was made since the fragment's base."""
+        steps = self._tally.since(exchange.fragment, self.step).steps
+        self._tally.restart(exchange.fragment, self.step)
+        if flight is not None:
+            ledger = arrival.released.ledger
+            if ledger.names_whole(self._worker_id, flight.push_id):
+                self._has_counted(exchange, flight, arrival)
+            else:
+                steps += flight.steps
+                self._audit.dropped(flight.push_id, exchange.fragment, "superseded")
+        self.trouble(
+            f"{steps} steps of fragment {exchange.fragment} are left out, so that nothing counts "
+            f"twice: {arrival.superseding}. The model goes on from version {arrival.version}."
+        )
 
     def _why_not_wait(self, exchange: FragmentExchange | None = None) -> str | None:
         """Why a boundary waits no longer; None while it does."""
         link, settings = self._link, self._settings
+        stopping = self._why_stop()
+        if stopping is not None and self._leaving is None:
+            return stopping
         if link.has_ended:
             return f"the link has ended ({link.last_error})"
         if link.stopping is not None:

@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from diloco_protocol import UsageError
@@ -38,6 +39,8 @@ class Settings:
     timeout: float = DEFAULT_TIMEOUT_S
     keys: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    handle_signals: bool | None = None
+    audit: str | Path | None = None
 
     @property
     def wants(self) -> dict[str, Any]:
@@ -123,6 +126,8 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "timeout": _NUMBER,
     "keys": _TEXT,
     "extra": (_pairs, "pairs like gpu=a100,site=berlin"),
+    "handle_signals": (_truth, "1 or 0"),
+    "audit": (str, "the path of a file"),
 }
 
 _LOWEST = {
@@ -171,8 +176,10 @@ def _check(keyword: str, value: Any, source: str) -> None:
                     )
         case "fragment_update_alpha" if value > 1:
             raise UsageError(f"{source} is {value!r}; it must be a number from 0 to 1.")
-        case "dylu" if not isinstance(value, bool):
+        case "dylu" | "handle_signals" if not isinstance(value, bool):
             raise UsageError(f"{source} is {value!r:.80}; it must be True or False.")
+        case "audit" if not isinstance(value, str | Path):
+            raise UsageError(f"{source} is {value!r:.80}; it must be the path of a file.")
         case "keys":
             raise _missing(source, "encryption with CURVE keys")
         case _:

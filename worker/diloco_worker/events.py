@@ -12,6 +12,7 @@ from typing import Any
 
 from diloco_protocol import Ledger, Manifest, Message, ModelLayout, RunConfig, VersionId
 from diloco_protocol.messages import Push, Released, Standing, Welcome
+from diloco_worker.transfers import Held
 
 
 class Event:
@@ -97,6 +98,34 @@ class Observe(Event):
     manifest: Manifest
     config: RunConfig
     plan: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Resume(Event):
+    """Go on from a checkpoint; before the first welcome.
+
+    Its versions are compared with the broker's: each fragment is delivered once, `unchanged` where the
+    broker's is the same or older. Or all of it is forgotten (`Forget`), and joined as a new worker.
+
+    Attributes:
+        config, plan: how the run was trained and the model cut.
+        held: by fragment, the version held; of each that has chunks, the frozen one included.
+    """
+
+    config: RunConfig
+    plan: tuple[int, ...]
+    held: Mapping[int, Held]
+
+
+@dataclass(frozen=True)
+class Doubt(Event):
+    """An earlier life of this worker may have sent what is in the model of this fragment.
+
+    `known` are the pushes of this worker that have been taken into account; see `former`.
+    """
+
+    fragment: int
+    known: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -200,11 +229,21 @@ class Deliver(Effect):
         released: the version, its ledger and round.
         counted: the push in flight that it contains whole, if any.
         unchanged: it is the version held already; nothing was assembled.
+        superseding: an earlier life of this worker has sent what is in the model, and it is in this
+            version. A push that was in flight is over without being counted.
     """
 
     released: Released
     counted: int | None
     unchanged: bool = False
+    superseding: bool = False
+
+
+@dataclass(frozen=True)
+class Forget(Effect):
+    """The checkpoint does not fit the broker's run: nothing of it is held any more."""
+
+    text: str
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import secrets
 from dataclasses import dataclass
 from enum import Enum
 
-from diloco_protocol import RunConfig, VersionId
+from diloco_protocol import Ledger, RunConfig, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.messages import Push
@@ -32,6 +32,9 @@ class Outcome(str, Enum):
     COUNTED = "counted"  # the flight is in the version that is the base now
     MOVED = "moved"  # there was no flight; a newer version is the base now
     REJECTED = "rejected"  # the flight has ended; the base is what it was
+    SUPERSEDED = (
+        "superseded"  # the base took the place of the steps in the model; no flight any more
+    )
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,7 @@ class Flight:
     """A frozen delta under way.
 
     Attributes:
-        steps: optimizer steps in it.
-        base: the version it was computed from.
+        push: the offer: push id, the version it was computed from, what was done for it.
         began: the optimizer step behind which it was frozen.
         apply_at: the step behind which its reply is merged, not earlier.
         wait_at: the step behind which training waits for the reply.
@@ -87,17 +89,47 @@ class Flight:
         frozen, anchor: see the head of this module.
     """
 
-    push_id: int
-    steps: int
-    base: VersionId
+    push: Push
     began: int
     apply_at: int
     wait_at: int
     wire: WireFragment
-    reconnections: int
+    reconnections: int = 0
     let_go: bool = False
     frozen: FlatState | None = None
     anchor: FlatState | None = None
+
+    @property
+    def push_id(self) -> int:
+        return self.push.push_id
+
+    @property
+    def base(self) -> VersionId:
+        assert self.push.base is not None
+        return self.push.base
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in it."""
+        return self.push.steps
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What training of a fragment stands on: a checkpoint holds one of each fragment.
+
+    Attributes:
+        version, ledger: of the base, which is the version that the next delta is measured from.
+        base: its values.
+        work: since the fragment's last freeze.
+        flight: the delta under way, if there is one.
+    """
+
+    version: VersionId
+    ledger: Ledger
+    base: FlatState
+    work: Work
+    flight: Flight | None
 
 
 @dataclass(frozen=True)
@@ -111,11 +143,14 @@ class FragmentExchange:
     """See the head of this module. Belongs to the training thread.
 
     Args:
-        arrival: the version to begin with; it is put into the model.
+        start: the version to begin with, which is put into the model; or what to go on from, where the
+            model is as it was then.
 
     Attributes:
         reply: a version that has come and is not in the model yet.
         rejection: why the flight has ended without one.
+        parting: a flight that has ended while the model was left as it is, on its base: a checkpoint
+            written now goes on from there.
         staleness: versions between the last counted flight's base and the one it went into.
     """
 
@@ -124,22 +159,26 @@ class FragmentExchange:
         part: FragmentLayout,
         tensors: ModelTensors,
         link: Link,
-        arrival: Arrival,
+        start: Arrival | Ground,
         merge: Merge | None = None,
     ) -> None:
-        assert arrival.state is not None
         self.part = part
         self.merge = merge or Merge()
         self.flight: Flight | None = None
         self.reply: Arrival | None = None
         self.rejection: Rejection | None = None
+        self.parting: Flight | None = None
         self.staleness = 0
         self._tensors = tensors
         self._link = link
-        tensors.put(arrival.state)
-        self.base = arrival.state
-        self.version = arrival.version
-        self._link.stand_on(part.fragment, arrival.state)
+        self.version = start.version
+        if isinstance(start, Ground):
+            self.base, self.ledger, self.flight = start.base, start.ledger, start.flight
+        else:
+            assert start.state is not None
+            tensors.put(start.state)
+            self.base, self.ledger = start.state, start.released.ledger
+        self._link.stand_on(part.fragment, self.base)
 
     @property
     def fragment(self) -> int:
@@ -150,8 +189,12 @@ class FragmentExchange:
         """The flight has ended; `settle` brings the model in line with it."""
         return self.flight is not None and (self.reply is not None or self.rejection is not None)
 
+    def ground(self, work: Work) -> Ground:
+        """What training stands on now, as far as it is in the model; shares memory with it."""
+        return Ground(self.version, self.ledger, self.base, work, self.flight or self.parting)
+
     def freeze(self, dtype: str, step: int, work: Work) -> Flight | NonFinite:
-        """Freeze global minus local and hand it to the link; nothing is sent if it is not finite.
+        """Freeze global minus local, to be offered; there is no flight if it is not finite.
 
         Args:
             dtype: that parameters travel in.
@@ -167,11 +210,8 @@ class FragmentExchange:
             delta = self._tensors.delta(self.base, dtype)
         if delta.bad is not None:
             return NonFinite(delta.bad)
-        push = self._push(dtype, delta, work)
         self.flight = Flight(
-            push.push_id,
-            work.steps,
-            self.version,
+            self._push(dtype, delta, work),
             step,
             step + merge.delay,
             step + merge.max_delay,
@@ -179,8 +219,12 @@ class FragmentExchange:
             self._link.reconnections,
             frozen=frozen,
         )
-        self._link.offer(push, delta.wire)
         return self.flight
+
+    def offer(self) -> None:
+        """Hand the flight to the link."""
+        assert self.flight is not None
+        self._link.offer(self.flight.push, self.flight.wire)
 
     def _push(self, dtype: str, delta: Delta, work: Work) -> Push:
         return Push(
@@ -215,7 +259,7 @@ class FragmentExchange:
     def take_in(self, arrival: Arrival) -> None:
         """Keep a whole version until it is its time; forget one that lacks the flight."""
         flight, earlier = self.flight, self.reply
-        if flight is None or flight.push_id in arrival.counted:
+        if flight is None or flight.push_id in arrival.counted or arrival.superseding:
             self.reply = arrival.after(earlier)
         elif earlier is not None and arrival.state is not None:
             self.reply = arrival.after(earlier)  # it contains what the earlier one did
@@ -233,6 +277,13 @@ class FragmentExchange:
             touch_model: False leaves the model as it is; for the end of training.
         """
         flight, reply = self.flight, self.reply
+        if reply is not None and reply.superseding:
+            self.flight = self.reply = self.rejection = None
+            if touch_model:
+                state = self._state(reply)
+                self._tensors.put(state)
+                self._stand_on(reply, state)
+            return Outcome.SUPERSEDED
         if flight is None:
             self.reply = None
             if reply is None or reply.version == self.version or not touch_model:
@@ -244,15 +295,19 @@ class FragmentExchange:
         if reply is not None:
             if step < flight.apply_at and not now:
                 return Outcome.NOTHING
-            state = self._state(reply)
-            if touch_model:
-                self._merge(flight, state)
             self._land(flight, reply)
-            self._stand_on(reply, state)
+            if touch_model:
+                state = self._state(reply)
+                self._merge(flight, state)
+                self._stand_on(reply, state)
+            else:
+                self.parting = flight
             return Outcome.COUNTED
         if self.rejection is not None:
             if touch_model:
                 self._take_back(flight, step)
+            else:
+                self.parting = flight
             self.flight = self.rejection = None
             return Outcome.REJECTED
         return Outcome.NOTHING
@@ -301,6 +356,8 @@ class FragmentExchange:
         """
         state = self._state(arrival)
         self._tensors.put(state)
+        if arrival.superseding:
+            self.flight = self.reply = self.rejection = None
         flight = self.flight
         if flight is not None and flight.push_id not in arrival.counted:
             flight.let_go = True
@@ -323,5 +380,5 @@ class FragmentExchange:
     def _stand_on(self, arrival: Arrival, state: FlatState) -> None:
         """This version is the base now. Its former memory may be overwritten from here on."""
         self.base = state
-        self.version = arrival.version
+        self.version, self.ledger = arrival.version, arrival.released.ledger
         self._link.stand_on(self.fragment, state)

@@ -20,27 +20,36 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import RunConfig, Unreachable, UsageError
+from diloco_protocol import RunConfig, UsageError
+from diloco_worker.audit import Audit
 from diloco_worker.boundaries import Boundaries
 from diloco_worker.env import Settings, default_worker_id, resolve
+from diloco_worker.events import Resume
+from diloco_worker.joining import await_model, check_pair
 from diloco_worker.link import Link
 from diloco_worker.metrics import SyncMetrics
 from diloco_worker.news import Progress
 from diloco_worker.patience import Patience
 from diloco_worker.reports import Pace, Reports
-from diloco_worker.session import Phase, Session
+from diloco_worker.resume import Resumption, from_plain, plan_of, to_plain
+from diloco_worker.session import Session
+from diloco_worker.signals import Termination
 from diloco_worker.snapshot import ModelTensors
+from diloco_worker.transfers import Held
 
 logger = logging.getLogger("diloco.worker")
 
 # Seconds of waiting before the first word about it at joining.
 FIRST_WORD_S = 2.0
+# Seconds that the last message to the broker may take.
+LINK_PATIENCE_S = 5.0
 
 
 class DiLoCoWorker:
@@ -70,6 +79,8 @@ class DiLoCoWorker:
         keys: CURVE keys; not in this release.
         process_group: not in this release.
         extra: a small dict, shown in displays.
+        handle_signals: False leaves SIGTERM alone; see `signals` for what becomes of it otherwise.
+        audit: a file that gets a JSON line for each push; see `audit`.
 
     Each keyword except `process_group` has a variable DILOCO_<KEYWORD> behind it. None means: what the
     variable says, else what the broker says. A value that differs from the broker's is refused, except
@@ -98,6 +109,8 @@ class DiLoCoWorker:
         keys: str | None = None,
         process_group: object | None = None,
         extra: Mapping[str, Any] | None = None,
+        handle_signals: bool | None = None,
+        audit: str | Path | None = None,
     ) -> None:
         if process_group is not None:
             raise UsageError(
@@ -119,16 +132,25 @@ class DiLoCoWorker:
                 "timeout": timeout,
                 "keys": keys,
                 "extra": extra,
+                "handle_signals": handle_signals,
+                "audit": audit,
             }
         )
         self.worker_id: str = self._settings.worker_id or default_worker_id()
-        _check_pair(model, optimizer)
+        check_pair(model, optimizer)
         self._optimizer = optimizer
         self._tensors: ModelTensors | None = None
         self._link: Link | None = None
         if self._settings.server is not None:
             self._tensors = ModelTensors.of_module(model)
         self._boundaries: Boundaries | None = None
+        self._resumption: Resumption | None = None
+        self._carried: object = None  # what was loaded of it, until it is in use
+        self._audit: Audit | None = None
+        self._termination = Termination(lambda: self._is_watched, self._wake)
+        self._is_watched = False
+        self._has_told_termination = False
+        self._frozen: Held | None = None
         self._hook: Any = None
         self._clock: Callable[[], float] = time.monotonic
         self._reports = Reports()
@@ -148,22 +170,32 @@ class DiLoCoWorker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(failed=error is not None)
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            what = "SIGTERM" if self._termination.is_asked else type(error).__name__
+            self._close(f"it was ended by {what}", hasty=True)
+        else:
+            self.close(failed=error is not None)
 
     def start(self) -> DiLoCoWorker:
         """Join the run and put its parameters into the model.
 
-        Waits for the broker, for as long as it takes, and says so; Ctrl-C works.
+        Waits for the broker, for as long as it takes, and says so; Ctrl-C works. After a
+        `load_state_dict` the parameters stay as the script has loaded them, unless the run has gone on
+        without this worker in a way that they have no place in; a warning says so.
 
         Raises:
             Refused: the broker does not take this worker, with its sentence.
-            UsageError: this worker has been started before.
+            UsageError: this worker has been started before, its audit log cannot be written, or the
+                model is not the one that the loaded state belongs to.
         """
         if self._settings.server is None or self._tensors is None:
             return self
         if self._link is not None:
             raise UsageError("A DiLoCoWorker starts once; make a new one to join again.")
-        settings, tensors = self._settings, self._tensors
+        settings, tensors, resumption = self._settings, self._tensors, self._resumption
+        if resumption is not None:
+            resumption.check_model(tensors)
+        audit = self._audit = Audit(settings.audit, self.worker_id)
         session = Session(
             self.worker_id,
             tensors.manifest,
@@ -174,16 +206,28 @@ class DiLoCoWorker:
             pid=os.getpid(),
             extra=settings.extra,
         )
-        self._link = Link(
-            self._settings.server, session, capture=tensors.capture, pinned=tensors.is_on_cuda
+        if resumption is not None:
+            resume = Resume(resumption.config, resumption.plan, resumption.held)
+            session.handle(resume, self._clock())
+        self._link = link = Link(
+            self._settings.server,
+            session,
+            capture=tensors.capture,
+            pinned=tensors.is_on_cuda,
+            states=resumption.states if resumption is not None else None,
+            welcomed=audit.joined,
         )
         self._publish(waiting=True)
-        self._link.start()
+        link.start()
         try:
-            self._await_model(self._link)
-            self._take_model(self._link)
+            if settings.handle_signals is not False:
+                self._termination.install()
+            await_model(link, Patience(self._clock, first=FIRST_WORD_S))
+            self._take_model(link, audit)
         except BaseException:
-            self._link.close("it did not get to training")
+            self._termination.restore()
+            link.close("it did not get to training")
+            audit.close()
             raise
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
         self._pace.resume(self._clock())
@@ -192,23 +236,38 @@ class DiLoCoWorker:
     def close(self, *, failed: bool = False) -> None:
         """Wait for every push in flight, tell the broker, and leave the model as it is.
 
-        Waits at most `timeout` seconds in all. Steps since the last boundary stay in the model and are
-        not sent; see `force_sync`.
+        Waits at most `timeout` seconds in all; after SIGTERM or Ctrl-C only until what is in flight
+        has been sent, and within 10 s. Steps since the last boundary stay in the model and are not
+        sent; see `force_sync`, and `state_dict`.
 
         Args:
             failed: leave at once; what is in flight may be lost.
         """
+        self._close("its training ended with an error" if failed else "", failed=failed)
+
+    def _close(self, reason: str, *, failed: bool = False, hasty: bool = False) -> None:
+        """Leave, telling the broker why. `hasty`: the process is about to end."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
-        link = self._link
-        if link is None:
+        link, audit = self._link, self._audit
+        if link is None or audit is None:
             return
+        self._tell_termination()
+        patience = LINK_PATIENCE_S
         try:
             if not failed and not link.has_ended and self._boundaries is not None:
-                self._boundaries.leave()
+                self._boundaries.leave(hasty=hasty or self._termination.is_asked)
+        except KeyboardInterrupt:
+            patience = 0.0 if hasty else patience  # the second one waits for nothing
+            raise
         finally:
-            link.close("its training ended with an error" if failed else "")
+            self._termination.restore()
+            try:
+                link.close(reason, patience)
+            finally:
+                audit.left(self._step)
+                audit.close()
 
     # During training.
 
@@ -260,8 +319,25 @@ class DiLoCoWorker:
 
     @property
     def should_stop(self) -> bool:
-        """True once the broker has said that it shuts down."""
-        return self._link is not None and self._link.stopping is not None
+        """True once the broker has said that it shuts down, or SIGTERM has come.
+
+        A script that never looks at it is ended by SIGTERM with SystemExit.
+        """
+        return self.stop_reason is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the script should stop, a sentence; None while it should not. See `should_stop`.
+
+        While the broker is away, training alone is a choice too: boundaries do not wait for it, and
+        the worker joins again when it comes back.
+        """
+        self._is_watched = True
+        self._tell_termination()
+        return self._asked_to_stop() or (self._link.stopping if self._link is not None else None)
+
+    def _asked_to_stop(self) -> str | None:
+        return "SIGTERM asks this process to end" if self._termination.is_asked else None
 
     @property
     def sync_metrics(self) -> SyncMetrics:
@@ -307,13 +383,19 @@ class DiLoCoWorker:
         return dict(self._reports.extra)
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters for a checkpoint of the script. The parameters come from the broker.
+        """What this worker needs to go on after a restart, for the checkpoint of the script.
 
-        `local_step` and `cycle_start` say where in its cycle of H steps the worker is, so that a
-        worker that goes on from here reaches its next boundary after what is left of it.
+        Take it between two steps, together with the state of model and optimizer: they belong to the
+        same moment. Plain values and tensors, so `torch.load(..., weights_only=True)` reads it; about
+        one fp32 copy of the model, and more while deltas are in flight (see `resume`).
+
+        `local_step` and `cycle_start` say where in its cycle of H steps the worker is. "resume" has the
+        parameters and deltas; without it a worker begins with the run's parameters, and reaches its
+        next boundary after what was left of the cycle.
         """
         metrics = self.sync_metrics.plain()
         del metrics["last_error"], metrics["unsynced_steps"]
+        resume = self._resume_plain()  # first: it brings the counts up to date
         return {
             "local_step": self._step,
             "cycle_start": (
@@ -323,64 +405,115 @@ class DiLoCoWorker:
             "tokens": self._reports.tokens,
             "samples": self._reports.samples,
             "metrics": metrics,
+            "resume": resume,
         }
 
+    def _resume_plain(self) -> object:
+        link, tensors = self._link, self._tensors
+        if self._boundaries is None or link is None or tensors is None:
+            return self._carried
+        config, layout = link.config, link.layout
+        assert config is not None and layout is not None
+        place, grounds = self._boundaries.resumption()
+        resumption = Resumption(
+            worker_id=self.worker_id,
+            config=config,
+            plan=plan_of(tensors.manifest, layout),
+            layout=layout,
+            place=place,
+            frozen=self._frozen,
+            grounds=grounds,
+            distances=tuple(tensors.distance(ground.base) for ground in grounds),
+        )
+        return to_plain(resumption, tensors.manifest)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from a `state_dict`; before `start`.
+        """Go on from a `state_dict`; before `start`, and with model and optimizer of the same moment.
+
+        The worker takes the id that it had, unless the script gives it one. A state without "resume"
+        only sets the counters and the place in the cycle.
 
         Raises:
-            UsageError: the worker runs already, or the dict is not one of ours.
+            UsageError: the worker runs already, or the dict is not one of ours, or of another model.
         """
         if self._link is not None:
             raise UsageError("load_state_dict() belongs before the worker starts.")
         try:
-            self._counters = SyncMetrics(**state["metrics"])
-            self._step = int(state["local_step"])
-            self._cycle_start = int(state.get("cycle_start", 0))
-            self._reports.go_on_from(int(state["tokens"]), int(state.get("samples", 0)))
-        except (KeyError, TypeError, ValueError) as error:
+            counters = SyncMetrics(**state["metrics"])
+            step, cycle_start = int(state["local_step"]), int(state.get("cycle_start", 0))
+            tokens, samples = int(state["tokens"]), int(state.get("samples", 0))
+            resume = state.get("resume")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UsageError(f"This is no state of a DiLoCoWorker: {error!r}.") from None
+        resumption = None
+        if resume is not None and self._tensors is not None:
+            resumption = from_plain(resume, self._tensors)
+            if not 0 <= cycle_start <= step:
+                raise UsageError(
+                    f"This is no state of a DiLoCoWorker: its cycle began at step {cycle_start}, and "
+                    f"it is at step {step}."
+                )
+        self._counters, self._step, self._cycle_start = counters, step, cycle_start
+        self._reports.go_on_from(tokens, samples)
+        self._carried = resume
+        self._resumption = self._of_this_worker(resumption)
+
+    def _of_this_worker(self, resumption: Resumption | None) -> Resumption | None:
+        """A worker that goes on has the id that it had: its pushes are known by it."""
+        if resumption is None:
+            return None
+        if self._settings.worker_id not in (None, resumption.worker_id):
+            logger.warning(
+                "The state is that of worker %r, this one is %r: it takes over the counters, and "
+                "begins with the run's parameters. Give it the same worker_id to go on.",
+                resumption.worker_id,
+                self.worker_id,
+            )
+            return None
+        self.worker_id = resumption.worker_id
+        return resumption
 
     # Joining.
 
-    def _await_model(self, link: Link) -> None:
-        def settled() -> bool:
-            return link.refused_for_good or (
-                link.layout is not None
-                and all(p.fragment in link.arrivals for p in link.layout.all if p.chunks)
-            )
-
-        patience = Patience(self._clock, first=FIRST_WORD_S)
-        while not link.wait_for(settled, patience.pause()):
-            if link.has_ended:
-                raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
-            if link.phase is Phase.JOINED:
-                patience.say(f"Joined at {link.address}; waiting for the first parameters.")
-            else:
-                patience.say(f"Waiting to join the run: {link.describe()}.")
-        if link.refused_for_good:
-            assert link.refusal is not None
-            raise link.refusal
-
-    def _take_model(self, link: Link) -> None:
+    def _take_model(self, link: Link, audit: Audit) -> None:
         assert link.layout is not None and self._tensors is not None
         frozen = link.layout.frozen
         if frozen.chunks:
             arrival = link.take(frozen.fragment)
-            assert arrival is not None and arrival.state is not None
-            self._tensors.put(arrival.state)
+            assert arrival is not None
+            self._frozen = Held(arrival.version, arrival.released.ledger)
+            if arrival.state is not None:  # the script has loaded them otherwise
+                self._tensors.put(arrival.state)
             link.stand_on(frozen.fragment, None)
+        resumption = None if link.has_forgotten else self._resumption
         self._boundaries = Boundaries(
+            self.worker_id,
             self._tensors,
             link,
             self._settings,
             self._reports,
             self._counters,
             self._publish,
+            audit,
+            self._asked_to_stop,
             self._clock,
             step=self._step,
             cycle_start=self._cycle_start,
+            resumption=resumption,
         )
+        self._resumption = self._carried = None
+
+    # The end of the process.
+
+    def _wake(self) -> None:
+        if self._link is not None:
+            self._link.wake()
+
+    def _tell_termination(self) -> None:
+        """Said here and not in the handler, where the log may be locked."""
+        if self._termination.is_asked and not self._has_told_termination:
+            self._has_told_termination = True
+            logger.warning("SIGTERM has come: this worker ends, and tells the broker.")
 
     # Steps.
 
@@ -431,20 +564,3 @@ class DiLoCoWorker:
                 loss=self._reports.loss,
                 tokens=self._reports.tokens,
             )
-
-
-def _check_pair(model: object, optimizer: object) -> None:
-    """Raise UsageError unless this optimizer trains this model."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer."
-        )
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if trainable and not any(id(parameter) in stepped for parameter in trainable):
-        raise UsageError(
-            "The optimizer holds none of the model's parameters; make it from model.parameters(), "
-            "after the model has been moved or wrapped."
-        )

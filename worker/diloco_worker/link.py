@@ -31,7 +31,7 @@ from diloco_protocol import (
 )
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import wire_dtype
-from diloco_protocol.messages import Chunk, Heartbeat, Message, Push, Released
+from diloco_protocol.messages import Chunk, Heartbeat, Message, Push
 from diloco_worker.events import (
     Answered,
     Ask,
@@ -44,8 +44,10 @@ from diloco_worker.events import (
     Depart,
     Discard,
     Disconnected,
+    Doubt,
     Effect,
     Event,
+    Forget,
     Granted,
     Hold,
     Joined,
@@ -68,6 +70,7 @@ from diloco_worker.events import (
     Want,
     Withdraw,
 )
+from diloco_worker.former import SENT_BEFORE
 from diloco_worker.news import Arrival, News, Progress, Rejection
 from diloco_worker.session import Phase, Session
 from diloco_worker.snapshot import FlatState, WireFragment, chunk_bytes
@@ -107,6 +110,9 @@ class Link:
         capture: copies a fragment of the model to the host, for a broker that has no parameters. Called
             in the I/O thread, and only for fragments that nobody is training at that moment.
         pinned: whether to receive into pinned memory (the model is on a CUDA device).
+        states: by fragment, the values of what the session holds already (`Resume`). They are room for
+            later versions once training stands on others.
+        welcomed: called in the I/O thread with the broker's epoch, whenever it takes this worker in.
         clock: seconds, monotonic.
 
     Attributes (to be read under `condition`, or where a moment's lag does no harm):
@@ -120,6 +126,7 @@ class Link:
         uploaded: pushes in flight whose chunks are all in at the broker.
         put_off: pushes in flight that the broker takes nothing of yet.
         results: answers to `ask`, by request.
+        has_forgotten: what the session held already does not fit the run and is not held any more.
         has_news: something is in `arrivals` or `rejections`; cheap to look at.
     """
 
@@ -130,6 +137,8 @@ class Link:
         *,
         capture: Callable[[FragmentLayout], FlatState] | None = None,
         pinned: bool = False,
+        states: Mapping[int, FlatState] | None = None,
+        welcomed: Callable[[str], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
@@ -155,10 +164,12 @@ class Link:
         self.retries = 0
         self.reconnections = 0
         self.last_error: str | None = None
+        self.has_forgotten = False
         self.has_ended = False
         self._session = session
         self._capture = capture
         self._pinned = pinned
+        self._welcomed = welcomed
         self._clock = clock
         self._commands: deque[tuple[Event | Base, Any]] = deque()
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -172,7 +183,7 @@ class Link:
         self._outgoing: dict[int, WireFragment] = {}  # by push id
         self._assembly: dict[int, FlatState] = {}  # by fragment
         self._spare: dict[int, FlatState] = {}  # by fragment; room for the next assembly
-        self._states: dict[int, FlatState] = {}  # by fragment; what is held, merged or not
+        self._states = dict(states or {})  # by fragment; what is held, merged or not
         self._bases: dict[int, FlatState] = {}  # by fragment; what training stands on
         self._offered: dict[int, int] = {}  # by fragment; the last push id
         self._payload: memoryview | None = None
@@ -195,6 +206,10 @@ class Link:
     def want(self, fragment: int, after: int | None = None) -> None:
         """Ask for the newest version (or one above `after`); it will be in `arrivals`."""
         self._command(Want(fragment, after))
+
+    def doubt(self, fragment: int, known: frozenset[int]) -> None:
+        """Only these pushes of this worker are taken into account in this fragment; see `former`."""
+        self._command(Doubt(fragment, known))
 
     def stand_on(self, fragment: int, state: FlatState | None) -> None:
         """Training stands on these values from now on; the former ones may be overwritten.
@@ -265,16 +280,21 @@ class Link:
         if self._thread.is_alive():
             self._thread.join(patience)
         if self._thread.is_alive():
-            logger.error("The link to %s did not end within %g s.", self.address, patience)
+            if patience:
+                logger.error("The link to %s did not end within %g s.", self.address, patience)
             return
         self._wake_reader.close()
         self._wake_writer.close()
 
-    def _command(self, event: Event | Base, cargo: Any = None) -> None:
-        self._commands.append((event, cargo))
+    def wake(self) -> None:
+        """Let the I/O thread take a turn, which wakes up those in `wait_for`; for signal handlers."""
         # Full: it will wake up anyway. Closed: nobody is there to wake up.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
+
+    def _command(self, event: Event | Base, cargo: Any = None) -> None:
+        self._commands.append((event, cargo))
+        self.wake()
 
     # The thread.
 
@@ -447,8 +467,8 @@ class Link:
                 self._assembly[fragment].store(index, self._payload, dtype)
             case Discard():
                 pass  # the room is used for the next version
-            case Deliver(released, counted, unchanged):
-                self._deliver(released, counted, unchanged=unchanged)
+            case Deliver():
+                self._deliver(effect)
             case PrepareDonation(push_id, fragment):
                 self._outgoing[push_id] = self._donation(fragment)
             case PushOver(push_id, code, text):
@@ -461,12 +481,18 @@ class Link:
                     self.stopping = None
                     self.feed = welcome.feed
                     self.turns[:] = [effect]  # what came before it has no meaning any more
+                self._welcomed(welcome.epoch)
                 how = "Back at" if again else "Joined the run at"
                 self._say(f"{how} {self.address}, expected from round {welcome.first_round}.")
             case JoinRefused(code, text, final):
                 with self.condition:
                     self.refusal = Refused(code, text)
                     self.refused_for_good = final
+                self._say(text, trouble=True)
+            case Forget(text):
+                self._states.clear()
+                with self.condition:
+                    self.has_forgotten = True
                 self._say(text, trouble=True)
             case Answered():
                 with self.condition:
@@ -541,16 +567,17 @@ class Link:
             state = self._capture(self._fragment(fragment))
         return state.wire()
 
-    def _deliver(self, released: Released, counted: int | None, *, unchanged: bool) -> None:
-        fragment = released.fragment
-        if unchanged:
+    def _deliver(self, effect: Deliver) -> None:
+        released, fragment = effect.released, effect.released.fragment
+        if effect.unchanged:
             state = self._states.get(fragment)
         else:
             state = self._states[fragment] = self._assembly.pop(fragment)
             self._feed(Hold(fragment, released.version, released.ledger))
-        ids = frozenset(() if counted is None else (counted,))
+        ids = frozenset(() if effect.counted is None else (effect.counted,))
+        superseding = SENT_BEFORE if effect.superseding else None
+        arrival = Arrival(released, ids, state, released.staleness, superseding)
         with self.condition:
-            arrival = Arrival(released, ids, state, released.staleness)
             self.arrivals[fragment] = arrival.after(self.arrivals.get(fragment))
 
     def _reject(self, push_id: int, code: str, text: str) -> None:

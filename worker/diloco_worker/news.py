@@ -33,12 +33,15 @@ class Arrival:
         state: its values; None where no copy of them is kept.
         staleness: versions between the counted push's base and the one it went into, if the broker
             has told.
+        superseding: why these values take the place of the steps in the model, and of the push in
+            flight; None where they do not.
     """
 
     released: Released
     counted: frozenset[int]
     state: FlatState | None
     staleness: int | None = None
+    superseding: str | None = None
 
     @property
     def version(self) -> VersionId:
@@ -52,8 +55,13 @@ class Arrival:
         if state is None and earlier.version == self.version:
             state = earlier.state
         staleness = self.staleness if self.counted else earlier.staleness
-        counted = self.counted | earlier.counted
-        return replace(self, counted=counted, state=state, staleness=staleness)
+        return replace(
+            self,
+            counted=self.counted | earlier.counted,
+            state=state,
+            staleness=staleness,
+            superseding=self.superseding or earlier.superseding,
+        )
 
 
 @dataclass(frozen=True)

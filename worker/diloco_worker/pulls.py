@@ -7,6 +7,7 @@ first `pull` instead of a `credit` on bulk.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from diloco_protocol import Bitmap, Ledger, ModelLayout, VersionId
 from diloco_protocol.messages import Chunk, Credit, Released
@@ -55,6 +56,14 @@ class Pulls:
         self.of(fragment)
         self.held[fragment] = Held(version, ledger)
 
+    def left_behind(self, fragment: int, theirs: VersionId | None) -> None:
+        """The run goes on from this version: one that is not behind it is of rounds that are lost."""
+        held = self.held.get(fragment)
+        if held is None or theirs is None or held.version == theirs:
+            return
+        if held.version.counter >= theirs.counter:
+            self.held[fragment] = replace(held, is_left_behind=True)
+
     def open_window(self, token: bytes) -> Send:
         """The first credit, which binds the bulk connection."""
         self._at_broker = DOWNLOAD_WINDOW
@@ -100,15 +109,31 @@ class Pulls:
 
     def want_newest(self, fragment: int, after: int | None) -> None:
         """The newest version is wanted, whatever it contains, or the next above `after`."""
-        download, held = self.downloads[fragment], self.held.get(fragment)
+        download = self.downloads[fragment]
         download.whatever = True
-        if after is not None:
+        if after is None:
+            self.want_current(fragment)
+        else:
             download.after = after
-        elif held is not None and not (download.wanted and download.arrived):
+            download.wanted = True
+
+    def want_current(self, fragment: int) -> None:
+        """The newest version is wanted, at once; it costs nothing where it is the one held."""
+        download, held = self.downloads[fragment], self.held.get(fragment)
+        if held is not None and not (download.wanted and download.arrived):
             download.expects_unchanged(held.version)
         else:
             download.after = -1  # what has arrived of a newer version stays
         download.wanted = True
+
+    def want_whatever(self, fragment: int) -> None:
+        """The version that is on its way is wanted, whatever it contains."""
+        self.downloads[fragment].whatever = True
+
+    def want_nothing(self, fragment: int) -> None:
+        """No version is wanted."""
+        download = self.downloads[fragment]
+        download.wanted = download.whatever = False
 
     def want_no_more(self, fragment: int) -> None:
         """The push that waited for a version is over without one."""

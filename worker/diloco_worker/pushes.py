@@ -5,12 +5,20 @@ A `token` names the session on the connection at hand. None: there is none, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from diloco_protocol import Ledger, ProtocolError
-from diloco_protocol.messages import Ack, Commit, Error, Grant, Push
-from diloco_worker.events import Effect, Granted, PushOver, Say, Send, SendChunk
-from diloco_worker.transfers import Upload
+from diloco_protocol import Ledger, ProtocolError, VersionId
+from diloco_protocol.messages import Ack, Commit, Error, Grant, Purpose, Push
+from diloco_worker.events import (
+    Effect,
+    Granted,
+    PrepareDonation,
+    PushOver,
+    Say,
+    Send,
+    SendChunk,
+)
+from diloco_worker.transfers import Held, Upload
 
 # Seconds before a push is offered again that the broker cannot take just now.
 OFFER_AGAIN_S = 1.0
@@ -28,6 +36,8 @@ class Pushes:
         self.uploads: dict[int, Upload] = {}
         self.retries = 0
         self._offer_at: dict[int, float] = {}
+        # By fragment, the last donation: a broken one goes on under its push id.
+        self._donated: dict[int, tuple[VersionId | None, int]] = {}
 
     def __contains__(self, push_id: int | None) -> bool:
         return push_id in self.uploads
@@ -68,6 +78,35 @@ class Pushes:
             upload = self.uploads[push_id]
             yield Send(upload.offered(token))
             self.retries += upload.offers > 1
+
+    def donate(
+        self,
+        fragment: int,
+        chunks: int,
+        held: Held | None,
+        draw: Callable[[], int],
+        token: bytes | None,
+    ) -> Iterator[Effect]:
+        """Give the broker what is held of a fragment, or the model's own values."""
+        version = held.version if held else None
+        earlier = self._donated.get(fragment)
+        if earlier is None or earlier[0] != version:
+            earlier = self._donated[fragment] = version, draw()
+        push_id = earlier[1]  # the same for the same values
+        push = Push(
+            session=b"",
+            push_id=push_id,
+            fragment=fragment,
+            chunks=chunks,
+            wire_dtype="fp32",
+            base=version,
+            purpose=Purpose.DONATION,
+            ledger=held.ledger if held else None,
+        )
+        yield Say("The broker has no parameters yet and takes those of this worker.")
+        yield from self.begin(push)
+        yield PrepareDonation(push_id, fragment)
+        yield from self.offer(push_id, token)
 
     def granted(self, grant: Grant, token: bytes | None) -> Iterator[Effect]:
         upload = self.uploads.get(grant.push_id)
@@ -123,6 +162,11 @@ class Pushes:
             return None
         self._forget(upload.push.push_id)
         return upload.push.push_id
+
+    def drop(self, push_id: int) -> Iterator[Effect]:
+        """A push that is not to be sent after all."""
+        self._forget(push_id)
+        yield PushOver(push_id)
 
     def tick(self, now: float, token: bytes | None) -> Iterator[Effect]:
         for push_id in [p for p, at in self._offer_at.items() if now >= at]:

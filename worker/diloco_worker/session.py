@@ -7,7 +7,8 @@ No socket, tensor, clock, thread or file in here: time is an argument, random nu
                 |           v          |
                 +-- AWAY <-- connection broke, `rejoin`, or silence; never longer than 2 s
     REFUSED: the broker says no and asking again cannot help. Before the first welcome that is the
-             end; later it is asked again every 30 s, since a person may mend the broker.
+             end, and so it is when an operator has removed this worker; later it is asked again
+             every 30 s, since a person may mend the broker.
     LEFT: the end.
 
 The rules that everything else follows from:
@@ -20,6 +21,7 @@ The rules that everything else follows from:
   asks, also before training has merged it.
 - A download goes on where it stopped. Chunks of another version make it begin anew. Each chunk that
   comes gives one credit back, also one that is dropped.
+- A worker that goes on from a checkpoint joins as one that outlived its broker; `former` has the rest.
 - An illegal command raises before anything has changed. The broker can say nothing illegal: what does
   not fit is dropped and said aloud.
 """
@@ -34,7 +36,6 @@ from diloco_protocol import Code, Manifest, ModelLayout, ProtocolError, RunConfi
 from diloco_protocol.messages import (
     Ack,
     Chunk,
-    Control,
     Error,
     Grant,
     Join,
@@ -48,8 +49,8 @@ from diloco_protocol.messages import (
     Result,
     Welcome,
 )
+from diloco_worker.asks import Asks
 from diloco_worker.events import (
-    Answered,
     Ask,
     Beat,
     Carried,
@@ -59,8 +60,10 @@ from diloco_worker.events import (
     Depart,
     Discard,
     Disconnected,
+    Doubt,
     Effect,
     Event,
+    Forget,
     Hold,
     Joined,
     JoinRefused,
@@ -68,10 +71,10 @@ from diloco_worker.events import (
     Offer,
     Open,
     Paced,
-    PrepareDonation,
     Pulse,
     PushOver,
     Received,
+    Resume,
     Say,
     Send,
     Start,
@@ -80,9 +83,10 @@ from diloco_worker.events import (
     Want,
     Withdraw,
 )
+from diloco_worker.former import FORGOTTEN, FormerLife
 from diloco_worker.pulls import Pulls
 from diloco_worker.pushes import Pushes
-from diloco_worker.terms import cut, heartbeat_interval, objection
+from diloco_worker.terms import OTHER_PLAN, changed, cut, heartbeat_interval, objection
 
 # Seconds before new connections are opened: doubling from the first to the longest. After a crash the
 # broker gives its workers 10 s to come back with what they hold, so the longest stays far below it.
@@ -98,8 +102,6 @@ JOIN_PATIENCE_S = 20.0
 # seconds, the connection counts as broken although nobody has said so.
 SILENT_BEATS = 3
 SILENT_S = 10.0
-# Actions that change nothing, so that they may be sent again after a broken connection.
-HARMLESS = ("status", "manifest")
 
 
 class Phase(str, Enum):
@@ -126,7 +128,8 @@ class Session:
     Attributes:
         config, layout: how the run is trained and how the model is cut; None before a welcome.
         plan: fragment of each manifest entry, as the broker told it.
-        pushes, pulls: what is under way up and down.
+        pushes, pulls, asks: what is under way up and down, and what is to be answered.
+        former: what an earlier life of this worker may have left behind.
         reconnections: welcomes after the first.
         last_heard: when the broker last said anything; None before it has.
     """
@@ -157,6 +160,8 @@ class Session:
         self.run: str | None = None
         self.pushes = Pushes()
         self.pulls = Pulls(observer=manifest is None)
+        self.asks = Asks()
+        self.former = FormerLife()
         self.reconnections = 0
         self.last_heard: float | None = None
         self.refusal: str | None = None
@@ -164,10 +169,6 @@ class Session:
         self._observer = manifest is None
         self._asked_interval = heartbeat_interval
         self._interval = 0.0
-        # By fragment, the last donation: a broken one goes on under its push id.
-        self._donated: dict[int, tuple[VersionId | None, int]] = {}
-        self._asks: dict[int, Ask] = {}  # sent or to be sent, not answered
-        self._asked: set[int] = set()  # sent on this connection
         self._backoff = FIRST_BACKOFF_S
         self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)
         self._beat_at: float | None = None
@@ -232,14 +233,17 @@ class Session:
             case Observe(manifest, config, plan):
                 self._furnish(cut(manifest, config, plan), config, plan)
                 return []
+            case Resume():
+                self._resume(event)
+                return []
+            case Doubt(fragment, known):
+                self.former.doubt(fragment, known)
+                return []
             case Ask():
-                if event.request in self._asks:
-                    raise ValueError(f"request {event.request} is still unanswered")
-                self._asks[event.request] = event
+                self.asks.add(event)
                 return list(self._send_asks())
             case Withdraw(request):
-                self._asks.pop(request, None)
-                self._asked.discard(request)
+                self.asks.withdraw(request)
                 return []
             case Pulse():
                 return list(self._beat(now))
@@ -285,7 +289,9 @@ class Session:
             self.run = None
         if self.layout is not None and self.pulls.held:
             held = (self.pulls.held.get(part.fragment) for part in self.layout.all)
-            versions = tuple(each.version if each else None for each in held)
+            versions = tuple(
+                each.version if each and not each.is_left_behind else None for each in held
+            )
         yield Send(
             Join(
                 worker_id=self.worker_id,
@@ -314,12 +320,7 @@ class Session:
         self._beat_at = None
         self.pulls.disconnected()
         yield from self.pushes.disconnected()
-        for request in sorted(self._asked):
-            if self._asks[request].action not in HARMLESS:
-                del self._asks[request]
-                text = "The connection broke before the answer; it may have been carried out."
-                yield Answered(request, None, text)
-        self._asked.clear()
+        yield from self.asks.disconnected()
 
     def _waits_since(self) -> float | None:
         """When the join was sent that has no answer yet."""
@@ -382,15 +383,14 @@ class Session:
                 yield from self.pushes.acknowledged(message, self._live_token)
             case Released():
                 self.pulls.released(message)
+                yield from self.former.look(self.worker_id, message, self.pulls, self.pushes)
                 yield from self._finish(message.fragment)
             case Chunk():
                 if self.phase is Phase.JOINED:
                     yield from self.pulls.chunk(message, self._live_token)
                     yield from self._finish(message.fragment)
             case Result():
-                if self._asks.pop(message.request, None) is not None:
-                    self._asked.discard(message.request)
-                    yield Answered(message.request, message.ok, message.text, message.data)
+                yield from self.asks.answered(message)
             case _:
                 yield Say(f"The broker sent a {message.kind}, which workers send.", trouble=True)
 
@@ -398,6 +398,9 @@ class Session:
         if self.phase is not Phase.JOINING:
             return
         assert self.manifest is not None
+        misfit = changed(self.config, welcome.config, self.plan, welcome.plan)
+        if misfit is not None and self._is_resumed:
+            yield from self._forget("it has {} {}, the run has {} now".format(*misfit))
         asked = self.wants.get("sync_every")
         own = asked if isinstance(asked, int) else None
         problem = objection(welcome.config, self.config, self._asked_interval, own)
@@ -408,10 +411,7 @@ class Session:
             except ProtocolError as error:
                 problem = str(error)
         elif problem is None and welcome.plan != self.plan:
-            problem = (
-                "The broker came back with another plan of fragments than this worker trains with; "
-                "restart the worker, or the broker with its old options."
-            )
+            problem = OTHER_PLAN
         if problem is not None:
             yield Send(Leave(welcome.session, problem))
             yield from self._refused(Code.CONFIG_DIFFERS, problem, now)
@@ -430,17 +430,50 @@ class Session:
         yield Joined(welcome, layout, again)
         yield self.pulls.open_window(self.token)
         for upload in self.pushes:  # the oldest first
-            if upload.is_gradient:
+            if upload.is_gradient and not self.former.holds_back(upload.push):
                 yield from self.pushes.offer(upload.push.push_id, self.token)
         for part in layout.all:
+            fragment = part.fragment
+            theirs = dict(enumerate(welcome.versions)).get(fragment)
+            yield from self.former.keep(self.pulls, part, theirs)
+            if welcome.run is not None:
+                self.pulls.left_behind(fragment, theirs)
             # Frozen parameters never change, so they come once.
-            here = part is layout.frozen and part.fragment in self.pulls.held
+            here = part is layout.frozen and fragment in self.pulls.held
             if part.chunks and not here:
-                theirs = dict(enumerate(welcome.versions)).get(part.fragment)
-                in_flight = self.pushes.gradient(part.fragment) is not None
-                for fragment in self.pulls.resume(part.fragment, theirs, in_flight=in_flight):
+                in_flight = self.pushes.gradient(fragment) is not None
+                for _ in self.pulls.resume(fragment, theirs, in_flight=in_flight):
+                    if in_flight and self.former.doubts(fragment):
+                        self.pulls.want_current(fragment)
                     yield self.pulls.pull(fragment, self.token)
         yield from self._send_asks()
+
+    # Going on from a checkpoint.
+
+    @property
+    def _is_resumed(self) -> bool:
+        """Whether what is held comes from a checkpoint and no broker has said that it fits."""
+        return self.token is None and self.run is not None
+
+    def _resume(self, event: Resume) -> None:
+        assert self.manifest is not None
+        layout = cut(self.manifest, event.config, event.plan)
+        self._furnish(layout, event.config, event.plan)
+        for fragment, held in event.held.items():
+            self.pulls.hold(fragment, held.version, held.ledger)
+            self.run = held.version.run
+            if fragment != layout.frozen.fragment:
+                self.pulls.want_newest(fragment, None)
+        self.former = FormerLife(event.held)
+
+    def _forget(self, why: str) -> Iterator[Effect]:
+        """The checkpoint does not fit: join as a new worker does."""
+        run, self.run = self.run, None
+        self.config = self.layout = None
+        self.plan = ()
+        self.pulls = Pulls(observer=False)
+        self.former = FormerLife()
+        yield Forget(FORGOTTEN.format(run=run, why=why))
 
     def _furnish(self, layout: ModelLayout, config: RunConfig, plan: tuple[int, ...]) -> None:
         self.config = config
@@ -453,7 +486,10 @@ class Session:
 
     def _error(self, error: Error, now: float) -> Iterator[Effect]:
         if self.phase is Phase.JOINING:
-            if error.retry or error.code == Code.STOPPING:
+            if error.code == Code.RUN_DIFFERS and self._is_resumed:
+                yield from self._forget("this broker serves another run")
+                yield from self._join(now)
+            elif error.retry or error.code == Code.STOPPING:
                 self._wake_at = now + RETRY_S
                 yield Say(error.text, trouble=True)
             else:
@@ -469,16 +505,8 @@ class Session:
             yield Say(error.text, trouble=True)
             self.pulls.again(now + RETRY_S)
         elif error.push_id is None:
-            yield from self._fail_asks(error)
+            yield from self.asks.failed(error)
             yield Say(error.text, trouble=True)
-
-    def _fail_asks(self, error: Error) -> Iterator[Effect]:
-        """An error that answers a control action names no request: it ends the oldest one."""
-        if error.about == "control" and self._asked:
-            request = min(self._asked)
-            self._asked.discard(request)
-            del self._asks[request]
-            yield Answered(request, False, error.text)
 
     def _refused(self, code: str, text: str, now: float) -> Iterator[Effect]:
         final = self.token is None
@@ -496,6 +524,10 @@ class Session:
                 yield from self._donate(notice.fragment)
             case "shutdown":
                 yield Stopping(notice.text)
+            case "kicked":
+                self.token = None  # there is no way back
+                yield Stopping(notice.text)
+                yield from self._refused(Code.NOT_ALLOWED, notice.text, now)
             case "waiting":
                 yield Say(notice.text)
             case "carried":
@@ -514,8 +546,11 @@ class Session:
 
     def _offer(self, push: Push) -> Iterator[Effect]:
         yield from self.pushes.begin(push)
-        self.pulls.want_next(push.fragment)
-        yield from self.pushes.offer(push.push_id, self._live_token)
+        if self.former.holds_back(push):
+            self.pulls.want_current(push.fragment)
+        else:
+            self.pulls.want_next(push.fragment)
+            yield from self.pushes.offer(push.push_id, self._live_token)
         if self.is_joined:
             yield self.pulls.pull(push.fragment, self.token)
 
@@ -527,28 +562,7 @@ class Session:
             yield Say(f"The broker asks for fragment {fragment}, which is empty.", trouble=True)
             return
         held = self.pulls.held.get(fragment)
-        version = held.version if held else None
-        push = Push(
-            session=b"",
-            push_id=self._donation_id(fragment, version),
-            fragment=fragment,
-            chunks=sizes[fragment],
-            wire_dtype="fp32",
-            base=version,
-            purpose=Purpose.DONATION,
-            ledger=held.ledger if held else None,
-        )
-        yield Say("The broker has no parameters yet and takes those of this worker.")
-        yield from self.pushes.begin(push)
-        yield PrepareDonation(push.push_id, fragment)
-        yield from self.pushes.offer(push.push_id, self._live_token)
-
-    def _donation_id(self, fragment: int, version: VersionId | None) -> int:
-        """The same for the same values, so that a donation which broke off goes on."""
-        earlier = self._donated.get(fragment)
-        if earlier is None or earlier[0] != version:
-            earlier = self._donated[fragment] = version, self._draw()
-        return earlier[1]
+        yield from self.pushes.donate(fragment, sizes[fragment], held, self._draw, self.token)
 
     # Down.
 
@@ -569,30 +583,26 @@ class Session:
         if whatever or not in_flight or counted is not None:
             held = self.pulls.held.get(fragment)
             unchanged = held is not None and held.version == released.version
-            yield Deliver(released, counted, unchanged)
+            yield Deliver(released, counted, unchanged, self.former.delivers(fragment))
         else:
             yield Discard(fragment)
         if counted is not None:
+            self.former.forget(fragment)
             yield PushOver(counted)
         elif in_flight:
             download.wanted = True
             yield self.pulls.pull(fragment, self._live_token)
-
-    # Asking.
+            yield from self.former.let_go(fragment, self.pushes, self._live_token)
 
     def _send_asks(self) -> Iterator[Effect]:
-        if self.phase is not Phase.JOINED:
-            return
-        for request, ask in self._asks.items():
-            if request not in self._asked:
-                self._asked.add(request)
-                yield Send(Control(ask.action, request, ask.arguments))
+        if self.phase is Phase.JOINED:
+            yield from self.asks.send()
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance; for tests."""
         self.pushes.check_invariants(joined=self.is_joined)
         self.pulls.check_invariants()
-        assert self._asked <= set(self._asks)
+        self.asks.check_invariants()
         for upload in self.pushes:
             if upload.is_gradient:
                 assert self.pulls.downloads[upload.push.fragment].wanted, "nobody waits for a push"

@@ -74,6 +74,11 @@ class FlatState:
         """These values as they are, fp32, for a donation; shares this memory."""
         return WireFragment(self.layout, self.vectors)
 
+    def norm(self) -> float:
+        """Euclidean length of the parameters."""
+        vector = self.vectors.get(Segment.PARAMETERS)
+        return 0.0 if vector is None else float(torch.linalg.vector_norm(vector))
+
 
 @dataclass(frozen=True)
 class WireFragment:
@@ -162,6 +167,17 @@ class ModelTensors:
         state = FlatState.empty(layout, pinned=_on_cuda(live.values()))
         self._copy_out(live, state)
         return state
+
+    @torch.no_grad()
+    def distance(self, base: FlatState) -> float:
+        """Euclidean length of what separates the model's parameters from these."""
+        live = self._live(base.layout)
+        squares = 0.0
+        for place in base.layout.places:
+            if place.segment is Segment.PARAMETERS:
+                apart = live[place.entry.name].detach().to("cpu", torch.float32, copy=True)
+                squares += float(torch.linalg.vector_norm(apart.sub_(base.of(place)))) ** 2
+        return math.sqrt(squares)
 
     def delta(self, base: FlatState, dtype_name: str, scratch: FlatState | None = None) -> Delta:
         """Global minus local of a fragment, encoded; the model is only read.

@@ -20,6 +20,10 @@ FIXED = (
     "fragment_max_delay",
     "chunk_elements",
 )
+OTHER_PLAN = (
+    "The broker came back with another plan of fragments than this worker trains with; restart the "
+    "worker, or the broker with its old options."
+)
 MODES = ("sync", "async")
 MERGES = ("alpha", "rebase")
 
@@ -61,14 +65,30 @@ def objection(
             f"sync_every is {sync_every} and the run has {config.num_fragments} fragments, which "
             "need a step each; use a larger sync_every, or fewer fragments at the broker."
         )
-    for name in FIXED if earlier is not None else ():
+    difference = changed(earlier, config)
+    if difference is not None:
+        name, ours, theirs = difference
+        return (
+            f"The broker came back with {name} {theirs}, this worker trains with {ours}; "
+            "restart the worker, or the broker with its old options."
+        )
+    return None
+
+
+def changed(
+    earlier: RunConfig | None,
+    config: RunConfig,
+    plan: Sequence[int] = (),
+    new_plan: Sequence[int] = (),
+) -> tuple[str, object, object] | None:
+    """The first thing that must stay the same and has not: its name, what it was, what it is."""
+    if earlier is None:
+        return None
+    for name in FIXED:
         ours, theirs = getattr(earlier, name), getattr(config, name)
         if ours != theirs:
-            return (
-                f"The broker came back with {name} {theirs}, this worker trains with {ours}; "
-                "restart the worker, or the broker with its old options."
-            )
-    return None
+            return name, ours, theirs
+    return None if plan == new_plan else ("the plan of fragments", list(plan), list(new_plan))
 
 
 def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayout:

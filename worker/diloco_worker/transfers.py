@@ -200,7 +200,11 @@ class Download:
 
 @dataclass(frozen=True)
 class Held:
-    """A version that is here whole, with its ledger."""
+    """A version that is here whole, with its ledger.
+
+    `is_left_behind`: the run has gone on without it, so it must not be offered to any broker.
+    """
 
     version: VersionId
     ledger: Ledger
+    is_left_behind: bool = False

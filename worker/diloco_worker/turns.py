@@ -94,6 +94,11 @@ class Turns:
 
     # The cycle.
 
+    @property
+    def slot(self) -> int:
+        """The next one of this cycle: 0 .. P - 1."""
+        return self._slot
+
     def position(self, step: int) -> int:
         """Steps since the cycle began."""
         return step - self.cycle_start
@@ -118,6 +123,12 @@ class Turns:
         self.cycle_start = step
         self._slot = 0
         self._set_pace()
+
+    def go_on(self, step: int, cycle_start: int, slot: int, sync_every: int) -> None:
+        """Take up a cycle exactly where an earlier life of this worker left it."""
+        self.pace(sync_every, step)
+        self.restart(step)
+        self.cycle_start, self._slot = cycle_start, slot
 
     def pace(self, sync_every: int, step: int) -> None:
         """Use this H from the next cycle on, and at once in one that has had no step yet."""
@@ -165,6 +176,15 @@ class Turns:
         """Whether training may stand still until this fragment's flight has landed."""
         round_ = self.rounds.get(fragment)
         return round_ is None or round_ <= self.cursor or fragment in self._unanswered
+
+    # What an earlier life has left.
+
+    def take_up(self, flights: Collection[int], cursor: int) -> None:
+        """These fragments are in flight. The cursor counts where it is the worker's own."""
+        self.rounds.update(dict.fromkeys(flights))
+        if not self.common:
+            self.cursor = cursor
+            self._welcomed = True
 
     # What the broker says.
 

@@ -1,0 +1,55 @@
+"""What comes before the first step: a model and an optimizer that fit, and the run's parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from diloco_protocol import Unreachable, UsageError
+from diloco_worker.link import Link
+from diloco_worker.patience import Patience
+from diloco_worker.session import Phase
+
+
+def check_pair(model: object, optimizer: object) -> None:
+    """Raise UsageError unless this optimizer trains this model."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer."
+        )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trainable and not any(id(parameter) in stepped for parameter in trainable):
+        raise UsageError(
+            "The optimizer holds none of the model's parameters; make it from model.parameters(), "
+            "after the model has been moved or wrapped."
+        )
+
+
+def await_model(link: Link, patience: Patience) -> None:
+    """Wait until every fragment has arrived at the link, for as long as it takes, and say so.
+
+    Raises:
+        Refused: the broker does not take this worker.
+        Unreachable: the link has ended.
+    """
+
+    def settled() -> bool:
+        if link.layout is None or link.refused_for_good:
+            return link.refused_for_good
+        arrivals = [link.arrivals.get(p.fragment) for p in link.layout.all if p.chunks]
+        # What came before the connection broke may be of a run that the broker has lost since.
+        return all(arrivals) and len({each.version.run for each in arrivals if each}) == 1
+
+    while not link.wait_for(settled, patience.pause()):
+        if link.has_ended:
+            raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
+        if link.phase is Phase.JOINED:
+            patience.say(f"Joined at {link.address}; waiting for the first parameters.")
+        else:
+            patience.say(f"Waiting to join the run: {link.describe()}.")
+    if link.refused_for_good:
+        assert link.refusal is not None
+        raise link.refusal

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from diloco_broker.bootstrap import InitialModel
+from diloco_broker.bootstrap import InitialModel, Restored, Resumption
+from diloco_broker.checkpoint import Image
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
 from diloco_broker.events import (
@@ -30,20 +31,25 @@ from diloco_broker.events import (
     PeerGone,
     Place,
     Placed,
+    PlaceRefused,
     Received,
     Revert,
     Save,
+    Saved,
+    SaveFailed,
     Send,
     Step,
     Stepped,
     Tick,
     Work,
 )
+from diloco_broker.saving import image_of
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     Chunk,
     Commit,
+    Control,
     Credit,
     Error,
     Grant,
@@ -51,13 +57,15 @@ from diloco_protocol.messages import (
     Join,
     Leave,
     Message,
+    Notice,
     Pull,
     Purpose,
     Push,
     Released,
+    Result,
     Welcome,
 )
-from diloco_protocol.version import VersionId
+from diloco_protocol.version import Ledger, VersionId
 
 M = TypeVar("M", bound=Message)
 
@@ -79,12 +87,20 @@ def layered(layers: int, chunks: int = 2) -> Manifest:
 
 
 class Payload:
-    """A buffer of which only the length and a mark matter."""
+    """A buffer of which only the length and a mark matter; a donated one says what it contains."""
 
-    def __init__(self, nbytes: int, *, is_finite: bool = True, squares: float = 1.0) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        is_finite: bool = True,
+        squares: float = 1.0,
+        contents: tuple[tuple[str, int], ...] = (),
+    ) -> None:
         self.nbytes = nbytes
         self.is_finite = is_finite
         self.squares = squares
+        self.contents = contents
 
 
 @dataclass(frozen=True)
@@ -95,6 +111,18 @@ class Wire:
     nbytes: int = 4 * CHUNK_ELEMENTS
 
 
+@dataclass(frozen=True)
+class Held:
+    """One fragment as a worker holds it."""
+
+    version: VersionId
+    ledger: Ledger
+    wires: tuple[Wire, ...]
+
+
+Holdings = tuple[Held | None, ...]
+
+
 @dataclass
 class Stage:
     """The core under a fake clock. With `by_hand`, tensor work waits until `work()` is called."""
@@ -103,15 +131,20 @@ class Stage:
     manifest: Manifest = field(default_factory=a_manifest)
     by_hand: bool = False
     initial: InitialModel | None = None
+    resumption: Resumption | None = None
+    life: int = 1
 
     def __post_init__(self) -> None:
         self.now = 1000.0
-        self._draws = iter(range(1, 1 << 30))
-        self.core = Core(self.config, lambda: next(self._draws), self.now, self.initial)
+        self._draws = iter(range(self.life << 40, (self.life + 1) << 40))
+        self.core = Core(
+            self.config, lambda: next(self._draws), self.now, self.initial, self.resumption
+        )
         self.inbox: dict[bytes, list[Message]] = {}
         self.received: dict[bytes, list[tuple[Chunk, Any]]] = {}
         self.logs: list[str] = []
         self.saves: list[int] = []  # numbers of the checkpoints asked for
+        self.images: list[Image] = []  # what each of them would have in it
         self.audits: list[Audit] = []
         self.restored: list[Revert | ForgetBuffer] = []
         self.work_queue: deque[Work] = deque()
@@ -121,6 +154,8 @@ class Stage:
         self.steps: list[Step] = []
         self.merges: list[Merge] = []
         self._routes = 0
+        for fragment in self.resumption.fragments if self.resumption else ():
+            self._put_back(fragment)
 
     # The world.
 
@@ -156,11 +191,15 @@ class Stage:
                         self.logs.append(effect.text)
                     case Fold() | Step() | Inspect() | Merge() | Place():
                         self.work_queue.append(effect)
-                    case Save(number):
+                    case Save(number, books):
                         self.saves.append(number)
+                        self.images.append(image_of(self.state, self, books, self.life))  # type: ignore[arg-type]
                     case Audit():
                         self.audits.append(effect)
-                    case Revert() | ForgetBuffer():
+                    case Revert(fragment):
+                        self.restored.append(effect)
+                        self._put_back(fragment)
+                    case ForgetBuffer():
                         self.restored.append(effect)
                     case DropPlaces():
                         kept = (w for w in self.work_queue if not isinstance(w, Place))
@@ -185,8 +224,11 @@ class Stage:
 
     def _carry_out(self, work: Work) -> Event:
         match work:
-            case Place(fragment, index):
-                self.chunks[fragment, index] = Wire(())
+            case Place(fragment, index, payload):
+                if payload is not None and not payload.is_finite:
+                    return PlaceRefused(work)
+                contents = () if payload is None else payload.contents
+                self.chunks[fragment, index] = Wire(contents)
                 return Placed(work, self.chunks[fragment, index])
             case Fold(fragment, index, worker, push_id, weight, payload):
                 if not payload.is_finite:
@@ -214,6 +256,43 @@ class Stage:
         self.chunks[fragment, index] = Wire(self.chunks[fragment, index].contents + added)
         return Stepped(fragment, index, self.chunks[fragment, index])
 
+    # The disk.
+
+    def is_saved(self, number: int | None = None) -> None:
+        """A checkpoint is written: that of this number, or the one asked for last."""
+        number = self.saves[-1] if number is None else number
+        self.happens(Saved(number, f"run/checkpoint-{number}"))
+
+    def cannot_save(
+        self, error: str = "No space left on device", number: int | None = None
+    ) -> None:
+        self.happens(SaveFailed(self.saves[-1] if number is None else number, error))
+
+    def _put_back(self, fragment: int) -> None:
+        if self.resumption is not None:
+            for index, wire in enumerate(self.resumption.fragments[fragment].wires):
+                self.chunks[fragment, index] = wire
+
+    def restarted(self, image: Image | None = None, **options: Any) -> Stage:
+        """A broker that was killed and goes on from a checkpoint, the last one asked for."""
+        image = image or self.images[-1]
+        config = replace(self.config, **options)
+        return Stage(
+            config, self.manifest, self.by_hand, resumption=resumption(image), life=self.life + 1
+        )
+
+    # Read by `saving.image_of`.
+
+    def masters(self, fragment: int) -> list[Wire]:
+        chunks = self.state.shelf.stocks[fragment].layout.chunks
+        return [self.chunks[fragment, index] for index in range(chunks)]
+
+    def outer_state(self, fragment: int) -> dict[str, Any]:
+        return {}
+
+    def optimizer_state(self, fragment: int) -> None:
+        return None
+
     # What came of it.
 
     @property
@@ -230,8 +309,22 @@ class Stage:
         """For each chunk of the current version: how often each push is in it."""
         return [Counter(wire.contents) for wire in self.state.shelf.stocks[fragment].wires]
 
+    def holdings(self) -> Holdings:
+        """What a worker holds that has the newest version of every fragment."""
+        return tuple(
+            Held(stock.version, stock.ledger, stock.wires) if stock.version else None
+            for stock in self.state.shelf.stocks
+        )
+
     def worker(self, worker_id: str) -> Puppet:
         return Puppet(self, worker_id)
+
+    def kicks(self, worker_id: str) -> Result:
+        """An operator removes a worker; returns the answer."""
+        desk = self.route()
+        self.happens(Received(desk, Control("kick", 1, {"worker": worker_id})))
+        results = [m for m in self.inbox.get(desk, ()) if isinstance(m, Result)]
+        return results[-1]
 
     def joined(self, *worker_ids: str) -> list[Puppet]:
         """Workers that have joined and hold the current parameters."""
@@ -271,6 +364,7 @@ class Puppet:
     push_id: int = 0
     fragment: int = 0
     base: VersionId | None = None
+    held: Holdings = ()
 
     def sends(self, message: Message, payload: Any = None, *, on: bytes | None = None) -> None:
         self.stage.happens(Received(self.control if on is None else on, message, payload))
@@ -285,6 +379,43 @@ class Puppet:
             self.session = welcome.session
             self.sends(Credit(1000, self.session), on=self.bulk)
         return self
+
+    def comes_with(self, held: Holdings, **fields: Any) -> Puppet:
+        """Join a broker that was started again, holding these versions."""
+        self.held = held
+        versions = tuple(each.version if each else None for each in held)
+        runs = (version.run for version in versions if version)
+        return self.joins(run=next(runs, None), versions=versions, **fields)
+
+    @property
+    def asked_for(self) -> list[int]:
+        """The fragments that it was asked to donate, in order."""
+        return [n.fragment for n in self.all(Notice) if n.what == "donate"]
+
+    def donates(
+        self, fragment: int = 0, indexes: Iterable[int] | None = None, **fields: Any
+    ) -> None:
+        """Offer what it holds of a fragment and send these chunks of it, all by default."""
+        held = self.held[fragment] if self.held else None
+        layout = self.stage.state.shelf.stocks[fragment].layout
+        is_finite = fields.pop("is_finite", True)
+        fields = {"base": held.version, "ledger": held.ledger, **fields} if held else fields
+        self.push_id, self.fragment = 7_000 + fragment, fragment
+        push = Push(
+            self.token(),
+            self.push_id,
+            fragment,
+            layout.chunks,
+            "fp32",
+            purpose=Purpose.DONATION,
+            **fields,
+        )
+        self.sends(push)
+        for index in range(layout.chunks) if indexes is None else indexes:
+            contents = held.wires[index].contents if held else ()
+            payload = Payload(4 * CHUNK_ELEMENTS, is_finite=is_finite, contents=contents)
+            chunk = Chunk(fragment, index, session=self.session, push_id=self.push_id)
+            self.sends(chunk, payload, on=self.bulk)
 
     def token(self) -> bytes:
         assert self.session is not None, f"{self.worker_id} has not joined"
@@ -336,8 +467,8 @@ class Puppet:
         self.delivers(held.missing(), squares=squares)
         self.commits()
 
-    def beats(self, step: int = 1) -> None:
-        self.sends(Heartbeat(self.token(), step))
+    def beats(self, step: int = 1, state: str = "training") -> None:
+        self.sends(Heartbeat(self.token(), step, state=state))
 
     def leaves(self) -> None:
         self.sends(Leave(self.token()))
@@ -387,3 +518,29 @@ def a_stage(workers: int = 2, chunks: int = 3, *, by_hand: bool = False, **field
     config = a_config(workers, **fields)
     pieces = config.num_fragments
     return Stage(config, a_manifest(chunks) if pieces == 1 else layered(pieces, chunks), by_hand)
+
+
+def resumption(image: Image) -> Resumption:
+    """What `saving.take_up` makes of a checkpoint, here without tensors."""
+    fragments = {
+        fragment: Restored(
+            each.version,
+            each.ledger,
+            each.gradients,
+            each.round,
+            each.averaged,
+            tuple(each.chunks),
+        )
+        for fragment, each in image.fragments.items()
+    }
+    return Resumption(
+        f"the checkpoint before round {image.number}",
+        image.run,
+        image.manifest,
+        image.number,
+        image.plan,
+        image.layout,
+        fragments,
+        image.workers,
+        image.totals,
+    )

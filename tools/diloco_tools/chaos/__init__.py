@@ -1,0 +1,1 @@
+"""The chaos drill: a run that is killed, stopped, cut off and filled up, and then audited."""

@@ -1,0 +1,151 @@
+"""What is going on in a run, as it is seen from outside: new versions, who has joined, what is due.
+
+Nothing is awaited blindly: each wait has a bound and a sentence for the case that it was in vain, and
+while it lasts what has been put off (`when`) is done at its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diloco_tools.chaos.audit import BROKER_LOG, Release, releases_of
+from diloco_tools.chaos.crew import Crew, Life, versions_a_round
+from diloco_tools.demo.children import JsonLines
+
+TURN_S = 0.03  # between two looks
+STANDSTILL_S = 25.0  # without a new version: the run hangs
+
+
+class Broken(Exception):
+    """A promise is broken and the drill cannot go on; the message is a sentence that names it."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A version, and when it was seen on the monotonic clock."""
+
+    at: float
+    release: Release
+
+
+class Stage:
+    """See the head of this module.
+
+    Args:
+        deadline: on the monotonic clock; the run has to be over by then.
+
+    Attributes:
+        seen: the versions so far, those that came after others.
+    """
+
+    def __init__(self, crew: Crew, deadline: float) -> None:
+        self.crew = crew
+        self.deadline = deadline
+        self.seen: list[Seen] = []
+        self._log = JsonLines(crew.folder / BROKER_LOG)
+        self._logs: dict[str, JsonLines] = {}
+        self._put_off: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+
+    @property
+    def rounds(self) -> float:
+        """Rounds so far, as they are counted in this mode (see `versions_a_round`)."""
+        return len(self.seen) / versions_a_round(self.crew.mode)
+
+    @property
+    def contributions(self) -> int:
+        """Pushes that the versions so far contain; of lost versions, too."""
+        return sum(len(seen.release.contributions) for seen in self.seen)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is put off."""
+        return not self._put_off
+
+    def when(self, condition: Callable[[], bool], action: Callable[[], None]) -> None:
+        """Do something as soon as a condition holds."""
+        self._put_off.append((condition, action))
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Do something in so many seconds."""
+        due = time.monotonic() + seconds
+        self.when(lambda: time.monotonic() >= due, action)
+
+    def look(self) -> None:
+        """Take in what is new, and do what is due."""
+        now = time.monotonic()
+        for release in releases_of(self._log.new()):
+            if release.after is not None:
+                self.seen.append(Seen(now, release))
+        for life in self.crew.lives:
+            self._look_at(life, now)
+        for pair in list(self._put_off):
+            condition, action = pair
+            if condition():
+                self._put_off.remove(pair)
+                action()
+
+    def _look_at(self, life: Life, now: float) -> None:
+        if life.ended_at is not None:
+            return
+        log = self._logs.setdefault(life.name, JsonLines(life.audit))
+        for record in log.new():
+            if record["event"] == "joined" and life.joined_at is None:
+                life.joined_at = now
+            elif record["event"] == "left":
+                life.ended_at = now
+        if life.ended_at is None and not life.child.running:
+            raise Broken(str(life.child.failure()))
+
+    def wait_until(
+        self, condition: Callable[[], bool], seconds: float, sentence: str, every: float = TURN_S
+    ) -> None:
+        """Wait until a condition holds; raises Broken with the sentence after so many seconds.
+
+        Args:
+            every: seconds between two looks at the condition; the run itself is looked at all the time.
+        """
+        until = time.monotonic() + seconds
+        self.look()
+        while not condition():
+            now = time.monotonic()
+            if now > self.deadline:
+                raise Broken(f"The drill ran out of time (--minutes gives it more): {sentence}")
+            if now > until:
+                raise Broken(sentence)
+            if not self.crew.broker.running and self.is_quiet:
+                raise Broken(str(self.crew.broker.failure()))
+            self.pause(every)
+
+    def wait_rounds(self, rounds: float, after: str) -> None:
+        """Wait until so many more rounds have closed; raises Broken when the run stands still."""
+        target = len(self.seen) + rounds * versions_a_round(self.crew.mode)
+        while len(self.seen) < target:
+            have = len(self.seen)
+            self.wait_until(
+                lambda have=have: len(self.seen) > have,  # type: ignore[misc]
+                STANDSTILL_S,
+                f"No round closed for {STANDSTILL_S:g} s after {after}.",
+            )
+
+    def pause(self, seconds: float) -> None:
+        """Go on looking for so many seconds."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(TURN_S)
+            self.look()
+
+    def await_joined(self, worker: str) -> Life:
+        """Wait until the latest life of a worker takes part."""
+
+        def takes_part() -> bool:
+            life = self.crew.life(worker)
+            return life.joined_at is not None and life.ended_at is None
+
+        self.wait_until(
+            takes_part,
+            STANDSTILL_S,
+            f"{worker} did not join within {STANDSTILL_S:g} s.",
+        )
+        return self.crew.life(worker)

@@ -1,0 +1,182 @@
+"""A worker of the drill: trains the demo's model until it is told to finish, or is killed.
+
+    python -m diloco_tools.chaos.worker JOB.json
+
+It writes down each inner step at once (`steps`), so that what was trained in a life that ended in the
+middle is known; and it leaves the run only when nothing that it has trained is unsent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from diloco_tools.chaos.audit import life_of, read_lines
+from diloco_tools.demo.data import training_batches
+from diloco_tools.demo.model import GPTConfig, build_model
+from diloco_tools.demo.recipe import LARGEST_GRADIENT, Recipe, build_optimizer
+from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
+
+CONTEXT = 32  # bytes that the model sees at once: half of the demo's, so that rounds are short
+BATCH = 4
+LEARNING_RATE = 2e-3
+WARMUP = 10  # steps of each life: AdamW starts anew in it
+LOOK_EVERY_S = 0.05
+PATIENCE_S = 30.0  # without a sign of life of the broker
+FORCES = 3  # attempts to get the last steps in
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process of a worker has to do. Paths are absolute.
+
+    Attributes:
+        server: where to connect to.
+        shard: the text to train on.
+        seed: of the batches.
+        pause: seconds of sleep behind each step: stands for a larger model.
+        steps: file of 8 bytes with the inner steps trained so far, little-endian.
+        audit: the worker's own log of its pushes.
+        finish: as soon as this file exists, training comes to its end.
+        pull: as soon as this one exists, the final version is pulled; empty: none is.
+        patience: seconds to wait for `pull`.
+        result: JSON file for what has come of it.
+    """
+
+    worker: str
+    server: str
+    shard: str
+    seed: int
+    pause: float
+    steps: str
+    audit: str
+    finish: str
+    pull: str
+    patience: float
+    result: str
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        return cls(**json.loads(path.read_text()))
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+
+class StepCount:
+    """Writes down each optimizer step before anything else hears of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self.steps = 0
+        self._write()
+
+    def __call__(self, optimizer: Optimizer, *_: object) -> None:
+        self.steps += 1
+        self._write()
+
+    def _write(self) -> None:
+        os.pwrite(self._file, self.steps.to_bytes(8, "little"), 0)
+
+
+def steps_in(path: Path) -> int:
+    """What a StepCount has written; 0 where there is none yet."""
+    return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
+
+
+def train(job: Job) -> dict[str, Any]:
+    """Take part in the run until `job.finish` exists; returns the figures of this life."""
+    torch.set_num_threads(1)  # several of these share one machine
+    text = torch.frombuffer(bytearray(Path(job.shard).read_bytes()), dtype=torch.uint8)
+    model = build_model(0, GPTConfig(context=CONTEXT))
+    optimizer = build_optimizer(model, Recipe(0, BATCH, CONTEXT, LEARNING_RATE, "constant"))
+    count = StepCount(Path(job.steps))
+    optimizer.register_step_post_hook(count)  # before the hook's, so it is called before
+    finish = Path(job.finish)
+    with DiLoCoWorker(
+        model,
+        optimizer,
+        server=job.server,
+        worker_id=job.worker,
+        audit=job.audit,
+        timeout=PATIENCE_S,
+    ) as diloco:
+        for tokens, targets in training_batches(text, BATCH, CONTEXT, job.seed):
+            if finish.exists():
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = LEARNING_RATE * min(1.0, (count.steps + 1) / WARMUP)
+            loss = model.loss(tokens, targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
+            optimizer.step()
+            optimizer.zero_grad()
+            diloco.report(loss=loss, tokens=tokens.numel())
+            time.sleep(job.pause)
+        bring_in(diloco, Path(job.audit))
+    return {"steps": count.steps, "metrics": dict(diloco.sync_metrics)}
+
+
+def bring_in(diloco: DiLoCoWorker, audit: Path) -> None:
+    """Send what has been trained since the last pseudo-gradient of each fragment."""
+    config = diloco.config
+    assert config is not None
+    for _ in range(FORCES):
+        life = life_of("", 0, read_lines(audit.read_text()))
+        sent = {frozen.fragment: frozen.step for frozen in life.frozen.values()}
+        if all(sent.get(f, 0) == diloco.local_step for f in range(config.num_fragments)):
+            return
+        diloco.force_sync()
+
+
+def pull(server: str) -> dict[str, Any]:
+    """The newest version: what it is called, and a checksum."""
+    with DiLoCoClient(server, timeout=PATIENCE_S) as client:
+        parameters = client.pull()
+    return {"versions": named(parameters), "checksum": checksum(parameters)}
+
+
+def named(parameters: GlobalParameters) -> list[list[Any]]:
+    """The version of each fragment as the audit logs write it."""
+    ordered = (parameters.versions[fragment] for fragment in sorted(parameters.versions))
+    return [[v.run, v.counter, f"{v.tag:016x}"] for v in ordered]
+
+
+def checksum(parameters: GlobalParameters) -> str:
+    """SHA-256 over the names of the versions, and names and every bit of the values."""
+    digest = hashlib.sha256(json.dumps(named(parameters)).encode())
+    for name, tensor in sorted(parameters.tensors.items()):
+        digest.update(name.encode() + b"\0")
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def main(job: Job) -> None:
+    """Train, leave, wait until everybody has left, pull, and write the result."""
+    result = train(job)
+    deadline = time.monotonic() + job.patience
+    while job.pull and not Path(job.pull).exists():
+        if time.monotonic() > deadline:
+            sys.exit(f"nobody asked for the final pull within {job.patience:g} s")
+        time.sleep(LOOK_EVERY_S)
+    if job.pull:
+        result |= pull(job.server)
+    place = Path(job.result)
+    place.with_suffix(".tmp").write_text(json.dumps(result, default=str))
+    place.with_suffix(".tmp").rename(place)  # there whole, or not at all
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)-7s %(message)s")
+    main(Job.read(Path(sys.argv[1])))

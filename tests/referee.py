@@ -5,7 +5,9 @@
 - Versions and rounds increase by one; each fragment has its turn. The ledger of a version, the weights
   and the number of workers reported are those of its contents.
 - What the reducer keeps is bounded as the mode has it.
-- Every push ends, and nobody waits for ever, once enough workers are there.
+- Every push ends, and nobody waits for ever, once enough workers are there. A worker whose training
+  hangs is not waited for, and comes back.
+- A broker that comes back owes what `simulated_lives` says.
 
 A broken promise raises `Violation` at the moment it is broken.
 """
@@ -13,31 +15,46 @@ A broken promise raises `Violation` at the moment it is broken.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from simulated_tensors import Key, Record, Tensors, Violation, Wire, demand
+from simulated_contents import Key
+from simulated_disk import Disk
+from simulated_lives import Lives, Published
+from simulated_tensors import Record, Tensors, Violation, Wire, demand
 
+from diloco_broker.checkpoint import Image
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
-from diloco_broker.events import Event, Fold, Folded, Inspect, Inspected, Received, Work
+from diloco_broker.events import Audit, Event, Fold, Folded, Inspect, Inspected, Received, Work
+from diloco_broker.rounds import Phase
 from diloco_broker.staging import StagedRound
 from diloco_broker.transfer import UPLOAD_WINDOW, Stock
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.messages import Commit, Push, Released
-from diloco_protocol.version import PUSHES_REMEMBERED, Ledger, VersionId
+from diloco_protocol.version import PUSHES_REMEMBERED, VersionId
 
 # Where not every event is followed by all checks, every so many versions the whole ledger is checked.
 LEDGER_EVERY = 50
+# Versions that are remembered as they were released; workers hold newer ones.
+VERSIONS_KEPT = 2000
+# A hanging worker has been found out after the time-out, three heartbeats and so long on the way.
+ON_THE_WAY_S = 20.0
 
 
 class Process(Protocol):
     """What the referee looks at of a worker's process. Times are seconds."""
 
     name: str
+    worker_id: str
     is_alive: bool
     online_since: float
+    hangs_from: float
+    hangs_until: float
+
+    @property
+    def beat_s(self) -> float: ...
 
     @property
     def waiting_since(self) -> float | None: ...
@@ -47,15 +64,17 @@ class Process(Protocol):
 
 
 @dataclass(frozen=True)
-class Published:
-    """A version as it was released."""
+class Made:
+    """A version that was released: when its round opened and ended, whose pushes it contains whole."""
 
-    wires: tuple[Wire, ...]
-    ledger: Ledger
+    fragment: int
+    opened_at: float
+    ended_at: float
+    processes: frozenset[str]
 
 
 class Referee:
-    """See the head of this module. Does the broker's tensor work, too.
+    """See the head of this module.
 
     Args:
         config: of the broker.
@@ -63,30 +82,47 @@ class Referee:
             enough workers are there.
         thoroughness: the core's own invariants and the bounds of memory are checked after every event,
             or after every so many.
+        disk: with the checkpoints; None where nothing is saved.
+        alive: returns the processes that are alive.
 
     Attributes:
         now: the time of the event at hand.
         enough_since: since then there have been as many workers as a round needs.
         versions_made: versions released, in all fragments and lives of the broker.
+        rounds: each of them as `Made`, if that is asked for by putting a list here.
     """
 
-    def __init__(self, config: BrokerConfig, patience: float, thoroughness: int = 1) -> None:
+    def __init__(
+        self,
+        config: BrokerConfig,
+        patience: float,
+        thoroughness: int = 1,
+        disk: Disk | None = None,
+        alive: Callable[[], Sequence[Process]] = tuple,
+    ) -> None:
         self.config = config
         self.patience = patience
         self.thoroughness = thoroughness
         self.records: dict[Key, Record] = {}
-        self.tensors = Tensors(config, self.records)
+        self.lives = Lives(config, self.records, disk)
         self.now = 0.0
         self.enough_since = 0.0
         self.versions_made = 0
+        self.rounds: list[Made] | None = None
         self._published: dict[tuple[int, VersionId], Published] = {}
         self._history: set[tuple[int, VersionId]] = set()  # what this life of the broker released
-        self._at_risk: set[Key] = set()  # counted in an earlier life: a restart may have lost them
-        self._inherited: set[Key] = set()  # in the version that this life of the broker began with
+        self._inherited: dict[int, int] = {}  # counter of the version it began with, by fragment
+        self._audit: Audit | None = None
+        self._alive = alive
         self._round: int | None = None
         self._released_at = 0.0
-        self._gone: set[str] = set()  # names of processes that have ended
+        self._counted_at: dict[str, float] = {}
         self._events = 0
+
+    @property
+    def tensors(self) -> Tensors:
+        """Those of the broker at hand."""
+        return self.lives.tensors
 
     # What workers do and hear.
 
@@ -95,12 +131,15 @@ class Referee:
         count = {"tokens": push.tokens, "samples": push.samples}.get(self.config.weight_by, 1)
         record = Record(process, push, push.weight * count, self.now)
         self.records[worker_id, push.push_id] = record
+        self.lives.offered((worker_id, push.push_id))
 
     def told(self, worker_id: str, push_id: int, ending: str) -> None:
         """A worker has learnt how its push ended."""
         record = self.records[worker_id, push_id]
         demand(record.ending is None, "it ends twice, now with {}: {}", ending, record)
         record.ending = ending
+        if ending == "counted":
+            self.lives.counted((worker_id, push_id))
 
     def delivered(
         self,
@@ -136,28 +175,37 @@ class Referee:
         self, record: Record, worker_id: str, released: Released, published: Published
     ) -> None:
         key = (worker_id, record.push.push_id)
-        inside = all(key in wire.contents for wire in published.wires)
-        demand(inside, "it was told that {} contains it: {}", released.version, record)
-        base, where = record.push.base, record.counted_in
-        assert base is not None and where is not None
-        stale = max(0, where.counter - 1 - base.counter)
+        places = [wire.contents.where(key) for wire in published.wires]
+        known = [place for place in places if place is not None]
+        demand(known == places, "it was told that {} contains it: {}", released.version, record)
+        base, where = record.push.base, max(known)
+        assert base is not None
+        stale = max(0, where - 1 - base.counter)
         told = released.staleness  # None where its worker counted as dead in between
-        right = told in (stale, None) or key in self._inherited
+        is_inherited = where <= self._inherited.get(released.fragment, 0)
+        right = told in (stale, None) or is_inherited
         demand(right, "told staleness {}, not {}: {}", told, stale, record)
 
     # What happens at the broker.
 
-    def forgets(self) -> None:
-        """The broker has been replaced by one that knows nothing: what it held is lost."""
-        self.tensors = Tensors(self.config, self.records)
+    def begins_life(
+        self, tensors: Tensors, image: Image | None, owner_of: Callable[[bytes], str]
+    ) -> None:
+        """A broker starts, the first one or another in its place.
+
+        Args:
+            image: the checkpoint that it goes on from.
+            owner_of: the name of the process at the other end of a connection.
+        """
+        self.lives.begins(tensors, image, owner_of)
         self._history.clear()
-        self._round = None
+        self._inherited.clear()
+        self._audit = self._round = None
         self.enough_since = self.now
-        for key, record in self.records.items():
-            record.taken.clear()
-            record.whole_at = record.counted_in = None
-            if record.ending == "counted":
-                self._at_risk.add(key)
+
+    def audited(self, audit: Audit) -> None:
+        """The broker writes down what a version contains."""
+        self._audit = audit
 
     def after(self, core: Core, event: Event, queue: Iterable[Work]) -> None:
         """The core has handled an event; `queue` is the tensor work that is waiting."""
@@ -205,20 +253,41 @@ class Referee:
             self._check_report(core, fragment)
             self.versions_made += 1
             self._released_at = self.now
+        else:
+            self._check_ledger(stock)
+            names = frozenset(process.name for process in self._alive())
+            self.lives.fragment_begins(core, stock, self._published, names)
+            self._inherited[fragment] = version.counter
         added = self.tensors.release(fragment, version)
+        if former is not None:
+            self._check_audit(former, version, added)
         self._check_contents(stock, added)
         self._check_names(stock, added)
         if self.thoroughness == 1 or self.versions_made % LEDGER_EVERY == 0:
             self._check_ledger(stock)
-        inherited = stock.wires[0].contents if former is None else ()
-        for key in (*added, *inherited):
-            record = self.records[key]
-            if record.counted_in is None and all(key in w.contents for w in stock.wires):
-                record.counted_in = version
-                if former is None:
-                    self._inherited.add(key)
+        whole = [key for key in added if all(key in wire.contents for wire in stock.wires)]
+        for key in whole:
+            self.records[key].counted_in = version
+            self._counted_at[self.records[key].process] = self.now
+        report = core.state.last_report
+        if former is not None and report is not None and self.rounds is not None:
+            names = frozenset(self.records[key].process for key in whole)
+            self.rounds.append(Made(fragment, self.now - report.seconds, self.now, names))
         self._history.add((fragment, version))
         self._published[fragment, version] = Published(stock.wires, stock.ledger)
+        while len(self._published) > VERSIONS_KEPT:
+            del self._published[next(iter(self._published))]
+
+    def _check_audit(
+        self, former: VersionId, version: VersionId, added: dict[Key, set[int]]
+    ) -> None:
+        """What was written down of a version is what it has more than the one before."""
+        audit = self._audit
+        assert audit is not None, "nothing was written down"
+        right = (audit.after, audit.version) == (former, version)
+        demand(right, "{} after {} was released, written down {}", version, former, audit)
+        told = {(p.worker_id, p.push.push_id): set(p.chunks) for p in audit.pushes if p.chunks}
+        demand(told == added, "{} has {} more, written down {}", version, added, told)
 
     def _check_report(self, core: Core, fragment: int) -> None:
         """The books of the round that has just ended, against what was really averaged."""
@@ -310,33 +379,58 @@ class Referee:
 
     # Does anybody wait for ever?
 
-    def watch(self, core: Core, processes: Iterable[Process]) -> None:
-        """Called every second: is everyone who can make progress making it?"""
-        alive = [process for process in processes if process.is_alive]
-        self._gone.update(process.name for process in processes if not process.is_alive)
-        config = self.config
-        floor = config.workers if core.state.first_round_pending else config.min_workers
-        if len(alive) < (1 if config.is_async else floor):
+    def watch(self, core: Core) -> None:
+        """Called now and then: is everyone who can make progress making it?"""
+        alive = self._alive()
+        config, state = self.config, core.state
+        floor = config.workers if state.first_round_pending else config.min_workers
+        if state.is_resumed and config.recover_wait:
+            floor = config.min_workers
+        training = [process for process in alive if process.hangs_until < self.now]
+        if len(training) < (1 if config.is_async else floor):
             self.enough_since = self.now
         for process in alive:
+            self._check_hanging(core, process)
             for what, since in (
                 ("stands still", process.waiting_since),
                 ("has a push in flight", process.oldest_flight),
             ):
                 if since is not None:
-                    for_s = self.now - max(since, self.enough_since, process.online_since)
+                    back = max(process.online_since, process.hangs_until)
+                    for_s = self.now - max(since, self.enough_since, back)
                     right = for_s <= self.patience
                     demand(right, "{} {} for {:.0f} s", process.name, what, for_s)
         online = max((process.online_since for process in alive), default=self.now)
         idle = self.now - max(self._released_at, self.enough_since, online)
         demand(idle <= self.patience, "no version was released for {:.0f} s", idle)
 
+    def _check_hanging(self, core: Core, process: Process) -> None:
+        """A worker whose training hangs is not waited for; when it goes on, it is again.
+
+        While pushes from before it hung are still on their way, it counts as going on.
+        """
+        config, round_ = self.config, core.state.round
+        member = core.state.members.named(process.worker_id)
+        if config.is_async or not config.stall_timeout or member is None or round_ is None:
+            return
+        beats_s = 3 * process.beat_s + ON_THE_WAY_S
+        counted_at = self._counted_at.get(process.name, 0.0)
+        since = max(process.hangs_from, process.online_since, member.joined_at, counted_at)
+        if min(self.now, process.hangs_until) - since > config.stall_timeout + beats_s:
+            waits = round_.phase is Phase.OPEN and process.worker_id in round_.missing
+            waits = waits and process.hangs_until > self.now
+            demand(not waits, "{} hangs since {:.0f} s and is waited for", process.name, since)
+        if member.is_stalled:
+            back = max(process.hangs_until, process.online_since)
+            demand(self.now - back <= beats_s, "{} trains, and counts as stalled", process.name)
+
     def at_the_end(self, core: Core) -> None:
         """The run stops here: what has become of every push?"""
+        alive = {process.name for process in self._alive()}
         core.check_invariants()
         stocks = core.state.shelf.stocks
         for key, record in self.records.items():
-            if key in self._at_risk:
+            if record.is_lost:
                 continue
             inside = [key in wire.contents for wire in stocks[record.push.fragment].wires]
             if record.ending == "counted":
@@ -344,7 +438,7 @@ class Referee:
             elif record.ending is not None:
                 may_be = not any(inside) or not (self.config.is_staged or all(inside))
                 demand(may_be, "refused, but counted: {}", record)
-            elif record.process in self._gone and record.whole_at is not None:
+            elif record.process not in alive and record.whole_at is not None:
                 may_be = all(inside) or self._may_be_pending(core, key, record)
                 demand(may_be, "the broker had all of it, and it is lost: {}", record)
 

@@ -37,6 +37,10 @@ class World:
         """Do something later. What is due at the same moment happens in the order of asking."""
         heapq.heappush(self._heap, (self.now + seconds, next(self._order), action))
 
+    def at(self, moment: float, action: Callable[[], None]) -> None:
+        """The same by the clock, for what must keep its order: sums of floats are inexact."""
+        heapq.heappush(self._heap, (moment, next(self._order), action))
+
     def run(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
         """Let time pass until that moment, or until there is enough (looked at every second)."""
         look_at = self.now + 1.0
@@ -87,7 +91,13 @@ class Connection:
 
     Args:
         route: what the broker calls it.
+        owner: the name of the worker's process.
         to_broker, to_worker: take what arrives.
+
+    Attributes:
+        is_severed: nothing arrives any more.
+        is_gone: the broker knows that nothing can be sent on it any more.
+        on_gone: called when the broker finds out.
     """
 
     def __init__(
@@ -95,13 +105,16 @@ class Connection:
         world: World,
         weather: Weather,
         route: bytes,
+        owner: str,
         to_broker: Callable[[Connection, Message, Any], None],
         to_worker: Callable[[Connection, Message, Any], None],
     ) -> None:
         self.world = world
         self.route = route
+        self.owner = owner
         self.is_severed = False
-        self.is_gone = False  # the broker knows that nothing can be sent on it any more
+        self.is_gone = False
+        self.on_gone: Callable[[], None] | None = None
         self._weather = weather
         self._latency = world.dice.uniform(*weather.latency)
         self._to_broker = to_broker
@@ -135,6 +148,8 @@ class Connection:
 
         def find_out() -> None:
             self.is_gone = True
+            if self.on_gone is not None:
+                self.on_gone()
 
         self.world.after(seconds, find_out)
 

@@ -2,13 +2,16 @@
 
 The *contents* of a chunk are the pushes that it has ever averaged, so each piece of work can be checked
 for what matters: that a push is added once, with its weight, and that a sum is divided by what is in it.
+What the outer optimizer remembers is how many gradients it has had, and which are still in its buffer.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from simulated_contents import Contents, Key
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.events import (
@@ -30,7 +33,6 @@ from diloco_broker.events import (
 from diloco_protocol.messages import Push
 from diloco_protocol.version import VersionId
 
-Key = tuple[str, int]  # (worker id, push id)
 Spot = tuple[int, int]  # (fragment, chunk)
 
 # Bytes of a chunk of parameters on its way down, as the stage cuts them: four elements in fp32.
@@ -63,8 +65,21 @@ class Wire:
     """One finished chunk: the pushes it has averaged."""
 
     spot: Spot
-    contents: frozenset[Key]
+    contents: Contents
     nbytes: int = CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the outer optimizer remembers of one chunk.
+
+    Attributes:
+        gradients: how many it has had.
+        buffer: those that it has collected and not applied yet, each by a push that is in it.
+    """
+
+    gradients: int = 0
+    buffer: tuple[Key, ...] = ()
 
 
 @dataclass
@@ -77,8 +92,9 @@ class Record:
         offered_at: seconds.
         taken: its chunks that the broker has found finite.
         whole_at: when the broker had all of it; None before.
-        counted_in: the version that contains it whole.
+        counted_in: the version that contains it whole, if this life of the broker made it.
         ending: "counted", or the code it was refused with, as its worker was told.
+        is_lost: a broker came back without the version that it was counted in.
     """
 
     process: str
@@ -89,6 +105,7 @@ class Record:
     whole_at: float | None = None
     counted_in: VersionId | None = None
     ending: str | None = None
+    is_lost: bool = False
 
     def __str__(self) -> str:
         push = self.push
@@ -100,7 +117,7 @@ class Record:
 
 
 class Tensors:
-    """The tensors of one life of a broker.
+    """The tensors of one life of a broker; it has what `Parameters` has for checkpoints.
 
     Attributes:
         records: all pushes that were ever offered.
@@ -113,10 +130,46 @@ class Tensors:
         self.records = records
         self.versions: dict[int, VersionId] = {}
         self.added: dict[int, dict[Key, set[int]]] = {}
-        self._contents: dict[Spot, frozenset[Key]] = {}
+        self._contents: dict[Spot, Contents] = {}
+        self._memories: dict[Spot, Memory] = {}
         self._sums: dict[Spot, dict[Key, float]] = {}  # accumulators: the weight of each push
-        self._gradients: Counter[int] = Counter()  # that the outer optimizer has had, by fragment
-        self._coming: Counter[int] = Counter()  # those of the version being made
+
+    # Checkpoints.
+
+    def masters(self, fragment: int) -> list[Contents]:
+        """The contents of the fragment's chunks, which never change."""
+        return [self._contents[spot] for spot in sorted(self._contents) if spot[0] == fragment]
+
+    def outer_state(self, fragment: int) -> dict[str, list[Memory]]:
+        """What the outer optimizer remembers of each chunk."""
+        chunks = range(len(self.masters(fragment)))
+        return {"memory": [self._memories.get((fragment, index), Memory()) for index in chunks]}
+
+    def optimizer_state(self, fragment: int) -> None:
+        """There is no optimizer of torch's here."""
+
+    def wires(self, fragment: int) -> list[Wire]:
+        """The fragment's chunks as they are sent."""
+        return [Wire((fragment, i), contents) for i, contents in enumerate(self.masters(fragment))]
+
+    def restore(
+        self,
+        fragment: int,
+        masters: Sequence[Contents],
+        outer_state: Mapping[str, Sequence[Memory]],
+        optimizer_state: Any = None,
+    ) -> None:
+        """Put back what the functions above gave."""
+        for index, contents in enumerate(masters):
+            self._contents[fragment, index] = contents
+            self._memories[fragment, index] = outer_state["memory"][index]
+
+    def forget_buffer(self, fragment: int) -> None:
+        """Throw away the gradients that the outer optimizer has collected of a fragment."""
+        for spot in [spot for spot in self._memories if spot[0] == fragment]:
+            self._memories[spot] = Memory(self._memories[spot].gradients)
+
+    # Work.
 
     def carry_out(self, work: Work) -> Event:
         """Do a piece of work; raises Violation when it must not be done."""
@@ -125,8 +178,7 @@ class Tensors:
             case Place(payload=payload):
                 if payload is not None:
                     demand(payload.spot == spot, "chunk {} is placed as {}", payload.spot, spot)
-                self._contents[spot] = payload.contents if payload else frozenset()
-                return Placed(work, Wire(spot, self._contents[spot]))
+                return Placed(work, self._place(spot, payload.contents if payload else Contents()))
             case Fold(worker_id=worker_id, push_id=push_id, weight=weight, payload=payload):
                 key = (worker_id, push_id)
                 if not self._is_good(spot, key, payload):
@@ -141,20 +193,18 @@ class Tensors:
                 total = sum(parts.values())
                 fits = abs(total - weight) <= 1e-9 * max(1.0, total)
                 demand(fits, "chunk {} is divided by {}, its weight is {}", spot, weight, total)
-                return self._step(spot, parts, count, gradients=1)
+                return self._step(spot, [list(parts)], count)
             case Inspect(worker_id=worker_id, push_id=push_id, payload=payload):
                 if not self._is_good(spot, (worker_id, push_id), payload):
                     return InspectRefused(work)
                 return Inspected(work, payload.squares)
             case Merge(groups=groups, count=count):
                 self._check_merge(work)
-                keys = [(part.worker_id, part.push_id) for group in groups for part in group]
-                demand(len(keys) == len(set(keys)), "{} merges one push twice: {}", spot, keys)
-                return self._step(spot, keys, count, gradients=len(groups))
+                keys = [[(part.worker_id, part.push_id) for part in group] for group in groups]
+                return self._step(spot, keys, count)
 
     def release(self, fragment: int, version: VersionId) -> dict[Key, set[int]]:
         """A version is whole; returns what it has more than the one before: chunks by push."""
-        self._gradients[fragment] += self._coming.pop(fragment, 0)
         self.versions[fragment] = version
         return self.added.pop(fragment, {})
 
@@ -162,6 +212,15 @@ class Tensors:
         """Versions between a push's base and the current one of its fragment."""
         base, current = record.push.base, self.versions[record.push.fragment]
         return max(0, current.counter - base.counter) if base else 0
+
+    def _place(self, spot: Spot, contents: Contents) -> Wire:
+        """Parameters take the place of those from a checkpoint, which are some gradients behind."""
+        memory = self._memories.get(spot)
+        if memory is not None:
+            steps = contents.depth - self._contents[spot].depth
+            self._memories[spot] = Memory(memory.gradients + steps, memory.buffer)
+        self._contents[spot] = contents
+        return Wire(spot, contents)
 
     def _is_good(self, spot: Spot, key: Key, payload: Delta) -> bool:
         right = payload.key == key and payload.spot == spot
@@ -199,16 +258,30 @@ class Tensors:
         scale = (1 + stale) ** -0.5 if self.config.staleness_weight == "poly" else 1.0
         demand(abs(part.scale - scale) < 1e-9, "{} is scaled by {}, not {}", key, part.scale, scale)
 
-    def _step(self, spot: Spot, keys: Iterable[Key], count: int, *, gradients: int) -> Stepped:
+    def _step(self, spot: Spot, groups: Sequence[Sequence[Key]], count: int) -> Stepped:
+        """Apply one gradient of each group; `count` is how many there were before, as the core says."""
         fragment, index = spot
-        had = self._gradients[fragment]
+        memory, before = self._memories.get(spot, Memory()), self._contents[spot]
+        had = memory.gradients
         demand(
             count == had, "the optimizer of {} is told {} gradients, it had {}", spot, count, had
         )
-        self._coming[fragment] = gradients
-        before = self._contents[spot]
+        keys = [key for group in groups for key in group]
+        demand(len(keys) == len(set(keys)), "{} merges one push twice: {}", spot, keys)
         for key in keys:
             demand(key not in before, "{} is counted twice in {}", key, spot)
             self.added.setdefault(fragment, {}).setdefault(key, set()).add(index)
-        self._contents[spot] = before | set(keys)
+        buffer = memory.buffer
+        applied: list[Key] = []
+        if self.config.dn_size > 1:
+            for number, group in enumerate(groups, start=count + 1):
+                buffer += tuple((f"buffer with {who}", push) for who, push in group[:1])
+                if number % self.config.dn_size == 0:
+                    applied += buffer
+                    buffer = ()
+        for gradient in applied:
+            once = gradient not in before
+            demand(once, "the optimizer of {} applies its {} a second time", spot, gradient)
+        self._memories[spot] = Memory(had + len(groups), buffer)
+        self._contents[spot] = before.plus([*keys, *applied])
         return Stepped(fragment, index, Wire(spot, self._contents[spot]))

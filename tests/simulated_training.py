@@ -20,8 +20,6 @@ from diloco_worker.turns import Turn, Turns
 if TYPE_CHECKING:
     from simulated_worker import Worker
 
-# The training thread looks around by itself now and then while it waits.
-LOOK_S = 5.0
 # What a worker reports with each step.
 TOKENS_A_STEP, SAMPLES_A_STEP = 32, 2
 
@@ -40,6 +38,8 @@ class Habits:
         forces: probability, at a step, that it forces a synchronisation.
         blunders: probability that a chunk of a push is not finite.
         repeats: probability that a chunk is sent twice.
+        look_s: seconds after which it looks around by itself while it waits.
+        heartbeat_interval: seconds; None: as the broker has it.
     """
 
     speed: float = 4.0
@@ -51,6 +51,8 @@ class Habits:
     forces: float = 0.0
     blunders: float = 0.0
     repeats: float = 0.0
+    look_s: float = 5.0
+    heartbeat_interval: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Training:
 
     def goes_on(self) -> float | None:
         """Let the thread run to its next pause; returns for how many seconds it trains."""
-        pause = next(self._thread, LOOK_S)
+        pause = next(self._thread, self.worker.habits.look_s)
         if pause is not None:
             self.waiting_since = None
         elif self.waiting_since is None:
@@ -140,6 +142,11 @@ class Training:
         config = self.worker.session.config
         assert config is not None
         return config
+
+    @property
+    def frozen_steps(self) -> int:
+        """Steps up to the last freeze of each fragment, summed up over the fragments."""
+        return sum(at - self.worker.habits.first_step for at in self._frozen_at.values())
 
     # The thread.
 
@@ -383,7 +390,7 @@ class Training:
         """Is there a reason, other than whose turn it is, to train on?"""
         session, habits = self.worker.session, self.worker.habits
         heard = session.last_heard
-        if session.phase is Phase.REFUSED:
+        if session.phase is Phase.REFUSED or self.worker.broker_stops:
             return True
         if heard is not None and self.worker.world.now - heard >= habits.timeout:
             return True

@@ -6,18 +6,20 @@ the session and the training thread what each wants of the other, with a short d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from referee import Referee
+from simulated_contents import Contents
 from simulated_network import INSTANT_S, Connection, World
-from simulated_tensors import Delta, Key, Violation, Wire
-from simulated_training import LOOK_S, Arrival, Habits, News, Training
+from simulated_tensors import Delta, Violation, Wire
+from simulated_training import Arrival, Habits, News, Training
 
 from diloco_protocol.codecs import span_bytes, wire_dtype
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Chunk, Message
+from diloco_protocol.messages import Chunk, Join, Message
 from diloco_worker.events import (
     Beat,
     Begin,
@@ -42,10 +44,12 @@ from diloco_worker.events import (
     Send,
     SendChunk,
     Start,
+    Stopping,
     Store,
     Tick,
 )
 from diloco_worker.session import Phase, Session
+from diloco_worker.terms import heartbeat_interval
 
 # Longest time between the two threads of a worker.
 BETWEEN_THREADS_S = 0.002
@@ -64,7 +68,13 @@ class Worker:
 
     Attributes:
         offline_until: until then no connection comes up.
+        welcome_at: when it was welcome first; None before.
+        ended_at: when it was killed or had left; None while it is alive.
         online_since: since then it has been welcome and connected, as far as anybody knows.
+        hangs_from, hangs_until: its training takes no step in between; its heartbeats go on. From:
+            infinite while it trains, or waits for others.
+        frozen_until: until then the whole process stands still.
+        broker_stops: it was told that the broker is about to stop.
         may_be_refused: codes, and whether finally, with which a join may be refused.
         news: for the training thread.
         sync_every: H that the broker has worked out for it.
@@ -87,12 +97,21 @@ class Worker:
         self.worker_id = worker_id
         self.habits = habits
         self.is_alive = True
+        self.welcome_at: float | None = None
+        self.ended_at: float | None = None
         self.offline_until = 0.0
         self.online_since = world.now
+        self.hangs_until = self.frozen_until = -1.0
+        self.hangs_from = math.inf
+        self.broker_stops = False
         # An earlier process with this id may still have been heard when this one asked.
         self.may_be_refused: set[tuple[str, bool]] = {(Code.ID_TAKEN, True)}
         self.session = Session(
-            worker_id, manifest, lambda: world.dice.getrandbits(64), wants=habits.wants
+            worker_id,
+            manifest,
+            lambda: world.dice.getrandbits(64),
+            wants=habits.wants,
+            heartbeat_interval=habits.heartbeat_interval,
         )
         self.connections: tuple[Connection, Connection] | None = None  # control, bulk
         self.news = News()
@@ -120,6 +139,12 @@ class Worker:
         """When the oldest delta in flight was frozen."""
         return min((f.offered_at for f in self.training.flights.values()), default=None)
 
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two heartbeats."""
+        config = self.session.config
+        return heartbeat_interval(config, self.habits.heartbeat_interval) if config else 0.0
+
     # Life.
 
     def start(self) -> None:
@@ -129,7 +154,11 @@ class Worker:
     def dies(self) -> None:
         """Killed: nothing is said to anybody. What becomes of its connections is not decided here."""
         self.world.tell(self.name, "is killed")
+        self._is_gone()
+
+    def _is_gone(self) -> None:
         self.is_alive = False
+        self.ended_at = self.world.now
 
     def leaves(self) -> None:
         """Asked to finish: it waits for what is in flight, says goodbye and ends."""
@@ -137,10 +166,32 @@ class Worker:
         self.training.leaving = True
         self._nudge()
 
+    def hangs(self, seconds: float) -> None:
+        """Its training loop stands still for so long, between two steps; nothing else does."""
+        self.world.tell(self.name, f"hangs for {seconds:.1f} s")
+        self.hangs_until = max(self.hangs_until, self.world.now + seconds)
+
+    def freezes(self, seconds: float) -> None:
+        """The whole process stands still for so long; its connections do not break."""
+        self.world.tell(self.name, f"is stopped for {seconds:.1f} s")
+        self.frozen_until = max(self.frozen_until, self.world.now + seconds)
+        self.online_since = max(self.online_since, self.frozen_until)
+
+    def _awake(self, action: Callable[[], None]) -> None:
+        """Do something at once, or when the process goes on."""
+        if self.world.now >= self.frozen_until:
+            action()
+        else:
+            self.world.at(self.frozen_until, lambda: self._awake(action))
+
     def loses_touch(self, reason: str) -> None:
         """It finds out that one of its connections is broken."""
-        if self.connections is not None:
-            self._feed(Disconnected(reason))
+
+        def find_out() -> None:
+            if self.connections is not None:
+                self._feed(Disconnected(reason))
+
+        self._awake(find_out)
 
     # The session.
 
@@ -148,11 +199,13 @@ class Worker:
         """The training thread wants something of the session."""
         between = self.world.dice.uniform(0, BETWEEN_THREADS_S)
         self._command_at = max(self._command_at, self.world.now + between)
-        self.world.after(self._command_at - self.world.now, lambda: self._feed(event))
+        self.world.at(self._command_at, lambda: self._awake(lambda: self._feed(event)))
 
     def hears(self, connection: Connection, message: Message, payload: Any) -> None:
         """Something came down on a connection."""
-        if self.connections is not None and connection in self.connections:
+        if self.world.now < self.frozen_until:
+            self._awake(lambda: self.hears(connection, message, payload))
+        elif self.connections is not None and connection in self.connections:
             self._payload = payload
             self._feed(Received(message))
             self._payload = None
@@ -160,20 +213,22 @@ class Worker:
     def _feed(self, event: Event) -> None:
         if not self.is_alive:
             return
-        for effect in self.session.handle(event, self.world.now):
+        effects = self.session.handle(event, self.world.now)
+        for effect in effects:
             self._do(effect)
         if self.session.phase is Phase.LEFT:
             self._ends()
             return
         if self.world.events % self.referee.thoroughness == 0:
             self.session.check_invariants()
-        self._plan_tick()
+        if effects or self._tick_at is None or not isinstance(event, Received):
+            self._plan_tick()  # of a message that changes nothing it would wake no earlier
         if self.news:
             self._nudge()
 
     def _ends(self) -> None:
         self._hang_up()
-        self.is_alive = False
+        self._is_gone()
 
     def _plan_tick(self) -> None:
         at = self.session.wakes_at(self.world.now)
@@ -192,7 +247,7 @@ class Worker:
                 raise Violation(f"the session of {self.name} wakes up again and again")
             self._feed(Tick())
 
-        self.world.after(at - self.world.now, tick)
+        self.world.after(at - self.world.now, lambda: self._awake(tick))
 
     def _do(self, effect: Effect) -> None:
         match effect:
@@ -201,6 +256,8 @@ class Worker:
             case Close():
                 self._hang_up()
             case Send(message, bulk):
+                if isinstance(message, Join) and not self.session.pulls.held:
+                    self.news.arrivals.clear()  # part of a model, of a run that may be over
                 self._say(message, bulk=bulk)
             case SendChunk(session, push_id, fragment, index):
                 chunk = Chunk(fragment, index, session=session, push_id=push_id)
@@ -227,6 +284,15 @@ class Worker:
                 self.world.tell(self.name, f"is welcome from round {welcome.first_round}")
                 self.news.turns[:] = [effect]  # what came before it has no meaning any more
                 self.online_since = self.world.now
+                if self.welcome_at is None:
+                    self.welcome_at = self.world.now
+                self.broker_stops = False
+                if welcome.run is not None:
+                    self.referee.lives.heard_of(self.name)
+            case Stopping(text):
+                self.world.tell(self.name, f"hears: {text}")
+                self.broker_stops = True
+                self._nudge()
             case JoinRefused(code, text, final):
                 self.world.tell(self.name, f"is refused: {text}")
                 if (code, final) not in self.may_be_refused:
@@ -253,7 +319,7 @@ class Worker:
             if self.connections is not None and self.connections[0] is control:
                 self._feed(Connected())
 
-        self.world.after(control.is_up_at - self.world.now, connected)
+        self.world.at(control.is_up_at, lambda: self._awake(connected))
 
     def _hang_up(self) -> None:
         connections, self.connections = self.connections, None
@@ -279,7 +345,7 @@ class Worker:
         spot, span = (fragment, index), self.session.layout.all[fragment].spans[index]
         if push_id in self._donations:
             state = self._donations[push_id]
-            contents: frozenset[Key] = state[index].contents if state else frozenset()
+            contents = state[index].contents if state else Contents()
             return Wire(spot, contents, span_bytes(span, wire_dtype("fp32")))
         nbytes = span_bytes(span, wire_dtype(self.training.wire_dtype()))
         is_finite = (push_id, index) not in self.bad_chunks
@@ -322,9 +388,15 @@ class Worker:
         plan = self._plan
 
         def go_on() -> None:
-            if self.is_alive and self._plan == plan:
-                self._is_nudged = False
-                pause = self.training.goes_on()
-                self._train_on(after=LOOK_S if pause is None else pause)
+            if not self.is_alive or self._plan != plan:
+                return
+            if self.world.now < self.hangs_until and self.training.waiting_since is None:
+                self.hangs_from = min(self.hangs_from, self.world.now)
+                self.world.at(self.hangs_until, go_on)
+                return
+            self.hangs_from = math.inf
+            self._is_nudged = False
+            pause = self.training.goes_on()
+            self._train_on(after=self.habits.look_s if pause is None else pause)
 
-        self.world.after(after, go_on)
+        self.world.after(after, lambda: self._awake(go_on))

@@ -10,65 +10,25 @@ same seed gives the same run; a failure names the seed and tells the story.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from referee import Referee
+from simulated_broker import BrokerHost
+from simulated_disk import Disk
 from simulated_network import Connection, Weather, World
 from simulated_tensors import Violation
 from simulated_training import Habits
+from simulated_troubles import NO_TROUBLES, Accidents, Troubles
 from simulated_worker import Listener, Worker
 from stage import layered
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core import Core
-from diloco_broker.events import (
-    Audit,
-    DropPlaces,
-    Event,
-    ForgetBuffer,
-    Log,
-    PeerGone,
-    Place,
-    Received,
-    Send,
-    Tick,
-    Work,
-)
-from diloco_protocol.errors import Code
 from diloco_protocol.messages import Message
 
-# Between two ticks of the core; the loop's own are closer, which changes nothing but the cost.
-TICK_S = 0.2
-
-
-@dataclass(frozen=True)
-class Troubles:
-    """What goes wrong, as the mean number of times a second, and for how long.
-
-    Attributes:
-        seconds: how long there are troubles.
-        kills: a process dies; mostly one with the same id comes back after a while.
-        breaks: a single connection breaks.
-        outages: a worker is cut off for some seconds, and nobody is told.
-        leaves, joins: a worker finishes; a new one comes.
-        restarts: the broker is killed, and one that knows nothing is started in its place.
-    """
-
-    seconds: float = 60.0
-    kills: float = 0.1
-    breaks: float = 0.3
-    outages: float = 0.05
-    leaves: float = 0.04
-    joins: float = 0.06
-    restarts: float = 0.0
-
-
-NO_TROUBLES = Troubles(seconds=0.0)
+__all__ = ["NO_TROUBLES", "Outcome", "Scenario", "Simulation", "Troubles"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +46,10 @@ class Scenario:
         weights, forces, blunders, repeats: of every worker; see `Habits`.
         goal: pushes of each fragment that each worker must see end when it is calm.
         troubles, weather: what goes wrong with workers, and how the network behaves.
-        work_s: longest time that a piece of tensor work takes at the broker.
+        habits: what is the same for all workers; by the names of `Habits`.
+        work_s, save_s: longest time that a piece of tensor work takes at the broker, and a checkpoint.
+        tick_s: between two ticks of the core; the loop's own are closer, which only costs more.
+        watch_s: how often the referee looks whether everybody gets on.
         thoroughness: see `Referee`.
     """
 
@@ -105,7 +68,11 @@ class Scenario:
     goal: int = 2
     troubles: Troubles = field(default_factory=Troubles)
     weather: Weather = field(default_factory=Weather)
+    habits: dict[str, Any] = field(default_factory=dict)
     work_s: float = 0.002
+    save_s: float = 0.5
+    tick_s: float = 0.2
+    watch_s: float = 1.0
     thoroughness: int = 1
 
     @property
@@ -122,10 +89,15 @@ class Scenario:
         """
         config = self.config
         windows = config.grace + config.staging_deadline + config.recover_wait
+        if self.troubles.hangs:
+            windows += config.stall_timeout + config.heartbeat_timeout
+        if config.durable:
+            windows += 4 * self.troubles.full_s * bool(self.troubles.fulls) + 2 * self.save_s
         waits = 60.0 + 6 * self.cycle_s + 4 * config.heartbeat_timeout + windows
         if config.is_async:
             upload = self.chunks * self.weather.chunk_s[1]
-            waits += self.most * config.num_fragments * upload / config.staging_slots
+            in_line = self.most * config.num_fragments * upload / config.staging_slots
+            waits += in_line * (config.num_fragments if self.forces else 1)
         return waits
 
 
@@ -151,75 +123,6 @@ class Outcome:
     fingerprint: tuple[Any, ...] = field(repr=False, default=())
 
 
-class BrokerHost:
-    """The broker's loop: feeds the core and carries out what it asks for, tensor work in its order."""
-
-    def __init__(self, world: World, scenario: Scenario, referee: Referee) -> None:
-        self.world = world
-        self.referee = referee
-        self.core = Core(scenario.config, partial(world.dice.getrandbits, 64), world.now)
-        self.is_alive = True
-        self.messages = 0
-        self._work_s = scenario.work_s
-        self._routes: dict[bytes, Connection] = {}
-        self._queue: deque[Work] = deque()
-        self._is_working = False
-        self._tick()
-
-    def connects(self, connection: Connection) -> None:
-        self._routes[connection.route] = connection
-
-    def hears(self, connection: Connection, message: Message, payload: Any) -> None:
-        if self.is_alive and connection.route in self._routes:
-            self.messages += 1
-            self._feed(Received(connection.route, message, payload))
-
-    def dies(self) -> None:
-        """Killed: its connections break, what it knew is lost."""
-        self.is_alive = False
-        for connection in self._routes.values():
-            connection.sever()
-
-    def _tick(self) -> None:
-        if self.is_alive:
-            self._feed(Tick())
-            self.world.after(TICK_S, self._tick)
-
-    def _feed(self, event: Event) -> None:
-        pending = deque([event])
-        while pending:
-            event = pending.popleft()
-            for effect in self.core.handle(event, self.world.now):
-                match effect:
-                    case Send(route, message, payload):
-                        if not self._routes[route].down(message, payload):
-                            pending.append(PeerGone(route))
-                    case Log(level, text):
-                        if level != "debug":
-                            self.world.tell("broker", text)
-                    case Audit() | ForgetBuffer():
-                        pass  # the referee keeps books of its own; gradients are merged as sums
-                    case DropPlaces():
-                        kept = (work for work in self._queue if not isinstance(work, Place))
-                        self._queue = deque(kept)
-                    case _:
-                        self._queue.append(effect)
-            self.referee.now = self.world.now
-            self.referee.after(self.core, event, self._queue)
-        self._plan_work()
-
-    def _plan_work(self) -> None:
-        if self._queue and not self._is_working:
-            self._is_working = True
-            self.world.after(self.world.dice.uniform(0, self._work_s), self._do_work)
-
-    def _do_work(self) -> None:
-        self._is_working = False
-        if self._queue and self.is_alive:
-            self.referee.now = self.world.now
-            self._feed(self.referee.tensors.carry_out(self._queue.popleft()))
-
-
 class Simulation:
     """One run; see the head of this module."""
 
@@ -227,12 +130,18 @@ class Simulation:
         self.scenario = scenario
         self.seed = seed
         self.world = World(seed)
-        self.referee = Referee(scenario.config, scenario.patience, scenario.thoroughness)
-        self.broker = BrokerHost(self.world, scenario, self.referee)
+        config = scenario.config
+        self.disk = None if config.save_dir is None else Disk(config.keep)
+        self.referee = Referee(
+            config, scenario.patience, scenario.thoroughness, self.disk, lambda: self.alive
+        )
+        self.broker = BrokerHost(self.world, scenario, self.referee, self.disk)
+        self.accidents = Accidents(self)
         self.processes: list[Worker] = []
         self._manifest = layered(scenario.config.num_fragments, scenario.chunks)
+        self._alive: list[Worker] = []
         self._routes = 0
-        self._broker_up_at = 0.0
+        self.broker_up_at = 0.0
         self._calm_since: float | None = None
         self._goals: dict[str, list[int]] = {}
         self._watch()
@@ -241,15 +150,16 @@ class Simulation:
         """Simulate it all; raises Violation, with the seed and the story, when a promise is broken."""
         world, scenario = self.world, self.scenario
         for _ in range(scenario.workers):
-            self.world.after(world.dice.uniform(0, 3), self._newcomer)
-        for action, rate in self._accidents():
-            self._repeat(action, rate)
+            world.after(world.dice.uniform(0, 3), self.newcomer_if_room)
+        self.accidents.begin()
         self.passes(scenario.troubles.seconds)
+        self.accidents.end()
         world.tell("", "from here on it is calm")
         self._calm_since = world.now
         self.newcomer()
         with self._telling():
-            long = scenario.goal * scenario.patience
+            hung_s = max((each.hangs_until - world.now for each in self.alive), default=0.0)
+            long = scenario.goal * scenario.patience + max(hung_s, 0.0)
             world.run(world.now + long, self._is_enough)
             slow = self._laggards()
             if slow:
@@ -278,7 +188,9 @@ class Simulation:
 
     @property
     def alive(self) -> list[Worker]:
-        return [process for process in self.processes if process.is_alive]
+        if not all(process.is_alive for process in self._alive):
+            self._alive = [process for process in self._alive if process.is_alive]
+        return self._alive
 
     def newcomer(self, worker_id: str | None = None, **habits: Any) -> Worker:
         """A new process begins, by default with an id of its own and habits that are drawn."""
@@ -295,6 +207,7 @@ class Simulation:
             "forces": scenario.forces,
             "blunders": scenario.blunders,
             "repeats": scenario.repeats,
+            **scenario.habits,
         }
         process = Worker(
             self.world,
@@ -307,12 +220,18 @@ class Simulation:
         )
         self.world.tell(process.name, f"begins: {process.habits}")
         self.processes.append(process)
+        self._alive.append(process)
         process.start()
         return process
 
-    def _newcomer(self) -> None:
+    def newcomer_if_room(self) -> None:
         if len(self.alive) < self.scenario.most:
             self.newcomer()
+
+    def comes_again(self, worker_id: str) -> None:
+        """A new process with the id of one that is gone."""
+        if not any(process.worker_id == worker_id for process in self.alive):
+            self.newcomer(worker_id)
 
     def _connect(self, worker: Worker, to_worker: Listener) -> Connection:
         self._routes += 1
@@ -322,8 +241,10 @@ class Simulation:
         def to_broker(connection: Connection, message: Message, payload: Any) -> None:
             self.broker.hears(connection, message, payload)
 
-        connection = Connection(world, self.scenario.weather, route, to_broker, to_worker)
-        reachable = max(world.now, worker.offline_until, self._broker_up_at)
+        connection = Connection(
+            world, self.scenario.weather, route, worker.name, to_broker, to_worker
+        )
+        reachable = max(world.now, worker.offline_until, self.broker_up_at)
         connection.comes_up(reachable + world.dice.expovariate(1 / 0.1))
         world.after(connection.is_up_at - world.now, lambda: self.broker.connects(connection))
         return connection
@@ -336,118 +257,19 @@ class Simulation:
         for _ in range(floor - staying):
             self.newcomer()
 
-    # What goes wrong.
-
-    def _accidents(self) -> Iterator[tuple[Callable[[], None], float]]:
-        troubles = self.scenario.troubles
-        yield self._kill, troubles.kills
-        yield self._break, troubles.breaks
-        yield self._outage, troubles.outages
-        yield self._leave, troubles.leaves
-        yield self._newcomer, troubles.joins
-        yield self._restart, troubles.restarts
-
-    def _repeat(self, action: Callable[[], None], rate: float) -> None:
-        if rate <= 0:
-            return
-
-        def again() -> None:
-            if self._calm_since is None:
-                action()
-                self._repeat(action, rate)
-
-        self.world.after(self.world.dice.expovariate(rate), again)
-
-    def _victim(self) -> Worker | None:
-        alive = self.alive
-        return self.world.dice.choice(alive) if alive else None
-
-    def _kill(self) -> None:
-        """A process dies; its host may die with it, and then nobody hears of it."""
-        victim, dice = self._victim(), self.world.dice
-        if victim is None:
-            return
-        victim.dies()
-        silent = dice.random() < 0.3
-        for connection in victim.connections or ():
-            if silent or dice.random() < 0.5:
-                connection.sever()
-            if not silent:
-                connection.is_found_gone(dice.expovariate(1 / 0.2))
-        again = dice.random()
-        if again < 0.6:
-            self.world.after(dice.expovariate(1 / 3), lambda: self._comes_again(victim.worker_id))
-        elif again < 0.8:
-            self.world.after(dice.expovariate(1 / 5), self._newcomer)
-
-    def _comes_again(self, worker_id: str) -> None:
-        if not any(process.worker_id == worker_id for process in self.alive):
-            self.newcomer(worker_id)
-
-    def _break(self) -> None:
-        """One of a worker's two connections breaks, and both ends find out in their own time."""
-        victim, dice = self._victim(), self.world.dice
-        if victim is None or victim.connections is None:
-            return
-        which = dice.randrange(2)
-        connection = victim.connections[which]
-        self.world.tell(victim.name, f"loses {'bulk' if which else 'control'} {connection.route!r}")
-        connection.sever()
-        connection.is_found_gone(dice.choice((0.0, 0.1, 3.0, 30.0)) * dice.random())
-        self._finds_out(victim, connection, dice.choice((0.0, 0.1, 3.0, 10.0)) * dice.random())
-
-    def _finds_out(self, victim: Worker, connection: Connection, seconds: float) -> None:
-        def find_out() -> None:
-            if victim.connections is not None and connection in victim.connections:
-                victim.loses_touch("The connection broke.")
-
-        self.world.after(seconds, find_out)
-
-    def _outage(self) -> None:
-        """A worker is cut off. Either end finds out by the silence, or the worker when it is over."""
-        victim, dice = self._victim(), self.world.dice
-        if victim is None:
-            return
-        seconds = dice.expovariate(1 / 6)
-        self.world.tell(victim.name, f"is cut off for {seconds:.1f} s")
-        victim.offline_until = victim.online_since = self.world.now + seconds
-        for connection in victim.connections or ():
-            connection.sever()
-        if victim.connections is not None and dice.random() < 0.7:
-            self._finds_out(victim, victim.connections[0], seconds)
-
-    def _leave(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            victim.leaves()
-
-    def _restart(self) -> None:
-        """The broker is killed; another one, which gets its parameters from the workers, comes up."""
-        world, dice = self.world, self.world.dice
-        world.tell("broker", "is killed")
-        self.broker.dies()
-        self._broker_up_at = world.now + dice.expovariate(1 / 2)
-        world.after(self._broker_up_at - world.now, self._begin_anew)
-        for process in self.alive:
-            process.online_since = self._broker_up_at
-            # A run that nobody has brought back goes on under another name.
-            process.may_be_refused |= {(Code.RUN_DIFFERS, True), (Code.RUN_DIFFERS, False)}
-            if process.connections is not None and dice.random() < 0.8:
-                self._finds_out(process, process.connections[0], dice.uniform(0, 0.5))
-
-    def _begin_anew(self) -> None:
+    def begin_anew(self) -> None:
+        """Another broker in the place of one that is gone."""
         if not self.broker.is_alive:
-            self.referee.forgets()
-            self.broker = BrokerHost(self.world, self.scenario, self.referee)
+            self.broker = BrokerHost(self.world, self.scenario, self.referee, self.disk)
 
     # Getting on.
 
     def _watch(self) -> None:
         self.referee.now = self.world.now
-        self.referee.watch(self.broker.core, self.processes)
+        self.referee.watch(self.broker.core)
         if self._calm_since is not None:
             self._fill_up()
-        self.world.after(1.0, self._watch)
+        self.world.after(self.scenario.watch_s, self._watch)
 
     def _is_enough(self) -> bool:
         return self.world.now > (self._calm_since or 0.0) + 2.0 and not self._laggards()

@@ -7,7 +7,7 @@ checked after everything that happens (`referee`). A failure names its seed and 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,21 @@ from simulated_tensors import Violation
 from simulator import NO_TROUBLES, Scenario, Simulation, Troubles
 from stage import a_config
 
-from diloco_broker import asynchronous, sequence, staged, streaming
+from diloco_broker import (
+    asynchronous,
+    recovering,
+    saving,
+    sequence,
+    staged,
+    streaming,
+)
+from diloco_broker.books import books_of
+from diloco_broker.bootstrap import Bootstrap, Resumption
 from diloco_broker.core import Core
 from diloco_broker.events import Effect, Step
+from diloco_broker.membership import Member
 from diloco_broker.rounds import Round
-from diloco_broker.staging import Submission
+from diloco_broker.staging import StagedRound, Submission
 from diloco_broker.state import State
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.version import Ledger
@@ -38,13 +48,23 @@ MODES: dict[str, dict[str, Any]] = {
     "async-dylu": {"mode": "async", "dylu": True},
 }
 SEEDS = range(3)
+# How a run is saved: not at all; each round or now and then; each round before anybody is told of it.
+SAVING: tuple[dict[str, Any], ...] = (
+    {},
+    {"save_dir": "folder", "recover": "adopt"},
+    {"save_dir": "folder", "durable": True},
+    {"save_dir": "folder", "recover": "rewind"},
+)
 # Uploads are quick; or they take seconds, so that much happens in the middle of them, and some stand
 # still until their slot is taken from them.
 WEATHERS = (Weather(), Weather(chunk_s=(0.05, 0.4), stall=0.02, stall_s=8.0))
 
 
-def a_scenario(mode: str, streams: bool, seed: int) -> Scenario:
-    """A run of a mode, with everything else drawn: 1 to 12 workers of speeds 0.3 to 3."""
+def a_scenario(mode: str, streams: bool, seed: int, saved: int | None = None) -> Scenario:
+    """A run of a mode, with everything else drawn: 1 to 12 workers of speeds 0.3 to 3.
+
+    `saved` is one of the ways above; by default most runs are saved, and some with each seed are not.
+    """
     dice = random.Random(f"{mode} {streams} {seed}")
     pieces = dice.randint(2, 6) if streams else 1
     steps = dice.randint(max(4, pieces), 16)
@@ -69,9 +89,19 @@ def a_scenario(mode: str, streams: bool, seed: int) -> Scenario:
         fields["weight_by"] = dice.choice(("equal", "tokens", "samples"))
     if mode in ("carry", "drop"):
         fields["quorum"] = dice.randint(fields["min_workers"], workers)
-    config = a_config(workers, **fields)
+    fields |= SAVING[seed % len(SAVING) if saved is None else saved]
+    troubles = Troubles(hangs=0.03, freezes=0.02, fulls=0.03, full_s=6.0)
+    if "save_dir" in fields:
+        every = 1 if "durable" in fields else dice.choice((1, 1, 4))
+        fields |= {"save_every": every, "recover_wait": dice.choice((1.0, 4.0))}
+        troubles = replace(troubles, restarts=0.05)
+    if mode.startswith("async") or dice.random() < 0.3:
+        fields |= {"outer": "dn", "dn_buffer": dice.randint(1, 4)}
+    config = a_config(workers, stall_timeout=8.0, **fields)
     return Scenario(
         config,
+        troubles=troubles,
+        save_s=dice.choice((0.1, 2.0)),
         workers=dice.randint(2, 8),
         chunks=dice.choice((1, 2, 3, 9)),
         wants=wants,
@@ -110,7 +140,7 @@ def with_restarts(scenario: Scenario) -> Scenario:
 def test_run_goes_on_from_what_workers_hold_when_the_broker_is_replaced(
     mode: str, seed: int
 ) -> None:
-    scenario = with_restarts(a_scenario(mode, seed % 2 == 0, seed))
+    scenario = with_restarts(a_scenario(mode, seed % 2 == 0, seed, saved=0))
     assert Simulation(scenario, seed).run().rounds > 0
 
 
@@ -317,6 +347,115 @@ def test_broken_broker_is_found_out(
     runs = (Simulation(a_scenario(mode, seed % 2 == 0, seed), seed) for seed in range(12))
     with pytest.raises(Violation, match=complaint):
         all(run.run() for run in runs)
+
+
+# Can it fail when the broker comes back?
+
+
+def tells_before_it_is_saved(broken: pytest.MonkeyPatch) -> None:
+    complete = sequence._complete
+
+    def hasty(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
+        yield from complete(state, ended)
+        made, state.made = state.made, None
+        if made is not None:
+            yield from sequence._release(state, made)
+
+    broken.setattr(sequence, "_complete", hasty)
+
+
+def saves_without_the_version_that_waits(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(sequence, "books_of", lambda state, n: books_of(replace(state, made=None), n))
+
+
+def adopts_nothing(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(Bootstrap, "sources", lambda *_: {})
+
+
+def adopts_the_oldest(broken: pytest.MonkeyPatch) -> None:
+    def sources(boot: Bootstrap, members: Iterable[Member]) -> dict[int, Member]:
+        holders = [member for member in members if all(member.versions[:1])]
+        oldest = min(holders, key=lambda m: sum(v.counter for v in m.versions if v), default=None)
+        pieces = [f for f in boot.all_fragments if f not in boot.restored]
+        return dict.fromkeys(pieces, oldest) if oldest and oldest.versions else {}
+
+    broken.setattr(Bootstrap, "sources", sources)
+
+
+def goes_on_without_those_it_knows(broken: pytest.MonkeyPatch) -> None:
+    def wait(_: State) -> Generator[Effect, None, bool]:
+        yield from ()
+        return False
+
+    broken.setattr(recovering, "_wait_for_others", wait)
+
+
+def loses(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """A broker that takes up everything of a checkpoint but one thing."""
+
+    def sabotage(broken: pytest.MonkeyPatch) -> None:
+        take_up = saving.take_up
+
+        def lose(*of: Any) -> Resumption:
+            whole = take_up(*of)
+            poor = {f: replace(each, **{name: value}) for f, each in whole.fragments.items()}
+            return replace(whole, fragments=poor)
+
+        broken.setattr(saving, "take_up", lose)
+
+    return sabotage
+
+
+def waits_for_who_hangs(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(sequence, "stall", lambda *_: iter(()))
+
+
+ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
+
+
+@pytest.mark.parametrize(
+    ("mode", "saving_as", "sabotage", "complaint"),
+    [
+        ("streaming", DURABLE, tells_before_it_is_saved, "is told of and is not on the disk"),
+        (
+            "async",
+            DURABLE,
+            saves_without_the_version_that_waits,
+            "is told of and is not on the disk|has other chunks than it had",
+        ),
+        ("streaming", ADOPT, adopts_nothing, "somebody here has version"),
+        ("async", 0, adopts_the_oldest, "somebody here has version|stands still"),
+        ("carry", ADOPT, goes_on_without_those_it_knows, "it did not wait for"),
+        ("streaming", REWIND, loses("ledger", Ledger()), "has another ledger"),
+        ("async", DURABLE, loses("gradients", 0), "is told 0 gradients"),
+        ("streaming", ADOPT, waits_for_who_hangs, "and is waited for"),
+    ],
+)
+def test_broker_that_comes_back_broken_is_found_out(
+    mode: str,
+    saving_as: int,
+    sabotage: Callable[[pytest.MonkeyPatch], None],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Core, "check_invariants", lambda _: None)
+    sabotage(monkeypatch)
+    runs = (Simulation(crashing(mode, seed, saving_as), seed) for seed in range(12))
+    with pytest.raises(Violation, match=complaint):
+        all(run.run() for run in runs)
+
+
+def crashing(mode: str, seed: int, saving_as: int) -> Scenario:
+    """Brokers that die often, slow donations, and long hangs."""
+    scenario = a_scenario(mode, seed % 2 == 0, seed, saving_as)
+    return replace(
+        scenario,
+        chunks=9,
+        weather=WEATHERS[1],
+        troubles=replace(
+            scenario.troubles, restarts=0.12, kills=0.2, joins=0.2, hangs=0.1, hang_s=30.0
+        ),
+    )
 
 
 def test_failure_names_the_seed_and_tells_the_story(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from diloco_protocol.errors import Code
 from diloco_protocol.messages import Heartbeat, Push, Released, RunConfig
 from diloco_protocol.version import VersionId
 from diloco_worker.events import Carried, Depart, Granted, Joined, Offer, Pulse, Want
+from diloco_worker.news import Turning
 from diloco_worker.session import Phase
 from diloco_worker.turns import Turn, Turns
 
@@ -67,7 +68,7 @@ class Arrival:
 class News:
     """What has come for the training thread since it last looked."""
 
-    turns: list[Joined | Granted | Carried] = field(default_factory=list)
+    turns: list[Turning] = field(default_factory=list)
     arrivals: dict[int, Arrival] = field(default_factory=dict)  # by fragment
     rejections: dict[int, str] = field(default_factory=dict)  # code by push id
 
@@ -311,8 +312,6 @@ class Training:
                     self._stand_on(arrival)
             elif flight.push_id in arrival.counted or flight.reply is not None:
                 flight.reply = arrival
-            if arrival.released.averaged:  # the first version of a broker was made in no round
-                turns.made(arrival.released.round)
         over = set()
         for fragment, flight in self.flights.items():
             flight.rejection = news.rejections.get(flight.push_id, flight.rejection)
@@ -329,6 +328,9 @@ class Training:
                         turns.granted(fragment, standing, round_)
                 case Carried(fragment, round_):
                     turns.carried(fragment, round_)
+                case Released(averaged=averaged, round=round_):
+                    if averaged:
+                        turns.made(round_)
         for fragment in sorted(over):
             flight = self.flights[fragment]
             if flight.reply is not None:

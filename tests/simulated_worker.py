@@ -373,6 +373,7 @@ class Worker:
         self.news.arrivals[fragment] = Arrival(
             released, ids | (earlier.counted if earlier else ids)
         )
+        self.news.turns.append(released)
 
     # The training thread.
 

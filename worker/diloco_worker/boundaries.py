@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from diloco_protocol import Code, RunConfig
 from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.messages import Released
 from diloco_worker.audit import Audit
 from diloco_worker.env import Settings
 from diloco_worker.events import Carried, Granted, Joined
@@ -393,10 +394,6 @@ class Boundaries:
             if flight is not None and flight.push_id in news.rejections:
                 exchange.reject(news.rejections[flight.push_id])
         turns = self.turns
-        for arrival in news.arrivals.values():
-            if arrival.released.averaged:  # the first version of a broker was made in no round
-                turns.made(arrival.released.round)
-        # After the arrivals: a welcome may come from a broker that has gone back behind them.
         over = {e.fragment for e in self._exchanges if e.is_over and e.fragment in turns.rounds}
         for event in news.turns:
             match event:
@@ -408,6 +405,9 @@ class Boundaries:
                         turns.granted(fragment, standing, round_)
                 case Carried(fragment, round_):
                     turns.carried(fragment, round_)
+                case Released(averaged=averaged, round=round_):
+                    if averaged:  # the first version of a broker was made in no round
+                        turns.made(round_)
         for fragment in over:
             exchange = self._exchanges[fragment]
             reply, rejection = exchange.reply, exchange.rejection

@@ -71,7 +71,7 @@ from diloco_worker.events import (
     Withdraw,
 )
 from diloco_worker.former import SENT_BEFORE
-from diloco_worker.news import Arrival, News, Progress, Rejection
+from diloco_worker.news import Arrival, News, Progress, Rejection, Turning
 from diloco_worker.session import Phase, Session
 from diloco_worker.snapshot import FlatState, WireFragment, chunk_bytes
 from diloco_worker.sockets import Connections
@@ -154,7 +154,7 @@ class Link:
         self.stopping: str | None = None
         self.arrivals: dict[int, Arrival] = {}
         self.rejections: dict[int, Rejection] = {}
-        self.turns: list[Joined | Granted | Carried] = []
+        self.turns: list[Turning] = []
         self.sync_every: int | None = None
         self.uploaded: frozenset[int] = frozenset()
         self.put_off: frozenset[int] = frozenset()
@@ -579,6 +579,7 @@ class Link:
         arrival = Arrival(released, ids, state, released.staleness, superseding)
         with self.condition:
             self.arrivals[fragment] = arrival.after(self.arrivals.get(fragment))
+            self.turns.append(released)
 
     def _reject(self, push_id: int, code: str, text: str) -> None:
         with self.condition:

@@ -10,6 +10,9 @@ from diloco_protocol.messages import Released
 from diloco_worker.events import Carried, Granted, Joined
 from diloco_worker.snapshot import FlatState
 
+# What moves the cursor in the sequence of rounds; `Released` stands for a version that is here, whole.
+Turning = Joined | Granted | Carried | Released
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -77,11 +80,12 @@ class News:
     """All that has come since the last look.
 
     Attributes:
-        turns: what concerns rounds and whose turn it is, in the order in which the broker said it.
+        turns: what concerns rounds and whose turn it is, in the order in which it came: a welcome may
+            be from a broker that has gone back behind the versions here before it.
         arrivals: whole versions, by fragment.
         rejections: pushes that were dropped, by push id.
     """
 
-    turns: tuple[Joined | Granted | Carried, ...]
+    turns: tuple[Turning, ...]
     arrivals: Mapping[int, Arrival]
     rejections: Mapping[int, Rejection]

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from diloco_protocol import Code, Manifest, ModelLayout, ProtocolError, RunConfig, VersionId
+from diloco_protocol import Code, Manifest, ModelLayout, RunConfig, VersionId
 from diloco_protocol.messages import (
     Ack,
     Chunk,
@@ -86,7 +86,7 @@ from diloco_worker.events import (
 from diloco_worker.former import FORGOTTEN, FormerLife
 from diloco_worker.pulls import Pulls
 from diloco_worker.pushes import Pushes
-from diloco_worker.terms import OTHER_PLAN, changed, cut, heartbeat_interval, objection
+from diloco_worker.terms import agree, changed, cut, heartbeat_interval
 
 # Seconds before new connections are opened: doubling from the first to the longest. After a crash the
 # broker gives its workers 10 s to come back with what they hold, so the longest stays far below it.
@@ -403,20 +403,12 @@ class Session:
             yield from self._forget("it has {} {}, the run has {} now".format(*misfit))
         asked = self.wants.get("sync_every")
         own = asked if isinstance(asked, int) else None
-        problem = objection(welcome.config, self.config, self._asked_interval, own)
-        layout = self.layout
-        if problem is None and layout is None:
-            try:
-                layout = cut(self.manifest, welcome.config, welcome.plan)
-            except ProtocolError as error:
-                problem = str(error)
-        elif problem is None and welcome.plan != self.plan:
-            problem = OTHER_PLAN
-        if problem is not None:
-            yield Send(Leave(welcome.session, problem))
-            yield from self._refused(Code.CONFIG_DIFFERS, problem, now)
+        earlier = (self.config, self.plan, self.layout)
+        layout = agree(self.manifest, welcome, earlier, self._asked_interval, own)
+        if isinstance(layout, str):
+            yield Send(Leave(welcome.session, layout))
+            yield from self._refused(Code.CONFIG_DIFFERS, layout, now)
             return
-        assert layout is not None
         again = self.token is not None
         self._furnish(layout, welcome.config, welcome.plan)
         self.phase = Phase.JOINED

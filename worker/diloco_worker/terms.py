@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_protocol import Manifest, ModelLayout, RunConfig, lay_out
+from diloco_protocol import Manifest, ModelLayout, ProtocolError, RunConfig, lay_out
 from diloco_protocol.fragments import FragmentPlan
+from diloco_protocol.messages import Welcome
 
 # Seconds between heartbeats where neither the worker nor the broker asks for something else.
 HEARTBEAT_S = 30.0
@@ -89,6 +90,30 @@ def changed(
         if ours != theirs:
             return name, ours, theirs
     return None if plan == new_plan else ("the plan of fragments", list(plan), list(new_plan))
+
+
+def agree(
+    manifest: Manifest,
+    welcome: Welcome,
+    earlier: tuple[RunConfig | None, Sequence[int], ModelLayout | None],
+    asked_interval: float | None,
+    asked_sync_every: int | None,
+) -> ModelLayout | str:
+    """Take a welcome's terms: returns how the model is cut, or why this worker cannot take part.
+
+    Args:
+        earlier: configuration, plan and layout that it has trained with so far.
+    """
+    config, plan, layout = earlier
+    problem = objection(welcome.config, config, asked_interval, asked_sync_every)
+    if problem is not None:
+        return problem
+    if layout is not None:
+        return layout if welcome.plan == plan else OTHER_PLAN
+    try:
+        return cut(manifest, welcome.config, welcome.plan)
+    except ProtocolError as error:
+        return str(error)
 
 
 def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayout:

@@ -6,6 +6,7 @@ while an older one waits takes its place, so a slow disk makes checkpoints rarer
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -129,10 +130,11 @@ class FolderLock:
             raise UsageError(
                 f"Another broker (process {holder}) saves to {folder}; give this one another --save-dir."
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
         self._file = file
+        # For the sentence above; a full disk takes nothing from the lock.
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
 
     def release(self) -> None:
         if self._file is not None:

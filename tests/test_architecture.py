@@ -22,7 +22,7 @@ ALLOWED = {
     "diloco_tools": {"diloco_protocol"},
 }
 # Folders of diloco_tools that may use the public names of the broker and the worker.
-MAY_USE_BOTH = ("demo", "bench")
+MAY_USE_BOTH = ("demo", "bench", "chaos")
 PUBLIC = {"diloco_broker", "diloco_worker"}
 PURE = {
     "diloco_broker": {

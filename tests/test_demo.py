@@ -302,7 +302,7 @@ def test_defaults_are_those_the_demo_promises() -> None:
 def test_commands_name_their_settings() -> None:
     settings = replace(SETTINGS, lr=0.5, single_lr=0.25, outer_lr=0.75)
     broker = " ".join(broker_command(settings))
-    assert "diloco_broker serve --workers 2" in broker
+    assert "diloco_broker serve --no-save --workers 2" in broker
     assert "--sync-every 25 --outer-lr 0.75" in broker
     single = " ".join(single_command(settings, Path("log")))
     assert "--lr 0.25" in single

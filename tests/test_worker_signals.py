@@ -25,13 +25,12 @@ from worker_stage import Make, filled, until
 from diloco_broker import Broker
 from diloco_broker.rounds import Round
 from diloco_protocol.messages import Leave
-from diloco_worker.boundaries import HASTY_S
 from diloco_worker.signals import EXIT_CODE, Termination
 
 pytest_plugins = ("worker_fixtures",)
 
-# What "at once" and "within 10 s" may take on a busy machine.
-SOON_S = 10.0
+# What "at once" and "within 10 s" may take on a machine that is busy with other things.
+SOON_S = 30.0
 
 SCRIPT = """
 import sys, threading, torch
@@ -109,6 +108,7 @@ def test_sigterm_ends_a_wait_at_a_boundary(site: Site, manners: str, code: int) 
     """The first round waits for a second worker that never comes."""
     with serving(workers=2) as broker:
         worker = site.run("train.py", manners, DILOCO_SERVER=broker.address)
+        worker.waits_for("step 3")
         until(lambda: any(m.state == "pushing" for m in broker._core.state.members))
         worker.child.send_signal(signal.SIGTERM)
         assert worker.ends(SOON_S) == code
@@ -169,7 +169,10 @@ def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(site: Site) -> Non
     assert "unwound" in worker.output
 
 
-def test_second_ctrl_c_does_not_wait(begin: Make, broker: ScriptedBroker) -> None:
+def test_second_ctrl_c_does_not_wait(
+    begin: Make, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco_worker.boundaries.HASTY_S", 2 * SOON_S)
     broker.config = run_config(fragment_sync_delay=3)
     worker, descent = begin()
     descent.steps(4)  # a push that nobody answers
@@ -185,7 +188,7 @@ def test_second_ctrl_c_does_not_wait(begin: Make, broker: ScriptedBroker) -> Non
     beside.start()
     with pytest.raises(KeyboardInterrupt):
         worker.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert time.monotonic() - began < HASTY_S
+    assert time.monotonic() - began < SOON_S
     beside.join(SOON_S)
 
 

@@ -7,7 +7,9 @@ history of a version is found by following `after`.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,13 @@ class AuditLog:
     def __init__(self, path: Path, epoch: str) -> None:
         self._epoch = epoch
         try:
-            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - kept open
+            self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - kept open
         except OSError as error:
             raise UsageError(f"--audit {path} cannot be written: {error.strerror}.") from None
+        # The last line may be one that a crash has cut.
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(size - 1, 0))
+        self._is_cut = self._file.read(1) not in (b"", b"\n")
 
     def add(self, audit: Audit) -> None:
         """One version. Raises OSError when the disk is full."""
@@ -53,7 +59,17 @@ class AuditLog:
                 for each in audit.pushes
             ],
         }
-        self._file.write(json.dumps(line) + "\n")
+        whole = b"\n" * self._is_cut + json.dumps(line).encode() + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(whole)
+            while written < len(whole):
+                written += self._file.write(whole[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+            raise
+        self._is_cut = False
 
     def close(self) -> None:
         self._file.close()

@@ -123,6 +123,8 @@ def save(folder: Path, image: Image, keep: int) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / f"checkpoint-{image.life:04d}-{image.number:012d}"
+    if _has(place, image):
+        return place
     before = _newest_manifest(folder)
     aside = folder / f".{place.name}.{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
@@ -134,7 +136,7 @@ def save(folder: Path, image: Image, keep: int) -> Path:
         }
         _write_manifest(aside / MANIFEST, _plain(image, files))
         _sync_folder(aside)
-        if place.exists():  # a life writes a number again only when nothing has changed since
+        if place.exists():
             shutil.rmtree(place)
         aside.rename(place)
         _sync_folder(folder)
@@ -143,6 +145,26 @@ def save(folder: Path, image: Image, keep: int) -> Path:
         raise
     _retire(folder, image.run, keep)
     return place
+
+
+def _has(place: Path, image: Image) -> bool:
+    """Whether this very image is there, sound: then it is not written again, and is never away."""
+    try:
+        plain = read_manifest(place)
+        check_files(place, plain)
+    except Damaged:
+        return False
+    return bool(plain == _as_read(_plain(image, plain["files"])))
+
+
+def _as_read(body: Any) -> Any:
+    return json.loads(json.dumps(body))
+
+
+def sweep(folder: Path) -> None:
+    """Remove what brokers that were killed have left half written; for the one that has the folder."""
+    for path in folder.glob(".checkpoint-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _retire(folder: Path, run: str, keep: int) -> None:
@@ -239,7 +261,8 @@ def _save_fragment(
     if before is not None:
         path, plain = before
         told = plain["fragments"].get(str(fragment), {})
-        if told.get("version") == to_plain(this.version):
+        # What an earlier life has written may have come to harm since.
+        if plain["life"] == image.life and told.get("version") == to_plain(this.version):
             with contextlib.suppress(OSError):  # another file system, or none that links
                 os.link(path / name, aside / name)
                 return dict(plain["files"][name])

@@ -131,6 +131,7 @@ class FolderLock:
                 f"Another broker (process {holder}) saves to {folder}; give this one another --save-dir."
             ) from None
         self._file = file
+        checkpoint.sweep(folder)
         # For the sentence above; a full disk takes nothing from the lock.
         with contextlib.suppress(OSError):
             os.ftruncate(file.fileno(), 0)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from diloco_broker import Broker, BrokerConfig, checkpoint, cli
+from diloco_broker.memory import keep_freed_memory
 from diloco_worker import DiLoCoClient
 
 PATIENCE_S = 40.0
@@ -139,6 +140,7 @@ def serve(options: dict[str, Any]) -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     broker = Broker(BrokerConfig(**options))
+    keep_freed_memory()
     cli._end_on_signals(broker)
     print("control", broker.address, flush=True)
     broker.run()

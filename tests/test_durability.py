@@ -12,7 +12,7 @@ import signal
 import statistics
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -524,12 +524,16 @@ def test_saving_each_round_makes_no_turn_of_the_loop_longer(nest: Nursery, tmp_p
         broker = nest.broker(**LARGE, save_dir=folder)
         with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
             client.join(model)
-            turns = []
-            for _ in range(6):
+            turns: dict[int, float] = defaultdict(float)  # by word on the feed, which begins anew
+            while len(turns) < 7:
                 client.push(gradient)
                 client.pull()
-                turns.append(client.status()["loop"]["longest_turn_ms"])
-        longest[saves] = statistics.median(turns)
+                status = client.status()
+                number, turn = status["sequence"], status["loop"]["longest_turn_ms"]
+                turns[number] = max(turns[number], turn)
+        # Without the first, when memory is touched for the first time. Each has saves in it, so the
+        # shortest tells what they cost, and not what else the machine was busy with.
+        longest[saves] = min(list(turns.values())[2:])
         broker.kill()
     assert longest[True] < longest[False] + 5, longest
     assert len(found(tmp_path)) == 1

@@ -15,6 +15,7 @@ import typer
 from diloco_broker import checkpoint_commands
 from diloco_broker.config import DEFAULT_BIND, DEFAULT_FEED, BrokerConfig
 from diloco_broker.loop import Broker
+from diloco_broker.memory import keep_freed_memory
 from diloco_broker.model_file import load_model
 from diloco_protocol.errors import UsageError
 
@@ -286,6 +287,7 @@ def serve(
             model,
             save_dir if resume == "auto" else resume,
         )
+    keep_freed_memory()
     _end_on_signals(broker)
     typer.echo(f"control {broker.address}")
     typer.echo(f"feed {broker.feed_address}")

@@ -20,7 +20,7 @@ step whose result cannot be used must leave no trace and a state that is being s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
@@ -40,6 +40,8 @@ from diloco_protocol.errors import UsageError
 
 MOMENTUM = "momentum"  # m
 
+New = Callable[[Tensor], Tensor]
+
 
 class ChunkOuter(Protocol):
     """An outer optimizer that works on one chunk at a time."""
@@ -50,7 +52,7 @@ class ChunkOuter(Protocol):
         ...
 
     def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int
+        self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = ...
     ) -> tuple[Tensor, State]:
         """New parameters and new state; `gradient` may be used as scratch.
 
@@ -59,6 +61,7 @@ class ChunkOuter(Protocol):
             gradient: averaged pseudo-gradient of the same shape.
             state: what the step before returned; empty at first. Not changed.
             count: gradients of this fragment before this one.
+            new: returns an uninitialised tensor like this one, for what is made here to last.
         """
         ...
 
@@ -85,17 +88,22 @@ class Nesterov:
     nesterov: bool = True
 
     def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int = 0
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int = 0,
+        new: New = torch.empty_like,
     ) -> tuple[Tensor, State]:
         if not self.momentum:
-            return torch.add(theta, gradient, alpha=-self.lr), {}
-        momentum = state.get(MOMENTUM)
+            return torch.add(theta, gradient, alpha=-self.lr, out=new(theta)), {}
+        momentum, moved = state.get(MOMENTUM), new(theta)
         if momentum is None:
-            moved = gradient.clone()
+            moved.copy_(gradient)
         else:
-            moved = torch.mul(momentum, self.momentum).add_(gradient)
+            torch.mul(momentum, self.momentum, out=moved).add_(gradient)
         update = gradient.add_(moved, alpha=self.momentum) if self.nesterov else moved
-        return torch.add(theta, update, alpha=-self.lr), {MOMENTUM: moved}
+        return torch.add(theta, update, alpha=-self.lr, out=new(theta)), {MOMENTUM: moved}
 
 
 @dataclass(frozen=True)
@@ -108,9 +116,14 @@ class Sgd:
     share: float = 1.0
 
     def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int = 0
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int = 0,
+        new: New = torch.empty_like,
     ) -> tuple[Tensor, State]:
-        return torch.add(theta, gradient, alpha=-self.lr * self.share), {}
+        return torch.add(theta, gradient, alpha=-self.lr * self.share, out=new(theta)), {}
 
 
 @dataclass(frozen=True)
@@ -131,9 +144,14 @@ class DelayedNesterov:
     c: float = 0.0
 
     def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int,
+        new: New = torch.empty_like,
     ) -> tuple[Tensor, State]:
-        total = added(state, gradient)
+        total = added(state, gradient, new)
         momentum = state.get(MOMENTUM)
         if (count + 1) % self.size:
             portion = self.c
@@ -143,7 +161,7 @@ class DelayedNesterov:
             mean = total.div_(self.size)
             momentum = mean if momentum is None else mean.add_(momentum, alpha=self.momentum)
             state = {MOMENTUM: momentum}
-        moved = torch.add(theta, gradient, alpha=-self.lr / self.size)
+        moved = torch.add(theta, gradient, alpha=-self.lr / self.size, out=new(theta))
         if momentum is not None and portion * self.momentum:
             moved.add_(momentum, alpha=-self.lr * portion * self.momentum)
         return moved, state
@@ -166,13 +184,18 @@ class DirectDelayed:
     size: int
 
     def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int,
+        new: New = torch.empty_like,
     ) -> tuple[Tensor, State]:
-        total = added(state, gradient)
+        total = added(state, gradient, new)
         if (count + 1) % self.size:
-            moved = torch.add(theta, gradient, alpha=-self.inner.lr)
+            moved = torch.add(theta, gradient, alpha=-self.inner.lr, out=new(theta))
             return moved, {**state, DELAYED: total}
-        return self.inner.step(theta, total.div_(self.size), state)
+        return self.inner.step(theta, total.div_(self.size), state, count, new)
 
 
 @dataclass(frozen=True)
@@ -183,12 +206,17 @@ class FedBuff:
     size: int
 
     def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int,
+        new: New = torch.empty_like,
     ) -> tuple[Tensor, State]:
-        total = added(state, gradient)
+        total = added(state, gradient, new)
         if (count + 1) % self.size:
             return theta, {**state, DELAYED: total}
-        return self.inner.step(theta, total.div_(self.size), state)
+        return self.inner.step(theta, total.div_(self.size), state, count, new)
 
 
 @dataclass(frozen=True)
@@ -204,7 +232,12 @@ class DelayedNesterovByGroup:
     c: float
 
     def step(
-        self, theta: Tensor, gradient: Tensor, state: State, count: int
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int,
+        new: New = torch.empty_like,
     ) -> tuple[Tensor, State]:
         stepped = []
         for rate in self.rates:

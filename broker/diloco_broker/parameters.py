@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco_broker.buffers import Buffers
 from diloco_broker.events import Part
 from diloco_broker.outer import ChunkOuter, DelayedNesterovByGroup, Outer
 from diloco_broker.reduce import StagedReducer, StreamingMean
@@ -73,7 +74,8 @@ class Parameters:
         self._is_round = is_round
         self._share = share
         self._initial = initial
-        self._means = [StreamingMean(part, wire_dtype(wire)) for part in layout.fragments]
+        self._buffers = buffers = Buffers()
+        self._means = [StreamingMean(part, wire_dtype(wire), buffers) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0))
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
@@ -92,7 +94,8 @@ class Parameters:
         if payload is None:
             values = self._from_file(self._layouts[fragment], span)
         else:
-            values = from_bytes(payload, segment_dtype(span.segment, torch.float32)).clone()
+            sent = from_bytes(payload, segment_dtype(span.segment, torch.float32))
+            values = self._buffers.like(sent).copy_(sent)
         reply = self._in_wire_form(span, values)
         if reply is None:
             return None
@@ -253,7 +256,8 @@ class Parameters:
                 updated = torch.sub(master, gradient, alpha=self._share)
             case Segment.PARAMETERS:
                 outer = self._outer_of(fragment, span)
-                updated, state = outer.step(master, gradient, state, count)
+                new = self._buffers.like
+                updated, state = outer.step(master, gradient, state, count, new)
         reply = self._usable(span, updated, state)
         if reply is not None:
             self._masters[fragment][span.index] = updated
@@ -325,12 +329,15 @@ class Parameters:
 
         Without a conversion this is the tensor itself: no copy, shared by all readers.
         """
-        reply = values.to(segment_dtype(span.segment, self._reply))
+        dtype, reply = segment_dtype(span.segment, self._reply), values
+        if dtype is not values.dtype:
+            reply = self._buffers.take(span.elements, dtype).copy_(values)
         return reply if span.segment is Segment.INTEGERS or is_finite(reply) else None
 
     def _from_file(self, layout: FragmentLayout, span: ChunkSpan) -> Tensor:
         assert self._initial is not None
-        values = torch.empty(span.elements, dtype=segment_dtype(span.segment, torch.float32))
+        dtype = segment_dtype(span.segment, torch.float32)
+        values = self._buffers.take(span.elements, dtype)
         for place in layout.places:
             start, stop = max(place.start, span.start), min(place.stop, span.stop)
             if place.segment is span.segment and start < stop:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco_broker.buffers import Buffers
 from diloco_broker.events import Part
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
 from diloco_protocol.codecs import from_bytes, is_finite, segment_dtype, wire_dtype
@@ -71,10 +72,14 @@ class StreamingMean:
     Args:
         layout: the fragment's chunks.
         wire_dtype: what parameters travel in.
+        buffers: where memory for accumulators comes from.
     """
 
-    def __init__(self, layout: FragmentLayout, wire_dtype: torch.dtype) -> None:
+    def __init__(
+        self, layout: FragmentLayout, wire_dtype: torch.dtype, buffers: Buffers | None = None
+    ) -> None:
         self._spans = layout.spans
+        self._buffers = buffers or Buffers()
         self._wire_dtype = wire_dtype
         self._sums: list[Tensor | None] = [None] * layout.chunks
         self._is_empty = [True] * layout.chunks
@@ -136,7 +141,7 @@ class StreamingMean:
     def _sum(self, index: int, dtype: torch.dtype) -> Tensor:
         total = self._sums[index]
         if total is None:
-            total = torch.empty(self._spans[index].elements, dtype=dtype)
+            total = self._buffers.take(self._spans[index].elements, dtype)
             self._sums[index] = total
         return total
 

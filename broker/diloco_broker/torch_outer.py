@@ -404,10 +404,14 @@ class WholeTensors:
         )
 
 
-def added(state: State, gradient: Tensor) -> Tensor:
+def added(
+    state: State, gradient: Tensor, new: Callable[[Tensor], Tensor] = torch.empty_like
+) -> Tensor:
     """The buffer's sum with one more gradient, in a new tensor."""
     total = state.get(DELAYED)
-    return gradient.clone() if total is None else torch.add(total, gradient)
+    if total is None:
+        return new(gradient).copy_(gradient)
+    return torch.add(total, gradient, out=new(gradient))
 
 
 def _totals(states: list[State], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -1,0 +1,58 @@
+"""Memory for chunks: handed out again when, and only when, nobody reads it any more."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from diloco_broker.buffers import SMALLEST, Buffers
+from diloco_protocol.codecs import as_bytes
+
+ELEMENTS = SMALLEST // 4
+
+
+def places(buffers: Buffers, count: int) -> set[int]:
+    """Where the next tensors lie, all of them kept until the last is made."""
+    taken = [buffers.take(ELEMENTS, torch.float32) for _ in range(count)]
+    return {each.data_ptr() for each in taken}
+
+
+def test_memory_is_used_again_when_its_tensor_is_gone() -> None:
+    buffers = Buffers()
+    first = places(buffers, 5)
+    assert len(first) == 5
+    for _ in range(20):
+        assert places(buffers, 5) == first
+    assert buffers.mapped_bytes == 5 * SMALLEST
+
+
+def test_view_or_frame_that_is_still_read_keeps_its_memory() -> None:
+    buffers = Buffers()
+    for keep in (lambda t: t[3:5], as_bytes, lambda t: t.view(torch.uint8).numpy()):
+        tensor = buffers.take(ELEMENTS, torch.float32).fill_(1.5)
+        place, kept = tensor.data_ptr(), keep(tensor)
+        del tensor
+        gc.collect()
+        assert place not in places(buffers, 10)
+        del kept
+        assert place in places(buffers, 10)
+
+
+def test_tensors_in_use_never_share_memory() -> None:
+    buffers = Buffers()
+    taken = [buffers.take(ELEMENTS, torch.float32).fill_(n) for n in range(200)]
+    del taken[::3]
+    taken += [buffers.take(ELEMENTS, torch.float32).fill_(n) for n in range(1000, 1100)]
+    assert len({each.data_ptr() for each in taken}) == len(taken)
+    assert all(each.eq(each[0]).all() for each in taken)
+
+
+def test_each_dtype_and_length_is_as_asked() -> None:
+    buffers = Buffers()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for elements in (0, 1, ELEMENTS, 2 * ELEMENTS + 1):
+            tensor = buffers.take(elements, dtype)
+            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, (elements,))
+            like = buffers.like(tensor)
+            assert (like.dtype, like.shape) == (tensor.dtype, tensor.shape)

@@ -7,11 +7,13 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo test test-all lint format check clean
+.PHONY: help setup demo chaos bench test test-all lint format check clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
 	@echo "make demo      train a small GPT with one broker and two workers, compare with one worker"
+	@echo "make chaos     kill, stop and cut off a run in every mode, then audit it: under 5 minutes"
+	@echo "make bench     measure this machine's limits and the product against them: under 10 minutes"
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it"
 	@echo "make lint      ruff and mypy --strict"
@@ -30,6 +32,12 @@ setup: $(STAMP)
 
 demo: $(STAMP)
 	@$(BIN)/diloco-demo
+
+chaos: $(STAMP)
+	@$(BIN)/python -m diloco_tools.chaos
+
+bench: $(STAMP)
+	@$(BIN)/diloco-bench all
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest -m "not slow"

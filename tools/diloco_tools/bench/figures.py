@@ -1,0 +1,215 @@
+"""What a benchmark comes to: figures with their spread, targets to hold them against. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = 1  # of the JSON file; keys may be added without a new one
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a figure should be.
+
+    Attributes:
+        name: what is asked, as the table has it.
+        limit: in the figure's unit.
+        at_least: the figure should not be below the limit; else not above.
+        unit: of the figures that it applies to.
+    """
+
+    name: str
+    limit: float
+    at_least: bool
+    unit: str
+
+    def is_met(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+    def __str__(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {show(self.limit, self.unit)}"
+
+
+TARGETS: Mapping[str, Target] = {
+    "fold": Target("transport with fold / raw TCP", 0.80, True, "x"),
+    "round": Target("whole round, in + out / raw TCP", 0.60, True, "x"),
+    "broker memory": Target("broker peak beyond its state, 2 workers", 64, False, "MB"),
+    "broker growth": Target("broker peak, more for each worker", 8, False, "MB"),
+    "worker memory": Target("worker memory / fp32 parameters", 2.6, False, "x"),
+    "heartbeat": Target("heartbeat p99 during a round", 20, False, "ms"),
+    "turn": Target("longest turn of the loop, thread CPU", 5, False, "ms"),
+    "blocked": Target("training blocked beyond the copy, tau 2", 0.02, False, "%"),
+    "idle": Target("500 idle workers, of a core", 0.10, False, "%"),
+    "cpu": Target("broker CPU per GB, whole round / raw TCP", 2.0, False, "x"),
+    "cpu transport": Target("CPU per GB, transport alone / raw TCP", 1.4, False, "x"),
+    "link": Target("share of a 1 Gb/s link, 100 ms", 0.80, True, "%"),
+    "attached": Target("step with the hook attached / without", 1.01, False, "times"),
+}
+
+# Digits behind the point, by unit. A share is kept as a fraction and shown in percent.
+_DIGITS = {"x": 2, "times": 3, "GB/s": 2, "s": 3, "ms": 1, "MB": 0, "/s": 1, "%": 1, "s/GB": 2}
+RATIOS = ("x", "times")  # shown without a unit
+
+
+def show(value: float, unit: str) -> str:
+    """A value with its unit.
+
+    >>> show(0.6149, "x"), show(0.021, "%"), show(3.14159, "GB/s"), show(1.0042, "times")
+    ('0.61', '2.1%', '3.14 GB/s', '1.004')
+    """
+    if unit == "%":
+        return f"{number(value, unit)}%"
+    return number(value, unit) if unit in RATIOS else f"{number(value, unit)} {unit}"
+
+
+def number(value: float, unit: str) -> str:
+    """A value without its unit, which stands elsewhere.
+
+    >>> number(0.021, "%"), number(12.345, "ms")
+    ('2.1', '12.3')
+    """
+    return f"{100 * value if unit == '%' else value:.{_DIGITS[unit]}f}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Something that was measured, several times where it could be.
+
+    Attributes:
+        part: of the benchmark.
+        of: what it was measured on; rows of a table.
+        name: what was measured; columns of a table.
+        values: all of them, in the order in which they were measured.
+        unit: x (a ratio), times (one near 1), GB/s, s, ms, MB, /s, s/GB, or % for a fraction.
+        target: key in `TARGETS`.
+        note: what else one should know.
+    """
+
+    part: str
+    of: str
+    name: str
+    values: tuple[float, ...]
+    unit: str
+    target: str | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError(f"nothing was measured for {self.part}: {self.of}, {self.name}")
+        if self.unit not in _DIGITS:
+            raise ValueError(f"{self.unit!r} is no unit; use one of {', '.join(_DIGITS)}")
+        if self.target is not None and TARGETS[self.target].unit != self.unit:
+            raise ValueError(
+                f"{self.name} is in {self.unit}, its target in {TARGETS[self.target].unit}"
+            )
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float:
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        return max(self.values)
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the median is within the target; None without one."""
+        return None if self.target is None else TARGETS[self.target].is_met(self.median)
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        target = None if self.target is None else TARGETS[self.target]
+        return {
+            "part": self.part,
+            "of": self.of,
+            "name": self.name,
+            "unit": self.unit,
+            "median": self.median,
+            "low": self.low,
+            "high": self.high,
+            "values": list(self.values),
+            "target": None
+            if target is None
+            else {"name": target.name, "words": str(target), "met": self.is_met},
+            "note": self.note,
+        }
+
+
+def figure(
+    part: str,
+    of: str,
+    name: str,
+    values: Iterable[float] | float,
+    unit: str,
+    target: str | None = None,
+    note: str = "",
+) -> Figure:
+    """A figure of one value or of several."""
+    several = (values,) if isinstance(values, int | float) else tuple(values)
+    return Figure(part, of, name, several, unit, target, note)
+
+
+def worst(figures: Sequence[Figure], target: str) -> Figure | None:
+    """Of the figures with this target the one that is farthest from it, or nearest to missing it."""
+    held = [each for each in figures if each.target == target]
+    if not held:
+        return None
+    pick = min if TARGETS[target].at_least else max
+    return pick(held, key=lambda each: each.median)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of the benchmark.
+
+    Attributes:
+        command: how it was started.
+        at: when, ISO 8601 with the offset of the time zone.
+        machine: what it ran on.
+        skipped: sentences on what could not be measured.
+    """
+
+    command: str
+    at: str
+    seconds: float
+    machine: Mapping[str, Any]
+    figures: tuple[Figure, ...]
+    skipped: tuple[str, ...] = field(default=())
+
+    def of_part(self, part: str) -> list[Figure]:
+        return [each for each in self.figures if each.part == part]
+
+    @property
+    def parts(self) -> list[str]:
+        """In the order in which they were measured."""
+        return list(dict.fromkeys(each.part for each in self.figures))
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "format": FORMAT,
+            "command": self.command,
+            "at": self.at,
+            "seconds": round(self.seconds, 1),
+            "machine": dict(self.machine),
+            "targets": [
+                {
+                    "name": target.name,
+                    "asked": str(target),
+                    "of": found.of,
+                    "median": found.median,
+                    "met": found.is_met,
+                }
+                for key, target in TARGETS.items()
+                if (found := worst(self.figures, key)) is not None
+            ],
+            "figures": [each.plain() for each in self.figures],
+            "skipped": list(self.skipped),
+        }

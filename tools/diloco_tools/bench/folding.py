@@ -1,0 +1,57 @@
+"""Transport with fold: a real broker takes pushes in and adds them up, and steps nothing yet.
+
+One worker more belongs to the run and begins its push last, so the round stays open while the
+others' chunks are measured: received, checked, decoded, added to the accumulator, acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from diloco_tools.bench.figures import Figure, figure
+from diloco_tools.bench.scale import parameters_of
+from diloco_tools.bench.spread import against, in_turn
+from diloco_tools.bench.stage import ask_all
+
+if TYPE_CHECKING:
+    from diloco_tools.bench.stage import Stage
+
+PART = "transport with fold"
+
+
+def measure(stage: Stage, *, size: str, pushers: Sequence[int], repeats: int) -> list[Figure]:
+    """For each number of pushers at a time."""
+    return [each for count in pushers for each in _one(stage, size, count, repeats)]
+
+
+def _one(stage: Stage, size: str, count: int, repeats: int) -> list[Figure]:
+    parameters = parameters_of(size)
+    gigabytes = count * 2 * parameters / 1e9  # bf16
+    everybody = stage.stand_ins(count + 1)
+    with stage.broker("--workers", str(count + 1), "--stall-timeout", "0") as broker:
+        for i, actor in enumerate(everybody):
+            actor.ask("join", address=broker.address, worker_id=f"p{i}", parameters=parameters)
+        ask_all(everybody, "learn_version")
+        *measured, last = everybody
+
+        def push() -> tuple[float, float]:
+            cpu = broker.cpu_seconds
+            found = ask_all(measured, "push", pull=False)
+            used = broker.cpu_seconds - cpu
+            last.ask("push", pull=False)
+            seconds = max(each["up"] for each in found) - min(each["began"] for each in found)
+            return gigabytes / seconds, used / gigabytes
+
+        push()  # momentum and accumulator take their memory for the first time
+        limits, found = in_turn(stage.raw.measure, push, repeats)
+        ask_all(everybody, "leave")
+    speeds = [speed for speed, _ in found]
+    row = f"{size}, {count} at a time"
+    cpu = against([used for _, used in found], [each.receive_cpu for each in limits])
+    shares = against(speeds, [each.speed for each in limits])
+    return [
+        figure(PART, row, "speed", speeds, "GB/s"),
+        figure(PART, row, "/ raw", shares, "x", "fold"),
+        figure(PART, row, "broker CPU / raw receive", cpu, "x"),
+    ]

@@ -1,0 +1,50 @@
+"""Asynchronous mode: pushes a second, each with its outer step and the new version for its worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from diloco_tools.bench.figures import Figure, figure
+from diloco_tools.bench.rounds import join
+from diloco_tools.bench.spread import against, in_turn
+from diloco_tools.bench.stage import ask_all
+
+if TYPE_CHECKING:
+    from diloco_tools.bench.stage import Stage
+
+PART = "asynchronous"
+
+
+def measure(
+    stage: Stage, *, size: str, workers: Sequence[int], seconds: float, repeats: int
+) -> list[Figure]:
+    """For each number of workers; nobody waits for the others."""
+    return [each for count in workers for each in _one(stage, size, count, seconds, repeats)]
+
+
+def _one(stage: Stage, size: str, count: int, seconds: float, repeats: int) -> list[Figure]:
+    trainers = stage.trainers(count)
+    with stage.broker("--mode", "async", "--workers", str(count), "--sync-every", "1") as broker:
+        ask_all(trainers, "build", size=size)
+        join(trainers, broker.address)
+        ask_all(trainers, "round")
+        broker.forget_turns()
+
+        def run() -> tuple[float, float]:
+            found = ask_all(trainers, "rounds_for", seconds=seconds / repeats)
+            took = max(each["ended"] for each in found) - min(each["began"] for each in found)
+            moved = sum(each["bytes_up"] + each["bytes_down"] for each in found) / 1e9
+            return sum(each["rounds"] for each in found) / took, moved / took
+
+        limits, found = in_turn(stage.raw.measure, run, repeats)
+        turn = broker.longest_turn_ms()
+        ask_all(trainers, "leave")
+    row = f"{size}, {count} workers"
+    shares = against([speed for _, speed in found], [each.speed for each in limits])
+    return [
+        figure(PART, row, "pushes", [pushes for pushes, _ in found], "/s"),
+        figure(PART, row, "in + out", [speed for _, speed in found], "GB/s"),
+        figure(PART, row, "/ raw", shares, "x"),
+        figure(PART, row, "longest turn", turn, "ms", "turn"),
+    ]

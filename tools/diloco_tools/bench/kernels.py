@@ -1,0 +1,93 @@
+"""What tensor work of the product could cost at best: copying, folding, stepping. One thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diloco_protocol import CHUNK_ELEMENTS
+
+if TYPE_CHECKING:
+    from diloco_tools.bench.actor import Action
+
+WORKING_SET = 64  # chunks that the work goes round through: 128 MiB in fp32, more than any cache
+LEARNING_RATE, MOMENTUM = 0.7, 0.9
+
+
+class Kernels:
+    """The actions of the role "kernels"."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._received = torch.ones(WORKING_SET, CHUNK_ELEMENTS, dtype=torch.bfloat16)
+        self._first = torch.ones(WORKING_SET, CHUNK_ELEMENTS)
+        self._second = torch.zeros(WORKING_SET, CHUNK_ELEMENTS)
+        self._third = torch.zeros(WORKING_SET, CHUNK_ELEMENTS)
+        self._scratch = torch.empty(CHUNK_ELEMENTS)
+
+    @property
+    def actions(self) -> Mapping[str, Action]:
+        return {"memcpy": self.memcpy, "fold": self.fold, "outer_step": self.outer_step}
+
+    def memcpy(self, chunks: int) -> dict[str, Any]:
+        """Copy fp32 chunks one after the other; bytes copied."""
+
+        def one(i: int) -> None:
+            self._second[i].copy_(self._first[i])
+
+        return _speed(one, chunks, 4 * CHUNK_ELEMENTS)
+
+    def fold(self, chunks: int) -> dict[str, Any]:
+        """Add bf16 chunks to an fp32 accumulator through a scratch; bytes in bf16.
+
+        The scratch stays in the cache. `acc.add_(bf16)` without it is seven times slower.
+        """
+
+        def one(i: int) -> None:
+            self._scratch.copy_(self._received[i])
+            self._first[i].add_(self._scratch)
+
+        return _speed(one, chunks, 2 * CHUNK_ELEMENTS)
+
+    def outer_step(self, chunks: int) -> dict[str, Any]:
+        """SGD with Nesterov momentum, chunk by chunk; bytes of parameters.
+
+        torch's fused kernel where there is one, else element by element in place.
+        """
+        theta, gradient, momentum = self._first, self._second, self._third
+        gradient.fill_(1e-3)
+        momentum.zero_()
+        fused = getattr(torch, "_fused_sgd_", None)
+
+        def one(i: int) -> None:
+            if fused is not None:
+                fused(
+                    [theta[i]],
+                    [gradient[i]],
+                    [momentum[i]],
+                    weight_decay=0.0,
+                    momentum=MOMENTUM,
+                    lr=LEARNING_RATE,
+                    dampening=0.0,
+                    nesterov=True,
+                    maximize=False,
+                    is_first_step=False,
+                )
+            else:
+                momentum[i].mul_(MOMENTUM).add_(gradient[i])
+                theta[i].sub_(gradient[i].add(momentum[i], alpha=MOMENTUM), alpha=LEARNING_RATE)
+
+        return _speed(one, chunks, 4 * CHUNK_ELEMENTS)
+
+
+def _speed(one: Callable[[int], None], chunks: int, size: int) -> dict[str, Any]:
+    """GB/s of doing something to chunks of `size` bytes, after once through all of them."""
+    for i in range(WORKING_SET):
+        one(i)
+    began = time.perf_counter()
+    for i in range(chunks):
+        one(i % WORKING_SET)
+    return {"speed": chunks * size / 1e9 / (time.perf_counter() - began)}

@@ -1,0 +1,32 @@
+"""The limits of this machine: memcpy, raw TCP, the fold, the outer step. One thread each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco_tools.bench.figures import Figure, figure
+
+if TYPE_CHECKING:
+    from diloco_tools.bench.stage import Stage
+
+PART = "limits"
+CHUNKS = 512  # of each measurement: 1 GiB in fp32
+
+
+def measure(stage: Stage, *, repeats: int) -> list[Figure]:
+    """All four in turn, several times."""
+    actor = stage.actor("kernels")
+    found: dict[str, list[float]] = {"memcpy": [], "fold": [], "outer_step": []}
+    raw: list[float] = []
+    for _ in range(repeats):
+        for name, values in found.items():
+            values.append(actor.ask(name, chunks=CHUNKS)["speed"])
+        raw.append(stage.raw.measure().speed)
+    stage.dismiss("kernels")
+    rows = {
+        "memcpy, one thread": found["memcpy"],
+        "raw TCP, loopback": raw,
+        "fold: bf16 through a scratch": found["fold"],
+        "outer step, of parameter bytes": found["outer_step"],
+    }
+    return [figure(PART, row, "speed", values, "GB/s") for row, values in rows.items()]

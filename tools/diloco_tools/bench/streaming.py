@@ -1,0 +1,75 @@
+"""Streaming with overlap: real training, two fragments, and how long the training thread stands still.
+
+*Blocked* is the time that the optimizer's step spends in the hook. Part of it is the copy of a
+fragment out of the model and back into it, which is measured by itself, in memory that is there
+already; the rest is held against the time of all steps. *Hidden* is what a delay of tau = 2 steps
+saves of the time that the hook takes with tau = 0, where training waits for each reply.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from diloco_tools.bench.figures import Figure, figure
+
+if TYPE_CHECKING:
+    from diloco_tools.bench.stage import Actor, Stage
+
+PART = "streaming"
+FRAGMENTS = 2
+SYNC_EVERY = 10
+SIZE = "10M"
+WORKER = 1  # one trains, beside the broker: on two cores that is what they would have of their own
+
+
+def measure(stage: Stage, *, steps: int, repeats: int) -> list[Figure]:
+    """One worker and its broker; with tau = 2 and with tau = 0 in turn."""
+    (trainer,) = stage.trainers(WORKER)
+    with stage.broker(*_options(2)) as overlapping, stage.broker(*_options(0)) as waiting:
+        late, at_once = [], []
+        for _ in range(repeats):
+            at_once.append(_train(trainer, waiting.address, steps))
+            late.append(_train(trainer, overlapping.address, steps))
+        turn = overlapping.longest_turn_ms()
+    row = f"{SIZE}, P {FRAGMENTS}, H {SYNC_EVERY}, tau 2"
+    step = [1e3 * statistics.median(each["steps"]) for each in late]
+    hidden = [
+        1 - sum(with_delay["hook"]) / sum(without["hook"])
+        for with_delay, without in zip(late, at_once, strict=True)
+    ]
+    blocked = [_blocked(each) / sum(each["steps"]) for each in late]
+    slots = FRAGMENTS * steps // SYNC_EVERY
+    each_time = [1e3 * sum(each["hook"]) / slots for each in late]
+    copy = [1e3 * 2 * each["copy"] / FRAGMENTS for each in late]
+    return [
+        figure(PART, row, "step", step, "ms"),
+        figure(PART, row, "hidden", hidden, "%"),
+        figure(PART, row, "hook, a fragment", each_time, "ms"),
+        figure(PART, row, "of it the copy", copy, "ms"),
+        figure(PART, row, "blocked beyond", blocked, "%", "blocked"),
+        figure(PART, row, "longest turn", turn, "ms", "turn"),
+    ]
+
+
+def _options(tau: int) -> tuple[str, ...]:
+    return (
+        *("--workers", str(WORKER), "--sync-every", str(SYNC_EVERY)),
+        *("--num-fragments", str(FRAGMENTS), "--fragment-pattern", "balanced"),
+        *("--fragment-sync-delay", str(tau)),
+    )
+
+
+def _train(trainer: Actor, server: str, steps: int) -> dict[str, Any]:
+    trainer.ask("build", size=SIZE, trains=True)
+    trainer.ask("join", server=server, worker_id="streaming")
+    trainer.ask("train", steps=SYNC_EVERY)  # everything happens for the first time
+    found = trainer.ask("train", steps=steps)
+    trainer.ask("leave")
+    return found
+
+
+def _blocked(found: dict[str, Any]) -> float:
+    """Seconds in the hook beyond copying each fragment out and in, H/P steps apart."""
+    exchanges = len(found["steps"]) / SYNC_EVERY  # of the whole model
+    return float(max(0.0, sum(found["hook"]) - 2 * exchanges * found["copy"]))

@@ -1,0 +1,87 @@
+"""The tables that end a benchmark: one for each part, then the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.table import Table
+
+from diloco_tools.bench.figures import RATIOS, TARGETS, Figure, Report, number, show, worst
+
+# Spreads of fewer values than this say nothing.
+LEAST_VALUES = 3
+
+
+def tables(report: Report) -> Iterator[Table]:
+    """A table for each part: what it was measured on in rows, what was measured in columns."""
+    for part in report.parts:
+        yield part_table(part, report.of_part(part))
+
+
+def part_table(part: str, figures: Sequence[Figure]) -> Table:
+    """One part. Cells: the median, and behind it the least and the greatest value."""
+    rows = list(dict.fromkeys(each.of for each in figures))
+    columns = dict.fromkeys((each.name, each.unit) for each in figures)
+    cells = {(each.of, each.name): each for each in figures}
+    shown = Table(title=part, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("", no_wrap=True)
+    for name, unit in columns:
+        shown.add_column(
+            name if unit in RATIOS else f"{name}\n{unit}", justify="right", no_wrap=True
+        )
+    for row in rows:
+        found = (cells.get((row, name)) for name, _ in columns)
+        shown.add_row(row, *(_cell(each) for each in found))
+    return shown
+
+
+def _cell(figure: Figure | None) -> str:
+    if figure is None:
+        return ""
+    text = number(figure.median, figure.unit)
+    spread = _spread(figure)
+    return f"{text} [dim]{spread}[/dim]" if spread else text
+
+
+def _spread(figure: Figure) -> str:
+    if len(figure.values) < LEAST_VALUES:
+        return ""
+    return f"{number(figure.low, figure.unit)}-{number(figure.high, figure.unit)}"
+
+
+def targets_table(report: Report) -> Table:
+    """Targets that were measured: of all figures that one applies to, the worst counts."""
+    shown = Table(title="targets", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("what, and on what the worst was measured", no_wrap=True)
+    for name in ("asked", "worst", "spread"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("", no_wrap=True)
+    for key, target in TARGETS.items():
+        found = worst(report.figures, key)
+        if found is not None:
+            shown.add_row(
+                f"{target.name}  [dim]{found.of}[/dim]",
+                str(target),
+                show(found.median, found.unit),
+                _spread(found),
+                "[green]met[/green]" if found.is_met else "[bold red]NOT MET[/bold red]",
+            )
+    return shown
+
+
+def sentences(report: Report) -> list[str]:
+    """What has to be said below the tables."""
+    absent = [t.name for key, t in TARGETS.items() if worst(report.figures, key) is None]
+    told = list(report.skipped)
+    if len(absent) == len(TARGETS):
+        told.append("Nothing that was measured here has a target.")
+    elif absent:
+        told.append(f"Not measured here: {'; '.join(absent)}.")
+    return [*told, NOTE]
+
+
+NOTE = (
+    "Each figure is a median, with the least and the greatest value behind it. Ratios to raw TCP are of "
+    "measurements in turn, so they hold where absolute figures drift; see tools/README.md."
+)

@@ -1,0 +1,270 @@
+"""A worker of the benchmark: a GPT-shaped model, an optimizer, and the hook, as in a training script.
+
+Where only the exchange is measured nothing is trained: parameters drift a little before each round.
+So there are no gradients, which would take up the memory of a small machine.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from diloco_tools.bench import machine
+from diloco_tools.bench.phases import moments
+from diloco_tools.bench.scale import CONTEXT, SIZES, VOCABULARY, Shape
+from diloco_tools.demo.model import GPT, GPTConfig, build_model
+from diloco_worker import DiLoCoWorker
+
+if TYPE_CHECKING:
+    from diloco_tools.bench.actor import Action
+
+SAMPLE_S = 0.0005  # between two looks at the counters
+DRIFT = 0.999  # what parameters are multiplied by before a round, so that there is a difference
+START = 0.02  # the value of every parameter where nothing is trained
+BATCH = 1  # windows in a step of real training: a tenth of a second for 10M parameters
+
+
+class Nothing(Optimizer):
+    """An optimizer whose step changes nothing, so that the hook begins when it is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Only the hooks behind it do something."""
+
+
+def shape_of(size: str) -> GPTConfig:
+    shape = SIZES[size]
+    return GPTConfig(CONTEXT, shape.width, shape.layers, shape.heads)
+
+
+class StillGPT(nn.Module):
+    """The parameters of the demo's GPT and nothing else, all of one value: random ones take seconds."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        sizes = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4)}  # in widths
+        self.embedding = _filled(VOCABULARY, width)
+        self.position = _filled(CONTEXT, width)
+        self.blocks = nn.ModuleList(
+            nn.ParameterDict({n: _filled(a * width, b * width) for n, (a, b) in sizes.items()})
+            for _ in range(shape.layers)
+        )
+
+
+def _filled(rows: int, columns: int) -> nn.Parameter:
+    return nn.Parameter(torch.full((rows, columns), START))
+
+
+class Sampler:
+    """A thread that writes down the hook's counters every half a millisecond."""
+
+    def __init__(self, diloco: DiLoCoWorker) -> None:
+        self.samples: list[tuple[float, int, int]] = []
+        self._diloco = diloco
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._sample()
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            self._sample()
+
+    def _sample(self) -> None:
+        counters = self._diloco.sync_metrics
+        self.samples.append((time.monotonic(), counters.bytes_up, counters.bytes_down))
+
+    def stop(self) -> list[tuple[float, int, int]]:
+        self._over.set()
+        self._thread.join()
+        self._sample()
+        return self.samples
+
+
+class Trainer:
+    """The actions of the role "trainer"."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+        self._diloco: DiLoCoWorker | None = None
+        self._before = machine.memory(os.getpid())
+        self._began = 0.0
+        self._mark: Any = None
+
+    @property
+    def actions(self) -> Mapping[str, Action]:
+        return {
+            "build": self.build,
+            "join": self.join,
+            "drift": self.drift,
+            "round": self.round,
+            "rounds_for": self.rounds_for,
+            "train": self.train,
+            "compare": self.compare,
+            "memory": self.memory,
+            "leave": self.leave,
+        }
+
+    # Taking part.
+
+    def build(self, size: str, trains: bool = False) -> dict[str, Any]:
+        """A model and its optimizer; the worker's memory counts from here."""
+        self._model = self._optimizer = None
+        machine.give_back()
+        if trains:
+            self._model = build_model(0, shape_of(size))
+            self._optimizer = AdamW(self._model.parameters(), lr=1e-4)
+        else:
+            self._model = StillGPT(SIZES[size])
+            self._optimizer = Nothing(self._model)
+        machine.give_back()
+        machine.forget_peak(os.getpid())
+        self._before = machine.memory(os.getpid())
+        return {"parameters": sum(p.numel() for p in self._model.parameters())}
+
+    def join(self, server: str, worker_id: str) -> None:
+        """Join a run with the model at hand; it gets the run's parameters."""
+        assert self._model is not None and self._optimizer is not None
+        # Registered before the hook's own, so it is called before it.
+        self._mark = self._optimizer.register_step_post_hook(self._note)
+        self._diloco = DiLoCoWorker(
+            self._model, self._optimizer, server=server, worker_id=worker_id
+        )
+        self._diloco.start()
+
+    def leave(self) -> None:
+        """Leave the run; the memory of the model is free for others."""
+        self._it.close()
+        self._mark.remove()
+        self._diloco = self._mark = self._model = self._optimizer = None
+        machine.give_back()
+
+    def memory(self) -> dict[str, Any]:
+        """Bytes at the peak beyond what there was before joining."""
+        return {"beyond": machine.memory(os.getpid()).peak - self._before.resident}
+
+    @property
+    def _it(self) -> DiLoCoWorker:
+        assert self._diloco is not None, "it has not joined"
+        return self._diloco
+
+    def _note(self, *_: object) -> None:
+        self._began = time.monotonic()
+
+    # Measuring.
+
+    def drift(self) -> None:
+        """What training would have done to the parameters, before the clock runs."""
+        assert self._model is not None
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                parameter.mul_(DRIFT)
+
+    def round(self, sampled: bool = False) -> dict[str, Any]:
+        """One step with a boundary behind it: from its beginning until the reply is in the model."""
+        assert self._optimizer is not None
+        before = self._it.sync_metrics
+        sampler = Sampler(self._it) if sampled else None
+        cpu = time.process_time()
+        self._optimizer.step()
+        ended = time.monotonic()
+        samples = sampler.stop() if sampler else []
+        after = self._it.sync_metrics
+        if after.rounds != before.rounds + 1:
+            raise RuntimeError(f"the round did not count: {after.last_error}")
+        found = moments(samples, self._began, ended)
+        return {
+            "began": self._began,
+            "ended": ended,
+            "bytes_up": after.bytes_up - before.bytes_up,
+            "bytes_down": after.bytes_down - before.bytes_down,
+            "cpu": time.process_time() - cpu,
+            "moments": None if found is None else found.plain(),
+        }
+
+    def rounds_for(self, seconds: float) -> dict[str, Any]:
+        """As many rounds as fit, one after the other, with nothing in between."""
+        began, rounds, found = time.monotonic(), 0, {"bytes_up": 0, "bytes_down": 0}
+        while time.monotonic() < began + seconds:
+            one = self.round()
+            rounds += 1
+            found = {name: found[name] + one[name] for name in found}
+        return {"began": began, "ended": time.monotonic(), "rounds": rounds, **found}
+
+    def train(self, steps: int) -> dict[str, Any]:
+        """Train on random bytes; seconds of each step, and of the hook within it."""
+        assert isinstance(self._model, GPT) and self._optimizer is not None
+        waited = self._it.sync_metrics.seconds_waited
+        whole, hook = [], []
+        for _ in range(steps):
+            began = time.monotonic()
+            stepped, ended = _step(self._model, self._optimizer, self._it)
+            whole.append(ended - began)
+            hook.append(stepped - self._began)
+        return {
+            "steps": whole,
+            "hook": hook,
+            "waited": self._it.sync_metrics.seconds_waited - waited,
+            "copy": self._copy_seconds(),
+        }
+
+    def compare(self, size: str, server: str, steps: int) -> dict[str, Any]:
+        """Steps of one model without a hook and of another with it, in turn; seconds of each."""
+        self.build(size, trains=True)
+        self.join(server, "attached")
+        model, hooked = self._model, self._optimizer
+        plain = build_model(0, shape_of(size))
+        optimizer = AdamW(plain.parameters(), lr=1e-4)
+        assert isinstance(model, GPT) and hooked is not None
+        without: list[float] = []
+        with_hook: list[float] = []
+        for i in range(steps + 2):
+            # Each goes first every second time, so that neither always follows the other.
+            for is_attached in (True, False) if i % 2 else (False, True):
+                began = time.monotonic()
+                if is_attached:
+                    _, ended = _step(model, hooked, self._it)
+                else:
+                    _, ended = _step(plain, optimizer, None)
+                (with_hook if is_attached else without).append(ended - began)
+        self.leave()
+        return {"without": without[2:], "attached": with_hook[2:]}
+
+    def _copy_seconds(self) -> float:
+        """To copy all parameters once, to memory that is there already."""
+        assert self._model is not None
+        parameters = [p.detach() for p in self._model.parameters()]
+        copies = [torch.empty_like(p).copy_(p) for p in parameters]
+        found = []
+        for _ in range(5):
+            began = time.monotonic()
+            for source, target in zip(parameters, copies, strict=True):
+                target.copy_(source)
+            found.append(time.monotonic() - began)
+        return statistics.median(found)
+
+
+def _step(model: GPT, optimizer: Optimizer, diloco: DiLoCoWorker | None) -> tuple[float, float]:
+    """One step of training; when the optimizer and its hooks were done with it, and when all was."""
+    tokens: Tensor = torch.randint(VOCABULARY, (BATCH, CONTEXT))
+    loss = model.loss(tokens, tokens)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    stepped = time.monotonic()
+    optimizer.zero_grad()
+    if diloco is not None:
+        diloco.report(loss=loss.detach(), tokens=BATCH * CONTEXT)
+    return stepped, time.monotonic()

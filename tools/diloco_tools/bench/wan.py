@@ -1,0 +1,56 @@
+"""A round through a link of 1 Gb/s with a round trip of 100 ms: what share the credits let through.
+
+One worker with the real hook. The link itself counts: all bytes from the first piece of a chunk to
+the last, against what it could have carried meanwhile, in either direction. Raw TCP goes through a
+link of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from diloco_tools.bench.figures import Figure, figure
+from diloco_tools.bench.raw import CALL_BYTES, HOST, Ends
+from diloco_tools.bench.rounds import join
+
+if TYPE_CHECKING:
+    from diloco_tools.bench.stage import Stage
+
+PART = "wide-area link"
+BITS_PER_S = 1e9
+ROUND_TRIP_S = 0.1
+RAW_S = 1.0  # that a measurement of raw TCP takes at the link's speed
+
+
+def measure(stage: Stage, *, size: str, repeats: int) -> list[Figure]:
+    """The shares of raw TCP, up and down."""
+    link, trainers = stage.actor("link"), stage.trainers(1)
+    shape = {"bits_per_s": BITS_PER_S, "delay_s": ROUND_TRIP_S / 2}
+    ends = Ends(stage.actor("raw", "far-sender"), stage.actor("raw", "far-receiver"))
+    raw_at = link.ask("open", port=ends.receiver.ask("port")["port"], **shape)["port"]
+    ends.connect(through=raw_at)
+    count = int(RAW_S * BITS_PER_S / 8 / CALL_BYTES)
+    raw, up, down, seconds = [], [], [], []
+    with stage.broker("--workers", "1", "--sync-every", "1") as broker:
+        trainers[0].ask("build", size=size)
+        at = link.ask("open", port=broker.port, **shape)["port"]
+        join(trainers, f"tcp://{HOST}:{at}")
+        for _ in range(repeats):
+            link.ask("forget", port=raw_at)
+            ends.move(count)
+            raw.append(link.ask("shares", port=raw_at)["up"])
+            link.ask("forget", port=at)
+            found = trainers[0].ask("round")
+            seconds.append(found["ended"] - found["began"])
+            shares = link.ask("shares", port=at)
+            up.append(shares["up"])
+            down.append(shares["down"])
+        trainers[0].ask("leave")
+    stage.dismiss("link", "far-")
+    row = f"{size}, 1 worker, {BITS_PER_S / 1e9:g} Gb/s, {1e3 * ROUND_TRIP_S:g} ms"
+    return [
+        figure(PART, row, "round", seconds, "s"),
+        figure(PART, row, "raw TCP", raw, "%"),
+        figure(PART, row, "up", up, "%", "link"),
+        figure(PART, row, "down", down, "%", "link"),
+    ]

@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from diloco_broker.buffers import SMALLEST, Buffers
+from diloco_protocol.buffers import SMALLEST, Buffers
 from diloco_protocol.codecs import as_bytes
 
 ELEMENTS = SMALLEST // 4

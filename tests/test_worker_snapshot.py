@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError, lay_out
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import segment_dtype, wire_dtype
+from diloco_protocol.codecs import segment_dtype, span_bytes, wire_dtype
 from diloco_worker import snapshot
-from diloco_worker.snapshot import FlatState, ModelTensors, WireFragment, chunk_bytes
+from diloco_worker.snapshot import FlatState, ModelTensors, WireFragment
 
 # From one element a chunk to more than the model has; 7 divides nothing.
 CHUNK_SIZES = [1, 7, 64, 524_288]
@@ -71,7 +71,7 @@ def received(wire: WireFragment, dtype: str) -> FlatState:
         vector.fill_(-99)
     for span in reversed(wire.layout.spans):
         payload = bytearray(wire.chunk(span.index))
-        assert len(payload) == chunk_bytes(span, wire_dtype(dtype))
+        assert len(payload) == span_bytes(span, wire_dtype(dtype))
         state.store(span.index, memoryview(payload), wire_dtype(dtype))
     return state
 

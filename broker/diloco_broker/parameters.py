@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_broker.buffers import Buffers
 from diloco_broker.events import Part
 from diloco_broker.outer import ChunkOuter, DelayedNesterovByGroup, Outer
 from diloco_broker.reduce import StagedReducer, StreamingMean
 from diloco_broker.torch_outer import DELAYED, State, TorchOuter, WholeTensors
+from diloco_protocol.buffers import Buffers
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
 from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_broker.buffers import Buffers
 from diloco_broker.events import Part
+from diloco_protocol.buffers import Buffers
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
 from diloco_protocol.codecs import from_bytes, is_finite, segment_dtype, wire_dtype
 

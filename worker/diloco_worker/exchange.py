@@ -18,11 +18,10 @@ from enum import Enum
 
 from diloco_protocol import Ledger, RunConfig, VersionId
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.messages import Push
 from diloco_worker.link import Link
 from diloco_worker.news import Arrival, Rejection
-from diloco_worker.snapshot import Delta, FlatState, ModelTensors, WireFragment, encode
+from diloco_worker.snapshot import Delta, FlatState, ModelTensors, WireFragment
 
 
 class Outcome(str, Enum):
@@ -205,7 +204,7 @@ class FragmentExchange:
         frozen = None
         if merge.rebases and merge.max_delay > 0:
             frozen = self._tensors.capture(self.part)
-            delta = encode(self.part, frozen.by_name(), wire_dtype(dtype), self.base)
+            delta = self._tensors.encode(self.part, frozen.by_name(), dtype, self.base)
         else:
             delta = self._tensors.delta(self.base, dtype)
         if delta.bad is not None:

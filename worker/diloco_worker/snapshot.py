@@ -17,9 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError
+from diloco_protocol import Code, Kind, Manifest, ProtocolError, Segment, TensorEntry, UsageError
+from diloco_protocol.buffers import Buffers, mapped
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place
-from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
+from diloco_protocol.codecs import (
+    as_bytes,
+    from_bytes,
+    is_finite,
+    segment_dtype,
+    span_bytes,
+    wire_dtype,
+)
 from diloco_protocol.manifest import summarise
 
 # Elements handled at a time: two fp32 pieces of this size stay in a core's second-level cache.
@@ -42,9 +50,7 @@ class FlatState:
     def empty(cls, layout: FragmentLayout, *, pinned: bool = False) -> FlatState:
         """Room for a fragment, not initialised."""
         vectors = {
-            segment: torch.empty(
-                length, dtype=segment_dtype(segment, torch.float32), pin_memory=pinned
-            )
+            segment: _room(length, segment_dtype(segment, torch.float32), pinned=pinned)
             for segment, length in layout.lengths.items()
             if length
         }
@@ -59,7 +65,7 @@ class FlatState:
 
         Args:
             index: number of the chunk.
-            payload: its bytes; `chunk_bytes` says how many there must be.
+            payload: its bytes; `require_length` has checked how many.
             dtype: that parameters travel in.
         """
         span = self.layout.spans[index]
@@ -118,9 +124,12 @@ class Delta:
     bad: str | None
 
 
-def chunk_bytes(span: ChunkSpan, dtype: torch.dtype) -> int:
-    """Bytes that a chunk must have where parameters travel in `dtype`."""
-    return span.elements * segment_dtype(span.segment, dtype).itemsize
+def require_length(span: ChunkSpan, payload: memoryview, dtype: torch.dtype) -> None:
+    """Raise ProtocolError unless a chunk has the bytes that its place in the model needs."""
+    wanted = span_bytes(span, dtype)
+    if payload.nbytes != wanted:
+        text = f"chunk {span.index} has {payload.nbytes} bytes instead of {wanted}."
+        raise ProtocolError(Code.BAD_CHUNK, text)
 
 
 class ModelTensors:
@@ -135,6 +144,7 @@ class ModelTensors:
     def __init__(self, manifest: Manifest, lookup: Callable[[], Mapping[str, Tensor]]) -> None:
         self.manifest = manifest
         self._lookup = lookup
+        self._buffers = Buffers()
 
     @classmethod
     def of_module(cls, model: nn.Module) -> ModelTensors:
@@ -192,13 +202,22 @@ class ModelTensors:
         """
         layout = base.layout
         live = self._live(layout)
-        dtype = wire_dtype(dtype_name)
         if _on_cuda(live.values()):
             # One queue of copies and one wait, instead of a wait for each piece.
             staging = scratch if scratch is not None else FlatState.empty(layout, pinned=True)
             self._copy_out(live, staging)
             live = staging.by_name()
-        return encode(layout, live, dtype, base)
+        return self.encode(layout, live, dtype_name, base)
+
+    def encode(
+        self,
+        layout: FragmentLayout,
+        tensors: Mapping[str, Tensor],
+        dtype_name: str,
+        base: FlatState | None = None,
+    ) -> Delta:
+        """`encode` into memory that no earlier delta is sent from any more."""
+        return encode(layout, tensors, wire_dtype(dtype_name), base, self._buffers.take)
 
     @torch.no_grad()
     def put(self, state: FlatState) -> None:
@@ -293,13 +312,14 @@ def encode(
     tensors: Mapping[str, Tensor],
     dtype: torch.dtype,
     base: FlatState | None = None,
+    room: Callable[[int, torch.dtype], Tensor] = mapped,
 ) -> Delta:
     """Lay tensors out in wire form: `base` minus them, or without a base they themselves.
 
-    Integers are always taken as they are.
+    Integers are always taken as they are. `room` returns an uninitialised vector.
     """
     wire = {
-        segment: torch.empty(length, dtype=segment_dtype(segment, dtype))
+        segment: room(length, segment_dtype(segment, dtype))
         for segment, length in layout.lengths.items()
         if length
     }
@@ -312,10 +332,11 @@ def encode(
             wire[place.segment][place.start : place.stop].copy_(given)
             continue
         for start, stop in _pieces(place):
-            values = piece[: stop - start]
-            values.copy_(given[start - place.start : stop - place.start])
+            values, local = piece[: stop - start], given[start - place.start : stop - place.start]
+            if local.dtype is not torch.float32 or base is None:
+                local = values.copy_(local)
             if base is not None:
-                torch.sub(base.vectors[place.segment][start:stop], values, out=values)
+                torch.sub(base.vectors[place.segment][start:stop], local, out=values)
             encoded = wire[place.segment][start:stop]
             encoded.copy_(values)
             if not is_finite(encoded):
@@ -323,6 +344,12 @@ def encode(
             elif place.segment is Segment.PARAMETERS:
                 squares += float(torch.linalg.vector_norm(values)) ** 2
     return Delta(WireFragment(layout, wire), math.sqrt(squares), bad)
+
+
+def _room(elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    return (
+        torch.empty(elements, dtype=dtype, pin_memory=True) if pinned else mapped(elements, dtype)
+    )
 
 
 def _copy_in(tensor: Tensor, values: Tensor) -> None:

@@ -536,7 +536,7 @@ def test_saving_each_round_makes_no_turn_of_the_loop_longer(nest: Nursery, tmp_p
         longest[saves] = min(list(turns.values())[2:])
         broker.kill()
     assert longest[True] < longest[False] + 5, longest
-    assert len(found(tmp_path)) == 1
+    assert 1 <= len(found(tmp_path)) <= 2, "one to keep, and one that it was killed at removing"
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")

@@ -8,7 +8,8 @@ A checkpoint is a folder:
         checkpoint.json              everything else, with size and SHA-256 of each file
 
 The newest is the one that was written last: of the last life, and in it the one with the highest
-number. (A run that was rewound has lower numbers than it had before.)
+number. (A run that was rewound has lower numbers than it had before.) When something else than the next
+round has changed since, or what is there was damaged, `-2` is added to the name.
 
 A checkpoint is written beside its place under a name that begins with a dot, each file is flushed to
 the disk, and then the folder is renamed. A fragment that is what it was in the last checkpoint is a hard
@@ -46,7 +47,7 @@ from diloco_protocol.version import Counted, Ledger, VersionId
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
-NAME = re.compile(r"checkpoint-(\d{4,})-(\d{12,})")
+NAME = re.compile(r"checkpoint-(\d{4,})-(\d{12,})(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,13 @@ def save(folder: Path, image: Image, keep: int) -> Path:
         OSError: the disk is full, or the folder cannot be written. What was there is untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = folder / f"checkpoint-{image.life:04d}-{image.number:012d}"
-    if _has(place, image):
-        return place
+    place = name = folder / f"checkpoint-{image.life:04d}-{image.number:012d}"
+    again = 1
+    while place.exists():
+        if _has(place, image):
+            return place
+        again += 1  # never in the place of one that is there: a kill in between would lose both
+        place = name.with_name(f"{name.name}-{again}")
     before = _newest_manifest(folder)
     aside = folder / f".{place.name}.{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
@@ -136,8 +141,6 @@ def save(folder: Path, image: Image, keep: int) -> Path:
         }
         _write_manifest(aside / MANIFEST, _plain(image, files))
         _sync_folder(aside)
-        if place.exists():
-            shutil.rmtree(place)
         aside.rename(place)
         _sync_folder(folder)
     except BaseException:
@@ -179,7 +182,15 @@ def _retire(folder: Path, run: str, keep: int) -> None:
             continue
         left -= 1
         if left < 0:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first: a kill in between leaves nothing that looks like a checkpoint."""
+    gone = path.with_name(f".{path.name}.gone")
+    with contextlib.suppress(OSError):
+        path.rename(gone)
+        shutil.rmtree(gone)
 
 
 def run_of(path: Path) -> str:
@@ -193,12 +204,26 @@ def life_of(path: Path) -> int:
     return int(found[1]) if found else 0
 
 
+def at(place: Path) -> list[Path]:
+    """The checkpoint at this place, given by its folder or its manifest, or those in this folder.
+
+    Raises:
+        UsageError: the place may not be read.
+    """
+    if place.name == MANIFEST:
+        place = place.parent
+    try:
+        return [place] if (place / MANIFEST).exists() else found(place)
+    except OSError as error:
+        raise UsageError(f"{place} cannot be read: {error.strerror}.") from None
+
+
 def found(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the newest first, sound or not."""
     if not folder.is_dir():
         return []
     named = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    order = {path: (int(name[1]), int(name[2])) for name, path in named if name}
+    order = {path: (int(n[1]), int(n[2]), int(n[3] or 1)) for n, path in named if n}
     return sorted(order, key=order.__getitem__, reverse=True)
 
 

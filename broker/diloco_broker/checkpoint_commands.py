@@ -67,7 +67,11 @@ def inspect(
 
     Exits with 0 when the newest one is sound, 1 when it is not, 2 when there is none.
     """
-    paths = _candidates(folder)
+    try:
+        paths = _candidates(folder)
+    except UsageError as error:
+        typer.echo(f"diloco-broker: {error}", err=True)
+        raise typer.Exit(2) from None
     if not paths:
         typer.echo(f"diloco-broker: There is no checkpoint in {folder}.", err=True)
         raise typer.Exit(2)
@@ -80,7 +84,7 @@ def inspect(
 
 
 def _candidates(folder: Path) -> list[Path]:
-    return [folder] if (folder / checkpoint.MANIFEST).exists() else checkpoint.found(folder)
+    return checkpoint.at(folder)
 
 
 def _newest_sound(folder: Path) -> tuple[Path, checkpoint.Image]:

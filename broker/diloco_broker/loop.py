@@ -159,6 +159,8 @@ class Broker:
         except Exception as error:
             self._failure = error
             self._say_goodbye(error)
+            if self._saver is not None:  # images never change, so what broke is not in them
+                self._saver.finish(SAVE_WITHIN_S)
             raise
         finally:
             torch.set_num_threads(threads)

@@ -44,11 +44,10 @@ def newest_image(config: BrokerConfig, *, has_own_optimizer: bool = False) -> Im
         return None
     if config.resume == "auto":
         folder = None if config.save_dir is None else Path(config.save_dir)
-        candidates = [] if folder is None else checkpoint.found(folder)
+        candidates = [] if folder is None else checkpoint.at(folder)
     else:
         folder = Path(config.resume)
-        candidates = [folder] if (folder / checkpoint.MANIFEST).exists() else []
-        candidates = candidates or checkpoint.found(folder)
+        candidates = checkpoint.at(folder)
         if not candidates:
             raise UsageError(f"--resume {config.resume}: there is no checkpoint at that place.")
     problems = []
@@ -119,8 +118,13 @@ class FolderLock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = open(folder / LOCK, "a+")  # noqa: SIM115 - kept open for as long as it is locked
-        except OSError:
-            return  # nothing can be saved here; the first checkpoint says so, and training goes on
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written: %s. There will be no checkpoints until it can.",
+                folder,
+                error.strerror,
+            )
+            return
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -146,9 +150,7 @@ def next_life(config: BrokerConfig) -> int:
     """The number of this life of the broker: one more than that of any checkpoint in its folder."""
     if config.save_dir is None:
         return 1
-    return 1 + max(
-        (checkpoint.life_of(p) for p in checkpoint.found(Path(config.save_dir))), default=0
-    )
+    return 1 + max((checkpoint.life_of(p) for p in checkpoint.at(Path(config.save_dir))), default=0)
 
 
 def take_up(

@@ -545,7 +545,8 @@ class DiLoCoWorker:
     def _guarded(self, action: Callable[[], object]) -> None:
         """Do something for the run that must not end the training, whatever it meets."""
         try:
-            action()
+            with self._termination.held():
+                action()
         except Exception as error:
             logger.exception("Synchronising failed; training goes on, next attempt in a round.")
             if self._boundaries is not None:

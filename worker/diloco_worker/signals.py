@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 # What a shell says of a process that SIGTERM has ended: 128 + 15.
@@ -31,6 +31,7 @@ class Termination:
 
     def __init__(self, is_watched: Callable[[], bool], wake: Callable[[], None]) -> None:
         self.is_asked = False
+        self._holds = 0
         self._is_watched = is_watched
         self._wake = wake
         self._pid: int | None = None  # of the process whose signal is taken
@@ -58,5 +59,20 @@ class Termination:
             return
         self.is_asked = True
         self._wake()
-        if not self._is_watched():
+        if not self._holds:
+            self._end()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """In here SIGTERM only asks; the script ends behind it. Half a merge must not be left."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+        if self.is_asked and not self._holds:
+            self._end()
+
+    def _end(self) -> None:
+        if self._pid is not None and not self._is_watched():
             raise SystemExit(EXIT_CODE)

@@ -357,15 +357,62 @@ def test_observer_that_waits_gets_the_next_version() -> None:
     assert len(stage.received[eye]) == 3
 
 
-def test_slow_reader_is_moved_to_the_newer_version_and_keeps_no_old_one_alive() -> None:
+def versions_read(stage: Stage, route: bytes) -> list[int]:
+    """Counters of the versions that the chunks are of which came to this reader."""
+    return [chunk.version.counter for chunk, _ in stage.received[route] if chunk.version]
+
+
+def kept(stage: Stage) -> list[int]:
+    return [each.version.counter for each in stage.core.state.shelf.stocks[0].kept]
+
+
+def test_reader_that_has_begun_gets_its_version_whole_however_many_are_released() -> None:
+    """A link that is slower than the rounds would have none otherwise."""
     stage = a_stage(workers=1)
     (a,) = stage.joined("a")
     eye = stage.route()
     stage.happens(Received(eye, Pull(0, credit=1)))
+    for number in range(1, 6):
+        a.pushes(number)
+    assert kept(stage) == [0]
+    stage.happens(Received(eye, Credit(8)))
+    assert versions_read(stage, eye) == [0, 0, 0]
+    assert kept(stage) == [], "nobody reads it any more"
+    stage.happens(Received(eye, Pull(0, after=0, credit=8)))
+    assert versions_read(stage, eye)[3:] == [5, 5, 5]
+
+
+def test_reader_that_has_not_begun_is_moved_to_the_newer_version() -> None:
+    stage = a_stage(workers=1)
+    (a,) = stage.joined("a")
+    eye = stage.route()
+    stage.happens(Received(eye, Pull(0)))
     a.pushes(1)
-    stage.happens(Received(eye, Credit(3)))
-    versions = [chunk.version.counter for chunk, _ in stage.received[eye] if chunk.version]
-    assert versions == [0, 1, 1, 1]
+    assert kept(stage) == []
+    stage.happens(Received(eye, Credit(8)))
+    assert versions_read(stage, eye) == [1, 1, 1]
+
+
+def test_slow_readers_keep_no_more_than_two_old_versions_alive() -> None:
+    """Whoever is slower still is moved, until it is their turn."""
+    stage = a_stage(workers=1)
+    (a,) = stage.joined("a")
+    eyes = [stage.route() for _ in range(4)]
+    for number, eye in enumerate(eyes, start=1):
+        stage.happens(Received(eye, Pull(0, credit=1)))
+        a.pushes(number)
+    assert kept(stage) == [0, 1]
+    stage.happens(Received(eyes[0], Credit(8)))
+    assert kept(stage) == [1]
+    stage.core.state.shelf.forget(eyes[1])
+    assert kept(stage) == []
+    for eye in eyes[2:]:
+        stage.happens(Received(eye, Credit(1)))
+    a.pushes(5)
+    assert kept(stage) == [4], "both that were moved have begun with it"
+    for eye in eyes[2:]:
+        stage.happens(Received(eye, Credit(8)))
+        assert versions_read(stage, eye)[-3:] == [4, 4, 4]
 
 
 def test_broken_download_resumes_where_it_stopped() -> None:
@@ -447,4 +494,4 @@ def test_nested_values_where_displays_show_them_are_refused(field: str) -> None:
 
 
 def test_window_is_shared_among_many_workers() -> None:
-    assert [upload_window(n) for n in (0, 1, 8, 16, 32, 500)] == [8, 8, 8, 4, 2, 2]
+    assert [upload_window(n) for n in (0, 1, 4, 8, 16, 32, 500)] == [16, 16, 16, 8, 4, 2, 2]

@@ -35,10 +35,8 @@ from diloco_worker.events import (
     Start,
     Tick,
 )
-from diloco_worker.session import (
-    LONGEST_BACKOFF_S,
-    Session,
-)
+from diloco_worker.session import Session
+from diloco_worker.waits import LONGEST_BACKOFF_S
 
 RUN = "0123456789abcdef"
 CONFIG = RunConfig(mode="sync", sync_every=5, chunk_elements=10, heartbeat_timeout=30.0)

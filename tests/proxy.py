@@ -238,6 +238,43 @@ class MessageProxy(Proxy):
         return limit
 
 
+class ForgettingProxy(Proxy):
+    """Forgets one connection, as a router does: its bytes go nowhere, and neither end is told.
+
+    Args:
+        target: where to.
+        up: on the way to the broker; else on the way down.
+        chunks: the one that is forgotten is the first with so many of them on that way.
+
+    Attributes:
+        has_forgotten: it has happened.
+    """
+
+    def __init__(self, target: str, up: bool, chunks: int) -> None:
+        super().__init__(target)
+        self.has_forgotten = threading.Event()
+        self._up, self._chunks = up, chunks
+        self._forgotten: int | None = None
+
+    def __enter__(self) -> ForgettingProxy:
+        super().__enter__()
+        return self
+
+    def _gate(self, connection: int, up: bool) -> Gate:
+        stream, chunks = _Stream(), 0
+
+        def gate(data: bytes) -> tuple[bytes, bool]:
+            nonlocal chunks
+            if up is self._up and not self.has_forgotten.is_set():
+                chunks += sum(unit.kind == "chunk" for unit in stream.take(data))
+                if chunks >= self._chunks:
+                    self._forgotten = connection
+                    self.has_forgotten.set()
+            return (b"" if connection == self._forgotten else data), False
+
+        return gate
+
+
 @dataclass(frozen=True)
 class _Unit:
     """A greeting, command or message of `size` bytes; of a greeting the piece from `offset` on."""

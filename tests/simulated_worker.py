@@ -29,6 +29,7 @@ from diloco_worker.events import (
     Deliver,
     Discard,
     Disconnected,
+    DropParts,
     Effect,
     Event,
     Granted,
@@ -289,6 +290,9 @@ class Worker:
                 self.broker_stops = False
                 if welcome.run is not None:
                     self.referee.lives.heard_of(self.name)
+            case DropParts():
+                self._states.clear()
+                self.news.arrivals.clear()
             case Stopping(text):
                 self.world.tell(self.name, f"hears: {text}")
                 self.broker_stops = True

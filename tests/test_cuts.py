@@ -401,6 +401,14 @@ def test_break_at_any_byte_of_a_chunk_changes_no_bit(up: bool, name: str) -> Non
     check(name, got, calm_wide(name), cuts, WIDE_STEPS)
 
 
+@pytest.fixture
+def window_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller than a push, so that chunks come only after others have been acknowledged."""
+    monkeypatch.setattr("diloco_broker.transfer.UPLOAD_WINDOW", 8)
+    monkeypatch.setattr("diloco_worker.pulls.DOWNLOAD_WINDOW", 8)
+
+
+@pytest.mark.usefixtures("window_of_eight")
 @pytest.mark.parametrize("name", ["streaming mean", "deterministic", "asynchronous"])
 def test_push_goes_on_where_it_broke(name: str) -> None:
     """Eleven chunks, the tenth is lost. The window of eight says that two are acknowledged by then."""
@@ -418,6 +426,7 @@ def test_push_goes_on_where_it_broke(name: str) -> None:
     assert len(again) == len(set(again))
 
 
+@pytest.mark.usefixtures("window_of_eight")
 @pytest.mark.parametrize("name", ["streaming mean", "deterministic", "asynchronous"])
 def test_pull_goes_on_where_it_broke(name: str) -> None:
     """Eleven chunks, the tenth is lost. The window of eight says that four are paid for by then."""

@@ -74,13 +74,8 @@ from diloco_worker.events import (
     Withdraw,
 )
 from diloco_worker.pulls import DOWNLOAD_WINDOW
-from diloco_worker.session import (
-    JOIN_PATIENCE_S,
-    LONGEST_BACKOFF_S,
-    REFUSED_RETRY_S,
-    Phase,
-    Session,
-)
+from diloco_worker.session import Phase, Session
+from diloco_worker.waits import JOIN_PATIENCE_S, LONGEST_BACKOFF_S, REFUSED_RETRY_S
 
 # Joining.
 

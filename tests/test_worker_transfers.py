@@ -48,9 +48,7 @@ from diloco_worker.events import (
     Want,
 )
 from diloco_worker.pulls import CREDIT_BATCH
-from diloco_worker.session import (
-    LONGEST_BACKOFF_S,
-)
+from diloco_worker.waits import LONGEST_BACKOFF_S
 
 # Up.
 

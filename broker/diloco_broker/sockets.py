@@ -9,7 +9,7 @@ from typing import Any
 import zmq
 
 from diloco_protocol.errors import UsageError
-from diloco_protocol.frames import MAX_FRAME_BYTES
+from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
 
 # How long the last messages may take to get out.
 LINGER_MS = 1000
@@ -102,6 +102,8 @@ class Sockets:
 def _bind(context: zmq.Context[Any], kind: int, address: str, option: str) -> zmq.Socket[Any]:
     socket: zmq.Socket[Any] = context.socket(kind)
     socket.linger = LINGER_MS
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
     if kind == zmq.ROUTER:
         # Without it a message to a peer that is gone or full is dropped in silence.
         socket.set(zmq.ROUTER_MANDATORY, 1)

@@ -20,6 +20,9 @@ MAX_BUFFER_BYTES = CHUNK_ELEMENTS * 8
 # What ZeroMQ itself refuses to receive in one frame (it drops the connection).
 MAX_FRAME_BYTES = max(MAX_HEADER_BYTES, MAX_BUFFER_BYTES)
 MAX_FRAMES = 2
+# Seconds of silence after which TCP sends something by itself. The connection for chunks is silent for H
+# steps, and routers forget connections, some after five minutes.
+KEEPALIVE_IDLE_S = 60
 
 
 def pack(message: Message, payload: Any = None) -> list[Any]:

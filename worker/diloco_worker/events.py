@@ -286,6 +286,11 @@ class Granted(Effect):
 
 
 @dataclass(frozen=True)
+class DropParts(Effect):
+    """What has been delivered of a first version is of another run than the rest would be."""
+
+
+@dataclass(frozen=True)
 class Carried(Effect):
     """The round closed without this fragment's pseudo-gradient, which is in a later one now."""
 

@@ -45,6 +45,7 @@ from diloco_worker.events import (
     Discard,
     Disconnected,
     Doubt,
+    DropParts,
     Effect,
     Event,
     Forget,
@@ -73,7 +74,7 @@ from diloco_worker.events import (
 from diloco_worker.former import SENT_BEFORE
 from diloco_worker.news import Arrival, News, Progress, Rejection, Turning
 from diloco_worker.session import Phase, Session
-from diloco_worker.snapshot import FlatState, WireFragment, chunk_bytes
+from diloco_worker.snapshot import FlatState, WireFragment, require_length
 from diloco_worker.sockets import Connections
 
 logger = logging.getLogger("diloco.worker")
@@ -417,12 +418,7 @@ class Link:
             return
         for part in layout.all:
             if part.fragment == message.fragment and 0 <= message.index < part.chunks:
-                wanted = chunk_bytes(part.spans[message.index], wire_dtype(config.reply_dtype))
-                if payload.nbytes != wanted:
-                    raise ProtocolError(
-                        Code.BAD_CHUNK,
-                        f"chunk {message.index} has {payload.nbytes} bytes instead of {wanted}.",
-                    )
+                require_length(part.spans[message.index], payload, wire_dtype(config.reply_dtype))
 
     def _feed(self, event: Event) -> None:
         for effect in self._session.handle(event, self._clock()):
@@ -489,6 +485,10 @@ class Link:
                     self.refusal = Refused(code, text)
                     self.refused_for_good = final
                 self._say(text, trouble=True)
+            case DropParts():
+                self._states.clear()
+                with self.condition:
+                    self.arrivals.clear()
             case Forget(text):
                 self._states.clear()
                 with self.condition:

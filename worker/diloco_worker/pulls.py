@@ -14,10 +14,11 @@ from diloco_protocol.messages import Chunk, Credit, Released
 from diloco_worker.events import Begin, Effect, Say, Send, Store
 from diloco_worker.transfers import Download, Held
 
-# Chunks that the broker may have under way to us: 4 to 16 reach the speed of a raw connection.
-DOWNLOAD_WINDOW = 8
-# Credit goes back in batches of half the window: fewer messages, and the broker never runs dry.
-CREDIT_BATCH = DOWNLOAD_WINDOW // 2
+# Chunks that the broker may have under way to us. 4 to 16 reach the speed of a raw connection on a local
+# network; 1 Gb/s with a round trip of 100 ms has 12 MiB under way, 12 chunks of bf16.
+DOWNLOAD_WINDOW = 16
+# Credit goes back in batches: fewer messages, and the broker never runs dry.
+CREDIT_BATCH = 4
 
 
 class Pulls:
@@ -63,6 +64,11 @@ class Pulls:
             return
         if held.version.counter >= theirs.counter:
             self.held[fragment] = replace(held, is_left_behind=True)
+
+    @property
+    def waits_for_chunks(self) -> bool:
+        """Whether chunks must come that the broker has told of."""
+        return any(download.is_due for download in self.downloads.values())
 
     def open_window(self, token: bytes) -> Send:
         """The first credit, which binds the bulk connection."""

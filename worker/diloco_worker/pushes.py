@@ -64,6 +64,11 @@ class Pushes:
         of_fragment = (u for u in self if not u.is_gradient and u.push.fragment == fragment)
         return next(of_fragment, None)
 
+    @property
+    def waits_for_acks(self) -> bool:
+        """Whether chunks are under way that the broker has not acknowledged."""
+        return any(upload.under_way for upload in self)
+
     def begin(self, push: Push) -> Iterator[Effect]:
         """Take on a push. Another pseudo-gradient of the same fragment is abandoned."""
         other = self.gradient(push.fragment) if push.purpose == "gradient" else None

@@ -61,6 +61,7 @@ from diloco_worker.events import (
     Discard,
     Disconnected,
     Doubt,
+    DropParts,
     Effect,
     Event,
     Forget,
@@ -87,21 +88,16 @@ from diloco_worker.former import FORGOTTEN, FormerLife
 from diloco_worker.pulls import Pulls
 from diloco_worker.pushes import Pushes
 from diloco_worker.terms import agree, changed, cut, heartbeat_interval
-
-# Seconds before new connections are opened: doubling from the first to the longest. After a crash the
-# broker gives its workers 10 s to come back with what they hold, so the longest stays far below it.
-FIRST_BACKOFF_S = 0.05
-LONGEST_BACKOFF_S = 2.0
-# Seconds between two attempts when the broker has answered "not now".
-RETRY_S = 1.0
-# Seconds between two attempts after a final refusal in the middle of a run.
-REFUSED_RETRY_S = 30.0
-# Seconds without an answer to a join before the connections are made anew.
-JOIN_PATIENCE_S = 20.0
-# A joined broker answers every heartbeat. After so many intervals of silence, and at least so many
-# seconds, the connection counts as broken although nobody has said so.
-SILENT_BEATS = 3
-SILENT_S = 10.0
+from diloco_worker.waits import (
+    FIRST_BACKOFF_S,
+    JOIN_PATIENCE_S,
+    LONGEST_BACKOFF_S,
+    REFUSED_RETRY_S,
+    RETRY_S,
+    SILENT_BEATS,
+    SILENT_S,
+    BulkWatch,
+)
 
 
 class Phase(str, Enum):
@@ -173,6 +169,7 @@ class Session:
         self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)
         self._beat_at: float | None = None
         self._joining_since = 0.0
+        self._bulk = BulkWatch()
 
     # What the shell asks.
 
@@ -188,17 +185,10 @@ class Session:
     def wakes_at(self, now: float) -> float | None:
         """When a `Tick` has something to do; None = not by itself."""
         times = [*self.pulls.times, *self.pushes.times]
-        if self._wake_at is not None:
-            times.append(self._wake_at)
-        if self._beat_at is not None:
-            times.append(self._beat_at)
-        waits_since = self._waits_since()
-        if waits_since is not None:
-            times.append(waits_since + JOIN_PATIENCE_S)
-        silent_at = self._silent_at()
-        if silent_at is not None:
-            times.append(silent_at)
-        return min(times, default=None)
+        if (since := self._waits_since()) is not None:
+            times.append(since + JOIN_PATIENCE_S)
+        others = (self._wake_at, self._beat_at, self._silent_at(), self._bulk.gives_up_at)
+        return min([*times, *(at for at in others if at is not None)], default=None)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Take in one event. Returns the effects to carry out, in order.
@@ -206,8 +196,12 @@ class Session:
         Raises:
             ValueError: for a command that cannot be meant; nothing has changed.
         """
-        if self.phase is Phase.LEFT:
-            return []
+        effects = [] if self.phase is Phase.LEFT else self._handle(event, now)
+        waits = self.is_joined and (self.pushes.waits_for_acks or self.pulls.waits_for_chunks)
+        self._bulk.look(waits, now)
+        return effects
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Start():
                 if self.phase is not Phase.NEW:
@@ -280,14 +274,11 @@ class Session:
         self._joining_since = now
         self._wake_at = None
         versions: tuple[VersionId | None, ...] = ()
-        if self.layout is not None and not all(
-            part.fragment in self.pulls.held for part in self.layout.all if part.chunks
-        ):
+        if not self._has_all:
             # The connection broke during the first pull. Part of a model can be given to nobody, and
             # a worker that has never had a whole one belongs to no run.
-            self.pulls.held.clear()
             self.run = None
-        if self.layout is not None and self.pulls.held:
+        elif self.layout is not None and self.pulls.held:
             held = (self.pulls.held.get(part.fragment) for part in self.layout.all)
             versions = tuple(
                 each.version if each and not each.is_left_behind else None for each in held
@@ -306,11 +297,16 @@ class Session:
             )
         )
 
+    @property
+    def _has_all(self) -> bool:
+        """Whether every fragment has been here whole; true before it is known which there are."""
+        layout, held = self.layout, self.pulls.held
+        return layout is None or all(p.fragment in held for p in layout.all if p.chunks)
+
     def _disconnected(self, reason: str, now: float) -> Iterator[Effect]:
-        if self.phase in (Phase.NEW, Phase.AWAY):
+        is_final = self.phase is Phase.REFUSED and self.token is None  # nobody wants it back
+        if is_final or self.phase in (Phase.NEW, Phase.AWAY):
             return
-        if self.phase is Phase.REFUSED and self.token is None:
-            return  # final: nobody wants this connection back
         yield Close()
         if self.phase is Phase.JOINED:
             yield Say(f"{reason} Connecting again.", trouble=True)
@@ -340,15 +336,15 @@ class Session:
                 yield from self._open()
             else:
                 yield from self._join(now)
-        waits_since = self._waits_since()
-        if waits_since is not None and now - waits_since >= JOIN_PATIENCE_S:
+        since = self._waits_since()
+        if since is not None and now - since >= JOIN_PATIENCE_S:
             reason = f"The broker did not answer the join within {JOIN_PATIENCE_S:g} s."
             yield from self._disconnected(reason, now)
-        silent_at = self._silent_at()
-        if silent_at is not None and now >= silent_at:
-            assert self.last_heard is not None
-            silence = now - self.last_heard
+        if (silent_at := self._silent_at()) is not None and now >= silent_at:
+            silence = now - (self.last_heard or now)
             yield from self._disconnected(f"Nothing was heard for {silence:.0f} s.", now)
+        if self._bulk.is_dead(now):
+            yield from self._disconnected(self._bulk.give_up(), now)
         if self._beat_at is not None and now >= self._beat_at:
             yield from self._beat(now)
         yield from self.pulls.tick(now, self._live_token)
@@ -380,12 +376,14 @@ class Session:
             case Grant():
                 yield from self.pushes.granted(message, self._live_token)
             case Ack():
+                self._bulk.moved(now)
                 yield from self.pushes.acknowledged(message, self._live_token)
             case Released():
                 self.pulls.released(message)
                 yield from self.former.look(self.worker_id, message, self.pulls, self.pushes)
                 yield from self._finish(message.fragment)
             case Chunk():
+                self._bulk.moved(now)
                 if self.phase is Phase.JOINED:
                     yield from self.pulls.chunk(message, self._live_token)
                     yield from self._finish(message.fragment)
@@ -410,6 +408,11 @@ class Session:
             yield from self._refused(Code.CONFIG_DIFFERS, layout, now)
             return
         again = self.token is not None
+        if not self._has_all and any(
+            h.version.run != welcome.run for h in self.pulls.held.values()
+        ):
+            self.pulls.held.clear()
+            yield DropParts()
         self._furnish(layout, welcome.config, welcome.plan)
         self.phase = Phase.JOINED
         self.token = welcome.session
@@ -461,8 +464,7 @@ class Session:
     def _forget(self, why: str) -> Iterator[Effect]:
         """The checkpoint does not fit: join as a new worker does."""
         run, self.run = self.run, None
-        self.config = self.layout = None
-        self.plan = ()
+        self.config, self.layout, self.plan = None, None, ()
         self.pulls = Pulls(observer=False)
         self.former = FormerLife()
         yield Forget(FORGOTTEN.format(run=run, why=why))
@@ -470,8 +472,7 @@ class Session:
     def _furnish(self, layout: ModelLayout, config: RunConfig, plan: tuple[int, ...]) -> None:
         self.config = config
         if self.layout is None:
-            self.layout = layout
-            self.plan = plan
+            self.layout, self.plan = layout, plan
             self.pulls.furnish(layout)
         if not self._observer:
             self._interval = heartbeat_interval(config, self._asked_interval)
@@ -565,8 +566,7 @@ class Session:
 
     def _finish(self, fragment: int) -> Iterator[Effect]:
         """Hand over a version if it is whole now and the one that is waited for."""
-        download = self.pulls.downloads.get(fragment)
-        if download is None or not download.is_whole:
+        if (download := self.pulls.downloads.get(fragment)) is None or not download.is_whole:
             return
         whatever = download.whatever
         released = download.finish()

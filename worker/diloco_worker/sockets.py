@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from diloco_protocol.frames import MAX_FRAME_BYTES
+from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
 
 # Milliseconds between ZeroMQ's own attempts to connect: it doubles them from the first to the second.
 RECONNECT_MS = 100
@@ -38,6 +38,8 @@ class Connections:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.IPV6, int("[" in address))
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
         monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
         self._sockets.append(monitor)
         monitor.setsockopt(zmq.LINGER, 0)

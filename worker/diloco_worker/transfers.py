@@ -61,6 +61,13 @@ class Upload:
         """The broker takes nothing of it yet."""
         return self.standing is Standing.WAIT
 
+    @property
+    def under_way(self) -> int:
+        """Chunks that were sent on this connection and are not acknowledged."""
+        if self.standing not in SENDING:
+            return 0
+        return self.push.chunks - len(self.queue) - len(self.held)
+
     def offered(self, session: bytes) -> Push:
         """The message that offers this push on a new connection: all credit is void."""
         self.offers += 1
@@ -142,6 +149,14 @@ class Download:
 
     def __post_init__(self) -> None:
         self.arrived = Bitmap(self.size)
+
+    @property
+    def is_due(self) -> bool:
+        """The version that is asked for is whole at the broker, and chunks of it are missing here."""
+        released = self.released
+        if not self.wanted or released is None or self.arrived.is_full:
+            return False
+        return self.version is None or self.version.counter <= released.version.counter
 
     def pull(self, session: bytes | None, credit: int) -> Pull:
         resume = self.version is not None and bool(self.arrived)

@@ -6,6 +6,8 @@ and so does `pytest -s`.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from simulated_week import FAULTS_AN_HOUR, MODES, H, a_week, simulate, table
 
@@ -13,7 +15,9 @@ from simulated_week import FAULTS_AN_HOUR, MODES, H, a_week, simulate, table
 def check(mode: str, days: float) -> None:
     week, wanted = simulate(mode, days=days), FAULTS_AN_HOUR * 24 * days
     print(f"\n{table([week])}")
-    assert sum(week.faults.values()) == pytest.approx(wanted, rel=0.1)
+    # They come at random, one independent of the other: four standard deviations, or a tenth.
+    spread = max(4 * math.sqrt(wanted), 0.1 * wanted)
+    assert sum(week.faults.values()) == pytest.approx(wanted, abs=spread)
     assert week.useful_unharmed == 1.0
     mean, most = week.lost_a_kill
     assert mean < H / 2

@@ -241,6 +241,46 @@ def default_sigterm() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+TORN = """
+import os, signal, sys, torch
+from torch import nn
+import diloco_worker.snapshot as snapshot
+from diloco_worker import DiLoCoWorker
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+copy_in, copied = snapshot._copy_in, []
+
+def then_comes_the_signal(target, values):
+    copy_in(target, values)
+    copied.append(values.clone())
+    if len(copied) == 3:  # the first of the two layers of the second version
+        os.kill(os.getpid(), signal.SIGTERM)
+
+snapshot._copy_in = then_comes_the_signal
+try:
+    with DiLoCoWorker(model, optimizer, timeout=600):
+        while True:
+            model(torch.ones(1, 4)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+finally:
+    whole = all(torch.equal(p.detach(), v) for p, v in zip(model.parameters(), copied[-2:]))
+    print("copied", len(copied), "whole", whole, flush=True)
+"""
+
+
+def test_sigterm_in_a_merge_leaves_no_torn_model(site: Site) -> None:
+    """The exit checkpoint of a script would else have one layer of a version and not the other."""
+    (site.folder / "torn.py").write_text(TORN)
+    with serving() as broker:
+        worker = site.run("torn.py", DILOCO_SERVER=broker.address)
+        assert worker.ends(SOON_S) == EXIT_CODE
+    assert "copied 4 whole True" in worker.output
+
+
 @pytest.mark.usefixtures("default_sigterm")
 def test_handler_is_there_only_inside_the_with(begin: Make) -> None:
     """The fixture joins in another thread, where no handler can be set; a stay is imitated here."""

@@ -796,6 +796,10 @@ def leaves_out(parameters: FragmentParameters) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameters.named["layer"]], lr=0.1)
 
 
+def with_a_tensor(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=torch.tensor(0.1))
+
+
 def of_copies(parameters: FragmentParameters) -> torch.optim.Optimizer:
     return torch.optim.SGD([Parameter(p.detach().clone()) for p in parameters], lr=0.1)
 
@@ -810,6 +814,7 @@ def raises(parameters: FragmentParameters) -> torch.optim.Optimizer:
         (no_optimizer, "returned list for fragment 0; it must return a torch.optim.Optimizer"),
         (leaves_out, "left 4 of 5 parameters of fragment 0 out, the first is embedding;"),
         (of_copies, "left 5 of 5 parameters"),
+        (with_a_tensor, "settings cannot be saved .*give plain numbers, such as lr=0.1"),
         (raises, r"failed for fragment 0 with 5 parameters: KeyError\('nothing'\)"),
     ],
 )

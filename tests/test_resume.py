@@ -175,3 +175,35 @@ def test_other_model_is_refused_and_told_that_a_run_is_gone_on_with(tmp_path: Pa
         pytest.raises(Exception, match="goes on from the checkpoint before round 1"),
     ):
         client.join(torch.nn.Linear(2, 2))
+
+
+def test_gradients_collected_for_a_buffer_of_another_size_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With N = 3, two gradients are in the buffer; a mean of four would divide them by four."""
+    torch.manual_seed(7)
+    model = mlp()
+    options: dict[str, Any] = {"mode": "async", "outer": "fedbuff"}
+
+    def pushes(first: int, last: int, **more: Any) -> None:
+        with (
+            Broker(a_config(tmp_path, **options, **more)) as broker,
+            DiLoCoClient(broker.address, worker_id="w", timeout=20) as client,
+        ):
+            start = client.join(model)
+            for number in range(first, last):
+                client.push(gradients(number, dict(start.tensors)))
+                client.pull()
+
+    pushes(0, 2, dn_buffer=3)
+    assert "delayed" in load(found(tmp_path)[0]).fragments[0].outer
+    pushes(2, 3, dn_buffer=3)  # the third: a momentum step
+    pushes(3, 5, dn_buffer=3)
+    pushes(5, 5, dn_buffer=4)
+    assert "took 3 gradients" in caplog.text
+    assert "takes 4 now (--dn-buffer)" in caplog.text
+    pushes(5, 6, dn_buffer=4)
+    collected = load(found(tmp_path)[0]).fragments[0].outer["delayed"]
+    alone = dict(gradients(5, model.state_dict()))
+    total = sum(float(t.double().sum()) for t in collected if t is not None)
+    assert total == pytest.approx(sum(float(t.double().sum()) for t in alone.values()), rel=1e-4)

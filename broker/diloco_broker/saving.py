@@ -26,6 +26,7 @@ from diloco_broker.checkpoint import Damaged, FragmentImage, Image
 from diloco_broker.config import BrokerConfig
 from diloco_broker.parameters import Parameters
 from diloco_broker.state import State
+from diloco_broker.torch_outer import DELAYED
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.errors import UsageError
 
@@ -85,7 +86,7 @@ def _with_fitting_optimizer(
     """The image without what another outer optimizer remembers, which says nothing to this one."""
     had, has = image.outer, outer_kind(config, has_own_optimizer)
     if had == has:
-        return image
+        return _with_fitting_buffer(config, image, path)
     logger.warning(
         "The outer optimizer was %s in %s and is %s now: it begins without momentum.",
         had,
@@ -94,6 +95,29 @@ def _with_fitting_optimizer(
     )
     bare = {f: replace(each, outer={}, optimizer=None) for f, each in image.fragments.items()}
     return replace(image, fragments=bare)
+
+
+def _with_fitting_buffer(config: BrokerConfig, image: Image, path: Path) -> Image:
+    """The image without gradients that were collected for a mean of another size."""
+    saved = image.config
+    before = saved.get("dn_buffer")
+    if before is None:
+        before = saved.get("workers", 1) if saved.get("mode") == "async" else 1
+    collected = any(DELAYED in each.outer for each in image.fragments.values())
+    if before == config.dn_size or not collected:
+        return image
+    logger.warning(
+        "The buffer of the outer optimizer took %d gradients in %s and takes %d now (--dn-buffer): "
+        "those that were in it are left out of the next momentum step.",
+        before,
+        path,
+        config.dn_size,
+    )
+    emptied = {
+        f: replace(each, outer={n: state for n, state in each.outer.items() if n != DELAYED})
+        for f, each in image.fragments.items()
+    }
+    return replace(image, fragments=emptied)
 
 
 def outer_kind(config: BrokerConfig, has_own_optimizer: bool) -> str:

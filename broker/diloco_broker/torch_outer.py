@@ -10,6 +10,7 @@ optimizer's state, so that a step whose result cannot be used leaves no trace.
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -368,6 +369,13 @@ class WholeTensors:
                 f"{wanted}."
             )
         self.optimizer = made
+        try:
+            json.dumps(made.state_dict()["param_groups"])
+        except TypeError as error:
+            raise UsageError(
+                f"outer_optimizer_factory returned an optimizer whose settings cannot be saved "
+                f"({error}); give plain numbers, such as lr=0.1 instead of a tensor."
+            ) from None
         held = self._group_numbers()
         lacking = [name for name, p in self._parameters.named.items() if id(p) not in held]
         if lacking:

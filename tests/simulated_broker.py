@@ -20,8 +20,11 @@ from diloco_broker import saving
 from diloco_broker.books import Books, books_of
 from diloco_broker.core import Core
 from diloco_broker.events import (
+    Acted,
     Audit,
     DropPlaces,
+    End,
+    Ended,
     Event,
     ForgetBuffer,
     Log,
@@ -35,6 +38,7 @@ from diloco_broker.events import (
     Send,
     Stop,
     Tick,
+    Tune,
     Work,
 )
 from diloco_broker.parameters import Parameters
@@ -193,6 +197,8 @@ class BrokerHost:
                     case DropPlaces():
                         kept = (work for work in self._queue if not isinstance(work, Place))
                         self._queue = deque(kept)
+                    case Ended() | Acted() | Tune() | End():
+                        pass  # nobody operates a simulated broker, and its history is the referee's
                     case _:
                         self._queue.append(effect)
             self.referee.after(self.core, event, self._queue)

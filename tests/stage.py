@@ -16,8 +16,11 @@ from diloco_broker.checkpoint import Image
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
 from diloco_broker.events import (
+    Acted,
     Audit,
     DropPlaces,
+    End,
+    Ended,
     Event,
     Fold,
     Folded,
@@ -34,6 +37,7 @@ from diloco_broker.events import (
     PlaceRefused,
     Received,
     Revert,
+    RoundReport,
     Save,
     Saved,
     SaveFailed,
@@ -41,6 +45,7 @@ from diloco_broker.events import (
     Step,
     Stepped,
     Tick,
+    Tune,
     Work,
 )
 from diloco_broker.saving import image_of
@@ -146,6 +151,10 @@ class Stage:
         self.saves: list[int] = []  # numbers of the checkpoints asked for
         self.images: list[Image] = []  # what each of them would have in it
         self.audits: list[Audit] = []
+        self.acts: list[Acted] = []
+        self.reports: list[RoundReport] = []
+        self.tunes: list[BrokerConfig] = []
+        self.ends: list[str] = []
         self.restored: list[Revert | ForgetBuffer] = []
         self.work_queue: deque[Work] = deque()
         self.gone: set[bytes] = set()
@@ -201,6 +210,16 @@ class Stage:
                         self._put_back(fragment)
                     case ForgetBuffer():
                         self.restored.append(effect)
+                    case Acted(who=who, text=text):
+                        self.acts.append(effect)
+                        self.logs.append(f"{who}: {text}.")
+                    case Ended(report):
+                        self.reports.append(report)
+                    case Tune(config):
+                        assert not any(isinstance(w, Step | Merge) for w in self.work_queue)
+                        self.tunes.append(config)
+                    case End(reason):
+                        self.ends.append(reason)
                     case DropPlaces():
                         kept = (w for w in self.work_queue if not isinstance(w, Place))
                         self.work_queue = deque(kept)
@@ -321,8 +340,12 @@ class Stage:
 
     def kicks(self, worker_id: str) -> Result:
         """An operator removes a worker; returns the answer."""
+        return self.asks("kick", worker=worker_id)
+
+    def asks(self, action: str, **arguments: Any) -> Result:
+        """An operator asks for something; returns the answer."""
         desk = self.route()
-        self.happens(Received(desk, Control("kick", 1, {"worker": worker_id})))
+        self.happens(Received(desk, Control(action, 1, arguments)))
         results = [m for m in self.inbox.get(desk, ()) if isinstance(m, Result)]
         return results[-1]
 

@@ -1,7 +1,27 @@
 """The DiLoCo broker: averages pseudo-gradients, takes the outer step, hands parameters back."""
 
-from diloco_broker.config import BrokerConfig
-from diloco_broker.loop import Broker
-from diloco_broker.torch_outer import FragmentParameters, OuterOptimizerFactory
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco_broker.config import BrokerConfig
+    from diloco_broker.loop import Broker
+    from diloco_broker.torch_outer import FragmentParameters, OuterOptimizerFactory
 
 __all__ = ["Broker", "BrokerConfig", "FragmentParameters", "OuterOptimizerFactory"]
+
+_HOMES = {
+    "Broker": "diloco_broker.loop",
+    "BrokerConfig": "diloco_broker.config",
+    "FragmentParameters": "diloco_broker.torch_outer",
+    "OuterOptimizerFactory": "diloco_broker.torch_outer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Only when asked for: they import torch, which takes seconds that `diloco-broker status` has not.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

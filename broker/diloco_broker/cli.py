@@ -6,18 +6,23 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_broker import checkpoint_commands
-from diloco_broker.config import DEFAULT_BIND, DEFAULT_FEED, BrokerConfig
-from diloco_broker.loop import Broker
-from diloco_broker.memory import keep_freed_memory
-from diloco_broker.model_file import load_model
+from diloco_broker import checkpoint_commands, control_commands
 from diloco_protocol.errors import UsageError
+from diloco_protocol.operator import DEFAULT_CONTROL_ADDRESS as DEFAULT_BIND
+
+if TYPE_CHECKING:
+    from diloco_broker.loop import Broker
+
+# Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
+
+DEFAULT_FEED = "tcp://127.0.0.1:8513"
 
 app = typer.Typer(
     help="Average the pseudo-gradients of DiLoCo workers and hand global parameters back.",
@@ -31,9 +36,6 @@ app = typer.Typer(
 def main() -> None:
     """Average the pseudo-gradients of DiLoCo workers and hand global parameters back."""
 
-
-app.command()(checkpoint_commands.export)
-app.command()(checkpoint_commands.inspect)
 
 _RUN = "The run"
 _OUTER = "Outer optimizer"
@@ -229,6 +231,11 @@ def serve(
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
+    from diloco_broker.config import BrokerConfig
+    from diloco_broker.loop import Broker
+    from diloco_broker.memory import keep_freed_memory
+    from diloco_broker.model_file import load_model
+
     try:
         config = BrokerConfig(
             mode=mode,
@@ -311,3 +318,12 @@ def _end_on_signals(broker: Broker) -> None:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
+
+
+_others: tuple[Callable[..., None], ...] = (
+    *control_commands.COMMANDS,
+    checkpoint_commands.export,
+    checkpoint_commands.inspect,
+)
+for command in _others:
+    app.command(command.__name__.rstrip("_"))(command)

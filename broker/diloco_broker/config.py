@@ -11,8 +11,9 @@ from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import PATTERNS
 from diloco_protocol.messages import RunConfig
+from diloco_protocol.operator import DEFAULT_CONTROL_ADDRESS
 
-DEFAULT_BIND = "tcp://127.0.0.1:8512"
+DEFAULT_BIND = DEFAULT_CONTROL_ADDRESS
 DEFAULT_FEED = "tcp://127.0.0.1:8513"
 
 MODES = ("sync", "async")

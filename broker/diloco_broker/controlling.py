@@ -1,16 +1,22 @@
-"""What operators ask for: each request is answered by a `result` with a sentence."""
+"""What operators ask for: each request is answered by a `result` with a sentence that states the effect.
+
+What changes the run is written into the log of control actions, with who asked for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco_broker import joining, sequence
-from diloco_broker.events import Effect, Log, Route, Send
+from diloco_broker import joining, sequence, steering
+from diloco_broker.events import Acted, Effect, End, Route, Send
+from diloco_broker.rounds import Phase
 from diloco_broker.state import State
+from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import Control, Notice, Result, to_plain
 
 # `status` is answered by the loop, which has figures of its own.
-ACTIONS = ("status", "manifest", "save", "kick")
+ACTIONS = ("status", "manifest", "save", "kick", "set", "pause", "resume", "shutdown")
+WHO = "who"  # the argument in which operators name themselves
 
 
 def control(state: State, route: Route, control: Control) -> Iterator[Effect]:
@@ -22,6 +28,14 @@ def control(state: State, route: Route, control: Control) -> Iterator[Effect]:
             yield from _save(state, route, control)
         case "kick":
             yield from _kick(state, route, control)
+        case "set":
+            yield from _set(state, route, control)
+        case "pause":
+            yield from _pause(state, route, control)
+        case "resume":
+            yield from _resume(state, route, control)
+        case "shutdown":
+            yield from _shutdown(state, route, control)
         case _:
             known = f"{', '.join(ACTIONS[:-1])} and {ACTIONS[-1]}"
             yield _no(
@@ -29,6 +43,13 @@ def control(state: State, route: Route, control: Control) -> Iterator[Effect]:
                 control,
                 f"This broker knows no control action {control.action!r:.60}; it knows {known}.",
             )
+
+
+def _who(control: Control) -> str:
+    """Who asks, as they call themselves."""
+    who = control.arguments.get(WHO)
+    name = who if isinstance(who, str) and who else "an operator"
+    return "".join(c if c.isprintable() else "?" for c in name[:100])
 
 
 def _yes(route: Route, control: Control, text: str) -> Send:
@@ -64,6 +85,7 @@ def _save(state: State, route: Route, control: Control) -> Iterator[Effect]:
         text = (
             f"A checkpoint is being written to {state.config.save_dir}; see the log and the feed."
         )
+        yield Acted(_who(control), "save", None, None, "a checkpoint")
         yield _yes(route, control, text)
 
 
@@ -74,8 +96,83 @@ def _kick(state: State, route: Route, control: Control) -> Iterator[Effect]:
         here = ", ".join(m.worker_id for m in state.members)[:300] or "nobody"
         yield _no(route, control, f"No worker named {name!r:.80} is here; here: {here}.")
         return
-    text = f"{member.worker_id} was removed from the run by an operator."
-    yield Send(member.control, Notice("kicked", text))
-    yield Log("warning", text)
+    who = _who(control)
+    yield Send(
+        member.control,
+        Notice("kicked", f"{member.worker_id} was removed from the run by an operator."),
+    )
+    yield Acted(who, "kick", member.worker_id, None, f"{member.worker_id} removed from the run")
     yield from joining.remove(state, member)
-    yield _yes(route, control, text)
+    left = len(state.members)
+    yield _yes(
+        route,
+        control,
+        f"{member.worker_id} was removed; {left} {'worker is' if left == 1 else 'workers are'} left. "
+        "It trains on alone, or stops, and may join again when it is started anew.",
+    )
+
+
+def _set(state: State, route: Route, control: Control) -> Iterator[Effect]:
+    arguments = {name: value for name, value in control.arguments.items() if name != WHO}
+    try:
+        changes = steering.changes(state, arguments)
+    except UsageError as error:
+        yield _no(route, control, str(error))
+        return
+    if not changes:
+        yield _yes(route, control, "Nothing changes: that is how it is set already.")
+        return
+    when = steering.first_use(state)
+    yield from steering.want(state, _who(control), arguments)
+    if state.round is None or state.round.phase is Phase.OPEN:
+        yield from steering.take_effect(state)
+        yield from sequence.close_if_due(state)
+    said = "; ".join(change.text for change in changes)
+    text = f"{said[0].upper()}{said[1:]}{when}. A restart begins with the command line's again."
+    data = {
+        "changes": [
+            {"name": change.name, "before": change.before, "after": change.after}
+            for change in changes
+        ]
+    }
+    yield Send(route, Result(control.request, True, text, data))
+
+
+def _pause(state: State, route: Route, control: Control) -> Iterator[Effect]:
+    if state.paused_at is not None:
+        yield _yes(route, control, "The run is paused already; go on with: diloco-broker resume")
+        return
+    state.paused_at = state.now
+    yield Acted(_who(control), "pause", None, None, "the run is paused")
+    closing = state.round is not None and state.round.phase is Phase.CLOSING
+    first = (
+        f"Round {state.round.number} is being finished; then n" if closing and state.round else "N"
+    )
+    yield _yes(
+        route,
+        control,
+        f"{first}o round closes: workers train to their next boundary and wait there. Go on with: "
+        "diloco-broker resume",
+    )
+
+
+def _resume(state: State, route: Route, control: Control) -> Iterator[Effect]:
+    if state.paused_at is None:
+        yield _yes(route, control, "The run is not paused.")
+        return
+    paused_s = state.now - state.paused_at
+    state.paused_at = None
+    yield Acted(_who(control), "resume", None, None, f"the run goes on after {paused_s:.0f} s")
+    yield from sequence.close_if_due(state)
+    yield _yes(route, control, f"The run goes on; it was paused for {paused_s:.0f} s.")
+
+
+def _shutdown(state: State, route: Route, control: Control) -> Iterator[Effect]:
+    who = _who(control)
+    closing = state.round is not None and state.round.phase is Phase.CLOSING
+    finish = f"finishes round {state.round.number}, " if closing and state.round else ""
+    saves = f"saves to {state.config.save_dir}, " if state.config.save_dir else "saves nothing, "
+    if state.stopping is None:
+        yield Acted(who, "shutdown", None, None, "the broker stops")
+    yield _yes(route, control, f"The broker {finish}{saves}tells its workers and stops.")
+    yield End(f"{who} asked for it")

@@ -210,8 +210,8 @@ class Core:
         who = ""
         if isinstance(message, Push | Chunk | Commit):
             push_id = message.push_id
-            self.state.totals.rejected += 1
             member = self.state.members.with_session(message.session or b"")
+            self.state.reject(member.worker_id if member else "", error.code.value, str(error))
             if member is not None:
                 member.rejected += 1
                 who = f" of {member.worker_id}"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_broker.books import Books
+from diloco_broker.config import BrokerConfig
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.messages import Message, Push
 from diloco_protocol.version import VersionId
@@ -319,6 +320,72 @@ class Audit:
 
 
 @dataclass(frozen=True)
+class RoundReport:
+    """What is known of a round that has ended.
+
+    Attributes:
+        fragment, version: what it made: the version of this fragment with this counter.
+        seconds: from its opening to its release.
+        averaged: contributions counted whole.
+        weight: sum of their weights.
+        loss: mean of the losses they reported, None without any.
+        delta_norm: mean Euclidean norm of their pseudo-gradients, None without any.
+        staleness: largest number of versions between a base and the version it went into.
+        workers: those whose contributions are in it.
+    """
+
+    number: int
+    fragment: int
+    version: int
+    seconds: float
+    averaged: int
+    weight: float
+    loss: float | None
+    delta_norm: float | None
+    staleness: int
+    workers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Write down, for the history, that a round has ended."""
+
+    report: RoundReport
+
+
+@dataclass(frozen=True)
+class Acted:
+    """Write down what an operator did.
+
+    Attributes:
+        who: as the operator calls itself.
+        what: the action, for `set` with the name of the setting.
+        before, after: of the setting; None where there is none.
+        text: the sentence that states the effect.
+    """
+
+    who: str
+    what: str
+    before: Any
+    after: Any
+    text: str
+
+
+@dataclass(frozen=True)
+class Tune:
+    """Go on with these settings of the outer optimizer: no step is queued now."""
+
+    config: BrokerConfig
+
+
+@dataclass(frozen=True)
+class End:
+    """End the broker in an orderly way: an operator asked for it."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class ForgetBuffer:
     """Throw away the gradients that the outer optimizer has collected of a fragment."""
 
@@ -349,4 +416,5 @@ class Log:
 
 
 Work = Fold | Step | Inspect | Merge | Place
-Effect = Send | Work | DropPlaces | Revert | ForgetBuffer | Save | Audit | Log
+Record = Audit | Ended | Acted | Log
+Effect = Send | Work | DropPlaces | Revert | ForgetBuffer | Save | Tune | End | Record

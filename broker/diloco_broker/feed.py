@@ -88,8 +88,9 @@ def _snapshot(
         "control": figures.control,
         "uptime_s": round(now - state.started_at, 3),
         "mode": state.run_config.mode,
-        "state": "stopping" if state.stopping else "waiting" if waiting_for else "training",
+        "state": _condition(state, waiting_for),
         "waiting_for": waiting_for,
+        "paused_for_s": None if state.paused_at is None else round(now - state.paused_at, 3),
         "round": {
             "number": round_.number if round_ else 0,
             "fragment": round_.fragment if round_ else 0,
@@ -139,12 +140,15 @@ def _snapshot(
         "wire_dtype": config.wire_dtype,
         "reply_dtype": config.reply_dtype,
         "workers_wanted": config.workers,
+        "min_workers": config.min_workers,
+        "save_every": config.save_every,
         "fragments": [
             {
                 "fragment": stock.layout.fragment,
                 "version": stock.version.counter,
                 "tag": f"{stock.version.tag:016x}",
                 "gradients": stock.gradients,
+                "contributions": stock.contributions,
                 "buffered": stock.gradients % config.dn_size if _has_buffer(state) else 0,
             }
             for stock in state.shelf.stocks[:-1]
@@ -156,10 +160,21 @@ def _snapshot(
             "pushes": state.totals.pushes,
             "rejected": state.totals.rejected,
             "malformed": state.totals.malformed,
+            "contributions": state.totals.contributions,
+            "refused": dict(state.refused),
             "bytes_up": state.totals.bytes_up,
             "bytes_down": state.shelf.bytes_down,
             "deaths": state.totals.deaths,
         },
+        "rejections": [
+            {
+                "age_s": round(now - each.at, 3),
+                "worker": each.worker_id,
+                "code": each.code,
+                "text": each.text[:LONGEST_EVENT],
+            }
+            for each in state.rejections
+        ],
         "checkpoint": {
             "folder": config.save_dir,
             "round": state.saving.number,
@@ -172,6 +187,8 @@ def _snapshot(
         else None,
         "last_round": {
             "number": report.number,
+            "fragment": report.fragment,
+            "version": report.version,
             "seconds": round(report.seconds, 3),
             "averaged": report.averaged,
             "weight": report.weight,
@@ -196,6 +213,14 @@ def _snapshot(
             "rss_bytes": figures.rss_bytes,
         },
     }
+
+
+def _condition(state: State, waiting_for: str | None) -> str:
+    if state.stopping:
+        return "stopping"
+    if state.paused_at is not None:
+        return "paused"
+    return "waiting" if waiting_for else "training"
 
 
 def _outer_name(state: State) -> str:
@@ -249,6 +274,7 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
         "loss_is_finite": member.loss is None or math.isfinite(member.loss),
         "tokens": member.tokens,
         "beat_age_s": round(silent, 3),
+        "sync_age_s": None if member.counted_at is None else round(now - member.counted_at, 3),
         "staleness": member.staleness,
         "bytes_up": member.account.bytes_up,
         "bytes_down": member.account.bytes_down,

@@ -64,7 +64,7 @@ def refuse(
     state: State, worker_id: str, fragment: int, push_id: int, code: Code, text: str
 ) -> Iterator[Effect]:
     """A push is over without being counted: say so to its worker, if it is at it, and to everybody."""
-    state.totals.rejected += 1
+    state.reject(worker_id, code.value, text)
     yield Log("warning", text)
     member = state.members.named(worker_id)
     upload = member.uploads.get(fragment) if member else None

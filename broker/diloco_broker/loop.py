@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import resource
 import secrets
-import sys
 import threading
 import time
 from collections import deque
@@ -28,8 +26,11 @@ from diloco_broker.books import Books, books_of
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import Core
 from diloco_broker.events import (
+    Acted,
     Audit,
     DropPlaces,
+    End,
+    Ended,
     Event,
     Fold,
     ForgetBuffer,
@@ -41,6 +42,7 @@ from diloco_broker.events import (
     Place,
     Received,
     Revert,
+    RoundReport,
     Save,
     Saved,
     SaveFailed,
@@ -48,8 +50,11 @@ from diloco_broker.events import (
     Step,
     Stop,
     Tick,
+    Tune,
 )
 from diloco_broker.feed import TOPIC, EventLog, LoopFigures, snapshot
+from diloco_broker.history import HistoryWriter, action_line, round_line, start_line
+from diloco_broker.memory import rss_bytes
 from diloco_broker.model_file import check_state_dict, describe
 from diloco_broker.outer import make_outer
 from diloco_broker.rounds import Phase
@@ -135,6 +140,11 @@ class Broker:
         state = self._core.state
         self._audit = AuditLog(Path(config.audit), state.epoch) if config.audit else None
         self._sockets = Sockets(config.bind, config.feed)
+        self._history = (
+            HistoryWriter(Path(config.save_dir), state.epoch) if config.save_dir else None
+        )
+        self._history_error: str | None = None
+        self._start_line: dict[str, Any] | None = None
         state.feed_address = self._sockets.feed_address
         state.has_own_optimizer = factory is not None
 
@@ -217,6 +227,9 @@ class Broker:
                 self._saver.close()
             if self._audit is not None:
                 self._audit.close()
+            if self._history is not None:
+                self._history.add({"kind": "stop", "text": self._stop_reason or "an error"})
+                self._history.close()
             self._sockets.close()
             if self._lock is not None:
                 self._lock.release()
@@ -288,9 +301,16 @@ class Broker:
                         if not self._send(effect):
                             pending.append(PeerGone(effect.route))
                     case Log():
-                        logger.log(logging.getLevelName(effect.level.upper()), effect.text)
-                        if effect.level != "debug":
-                            self._events.add(effect, now)
+                        self._tell(effect, now)
+                    case Acted():
+                        self._tell(Log("warning", f"{effect.who}: {effect.text}."), now)
+                        self._write_action(effect)
+                    case Ended(report):
+                        self._write_round(report)
+                    case Tune(config):
+                        self._workbench.tune(config)
+                    case End(reason):
+                        self.request_stop(reason)
                     case Fold() | Step() | Inspect() | Merge() | Place():
                         self._workbench.add(effect)
                     case Save():
@@ -305,6 +325,13 @@ class Broker:
                     case DropPlaces():
                         self._workbench.drop_places()
 
+    def _tell(self, log: Log, now: float) -> None:
+        logger.log(logging.getLevelName(log.level.upper()), log.text)
+        if log.level != "debug":
+            self._events.add(log, now)
+            if self._history is not None:
+                self._history.add({"kind": "event", "level": log.level, "text": log.text})
+
     def _send(self, effect: Send) -> bool:
         """False when the connection does not exist any more."""
         frames = pack(effect.message, effect.payload)
@@ -317,8 +344,42 @@ class Broker:
                 self._audit.add(audit)
             except OSError as error:
                 text = f"The audit log {self.config.audit} cannot be written: {error.strerror}."
-                logger.error(text)
-                self._events.add(Log("error", text), time.monotonic())
+                self._tell(Log("error", text), time.monotonic())
+
+    def _write_action(self, acted: Acted) -> None:
+        state = self._core.state
+        number = state.round.number if state.round else None
+        if self._history is not None:
+            self._history.act(action_line(acted, state.bootstrap.run, number))
+
+    def _write_round(self, report: RoundReport) -> None:
+        if self._history is not None:
+            figures = {
+                "cpu_s": round(time.thread_time(), 3),
+                "rss_bytes": rss_bytes(),
+                "longest_turn_ms": round(self._longest_turn_s * 1e3, 3),
+            }
+            self._history.add(round_line(self._core.state, report, figures))
+
+    def _look_after_history(self, snapshot: dict[str, Any]) -> None:
+        """Write down what the run is when that has changed; say it when lines are lost."""
+        if self._history is None:
+            return
+        line = start_line(snapshot)
+        changing = {**line, "settings": {**line["settings"], "reducer": None}}
+        if changing != self._start_line:
+            self._start_line = changing
+            self._history.add(line)
+        error = self._history.error
+        if error != self._history_error:
+            self._history_error = error
+            folder = self.config.save_dir
+            text = (
+                f"The history in {folder} cannot be written: {error}. Training goes on without it."
+                if error
+                else f"The history in {folder} is written again; {self._history.lost} lines are lost."
+            )
+            self._tell(Log("error" if error else "info", text), time.monotonic())
 
     # Checkpoints.
 
@@ -363,23 +424,14 @@ class Broker:
 
     def _publish(self, now: float) -> None:
         self._sequence += 1
-        line = json.dumps(self._snapshot(now), allow_nan=False)
-        self._sockets.publish(TOPIC + line.encode())
+        snapshot = self._snapshot(now)
+        self._sockets.publish(TOPIC + json.dumps(snapshot, allow_nan=False).encode())
+        self._look_after_history(snapshot)
         if self._core.state.bootstrap.is_done:
             self._initial = None
             self._workbench.forget_sources()
         self._longest_turn_s = 0.0
 
     def _snapshot(self, now: float) -> dict[str, Any]:
-        figures = LoopFigures(self.address, self._longest_turn_s, time.thread_time(), _rss_bytes())
+        figures = LoopFigures(self.address, self._longest_turn_s, time.thread_time(), rss_bytes())
         return snapshot(self._core.state, self._events, figures, self._sequence, now)
-
-
-def _rss_bytes() -> int:
-    """Memory of this process now; its peak where /proc is missing."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024

@@ -56,6 +56,7 @@ class Member:
     rejected: int = 0
     staleness: int = 0
     last_round: int | None = None
+    counted_at: float | None = None  # when a version last took in work of this worker
 
     def hears(self, beat: Heartbeat, now: float) -> None:
         if beat.step != self.step or beat.state != "training":

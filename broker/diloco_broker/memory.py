@@ -1,4 +1,4 @@
-"""The allocator of a process that does nothing but serve: what is freed is used again.
+"""The memory of a process that does nothing but serve: how much it is; what is freed is used again.
 
 glibc maps each large buffer anew and gives it back when it is freed, so each chunk of each round costs
 the kernel a zeroed page for every 4 KiB: for a chunk of 2 MiB more than adding it up or stepping it
@@ -9,6 +9,8 @@ handful of sizes and live for one round, so the heap does not grow beyond what o
 from __future__ import annotations
 
 import ctypes
+import resource
+import sys
 
 # Of <malloc.h>. 32 MiB is the most that glibc allows for the first (HEAP_MAX_SIZE / 2 on 64 bits).
 M_MMAP_THRESHOLD, MOST_FROM_HEAP = -3, 32 << 20
@@ -28,3 +30,13 @@ def keep_freed_memory() -> bool:
     mallopt.restype = ctypes.c_int
     settings = ((M_MMAP_THRESHOLD, MOST_FROM_HEAP), (M_TRIM_THRESHOLD, NEVER))
     return all(mallopt(*setting) for setting in settings)
+
+
+def rss_bytes() -> int:
+    """Memory of this process now; its peak where /proc is missing."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

@@ -254,6 +254,11 @@ class DelayedNesterovByGroup:
         )
 
 
+def share_of(config: BrokerConfig) -> float:
+    """What one gradient is worth: 1 where it is a round's mean, 1/workers where it is one worker's."""
+    return 1 / config.workers if config.is_async else 1.0
+
+
 def make_outer(config: BrokerConfig, factory: OuterOptimizerFactory | None = None) -> Outer:
     """The outer optimizer that the configuration asks for.
 
@@ -283,7 +288,7 @@ def make_outer(config: BrokerConfig, factory: OuterOptimizerFactory | None = Non
         case "fedbuff":
             return FedBuff(inner, config.dn_size)
         case "sgd":
-            return Sgd(config.outer_lr, 1 / config.workers if config.is_async else 1.0)
+            return Sgd(config.outer_lr, share_of(config))
     return inner
 
 

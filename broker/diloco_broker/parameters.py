@@ -72,7 +72,7 @@ class Parameters:
         self._layouts = layout.all
         self._reply = wire_dtype(reply)
         self._is_round = is_round
-        self._share = share
+        self.share = share
         self._initial = initial
         self._buffers = buffers = Buffers()
         self._means = [StreamingMean(part, wire_dtype(wire), buffers) for part in layout.fragments]
@@ -253,7 +253,7 @@ class Parameters:
             case Segment.INTEGERS:
                 updated = gradient.clone() if self._is_round else torch.maximum(master, gradient)
             case Segment.BUFFERS:
-                updated = torch.sub(master, gradient, alpha=self._share)
+                updated = torch.sub(master, gradient, alpha=self.share)
             case Segment.PARAMETERS:
                 outer = self._outer_of(fragment, span)
                 new = self._buffers.like

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from diloco_broker import asynchronous, staged, streaming
+from diloco_broker import asynchronous, staged, steering, streaming
 from diloco_broker.books import books_of
 from diloco_broker.events import (
     Audit,
     AuditedPush,
     Effect,
+    Ended,
     Log,
+    RoundReport,
     Save,
     Saved,
     SaveFailed,
@@ -25,7 +27,7 @@ from diloco_broker.events import (
 from diloco_broker.membership import Member
 from diloco_broker.rounds import Counting, Phase, Round
 from diloco_broker.staging import StagedRound
-from diloco_broker.state import Made, RoundReport, State
+from diloco_broker.state import Made, State
 from diloco_protocol.messages import Push, Rejoin
 
 # How long a release waits before it asks again for a checkpoint that could not be written.
@@ -34,6 +36,7 @@ RETRY_S = 1.0
 
 def open_round(state: State, number: int) -> Iterator[Effect]:
     """Open a round, with everyone here expected, and enter the pushes that came too early for it."""
+    yield from steering.take_effect(state)
     config = state.config
     fragment = number % config.num_fragments
     chunks = state.shelf.stocks[fragment].layout.chunks
@@ -67,7 +70,7 @@ def open_round(state: State, number: int) -> Iterator[Effect]:
 def close_if_due(state: State) -> Iterator[Effect]:
     """Begin to close the round if it is time to."""
     round_ = state.round
-    if round_ is None or state.stopping:
+    if round_ is None or state.stopping or state.paused_at is not None:
         return
     if isinstance(round_, Round):
         yield from streaming.close_if_due(state, round_)
@@ -255,9 +258,16 @@ def _release(state: State, made: Made) -> Iterator[Effect]:
             member.inner_step = 0
             member.staleness = each.staleness
             member.account.staleness[fragment] = each.staleness
+            member.counted_at = state.now
+    stock = state.shelf.stocks[fragment]
+    whole = sum(each.chunks.is_full for each in made.counting)
+    stock.contributions += whole
+    state.totals.contributions += whole
     state.totals.rounds += 1
-    state.last_report = _report(ended, made.counting, state.now)
+    assert stock.making is not None
+    state.last_report = _report(ended, made.counting, stock.making.version.counter, state.now)
     state.first_round_pending = False
+    yield Ended(state.last_report)
     yield from _tell(state, ended, made.counting)
     yield from state.shelf.release(fragment, made.ledger, ended.number, ended.averaged)
     state.staging.excused_from(fragment).clear()
@@ -292,16 +302,21 @@ def _tell(
     )
 
 
-def _report(ended: Round | StagedRound, counting: Sequence[Counting], now: float) -> RoundReport:
+def _report(
+    ended: Round | StagedRound, counting: Sequence[Counting], version: int, now: float
+) -> RoundReport:
     whole = [each for each in counting if each.chunks.is_full]
     losses = [each.push.loss for each in whole if each.push.loss is not None]
     norms = [each.push.norm for each in whole if each.push.norm is not None]
     return RoundReport(
         ended.number,
+        ended.fragment,
+        version,
         now - ended.opened_at,
         ended.averaged,
         sum(each.weight for each in whole),
         sum(losses) / len(losses) if losses else None,
         sum(norms) / len(norms) if norms else None,
         max((each.staleness for each in whole), default=0),
+        tuple(each.worker_id for each in counting),
     )

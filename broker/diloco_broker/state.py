@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diloco_broker.bootstrap import Bootstrap
 from diloco_broker.config import BrokerConfig
 from diloco_broker.dylu import sync_every
+from diloco_broker.events import RoundReport
 from diloco_broker.membership import Member, Membership
 from diloco_broker.rounds import Counting, Phase, Round
 from diloco_broker.staging import StagedRound, Staging
@@ -15,17 +17,30 @@ from diloco_broker.transfer import Shelf
 from diloco_protocol.messages import Push, RunConfig
 from diloco_protocol.version import Ledger, VersionId
 
+REJECTIONS_KEPT = 10
+
 
 @dataclass
 class Totals:
-    """Counters since the broker started."""
+    """Counters since the broker started. `contributions` are those counted whole."""
 
     rounds: int = 0
     pushes: int = 0
     rejected: int = 0
     malformed: int = 0
+    contributions: int = 0
     bytes_up: int = 0
     deaths: int = 0
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Work of a worker that was refused: when (the core's clock), whose, and why."""
+
+    at: float
+    worker_id: str
+    code: str
+    text: str
 
 
 @dataclass
@@ -55,28 +70,6 @@ class Made:
     ledger: Ledger
 
 
-@dataclass(frozen=True)
-class RoundReport:
-    """What is known of a round that has ended.
-
-    Attributes:
-        seconds: from its opening to its release.
-        averaged: contributions counted whole.
-        weight: sum of their weights.
-        loss: mean of the losses they reported, None without any.
-        delta_norm: mean Euclidean norm of their pseudo-gradients, None without any.
-        staleness: largest number of versions between a base and the version it went into.
-    """
-
-    number: int
-    seconds: float
-    averaged: int
-    weight: float
-    loss: float | None
-    delta_norm: float | None
-    staleness: int
-
-
 @dataclass
 class State:
     """Everything the broker knows, except tensors.
@@ -92,6 +85,9 @@ class State:
         is_resumed: this life of the broker went on from a checkpoint.
         stopping: why the broker is about to stop; None while it is not.
         to_probe: workers to send a word, since a connection was closed and nobody knows whose.
+        wanted: the configuration that an operator has asked for, until the next version is begun.
+        paused_at: since when no round closes, as an operator asked; None while rounds do.
+        refused, rejections: how often work was refused, by code; the last of it.
         first_round_pending: no round has closed in this life, so `workers` is the floor.
     """
 
@@ -111,14 +107,24 @@ class State:
     totals: Totals = field(default_factory=Totals)
     last_report: RoundReport | None = None
     stopping: str | None = None
+    wanted: BrokerConfig | None = None
+    paused_at: float | None = None
     first_round_pending: bool = True
     to_probe: list[str] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
     feed_address: str | None = None
     has_own_optimizer: bool = False
 
     @property
     def run_config(self) -> RunConfig:
         return self.config.run_config
+
+    def reject(self, worker_id: str, code: str, text: str) -> None:
+        """Count work that is refused."""
+        self.totals.rejected += 1
+        self.refused[code] += 1
+        self.rejections.append(Rejection(self.now, worker_id, code, text))
 
     def next_round_of(self, fragment: int) -> int:
         """The first round that a new push of this fragment can be part of."""

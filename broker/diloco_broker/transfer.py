@@ -112,7 +112,8 @@ class Kept:
 class Stock:
     """One fragment: its current version, the one being made, and old ones that are still read.
 
-    `gradients` counts what the outer optimizer has had of it, the one being applied included.
+    `gradients` counts what the outer optimizer has had of it, the one being applied included;
+    `contributions` the whole ones in its versions since the broker started.
     """
 
     layout: FragmentLayout
@@ -124,6 +125,7 @@ class Stock:
     round: int = 0
     averaged: int = 0
     gradients: int = 0
+    contributions: int = 0
 
     def staleness(self, push: Push) -> int:
         """Versions released since the one that a push starts from."""

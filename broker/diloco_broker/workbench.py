@@ -29,9 +29,10 @@ from diloco_broker.events import (
     Stepped,
     Work,
 )
-from diloco_broker.outer import Outer
+from diloco_broker.outer import Outer, make_outer, share_of
 from diloco_broker.parameters import Parameters
 from diloco_broker.saving import restore, take_up
+from diloco_broker.torch_outer import TorchOuter
 from diloco_protocol.chunks import ModelLayout
 
 
@@ -76,6 +77,16 @@ class Workbench:
         """Work to be done after what is there already."""
         self._work.append(work)
 
+    def tune(self, config: BrokerConfig) -> None:
+        """Go on with other settings of the outer optimizer; it keeps what it remembers."""
+        assert not any(isinstance(work, Step | Merge) for work in self._work)
+        self._config = config
+        if not isinstance(self._outer, TorchOuter):
+            self._outer = make_outer(config)
+        if self._parameters is not None:
+            self._parameters.outer = self._outer
+            self._parameters.share = share_of(config)
+
     def drop_places(self) -> None:
         """Forget every `Place`."""
         self._work = deque(work for work in self._work if not isinstance(work, Place))
@@ -91,7 +102,7 @@ class Workbench:
                 wire=config.wire_dtype,
                 reply=config.reply_dtype,
                 aggregate=config.aggregate,
-                share=1 / config.workers if config.is_async else 1.0,
+                share=share_of(config),
                 is_round=not config.is_async,
                 initial=self._initial,
             )

@@ -119,6 +119,7 @@ class Fragment:
     version: int = 0
     tag: str = ""
     gradients: int = 0
+    contributions: int = 0
     buffered: int = 0
 
 
@@ -140,6 +141,7 @@ class Worker:
     loss_is_finite: bool = True  # strict JSON has no NaN, so `loss` is null then
     tokens: int = 0
     beat_age_s: float = 0.0
+    sync_age_s: float | None = None  # since its work was last counted
     staleness: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
@@ -156,6 +158,8 @@ class Totals:
     pushes: int = 0
     rejected: int = 0
     malformed: int = 0
+    contributions: int = 0  # whole ones, in versions
+    refused: Mapping[str, int] = field(default_factory=dict)  # work refused, by reason
     bytes_up: int = 0
     bytes_down: int = 0
     deaths: int = 0
@@ -165,7 +169,7 @@ class Totals:
 class LastRound:
     """The round that closed last: wall seconds, workers and weight averaged, norm of the mean.
 
-    `staleness` is that of its oldest push, in versions.
+    It made `version` of its fragment. `staleness` is that of its oldest push, in versions.
     """
 
     number: int
@@ -175,6 +179,28 @@ class LastRound:
     loss: float | None = None
     delta_norm: float | None = None
     staleness: int = 0
+    fragment: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where checkpoints go, the coming round of the newest and its age, and what is wrong if anything."""
+
+    folder: str = ""
+    round: int | None = None
+    age_s: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Work of a worker that the broker refused; `code` for programs, `text` for people."""
+
+    age_s: float = 0.0
+    worker: str = ""
+    code: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -215,6 +241,7 @@ class Snapshot:
     mode: str = ""
     state: str = ""
     waiting_for: str | None = None
+    paused_for_s: float | None = None
     round: Round | None = None
     counts: Counts = Counts()
     model: Model | None = None
@@ -227,10 +254,14 @@ class Snapshot:
     wire_dtype: str = ""
     reply_dtype: str = ""
     workers_wanted: int | None = None
+    min_workers: int | None = None
+    save_every: int | None = None
     fragments: tuple[Fragment, ...] = ()
     workers: tuple[Worker, ...] = ()
     totals: Totals = Totals()
     last_round: LastRound | None = None
+    checkpoint: Checkpoint | None = None
+    rejections: tuple[Rejection, ...] = ()
     events: tuple[Event, ...] = ()
     loop: Loop = Loop()
     raw: Mapping[str, object] = field(
@@ -392,7 +423,14 @@ class FeedModel:
         return replace(
             snapshot,
             round=aged,
-            workers=tuple(replace(w, beat_age_s=w.beat_age_s + more) for w in snapshot.workers),
+            paused_for_s=_plus(snapshot.paused_for_s, more),
+            workers=tuple(
+                replace(w, beat_age_s=w.beat_age_s + more, sync_age_s=_plus(w.sync_age_s, more))
+                for w in snapshot.workers
+            ),
+            checkpoint=snapshot.checkpoint
+            and replace(snapshot.checkpoint, age_s=_plus(snapshot.checkpoint.age_s, more)),
+            rejections=tuple(replace(r, age_s=r.age_s + more) for r in snapshot.rejections),
             events=tuple(replace(e, age_s=e.age_s + more) for e in snapshot.events),
         )
 
@@ -414,11 +452,19 @@ class FeedModel:
         return Verdict(tuple(reasons))
 
 
+def _plus(age_s: float | None, more: float) -> float | None:
+    return None if age_s is None else age_s + more
+
+
 def _broker_reasons(snapshot: Snapshot) -> list[str]:
     floor = snapshot.round.floor if snapshot.round else 0
     alive = snapshot.counts.alive
     if snapshot.state == "stopping":
         return ["the broker is stopping"]
+    if snapshot.state == "paused":
+        return [f"the run is paused, for {_seconds(snapshot.paused_for_s or 0.0)}"]
+    if snapshot.checkpoint is not None and snapshot.checkpoint.error is not None:
+        return [f"no checkpoint can be written: {snapshot.checkpoint.error}"]
     if snapshot.state == "waiting":
         return [f"the run waits {snapshot.waiting_for or 'for workers'}"]
     if alive < floor:

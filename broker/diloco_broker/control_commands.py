@@ -1,0 +1,224 @@
+"""Commands that ask a running broker for something: status, save, kick, set, pause, resume, shutdown.
+
+Exit codes: 0 it was done, 1 the broker refused, 2 wrong usage or no broker there, 130 given up.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from diloco_protocol.errors import Unreachable, UsageError
+from diloco_protocol.messages import Result
+from diloco_protocol.operator import DEFAULT_CONTROL_ADDRESS, Operator
+
+REFUSED, NO_BROKER, GIVEN_UP = 1, 2, 130
+
+Address = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        metavar="ADDR",
+        envvar="DILOCO_SERVER",
+        help="Control address that diloco-broker serve printed.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the answer.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether you are sure.")]
+
+
+def status(
+    address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
+) -> None:
+    """Show how a running broker fares. For a screen that goes on: diloco-top."""
+    result = _ask(address, timeout, "status")
+    if as_json:
+        typer.echo(json.dumps(result.data))
+    else:
+        typer.echo(as_text(result.data))
+
+
+def save(
+    address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
+) -> None:
+    """Write a checkpoint now."""
+    _finish(_ask(address, timeout, "save"), as_json)
+
+
+def kick(
+    worker: Annotated[str, typer.Argument(help="Its id, as diloco-broker status shows it.")],
+    address: Address = DEFAULT_CONTROL_ADDRESS,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Remove a worker from the run: the others no longer wait for it, it is told."""
+    _sure(yes, f"Remove {worker} from the run? What it has not sent whole is lost.")
+    _finish(_ask(address, timeout, "kick", worker=worker), as_json)
+
+
+def set_(
+    outer_lr: Annotated[
+        float | None, typer.Option(help="Learning rate of the outer optimizer.")
+    ] = None,
+    outer_momentum: Annotated[
+        float | None, typer.Option(help="Momentum of the outer optimizer.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Workers that round one waits for; in async mode, how many are planned."),
+    ] = None,
+    quorum: Annotated[
+        int | None,
+        typer.Option(help="Close a round --grace seconds after so many are in; 0: wait for all."),
+    ] = None,
+    grace: Annotated[
+        float | None, typer.Option(help="Seconds to wait for the rest after the quorum.")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(help="Rounds between two checkpoints.")] = None,
+    address: Address = DEFAULT_CONTROL_ADDRESS,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Change settings of the run from the next version on. All of them, or none if one is wrong."""
+    values: dict[str, float | int | None] = {
+        "outer_lr": outer_lr,
+        "outer_momentum": outer_momentum,
+        "workers": workers,
+        "quorum": quorum,
+        "grace": grace,
+        "save_every": save_every,
+    }
+    arguments: dict[str, float | int | None] = {
+        name: value for name, value in values.items() if value is not None
+    }
+    if not arguments:
+        options = ", ".join("--" + name.replace("_", "-") for name in values)
+        _fail(f"There is nothing to set; give one or more of {options}.")
+    if quorum == 0:
+        arguments["quorum"] = None
+    _finish(_ask(address, timeout, "set", **arguments), as_json)
+
+
+def pause(
+    address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
+) -> None:
+    """Close no more rounds: workers train to their next boundary and wait there."""
+    _finish(_ask(address, timeout, "pause"), as_json)
+
+
+def resume(
+    address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
+) -> None:
+    """Go on after pause."""
+    _finish(_ask(address, timeout, "resume"), as_json)
+
+
+def shutdown(
+    address: Address = DEFAULT_CONTROL_ADDRESS,
+    yes: Yes = False,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """End the broker in an orderly way: it finishes a closing round, saves, and tells its workers."""
+    _sure(yes, "Shut the broker down? Its workers train on alone or stop.")
+    _finish(_ask(address, timeout, "shutdown"), as_json)
+
+
+COMMANDS: tuple[Callable[..., None], ...] = (status, save, kick, set_, pause, resume, shutdown)
+
+
+def _ask(address: str, timeout: float, action: str, **arguments: Any) -> Result:
+    try:
+        with Operator(address, timeout=timeout) as operator:
+            return operator.ask(action, **arguments)
+    except (UsageError, Unreachable) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit(GIVEN_UP) from None
+
+
+def _finish(result: Result, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"ok": result.ok, "text": result.text, **result.data}))
+    else:
+        typer.echo(result.text if result.ok else f"diloco-broker: {result.text}", err=not result.ok)
+    if not result.ok:
+        raise typer.Exit(REFUSED)
+
+
+def _sure(yes: bool, question: str) -> None:
+    """Ask, where there is somebody to ask; a script says --yes."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        _fail("Nobody can be asked whether this is meant; give --yes.")
+    if not typer.confirm(question):
+        typer.echo("Nothing was done.")
+        raise typer.Exit(REFUSED)
+
+
+def _fail(sentence: str) -> NoReturn:
+    typer.echo(f"diloco-broker: {sentence}", err=True)
+    raise typer.Exit(NO_BROKER)
+
+
+def as_text(data: Mapping[str, Any]) -> str:
+    """A snapshot of the feed as a few lines."""
+    round_, counts, outer = data["round"], data["counts"], data["outer"]
+    missing = ", ".join(round_["missing"][:8]) + (" ..." if len(round_["missing"]) > 8 else "")
+    state = data["state"]
+    if state == "waiting":
+        state += f" {data['waiting_for']}"
+    settings = [f"{outer['optimizer']}"]
+    if outer["lr"] is not None:
+        settings.append(f"lr {outer['lr']:g}")
+    if outer["momentum"] is not None:
+        settings.append(f"momentum {outer['momentum']:g}")
+    model, last, saved = data["model"], data["last_round"], data["checkpoint"]
+    lines = [
+        f"run         {data['run'] or 'not begun'}, {data['mode']}, up {_span(data['uptime_s'])}",
+        f"state       {state}",
+        f"round       {round_['number']} {round_['phase']} for {_span(round_['age_s'])}: "
+        f"{len(round_['arrived'])} of {len(round_['expected'])} here"
+        + (f", missing {missing}" if missing else ""),
+        f"workers     {counts['alive']} alive, {counts['participating']} participating, "
+        f"{counts['averaged']} averaged in the last round",
+        f"optimizer   {', '.join(settings)}",
+    ]
+    if model is not None:
+        lines.append(f"model       {model['parameters']:,} trainable parameters")
+    if last is not None:
+        loss = "" if last["loss"] is None else f", loss {last['loss']:.4f}"
+        lines.append(f"last round  {last['number']} in {last['seconds']:.1f} s{loss}")
+    if saved is None:
+        lines.append("checkpoint  none: the broker saves nothing")
+    elif saved["error"] is not None:
+        lines.append(f"checkpoint  NOT WRITTEN: {saved['error']}")
+    elif saved["age_s"] is not None:
+        lines.append(
+            f"checkpoint  before round {saved['round']}, {_span(saved['age_s'])} ago, "
+            f"in {saved['folder']}"
+        )
+    workers = data["workers"]
+    if workers:
+        width = max(6, *(len(worker["id"]) for worker in workers))
+        lines += ["", f"{'worker':<{width}}  {'health':8}{'doing':10}{'step':>9}  last heard"]
+        lines += [
+            f"{each['id']:<{width}}  {each['health']:8}{each['state']:10}{each['step']:>9}  "
+            f"{_span(each['beat_age_s'])} ago"
+            for each in workers
+        ]
+    return "\n".join(lines)
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s"

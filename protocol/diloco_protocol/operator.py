@@ -1,0 +1,137 @@
+"""Asking a broker to do something: the one socket of this package.
+
+The command line, the terminal and the page all steer a broker by the same few requests. They need
+neither the broker's packages nor the worker's for that, so it is here.
+"""
+
+from __future__ import annotations
+
+import getpass
+import math
+import socket
+import time
+from types import TracebackType
+from typing import Any
+
+import zmq
+
+from diloco_protocol.errors import ProtocolError, Unreachable, UsageError
+from diloco_protocol.frames import MAX_FRAME_BYTES, pack, unpack
+from diloco_protocol.messages import Control, Error, Result
+
+DEFAULT_CONTROL_ADDRESS = "tcp://127.0.0.1:8512"
+LONGEST_WHO = 200  # characters
+
+
+class Operator:
+    """Sends control actions to one broker, one at a time. Not for several threads.
+
+        with Operator("tcp://127.0.0.1:8512") as operator:
+            print(operator.ask("set", outer_lr=0.5).text)
+
+    Args:
+        address: the control address that `diloco-broker serve` printed.
+        timeout: seconds to wait for an answer.
+        who: written into the log of control actions; the user and host of this process by default. It
+            is what the asker says of itself, not a proof.
+
+    Raises:
+        UsageError: the address is none.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_CONTROL_ADDRESS,
+        *,
+        timeout: float = 5.0,
+        who: str | None = None,
+    ) -> None:
+        self.address, self.timeout = address, timeout
+        self.who = (this_user() if who is None else who)[:LONGEST_WHO]
+        self._request = 0
+        if not (timeout > 0 and math.isfinite(timeout)):
+            raise UsageError(f"A timeout of {timeout:g} s is no time to wait; give more than 0.")
+        # A context of its own: `close` then never waits for what others have queued.
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        try:
+            _check(address)
+            self._socket.connect(address)
+        except (zmq.ZMQError, ValueError):
+            self.close()
+            raise UsageError(
+                f"{address!a} is not a control address; write tcp://HOST:PORT as diloco-broker serve "
+                f"prints it, for example {DEFAULT_CONTROL_ADDRESS}."
+            ) from None
+
+    def ask(self, action: str, **arguments: Any) -> Result:
+        """Have an action carried out. A broker that refuses answers with `ok` False and a reason.
+
+        Raises:
+            Unreachable: no answer in time. The action may have been carried out, or may still be.
+            UsageError: an argument that cannot be sent.
+        """
+        self._request += 1
+        try:
+            frames = pack(Control(action, self._request, {"who": self.who, **arguments}))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"The arguments of {action!r} cannot be sent: {error}.") from None
+        self._socket.send_multipart(frames)
+        deadline = time.monotonic() + self.timeout
+        while (left := deadline - time.monotonic()) > 0:
+            if not self._socket.poll(math.ceil(1000 * left)):
+                break
+            try:
+                message, _ = unpack(self._socket.recv_multipart())
+            except ProtocolError:
+                continue
+            if isinstance(message, Error):  # it answers no request by number
+                return Result(self._request, False, message.text)
+            if isinstance(message, Result) and message.request == self._request:
+                return message
+        raise Unreachable(
+            f"No answer from {self.address} within {self.timeout:g} s: is this the control address "
+            f"of a diloco-broker that runs? One that is only slow may still carry out {action!r}."
+            if action not in ("status", "manifest")
+            else f"No answer from {self.address} within {self.timeout:g} s: start diloco-broker "
+            "serve, or give the control address that it printed."
+        )
+
+    def close(self) -> None:
+        """Close the socket; what has not been sent is dropped. Again does no harm."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> Operator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def this_user() -> str:
+    """user@host of this process, as far as the system knows."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in some containers
+        user = "somebody"
+    return f"{user}@{socket.gethostname()}"
+
+
+def _check(address: str) -> None:
+    """Refuse what libzmq would accept and then never reach: a port out of range, odd characters."""
+    port = address.rpartition(":")[2]
+    if not address.isprintable():
+        raise ValueError
+    if address.startswith("tcp://") and not (
+        port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535
+    ):
+        raise ValueError

@@ -37,6 +37,7 @@ from diloco_protocol.messages import (
     to_plain,
 )
 from diloco_worker import DiLoCoClient, GlobalParameters
+from diloco_worker.pulls import DOWNLOAD_WINDOW
 from diloco_worker.snapshot import FlatState, ModelTensors
 from diloco_worker.terms import cut
 
@@ -427,7 +428,7 @@ def test_observer_pulls_without_joining(
     broker.says(Result(asked.request, True, "here", data))
     pulls = [broker.hears(Pull), broker.hears(Pull)]
     assert all(pull.session is None for pull in pulls)
-    assert sum(pull.credit for pull in pulls) == 8
+    assert sum(pull.credit for pull in pulls) == DOWNLOAD_WINDOW
     broker.bulk = broker.control
     broker.serves(trained(model, 4), version(2))
     broker.serves(Descent(model).values(fragment=1), version(0))

@@ -12,8 +12,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from diloco_broker import checkpoint_commands, control_commands
+from diloco_broker.companion import Dashboard
 from diloco_protocol.errors import UsageError
 from diloco_protocol.operator import DEFAULT_CONTROL_ADDRESS as DEFAULT_BIND
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 # Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
 
+DASHBOARD_PORT = 8514
 DEFAULT_FEED = "tcp://127.0.0.1:8513"
 
 app = typer.Typer(
@@ -50,7 +53,17 @@ def _option(text: str, panel: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel)
 
 
-@app.command()
+class _WithPort(TyperCommand):
+    """Takes `--dashboard` with a port behind it or without, which typer has no option for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for place in range(len(args) - 1, -1, -1):
+            if args[place] == "--dashboard" and not "".join(args[place + 1 : place + 2]).isdigit():
+                args.insert(place + 1, str(DASHBOARD_PORT))
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_WithPort)
 def serve(
     mode: Annotated[
         str, _option("sync: rounds, all together; async: each worker by itself.", _RUN)
@@ -222,6 +235,16 @@ def serve(
             "Allow an address other machines reach, without authentication.", _WIRE, "--insecure"
         ),
     ] = False,
+    dashboard: Annotated[
+        int | None,
+        typer.Option(
+            metavar="[PORT]",
+            min=0,
+            max=65535,
+            help=f"Show a web page, too, on PORT or {DASHBOARD_PORT}; the log says where.",
+            rich_help_panel=_WIRE,
+        ),
+    ] = None,
     verbose: Annotated[bool, _option("Log more.", _WIRE, "--verbose")] = False,
 ) -> None:
     """Serve a run until SIGTERM or Ctrl-C; a second signal ends at once."""
@@ -304,7 +327,14 @@ def serve(
         f"Waiting for {workers} {noun}{source}. Watch with: diloco-top {broker.feed_address}"
     )
     sys.stdout.flush()
-    broker.run()
+    page = None
+    if dashboard is not None:
+        page = Dashboard(broker.feed_address, broker.address, dashboard)
+    try:
+        broker.run()
+    finally:
+        if page is not None:
+            page.close()
 
 
 def _end_on_signals(broker: Broker) -> None:

@@ -130,8 +130,6 @@ class Parameters:
             until the last of them, then all of them.
         """
         mean = self._means[fragment].take(index, weight)
-        if mean is not None and self._is_whole(fragment, index):
-            mean = mean.clone()  # it is the accumulator, and has to wait for other chunks
         return self._advance(fragment, index, [mean], count)
 
     def merge(

@@ -67,7 +67,7 @@ def _weighted_mean(
 class StreamingMean:
     """Accumulators of one fragment: fp32 sums of weighted chunks, or the maximum of integers.
 
-    An accumulator is allocated when its chunk first arrives and kept for the rounds to come.
+    An accumulator is there from the first of its chunks to arrive until it is taken.
 
     Args:
         layout: the fragment's chunks.
@@ -82,7 +82,6 @@ class StreamingMean:
         self._buffers = buffers or Buffers()
         self._wire_dtype = wire_dtype
         self._sums: list[Tensor | None] = [None] * layout.chunks
-        self._is_empty = [True] * layout.chunks
         # Adding bf16 to fp32 directly runs at a seventh of the speed of copying it here first.
         longest = max((span.elements for span in layout.spans), default=0)
         self._scratch = torch.empty(longest, dtype=torch.float32)
@@ -103,47 +102,36 @@ class StreamingMean:
         values = self._as_fp32(values, span)
         if not is_finite(values):
             return False
-        total = self._sum(index, torch.float32)
-        if self._is_empty[index]:
+        total = self._sums[index]
+        if total is None:
+            total = self._sums[index] = self._buffers.take(span.elements, torch.float32)
             torch.mul(values, weight, out=total)
         else:
             total.add_(values, alpha=weight)
-        self._is_empty[index] = False
         return True
 
     def take(self, index: int, weight: float) -> Tensor | None:
-        """The mean (or maximum) of a chunk, and an empty accumulator; None if nothing reached it.
+        """The mean (or maximum) of a chunk, and nothing added up any more; None if nothing reached it.
 
-        The tensor is the accumulator itself: the caller may use it as scratch, and must be done with
-        it before the next fold.
+        The tensor is the caller's. Once it lets go, its memory is there for the chunk that was made:
+        so accumulators and the new version together take no more than the accumulators did.
         """
-        total = self._sums[index]
-        if self._is_empty[index] or total is None:
-            return None
-        self._is_empty[index] = True
-        if self._spans[index].segment is Segment.INTEGERS:
+        total, self._sums[index] = self._sums[index], None
+        if total is None or self._spans[index].segment is Segment.INTEGERS:
             return total
         return total.div_(weight)
 
     def _fold_maximum(self, index: int, values: Tensor) -> None:
-        total = self._sum(index, torch.int64)
-        if self._is_empty[index]:
-            total.copy_(values)
+        total = self._sums[index]
+        if total is None:
+            self._sums[index] = values.clone()
         else:
             torch.maximum(total, values, out=total)
-        self._is_empty[index] = False
 
     def _as_fp32(self, values: Tensor, span: ChunkSpan) -> Tensor:
         if values.dtype is torch.float32:
             return values
         return self._scratch[: span.elements].copy_(values)
-
-    def _sum(self, index: int, dtype: torch.dtype) -> Tensor:
-        total = self._sums[index]
-        if total is None:
-            total = self._buffers.take(self._spans[index].elements, dtype)
-            self._sums[index] = total
-        return total
 
 
 class StagedReducer:

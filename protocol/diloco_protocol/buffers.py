@@ -10,38 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import sys
-import threading
-from collections import defaultdict, deque
+import weakref
+from collections import defaultdict
 
+import numpy as np
 import torch
 from torch import Tensor
 
-# Buffers looked at for a free one: those handed out longest ago come first, and chunks are let go of
-# in about the order in which they were made.
-LOOKED_AT = 64
 SMALLEST = 64 << 10  # bytes; below it the allocator is as good
 
 
 def mapped(elements: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised 1-D tensor on the CPU, in memory of its own that goes back when it is freed."""
     size = elements * dtype.itemsize
-    return torch.empty(elements, dtype=dtype) if size < SMALLEST else _over(_map(size), dtype)
+    if size < SMALLEST:
+        return torch.empty(elements, dtype=dtype)
+    return torch.frombuffer(_map(size), dtype=dtype)
 
 
 class Buffers:
     """Hands out tensors with memory that nobody reads any more.
 
-    A tensor over a buffer, each view of it, and each frame that is sent from it hold a reference to the
-    buffer, in whichever thread they are let go of; so its reference count says whether it is free.
+    Each time a buffer is handed out there is one array object over it, which the tensor, each view of
+    it and each frame that is sent from it hold. When the last of them lets go, in whichever thread, the
+    array goes and the buffer is free; the one freed last is taken first, since it may still be cached.
 
     Attributes:
         mapped_bytes: memory that has been mapped, in use or not.
     """
 
     def __init__(self) -> None:
-        self._by_size: dict[int, deque[mmap.mmap]] = defaultdict(deque)
-        self._one_at_a_time = threading.Lock()
+        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
         self.mapped_bytes = 0
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -51,33 +50,18 @@ class Buffers:
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised 1-D tensor on the CPU."""
         size = elements * dtype.itemsize
-        if size < SMALLEST or not CAN_COUNT:
-            return mapped(elements, dtype)
-        with self._one_at_a_time:
-            known = self._by_size[size]
-            for _ in range(min(LOOKED_AT, len(known))):
-                known.rotate(-1)
-                if _references(known) == UNUSED:
-                    return _over(known[-1], dtype)
+        if size < SMALLEST:
+            return torch.empty(elements, dtype=dtype)
+        free = self._free[size]
+        try:
+            buffer = free.pop()
+        except IndexError:
             buffer = _map(size)
-            known.append(buffer)
             self.mapped_bytes += size
-            return _over(buffer, dtype)
-
-
-def _references(known: deque[mmap.mmap]) -> int:
-    """To the last buffer, those of the pool and of this very look included."""
-    return sys.getrefcount(known[-1])
-
-
-# Of a buffer that nobody reads. Releases of Python differ in what a look at it counts.
-UNUSED = _references(deque([mmap.mmap(-1, mmap.PAGESIZE)]))
-# Without the global lock, counts are spread over threads and say nothing.
-CAN_COUNT = getattr(sys, "_is_gil_enabled", lambda: True)()
-
-
-def _over(buffer: mmap.mmap, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(buffer, dtype=dtype)
+        array = np.frombuffer(buffer, dtype=np.uint8)
+        # `append` is one step for other threads, as `pop` is: no lock, which a finalizer must not take.
+        weakref.finalize(array, free.append, buffer).atexit = False
+        return torch.from_numpy(array).view(dtype)
 
 
 def _map(size: int) -> mmap.mmap:

@@ -13,7 +13,7 @@ help:
 	@echo "make setup     create .venv with everything the other targets need"
 	@echo "make demo      train a small GPT with one broker and two workers, compare with one worker"
 	@echo "make chaos     kill, stop and cut off a run in every mode, then audit it: under 5 minutes"
-	@echo "make bench     measure this machine's limits and the product against them: under 10 minutes"
+	@echo "make bench     measure this machine's limits and the product against them: a quarter of an hour"
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it"
 	@echo "make lint      ruff and mypy --strict"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import threading
 
 import torch
 
@@ -56,3 +58,45 @@ def test_each_dtype_and_length_is_as_asked() -> None:
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, (elements,))
             like = buffers.like(tensor)
             assert (like.dtype, like.shape) == (tensor.dtype, tensor.shape)
+
+
+def test_memory_that_was_stocked_up_is_handed_out_and_no_more_is_mapped() -> None:
+    buffers = Buffers()
+    assert not buffers.is_worth_waiting(SMALLEST)
+    thread = buffers.stock_up([SMALLEST] * 5)
+    assert thread is not None
+    thread.join(20)
+    assert buffers.mapped_bytes == 5 * SMALLEST
+    assert not buffers.is_worth_waiting(SMALLEST)
+    assert len(places(buffers, 5)) == 5
+    assert buffers.mapped_bytes == 5 * SMALLEST
+
+
+def test_stocking_up_counts_what_others_have_mapped_meanwhile() -> None:
+    buffers = Buffers()
+    begun, go_on = threading.Event(), threading.Event()
+    new, first = buffers._new, threading.current_thread()
+
+    def slowly(size: int) -> mmap.mmap:
+        if threading.current_thread() is not first:
+            begun.set()
+            assert go_on.wait(20)
+        return new(size)
+
+    buffers._new = slowly  # type: ignore[method-assign]
+    thread = buffers.stock_up([SMALLEST] * 4)
+    assert thread is not None
+    assert begun.wait(20)
+    assert buffers.is_worth_waiting(SMALLEST)
+    kept = [buffers.take(ELEMENTS, torch.float32) for _ in range(3)]
+    go_on.set()
+    thread.join(20)
+    assert buffers.mapped_bytes == 4 * SMALLEST
+    assert len(kept) == 3
+
+
+def test_small_buffers_are_left_to_the_allocator() -> None:
+    buffers = Buffers()
+    assert buffers.stock_up([SMALLEST - 1] * 100) is None
+    buffers.take(10, torch.float32)
+    assert buffers.mapped_bytes == 0

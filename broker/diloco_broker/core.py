@@ -94,6 +94,7 @@ class Core:
         resumption: Resumption | None = None,
     ) -> None:
         self.state = State(config, draw, now, f"{draw():016x}", Bootstrap(initial))
+        self._alive = Notice("alive")  # the last answer to a heartbeat: most are alike
         if resumption is not None:
             recovering.resume(self.state, resumption)
 
@@ -176,7 +177,9 @@ class Core:
                 yield from joining.beat(state, member, message)
                 number = state.round.number if state.round else 0
                 steps = state.sync_every_of(member) if state.config.dylu else None
-                yield Send(route, Notice("alive", round=number, sync_every=steps))
+                if (self._alive.round, self._alive.sync_every) != (number, steps):
+                    self._alive = Notice("alive", round=number, sync_every=steps)
+                yield Send(route, self._alive)
             case Push():
                 yield from pushing.push(state, member, message)
             case Chunk():

@@ -6,6 +6,7 @@ broker's own clock, so no two machines' clocks are ever compared.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -55,9 +56,22 @@ def snapshot(
     state: State, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> dict[str, Any]:
     """Everything that displays show, fit for strict JSON: numbers that are not finite are null."""
+    return snapshot_and_line(state, events, figures, sequence, now)[0]
+
+
+def snapshot_and_line(
+    state: State, events: EventLog, figures: LoopFigures, sequence: int, now: float
+) -> tuple[dict[str, Any], str]:
+    """The snapshot, and the JSON of it."""
     whole = _snapshot(state, events, figures, sequence, now)
-    safe: dict[str, Any] = json_safe(whole)
-    return safe
+    try:
+        return whole, json.dumps(whole, allow_nan=False)
+    except (
+        ValueError,
+        TypeError,
+    ):  # what a worker sent is in it; looking at all costs more than this
+        safe: dict[str, Any] = json_safe(whole)
+        return safe, json.dumps(safe, allow_nan=False)
 
 
 def json_safe(value: Any) -> Any:

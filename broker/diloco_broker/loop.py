@@ -8,7 +8,6 @@ is no lock. There is no decision about rounds in here.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import threading
@@ -52,7 +51,7 @@ from diloco_broker.events import (
     Tick,
     Tune,
 )
-from diloco_broker.feed import TOPIC, EventLog, LoopFigures, snapshot
+from diloco_broker.feed import TOPIC, EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.history import HistoryWriter, action_line, round_line, start_line
 from diloco_broker.memory import rss_bytes
 from diloco_broker.model_file import check_state_dict, describe
@@ -64,15 +63,20 @@ from diloco_broker.torch_outer import OuterOptimizerFactory
 from diloco_broker.workbench import Workbench
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import MAX_FRAMES, pack, unpack
-from diloco_protocol.messages import Control, Notice, Result
+from diloco_protocol.messages import Control, Heartbeat, Notice, Result
 
 logger = logging.getLogger("diloco.broker")
 
 # Messages taken in before tensor work gets its turn.
 MESSAGES_A_TURN = 256
 # Tensor work in one turn; heartbeats are answered in between.
-WORK_SLICE_S = 0.002
+WORK_SLICE_S = 0.0015
+# Between two looks whether there is memory for the first parameters.
+MEMORY_S = 0.001
 TICK_S = 0.1
+# After a turn that brought nothing but heartbeats. Waking up costs more than answering one: with
+# hundreds of idle workers most of the time went there. A push in this time waits so long, once a round.
+REST_S = 0.01
 FEED_EVERY_S = 1.0
 # How long a stop may take: to finish a closing round, and to get the last messages out.
 STOP_WITHIN_S = 5.0
@@ -121,6 +125,8 @@ class Broker:
         self._thread: threading.Thread | None = None
         self._sequence = 0
         self._next_tick = self._next_feed = 0.0
+        self._heard_only_beats = False
+        self._alive: tuple[Notice | None, list[Any]] = (None, [])
         self._longest_turn_s = 0.0
         self._is_closed = False
 
@@ -243,15 +249,20 @@ class Broker:
     # A turn.
 
     def _turn(self) -> None:
+        if self._heard_only_beats and not self._workbench:
+            time.sleep(REST_S)
         now = time.monotonic()
-        timeout_s = 0.0 if self._workbench else min(self._next_tick, self._next_feed) - now
+        timeout_s = min(self._next_tick, self._next_feed) - now
+        if self._workbench:
+            timeout_s = 0.0 if self._is_ready() else MEMORY_S
         has_messages = self._sockets.wait(timeout_s)
         began = time.thread_time()
+        self._heard_only_beats = has_messages
         if has_messages:
             self._receive()
         self._report_saves()
         until = time.perf_counter() + WORK_SLICE_S
-        while self._workbench and time.perf_counter() < until:
+        while self._is_ready() and time.perf_counter() < until:
             for event in self._workbench.do_one(self._core.state.bootstrap.layout):
                 self._feed_core(event)
         now = time.monotonic()
@@ -262,6 +273,9 @@ class Broker:
             self._next_feed = now + FEED_EVERY_S
             self._publish(now)
         self._longest_turn_s = max(self._longest_turn_s, time.thread_time() - began)
+
+    def _is_ready(self) -> bool:
+        return self._workbench.is_ready(self._core.state.bootstrap.layout)
 
     def _receive(self) -> None:
         """Take in what is there, for as long as one slice of work may last."""
@@ -279,6 +293,7 @@ class Broker:
         """One message. Whatever is wrong with it, it costs its sender an error, never the broker."""
         try:
             message, payload = unpack(frames)
+            self._heard_only_beats &= isinstance(message, Heartbeat)
             if isinstance(message, Control) and message.action == "status":
                 self._answer_status(route, message)
             else:
@@ -334,7 +349,13 @@ class Broker:
 
     def _send(self, effect: Send) -> bool:
         """False when the connection does not exist any more."""
-        frames = pack(effect.message, effect.payload)
+        # The answer to each heartbeat of a round is the same.
+        if effect.message is not self._alive[0]:
+            frames = pack(effect.message, effect.payload)
+            if isinstance(effect.message, Notice):
+                self._alive = effect.message, frames
+        else:
+            frames = self._alive[1]
         # Chunks are never written again, so they are sent from where they lie.
         return self._sockets.send(effect.route, frames, copy=effect.payload is None)
 
@@ -418,20 +439,20 @@ class Broker:
     # Showing itself.
 
     def _answer_status(self, route: bytes, control: Control) -> None:
-        data = self._snapshot(time.monotonic())
+        data, _ = self._snapshot(time.monotonic())
         text = f"Round {data['round']['number']}, {data['counts']['alive']} workers alive."
         self._send(Send(route, Result(control.request, True, text, data)))
 
     def _publish(self, now: float) -> None:
         self._sequence += 1
-        snapshot = self._snapshot(now)
-        self._sockets.publish(TOPIC + json.dumps(snapshot, allow_nan=False).encode())
+        snapshot, line = self._snapshot(now)
+        self._sockets.publish(TOPIC + line.encode())
         self._look_after_history(snapshot)
         if self._core.state.bootstrap.is_done:
             self._initial = None
             self._workbench.forget_sources()
         self._longest_turn_s = 0.0
 
-    def _snapshot(self, now: float) -> dict[str, Any]:
+    def _snapshot(self, now: float) -> tuple[dict[str, Any], str]:
         figures = LoopFigures(self.address, self._longest_turn_s, time.thread_time(), rss_bytes())
-        return snapshot(self._core.state, self._events, figures, self._sequence, now)
+        return snapshot_and_line(self._core.state, self._events, figures, self._sequence, now)

@@ -23,6 +23,10 @@ from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segme
 from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
 
 
+# Chunks of memory that are between two uses.
+BETWEEN = 8
+
+
 @dataclass(frozen=True)
 class Done:
     """The outer step of one chunk was taken.
@@ -53,6 +57,7 @@ class Parameters:
         share: what a single gradient is worth to buffers of the model: 1 where it is a round's mean,
             1/workers where each submission is applied by itself.
         initial: tensors of the model file by name, or None.
+        copies: of the parameters that will be kept: themselves, and what the outer optimizer remembers.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Parameters:
         is_round: bool = True,
         share: float = 1.0,
         initial: Mapping[str, Tensor] | None = None,
+        copies: int = 1,
     ) -> None:
         self.outer = outer
         self.layout = layout
@@ -81,6 +87,20 @@ class Parameters:
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
         self._states: list[list[State]] = [[{} for _ in p.spans] for p in layout.all]
         self._wholes: dict[int, WholeTensors] = {}
+        self._stock_up(copies)
+
+    def _stock_up(self, copies: int) -> None:
+        """Have memory at hand: for the parameters, what is remembered of them, one fragment's means."""
+        largest = max(self.layout.fragments, key=lambda part: sum(s.elements for s in part.spans))
+        parts = [*self._layouts * copies, largest]
+        sizes = [4 * span.elements for part in parts for span in part.spans]
+        # Those that readers still hold when the chunk in their place is made.
+        self._buffers.stock_up([*sizes, *[max(sizes, default=0)] * BETWEEN])
+
+    def has_room(self, fragment: int, index: int) -> bool:
+        """Can a chunk be placed without touching new memory, or is there no use in waiting for it?"""
+        span = self._layouts[fragment].spans[index]
+        return not self._buffers.is_worth_waiting(4 * span.elements)
 
     def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
         """Store a chunk of the first version: from a donation, or the model file (payload None).

@@ -35,6 +35,9 @@ from diloco_broker.saving import restore, take_up
 from diloco_broker.torch_outer import TorchOuter
 from diloco_protocol.chunks import ModelLayout
 
+# Tensors of the size of a chunk that an outer optimizer remembers of it.
+REMEMBERED = {"sgd": 0, "nesterov": 1, "fedbuff": 2, "dn": 2}
+
 
 class Workbench:
     """See the head of this module. Belongs to the loop's thread.
@@ -73,6 +76,16 @@ class Workbench:
         """Is there work?"""
         return bool(self._work)
 
+    def is_ready(self, layout: ModelLayout | None) -> bool:
+        """Can the next piece of work be done at once? The first parameters may wait for memory."""
+        match self._work[0] if self._work else None:
+            case None:
+                return False
+            case Place(fragment, index):
+                return self.tensors(layout).has_room(fragment, index)
+            case _:
+                return True
+
     def add(self, work: Work) -> None:
         """Work to be done after what is there already."""
         self._work.append(work)
@@ -103,6 +116,8 @@ class Workbench:
                 reply=config.reply_dtype,
                 aggregate=config.aggregate,
                 share=share_of(config),
+                copies=1
+                + (0 if isinstance(self._outer, TorchOuter) else REMEMBERED[config.outer_name]),
                 is_round=not config.is_async,
                 initial=self._initial,
             )

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -41,6 +43,8 @@ class Buffers:
 
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._counting = threading.Lock()
+        self._stocking: threading.Thread | None = None
         self.mapped_bytes = 0
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -56,12 +60,54 @@ class Buffers:
         try:
             buffer = free.pop()
         except IndexError:
-            buffer = _map(size)
-            self.mapped_bytes += size
+            buffer = self._new(size)
         array = np.frombuffer(buffer, dtype=np.uint8)
         # `append` is one step for other threads, as `pop` is: no lock, which a finalizer must not take.
         weakref.finalize(array, free.append, buffer).atexit = False
         return torch.from_numpy(array).view(dtype)
+
+    def stock_up(self, sizes: Sequence[int]) -> threading.Thread | None:
+        """Have a thread of its own map and touch memory that will be needed; None if it is too little.
+
+        The first touch of a page costs more than all that is done with it later, on a virtual machine a
+        hundred times as much: whoever has to be quick should not be the one who does it.
+
+        Args:
+            sizes: bytes of each buffer. What is mapped by others meanwhile counts as part of them.
+        """
+        wanted = [size for size in sizes if size >= SMALLEST]
+        if not wanted:
+            return None
+        limit = self.mapped_bytes + sum(wanted)
+        self._stocking = threading.Thread(
+            target=self._touch, args=(wanted, limit), name="diloco-memory", daemon=True
+        )
+        self._stocking.start()
+        return self._stocking
+
+    def is_worth_waiting(self, size: int) -> bool:
+        """Is none free of so many bytes, though `stock_up` is still at work?"""
+        if size < SMALLEST or self._free[size]:
+            return False
+        return self._stocking is not None and self._stocking.is_alive()
+
+    def _touch(self, sizes: Sequence[int], limit: int) -> None:
+        for size in sizes:
+            if self.mapped_bytes + size > limit:
+                return
+            try:
+                buffer = self._new(size)
+            except (OSError, MemoryError):  # whoever needs it will be told
+                return
+            # torch lets other threads run meanwhile.
+            torch.frombuffer(buffer, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
+            self._free[size].append(buffer)
+
+    def _new(self, size: int) -> mmap.mmap:
+        buffer = _map(size)
+        with self._counting:
+            self.mapped_bytes += size
+        return buffer
 
 
 def _map(size: int) -> mmap.mmap:

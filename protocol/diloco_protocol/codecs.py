@@ -7,6 +7,7 @@ machine that it supports.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -60,7 +61,11 @@ def from_bytes(payload: Any, dtype: torch.dtype) -> Tensor:
 
 def is_finite(values: Tensor) -> bool:
     """True when no element is NaN or infinite; one pass, no temporary the size of the chunk."""
-    if values.numel() == 0:
+    if values.numel() == 0 or not values.is_floating_point():
+        return True
+    # A sum takes half as long as the extremes, and is finite only if every element is. One that is not
+    # may be of large elements, and fp16 sums overflow at once.
+    if values.dtype is not torch.float16 and math.isfinite(values.sum().item()):
         return True
     # aminmax hands NaN on, so the two extremes tell of every bad element.
     low, high = torch.aminmax(values)

@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgpack
@@ -349,8 +350,14 @@ def decode(header: bytes | memoryview) -> Message:
     return from_plain(record, plain, str(kind))
 
 
+# What goes over the wire as it is. Most fields are such, and heartbeats of hundreds of workers add up.
+_SCALARS = frozenset({str, int, float, bool, bytes})
+
+
 def to_plain(value: Any) -> Any:
     """A record, or anything made of records, as maps, lists and scalars fit for msgpack or JSON."""
+    if type(value) in _SCALARS:
+        return value
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value):
@@ -364,8 +371,17 @@ def to_plain(value: Any) -> Any:
 
 def _plain_fields(record: Any) -> dict[str, Any]:
     """Fields by name; those that are None are left out, since that is their default."""
-    pairs = ((f.name, getattr(record, f.name)) for f in dataclasses.fields(record))
-    return {name: to_plain(value) for name, value in pairs if value is not None}
+    plain = {}
+    for name in _field_names(record.__class__):
+        value = getattr(record, name)
+        if value is not None:
+            plain[name] = value if type(value) in _SCALARS else to_plain(value)
+    return plain
+
+
+@cache
+def _field_names(record: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(record))
 
 
 def from_plain(record: type[R], plain: Any, where: str = "value") -> R:
@@ -418,19 +434,31 @@ def _make_reader(annotation: Any) -> Reader:
 
 def _record_reader(record: type[Any]) -> Reader:
     hints = get_type_hints(record)
-    readers = [(f.name, _reader(hints[f.name]), _required(f)) for f in dataclasses.fields(record)]
+    readers = [
+        (f.name, _exact(hints[f.name]), _reader(hints[f.name]), _required(f))
+        for f in dataclasses.fields(record)
+    ]
 
     def read(value: Any, where: str) -> Any:
         plain = _expect(value, dict, where)
         fields = {}
-        for name, read_field, required in readers:
+        for name, exact, read_field, required in readers:
             if name in plain:
-                fields[name] = read_field(plain[name], f"{where}.{name}")
+                found = plain[name]
+                is_so = type(found) is exact  # nothing to look at, no place to name
+                fields[name] = found if is_so else read_field(found, f"{where}.{name}")
             elif required:
                 raise ProtocolError(Code.BAD_HEADER, f"{where}.{name} is missing.")
         return record(**fields)
 
     return read
+
+
+def _exact(annotation: Any) -> type | None:
+    """The type of which every value fits the annotation, if it is one of the scalars."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        (annotation,) = (a for a in get_args(annotation) if a is not type(None))
+    return annotation if annotation in _SCALARS else None
 
 
 def _required(a_field: dataclasses.Field[Any]) -> bool:

@@ -1,0 +1,1 @@
+"""diloco-exporter: the state of a run as metrics for Prometheus."""

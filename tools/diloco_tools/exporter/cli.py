@@ -1,0 +1,125 @@
+"""The command diloco-exporter."""
+
+import importlib.metadata
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
+
+import typer
+
+from diloco_tools.exporter.labels import Places
+from diloco_tools.exporter.metrics import Family, families
+from diloco_tools.exporter.reader import FeedReader
+from diloco_tools.feed import FeedError
+from diloco_tools.subscriber import DEFAULT_FEED_ADDRESS, FeedSubscriber
+
+CANNOT_START = 2
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command(
+    epilog="Exit codes: 0 it was ended by Ctrl-C or SIGTERM, 2 it could not start (one sentence "
+    "says why)."
+)
+def exporter(
+    feed: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDR",
+            envvar="DILOCO_FEED",
+            help="Feed address that diloco-broker serve printed.",
+        ),
+    ] = DEFAULT_FEED_ADDRESS,
+    port: Annotated[int, typer.Option(help="Port for Prometheus; 0 takes a free one.")] = 9512,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address to listen on. Whoever reaches it can read the metrics.",
+        ),
+    ] = "127.0.0.1",
+    max_workers: Annotated[
+        int,
+        typer.Option(help="Workers with series of their own; the others are counted only."),
+    ] = 200,
+) -> None:
+    """Offer the state of a DiLoCo run to Prometheus.
+
+    Reads the feed of a diloco-broker, now or as soon as it is there, and changes nothing there.
+    """
+    with _signals_held():
+        _serve(feed, port, host, max_workers)
+
+
+def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
+    try:
+        from diloco_tools.exporter.server import POLL_S, FamilyCollector, MetricsServer
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "prometheus_client":
+            raise
+        _fail(
+            "the package prometheus-client is missing: install it with "
+            'pip install "diloco-broker[prometheus]"'
+        )
+    if not 0 <= port <= 65535:
+        _fail(f"--port {port} is no port: give a number from 0 to 65535, 0 for a free one")
+    if max_workers < 0:
+        _fail(f"--max-workers {max_workers} is no number of workers: give 0 or more")
+    try:
+        subscriber = FeedSubscriber(feed)
+    except FeedError as error:
+        _fail(str(error))
+    places = Places(max_workers)
+    version = importlib.metadata.version("diloco-broker")
+    one_at_a_time = threading.Lock()
+    reader = FeedReader(subscriber, _say)
+
+    def collect() -> list[Family]:
+        with one_at_a_time:
+            reading, now = reader.read()
+            return families(reading, now, version, lambda ids: places.take(ids, now))
+
+    with subscriber:
+        try:
+            server = MetricsServer(host, port, FamilyCollector(collect))
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            _fail(
+                f"cannot listen on {host!a} port {port} ({reason}): give an address of this "
+                "machine with --host and a free port with --port, or --port 0"
+            )
+        with server, reader:
+            thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
+            thread.start()
+            print(f"diloco-exporter: {server.url} has the metrics of {feed}", flush=True)
+            signal.sigwait(STOP_SIGNALS)
+            server.shutdown()
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals that end the exporter wait, in all threads, for `sigwait`: they cut nothing short."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        while signal.sigpending() & STOP_SIGNALS:  # a second one, while the first was obeyed
+            signal.sigwait(STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _say(sentence: str) -> None:
+    print(f"diloco-exporter: {sentence}", file=sys.stderr, flush=True)
+
+
+def _fail(sentence: str) -> NoReturn:
+    _say(sentence)
+    raise typer.Exit(CANNOT_START)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,180 @@
+"""Metrics over HTTP: prometheus_client writes the text, and no client can take more than its share.
+
+A scrape takes milliseconds, so a connection that is there for ten seconds is not one. At most sixteen
+are served at a time: the next one ends the oldest. So a client that says nothing, sends a byte now and
+then, or never reads its answer costs one thread for ten seconds and keeps nobody from scraping.
+"""
+
+import contextlib
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from diloco_tools.exporter.catalogue import catalogue
+from diloco_tools.exporter.metrics import Family
+
+MOST_CONNECTIONS = 16
+LONGEST_CONNECTION_S = 10.0
+POLL_S = 0.25  # how long the end of the server, and one connection too old, may have to wait
+
+HOME = b"diloco-exporter: the metrics are at /metrics\n"
+
+
+class FamilyCollector:
+    """What prometheus_client asks at each scrape; `collect_families` is asked in turn."""
+
+    def __init__(self, collect_families: Callable[[], Iterable[Family]]) -> None:
+        self._collect_families = collect_families
+
+    def collect(self) -> Iterable[Metric]:
+        """All families that have a sample now."""
+        return [_for_client(family) for family in self._collect_families()]
+
+    def describe(self) -> Iterable[Metric]:
+        """All families that there can be: so a scrape may ask for some by `name[]`."""
+        return [_for_client(Family(metric, ())) for metric in catalogue()]
+
+
+def _for_client(family: Family) -> Metric:
+    metric, names = family.metric, family.metric.labels
+    match metric.kind:
+        case "info":
+            info = InfoMetricFamily(metric.name.removesuffix("_info"), metric.help, labels=())
+            for values, _ in family.samples:
+                info.add_metric((), dict(zip(names, values, strict=True)))
+            return info
+        case "counter":
+            stem = metric.name.removesuffix("_total")
+            counter = CounterMetricFamily(stem, metric.help, labels=names, unit=metric.unit)
+            for values, value in family.samples:
+                counter.add_metric(values, value)
+            return counter
+        case _:
+            gauge = GaugeMetricFamily(metric.name, metric.help, labels=names, unit=metric.unit)
+            for values, value in family.samples:
+                gauge.add_metric(values, value)
+            return gauge
+
+
+class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Listens from its making on; `serve_forever` answers.
+
+    Raises:
+        OSError: the address is not one of this machine, or the port is taken.
+    """
+
+    daemon_threads = True
+    block_on_close = False  # a thread at its end sees its socket closed
+    allow_reuse_address = True  # a restart need not wait for the connections of the life before
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, collector: FamilyCollector) -> None:
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        self.address_family = family
+        registry = CollectorRegistry()
+        registry.register(collector)
+        self.app = make_wsgi_app(registry)
+        self._since: dict[socket.socket, float] = {}  # the oldest first
+        self._lock = threading.Lock()
+        super().__init__(address, _Handler)  # type: ignore[arg-type]
+
+    @property
+    def url(self) -> str:
+        """Where the metrics are."""
+        host, port = self.server_address[:2]
+        name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
+        return f"http://{f'[{name}]' if ':' in name else name}:{port}/metrics"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Take a connection, at the cost of the oldest one where there are too many."""
+        with self._lock:
+            while len(self._since) >= MOST_CONNECTIONS:
+                self._end(next(iter(self._since)))
+            self._since[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A connection has come to its end."""
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """End what has been there for too long; `serve_forever` calls this all the time."""
+        with self._lock:
+            late = time.monotonic() - LONGEST_CONNECTION_S
+            for request in [each for each, since in self._since.items() if since < late]:
+                self._end(request)
+
+    def server_close(self) -> None:
+        """Stop listening and end all connections."""
+        super().server_close()
+        with self._lock:
+            for request in list(self._since):
+                self._end(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is no error; anything else is one of ours."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+    def _end(self, request: socket.socket) -> None:
+        """Wake up the thread of a connection, which closes it."""
+        self._since.pop(request, None)
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request, one answer, then the connection ends: HTTP/1.0."""
+
+    server: MetricsServer
+    server_version = "diloco-exporter"
+    sys_version = ""
+    timeout = LONGEST_CONNECTION_S
+    wbufsize = -1  # headers and body in one segment
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        if path == "/metrics":
+            environment = {
+                "REQUEST_METHOD": "GET",
+                "PATH_INFO": path,
+                "QUERY_STRING": query,
+                "HTTP_ACCEPT": self.headers.get("Accept", ""),
+                "HTTP_ACCEPT_ENCODING": self.headers.get("Accept-Encoding", ""),
+            }
+            body = b"".join(self.server.app(environment, self._start))
+        elif path == "/":
+            self._start("200 OK", [("Content-Type", "text/plain; charset=utf-8")])
+            body = HOME
+        else:
+            self.send_error(404, "Not Found", "the metrics are at /metrics")
+            return
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _start(self, status: str, headers: list[tuple[str, str]]) -> None:
+        code, _, reason = status.partition(" ")
+        self.send_response(int(code), reason)
+        for name, value in headers:
+            self.send_header(name, value)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are not news."""

@@ -1,27 +1,34 @@
-"""The command diloco-top."""
+"""The command diloco-top: the full screen, or one screen of text, or JSON."""
 
 import json
 import math
+import os
 import sys
 import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from diloco_tools.feed import FeedError, FeedModel
+from diloco_tools.feed import FeedError, FeedModel, Freshness, Snapshot
+from diloco_tools.replay import History, read_history
 from diloco_tools.subscriber import DEFAULT_FEED_ADDRESS, FeedSubscriber
 from diloco_tools.top.notation import Glyphs
 from diloco_tools.top.screen import screen
 
 HEALTHY, DEGRADED, NO_FEED, INTERRUPTED = 0, 1, 2, 130
+LOOK_S = 1.0  # with --follow: how soon a feed that falls silent is noticed
+RENEW_AFTER_S = 15.0  # of silence: a host that vanished without a word may be back elsewhere
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
 @app.command(
-    epilog="Exit codes: 0 the run is healthy, 1 it is degraded (the reasons are printed), "
-    "2 no feed within --timeout."
+    epilog="Exit codes: 0 the run is healthy (or the full screen was left), 1 it is degraded (the "
+    "reasons are printed), 2 no feed within --timeout, or the command line cannot work."
 )
 def top(
     address: Annotated[
@@ -36,7 +43,7 @@ def top(
         bool,
         typer.Option(
             "--once",
-            help="Print one screen and exit. So far this is what happens without it, too.",
+            help="Print one screen of text and exit; so does an output that is no terminal.",
         ),
     ] = False,
     as_json: Annotated[
@@ -46,38 +53,169 @@ def top(
             help="Print one snapshot as one JSON object, with the verdict under [bold]monitor[/].",
         ),
     ] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="With --json or --once: go on, a line or a screen for each snapshot.",
+        ),
+    ] = False,
+    readonly: Annotated[
+        bool, typer.Option("--readonly", help="No key changes the run; the screen says so.")
+    ] = False,
+    ascii_only: Annotated[
+        bool, typer.Option("--ascii", help="Draw with ASCII signs only.")
+    ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Show a past run: the history.jsonl in the folder that the broker saved to.",
+        ),
+    ] = None,
+    control: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDR",
+            help="Where to send control requests, if not to the address that the feed names.",
+        ),
+    ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long to wait for the broker.")
+        float,
+        typer.Option(metavar="SECONDS", help="How long text and JSON wait for the broker."),
     ] = 5.0,
 ) -> None:
-    """Show the state of a DiLoCo run: its round, its workers, its traffic.
+    """Show a DiLoCo run in the terminal: its round, its workers, its traffic; and steer it.
 
-    Reads the feed of a running diloco-broker and changes nothing there.
+    Reads the feed of a running diloco-broker. Keys that change the run ask before, and send the
+    change to the broker's control address; [bold]?[/] lists all keys.
     """
     if not (timeout > 0 and math.isfinite(timeout)):
         _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")
-    model = FeedModel()
+    glyphs = Glyphs.ascii() if ascii_only else Glyphs.for_encoding(sys.stdout.encoding)
     try:
-        with FeedSubscriber(address) as feed:
-            snapshot = feed.receive(timeout)
+        history = None if replay is None else read_history(replay)
+        if not (once or as_json or follow) and _is_terminal():
+            _full_screen(address, history, replay, glyphs, control, readonly)
+            return
+        if history is not None:
+            verdicts = _printed_history(history, str(replay), as_json, follow, glyphs)
+        else:
+            verdicts = _printed_feed(address, timeout, as_json, follow, glyphs)
+        healthy = True
+        for healthy in verdicts:  # noqa: B007
+            pass
     except FeedError as error:
         _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    if snapshot is None:
-        _fail(_silence(feed, timeout))
-    now = time.monotonic()
-    model.update(snapshot, now)
+    raise typer.Exit(HEALTHY if healthy else DEGRADED)
+
+
+def _printed_feed(
+    address: str, timeout: float, as_json: bool, follow: bool, glyphs: Glyphs
+) -> Iterator[bool]:
+    """Print what arrives, the first or all; healthy or not, for each that was printed."""
+    model = FeedModel()
+    printed: Freshness | None = None
+    for snapshot in _snapshots(address, timeout):
+        now = time.monotonic()
+        is_news = snapshot is not None and model.update(snapshot, now)
+        # Silence is news for people, too: once when the feed turns late, and once when it turns stale.
+        if is_news or (not as_json and model.freshness(now) is not printed):
+            if printed is not None and not as_json:
+                print()
+            printed = model.freshness(now)
+            yield _show(model, now, address, as_json, glyphs)
+            if not follow:
+                return
+
+
+def _snapshots(address: str, timeout: float) -> Iterator[Snapshot | None]:
+    """Snapshots as they come, None for each second without; ends by itself if none ever comes."""
+    ever = False
+    while True:
+        with FeedSubscriber(address) as feed:
+            heard_at = time.monotonic()
+            while time.monotonic() - heard_at < RENEW_AFTER_S:
+                snapshot = feed.receive(LOOK_S if ever else timeout)
+                if snapshot is None and not ever:
+                    _fail(_silence(feed, timeout))
+                if snapshot is not None:
+                    ever, heard_at = True, time.monotonic()
+                yield snapshot
+
+
+def _printed_history(
+    history: History, name: str, as_json: bool, follow: bool, glyphs: Glyphs
+) -> Iterator[bool]:
+    """Print the end of a history, or all of it."""
+    for moment in history.moments if follow else history.moments[-1:]:
+        model = FeedModel()
+        model.update(moment.snapshot, moment.at)
+        yield _show(model, moment.at, name, as_json, glyphs)
+
+
+def _show(model: FeedModel, now: float, address: str, as_json: bool, glyphs: Glyphs) -> bool:
+    """Print one snapshot; whether the run is healthy."""
     verdict = model.verdict(now)
-    if as_json:
+    if as_json and model.snapshot is not None:
         monitor = {"verdict": verdict.word, "reasons": verdict.reasons}
-        print(json.dumps({**snapshot.raw, "monitor": monitor}))
+        print(json.dumps({**model.snapshot.raw, "monitor": monitor}), flush=True)
     else:
         console = Console(highlight=False)
-        glyphs = Glyphs.for_encoding(sys.stdout.encoding)
         text = screen(model, now, address, console.width, glyphs)
         console.print(text, soft_wrap=True)  # the screen has its width already
-    raise typer.Exit(HEALTHY if verdict.healthy else DEGRADED)
+    return verdict.healthy
+
+
+def _is_terminal() -> bool:
+    """Whether a full screen can be drawn: it reads from one stream and draws on another."""
+    streams = (sys.stdin, sys.stdout, sys.__stderr__)
+    return os.environ.get("TERM") not in ("dumb", "") and all(
+        stream is not None and stream.isatty() for stream in streams
+    )
+
+
+def _has_textual() -> bool:
+    try:
+        return find_spec("textual") is not None
+    except ValueError:  # somebody has put something without a spec in its place
+        return False
+
+
+def _full_screen(
+    address: str,
+    history: History | None,
+    replay: Path | None,
+    glyphs: Glyphs,
+    control: str | None,
+    readonly: bool,
+) -> None:
+    if not _has_textual():
+        _fail(
+            "the full screen needs the package textual: pip install 'diloco-broker[top]', or use "
+            "--once, which needs nothing more"
+        )
+    # Only now: it takes a while to import, and text and JSON do without it.
+    from diloco_tools.top.application import Top
+    from diloco_tools.top.playing import Player
+
+    player = None if history is None else Player(history.moments, time.monotonic())
+    if history is None:
+        FeedSubscriber(address).close()  # what is no address is told on the command line
+    shown = Top(
+        address if replay is None else str(replay),
+        open_feed=None if history is not None else lambda: FeedSubscriber(address),
+        control=control,
+        readonly=readonly,
+        glyphs=glyphs,
+        player=player,
+        colour="NO_COLOR" not in os.environ,
+    )
+    if history is not None and history.skipped:
+        shown.say(f"{history.skipped} damaged lines of the history were left out.")
+    shown.run()
 
 
 def _silence(feed: FeedSubscriber, timeout_s: float) -> str:

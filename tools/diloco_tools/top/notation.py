@@ -1,8 +1,8 @@
 """How quantities and conditions are written on a terminal: few characters, never a wrong one."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 from rich.cells import cell_len, set_cell_size
 
@@ -20,18 +20,27 @@ class Glyphs:
     empty: str
     none: str
     ellipsis: str
+    arrow: str
+    play: str
+    levels: str  # of a sparkline, from the least to the greatest
     encoding: str = "utf-8"
 
     @staticmethod
     def for_encoding(encoding: str | None) -> "Glyphs":
         """The Unicode signs if `encoding` has all of them, else signs of plain ASCII."""
-        unicode = Glyphs("●", "◐", "○", "█", "░", "—", "…", encoding or "utf-8")
-        signs = (unicode.good, unicode.uneasy, unicode.bad, unicode.full, unicode.empty)
+        unicode = Glyphs(
+            "●", "◐", "○", "█", "░", "—", "…", "→", "▶", "▁▂▃▄▅▆▇█", encoding or "utf-8"
+        )
         try:
-            "".join((*signs, unicode.none, unicode.ellipsis)).encode(unicode.encoding)
+            "".join(astuple(unicode)[:-1]).encode(unicode.encoding)
         except (UnicodeEncodeError, LookupError):
-            return Glyphs("+", "!", "x", "#", ".", "-", "~", encoding or "ascii")
+            return Glyphs.ascii(encoding)
         return unicode
+
+    @staticmethod
+    def ascii(encoding: str | None = None) -> "Glyphs":
+        """Signs of plain ASCII; names of strangers are written in `encoding`, or ASCII as well."""
+        return Glyphs("+", "!", "x", "#", ".", "-", "~", "->", ">", "_.:-=+*#", encoding or "ascii")
 
     def printable(self, text: str) -> str:
         """`text` of a stranger with what would move the cursor or not encode replaced by "?"."""
@@ -56,6 +65,40 @@ class Glyphs:
         """A progress bar; full only when it is."""
         filled = min(cells, cells * max(0, part) // whole) if whole > 0 else 0
         return self.full * filled + self.empty * (cells - filled)
+
+    def spark(self, values: Sequence[float | None], cells: int) -> str:
+        """The last `cells` values as signs of different height; a blank for what is no number."""
+        return self.chart(values, cells, 1)[0]
+
+    def chart(self, values: Sequence[float | None], cells: int, rows: int) -> list[str]:
+        """The last `cells` values as columns of `rows` lines, scaled from the least to the greatest."""
+        shown = [v if v is not None and math.isfinite(v) else None for v in values[-cells:]]
+        numbers = [v for v in shown if v is not None]
+        least, most = (min(numbers), max(numbers)) if numbers else (0.0, 0.0)
+        steps = len(self.levels)
+        top = rows * steps - 1
+        # A curve that does not move is half high, or flat if it is zero.
+        still = top // 2 if most else 0
+        heights = [
+            -1 if v is None else still if most == least else int(_share(v, least, most) * top + 0.5)
+            for v in shown
+        ]
+        lines = []
+        for row in range(rows - 1, -1, -1):
+            levels = (height - row * steps for height in heights)
+            lines.append(
+                "".join(
+                    " " if h < 0 and (row or h >= -1) else self.levels[min(max(h, 0), steps - 1)]
+                    for h in levels
+                ).ljust(cells)
+            )
+        return lines
+
+
+def _share(value: float, least: float, most: float) -> float:
+    """Where `value` lies between the two, 0 to 1; halved first, for differences may overflow."""
+    span = most / 2 - least / 2
+    return (value / 2 - least / 2) / span if span else 0.5
 
 
 OK = "green"

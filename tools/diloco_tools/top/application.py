@@ -1,0 +1,464 @@
+"""The full screen of diloco-top: keys, dialogs, and one canvas on which the picture is drawn.
+
+What is shown comes from the feed (or a history) and nothing else: a key asks the broker for something,
+its answer is a sentence in the status line, and the table changes when the feed says so.
+"""
+
+import copy
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import tzinfo
+from typing import ClassVar
+
+from rich.text import Text
+from textual import events, on
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.css.query import NoMatches
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Input, Static
+
+from diloco_tools.feed import FeedModel, Freshness, Snapshot, Worker
+from diloco_tools.series import RunSeries
+from diloco_tools.top import palette, sentences
+from diloco_tools.top.canvas import Canvas
+from diloco_tools.top.dialogs import NewRate, Page, Question, TypedWord
+from diloco_tools.top.keys import KEYS, keys_for
+from diloco_tools.top.listening import Feed, Listener
+from diloco_tools.top.load import CpuUse
+from diloco_tools.top.notation import BAD, OK, QUIET, UNEASY, Glyphs
+from diloco_tools.top.picture import picture
+from diloco_tools.top.playing import Player
+from diloco_tools.top.scene import Replayed, Said, Scene
+from diloco_tools.top.steering import Answer, Ask, ask_broker, control_address
+from diloco_tools.top.view import View
+
+REFRESH_S = 1.2  # without a snapshot for so long ages go on by themselves
+LOOK_S = 0.4  # how often that is looked at
+PLAY_S = 0.1  # how often a replay looks whether the next moment is due
+SAID_FOR_S = 30.0  # a sentence gives its place back
+
+
+class Arrived(Message):
+    """A snapshot, and when it came by the screen's clock."""
+
+    def __init__(self, snapshot: Snapshot, at: float) -> None:
+        super().__init__()
+        self.snapshot, self.at = snapshot, at
+
+
+class Complained(Message):
+    """What the listener cannot read."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = text
+
+
+class Answered(Message):
+    """What the broker, or the network, said to a request."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__()
+        self.answer = answer
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What stands still: the picture as it was `at`."""
+
+    model: FeedModel
+    series: RunSeries
+    cpu: float | None
+    at: float
+
+
+def _bindings() -> list[BindingType]:
+    """One binding for each key of the list, and the keys that only move something."""
+    made: list[BindingType] = [
+        Binding(key.names, key.action, show=False) for key in KEYS if key.action
+    ]
+    moves = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10}
+    made += [Binding(key, f"move({by})", show=False) for key, by in moves.items()]
+    steps = {"shift+right": 10, "shift+left": -10}
+    made += [Binding(key, f"step({by})", show=False) for key, by in steps.items()]
+    return [
+        *made,
+        Binding("O", "reverse", show=False),
+        Binding("plus,equals_sign", "speed(1)", show=False),
+        Binding("minus", "speed(-1)", show=False),
+        Binding("escape", "clear", show=False),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+    ]
+
+
+class Top(App[None]):
+    """The full screen.
+
+    Args:
+        address: of the feed, or the name of the history; shown in the header.
+        open_feed: connects to the feed; None: snapshots come by `take` (a test) or from `player`.
+        ask: sends a request to a broker and waits; it is called in a thread.
+        control: the control address, where it is not the one that the feed names.
+        readonly: no key changes the run.
+        clock: seconds, monotonic. All ages are by it.
+        player: a history to play instead of a feed.
+        zone: time zone of a replay; None: that of this machine.
+    """
+
+    ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = None  # else the filter, though hidden, would take the keys
+    CSS = palette.CSS
+    BINDINGS: ClassVar[list[BindingType]] = _bindings()
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        open_feed: Callable[[], Feed] | None = None,
+        ask: Ask = ask_broker,
+        control: str | None = None,
+        readonly: bool = False,
+        glyphs: Glyphs | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        player: Player | None = None,
+        zone: tzinfo | None = None,
+        colour: bool = True,
+    ) -> None:
+        # With the terminal's own colours Textual takes all colour out where NO_COLOR is set.
+        super().__init__(ansi_color=None if colour else True)
+        self.ansi_theme_dark = palette.COLOURS
+        self.register_theme(palette.THEME)
+        self.theme = palette.THEME.name
+        self.title = "diloco-top"
+        self.glyphs = glyphs or Glyphs.for_encoding("utf-8")
+        self.set_class(self.glyphs.ellipsis.isascii(), "ascii")
+        self.model, self.series, self.cpu = FeedModel(), RunSeries(), CpuUse()
+        self.view = View()
+        self.said, self._said_at = Said(), 0.0
+        self._drawn_at = -math.inf
+        self._address, self._control, self._readonly = address, control, readonly
+        self._ask, self._clock, self._player, self._zone = ask, clock, player, zone
+        self._keys = keys_for(readonly=readonly, replay=player is not None)
+        self._frozen: Frozen | None = None
+        self._asking = ""  # the request under way
+        self._listener = open_feed and Listener(open_feed, self.heard, self._heard_complaint)
+
+    def compose(self) -> ComposeResult:
+        yield Canvas(self.redraw)
+        with Horizontal(id="filter-row"):
+            yield Static(Text("filter", "bold"))
+            hint = "part of an id, a host, a state or a health"
+            yield Input(placeholder=hint, compact=True, id="filter")
+
+    def on_mount(self) -> None:
+        self.set_interval(LOOK_S if self._player is None else PLAY_S, self._tick)
+        if self._listener is not None:
+            self._listener.start()
+
+    def on_unmount(self) -> None:
+        if self._listener is not None:
+            self._listener.stop()
+
+    # What comes from outside, in threads of its own.
+
+    def heard(self, snapshot: Snapshot) -> None:
+        """A snapshot came; any thread may say so."""
+        self.post_message(Arrived(snapshot, self._clock()))
+
+    def _heard_complaint(self, text: str) -> None:
+        self.post_message(Complained(text))
+
+    def on_arrived(self, event: Arrived) -> None:
+        if self.model.update(event.snapshot, event.at):
+            self.series.update(event.snapshot, event.at)
+            self.cpu.update(event.snapshot)
+        self.redraw()
+
+    def on_complained(self, event: Complained) -> None:
+        self.say(event.text, UNEASY)
+
+    def on_answered(self, event: Answered) -> None:
+        self._asking = ""
+        self.say(event.answer.text, OK if event.answer.ok else BAD)
+
+    # Drawing.
+
+    def say(self, text: str, style: str = "") -> None:
+        """Put a sentence into the status line."""
+        self.said, self._said_at = Said(text, style), self._clock()
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Draw the picture as it is now."""
+        self._drawn_at = self._clock()
+        with suppress(
+            LookupError, NoMatches
+        ):  # a message may come before the canvas is there, or after it
+            canvas = self.screen_stack[0].query_one(Canvas)
+            width, height = canvas.size
+            if width and height:
+                canvas.show(picture(self.scene(), self.view, width, height, self.glyphs))
+
+    def scene(self) -> Scene:
+        """What the picture is made from."""
+        now = self._clock()
+        if self.said.text and not self._asking and now - self._said_at > SAID_FOR_S:
+            self.said = Said()
+        if self._player is not None:
+            return self._replayed(self._player)
+        live = Scene(
+            model=self.model,
+            series=self.series,
+            now=now,
+            fresh=self.model.freshness(now),
+            age_s=self.model.age_s(now),
+            address=self._address,
+            cpu=self.cpu.value,
+            readonly=self._readonly,
+            said=self.said,
+            keys=self._keys,
+        )
+        if (frozen := self._frozen) is None:
+            return live
+        return replace(
+            live,
+            model=frozen.model,
+            series=frozen.series,
+            cpu=frozen.cpu,
+            now=frozen.at,
+            frozen_s=now - frozen.at,
+        )
+
+    def _replayed(self, player: Player) -> Scene:
+        model, series, cpu = player.picture()
+        moment = player.moment
+        return Scene(
+            model=model,
+            series=series,
+            now=moment.at,
+            fresh=Freshness.LIVE,
+            age_s=0.0,
+            address=self._address,
+            cpu=cpu.value,
+            replay=Replayed(
+                at=moment.at,
+                place=player.index + 1,
+                moments=len(player.moments),
+                playing=player.playing,
+                speed=player.speed,
+                zone=self._zone,
+            ),
+            said=self.said,
+            keys=self._keys,
+        )
+
+    def _tick(self) -> None:
+        if self._player is None:
+            # Snapshots that come in time draw the picture themselves: once a second is enough.
+            if self._clock() - self._drawn_at >= REFRESH_S:
+                self.redraw()
+            return
+        before = (self._player.index, self._player.playing, self.said)
+        self._player.tick(self._clock())
+        if before != (self._player.index, self._player.playing, self.said):
+            self.redraw()
+
+    # The table.
+
+    def _shown(self) -> Snapshot | None:
+        scene = self.scene()
+        return scene.model.at(scene.now)
+
+    def _marked(self) -> Worker | None:
+        snapshot = self._shown()
+        rows = self.view.rows(snapshot.workers) if snapshot else []
+        return next((worker for worker in rows if worker.id == self.view.marked), None)
+
+    def action_move(self, by: int) -> None:
+        if (snapshot := self._shown()) is not None:
+            self.view.move(by, self.view.rows(snapshot.workers))
+            self.redraw()
+
+    def on_click(self, event: events.Click) -> None:
+        canvas = self.screen_stack[0].query_one(Canvas)
+        if event.widget is canvas and (name := canvas.picture.worker_at(event.y)) is not None:
+            self.view.marked = name
+            self.redraw()
+
+    def on_mouse_scroll_down(self) -> None:
+        self.action_move(1)
+
+    def on_mouse_scroll_up(self) -> None:
+        self.action_move(-1)
+
+    def action_sort(self) -> None:
+        self.view.next_order()
+        self.redraw()
+
+    def action_reverse(self) -> None:
+        self.view.reverse = not self.view.reverse
+        self.redraw()
+
+    def action_filter(self) -> None:
+        self.query_one("#filter-row").add_class("open")
+        entry = self.query_one("#filter", Input)
+        entry.value = self.view.wanted
+        entry.focus()
+
+    @on(Input.Changed, "#filter")
+    def filter_changed(self, event: Input.Changed) -> None:
+        self.view.wanted = event.value.strip()
+        self.redraw()
+
+    @on(Input.Submitted, "#filter")
+    def filter_submitted(self) -> None:
+        self._close_filter()
+
+    def action_clear(self) -> None:
+        """Escape: no filter, and nothing in the status line."""
+        self.view.wanted = ""
+        self.query_one("#filter", Input).value = ""
+        self.said = Said()
+        self._close_filter()
+
+    def _close_filter(self) -> None:
+        self.query_one("#filter-row").remove_class("open")
+        self.set_focus(None)
+        self.redraw()
+
+    def action_freeze(self) -> None:
+        if self._player is not None:
+            return
+        if self._frozen is not None or self.model.snapshot is None:
+            self._frozen = None
+        else:
+            self._frozen = Frozen(
+                copy.copy(self.model), copy.deepcopy(self.series), self.cpu.value, self._clock()
+            )
+        self.redraw()
+
+    def action_details(self) -> None:
+        if (worker := self._marked()) is not None:
+            rate = self.scene().series.rate_of(worker.id)
+            title = self.glyphs.printable(f"Worker {worker.id}")
+            self.push_screen(Page(title, sentences.details(worker, rate, self.glyphs)))
+
+    def action_help(self) -> None:
+        self.push_screen(Page("diloco-top: keys", sentences.help_page(self._keys, self.glyphs)))
+
+    # The history.
+
+    def _play(self, move: Callable[[Player], None]) -> None:
+        if self._player is not None:
+            move(self._player)
+            self.redraw()
+
+    def action_play(self) -> None:
+        self._play(lambda player: player.toggle(self._clock()))
+
+    def action_step(self, by: int) -> None:
+        self._play(lambda player: player.step(by))
+
+    def action_first(self) -> None:
+        self._play(Player.first)
+
+    def action_last(self) -> None:
+        self._play(Player.last)
+
+    def action_speed(self, by: int) -> None:
+        self._play(lambda player: player.change_speed(by, self._clock()))
+
+    # The run.
+
+    def _where(self) -> str | None:
+        """The control address if this screen may steer the run; else why not is said."""
+        if self._player is not None:
+            self.say("This is a history: there is nothing to steer.", QUIET)
+            return None
+        if self._readonly:
+            self.say("diloco-top was started with --readonly: it changes nothing.", QUIET)
+            return None
+        if self._asking:
+            self.say(f"Still waiting for the answer to {self._asking}.", QUIET)
+            return None
+        if self._control is not None:
+            return self._control
+        if self.model.snapshot is None or not self.model.snapshot.control:
+            self.say("The feed has not named the control address yet: give --control ADDR.", UNEASY)
+            return None
+        return control_address(self.model.snapshot.control, self._address)
+
+    def _request(self, action: str, arguments: Mapping[str, object] | None = None) -> None:
+        """Send a request in a thread: the screen goes on, and the answer comes as a message."""
+        address = self._where()
+        if address is None:
+            return
+
+        def wait() -> None:
+            self.post_message(Answered(self._ask(address, action, arguments or {})))
+
+        self._asking = action
+        self.say(f"{action}: waiting for the answer of {address}", QUIET)
+        # Not a worker of Textual: quitting would wait for the answer.
+        threading.Thread(target=wait, name="control", daemon=True).start()
+
+    def _dialog(self, dialog: Screen[bool], action: str, **arguments: object) -> None:
+        def then(yes: bool | None) -> None:
+            if yes:
+                self._request(action, arguments)
+
+        self.push_screen(dialog, then)
+
+    def action_kick(self) -> None:
+        if self._where() is None:
+            return
+        worker, snapshot = self._marked(), self._shown()
+        if worker is None or snapshot is None:
+            self.say("There is no worker to kick.", QUIET)
+            return
+        title = sentences.kick_title(worker, self.glyphs)
+        said = sentences.kick(worker, snapshot, self.glyphs)
+        self._dialog(Question(title, said, "kick it"), "kick", worker=worker.id)
+
+    def action_save(self) -> None:
+        self._request("save")
+
+    def action_rate(self) -> None:
+        if self._where() is None:
+            return
+        snapshot = self.model.snapshot
+        old = snapshot.outer.lr if snapshot else None
+        if snapshot is not None and old is None:
+            kind = snapshot.outer.optimizer or "outer optimizer"
+            self.say(f"The learning rate of {kind} is its own: it cannot be set here.", QUIET)
+            return
+
+        def then(new: float | None) -> None:
+            if new is not None:
+                self._request("set", {"outer_lr": new})
+
+        self.push_screen(NewRate(old, self.glyphs), then)
+
+    def action_pause(self) -> None:
+        if self._where() is None:
+            return
+        snapshot = self.model.snapshot
+        if snapshot is not None and snapshot.state == "paused":
+            self._request("resume")
+        else:
+            self._dialog(Question("Pause the run?", sentences.PAUSE, "pause"), "pause")
+
+    def action_shutdown(self) -> None:
+        if self._where() is None:
+            return
+        snapshot = self.model.snapshot
+        said = sentences.shutdown(snapshot, self.glyphs)
+        word = self.glyphs.printable(sentences.shutdown_word(snapshot))
+        self._dialog(TypedWord("Stop the broker?", said, word), "shutdown")

@@ -1,0 +1,265 @@
+"""What there is to say about a run, as labelled rows of short parts. Pure; no widths in here.
+
+Each function answers one question with parts that a display puts in a row. An empty part is left out.
+"""
+
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from diloco_tools.feed import Fragment, Rejection, Snapshot
+from diloco_tools.top.notation import (
+    BAD,
+    OK,
+    UNEASY,
+    Glyphs,
+    byte_size,
+    duration,
+    number,
+    scaled,
+)
+
+NAMES = 4  # of missing workers in one row
+
+Part = str | Text
+
+
+def texts(parts: Sequence[Part], glyphs: Glyphs) -> list[Text]:
+    """The parts that are not empty, each fit for a terminal."""
+    made = (part if isinstance(part, Text) else Text(glyphs.printable(part)) for part in parts)
+    return [text for text in made if text.plain]
+
+
+def run_name(snapshot: Snapshot) -> str:
+    """The first eight signs of the run's id: what displays show, and what shutdown wants typed."""
+    return (snapshot.run or "")[:8]
+
+
+def has_round(snapshot: Snapshot) -> bool:
+    """Before the first round the feed has a round 0 in which nobody is expected."""
+    now_open = snapshot.round
+    return snapshot.mode != "async" and bool(now_open and (now_open.number or now_open.expected))
+
+
+def round_parts(snapshot: Snapshot, glyphs: Glyphs) -> Sequence[Part]:
+    """The open round: how far it is, and who is missing."""
+    now_open = snapshot.round
+    if now_open is None or not has_round(snapshot):
+        return ()
+    arrived, expected = len(now_open.arrived), len(now_open.expected)
+    return (
+        f"{now_open.number} {now_open.phase} {duration(now_open.age_s)}",
+        f"fragment {now_open.fragment}" if len(snapshot.fragments) > 1 else "",
+        Text(f"{arrived}/{expected} arrived {glyphs.bar(arrived, expected)}"),
+        _names("missing", now_open.missing),
+    )
+
+
+def applied_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """What an asynchronous run has instead of a round."""
+    count = sum(part.gradients for part in snapshot.fragments)
+    reducer = snapshot.reducer
+    return (
+        f"{count} push{'es' if count != 1 else ''}",
+        f"{reducer.submissions} under way" if reducer.submissions else "",
+        f"{reducer.waiting} waiting for a slot" if reducer.waiting else "",
+    )
+
+
+def state_part(snapshot: Snapshot, glyphs: Glyphs) -> Text:
+    """Training, or in colour what it does instead."""
+    if snapshot.state == "paused" and snapshot.paused_for_s is not None:
+        return Text(f"paused for {duration(snapshot.paused_for_s)}", UNEASY)
+    return Text(glyphs.printable(snapshot.state), "" if snapshot.state == "training" else UNEASY)
+
+
+def counts_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """Workers alive, participating in this round, averaged in the last one: never one number."""
+    counts = snapshot.counts
+    wanted = snapshot.workers_wanted
+    return (
+        f"{counts.alive} alive",
+        f"{counts.participating} participating",
+        f"{counts.averaged} averaged",
+        f"{wanted} wanted" if wanted is not None else "",
+        count(snapshot.totals.deaths, "died", BAD),
+    )
+
+
+def last_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """The round, or the push, that was counted last."""
+    last = snapshot.last_round
+    if last is None:
+        return ()
+    has_rounds = snapshot.mode != "async"
+    return (
+        f"round {last.number}" if has_rounds else f"push {last.number + 1}",
+        f"took {last.seconds:.1f} s" if has_rounds else "",
+        f"{last.averaged} averaged"
+        if has_rounds
+        else f"{last.staleness} version{'s'[: last.staleness != 1]} old",
+        f"loss {number(last.loss)}" if last.loss is not None else "",
+        f"delta norm {last.delta_norm:.3g}" if last.delta_norm is not None else "",
+    )
+
+
+def optimizer_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """The outer optimizer and what may be changed about it."""
+    outer = snapshot.outer
+    return (
+        f"{outer.optimizer} {outer.variant or ''}".strip(),
+        f"lr {outer.lr:g}" if outer.lr is not None else "",
+        f"momentum {outer.momentum:g}" if outer.momentum is not None else "",
+    )
+
+
+def terms_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """How often is exchanged, and in which dtypes."""
+    return (
+        f"every {snapshot.sync_every} steps" if snapshot.sync_every else "",
+        f"{snapshot.wire_dtype} up, {snapshot.reply_dtype} down" if snapshot.wire_dtype else "",
+    )
+
+
+def has_buffer(snapshot: Snapshot) -> bool:
+    """Whether gradients are buffered between momentum steps; a buffer of one is none."""
+    return (snapshot.outer.buffer or 0) > 1
+
+
+def buffers_part(snapshot: Snapshot) -> str:
+    """How full the buffer of the outer optimizer is, fragment by fragment."""
+    if not has_buffer(snapshot):
+        return ""
+    size = snapshot.outer.buffer
+    return "buffer " + " ".join(f"{part.buffered}/{size}" for part in snapshot.fragments)
+
+
+def reducing_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """What differs from a plain mean of everyone's contribution; empty where nothing does."""
+    reducer = snapshot.reducer
+    parts = (
+        f"quorum {reducer.quorum}, {reducer.grace_s:g} s grace, late work: {reducer.late}"
+        if reducer.quorum is not None
+        else "",
+        reducer.aggregate if reducer.aggregate != "mean" else "",
+        "deterministic" if reducer.deterministic else "",
+        f"weights by {reducer.weight_by}" if reducer.weight_by != "equal" else "",
+    )
+    return parts if any(parts) else ()
+
+
+def merging_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """How workers take in the fragments; nothing where the model is one fragment."""
+    if len(snapshot.fragments) < 2:
+        return ()
+    return (
+        f"merged after {snapshot.fragment_sync_delay} steps",
+        f"alpha {snapshot.fragment_update_alpha:g}"
+        if snapshot.fragment_merge == "alpha"
+        else snapshot.fragment_merge,
+    )
+
+
+def fragment_part(part: Fragment, snapshot: Snapshot, *, wordy: bool) -> Text:
+    """Version and buffer of one fragment; bold for the one that the open round concerns."""
+    several = len(snapshot.fragments) > 1
+    words = [f"{part.fragment}:v{part.version}" if several else f"v{part.version}"]
+    if has_buffer(snapshot):
+        fill = f"{part.buffered}/{snapshot.outer.buffer}"
+        words.append(fill if several and not wordy else f"buffer {fill}")
+    if wordy and part.contributions:
+        words.append(f"{part.contributions} in")
+    now_open = has_round(snapshot) and snapshot.round and snapshot.round.fragment == part.fragment
+    return Text(" ".join(words), "bold" if several and now_open else "")
+
+
+def model_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """The size of the model, and its version."""
+    size = snapshot.model
+    if size is None:
+        return ()
+    versions = " ".join(str(part.version) for part in snapshot.fragments)
+    plural = "s" if len(snapshot.fragments) > 1 else ""
+    return (
+        f"{scaled(size.parameters)} parameters",
+        f"{size.tensors} tensors",
+        byte_size(size.bytes),
+        f"version{plural} {versions}" if versions else "",
+    )
+
+
+def traffic_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """Bytes and pushes so far."""
+    totals = snapshot.totals
+    return (
+        f"{byte_size(totals.bytes_up)} up",
+        f"{byte_size(totals.bytes_down)} down",
+        f"{totals.pushes} pushes",
+        count(totals.rejected, "rejected", UNEASY),
+        count(totals.malformed, "malformed", UNEASY),
+    )
+
+
+def loop_parts(snapshot: Snapshot, cpu: float | None = None) -> Sequence[Part]:
+    """What the broker itself takes. `cpu` is its use of one core over the last moments, 0 to 1."""
+    loop = snapshot.loop
+    used = f"{100 * cpu:.0f}%" if cpu is not None else ""
+    spent = duration(loop.cpu_s) if loop.cpu_s is not None else ""
+    return (
+        f"turn {loop.longest_turn_ms:.1f} ms" if loop.longest_turn_ms is not None else "",
+        f"cpu {used or spent}" if used or spent else "",
+        f"rss {byte_size(loop.rss_bytes)}" if loop.rss_bytes is not None else "",
+    )
+
+
+def checkpoint_parts(snapshot: Snapshot, glyphs: Glyphs) -> Sequence[Part]:
+    """The newest checkpoint and its age, or why there is none."""
+    saved = snapshot.checkpoint
+    if saved is None:
+        # A broker that says nothing of its checkpoints is an older one, not one without a folder.
+        nothing = "checkpoint" in snapshot.raw
+        return (Text("no save folder: nothing is kept", UNEASY),) if nothing else ()
+    parts: list[Part] = []
+    if saved.error:
+        parts.append(Text(f"NOT SAVED: {glyphs.printable(saved.error)}", BAD))
+    if saved.round is not None and saved.age_s is not None:
+        style = "" if saved.error else OK
+        parts.append(Text(f"saved round {saved.round} {duration(saved.age_s)} ago", style))
+    elif not saved.error:
+        parts.append("not saved yet")
+    return parts
+
+
+def reasons(snapshot: Snapshot) -> str:
+    """Refused pushes and messages by reason, the most frequent first."""
+    # The feed's parser leaves what is inside a mapping as it came.
+    counted = ((code, n) for code, n in snapshot.totals.refused.items() if isinstance(n, int))
+    refused = sorted(counted, key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{number} {code.replace('_', ' ')}" for code, number in refused)
+
+
+def newest_rejections(snapshot: Snapshot, most: int) -> list[Rejection]:
+    """The last refused pushes, the newest first."""
+    return sorted(snapshot.rejections, key=lambda refused: refused.age_s)[:most]
+
+
+def rejection(refused: Rejection, glyphs: Glyphs) -> str:
+    """Whose push it was and why it was refused; the sentence says it better than its code."""
+    return glyphs.printable(f"{refused.worker}: {refused.text or refused.code}")
+
+
+def plural(value: int, what: str) -> str:
+    """A count of things: 1 restart, 2 restarts."""
+    return f"{value} {what}{'s'[: value != 1]}"
+
+
+def count(value: int, what: str, style: str) -> Text:
+    """A number that should be 0: in colour where it is not."""
+    return Text(f"{value} {what}", style if value else "")
+
+
+def _names(label: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return f"{label} {', '.join(sorted(names)[:NAMES])}{more}"

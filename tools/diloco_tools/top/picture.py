@@ -1,0 +1,159 @@
+"""The whole of the full screen as lines of styled text: as many as the window has. Pure.
+
+The height decides: rows that must be there, then workers, then events; from 32 lines on there is air
+between them, and curves take several lines.
+"""
+
+from dataclasses import dataclass, replace
+
+from rich.text import Text
+
+from diloco_tools.feed import Snapshot, Worker
+from diloco_tools.top import panes
+from diloco_tools.top.keys import footer
+from diloco_tools.top.lines import apart, flow
+from diloco_tools.top.notation import QUIET, UNEASY, Glyphs
+from diloco_tools.top.scene import Said, Scene
+from diloco_tools.top.table import FULL_SCREEN, Row, Table, lay_out
+from diloco_tools.top.view import View
+
+MIN_WIDTH, MIN_HEIGHT = 80, 24  # everything is there at 80 by 24
+TALL = 32  # lines from which there is room for air
+CURVE = 4  # lines of a curve on a tall screen
+EVENTS, EVENTS_TALL = 4, 8  # lines kept for events when there are many workers
+LONG_EVENT = 3  # lines that one event may have
+MARKED = "bold on #2b3648"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Lines from top to bottom; workers `first` and on stand in `shown` lines from line `top` on."""
+
+    lines: list[Text]
+    rows: list[Worker]
+    top: int = 0
+    first: int = 0
+    shown: int = 0
+
+    def worker_at(self, line: int) -> str | None:
+        """The id of the worker in that line of the screen."""
+        place = line - self.top
+        return self.rows[self.first + place].id if 0 <= place < self.shown else None
+
+
+def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -> Picture:
+    """What the window shows. Settles the marked worker and the scroll of `view`."""
+    wide = max(width, MIN_WIDTH)
+    inside = wide - 2  # a column of air at either side
+    snapshot = scene.model.at(scene.now)
+    paused = snapshot is not None and snapshot.state == "paused"
+    foot = footer(scene.keys, wide, glyphs, paused=paused, frozen=scene.frozen_s is not None)
+    head = panes.header(scene, wide, glyphs)
+    if snapshot is None:
+        body = [Text(" ") + line for line in panes.silence(scene, inside, glyphs)]
+        status = _status(scene, Text(), inside, glyphs)
+        gap = max(0, height - len(body) - 3 - len(status))
+        return Picture([head, Text(), *body, *[Text()] * gap, *status, foot], [])
+
+    tall = height >= TALL
+    air = [Text()] * tall
+    small = width < MIN_WIDTH or height < MIN_HEIGHT - 1  # the filter may have the last line
+    if small:
+        said = f"{width}x{height} is too small: diloco-top needs 80x24"
+        scene = replace(scene, said=Said(said, UNEASY))
+    rows = view.rows(snapshot.workers)
+    # Without header, the table's head, what is said, the footer, and the air before the events.
+    inner = height - 1 - 1 - len(_status(scene, Text(), inside, glyphs)) - 1 - len(air)
+    # Long rows and long events only where everybody has room as well.
+    for wordy, longest in ((True, LONG_EVENT), (True, 1), (False, 1)):
+        upper = _upper(scene, snapshot, inside, tall, wordy, glyphs)
+        free = inner - len(upper)  # lines for workers and events
+        log = panes.events(snapshot, inside, free + 1, longest, glyphs)
+        if tall or len(rows) + len(log) <= free:
+            break
+    room = max(1, free - min(len(log), EVENTS_TALL if tall else EVENTS))
+    place = view.settle(rows, room)
+    table = _table(scene, view, rows, inside, glyphs)
+    window = [*table.lines[view.offset : view.offset + room]] or [_nobody(snapshot, view, glyphs)]
+    if place >= 0:
+        marked = window[place - view.offset]
+        marked.append(" " * (inside - marked.cell_len))
+        marked.stylize(MARKED)
+    left = max(0, free - len(window))
+    log = log[-left:] if left else []
+    log += [Text()] * (left - len(log))
+    lines = [Text(" ") + line for line in (*upper, table.header)]
+    lines += [
+        Text.assemble((">", "bold") if view.offset + n == place else " ", line)
+        for n, line in enumerate(window)
+    ]
+    lines += [Text(" ") + line for line in (*air, *log)]
+    counted = Text(glyphs.printable(_counted(snapshot, view, rows, room)), QUIET)
+    status = _status(scene, counted, inside, glyphs)
+    kept = max(0, height - 2 - len(status))
+    return Picture(
+        [head, *lines[:kept], *status, foot][:height],
+        rows,
+        top=1 + len(upper) + 1,
+        first=view.offset,
+        shown=len(table.lines[view.offset : view.offset + room]),
+    )
+
+
+def _upper(
+    scene: Scene, snapshot: Snapshot, width: int, tall: bool, wordy: bool, glyphs: Glyphs
+) -> list[Text]:
+    """What stands between the header and the table."""
+    rows, refusals, reasons = (2, 3, 3) if tall else (2, 1, 2) if wordy else (1, 0, 1)
+    air = [Text()] * tall
+    return [
+        *air,
+        *panes.run_rows(scene, snapshot, width, rows, glyphs),
+        *air,
+        *panes.curves(scene, snapshot, width, CURVE if tall else 1, glyphs),
+        *air,
+        *panes.broker_rows(scene, snapshot, width, refusals, glyphs),
+        *panes.verdict(scene, width, reasons, glyphs),
+        *air,
+    ]
+
+
+def _table(scene: Scene, view: View, rows: list[Worker], width: int, glyphs: Glyphs) -> Table:
+    speeds = scene.series.speeds
+    made = [
+        Row(
+            worker,
+            scene.series.rate_of(worker.id),
+            [speed for _, speed in speeds.get(worker.id, ())],
+        )
+        for worker in rows
+    ]
+    return lay_out(FULL_SCREEN, made, width, glyphs, names_first=1, emphasised=view.by.column)
+
+
+def _nobody(snapshot: Snapshot, view: View, glyphs: Glyphs) -> Text:
+    if not snapshot.workers:
+        return Text("no workers yet", QUIET)
+    return Text(glyphs.printable(f"no worker has {view.wanted!r} in it"), QUIET)
+
+
+def _counted(snapshot: Snapshot, view: View, rows: list[Worker], room: int) -> str:
+    """How many of the workers are in sight, and in which order."""
+    words = []
+    if view.wanted:
+        words.append(f"{len(rows)} of {len(snapshot.workers)} workers have {view.wanted!r}")
+    if len(rows) > room:
+        words.append(f"{view.offset + 1}-{view.offset + room} of {len(rows)}")
+    if len(rows) > 1:
+        words.append(f"by {view.by.name}" + (" turned round" if view.reverse else ""))
+    return ", ".join(words)
+
+
+def _status(scene: Scene, counted: Text, width: int, glyphs: Glyphs) -> list[Text]:
+    """What was said last, whole; behind it, where there is room, what the table shows."""
+    words = [Text(word, scene.said.style) for word in glyphs.printable(scene.said.text).split()]
+    lines = flow(Text(), words, width, glyphs, indent=0, gap=1)
+    # What was said comes first: how the table is sorted can wait.
+    if lines[-1].cell_len + counted.cell_len + 2 <= width or not words:
+        lines[-1] = apart(lines[-1], counted, width, glyphs)
+    return [Text(" ") + line for line in lines]

@@ -1,0 +1,101 @@
+"""What the person at the screen has chosen: order, filter, the marked worker. Pure."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from diloco_tools.feed import Worker
+
+SERIOUS = ("lost", "stalled", "slow")  # by what needs a look first; a word unknown here is next
+
+
+def _by_health(worker: Worker) -> int:
+    if worker.health == "ok":
+        return len(SERIOUS) + 1
+    return SERIOUS.index(worker.health) if worker.health in SERIOUS else len(SERIOUS)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A way to sort the table: its name, the column that it is about, and what comes first."""
+
+    name: str
+    column: str
+    key: Callable[[Worker], float | str]
+
+
+ORDERS = (
+    Order("id", "WORKER", lambda w: w.id),
+    Order("health", "HEALTH", _by_health),
+    Order("host", "HOST", lambda w: w.host),
+    Order("round, most behind first", "ROUND", lambda w: -1 if w.round is None else w.round),
+    Order("speed, slowest first", "ST/S", lambda w: w.steps_per_s or 0.0),
+    Order("loss, greatest first", "LOSS", lambda w: _down(w.loss)),
+    Order("beat, oldest first", "BEAT", lambda w: -w.beat_age_s),
+    Order("staleness, greatest first", "OLD", lambda w: -w.staleness),
+    Order("bytes sent, most first", "TX/S", lambda w: -w.bytes_up),
+)
+
+
+def _down(value: float | None) -> float:
+    """The greatest first, nothing last; what is not a number would be in no order at all."""
+    return math.inf if value is None or math.isnan(value) else -value
+
+
+@dataclass
+class View:
+    """The choices, and the part of the table that is in the window: `offset` rows are above it."""
+
+    order: int = 0
+    reverse: bool = False
+    wanted: str = ""  # the filter
+    marked: str | None = None
+    offset: int = 0
+    _last: int = 0  # where the marked worker was when it was last seen
+
+    @property
+    def by(self) -> Order:
+        return ORDERS[self.order]
+
+    def next_order(self) -> None:
+        self.order = (self.order + 1) % len(ORDERS)
+        self.reverse = False
+
+    def rows(self, workers: Sequence[Worker]) -> list[Worker]:
+        """Those that the filter lets through, in order; equal ones by id."""
+        wanted = self.wanted.casefold()
+        found = [
+            worker
+            for worker in sorted(workers, key=lambda worker: worker.id)
+            if any(
+                wanted in text.casefold()
+                for text in (worker.id, worker.host, worker.state, worker.health)
+            )
+        ]
+        key = self.by.key
+        return sorted(found, key=key, reverse=self.reverse)
+
+    def move(self, by: int, rows: Sequence[Worker]) -> None:
+        """Mark the worker `by` rows further down, or the last in that direction."""
+        if rows:
+            self.marked = rows[max(0, min(len(rows) - 1, self._place(rows) + by))].id
+
+    def settle(self, rows: Sequence[Worker], room: int) -> int:
+        """Have one worker marked, and in the window of `room` rows; the place of the marked one.
+
+        A worker that has gone leaves the mark to the one that took its place.
+        """
+        if not rows:
+            self.marked, self.offset, self._last = None, 0, 0
+            return -1
+        place = min(self._place(rows), len(rows) - 1)
+        self.marked, self._last = rows[place].id, place
+        self.offset = max(0, min(self.offset, place, len(rows) - room))
+        self.offset = max(self.offset, place - room + 1)
+        return place
+
+    def _place(self, rows: Sequence[Worker]) -> int:
+        for place, worker in enumerate(rows):
+            if worker.id == self.marked:
+                return place
+        return min(self._last, len(rows) - 1)

@@ -1,0 +1,170 @@
+// The server's figures, the header's facts and the event log: words for each, from a snapshot.
+
+import { NONE, SIGNS, bytes, clock, duration, levelTone, make, names, plural, say, scaled, setting } from "./format.js";
+
+const MOST_EVENTS = 200;
+// Rows of the server panel of which the history of a run says nothing.
+const UNRECORDED = new Set(["Deaths", "Rejected", "Malformed messages", "Checkpoint", "Fragment submissions"]);
+
+/** The same for a moment of a recorded run: what nobody wrote down is not shown as nothing. */
+export function recordedMetrics(snapshot) {
+  return metrics(snapshot, 0, null).filter(([title]) => !UNRECORDED.has(title));
+}
+
+/** Rows of the server panel as [title, text, tone]; `elapsed` seconds since the snapshot was made. */
+export function metrics(snapshot, elapsed, cpuShare) {
+  const { outer, totals, counts, loop, checkpoint, reducer } = snapshot;
+  const refused = Object.entries(totals.refused ?? {}).map(([code, count]) => `${code} ${count}`).join(", ");
+  const isOdd = (count) => (count ? "uneasy" : "");
+  return [
+    ["Outer learning rate", outer.lr === null ? "the optimizer's own" : setting(outer.lr)],
+    ["Outer momentum", outer.momentum === null ? "none of its own" : `${setting(outer.momentum)}${outer.nesterov ? ", Nesterov" : ""}`],
+    ["Outer optimizer", [outer.optimizer, outer.variant].filter(Boolean).join(" ") || NONE],
+    ["Pending submissions", pending(snapshot)],
+    ["DN buffer", outer.buffer > 1 ? `${snapshot.fragments.map((part) => `${part.buffered}/${outer.buffer}`).join(", ") || `0/${outer.buffer}`} gradients` : "none"],
+    ["DyLU, steps of a round", dylu(snapshot)],
+    ["Workers", `${counts.alive} alive, ${counts.participating} participating, ${counts.averaged} averaged`],
+    ["Deaths", String(totals.deaths), totals.deaths ? "bad" : ""],
+    ["Fragment submissions", fragments(snapshot)],
+    ["Total submissions", `${totals.contributions ?? NONE} counted${totals.pushes ? `, ${plural(totals.pushes, "push", "pushes")}` : ""}`],
+    ["Rejected", `${totals.rejected}${refused ? `: ${refused}` : ""}`, isOdd(totals.rejected)],
+    ["Malformed messages", String(totals.malformed), isOdd(totals.malformed)],
+    ["Checkpoint", saved(checkpoint, elapsed), checkpoint?.error ? "bad" : ""],
+    ["Traffic", `${bytes(totals.bytes_up)} up, ${bytes(totals.bytes_down)} down`],
+    ["CPU", cpu(loop.cpu_s, cpuShare)],
+    ["Memory (RSS)", loop.rss_bytes === null ? NONE : bytes(loop.rss_bytes)],
+    ["Longest turn", loop.longest_turn_ms === null ? NONE : `${scaled(loop.longest_turn_ms)} ms`],
+    ...(reducer.quorum === null ? [] : [["Quorum", `${reducer.quorum}, grace ${setting(reducer.grace_s)} s, late work: ${reducer.late}`]]),
+  ];
+}
+
+function pending({ mode, round, reducer }) {
+  if (mode === "async") return `${reducer.submissions} under way, ${reducer.waiting} waiting for a slot`;
+  if (!round || (!round.number && !round.expected.length)) return "no round yet";
+  const missing = round.missing.length ? `; missing ${names(round.missing)}` : "";
+  return `${round.arrived.length} of ${round.expected.length} arrived${missing}`;
+}
+
+function dylu({ workers, sync_every }) {
+  const steps = workers.map((worker) => worker.sync_every).filter((count) => count > 0);
+  if (!steps.length) return sync_every === null ? NONE : `${sync_every} for all`;
+  const [low, high] = [Math.min(...steps), Math.max(...steps)];
+  return low === high ? `${low} for all` : `${low} to ${high}`;
+}
+
+function fragments({ fragments: parts }) {
+  if (!parts.length) return NONE;
+  const counts = parts.map((part) => part.contributions ?? 0);
+  const sum = counts.reduce((a, b) => a + b, 0);
+  return parts.length === 1 ? String(sum) : `${sum}: ${counts.join(", ")}`;
+}
+
+function saved(checkpoint, elapsed) {
+  if (!checkpoint) return "no save folder";
+  if (checkpoint.error) return checkpoint.error;
+  if (checkpoint.age_s === null) return "none yet";
+  return `round ${checkpoint.round ?? NONE}, ${duration(checkpoint.age_s + elapsed)} ago`;
+}
+
+function cpu(seconds, share) {
+  if (seconds === null) return NONE;
+  return share === null ? `${duration(seconds)} in all` : `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}% of a core, ${duration(seconds)} in all`;
+}
+
+export class Metrics {
+  constructor(parent) {
+    this.parent = parent;
+    this.rows = new Map();
+  }
+
+  show(rows) {
+    const here = new Set(rows.map(([title]) => title));
+    for (const [title, { node }] of this.rows) {
+      if (!here.has(title)) {
+        node.remove();
+        this.rows.delete(title);
+      }
+    }
+    for (const [title, text, tone = ""] of rows) {
+      if (!this.rows.has(title)) {
+        const value = make("dd");
+        const node = make("div", {}, make("dt", { textContent: title }), value);
+        this.parent.append(node);
+        this.rows.set(title, { node, value });
+      }
+      const { value } = this.rows.get(title);
+      value.dataset.tone = tone;
+      say(value, tone ? `${SIGNS[tone]} ${text}` : text);
+    }
+  }
+}
+
+/** What the header says of the run, by the id of its element. */
+export function facts(snapshot, elapsed, isFresh) {
+  const { mode, state, round, model, uptime_s, paused_for_s } = snapshot;
+  const hasRound = round && (round.number || round.expected.length);
+  const versions = snapshot.fragments.map((part) => part.version);
+  return {
+    run: snapshot.run ? `run ${snapshot.run.slice(0, 8)}` : "no run yet",
+    mode: snapshot.fragments.length > 1 ? `${mode}, ${snapshot.fragments.length} fragments` : mode || NONE,
+    condition: state === "paused" && typeof paused_for_s === "number" ? `paused for ${duration(paused_for_s + elapsed)}` : state || NONE,
+    "round-title": mode === "async" ? "Version" : "Round",
+    round: mode === "async" ? String(Math.max(0, ...versions)) : hasRound ? String(round.number) : NONE,
+    "round-more": mode === "async" || !hasRound ? "" : `${round.arrived.length}/${round.expected.length} arrived, ${round.phase} for ${duration(round.age_s + elapsed)}`,
+    // Nobody knows whether a broker that says nothing is still up.
+    uptime: clock(uptime_s + (isFresh ? elapsed : 0)),
+    model: model ? `${scaled(model.parameters)} parameters, ${bytes(model.bytes)}` : "not known yet",
+    counts: `${snapshot.counts.alive} alive · ${snapshot.counts.participating} participating · ${snapshot.counts.averaged} averaged${snapshot.workers_wanted === null ? "" : ` · ${snapshot.workers_wanted} wanted`}`,
+  };
+}
+
+/** A list of {age, level, text}, newest first; rows are made once and their ages go on. */
+export class Log {
+  constructor(parent) {
+    this.parent = parent;
+    this.rows = new Map(); // key -> {age node, second of this page's clock at which it happened}
+  }
+
+  /** `entries`: [{key, age_s, level, text}], oldest first; `now`: seconds of this page's clock. */
+  show(entries, now, { keep }) {
+    if (!keep) {
+      const here = new Set(entries.map((entry) => entry.key));
+      for (const [key, row] of this.rows) {
+        if (!here.has(key)) this.drop(key, row);
+      }
+    }
+    for (const entry of entries) {
+      if (this.rows.has(entry.key)) continue;
+      const age = make("span", { className: "age" });
+      const tone = levelTone(entry.level);
+      const level = entry.level === "info" ? [] : [make("span", { className: "level", textContent: `${SIGNS[tone]} ${entry.level}: ` })];
+      const node = make("li", {}, age, make("span", {}, ...level, entry.text));
+      node.dataset.tone = tone;
+      this.parent.prepend(node);
+      this.rows.set(entry.key, { node, age, at: now - entry.age_s });
+    }
+    if (!keep) {
+      [...entries].reverse().forEach(({ key }, index) => {
+        const { node } = this.rows.get(key);
+        if (this.parent.children[index] !== node) this.parent.insertBefore(node, this.parent.children[index] ?? null);
+      });
+    }
+    for (const [key, row] of this.rows) {
+      if (this.rows.size <= MOST_EVENTS) break;
+      this.drop(key, row);
+    }
+  }
+
+  drop(key, row) {
+    row.node.remove();
+    this.rows.delete(key);
+  }
+
+  clear() {
+    for (const [key, row] of [...this.rows]) this.drop(key, row);
+  }
+
+  tick(now) {
+    for (const { age, at } of this.rows.values()) say(age, `${duration(now - at)} ago`);
+  }
+}

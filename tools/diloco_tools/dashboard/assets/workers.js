@@ -1,0 +1,142 @@
+// The worker table. A row stays the same element for as long as its worker is there, so focus stays too;
+// it goes when the feed says so, and not because a button was pressed.
+
+import { NONE, SIGNS, duration, healthTone, make, number, rate, say, scaled } from "./format.js";
+
+const lost = (worker) => worker.health === "lost"; // of those nobody knows what they do
+
+const flow = (value, direction) => (value === undefined ? (direction === "up" ? NONE : "") : `${rate(value)} ${direction}`);
+
+const COLUMNS = [
+  { title: "Worker", key: "id", left: true, text: (w) => w.id, more: (w) => w.host, sort: (w) => w.id },
+  { title: "Health", key: "health", left: true, text: (w) => w.health, more: (w) => (lost(w) ? "" : w.state), sort: (w) => ({ good: 2, uneasy: 1, bad: 0 })[healthTone(w.health)] ?? 3 },
+  { title: "Round", key: "round", text: (w) => (w.round === null ? NONE : String(w.round)), sort: (w) => w.round ?? -1 },
+  { title: "Inner step", key: "inner", text: (w) => (lost(w) ? NONE : `${w.inner_step}/${w.sync_every}`), sort: (w) => w.inner_step / (w.sync_every || 1) },
+  { title: "Steps/s", key: "speed", text: (w) => (lost(w) ? NONE : scaled(w.steps_per_s)), sort: (w) => w.steps_per_s ?? -1 },
+  { title: "Loss", key: "loss", text: (w) => (w.loss_is_finite ? number(w.loss) : "not finite"), tone: (w) => (w.loss_is_finite ? "" : "bad"), sort: (w) => w.loss ?? Infinity },
+  { title: "Last sync", key: "sync", age: (w) => w.sync_age_s, sort: (w) => w.sync_age_s ?? Infinity },
+  { title: "Heartbeat", key: "beat", age: (w) => w.beat_age_s, sort: (w) => w.beat_age_s ?? Infinity },
+  { title: "Staleness", key: "staleness", text: (w) => String(w.staleness), sort: (w) => w.staleness },
+  { title: "Network", key: "network", text: (w, rates) => flow(rates[w.id]?.[0], "up"), more: (w, rates) => flow(rates[w.id]?.[1], "down"), sort: (w, rates) => (rates[w.id] ?? [-1, 0]).reduce((a, b) => a + b) },
+];
+
+export class WorkerTable {
+  constructor({ head, body, empty, onKick }) {
+    Object.assign(this, { head, body, empty, onKick });
+    this.rows = new Map(); // worker id -> {node, cells, worker}
+    this.sortedBy = COLUMNS[0];
+    this.direction = 1;
+    this.last = { workers: [], rates: {} };
+    for (const column of COLUMNS) {
+      const button = make("button", { type: "button", textContent: column.title, title: `Sort by ${column.title.toLowerCase()}` });
+      button.addEventListener("click", () => this.sortBy(column));
+      column.cell = make("th", { scope: "col", className: column.left ? "left" : "" }, button);
+      column.cell.setAttribute("role", "columnheader");
+      head.append(column.cell);
+    }
+    const last = make("th", { scope: "col" }, make("span", { className: "unseen", textContent: "Actions" }));
+    last.setAttribute("role", "columnheader");
+    head.append(last);
+    this.mark();
+  }
+
+  sortBy(column) {
+    this.direction = this.sortedBy === column ? -this.direction : 1;
+    this.sortedBy = column;
+    this.mark();
+    this.arrange();
+  }
+
+  mark() {
+    for (const column of COLUMNS) {
+      const sort = column === this.sortedBy ? (this.direction > 0 ? "ascending" : "descending") : "none";
+      column.cell.setAttribute("aria-sort", sort);
+    }
+  }
+
+  show(workers, rates) {
+    this.last = { workers, rates };
+    const here = new Set(workers.map((worker) => worker.id));
+    for (const [id, row] of this.rows) {
+      if (!here.has(id)) {
+        row.node.remove();
+        this.rows.delete(id);
+      }
+    }
+    for (const worker of workers) {
+      const row = this.rows.get(worker.id) ?? this.add(worker.id);
+      row.worker = worker;
+      for (const column of COLUMNS) this.fill(row, column, rates);
+    }
+    this.empty.hidden = workers.length > 0;
+    this.body.parentElement.hidden = workers.length === 0;
+    this.arrange();
+  }
+
+  add(id) {
+    const node = make("tr");
+    node.setAttribute("role", "row");
+    const cells = {};
+    for (const column of COLUMNS) {
+      const main = make("span", { className: "main" });
+      const more = make("span", { className: "more" });
+      const cell = make(column.key === "id" ? "th" : "td", { className: `${column.key}${column.left ? " left" : ""}` }, main);
+      if (column.key === "id") cell.scope = "row";
+      if (column.more) cell.append(more);
+      cell.setAttribute("role", column.key === "id" ? "rowheader" : "cell");
+      cell.dataset.label = column.title;
+      node.append(cell);
+      cells[column.key] = { cell, main, more };
+    }
+    const kick = make("button", { type: "button", className: "kick", textContent: "Kick" });
+    kick.setAttribute("aria-label", `Kick ${id}`);
+    kick.addEventListener("click", () => this.onKick(this.rows.get(id).worker));
+    const last = make("td", { className: "do" }, kick);
+    last.setAttribute("role", "cell");
+    node.append(last);
+    const row = { node, cells, kick, worker: null };
+    this.rows.set(id, row);
+    this.body.append(node);
+    return row;
+  }
+
+  fill(row, column, rates) {
+    const { cell, main, more } = row.cells[column.key];
+    const { worker } = row;
+    if (column.key === "health") {
+      const tone = healthTone(worker.health);
+      cell.dataset.tone = tone;
+      say(main, worker.health === null ? NONE : `${SIGNS[tone]} ${worker.health}`);
+    } else if (column.text) {
+      say(main, column.text(worker, rates));
+    }
+    if (column.tone) cell.dataset.tone = column.tone(worker);
+    if (column.more) say(more, column.more(worker, rates));
+    if (column.key === "id") cell.title = worker.host ? `${worker.id} on ${worker.host}, process ${worker.pid}` : worker.id;
+  }
+
+  /** Relative times go on counting: `elapsed` seconds since the snapshot was made. */
+  tick(elapsed) {
+    for (const row of this.rows.values()) {
+      for (const column of COLUMNS) {
+        if (!column.age) continue;
+        const age = column.age(row.worker) ?? null;
+        say(row.cells[column.key].main, age === null ? NONE : `${duration(age + elapsed)} ago`);
+      }
+    }
+  }
+
+  allow(isAllowed) {
+    for (const { kick } of this.rows.values()) kick.disabled = !isAllowed;
+  }
+
+  arrange() {
+    const { sort } = this.sortedBy;
+    const keyed = [...this.rows.values()].map((row) => [sort(row.worker, this.last.rates), row]);
+    keyed.sort(([a, x], [b, y]) => (a < b ? -1 : a > b ? 1 : 0) * this.direction || (x.worker.id < y.worker.id ? -1 : 1));
+    keyed.forEach(([, { node }], index) => {
+      // Only rows that are out of place move: a moved element loses focus.
+      if (this.body.children[index] !== node) this.body.insertBefore(node, this.body.children[index] ?? null);
+    });
+  }
+}

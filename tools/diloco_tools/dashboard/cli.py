@@ -1,0 +1,153 @@
+"""The command diloco-dashboard."""
+
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from diloco_tools.dashboard.security import EVERYWHERE, Policy, is_loopback, new_token
+from diloco_tools.feed import FeedError
+from diloco_tools.subscriber import DEFAULT_FEED_ADDRESS
+
+if TYPE_CHECKING:
+    from diloco_tools.dashboard.serving import Server
+
+DEFAULT_PORT = 8514
+MISUSE = 2
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def dashboard(
+    feed: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDR",
+            envvar="DILOCO_FEED",
+            help="Feed address that diloco-broker serve printed.",
+        ),
+    ] = DEFAULT_FEED_ADDRESS,
+    control: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDR", help="Control address of the broker; by default what its feed says."
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the page; 0 takes a free one.")
+    ] = DEFAULT_PORT,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but loopback needs --insecure.")
+    ] = "127.0.0.1",
+    readonly: Annotated[
+        bool, typer.Option("--readonly", help="Only show; nothing can be changed from the page.")
+    ] = False,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Show a past run: the history.jsonl of its save folder."),
+    ] = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Listen on an address that other machines reach. The page, the token and all "
+            "figures cross the network unencrypted; an SSH tunnel is the better way.",
+        ),
+    ] = False,
+    lifeline: Annotated[
+        bool,
+        typer.Option(
+            "--lifeline",
+            hidden=True,  # for a program that starts this one, and must not leave it behind
+            help="End as soon as standard input is closed.",
+        ),
+    ] = False,
+) -> None:
+    """Show a DiLoCo run on a web page, and steer it from there.
+
+    Prints the address to open. Without the token in it the page only shows.
+
+    It goes on when the broker is gone, and shows it again when it is back.
+    """
+    if not is_loopback(host) and not insecure:
+        _fail(
+            f"{host} can be reached from other machines and the page is not encrypted: use an SSH "
+            "tunnel (ssh -L 8514:127.0.0.1:8514 HOST), or add --insecure"
+        )
+    if replay is not None and control is not None:
+        _fail("--replay shows a past run, there is nothing to steer: leave --control out")
+    try:
+        from diloco_tools.dashboard import serving
+        from diloco_tools.dashboard.app import Dashboard, application
+        from diloco_tools.dashboard.source import FeedSource, ReplaySource
+        from diloco_tools.dashboard.streams import Streams
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("starlette", "uvicorn", "anyio"):
+            raise
+        _fail(f"{package} is not installed: pip install 'diloco-broker[dashboard]'")
+
+    # Before anything is open: a signal ends the program cleanly whenever it comes.
+    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGINT, _end)
+    # Elsewhere than on loopback the token is for looking, too.
+    token = None if is_loopback(host) and (readonly or replay is not None) else new_token()
+    try:
+        past = ReplaySource.of_file(replay) if replay is not None else None
+        source = FeedSource(feed) if past is None else None
+    except FeedError as error:
+        _fail(str(error))
+    try:
+        listening = serving.listen(host, port)
+    except OSError as error:
+        _fail(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; another --port, or "
+            "--port 0 for a free one, may do"
+        )
+    streams = Streams(source) if source is not None else None
+    page = application(Dashboard(Policy(host, token, readonly), source, past, control), streams)
+    server = serving.Server(page, streams)
+    if source is not None:
+        source.start()
+    if lifeline:
+        threading.Thread(target=_hold, args=(server,), name="lifeline", daemon=True).start()
+    print(f"dashboard {_address(listening, host, token)}", flush=True)
+    try:
+        server.run(sockets=[listening])
+    finally:
+        if source is not None:
+            source.close()
+
+
+def _address(listening: socket.socket, host: str, token: str | None) -> str:
+    """What to open in a browser."""
+    name = "localhost" if host in EVERYWHERE else host
+    shown = f"[{name}]" if ":" in name else name
+    query = f"?token={token}" if token is not None else ""
+    return f"http://{shown}:{listening.getsockname()[1]}/{query}"
+
+
+def _hold(server: "Server") -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    server.should_exit = True
+
+
+def _end(_number: int, _frame: FrameType | None) -> NoReturn:
+    # uvicorn has handlers of its own while it serves; this one is for before and after.
+    raise SystemExit(0)
+
+
+def _fail(sentence: str) -> NoReturn:
+    typer.echo(f"diloco-dashboard: {sentence}", err=True)
+    raise typer.Exit(MISUSE)
+
+
+if __name__ == "__main__":
+    app()

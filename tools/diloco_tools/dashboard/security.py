@@ -1,0 +1,159 @@
+"""Who may read and who may steer: host names, origins, the token, and the headers of every answer.
+
+A page on any other site can make a browser send requests to this machine. Three rules keep it out:
+
+    Host     must name this machine, so a foreign name that resolves to it (DNS rebinding) is refused
+    Origin   where a browser sends one, or Sec-Fetch-Site, must be this page's own
+    token    steering takes `Authorization: Bearer TOKEN`. For a page of another site browsers send that
+             header only after asking leave, which is never granted; and there is no cookie to add
+
+Reading needs the token too, once the dashboard is bound to an address that others can reach.
+"""
+
+import hmac
+import ipaddress
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+EVERYWHERE = frozenset({"0.0.0.0", "::"})  # addresses that mean all of this machine's
+OWN_SITE = frozenset({"same-origin", "none"})  # "none": typed into the address bar
+
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An HTTP status and the sentence that goes with it."""
+
+    status: int
+    text: str
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(32)  # 256 bits: nobody guesses it, so nobody counts the guesses
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that is bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What this dashboard lets through. `host` is what it is bound to; nobody has a token of None."""
+
+    host: str
+    token: str | None = None
+    readonly: bool = False
+
+    @property
+    def is_private(self) -> bool:
+        """Reading needs no token: only this machine gets here."""
+        return is_loopback(self.host)
+
+    def of_request(self, headers: Mapping[str, str]) -> Refusal | None:
+        """Rules for every request; `headers` by lower-case name."""
+        name = _host_name(headers.get("host", ""))
+        if not self._is_own_name(name):
+            return Refusal(
+                421,
+                f"This dashboard is not called {name[:80]!r}. Open it as localhost, or by the "
+                "address that it was bound to with --host.",
+            )
+        return None
+
+    def of_api(self, headers: Mapping[str, str]) -> Refusal | None:
+        """Further rules for whatever holds figures or changes something."""
+        site = headers.get("sec-fetch-site", "none")
+        origin = headers.get("origin")
+        if site not in OWN_SITE or (
+            origin is not None and _origin_host(origin) != headers.get("host", "").lower()
+        ):
+            return Refusal(403, "A page of another site asked for this; only the own page may.")
+        return None
+
+    def of_reading(self, headers: Mapping[str, str]) -> Refusal | None:
+        """On an address that others reach, reading takes the token too."""
+        if self.is_private or self._has_token(headers):
+            return None
+        return Refusal(
+            401,
+            "This dashboard can be reached from other machines, so even looking needs its token: "
+            "open the address that it printed at its start, token included.",
+        )
+
+    def of_steering(self, headers: Mapping[str, str]) -> Refusal | None:
+        """Whether these headers may change the run."""
+        if self.readonly:
+            return Refusal(403, "This dashboard only shows: it was started with --readonly.")
+        if "authorization" not in headers:
+            return Refusal(
+                401,
+                "Steering needs the token: open the address that the dashboard printed at its "
+                "start, or enter the token.",
+            )
+        if not self._has_token(headers):
+            return Refusal(
+                401,
+                "That token is not the one of this dashboard; it has a new one after each start. "
+                "Open the address that it printed, or enter the token.",
+            )
+        return None
+
+    def _has_token(self, headers: Mapping[str, str]) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if self.token is None or scheme.lower() != "bearer":
+            return False
+        # Bytes: compare_digest takes no other than ASCII as text.
+        return hmac.compare_digest(given.strip().encode(), self.token.encode())
+
+    def _is_own_name(self, name: str) -> bool:
+        if name in LOOPBACK_NAMES or name == self.host.lower():
+            return True
+        if self.host not in EVERYWHERE:
+            return False
+        try:  # bound to all addresses: any number will do, a name might be a stranger's
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _host_name(header: str) -> str:
+    """The host of a Host header, in lower case, without port and brackets; "" if it is none."""
+    try:
+        parts = urlsplit(f"//{header}")
+        _ = parts.port  # raises on a port that is no number
+        if parts.username is not None or parts.path or parts.query or parts.fragment:
+            return ""
+        return (parts.hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _origin_host(origin: str) -> str:
+    """host:port of an Origin header as a Host header would have it; "" if it is none ("null")."""
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return ""
+    return parts.netloc.lower() if parts.scheme in ("http", "https") else ""

@@ -1,0 +1,152 @@
+"""Where the page's figures come from: a feed that a thread listens to, or a recorded run.
+
+Many pages look at one `FeedSource`. It keeps the newest snapshot and bounded series, never a queue for
+each page: a page that is slow misses snapshots, and costs nothing.
+"""
+
+import json
+import math
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco_tools.dashboard.picture import encoded, history, picture
+from diloco_tools.feed import FeedError, FeedModel, FeedVersionError, Snapshot
+from diloco_tools.replay import History, read_history
+from diloco_tools.series import RunSeries
+from diloco_tools.subscriber import FeedSubscriber
+
+TURN_S = 0.2  # the longest that `close` waits for the thread
+POINTS = 900  # of each figure: a quarter of an hour at one snapshot a second
+REPLAY_POINTS = 2_000  # moments of a recorded run that are plotted: more than a plot has columns
+
+
+class FeedSource:
+    """Listens to one broker's feed from `start` to `close`. Methods may be called from any thread.
+
+    Raises:
+        FeedAddressError: the address is none.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._feed = FeedSubscriber(address)
+        self._lock = threading.Lock()
+        self._model = FeedModel()
+        self._series = RunSeries(points=POINTS)
+        self._problem: str | None = None
+        self._serial = 0
+        self._encoded = (0, "null")  # serial and JSON of the newest picture that was asked for
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="feed", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and close its socket; again does no harm."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._feed.close()
+
+    @property
+    def serial(self) -> int:
+        """Grows with each snapshot that arrives."""
+        return self._serial
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        return self._model.snapshot
+
+    def pulse(self) -> dict[str, Any]:
+        """How alive the feed is: age of the newest snapshot in seconds (None before the first)."""
+        with self._lock:
+            return self._pulse(time.monotonic())
+
+    def state(self, after: float = -math.inf) -> tuple[str, float]:
+        """Everything for a page that has the points up to `after`, as JSON, and the new `after`."""
+        with self._lock:
+            now = time.monotonic()
+            if self._encoded[0] != self._serial and self._model.snapshot is not None:
+                self._encoded = (self._serial, picture(self._model.snapshot, self._series))
+            head = {
+                **self._pulse(now),
+                "reasons": self._model.verdict(now).reasons,
+                "whole": after == -math.inf,
+                "series": history(self._series, now, after),
+            }
+            return f'{encoded(head)[:-1]},"picture":{self._encoded[1]}}}', now
+
+    def _pulse(self, now: float) -> dict[str, Any]:
+        model = self._model
+        return {
+            "age_s": None if model.snapshot is None else model.age_s(now),
+            "missed": model.missed,
+            "restarts": model.restarts,
+            "malformed": self._feed.malformed,
+            "problem": self._problem or self._feed.last_error or None,
+        }
+
+    def _listen(self) -> None:
+        while not self._closing.is_set():
+            try:
+                snapshot = self._feed.receive(TURN_S)
+            except FeedVersionError as error:
+                self._problem = str(error)
+                continue
+            if snapshot is None:
+                continue
+            with self._lock:
+                now = time.monotonic()
+                if self._model.update(snapshot, now):
+                    self._series.update(snapshot, now)
+                    self._problem = None
+                    self._serial += 1
+
+
+@dataclass(frozen=True)
+class ReplaySource:
+    """A run that was: its moments one by one, and its figures from the first moment to the last."""
+
+    history: History
+
+    @staticmethod
+    def of_file(path: Path) -> "ReplaySource":
+        """Read a history.
+
+        Raises:
+            FeedError: the file is missing, or no history.
+        """
+        history = read_history(path)
+        if not history.moments:
+            raise FeedError(f"{path} has no line of a run; give the history.jsonl of a save folder")
+        return ReplaySource(history)
+
+    def outline(self) -> str:
+        """JSON: how many moments there are, when they were, and the plots of the whole run."""
+        moments = self.history.moments
+        first = moments[0].at
+        series = RunSeries(points=REPLAY_POINTS + 1)
+        stride = -(-len(moments) // REPLAY_POINTS)
+        for index in sorted({*range(0, len(moments), stride), len(moments) - 1}):
+            series.update(moments[index].snapshot, moments[index].at)
+        return encoded(
+            {
+                "moments": len(moments),
+                "first_at": first,
+                "last_at": moments[-1].at,
+                "skipped": self.history.skipped,
+                "series": history(series, first, -math.inf),
+            }
+        )
+
+    def moment(self, index: int) -> str | None:
+        """JSON of one moment as `FeedSource.state` has it, without series; None beyond the ends."""
+        if not 0 <= index < len(self.history.moments):
+            return None
+        moment = self.history.moments[index]
+        head = json.dumps({"index": index, "at": moment.at, "reasons": []})
+        return f'{head[:-1]},"picture":{picture(moment.snapshot, RunSeries(points=1))}}}'

@@ -35,6 +35,7 @@ def test_history_is_bounded_and_the_log_of_actions_is_whole(
 ) -> None:
     monkeypatch.setattr(history, "LONGEST_FILE", 2000)
     writer = HistoryWriter(tmp_path, "abc")
+    writer.add({"kind": "start", "mode": "sync", "text": "line -1"})
     for number in range(200):
         writer.add({"kind": "event", "text": f"line {number}"})
         writer.act({"what": f"act {number}"})
@@ -42,7 +43,9 @@ def test_history_is_bounded_and_the_log_of_actions_is_whole(
     writer.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ACTIONS, HISTORY, FORMER])
     assert (tmp_path / FORMER).stat().st_size < 2200
-    lines = read(tmp_path / FORMER) + read(tmp_path / HISTORY)
+    former, newest = read(tmp_path / FORMER), read(tmp_path / HISTORY)
+    assert former[0]["kind"] == newest[0]["kind"] == "start", "each says of what run it is"
+    lines = former[1:] + newest[1:]
     numbers = [int(line["text"].split()[1]) for line in lines]
     assert numbers == list(range(numbers[0], 200)), "the newest, without a gap"
     assert len(read(tmp_path / ACTIONS)) == 200

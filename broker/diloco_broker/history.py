@@ -71,6 +71,8 @@ def start_line(snapshot: Mapping[str, Any]) -> dict[str, Any]:
         "sync_every",
         "num_fragments",
         "fragment_sync_delay",
+        "fragment_update_alpha",
+        "fragment_merge",
         "reducer",
         "wire_dtype",
         "reply_dtype",
@@ -117,6 +119,7 @@ class HistoryWriter:
         self._lines: deque[tuple[str, dict[str, Any]]] = deque()
         self._changed = threading.Condition()
         self._is_ending = False
+        self._start: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._write, name="diloco-history", daemon=True)
         self._thread.start()
 
@@ -159,7 +162,8 @@ class HistoryWriter:
                     self._append(name, lines)
 
     def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
-        text = "".join(json.dumps(json_safe(line), allow_nan=False) + "\n" for line in lines)
+        self._start = next((x for x in lines[::-1] if x.get("kind") == "start"), self._start)
+        text = _text(lines)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / name
@@ -172,7 +176,13 @@ class HistoryWriter:
                 is_long = file.tell() > LONGEST_FILE
             if is_long and name == HISTORY:
                 path.replace(self._folder / FORMER)
+                if self._start is not None:  # each file says of what run it is
+                    path.write_text(_text([self._start]))
             self.error = None
         except OSError as error:
             self.lost += len(lines)
             self.error = error.strerror or str(error)
+
+
+def _text(lines: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(json_safe(line), allow_nan=False) + "\n" for line in lines)

@@ -22,7 +22,6 @@ from diloco_protocol.buffers import Buffers
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
 from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
 
-
 # Chunks of memory that are between two uses.
 BETWEEN = 8
 

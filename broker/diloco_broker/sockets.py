@@ -13,6 +13,7 @@ from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
 
 # How long the last messages may take to get out.
 LINGER_MS = 1000
+SNAPSHOTS_KEPT = 10
 
 
 class Sockets:
@@ -104,6 +105,9 @@ def _bind(context: zmq.Context[Any], kind: int, address: str, option: str) -> zm
     socket.linger = LINGER_MS
     socket.set(zmq.TCP_KEEPALIVE, 1)
     socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    if kind == zmq.PUB:
+        # What is kept for a subscriber that does not read: whole snapshots, of 150 kB with 500 workers.
+        socket.set(zmq.SNDHWM, SNAPSHOTS_KEPT)
     if kind == zmq.ROUTER:
         # Without it a message to a peer that is gone or full is dropped in silence.
         socket.set(zmq.ROUTER_MANDATORY, 1)

@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo chaos bench test test-all lint format check clean
+.PHONY: help setup demo chaos bench test test-all test-browser chromium lint format check clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -16,6 +16,7 @@ help:
 	@echo "make bench     measure this machine's limits and the product against them: a quarter of an hour"
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it"
+	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
 	@echo "make lint      ruff and mypy --strict"
 	@echo "make check     lint and test-all, as CI does"
 	@echo "make clean     remove .venv and the results of runs"
@@ -25,7 +26,7 @@ $(STAMP): pyproject.toml Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once, a few minutes) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,top]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 
 setup: $(STAMP)
@@ -40,10 +41,21 @@ bench: $(STAMP)
 	@$(BIN)/diloco-bench all
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow and not browser"
 
 test-all: $(STAMP)
 	@$(BIN)/python -m pytest
+
+# The tests skip themselves, with the reason, where there is no browser.
+chromium:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	  echo "Installing Chromium ..."; \
+	  { [ "$$(id -u)" = 0 ] && apt-get update -qq >/dev/null && \
+	    apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } \
+	  || echo "Chromium cannot be installed here (that takes root and apt): its tests will be skipped."; }
+
+test-browser: $(STAMP) chromium
+	@$(BIN)/python -m pytest -m browser -rs tests/test_dashboard_browser.py
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

@@ -185,7 +185,7 @@ class LastRound:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where checkpoints go, the coming round of the newest and its age, and what is wrong if anything."""
+    """Where checkpoints go, the coming round of the newest, its age, and what is wrong if anything."""
 
     folder: str = ""
     round: int | None = None

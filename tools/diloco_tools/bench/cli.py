@@ -57,7 +57,7 @@ DEFAULT_OUT = Path("runs/bench")
 
 @app.command(name="all")
 def everything(quick: Quick = False, out: Out = DEFAULT_OUT) -> None:
-    """Every part, under ten minutes on two cores (--quick: under one)."""
+    """Every part, about a quarter of an hour on two cores (--quick: under one)."""
     scale = QUICK if quick else WHOLE
     run("quick" if quick else "all", parts_of(scale), out, scale.raw_bytes)
 

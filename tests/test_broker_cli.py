@@ -48,6 +48,7 @@ def logging_as_it_was() -> Iterator[None]:
         (["--outer-momentum", "1"], "in [0, 1)"),
         (["--wire-dtype", "int3"], "fp32, bf16, fp16"),
         (["--heartbeat-timeout", "-1"], "at least 0"),
+        (["--no-save", "--resume", "old-run"], "--resume old-run and --no-save exclude each other"),
         (["--model", "/nowhere/model.pt"], "does not exist"),
         (["--model", str(Path(__file__))], "cannot be read"),
         (["--model", str(Path(__file__).parent)], "cannot be read"),
@@ -61,7 +62,7 @@ def test_wrong_option_is_one_sentence_and_exit_2(options: list[str], words: str)
 
 
 def test_options_equal_the_fields_of_the_configuration() -> None:
-    options = set(inspect.signature(serve).parameters) - {"model", "verbose", "no_save"}
+    options = set(inspect.signature(serve).parameters) - {"model", "verbose", "no_save", "dashboard"}
     assert options == {field.name for field in fields(BrokerConfig)} - {"chunk_elements"}
     for name, parameter in inspect.signature(serve).parameters.items():
         if name in options - {"save_dir"}:  # the daemon saves by itself, a Broker where it is told

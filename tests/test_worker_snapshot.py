@@ -463,3 +463,13 @@ def single(tensor: Tensor) -> tuple[ModelTensors, FragmentLayout]:
     manifest = Manifest((TensorEntry("w", tuple(tensor.shape), name, Kind.TRAINABLE),))
     tensors = ModelTensors.of_state(manifest, {"w": tensor})
     return tensors, layouts(tensors)[0]
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e25], ids=str)
+def test_norm_of_a_delta_is_right_also_where_squares_do_not_fit_in_fp32(size: float) -> None:
+    values = size * torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    manifest = Manifest((TensorEntry("w", (1000,), "float32", Kind.TRAINABLE),))
+    layout = lay_out(manifest).fragments[0]
+    delta = snapshot.encode(layout, {"w": values}, torch.bfloat16)
+    assert delta.bad is None
+    assert delta.norm == pytest.approx(float(values.double().norm()), rel=1e-4)

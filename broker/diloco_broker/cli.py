@@ -260,6 +260,8 @@ def serve(
     from diloco_broker.model_file import load_model
 
     try:
+        if no_save and resume not in ("auto", "none"):
+            raise UsageError(f"--resume {resume} and --no-save exclude each other; leave one out.")
         config = BrokerConfig(
             mode=mode,
             workers=workers,

@@ -339,11 +339,21 @@ def encode(
                 torch.sub(base.vectors[place.segment][start:stop], local, out=values)
             encoded = wire[place.segment][start:stop]
             encoded.copy_(values)
-            if not is_finite(encoded):
+            # Finite squares have finite roots, far below what bf16 can hold: no second look at them.
+            square = float(torch.dot(values, values))
+            is_fine = math.isfinite(square) and dtype in _WIDE
+            if not is_fine and not is_finite(encoded):
                 bad = bad or place.entry.name
-            elif place.segment is Segment.PARAMETERS:
-                squares += float(torch.linalg.vector_norm(values)) ** 2
+                continue
+            if not math.isfinite(square):  # large elements: fp64 has room for their squares
+                square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+            if place.segment is Segment.PARAMETERS:
+                squares += square
     return Delta(WireFragment(layout, wire), math.sqrt(squares), bad)
+
+
+# Wire dtypes that reach as far as fp32.
+_WIDE = (torch.float32, torch.bfloat16)
 
 
 def _room(elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:

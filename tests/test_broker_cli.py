@@ -62,7 +62,12 @@ def test_wrong_option_is_one_sentence_and_exit_2(options: list[str], words: str)
 
 
 def test_options_equal_the_fields_of_the_configuration() -> None:
-    options = set(inspect.signature(serve).parameters) - {"model", "verbose", "no_save", "dashboard"}
+    options = set(inspect.signature(serve).parameters) - {
+        "model",
+        "verbose",
+        "no_save",
+        "dashboard",
+    }
     assert options == {field.name for field in fields(BrokerConfig)} - {"chunk_elements"}
     for name, parameter in inspect.signature(serve).parameters.items():
         if name in options - {"save_dir"}:  # the daemon saves by itself, a Broker where it is told

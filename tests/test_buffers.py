@@ -95,6 +95,15 @@ def test_stocking_up_counts_what_others_have_mapped_meanwhile() -> None:
     assert len(kept) == 3
 
 
+def test_stocking_up_ends_when_it_is_told_to() -> None:
+    buffers = Buffers()
+    thread = buffers.stock_up([SMALLEST] * 100_000)
+    assert thread is not None
+    buffers.close()
+    assert not thread.is_alive()
+    assert buffers.mapped_bytes < 100_000 * SMALLEST
+
+
 def test_small_buffers_are_left_to_the_allocator() -> None:
     buffers = Buffers()
     assert buffers.stock_up([SMALLEST - 1] * 100) is None

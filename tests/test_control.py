@@ -200,6 +200,23 @@ def test_what_cannot_be_done_is_one_sentence_and_an_exit_code(
     assert broker._core.state.config.outer_lr == 0.7
 
 
+@pytest.mark.parametrize("words", [["status"], ["status", "--json"]], ids=str)
+def test_status_that_is_refused_is_no_status(
+    broker: Broker, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a broker of another version, which answers with an error."""
+    monkeypatch.setattr(Operator, "ask", lambda *_, **__: Result(1, False, "another version"))
+    code, said = invoke(broker, *words)
+    assert (code, "another version" in said) == (1, True)
+
+
+def test_programs_get_json_also_when_nobody_answers() -> None:
+    words = ["pause", "--json", "--address", a_free_address(), "--timeout", "0.2"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["ok"] is False
+
+
 @pytest.mark.parametrize("command", ["status", "save", "pause", "resume"])
 def test_broker_that_is_not_there_is_one_sentence_and_exit_2(command: str) -> None:
     address = a_free_address()

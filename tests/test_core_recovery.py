@@ -20,6 +20,7 @@ from stage import (
 )
 
 from diloco_broker.events import ForgetBuffer, Revert
+from diloco_broker.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Grant, Rejoin, Released, Standing, Welcome
@@ -755,3 +756,20 @@ def test_frozen_parameters_come_from_the_checkpoint() -> None:
     assert stage.version(1) == crashed.version(1)
     fresh.pulls(fragment=1)
     assert {chunk.fragment for chunk, _ in fresh.chunks} == {1}
+
+
+def test_counters_that_are_shown_begin_together_with_the_broker() -> None:
+    """A checkpoint has the run's totals, but not how often work was refused for which reason."""
+    crashed = a_run("a", "b", rounds=3)
+    assert shown_totals(crashed)["contributions"] == 6
+    after = crashed.restarted()
+    assert after.state.totals.contributions == 6
+    shown = shown_totals(after)
+    assert shown.pop("refused") == {}
+    assert set(shown.values()) == {0}
+
+
+def shown_totals(stage: Stage) -> dict[str, Any]:
+    figures = LoopFigures("tcp://x:1", 0.0, 0.0, 0)
+    totals: dict[str, Any] = snapshot(stage.state, EventLog(), figures, 1, stage.now)["totals"]
+    return dict(totals)

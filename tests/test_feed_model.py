@@ -249,6 +249,31 @@ class TestVerdict:
             "the loss of e is not finite",
         )
 
+    def test_workers_of_one_host_are_told_apart_by_their_ids(self) -> None:
+        """Two processes on a machine with two GPUs: one of them has trouble."""
+        model = FeedModel()
+        pair = [
+            worker("gpu-0", host="cellar", pid=11, bytes_up=100),
+            worker("gpu-1", host="cellar", pid=12, bytes_up=900, health="lost", beat_age_s=5.0),
+        ]
+        model.update(snapshot(workers=pair), now=0.0)
+        assert model.verdict(1.0).reasons == ("gpu-1 is lost, last heard 6.0 s ago",)
+        aged = model.at(2.0)
+        assert aged is not None
+        assert [(w.id, w.beat_age_s, w.bytes_up) for w in aged.workers] == [
+            ("gpu-0", 2.5, 100),
+            ("gpu-1", 7.0, 900),
+        ]
+
+    def test_paused_run_says_for_how_long(self) -> None:
+        (reason,) = self.reasons(after_s=2.0, state="paused", paused_for_s=3.0)
+        assert reason == "the run is paused, for 5.0 s"
+
+    def test_checkpoint_that_cannot_be_written_is_a_reason(self) -> None:
+        wrong = {"folder": "run", "round": 3, "age_s": 7.0, "error": "No space left on device"}
+        (reason,) = self.reasons(checkpoint=wrong)
+        assert reason == "no checkpoint can be written: No space left on device"
+
     def test_a_late_feed_is_still_healthy_and_a_stale_one_not(self) -> None:
         assert self.reasons(after_s=9.0) == ()
         assert self.reasons(after_s=12.0) == ("the broker has sent nothing for 12 s",)

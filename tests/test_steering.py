@@ -82,6 +82,7 @@ def test_changes_asked_for_while_a_version_is_made_add_up() -> None:
         ({"workers": 0}, "--workers is 0"),
         ({"workers": [1]}, "--workers is [1]"),
         ({"save_every": 0}, "--save-every is 0"),
+        ({"save_every": 2}, "saves nothing"),
         ({"grace": 1.0}, "--grace is 1.0; it must be left out, or --quorum given"),
         ({"quorum": 1}, "settled at the start"),
         ({"mode": "async"}, "no setting named 'mode'"),
@@ -263,3 +264,46 @@ def test_refused_work_is_counted_by_its_reason() -> None:
     assert sum(stage.state.refused.values()) == stage.state.totals.rejected == 1
     (rejection,) = stage.state.rejections
     assert (rejection.worker_id, rejection.code) == ("a", next(iter(stage.state.refused)))
+
+
+def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() -> None:
+    """It was to begin with the next one; the round would else wait for somebody who never comes."""
+    stage = a_stage(workers=2, num_fragments=2, sync_every=8)
+    a, b = stage.joined("a", "b")
+    c = stage.worker("c").joins()
+    c.pulls()
+    assert stage.round.number == 0
+    assert "c" not in stage.round.expected
+    assert stage.asks("set", workers=3).ok
+    assert stage.round.expected == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "Round one is over: later ones wait for all who are here"),
+        ({"mode": "async", "outer": "dn"}, "The buffer of the outer optimizer goes on taking 2"),
+    ],
+    ids=str,
+)
+def test_what_workers_do_not_change_is_said(options: dict[str, Any], sentence: str) -> None:
+    stage, _ = a_run("a", "b", **options)
+    assert sentence in stage.asks("set", workers=5).text
+
+
+def test_saving_rarer_needs_something_that_is_saved() -> None:
+    stage, _ = a_run("a")
+    result = stage.asks("set", save_every=5)
+    assert (result.ok, "saves nothing" in result.text) == (False, True)
+
+
+def test_quorum_of_nobody_means_all() -> None:
+    stage, _ = a_run("a", "b", quorum=1, deterministic=True)
+    assert stage.asks("set", quorum=0).ok
+    assert stage.state.config.quorum is None
+
+
+def test_what_a_worker_says_of_itself_is_fit_for_a_terminal() -> None:
+    stage, (a,) = a_run("a")
+    a.beats(state="\x1b[31mtraining")
+    assert stage.state.members.named("a").state == "?[31mtraining"

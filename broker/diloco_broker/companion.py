@@ -31,6 +31,7 @@ class Dashboard:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C in the terminal is for the broker, which ends it
         )
         self._is_ending = False
         self._reader = threading.Thread(target=self._read, name="diloco-dashboard", daemon=True)

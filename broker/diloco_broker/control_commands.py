@@ -36,8 +36,10 @@ def status(
     address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
 ) -> None:
     """Show how a running broker fares. For a screen that goes on: diloco-top."""
-    result = _ask(address, timeout, "status")
-    if as_json:
+    result = _ask(address, timeout, "status", as_json)
+    if not result.ok:
+        _finish(result, as_json)
+    elif as_json:
         typer.echo(json.dumps(result.data))
     else:
         typer.echo(as_text(result.data))
@@ -47,7 +49,7 @@ def save(
     address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
 ) -> None:
     """Write a checkpoint now."""
-    _finish(_ask(address, timeout, "save"), as_json)
+    _finish(_ask(address, timeout, "save", as_json), as_json)
 
 
 def kick(
@@ -59,7 +61,7 @@ def kick(
 ) -> None:
     """Remove a worker from the run: the others no longer wait for it, it is told."""
     _sure(yes, f"Remove {worker} from the run? What it has not sent whole is lost.")
-    _finish(_ask(address, timeout, "kick", worker=worker), as_json)
+    _finish(_ask(address, timeout, "kick", as_json, worker=worker), as_json)
 
 
 def set_(
@@ -102,21 +104,21 @@ def set_(
         _fail(f"There is nothing to set; give one or more of {options}.")
     if quorum == 0:
         arguments["quorum"] = None
-    _finish(_ask(address, timeout, "set", **arguments), as_json)
+    _finish(_ask(address, timeout, "set", as_json, **arguments), as_json)
 
 
 def pause(
     address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
 ) -> None:
     """Close no more rounds: workers train to their next boundary and wait there."""
-    _finish(_ask(address, timeout, "pause"), as_json)
+    _finish(_ask(address, timeout, "pause", as_json), as_json)
 
 
 def resume(
     address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
 ) -> None:
     """Go on after pause."""
-    _finish(_ask(address, timeout, "resume"), as_json)
+    _finish(_ask(address, timeout, "resume", as_json), as_json)
 
 
 def shutdown(
@@ -127,18 +129,18 @@ def shutdown(
 ) -> None:
     """End the broker in an orderly way: it finishes a closing round, saves, and tells its workers."""
     _sure(yes, "Shut the broker down? Its workers train on alone or stop.")
-    _finish(_ask(address, timeout, "shutdown"), as_json)
+    _finish(_ask(address, timeout, "shutdown", as_json), as_json)
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (status, save, kick, set_, pause, resume, shutdown)
 
 
-def _ask(address: str, timeout: float, action: str, **arguments: Any) -> Result:
+def _ask(address: str, timeout: float, action: str, as_json: bool, **arguments: Any) -> Result:
     try:
         with Operator(address, timeout=timeout) as operator:
             return operator.ask(action, **arguments)
     except (UsageError, Unreachable) as error:
-        _fail(str(error))
+        _fail(str(error), as_json)
     except KeyboardInterrupt:
         raise typer.Exit(GIVEN_UP) from None
 
@@ -158,13 +160,20 @@ def _sure(yes: bool, question: str) -> None:
         return
     if not sys.stdin.isatty():
         _fail("Nobody can be asked whether this is meant; give --yes.")
-    if not typer.confirm(question):
+    try:
+        is_sure = typer.confirm(question)
+    except (typer.Abort, KeyboardInterrupt):
+        is_sure = False
+    if not is_sure:
         typer.echo("Nothing was done.")
-        raise typer.Exit(REFUSED)
+        raise typer.Exit(GIVEN_UP)
 
 
-def _fail(sentence: str) -> NoReturn:
-    typer.echo(f"diloco-broker: {sentence}", err=True)
+def _fail(sentence: str, as_json: bool = False) -> NoReturn:
+    if as_json:
+        typer.echo(json.dumps({"ok": False, "text": sentence}))
+    else:
+        typer.echo(f"diloco-broker: {sentence}", err=True)
     raise typer.Exit(NO_BROKER)
 
 

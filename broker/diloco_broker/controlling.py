@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from diloco_broker import joining, sequence, steering
 from diloco_broker.events import Acted, Effect, End, Route, Send
+from diloco_broker.membership import printable
 from diloco_broker.rounds import Phase
 from diloco_broker.state import State
 from diloco_protocol.errors import UsageError
@@ -49,7 +50,7 @@ def _who(control: Control) -> str:
     """Who asks, as they call themselves."""
     who = control.arguments.get(WHO)
     name = who if isinstance(who, str) and who else "an operator"
-    return "".join(c if c.isprintable() else "?" for c in name[:100])
+    return printable(name, 100)
 
 
 def _yes(route: Route, control: Control, text: str) -> Send:
@@ -85,7 +86,7 @@ def _save(state: State, route: Route, control: Control) -> Iterator[Effect]:
         text = (
             f"A checkpoint is being written to {state.config.save_dir}; see the log and the feed."
         )
-        yield Acted(_who(control), "save", None, None, "a checkpoint")
+        yield Acted(_who(control), "save", None, None, "a checkpoint is asked for")
         yield _yes(route, control, text)
 
 
@@ -122,13 +123,14 @@ def _set(state: State, route: Route, control: Control) -> Iterator[Effect]:
     if not changes:
         yield _yes(route, control, "Nothing changes: that is how it is set already.")
         return
-    when = steering.first_use(state)
+    when, remark = steering.first_use(state), steering.remark(state, changes)
     yield from steering.want(state, _who(control), arguments)
     if state.round is None or state.round.phase is Phase.OPEN:
         yield from steering.take_effect(state)
+        yield from sequence.expect_all(state)  # more workers may be needed than were
         yield from sequence.close_if_due(state)
     said = "; ".join(change.text for change in changes)
-    text = f"{said[0].upper()}{said[1:]}{when}. A restart begins with the command line's again."
+    text = f"{said[0].upper()}{said[1:]}{when}.{remark} A restart begins with the command line's."
     data = {
         "changes": [
             {"name": change.name, "before": change.before, "after": change.after}

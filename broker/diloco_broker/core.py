@@ -47,7 +47,7 @@ from diloco_broker.events import (
     Stop,
     Tick,
 )
-from diloco_broker.membership import Member
+from diloco_broker.membership import Member, printable
 from diloco_broker.rounds import Phase
 from diloco_broker.state import State
 from diloco_broker.transfer import MAX_OBSERVERS, Reader
@@ -204,7 +204,8 @@ class Core:
                         yield from self._read(reader, member.early_pulls.popitem()[1])
             case Leave():
                 yield Log(
-                    "info", f"{member.worker_id} leaves: {message.reason[:200] or 'it is done'}."
+                    "info",
+                    f"{member.worker_id} leaves: {printable(message.reason, 200) or 'it is done'}.",
                 )
                 yield from joining.remove(state, member)
 

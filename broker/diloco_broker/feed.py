@@ -10,7 +10,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -169,17 +169,7 @@ def _snapshot(
             if stock.version
         ],
         "workers": [_worker(state, member, now) for member in state.members],
-        "totals": {
-            "rounds": state.totals.rounds,
-            "pushes": state.totals.pushes,
-            "rejected": state.totals.rejected,
-            "malformed": state.totals.malformed,
-            "contributions": state.totals.contributions,
-            "refused": dict(state.refused),
-            "bytes_up": state.totals.bytes_up,
-            "bytes_down": state.shelf.bytes_down,
-            "deaths": state.totals.deaths,
-        },
+        "totals": _totals(state),
         "rejections": [
             {
                 "age_s": round(now - each.at, 3),
@@ -226,6 +216,17 @@ def _snapshot(
             "cpu_s": round(figures.cpu_s, 3),
             "rss_bytes": figures.rss_bytes,
         },
+    }
+
+
+def _totals(state: State) -> dict[str, Any]:
+    """Counters of this life of the broker, so that all of them begin at the same time."""
+    before = asdict(state.totals_before)
+    counted = {name: value - before[name] for name, value in asdict(state.totals).items()}
+    return {
+        **counted,
+        "refused": dict(state.refused),
+        "bytes_down": state.shelf.bytes_down,
     }
 
 

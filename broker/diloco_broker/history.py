@@ -44,7 +44,7 @@ def round_line(state: State, report: RoundReport, figures: Mapping[str, Any]) ->
         "delta_norm": report.delta_norm,
         "staleness": report.staleness,
         "alive": len(state.members),
-        "bytes_up": state.totals.bytes_up,
+        "bytes_up": state.totals.bytes_up - state.totals_before.bytes_up,
         "bytes_down": state.shelf.bytes_down,
         **figures,
         "workers": [

@@ -229,6 +229,7 @@ class Broker:
         """Close the sockets. `run()` does it; needed only for a broker that never ran."""
         if not self._is_closed:
             self._is_closed = True
+            self._workbench.close()
             if self._saver is not None:
                 self._saver.close()
             if self._audit is not None:
@@ -387,7 +388,8 @@ class Broker:
         if self._history is None:
             return
         line = start_line(snapshot)
-        changing = {**line, "settings": {**line["settings"], "reducer": None}}
+        reducer = {**line["settings"]["reducer"], "submissions": 0, "waiting": 0}
+        changing = {**line, "settings": {**line["settings"], "reducer": reducer}}
         if changing != self._start_line:
             self._start_line = changing
             self._history.add(line)

@@ -17,7 +17,13 @@ from diloco_broker.transfer import Account, Upload
 from diloco_protocol.messages import Heartbeat, Join, Pull, Push
 from diloco_protocol.version import VersionId
 
+MAX_HOST_LENGTH = 255
 MAX_STATE_LENGTH = 20  # of what a worker says it is doing: displays show it
+
+
+def printable(text: str, longest: int) -> str:
+    """What a peer says of itself, fit for a line of the log and for a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text[:longest])
 
 
 @dataclass
@@ -64,7 +70,7 @@ class Member:
         self.beat_at = now
         self.step = beat.step
         self.inner_step = beat.inner_step
-        self.state = beat.state[:MAX_STATE_LENGTH]
+        self.state = printable(beat.state, MAX_STATE_LENGTH)
         self.steps_per_s = beat.steps_per_s
         self.speed = averaged(self.speed, beat.steps_per_s)
         self.loss = beat.loss if beat.loss is not None else self.loss
@@ -132,7 +138,7 @@ class Membership:
             route,
             joined_at=now,
             last_seen=now,
-            host=join.host,
+            host=printable(join.host, MAX_HOST_LENGTH),
             pid=join.pid,
             extra=join.extra,
             versions=join.versions,

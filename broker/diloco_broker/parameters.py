@@ -27,6 +27,19 @@ BETWEEN = 8
 
 
 @dataclass(frozen=True)
+class Stocks:
+    """What there will be besides one copy of everything.
+
+    Attributes:
+        remembered: tensors of the size of a chunk that the outer optimizer remembers of it.
+        means: whether contributions are added up as they come.
+    """
+
+    remembered: int
+    means: bool
+
+
+@dataclass(frozen=True)
 class Done:
     """The outer step of one chunk was taken.
 
@@ -56,7 +69,7 @@ class Parameters:
         share: what a single gradient is worth to buffers of the model: 1 where it is a round's mean,
             1/workers where each submission is applied by itself.
         initial: tensors of the model file by name, or None.
-        copies: of the parameters that will be kept: themselves, and what the outer optimizer remembers.
+        stocks: what to have memory at hand for, None where it is there already.
     """
 
     def __init__(
@@ -70,7 +83,7 @@ class Parameters:
         is_round: bool = True,
         share: float = 1.0,
         initial: Mapping[str, Tensor] | None = None,
-        copies: int = 1,
+        stocks: Stocks | None = None,
     ) -> None:
         self.outer = outer
         self.layout = layout
@@ -86,20 +99,30 @@ class Parameters:
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
         self._states: list[list[State]] = [[{} for _ in p.spans] for p in layout.all]
         self._wholes: dict[int, WholeTensors] = {}
-        self._stock_up(copies)
+        if stocks is not None:
+            self._buffers.stock_up(self._sizes(stocks))
 
-    def _stock_up(self, copies: int) -> None:
-        """Have memory at hand: for the parameters, what is remembered of them, one fragment's means."""
-        largest = max(self.layout.fragments, key=lambda part: sum(s.elements for s in part.spans))
-        parts = [*self._layouts * copies, largest]
-        sizes = [4 * span.elements for part in parts for span in part.spans]
-        # Those that readers still hold when the chunk in their place is made.
-        self._buffers.stock_up([*sizes, *[max(sizes, default=0)] * BETWEEN])
+    def _sizes(self, stocks: Stocks) -> list[int]:
+        """Bytes of each chunk of what will be there."""
+        every = [_bytes_of(span) for part in self._layouts for span in part.spans]
+        steps = [
+            [_bytes_of(span) for span in part.spans if span.segment is Segment.PARAMETERS]
+            for part in self.layout.fragments
+        ]
+        moved = [size for part in steps for size in part]
+        means = max(steps, key=sum, default=[]) if stocks.means else []
+        # Those between two uses: readers still hold them when the chunk in their place is made.
+        between = [max(moved, default=0)] * BETWEEN
+        return [*every, *moved * stocks.remembered, *means, *between]
+
+    def close(self) -> None:
+        """End what goes on beside."""
+        self._buffers.close()
 
     def has_room(self, fragment: int, index: int) -> bool:
         """Can a chunk be placed without touching new memory, or is there no use in waiting for it?"""
         span = self._layouts[fragment].spans[index]
-        return not self._buffers.is_worth_waiting(4 * span.elements)
+        return not self._buffers.is_worth_waiting(_bytes_of(span))
 
     def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
         """Store a chunk of the first version: from a donation, or the model file (payload None).
@@ -363,3 +386,8 @@ class Parameters:
                 part = tensor.reshape(-1)[start - place.start : stop - place.start]
                 values[start - span.start : stop - span.start].copy_(part)
         return values
+
+
+def _bytes_of(span: ChunkSpan) -> int:
+    """Of a chunk at the broker."""
+    return span.elements * segment_dtype(span.segment, torch.float32).itemsize

@@ -10,6 +10,7 @@ checkpoint's, and a buffer of gradients that was applied since is thrown away ra
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 
 from diloco_broker import providing
 from diloco_broker.bootstrap import Resumption
@@ -33,6 +34,7 @@ def resume(state: State, resumption: Resumption) -> None:
     boot.known = resumption.workers
     for name, value in resumption.totals.items():
         setattr(state.totals, name, value)
+    state.totals_before = replace(state.totals)
     state.is_resumed = True
 
 

@@ -89,11 +89,11 @@ def leave(state: State, worker_id: str) -> Iterator[Effect]:
         staged.leave(state, round_, worker_id)
         if state.config.is_async:
             yield from asynchronous.hand_out_slots(state)
-    yield from _expect_all(state)
+    yield from expect_all(state)
     yield from close_if_due(state)
 
 
-def _expect_all(state: State) -> Iterator[Effect]:
+def expect_all(state: State) -> Iterator[Effect]:
     """A round that has fallen below its floor needs everybody, also those expected from a later one."""
     round_ = state.round
     if round_ is None or not round_.below_floor:
@@ -112,7 +112,7 @@ def stall(state: State, worker_id: str) -> Iterator[Effect]:
     """A worker trains no longer: it is not waited for, what it has sent counts."""
     if state.round is not None and state.round.phase is Phase.OPEN:
         state.round.expected.discard(worker_id)
-        yield from _expect_all(state)
+        yield from expect_all(state)
         yield from close_if_due(state)
 
 
@@ -123,7 +123,7 @@ def stirs(state: State, member: Member) -> Iterator[Effect]:
     if member.is_stalled:
         member.is_stalled = False
         yield Log("info", f"{member.worker_id} trains again, at step {member.step}.")
-        yield from _expect_all(state)
+        yield from expect_all(state)
 
 
 def excuse(state: State, worker_id: str, push: Push) -> Iterator[Effect]:

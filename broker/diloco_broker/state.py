@@ -22,7 +22,7 @@ REJECTIONS_KEPT = 10
 
 @dataclass
 class Totals:
-    """Counters since the broker started. `contributions` are those counted whole."""
+    """Counters of the run. `contributions` are those counted whole."""
 
     rounds: int = 0
     pushes: int = 0
@@ -85,6 +85,7 @@ class State:
         is_resumed: this life of the broker went on from a checkpoint.
         stopping: why the broker is about to stop; None while it is not.
         to_probe: workers to send a word, since a connection was closed and nobody knows whose.
+        totals_before: what the totals were when this life of the broker began.
         wanted: the configuration that an operator has asked for, until the next version is begun.
         paused_at: since when no round closes, as an operator asked; None while rounds do.
         refused, rejections: how often work was refused, by code; the last of it.
@@ -105,6 +106,7 @@ class State:
     is_resumed: bool = False
     saving: Saving = field(default_factory=Saving)
     totals: Totals = field(default_factory=Totals)
+    totals_before: Totals = field(default_factory=Totals)
     last_report: RoundReport | None = None
     stopping: str | None = None
     wanted: BrokerConfig | None = None

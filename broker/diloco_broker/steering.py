@@ -7,7 +7,7 @@ begun with, since some of its chunks have been stepped already: what was asked f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +75,8 @@ def changes(state: State, arguments: Mapping[str, Any]) -> list[Change]:
 
 def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
     values = dict(arguments)
+    if values.get("quorum") == 0:  # as on the command line: wait for all
+        values["quorum"] = None
     for name in ("outer_lr", "outer_momentum", "grace"):
         if isinstance(values.get(name), int) and not isinstance(values[name], bool):
             values[name] = float(values[name])
@@ -82,6 +84,8 @@ def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
         # N is the workers by default: it must not change under gradients that are in the buffer.
         values["dn_buffer"] = config.dn_size
     after = replace(config, **values)
+    if "save_every" in values and config.save_dir is None:
+        raise UsageError("This broker saves nothing; start it with --save-dir DIR.")
     if after.is_staged != config.is_staged:
         raise UsageError(
             "Whether rounds have a quorum decides how contributions are kept, so it is settled at the "
@@ -99,6 +103,23 @@ def want(state: State, who: str, arguments: Mapping[str, Any]) -> Iterator[Effec
     for each in planned:
         text = f"{each.text}{when}"
         yield Acted(who, f"set {each.name}", each.before, each.after, text)
+
+
+def remark(state: State, planned: Sequence[Change]) -> str:
+    """What does not follow from the changes, though one might think so; a sentence, or nothing."""
+    if not any(each.name == "workers" for each in planned):
+        return ""
+    config = state.wanted or state.config
+    if config.is_async:
+        if config.outer_name in ("dn", "fedbuff"):
+            return f" The buffer of the outer optimizer goes on taking {config.dn_size} gradients."
+        return ""
+    if not state.first_round_pending:
+        return (
+            " Round one is over: later ones wait for all who are here, and for --min-workers, which is "
+            f"{config.min_workers}."
+        )
+    return ""
 
 
 def first_use(state: State) -> str:

@@ -30,12 +30,12 @@ from diloco_broker.events import (
     Work,
 )
 from diloco_broker.outer import Outer, make_outer, share_of
-from diloco_broker.parameters import Parameters
+from diloco_broker.parameters import Parameters, Stocks
 from diloco_broker.saving import restore, take_up
 from diloco_broker.torch_outer import TorchOuter
 from diloco_protocol.chunks import ModelLayout
 
-# Tensors of the size of a chunk that an outer optimizer remembers of it.
+# Tensors of the size of a chunk that an outer optimizer remembers of it; others: one.
 REMEMBERED = {"sgd": 0, "nesterov": 1, "fedbuff": 2, "dn": 2}
 
 
@@ -109,6 +109,8 @@ class Workbench:
         assert layout is not None
         if self._parameters is None or self._parameters.layout is not layout:
             config = self._config
+            if self._parameters is not None:
+                self._parameters.close()
             self._parameters = Parameters(
                 layout,
                 self._outer,
@@ -116,8 +118,7 @@ class Workbench:
                 reply=config.reply_dtype,
                 aggregate=config.aggregate,
                 share=share_of(config),
-                copies=1
-                + (0 if isinstance(self._outer, TorchOuter) else REMEMBERED[config.outer_name]),
+                stocks=self._stocks() if self._image is None else None,
                 is_round=not config.is_async,
                 initial=self._initial,
             )
@@ -142,6 +143,16 @@ class Workbench:
             case Place(fragment, index, payload):
                 wire = tensors.place(fragment, index, payload)
                 return [PlaceRefused(work) if wire is None else Placed(work, wire)]
+
+    def _stocks(self) -> Stocks:
+        has_own = isinstance(self._outer, TorchOuter)
+        remembered = 0 if has_own else REMEMBERED.get(self._config.outer_name, 1)
+        return Stocks(remembered, means=not self._config.is_staged)
+
+    def close(self) -> None:
+        """End what goes on beside."""
+        if self._parameters is not None:
+            self._parameters.close()
 
     def revert(self, fragment: int) -> None:
         """Put a fragment back to what the checkpoint has, if there is one."""

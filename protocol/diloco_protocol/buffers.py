@@ -45,6 +45,7 @@ class Buffers:
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
         self._counting = threading.Lock()
         self._stocking: threading.Thread | None = None
+        self._is_closed = False
         self.mapped_bytes = 0
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -91,16 +92,23 @@ class Buffers:
             return False
         return self._stocking is not None and self._stocking.is_alive()
 
+    def close(self) -> None:
+        """End `stock_up`, which takes as long as it takes to touch one buffer. Nothing else changes."""
+        self._is_closed = True
+        if self._stocking is not None:
+            self._stocking.join()
+
     def _touch(self, sizes: Sequence[int], limit: int) -> None:
         for size in sizes:
-            if self.mapped_bytes + size > limit:
+            if self._is_closed or self.mapped_bytes + size > limit:
                 return
             try:
                 buffer = self._new(size)
             except (OSError, MemoryError):  # whoever needs it will be told
                 return
-            # torch lets other threads run meanwhile.
-            torch.frombuffer(buffer, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
+            # numpy lets other threads run meanwhile. So does torch, but a process that ends while a
+            # thread is in there is aborted.
+            np.frombuffer(buffer, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
             self._free[size].append(buffer)
 
     def _new(self, size: int) -> mmap.mmap:

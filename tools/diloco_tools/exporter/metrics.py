@@ -1,7 +1,6 @@
 """What a snapshot of the feed makes of the metrics of `catalogue`. Pure: no socket, no clock.
 
-Counters are totals since the broker's start, those of a worker go on over its restarts; `rate()` sees
-through both.
+Counters are totals since the broker's start; those of a worker go on over its restarts.
 
 While the feed is STALE nobody knows how the run is, so all that a snapshot says is left out: an absent
 series says "unknown", an old number lies. What is known without one stays: `diloco_feed_up` is 0.

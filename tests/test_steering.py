@@ -269,7 +269,7 @@ def test_refused_work_is_counted_by_its_reason() -> None:
 def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() -> None:
     """It was to begin with the next one; the round would else wait for somebody who never comes."""
     stage = a_stage(workers=2, num_fragments=2, sync_every=8)
-    a, b = stage.joined("a", "b")
+    stage.joined("a", "b")
     c = stage.worker("c").joins()
     c.pulls()
     assert stage.round.number == 0

@@ -32,8 +32,9 @@ UP, DOWN = True, False
 CHUNK_ELEMENTS, CHUNKS = 8, 11
 # A chunk message ends with a frame of two bytes and 8 elements in fp32.
 BUFFER_FRAME = 2 + 4 * CHUNK_ELEMENTS
-# Breaking here is no reconnection: the worker has not been welcomed before, or goes for good.
-UNNOTICED = {"greeting", "ready", "join", "welcome", "leave"}
+# Breaking here is no reconnection: the worker has not been welcomed before, or goes for good. A notice
+# may come right behind a welcome that the worker has not read yet.
+UNNOTICED = {"greeting", "ready", "join", "welcome", "notice", "leave"}
 # As long as a worker may be back it stays expected: no round closes without it.
 GRACE_S = 30.0
 # One that was never told of its session has to wait until the broker gives its first life up.

@@ -85,9 +85,10 @@ def test_learning_rate_and_momentum_hold_from_the_version_that_was_named() -> No
 
 
 def test_paused_run_stands_still_and_goes_on_where_it_was() -> None:
-    """Numbers are those of a run that was never paused."""
+    """Every bit is that of a run that was never paused."""
     is_paused = threading.Event()
-    broker = Broker(make_config(workers=2, sync_every=4, deterministic=True))
+    options: dict[str, Any] = {"workers": 2, "sync_every": 4, "deterministic": True}
+    broker = Broker(make_config(**options))
 
     def pause(hook: DiLoCoWorker, worker: int, step: int) -> None:
         if step == 6 and worker == 0:
@@ -112,6 +113,8 @@ def test_paused_run_stands_still_and_goes_on_where_it_was() -> None:
         got = run(broker, trainees(2), 20, before=pause)
         watcher.join(PATIENCE_S)
     assert_same(got, streaming(trainees(2), 20, Plan(4, strided(1))))
+    with Broker(make_config(**options)) as calm:
+        assert_same(got, run(calm, trainees(2), 20), exact=True)
 
 
 def test_every_action_is_in_the_log_of_actions_and_in_the_history(broker: Broker) -> None:

@@ -32,8 +32,8 @@ PURE = {
     },
     "diloco_worker": {"events", "pulls", "pushes", "session", "terms", "transfers", "turns"},
     "diloco_protocol": {
-        "chunks", "codecs", "errors", "fragments", "frames", "manifest", "messages", "version",
-        "__init__",
+        "addresses", "chunks", "codecs", "errors", "fragments", "frames", "manifest", "messages",
+        "version", "__init__",
     },
     "diloco_tools": {
         "dashboard/picture", "exporter/catalogue", "exporter/labels", "exporter/metrics", "feed",

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from typer.testing import CliRunner, Result
 
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
 from diloco_tools.feed import MAX_FRAME_BYTES, TOPIC, FeedModel, FeedVersionError, parse_snapshot
-from diloco_tools.subscriber import DEFAULT_FEED_ADDRESS, FeedSubscriber
+from diloco_tools.subscriber import FeedSubscriber
 from diloco_tools.top.cli import app
 from diloco_tools.top.notation import Glyphs, byte_size, duration, number, scaled
 from diloco_tools.top.screen import screen

@@ -12,6 +12,7 @@ import typer
 
 from diloco_broker import checkpoint
 from diloco_broker.checkpoint import Damaged
+from diloco_broker.control_commands import span
 from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Kind
 
@@ -72,7 +73,9 @@ def as_text(folder: Path, found: Sequence[dict[str, Any]]) -> str:
             size = (
                 f"{each['bytes'] / 1e6:,.1f} MB" if each["bytes"] > 1e5 else f"{each['bytes']:,} B"
             )
-            lines.append(f"  {name}  before round {each['round']}, {_ago(each['age_s'])}, {size}")
+            lines.append(
+                f"  {name}  before round {each['round']}, {span(each['age_s'])} ago, {size}"
+            )
         else:
             lines.append(f"  {name}  DAMAGED: {each['problem']}")
     sound = next((each for each in found if each["sound"]), None)
@@ -95,10 +98,3 @@ def as_text(folder: Path, found: Sequence[dict[str, Any]]) -> str:
             f"  options     {options}",
         ]
     return "\n".join(lines)
-
-
-def _ago(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"

@@ -16,8 +16,8 @@ from typer.core import TyperCommand
 
 from diloco_broker import checkpoint_commands, control_commands
 from diloco_broker.companion import Dashboard
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
 from diloco_protocol.errors import UsageError
-from diloco_protocol.operator import DEFAULT_CONTROL_ADDRESS as DEFAULT_BIND
 
 if TYPE_CHECKING:
     from diloco_broker.loop import Broker
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 # Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
 
 DASHBOARD_PORT = 8514
-DEFAULT_FEED = "tcp://127.0.0.1:8513"
 
 app = typer.Typer(
     help="Average the pseudo-gradients of DiLoCo workers and hand global parameters back.",
@@ -207,8 +206,8 @@ def serve(
     ] = None,
     bind: Annotated[
         str, _option("Control address; port * picks a free one and prints it.", _WIRE)
-    ] = DEFAULT_BIND,
-    feed: Annotated[str, _option("Address of the status feed.", _WIRE)] = DEFAULT_FEED,
+    ] = DEFAULT_CONTROL_ADDRESS,
+    feed: Annotated[str, _option("Address of the status feed.", _WIRE)] = DEFAULT_FEED_ADDRESS,
     wire_dtype: Annotated[
         str, _option("Dtype of pseudo-gradients on the way up: fp32, bf16, fp16.", _WIRE)
     ] = "bf16",

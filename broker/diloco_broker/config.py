@@ -6,15 +6,12 @@ import ipaddress
 import math
 from dataclasses import dataclass
 
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import PATTERNS
 from diloco_protocol.messages import RunConfig
-from diloco_protocol.operator import DEFAULT_CONTROL_ADDRESS
-
-DEFAULT_BIND = DEFAULT_CONTROL_ADDRESS
-DEFAULT_FEED = "tcp://127.0.0.1:8513"
 
 MODES = ("sync", "async")
 OUTERS = ("nesterov", "dn", "fedbuff", "sgd")
@@ -130,8 +127,8 @@ class BrokerConfig:
     audit: str | None = None
     wire_dtype: str = "bf16"
     reply_dtype: str = "fp32"
-    bind: str = DEFAULT_BIND
-    feed: str = DEFAULT_FEED
+    bind: str = DEFAULT_CONTROL_ADDRESS
+    feed: str = DEFAULT_FEED_ADDRESS
     heartbeat_timeout: float = 120.0
     stall_timeout: float = 600.0
     disconnect_grace: float = 1.0

@@ -12,9 +12,10 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Result
-from diloco_protocol.operator import DEFAULT_CONTROL_ADDRESS, Operator
+from diloco_protocol.operator import Operator
 
 REFUSED, NO_BROKER, GIVEN_UP = 1, 2, 130
 
@@ -102,8 +103,6 @@ def set_(
     if not arguments:
         options = ", ".join("--" + name.replace("_", "-") for name in values)
         _fail(f"There is nothing to set; give one or more of {options}.")
-    if quorum == 0:
-        arguments["quorum"] = None
     _finish(_ask(address, timeout, "set", as_json, **arguments), as_json)
 
 
@@ -191,9 +190,9 @@ def as_text(data: Mapping[str, Any]) -> str:
         settings.append(f"momentum {outer['momentum']:g}")
     model, last, saved = data["model"], data["last_round"], data["checkpoint"]
     lines = [
-        f"run         {data['run'] or 'not begun'}, {data['mode']}, up {_span(data['uptime_s'])}",
+        f"run         {data['run'] or 'not begun'}, {data['mode']}, up {span(data['uptime_s'])}",
         f"state       {state}",
-        f"round       {round_['number']} {round_['phase']} for {_span(round_['age_s'])}: "
+        f"round       {round_['number']} {round_['phase']} for {span(round_['age_s'])}: "
         f"{len(round_['arrived'])} of {len(round_['expected'])} here"
         + (f", missing {missing}" if missing else ""),
         f"workers     {counts['alive']} alive, {counts['participating']} participating, "
@@ -211,7 +210,7 @@ def as_text(data: Mapping[str, Any]) -> str:
         lines.append(f"checkpoint  NOT WRITTEN: {saved['error']}")
     elif saved["age_s"] is not None:
         lines.append(
-            f"checkpoint  before round {saved['round']}, {_span(saved['age_s'])} ago, "
+            f"checkpoint  before round {saved['round']}, {span(saved['age_s'])} ago, "
             f"in {saved['folder']}"
         )
     workers = data["workers"]
@@ -220,13 +219,14 @@ def as_text(data: Mapping[str, Any]) -> str:
         lines += ["", f"{'worker':<{width}}  {'health':8}{'doing':10}{'step':>9}  last heard"]
         lines += [
             f"{each['id']:<{width}}  {each['health']:8}{each['state']:10}{each['step']:>9}  "
-            f"{_span(each['beat_age_s'])} ago"
+            f"{span(each['beat_age_s'])} ago"
             for each in workers
         ]
     return "\n".join(lines)
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """A time in the unit that people would use."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -124,7 +124,7 @@ def _set(state: State, route: Route, control: Control) -> Iterator[Effect]:
         yield _yes(route, control, "Nothing changes: that is how it is set already.")
         return
     when, remark = steering.first_use(state), steering.remark(state, changes)
-    yield from steering.want(state, _who(control), arguments)
+    yield from steering.want(state, _who(control), changes)
     if state.round is None or state.round.phase is Phase.OPEN:
         yield from steering.take_effect(state)
         yield from sequence.expect_all(state)  # more workers may be needed than were

@@ -95,10 +95,10 @@ def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
     return after
 
 
-def want(state: State, who: str, arguments: Mapping[str, Any]) -> Iterator[Effect]:
-    """Take down what `changes` has approved of; `take_effect` carries it out."""
-    planned = changes(state, arguments)
-    state.wanted = _with(state.wanted or state.config, arguments)
+def want(state: State, who: str, planned: Sequence[Change]) -> Iterator[Effect]:
+    """Take down what `changes` has found; `take_effect` carries it out."""
+    values = {each.name: each.after for each in planned}
+    state.wanted = _with(state.wanted or state.config, values)
     when = first_use(state)
     for each in planned:
         text = f"{each.text}{when}"

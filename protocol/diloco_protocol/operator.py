@@ -15,11 +15,11 @@ from typing import Any
 
 import zmq
 
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, can_be_reached
 from diloco_protocol.errors import ProtocolError, Unreachable, UsageError
 from diloco_protocol.frames import MAX_FRAME_BYTES, pack, unpack
 from diloco_protocol.messages import Control, Error, Result
 
-DEFAULT_CONTROL_ADDRESS = "tcp://127.0.0.1:8512"
 LONGEST_WHO = 200  # characters
 
 
@@ -58,9 +58,10 @@ class Operator:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
         try:
-            _check(address)
+            if not can_be_reached(address):
+                raise zmq.ZMQError(zmq.EINVAL)
             self._socket.connect(address)
-        except (zmq.ZMQError, ValueError):
+        except zmq.ZMQError:
             self.close()
             raise UsageError(
                 f"{address!a} is not a control address; write tcp://HOST:PORT as diloco-broker serve "
@@ -124,14 +125,3 @@ def this_user() -> str:
     except (KeyError, OSError):  # a user id without a name, as in some containers
         user = "somebody"
     return f"{user}@{socket.gethostname()}"
-
-
-def _check(address: str) -> None:
-    """Refuse what libzmq would accept and then never reach: a port out of range, odd characters."""
-    port = address.rpartition(":")[2]
-    if not address.isprintable():
-        raise ValueError
-    if address.startswith("tcp://") and not (
-        port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535
-    ):
-        raise ValueError

@@ -6,6 +6,7 @@ from types import TracebackType
 
 import zmq
 
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, can_be_reached
 from diloco_tools.feed import (
     TOPIC,
     FeedAddressError,
@@ -13,8 +14,6 @@ from diloco_tools.feed import (
     Snapshot,
     parse_snapshot,
 )
-
-DEFAULT_FEED_ADDRESS = "tcp://127.0.0.1:8513"
 
 
 class FeedSubscriber:
@@ -37,7 +36,8 @@ class FeedSubscriber:
         self.address = address
         self.malformed = 0
         self.last_error = ""
-        _check_address(address)
+        if not can_be_reached(address):
+            raise FeedAddressError(_not_an_address(address))
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         try:
@@ -86,16 +86,6 @@ class FeedSubscriber:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _check_address(address: str) -> None:
-    """Refuse what libzmq would accept and then never reach: a port out of range, odd characters."""
-    port = address.rpartition(":")[2]
-    bad_port = address.startswith("tcp://") and not (
-        port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535
-    )
-    if bad_port or not address.isprintable():
-        raise FeedAddressError(_not_an_address(address))
 
 
 def _not_an_address(address: str) -> str:

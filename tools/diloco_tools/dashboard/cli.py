@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
 from diloco_tools.dashboard.security import EVERYWHERE, Policy, is_loopback, new_token
 from diloco_tools.feed import FeedError
-from diloco_tools.subscriber import DEFAULT_FEED_ADDRESS
 
 if TYPE_CHECKING:
     from diloco_tools.dashboard.serving import Server

@@ -13,9 +13,10 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
 from diloco_tools.feed import FeedError, FeedModel, Freshness, Snapshot
 from diloco_tools.replay import History, read_history
-from diloco_tools.subscriber import DEFAULT_FEED_ADDRESS, FeedSubscriber
+from diloco_tools.subscriber import FeedSubscriber
 from diloco_tools.top.notation import Glyphs
 from diloco_tools.top.screen import screen
 

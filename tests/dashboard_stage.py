@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import zmq
+from test_top_once import status, worker
 
 from diloco_tools.dashboard.app import Dashboard, application
 from diloco_tools.dashboard.security import Policy
@@ -24,65 +25,19 @@ TOKEN = "the-token-of-these-tests"
 
 
 def a_worker(name: str, **keys: Any) -> dict[str, Any]:
-    return {
-        "id": name,
-        "host": f"host-of-{name}",
-        "pid": 4242,
-        "state": "training",
-        "health": "ok",
-        "round": 412,
-        "inner_step": 212,
-        "sync_every": 500,
-        "step": 205_712,
-        "steps_per_s": 5.23,
-        "loss": 2.4131,
-        "tokens": 420_000_000,
-        "beat_age_s": 0.4,
-        "sync_age_s": 31.0,
-        "staleness": 0,
-        "bytes_up": 38_000_000,
-        "bytes_down": 76_400_000,
-        "pushes": 411,
-        "rejected": 0,
-        "extra": {},
-        **keys,
-    }
+    """A worker as the feed shows it."""
+    return worker(name, **{"sync_age_s": 31.0, **keys})
 
 
 def a_status(**keys: Any) -> dict[str, Any]:
-    """What a broker in the middle of a synchronous run says."""
-    return {
-        "feed": 1,
-        "sequence": 7,
+    """What a broker in the middle of a synchronous run says: all that the page has a place for."""
+    more = {
         "epoch": "ab12cd34",
         "run": "3fa2c1d09b11aaaa",
-        "version": "0.1.0",
-        "control": "tcp://127.0.0.1:8512",
-        "uptime_s": 8000.0,
-        "mode": "sync",
-        "state": "training",
-        "waiting_for": None,
-        "paused_for_s": None,
         "save_every": 1,
         "min_workers": 1,
         "checkpoint": {"folder": "diloco-run", "round": 411, "age_s": 12.0, "error": None},
-        "round": {
-            "number": 412,
-            "fragment": 0,
-            "phase": "open",
-            "age_s": 12.2,
-            "expected": ["a100-0", "mac", "rtx", "xeon"],
-            "arrived": ["a100-0"],
-            "missing": ["mac", "rtx", "xeon"],
-            "floor": 1,
-        },
         "counts": {"alive": 4, "participating": 3, "averaged": 4},
-        "model": {"parameters": 151_200_000, "tensors": 291, "bytes": 604_800_000},
-        "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9, "nesterov": True},
-        "sync_every": 500,
-        "wire_dtype": "bf16",
-        "reply_dtype": "fp32",
-        "workers_wanted": 2,
         "fragments": [{"fragment": 0, "version": 411, "tag": "deadbeef", "contributions": 1644}],
         "workers": [a_worker("a100-0", state="waiting"), a_worker("rtx")],
         "totals": {
@@ -99,21 +54,12 @@ def a_status(**keys: Any) -> dict[str, Any]:
         "rejections": [
             {"age_s": 40.0, "worker": "rtx", "code": "non_finite", "text": "Chunk 3 has a NaN."}
         ],
-        "last_round": {
-            "number": 411,
-            "seconds": 41.24,
-            "averaged": 3,
-            "weight": 3.0,
-            "loss": 2.4131,
-            "delta_norm": 0.0131,
-        },
         "events": [
             {"sequence": 1, "age_s": 90.0, "level": "info", "text": "round 411 closed"},
             {"sequence": 2, "age_s": 41.0, "level": "warning", "text": "mac-mini left"},
         ],
-        "loop": {"longest_turn_ms": 4.81, "cpu_s": 312.0, "rss_bytes": 310_000_000},
-        **keys,
     }
+    return status(**{**more, **keys})
 
 
 class Publisher:

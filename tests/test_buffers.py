@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-import mmap
+import random
 import threading
+from typing import Any
 
 import torch
 
@@ -72,12 +73,52 @@ def test_memory_that_was_stocked_up_is_handed_out_and_no_more_is_mapped() -> Non
     assert buffers.mapped_bytes == 5 * SMALLEST
 
 
+def test_memory_of_a_long_tensor_is_used_for_two_of_half_its_length_and_for_it_again() -> None:
+    buffers = Buffers()
+    for _ in range(5):
+        for dtype, count in ((torch.float32, 3), (torch.bfloat16, 6)):
+            taken = [buffers.take(2 * ELEMENTS, dtype).fill_(n) for n in range(count)]
+            assert all(each.eq(n).all() for n, each in enumerate(taken))
+            del taken
+    assert buffers.mapped_bytes == 3 * 2 * SMALLEST
+
+
+def test_half_that_is_still_read_keeps_the_other_from_being_joined_with_it() -> None:
+    buffers = Buffers()
+    buffers.take(2 * ELEMENTS, torch.float32)
+    first, second = (buffers.take(ELEMENTS, torch.float32).fill_(1.0) for _ in range(2))
+    assert buffers.mapped_bytes == 2 * SMALLEST
+    del second
+    whole = buffers.take(2 * ELEMENTS, torch.float32).fill_(2.0)
+    assert buffers.mapped_bytes == 4 * SMALLEST
+    assert first.eq(1.0).all()
+    del first, whole
+    assert len({buffers.take(2 * ELEMENTS, torch.float32).data_ptr()}) == 1
+    kept = [buffers.take(2 * ELEMENTS, torch.float32) for _ in range(2)]
+    assert len({each.data_ptr() for each in kept}) == 2
+    assert buffers.mapped_bytes == 4 * SMALLEST
+
+
+def test_memory_of_every_length_is_used_again_in_any_order() -> None:
+    """Random lengths, taken and let go: no two in use overlap, and what is mapped stays bounded."""
+    dice, buffers = random.Random(3), Buffers()
+    kept: list[tuple[int, torch.Tensor]] = []
+    for number in range(2000):
+        elements = ELEMENTS * dice.choice((1, 2, 4))
+        kept.append((number, buffers.take(elements, torch.float32).fill_(number)))
+        while len(kept) > 8 or (kept and dice.random() < 0.4):
+            filled, tensor = kept.pop(dice.randrange(len(kept)))
+            assert tensor.eq(filled).all()
+            del tensor
+    assert buffers.mapped_bytes <= 3 * 8 * 4 * SMALLEST
+
+
 def test_stocking_up_counts_what_others_have_mapped_meanwhile() -> None:
     buffers = Buffers()
     begun, go_on = threading.Event(), threading.Event()
     new, first = buffers._new, threading.current_thread()
 
-    def slowly(size: int) -> mmap.mmap:
+    def slowly(size: int) -> Any:
         if threading.current_thread() is not first:
             begun.set()
             assert go_on.wait(20)

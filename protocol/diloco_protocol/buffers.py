@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,19 +31,33 @@ def mapped(elements: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(_map(size), dtype=dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A mapping, or half of a longer piece."""
+
+    memory: memoryview
+    whole: _Piece | None = None
+
+    def halves(self) -> tuple[_Piece, _Piece]:
+        middle = self.memory.nbytes // 2
+        return _Piece(self.memory[:middle], self), _Piece(self.memory[middle:], self)
+
+
 class Buffers:
     """Hands out tensors with memory that nobody reads any more.
 
     Each time a buffer is handed out there is one array object over it, which the tensor, each view of
     it and each frame that is sent from it hold. When the last of them lets go, in whichever thread, the
-    array goes and the buffer is free; the one freed last is taken first, since it may still be cached.
+    array goes and the buffer is free; one freed lately is taken first, since it may still be cached.
+    Where none of a size is free, one twice as long is halved, and two halves are joined again: chunks in
+    bf16 lie where fp32 accumulators were.
 
     Attributes:
         mapped_bytes: memory that has been mapped, in use or not.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
+        self._free: dict[int, list[_Piece]] = defaultdict(list)
         self._counting = threading.Lock()
         self._stocking: threading.Thread | None = None
         self._is_closed = False
@@ -57,15 +72,36 @@ class Buffers:
         size = elements * dtype.itemsize
         if size < SMALLEST:
             return torch.empty(elements, dtype=dtype)
-        free = self._free[size]
-        try:
-            buffer = free.pop()
-        except IndexError:
-            buffer = self._new(size)
-        array = np.frombuffer(buffer, dtype=np.uint8)
+        piece = self._reuse(size) or self._new(size)
+        array = np.frombuffer(piece.memory, dtype=np.uint8)
         # `append` is one step for other threads, as `pop` is: no lock, which a finalizer must not take.
-        weakref.finalize(array, free.append, buffer).atexit = False
+        weakref.finalize(array, self._free[size].append, piece).atexit = False
         return torch.from_numpy(array).view(dtype)
+
+    def _reuse(self, size: int) -> _Piece | None:
+        with contextlib.suppress(IndexError):
+            return self._free[size].pop()
+        with contextlib.suppress(IndexError):
+            first, second = self._free[2 * size].pop().halves()
+            self._free[size].append(second)
+            return first
+        return self._join(size)
+
+    def _join(self, size: int) -> _Piece | None:
+        """A piece of which both halves are free; None if there is none."""
+        halves = self._free[size // 2]
+        seen: dict[_Piece, _Piece] = {}  # by what it is half of, or itself
+        joined = None
+        while halves and joined is None:
+            half = halves.pop()
+            whole = half.whole
+            if whole in seen and whole is not None and whole.memory.nbytes == size:
+                del seen[whole]
+                joined = whole
+            else:
+                seen[whole or half] = half
+        halves += seen.values()
+        return joined
 
     def stock_up(self, sizes: Sequence[int]) -> threading.Thread | None:
         """Have a thread of its own map and touch memory that will be needed; None if it is too little.
@@ -103,19 +139,19 @@ class Buffers:
             if self._is_closed or self.mapped_bytes + size > limit:
                 return
             try:
-                buffer = self._new(size)
+                piece = self._new(size)
             except (OSError, MemoryError):  # whoever needs it will be told
                 return
             # numpy lets other threads run meanwhile. So does torch, but a process that ends while a
             # thread is in there is aborted.
-            np.frombuffer(buffer, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
-            self._free[size].append(buffer)
+            np.frombuffer(piece.memory, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
+            self._free[size].append(piece)
 
-    def _new(self, size: int) -> mmap.mmap:
+    def _new(self, size: int) -> _Piece:
         buffer = _map(size)
         with self._counting:
             self.mapped_bytes += size
-        return buffer
+        return _Piece(memoryview(buffer))
 
 
 def _map(size: int) -> mmap.mmap:

@@ -169,7 +169,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Fold:
-    """Add one chunk of a push, times its weight, to the accumulator of the fragment's open round."""
+    """Add one chunk of a push, times its weight, to what the fragment's open round has of it."""
 
     fragment: int
     index: int
@@ -181,7 +181,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Step:
-    """Divide the accumulated chunk by `weight`, apply the outer optimizer, empty the accumulator.
+    """Divide what was added of a chunk by `weight`, apply the outer optimizer, begin anew.
 
     With weight 0 nobody delivered this chunk: it keeps its value and its momentum. `count` is the
     number of gradients that the outer optimizer has had of this fragment before this one.

@@ -20,7 +20,7 @@ step whose result cannot be used must leave no trace and a state that is being s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, Protocol
 
@@ -78,7 +78,9 @@ class Nesterov:
         m <- mu m + g;   theta <- theta - eta (g + mu m)     Nesterov
                          theta <- theta - eta m              classical
 
-    This is `torch.optim.SGD(lr=eta, momentum=mu, nesterov=...)` with `.grad = g`, bit for bit.
+    This is `torch.optim.SGD(lr=eta, momentum=mu, nesterov=...)` with `.grad = g`, bit for bit. torch's
+    fused kernel gives the same bits and, since it works in place on what must not change here, needs
+    two copies before it: it is no faster than these operations on pieces that stay in the cache.
     """
 
     size: ClassVar[int] = 1
@@ -95,15 +97,40 @@ class Nesterov:
         count: int = 0,
         new: New = torch.empty_like,
     ) -> tuple[Tensor, State]:
-        if not self.momentum:
-            return torch.add(theta, gradient, alpha=-self.lr, out=new(theta)), {}
-        momentum, moved = state.get(MOMENTUM), new(theta)
-        if momentum is None:
-            moved.copy_(gradient)
-        else:
-            torch.mul(momentum, self.momentum, out=moved).add_(gradient)
-        update = gradient.add_(moved, alpha=self.momentum) if self.nesterov else moved
-        return torch.add(theta, update, alpha=-self.lr, out=new(theta)), {MOMENTUM: moved}
+        return self.step_by_pieces(theta, [gradient], state, new)
+
+    def step_by_pieces(
+        self,
+        theta: Tensor,
+        gradient: Iterable[Tensor],
+        state: State,
+        new: New = torch.empty_like,
+        made: Callable[[Tensor], object] = lambda _: None,
+    ) -> tuple[Tensor, State]:
+        """`step` with the gradient in pieces of equal length (the last may be shorter).
+
+        Args:
+            theta: parameters, fp32, 1-D; not changed.
+            gradient: pieces of it, each used as scratch before the next is asked for.
+            state: as in `step`.
+            new: as in `step`.
+            made: is given each piece of the new parameters once it is there.
+        """
+        moved = new(theta)
+        momentum, remembered = state.get(MOMENTUM), new(theta) if self.momentum else None
+        start = 0
+        for piece in gradient:
+            part = slice(start, start := start + piece.numel())
+            update = piece
+            if remembered is not None:
+                after = remembered[part]
+                if momentum is None:
+                    after.copy_(piece)
+                else:
+                    torch.mul(momentum[part], self.momentum, out=after).add_(piece)
+                update = piece.add_(after, alpha=self.momentum) if self.nesterov else after
+            made(torch.add(theta[part], update, alpha=-self.lr, out=moved[part]))
+        return moved, {} if remembered is None else {MOMENTUM: remembered}
 
 
 @dataclass(frozen=True)

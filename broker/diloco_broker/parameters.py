@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from diloco_broker.events import Part
-from diloco_broker.outer import ChunkOuter, DelayedNesterovByGroup, Outer
-from diloco_broker.reduce import StagedReducer, StreamingMean
+from diloco_broker.outer import ChunkOuter, DelayedNesterovByGroup, Nesterov, Outer
+from diloco_broker.reduce import Gradient, StagedReducer, StreamingMean
+from diloco_broker.reply import Reply
 from diloco_broker.torch_outer import DELAYED, State, TorchOuter, WholeTensors
 from diloco_protocol.buffers import Buffers
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
 from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
 
 # Chunks of memory that are between two uses.
-BETWEEN = 8
+BETWEEN = 4
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ class Parameters:
             As `step`.
         """
         span = self._layouts[fragment].spans[index]
-        gradients = (self._staged.gradient(span, parts) for parts in groups)
+        merged = (self._staged.gradient(span, parts) for parts in groups)
+        gradients = (None if each is None else Gradient.of(each) for each in merged)
         return self._advance(fragment, index, gradients, count)
 
     def wires(self, fragment: int) -> list[Any]:
@@ -239,7 +241,7 @@ class Parameters:
             self._states[fragment][index] = kept
 
     def _advance(
-        self, fragment: int, index: int, gradients: Iterable[Tensor | None], count: int
+        self, fragment: int, index: int, gradients: Iterable[Gradient | None], count: int
     ) -> list[Done]:
         if self._is_whole(fragment, index):
             return self._advance_whole(fragment, index, gradients, count)
@@ -254,10 +256,10 @@ class Parameters:
         return [self._done(fragment, span, overflow, reply)]
 
     def _advance_whole(
-        self, fragment: int, index: int, gradients: Iterable[Tensor | None], count: int
+        self, fragment: int, index: int, gradients: Iterable[Gradient | None], count: int
     ) -> list[Done]:
         whole = self._wholes[fragment]
-        turns = whole.collect(index, list(gradients))
+        turns = whole.collect(index, [None if each is None else each.whole() for each in gradients])
         if turns is None:
             return []
         overflowed: set[int] = set()
@@ -281,28 +283,38 @@ class Parameters:
         assert reply is not None, "a chunk that could not be sent was stored"
         return Done(span.index, as_bytes(reply), overflow)
 
-    def _apply(self, fragment: int, span: ChunkSpan, gradient: Tensor, count: int) -> Tensor | None:
+    def _apply(
+        self, fragment: int, span: ChunkSpan, gradient: Gradient, count: int
+    ) -> Tensor | None:
         """Store what a gradient makes of a chunk; None, and nothing stored, when it is not finite.
 
         One finite but enormous value would make parameters and momentum infinite for good.
         """
         master = self._masters[fragment][span.index]
         assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
-        state = self._states[fragment][span.index]
-        match span.segment:
-            case Segment.INTEGERS:
-                updated = gradient.clone() if self._is_round else torch.maximum(master, gradient)
-            case Segment.BUFFERS:
-                updated = torch.sub(master, gradient, alpha=self.share)
-            case Segment.PARAMETERS:
-                outer = self._outer_of(fragment, span)
-                new = self._buffers.like
-                updated, state = outer.step(master, gradient, state, count, new)
-        reply = self._usable(span, updated, state)
-        if reply is not None:
+        state, new = self._states[fragment][span.index], self._buffers.like
+        reply = Reply(span, self._reply, self._buffers)
+        outer = self._outer_of(fragment, span) if span.segment is Segment.PARAMETERS else None
+        match outer:
+            case None if span.segment is Segment.BUFFERS:
+                updated = torch.sub(master, gradient.whole(), alpha=self.share)
+            case None:
+                largest = gradient.whole()
+                updated = largest.clone() if self._is_round else torch.maximum(master, largest)
+            case Nesterov():
+                pieces = gradient.pieces()
+                updated, state = outer.step_by_pieces(master, pieces, state, new, reply.add)
+            case _:
+                updated, state = outer.step(master, gradient.whole(), state, count, new)
+        total = state.get(DELAYED)
+        # An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
+        if total is not None and not is_finite(total):
+            return None
+        made = reply.of(updated)
+        if made is not None:
             self._masters[fragment][span.index] = updated
             self._states[fragment][span.index] = state
-        return reply
+        return made
 
     def _empty_buffer(self, fragment: int, span: ChunkSpan, count: int) -> bool:
         """Take a boundary that has no usable gradient with a gradient of 0, if the buffer holds any.
@@ -313,22 +325,12 @@ class Parameters:
         state = self._states[fragment][span.index]
         if DELAYED not in state or (count + 1) % self.outer.size:
             return True
-        nothing = torch.zeros(span.elements)
+        nothing = Gradient.of(torch.zeros(span.elements))
         if self._apply(fragment, span, nothing, count) is not None:
             return True
         kept = {name: tensor for name, tensor in state.items() if name != DELAYED}
         self._states[fragment][span.index] = kept
         return False
-
-    def _usable(self, span: ChunkSpan, updated: Tensor, state: State) -> Tensor | None:
-        """The chunk as it is sent; None when it or its state is not finite.
-
-        An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
-        """
-        total = state.get(DELAYED)
-        if total is not None and not is_finite(total):
-            return None
-        return self._in_wire_form(span, updated)
 
     def _outer_of(self, fragment: int, span: ChunkSpan) -> ChunkOuter:
         outer = self.outer
@@ -365,14 +367,7 @@ class Parameters:
         return self._in_wire_form(span, values) is not None
 
     def _in_wire_form(self, span: ChunkSpan, values: Tensor) -> Tensor | None:
-        """The chunk as it is sent; None when it is not finite in that dtype.
-
-        Without a conversion this is the tensor itself: no copy, shared by all readers.
-        """
-        dtype, reply = segment_dtype(span.segment, self._reply), values
-        if dtype is not values.dtype:
-            reply = self._buffers.take(span.elements, dtype).copy_(values)
-        return reply if span.segment is Segment.INTEGERS or is_finite(reply) else None
+        return Reply(span, self._reply, self._buffers).of(values)
 
     def _from_file(self, layout: FragmentLayout, span: ChunkSpan) -> Tensor:
         assert self._initial is not None

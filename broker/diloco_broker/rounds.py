@@ -1,6 +1,6 @@
 """One streaming round: who is expected, who contributes, which chunks are ready for the outer step.
 
-Each chunk is added to an accumulator as it arrives, so the memory needed does not depend on the number
+Each chunk is added to a sum soon after it has come, so the memory needed does not depend on the number
 of workers. (`staging` has the rounds over whole submissions.) The rules, all of them:
 
 - A round is OPEN until every expected worker has begun its push and at least `floor` contribute; then
@@ -65,7 +65,7 @@ class Contribution:
         staleness: versions between its base and the one that it goes into.
         before: chunks that an earlier version contains.
         arrived: chunks received in this round, folded or waiting to be.
-        folded: chunks in the accumulator.
+        folded: chunks that have been added to the round's sums.
         ended: why nothing more will come; None while the worker is at it.
     """
 
@@ -109,7 +109,7 @@ class Round:
     excused: set[str] = field(default_factory=set)
     phase: Phase = Phase.OPEN
     contributions: dict[Key, Contribution] = field(default_factory=dict)
-    reached: list[float] = field(default_factory=list)  # weight in each chunk's accumulator
+    reached: list[float] = field(default_factory=list)  # weight in each chunk's sum
     owed: list[int] = field(default_factory=list)  # contributions that owe a chunk; when closing
     stepping: Bitmap = field(default_factory=lambda: Bitmap(0))  # given out for the outer step
     stepped: Bitmap = field(default_factory=lambda: Bitmap(0))
@@ -135,7 +135,7 @@ class Round:
 
     @property
     def averaged(self) -> int:
-        """Workers of whom a whole push is in the accumulator."""
+        """Workers of whom a whole push has been added."""
         return len({c.worker_id for c in self.contributions.values() if c.is_whole})
 
     @property
@@ -168,7 +168,7 @@ class Round:
         return contribution
 
     def folded(self, key: Key, index: int) -> list[int]:
-        """A chunk is in the accumulator. Returns the chunks that are ready through it."""
+        """A chunk has been added. Returns the chunks that are ready through it."""
         contribution = self.contributions[key]
         contribution.folded.add(index)
         self.reached[index] += contribution.weight

@@ -355,6 +355,8 @@ class Referee:
         waiting = Counter(
             (work.worker_id, work.push_id) for work in queue if isinstance(work, Fold | Inspect)
         )
+        total = sum(waiting.values())
+        demand(state.waiting == total, "{} chunks wait to be added: {}", total, state.waiting)
         crowded = max(waiting.values(), default=0)
         demand(crowded <= UPLOAD_WINDOW, "{} chunks of a push wait to be added", crowded)
         if not config.is_staged:

@@ -224,6 +224,8 @@ class Stage:
                         kept = (w for w in self.work_queue if not isinstance(w, Place))
                         self.work_queue = deque(kept)
             self.core.check_invariants()
+            waiting = [work for work in self.work_queue if isinstance(work, Fold | Inspect)]
+            assert self.state.waiting == len(waiting), "chunks that wait are miscounted"
         if not self.by_hand:
             self.work()
 

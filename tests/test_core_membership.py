@@ -10,7 +10,7 @@ from stage import CHUNK_ELEMENTS, RUN, Payload, Stage, a_config, a_manifest, a_s
 
 from diloco_broker.bootstrap import InitialModel
 from diloco_broker.events import Malformed, Received
-from diloco_broker.transfer import MAX_OBSERVERS, upload_window
+from diloco_broker.transfer import MAX_OBSERVERS, first_window, upload_window
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
@@ -494,4 +494,6 @@ def test_nested_values_where_displays_show_them_are_refused(field: str) -> None:
 
 
 def test_window_is_shared_among_many_workers() -> None:
-    assert [upload_window(n) for n in (0, 1, 4, 8, 16, 32, 500)] == [16, 16, 16, 8, 4, 2, 2]
+    workers = (0, 1, 2, 4, 8, 16, 32, 500)
+    assert [first_window(n) for n in workers] == [6, 6, 6, 4, 2, 2, 2, 2]
+    assert [upload_window(n) for n in workers] == [16, 16, 16, 16, 8, 4, 2, 2]

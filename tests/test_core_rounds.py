@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from stage import a_stage
+from stage import Puppet, a_stage
 
 from diloco_broker.events import Stop
-from diloco_protocol.messages import Error, Grant, Notice, Push, Rejoin, Released, Standing, Welcome
+from diloco_broker.transfer import FIRST_WINDOW, UPLOAD_WINDOW
+from diloco_protocol.messages import (
+    Ack,
+    Error,
+    Grant,
+    Notice,
+    Push,
+    Rejoin,
+    Released,
+    Standing,
+    Welcome,
+)
 
 
 def test_round_one_waits_for_the_workers_asked_for() -> None:
@@ -382,6 +393,46 @@ def test_chunk_without_credit_is_refused() -> None:
     stage.work(1)
     a.delivers([grant.credit])
     assert len(a.all(Error)) == 1
+
+
+def on_top(worker: Puppet) -> list[int]:
+    """What each acknowledgement of pushes 1 and 2 gave besides the credit of its chunks."""
+    return [ack.credit for ack in worker.all(Ack) if ack.push_id in (1, 2)]
+
+
+def test_window_is_doubled_where_chunks_never_wait_and_the_next_push_begins_with_it() -> None:
+    stage = a_stage(workers=1, chunks=60)
+    (a,) = stage.joined("a")
+    grant = a.begins(1)
+    assert grant is not None and grant.credit == FIRST_WINDOW == 6
+    a.delivers(range(6))
+    assert on_top(a) == [0, 0, 0, 0, 0, 6]
+    a.delivers(range(6, 18))
+    assert on_top(a)[6:] == [0] * 11 + [UPLOAD_WINDOW - 12]
+    a.delivers(range(18, 60))
+    assert on_top(a)[18:] == [0] * 42
+    again = a.begins(2)
+    assert again is not None and again.credit == UPLOAD_WINDOW
+    a.delivers(range(60))
+    assert on_top(a)[60:] == [0] * 60
+    assert stage.counted() == [{("a", 1): 1, ("a", 2): 1}] * 60
+
+
+def test_window_stays_as_it_is_while_chunks_of_anybody_wait() -> None:
+    stage = a_stage(workers=3, chunks=60, by_hand=True)
+    a, b, _ = stage.joined("a", "b", "c")
+    a.begins(1)
+    b.begins(1)
+    b.delivers(range(2))
+    for index in range(30):
+        a.delivers([index])
+        stage.work_queue.rotate(1)  # the last comes first, so those of b wait all the time
+        stage.work(1)
+    assert on_top(a) == [0] * 30
+    stage.work()
+    a.delivers(range(30, 36))
+    stage.work()
+    assert sum(on_top(a)) == 0, "five of the six had to wait for another"
 
 
 def test_push_from_another_run_or_from_nowhere_is_refused() -> None:

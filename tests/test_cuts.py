@@ -28,7 +28,7 @@ from diloco_broker import Broker
 from diloco_worker import DiLoCoWorker
 
 UP, DOWN = True, False
-# 83 parameters are eleven chunks: a push needs more than its first credit, which is 8.
+# 83 parameters are eleven chunks: a push needs more than its first credit, which is 6.
 CHUNK_ELEMENTS, CHUNKS = 8, 11
 # A chunk message ends with a frame of two bytes and 8 elements in fp32.
 BUFFER_FRAME = 2 + 4 * CHUNK_ELEMENTS

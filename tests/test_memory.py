@@ -170,8 +170,8 @@ def test_memory_is_flat_from_2_to_16_workers(site: Site) -> None:
     """Peaks: the broker has less than 8 MB more for each worker more, a worker less than 8 MB in all.
 
     What the broker has more are chunks under way, which credits limit for all workers together, whatever
-    the size of the model: 64 of 1 MiB, 32 of them with two workers. A copy of each worker's delta, 8 MB
-    here, would be 112 MB.
+    the size of the model: 64 of 1 MiB at most. A copy of each worker's delta, 8 MB here, would be
+    112 MB.
     """
     (broker, worker), (broker_16, worker_16) = peaks(site, 2), peaks(site, 16)
     assert broker_16 - broker < (UPLOAD_WINDOW_TOTAL + 8) * MIB < 14 * 8 * MIB

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco_broker.events import Effect, Log, Send
+from diloco_broker.events import Effect, Fold, Inspect, Log, Send
 from diloco_broker.membership import Member
 from diloco_broker.state import State
-from diloco_broker.transfer import UPLOAD_WINDOW_TOTAL, Upload
+from diloco_broker.transfer import UPLOAD_WINDOW_TOTAL, Upload, first_window, upload_window
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.errors import Code
 from diloco_protocol.messages import Ack, Error, Grant, Push, Standing
 
 
 def grant(
-    member: Member, push: Push, held: Bitmap, credit: int, number: int | None
+    member: Member, push: Push, held: Bitmap, waiting: int, sharing: int, number: int | None
 ) -> Iterator[Effect]:
-    """Send the chunks that are not held, so many at a time, for round `number`."""
+    """Send the chunks that are not held, a window of them at a time, for round `number`.
+
+    Args:
+        member: whose push.
+        push: which.
+        held: chunks that are here.
+        waiting: those of them that are not acknowledged; they are still in our memory, so they count
+            against the window.
+        sharing: pushes that may be under way at the same time.
+        number: of the round, if there are common rounds.
+    """
+    widest = upload_window(sharing)
+    window = min(widest, max(first_window(sharing), member.window))
+    credit = max(0, window - waiting)
     earlier = member.uploads.get(push.fragment)
     if earlier is not None and earlier.push.push_id == push.push_id:
         # Chunks that an earlier grant allowed on this connection may still be under way.
         allowed = min(credit + earlier.credit, UPLOAD_WINDOW_TOTAL)
     else:
         allowed = credit
-    member.uploads[push.fragment] = Upload(push, allowed)
+    member.uploads[push.fragment] = Upload(push, allowed, window, widest)
     standing = Standing.RESUME if held else Standing.NEW
     have = held.to_bytes() if held else None
     yield Send(
@@ -45,19 +58,20 @@ def wait(member: Member, push: Push, text: str, number: int | None) -> Iterator[
     )
 
 
-def acknowledge(member: Member, upload: Upload, index: int) -> Iterator[Effect]:
+def acknowledge(state: State, member: Member, upload: Upload, index: int) -> Iterator[Effect]:
     """A chunk is in: its credit goes back to the sender."""
-    upload.credit += 1
-    yield Send(member.control, Ack(upload.push.push_id, upload.push.fragment, (index,)))
+    more = upload.acknowledged(is_calm=not state.waiting)
+    if more:
+        member.window = upload.window  # its next push begins with it
+    yield Send(member.control, Ack(upload.push.push_id, upload.push.fragment, (index,), more))
 
 
-def acknowledge_work(
-    member: Member | None, fragment: int, push_id: int, index: int
-) -> Iterator[Effect]:
+def acknowledge_work(state: State, work: Fold | Inspect) -> Iterator[Effect]:
     """The same for tensor work that is done, if its push is still the one under way."""
-    upload = member.uploads.get(fragment) if member else None
-    if member and upload and upload.push.push_id == push_id and not upload.is_void:
-        yield from acknowledge(member, upload, index)
+    member = state.members.named(work.worker_id)
+    upload = member.uploads.get(work.fragment) if member else None
+    if member and upload and upload.push.push_id == work.push_id and not upload.is_void:
+        yield from acknowledge(state, member, upload, work.index)
 
 
 def refuse(

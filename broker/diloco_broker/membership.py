@@ -41,6 +41,7 @@ class Member:
     extra: Mapping[str, Any] = field(default_factory=dict)
     versions: tuple[VersionId | None, ...] = ()
     uploads: dict[int, Upload] = field(default_factory=dict)  # by fragment
+    window: int = 0  # chunks that its last push could have under way
     deferred: dict[int, Push] = field(default_factory=dict)  # pushes whose round is not open yet
     early_pulls: dict[int, Pull] = field(default_factory=dict)  # came before the bulk connection
     disconnected_at: float | None = None

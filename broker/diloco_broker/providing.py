@@ -21,7 +21,7 @@ from diloco_broker.events import (
 )
 from diloco_broker.membership import Member
 from diloco_broker.state import State
-from diloco_broker.transfer import Upload, upload_window
+from diloco_broker.transfer import Upload, first_window, upload_window
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.codecs import span_bytes, wire_dtype
 from diloco_protocol.errors import Code, ProtocolError
@@ -108,8 +108,10 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
         intake = Intake(version, [None] * push.chunks, Bitmap(push.chunks), push)
         boot.intakes[push.fragment] = intake
     boot.progress_at = state.now
-    window = upload_window(1)
-    member.uploads[push.fragment] = Upload(push, window, is_void=intake.is_whole)
+    window = first_window(1)
+    member.uploads[push.fragment] = Upload(
+        push, window, window, upload_window(1), is_void=intake.is_whole
+    )
     held = intake.arrived.to_bytes() if intake.arrived else None
     standing = Standing.RESUME if held else Standing.NEW
     yield Send(member.control, Grant(push.push_id, push.fragment, standing, held, window))
@@ -153,12 +155,14 @@ def placed(state: State, event: Placed) -> Iterator[Effect]:
     intake = boot.intakes[work.fragment]
     assert intake.wires[work.index] is None, "a chunk was placed twice"
     intake.wires[work.index] = event.wire
+    intake.placed += 1
     boot.progress_at = state.now
     donor = state.members.named(work.worker_id)
     if donor is not None and work.fragment in donor.uploads:
-        donor.uploads[work.fragment].credit += 1
-        yield Send(donor.control, Ack(work.push_id, work.fragment, (work.index,)))
-        donor.uploads[work.fragment].is_void = intake.is_whole
+        upload = donor.uploads[work.fragment]
+        more = upload.acknowledged(is_calm=intake.placed == len(intake.arrived))
+        yield Send(donor.control, Ack(work.push_id, work.fragment, (work.index,), more))
+        upload.is_void = intake.is_whole
     if boot.is_complete:
         if intake.push is not None and intake.push.base is not None:
             yield from recovering.adopted(state, work.worker_id)

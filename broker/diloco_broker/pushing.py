@@ -83,13 +83,15 @@ def chunk(state: State, member: Member, chunk: Chunk, payload: Any) -> Iterator[
     state.totals.bytes_up += size
     upload.credit -= 1
     if chunk.index in arrived:
-        yield from granting.acknowledge(member, upload, chunk.index)
+        yield from granting.acknowledge(state, member, upload, chunk.index)
         return
     arrived.add(chunk.index)
     key = (member.worker_id, push.push_id)
     if taker is None:
         yield Place(push.fragment, chunk.index, payload, *key)
-    elif isinstance(taker, Contribution):
+        return
+    state.waiting += 1
+    if isinstance(taker, Contribution):
         yield Fold(push.fragment, chunk.index, *key, taker.weight, payload)
     else:
         yield Inspect(push.fragment, chunk.index, *key, push.wire_dtype, payload)
@@ -113,7 +115,8 @@ def commit(state: State, member: Member, commit: Commit) -> Iterator[Effect]:
 
 
 def folded(state: State, event: Folded) -> Iterator[Effect]:
-    """A chunk is in the accumulator."""
+    """A chunk has been added."""
+    state.waiting -= 1
     round_ = state.round
     assert isinstance(round_, Round) and round_.fragment == event.work.fragment
     yield from streaming.folded(state, round_, event)
@@ -122,6 +125,7 @@ def folded(state: State, event: Folded) -> Iterator[Effect]:
 
 def fold_refused(state: State, event: FoldRefused) -> Iterator[Effect]:
     """A chunk was not finite."""
+    state.waiting -= 1
     round_ = state.round
     assert isinstance(round_, Round) and round_.fragment == event.work.fragment
     yield from streaming.fold_refused(state, round_, event)
@@ -130,12 +134,14 @@ def fold_refused(state: State, event: FoldRefused) -> Iterator[Effect]:
 
 def inspected(state: State, event: Inspected) -> Iterator[Effect]:
     """A chunk of a submission is finite."""
+    state.waiting -= 1
     yield from staged.inspected(state, event)
     yield from sequence.close_if_due(state)
 
 
 def inspect_refused(state: State, event: InspectRefused) -> Iterator[Effect]:
     """A chunk of a submission is not finite."""
+    state.waiting -= 1
     yield from staged.inspect_refused(state, event)
     if state.config.is_async:
         yield from asynchronous.hand_out_slots(state)

@@ -22,7 +22,6 @@ from diloco_broker.membership import Member
 from diloco_broker.rounds import Phase
 from diloco_broker.staging import StagedRound, Submission
 from diloco_broker.state import State
-from diloco_broker.transfer import upload_window
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Commit, Notice, Push
 
@@ -87,8 +86,8 @@ def resume(
     """Tell the worker which chunks are held of its push, and how many it may send now."""
     senders = state.config.staging_slots if state.config.is_async else len(state.members)
     waiting = len(submission.arrived) - len(submission.taken)
-    credit = max(0, upload_window(senders) - waiting)
-    yield from granting.grant(member, submission.push, submission.held, credit, number)
+    held = submission.held
+    yield from granting.grant(member, submission.push, held, waiting, senders, number)
 
 
 def abandon_others(state: State, member: Member, push: Push) -> None:
@@ -142,8 +141,7 @@ def inspected(state: State, event: Inspected) -> Iterator[Effect]:
     if work.index in submission.taken:
         return
     submission.take(work.index, work.payload, event.squares, state.now)
-    member = state.members.named(work.worker_id)
-    yield from granting.acknowledge_work(member, work.fragment, work.push_id, work.index)
+    yield from granting.acknowledge_work(state, work)
 
 
 def inspect_refused(state: State, event: InspectRefused) -> Iterator[Effect]:

@@ -80,6 +80,7 @@ class State:
         now: the time of the event at hand, seconds of the core's clock.
         round: the round going on; None until there are parameters.
         made: a version that waits for its checkpoint to be written, if the run is durable.
+        waiting: chunks of pseudo-gradients that wait to be added or looked at.
         staging: whole submissions, where the run needs whole ones.
         has_own_optimizer: the outer optimizer is one of torch's, made by a factory.
         is_resumed: this life of the broker went on from a checkpoint.
@@ -101,6 +102,7 @@ class State:
     shelf: Shelf = field(default_factory=Shelf)
     round: Round | StagedRound | None = None
     made: Made | None = None
+    waiting: int = 0
     staging: Staging = field(default_factory=Staging)
     now: float = 0.0
     is_resumed: bool = False

@@ -1,7 +1,8 @@
 """The streaming reducer: pushes enter the open round, their chunks are added up as they come.
 
-The default of synchronous mode. Nothing but one accumulator is kept of what has arrived, so a push
-counts chunk by chunk: a round that closes while a worker dies takes what it has delivered.
+The default of synchronous mode. Of what has arrived only one accumulator is kept, and the few chunks
+that came last. So a push counts chunk by chunk: a round that closes while a worker dies takes what it
+has delivered.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from diloco_broker.events import Effect, Folded, FoldRefused, Step
 from diloco_broker.membership import Member
 from diloco_broker.rounds import Contribution, Ended, Phase, Round
 from diloco_broker.state import State
-from diloco_broker.transfer import upload_window
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Push
@@ -90,11 +90,9 @@ def _enter(
 
 
 def _grant(round_: Round, member: Member, contribution: Contribution) -> Iterator[Effect]:
-    # Chunks that wait to be folded are still in our memory: they count against the window.
     waiting = len(contribution.arrived) - len(contribution.folded)
-    credit = max(0, upload_window(len(round_.expected)) - waiting)
-    push = contribution.push
-    yield from granting.grant(member, push, contribution.held, credit, round_.number)
+    push, sharing = contribution.push, len(round_.expected)
+    yield from granting.grant(member, push, contribution.held, waiting, sharing, round_.number)
 
 
 def close_if_due(state: State, round_: Round) -> Iterator[Effect]:
@@ -118,11 +116,10 @@ def leave(state: State, round_: Round, worker_id: str) -> Iterator[Effect]:
 
 
 def folded(state: State, round_: Round, event: Folded) -> Iterator[Effect]:
-    """A chunk is in the accumulator."""
+    """A chunk has been added."""
     work = event.work
     ready = round_.folded((work.worker_id, work.push_id), work.index)
-    member = state.members.named(work.worker_id)
-    yield from granting.acknowledge_work(member, work.fragment, work.push_id, work.index)
+    yield from granting.acknowledge_work(state, work)
     yield from step(state, round_, ready)
 
 

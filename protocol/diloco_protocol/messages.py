@@ -231,12 +231,13 @@ class Grant(Message):
 
 @dataclass(frozen=True)
 class Ack(Message):
-    """These chunks are in; each gives one credit back."""
+    """These chunks are in; each gives one credit back, and `credit` are so many on top."""
 
     kind = "ack"
     push_id: int
     fragment: int
     chunks: tuple[int, ...]
+    credit: int = 0
 
 
 @dataclass(frozen=True)

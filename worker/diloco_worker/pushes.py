@@ -47,7 +47,7 @@ class Pushes:
 
     @property
     def is_sending(self) -> bool:
-        return any(upload.is_sending for upload in self)
+        return any(upload.is_sending for upload in self.uploads.values())
 
     @property
     def times(self) -> list[float]:
@@ -67,7 +67,7 @@ class Pushes:
     @property
     def waits_for_acks(self) -> bool:
         """Whether chunks are under way that the broker has not acknowledged."""
-        return any(upload.under_way for upload in self)
+        return any(upload.under_way for upload in self.uploads.values())
 
     def begin(self, push: Push) -> Iterator[Effect]:
         """Take on a push. Another pseudo-gradient of the same fragment is abandoned."""
@@ -129,7 +129,7 @@ class Pushes:
     def acknowledged(self, ack: Ack, token: bytes | None) -> Iterator[Effect]:
         upload = self.uploads.get(ack.push_id)
         if upload is not None:
-            upload.acknowledged(ack.chunks)
+            upload.acknowledged(ack.chunks, ack.credit)
             yield from self._send(upload, token)
 
     def _send(self, upload: Upload, token: bytes | None) -> Iterator[Effect]:

@@ -101,11 +101,14 @@ class Upload:
             else:
                 self.held = held
 
-    def acknowledged(self, chunks: tuple[int, ...]) -> None:
-        """These chunks are in; each gives one credit back. Without a grant it is of an older one."""
+    def acknowledged(self, chunks: tuple[int, ...], more: int = 0) -> None:
+        """These chunks are in; each gives one credit back, and there are `more` on top.
+
+        Without a grant it is of an older one.
+        """
         if self.standing not in SENDING:
             return
-        self.credit += len(chunks)
+        self.credit += len(chunks) + max(0, more)
         for index in chunks:
             if 0 <= index < self.push.chunks:
                 self.held.add(index)

@@ -286,7 +286,7 @@ class StandIn:
         upload = self._upload
         if upload is None or ack.push_id != upload.push.push_id:
             return
-        upload.credit += len(ack.chunks)
+        upload.credit += len(ack.chunks) + ack.credit
         upload.acknowledged += len(ack.chunks)
         if upload.acknowledged == len(self._lengths):
             upload.ended = time.monotonic()

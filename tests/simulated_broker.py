@@ -17,6 +17,7 @@ from simulated_network import Connection, World
 from simulated_tensors import Tensors
 
 from diloco_broker import saving
+from diloco_broker.acks import Acks
 from diloco_broker.books import Books, books_of
 from diloco_broker.core import Core
 from diloco_broker.events import (
@@ -29,7 +30,6 @@ from diloco_broker.events import (
     ForgetBuffer,
     Log,
     PeerGone,
-    Place,
     Received,
     Revert,
     Save,
@@ -39,11 +39,11 @@ from diloco_broker.events import (
     Stop,
     Tick,
     Tune,
-    Work,
 )
 from diloco_broker.parameters import Parameters
 from diloco_broker.rounds import Phase
-from diloco_protocol.messages import Message
+from diloco_broker.work_queue import WorkQueue
+from diloco_protocol.messages import Ack, Message
 
 if TYPE_CHECKING:
     from simulator import Scenario
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 # How long an orderly end may take: to finish a closing round, and to write the last checkpoint.
 STOP_WITHIN_S = 5.0
 SAVE_WITHIN_S = 60.0
+# How often a turn of the loop is over after an event, so that acknowledgements go out.
+TURN_ENDS = 0.5
 
 
 class BrokerHost:
@@ -85,7 +87,8 @@ class BrokerHost:
         self.core = Core(scenario.config, draw, world.now, resumption=resumption)
         self._saver = None if disk is None else Saver(world, disk, scenario.save_s, self._is_saved)
         self._routes: dict[bytes, Connection] = {}
-        self._queue: deque[Work] = deque()
+        self._queue = WorkQueue()
+        self._acks = Acks()
         self._is_working = False
         self._lost_a_connection = False
         self._is_deaf = False  # it writes its last checkpoint
@@ -177,10 +180,13 @@ class BrokerHost:
             event = pending.popleft()
             for effect in self.core.handle(event, self.world.now):
                 match effect:
-                    case Send(route, message, payload):
-                        self.referee.lives.says(self.core, message)
-                        if not self._routes[route].down(message, payload):
-                            pending.append(PeerGone(route))
+                    case Send(route, Ack() as ack):
+                        self._acks.add(route, ack)
+                    case Send():
+                        if effect.payload is None:
+                            pending += self._acknowledge()
+                        if not self._say(effect):
+                            pending.append(PeerGone(effect.route))
                     case Log(level, text):
                         if level != "debug":
                             self.world.tell("broker", text)
@@ -195,15 +201,23 @@ class BrokerHost:
                     case ForgetBuffer(fragment):
                         self.tensors.forget_buffer(fragment)
                     case DropPlaces():
-                        kept = (work for work in self._queue if not isinstance(work, Place))
-                        self._queue = deque(kept)
+                        self._queue.drop_places()
                     case Ended() | Acted() | Tune() | End():
                         pass  # nobody operates a simulated broker, and its history is the referee's
                     case _:
-                        self._queue.append(effect)
+                        self._queue.add(effect)
             self.referee.after(self.core, event, self._queue)
+            if not pending and (isinstance(event, Tick) or self.world.dice.random() < TURN_ENDS):
+                pending += self._acknowledge()
         self._plan_work()
         self._stop_if_due()
+
+    def _acknowledge(self) -> list[Event]:
+        return [PeerGone(send.route) for send in self._acks.take() if not self._say(send)]
+
+    def _say(self, send: Send) -> bool:
+        self.referee.lives.says(self.core, send.message)
+        return self._routes[send.route].down(send.message, send.payload)
 
     def _save(self, books: Books) -> None:
         assert self._saver is not None, "a checkpoint is asked for where nothing is saved"
@@ -223,4 +237,4 @@ class BrokerHost:
     def _do_work(self) -> None:
         self._is_working = False
         if self._queue and self.is_alive:
-            self._feed(self.tensors.carry_out(self._queue.popleft()))
+            self._feed(self.tensors.carry_out(self._queue.take()))

@@ -7,6 +7,7 @@ round is finished after each.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -220,6 +221,7 @@ def test_bad_chunk_gets_a_sentence_and_the_round_goes_on(
             for index in range(7):
                 size = 8 if index < 6 else 2
                 vandal.send_chunk(1, index, bytes(4 * size))
+                vandal.receive("ack")
             finish_a_round(broker)
 
 
@@ -406,3 +408,33 @@ def test_broker_that_ends_by_an_error_tells_workers_and_whoever_stops_it(
         broker.stop()
     broker.stop()
     assert "The broker ends because of an error" in caplog.text
+
+
+def test_loop_rests_between_heartbeats_and_never_before_those_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two thousand wait when it begins; with a rest after each slice of time it would be dozens."""
+    rests: list[float] = []
+    sleep = time.sleep
+
+    def rest(seconds: float) -> None:
+        if threading.current_thread().name == "diloco-broker":
+            rests.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr("diloco_broker.loop.QUIET_S", 0.0)
+    monkeypatch.setattr("diloco_broker.loop.time.sleep", rest)
+    broker, beats = a_broker(), 2000
+    try:
+        with RawWorker(broker.address, "nobody") as nobody:
+            for _ in range(beats):
+                nobody.send("heartbeat", session=bytes(16), step=1)
+            broker.start()
+            for _ in range(beats):
+                nobody.receive("rejoin")
+            assert len(rests) < 20
+            while not rests:  # with nothing left it does rest
+                nobody.send("heartbeat", session=bytes(16), step=1)
+                nobody.receive("rejoin")
+    finally:
+        broker.stop()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco_broker.acks import Acks
 from diloco_broker.audit import AuditLog
 from diloco_broker.books import Books, books_of
 from diloco_broker.config import BrokerConfig
@@ -63,20 +64,22 @@ from diloco_broker.torch_outer import OuterOptimizerFactory
 from diloco_broker.workbench import Workbench
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.frames import MAX_FRAMES, pack, unpack
-from diloco_protocol.messages import Control, Heartbeat, Notice, Result
+from diloco_protocol.messages import Ack, Control, Heartbeat, Notice, Result
 
 logger = logging.getLogger("diloco.broker")
 
 # Messages taken in before tensor work gets its turn.
 MESSAGES_A_TURN = 256
 # Tensor work in one turn; heartbeats are answered in between.
-WORK_SLICE_S = 0.0015
+WORK_SLICE_S = 0.001
 # Between two looks whether there is memory for the first parameters.
 MEMORY_S = 0.001
 TICK_S = 0.1
-# After a turn that brought nothing but heartbeats. Waking up costs more than answering one: with
-# hundreds of idle workers most of the time went there. A push in this time waits so long, once a round.
-REST_S = 0.01
+# After a turn that brought nothing but heartbeats, where nothing else has come for a while. Waking up
+# costs more than answering one: with hundreds of idle workers most of the time went there. A push
+# meanwhile waits so long, once a round.
+REST_S = 0.02
+QUIET_S = 0.5
 FEED_EVERY_S = 1.0
 # How long a stop may take: to finish a closing round, and to get the last messages out.
 STOP_WITHIN_S = 5.0
@@ -125,9 +128,12 @@ class Broker:
         self._thread: threading.Thread | None = None
         self._sequence = 0
         self._next_tick = self._next_feed = 0.0
-        self._heard_only_beats = False
+        self._rests = False
+        self._stirred_at = 0.0  # when something came that was no heartbeat
         self._alive: tuple[Notice | None, list[Any]] = (None, [])
+        self._acks = Acks()
         self._longest_turn_s = 0.0
+        self._used_s = 0.0  # CPU of the loop's thread at the end of the last turn
         self._is_closed = False
 
     def _set_up(self, factory: OuterOptimizerFactory | None) -> None:
@@ -161,6 +167,7 @@ class Broker:
         threads = torch.get_num_threads()
         # With more threads a chunk's addition spends its time waking them: 7 times slower.
         torch.set_num_threads(1)
+        self._used_s = time.thread_time()
         try:
             while not self._core.may_end():
                 if self._stop_reason and self._core.state.stopping is None:
@@ -250,22 +257,23 @@ class Broker:
     # A turn.
 
     def _turn(self) -> None:
-        if self._heard_only_beats and not self._workbench:
-            time.sleep(REST_S)
         now = time.monotonic()
+        if self._rests and not self._workbench and now > self._stirred_at + QUIET_S:
+            time.sleep(REST_S)
+            now += REST_S
         timeout_s = min(self._next_tick, self._next_feed) - now
         if self._workbench:
             timeout_s = 0.0 if self._is_ready() else MEMORY_S
         has_messages = self._sockets.wait(timeout_s)
-        began = time.thread_time()
-        self._heard_only_beats = has_messages
-        if has_messages:
-            self._receive()
+        self._rests = has_messages and self._receive()
         self._report_saves()
         until = time.perf_counter() + WORK_SLICE_S
         while self._is_ready() and time.perf_counter() < until:
+            if self._core.state.has_own_optimizer:  # its step may take long
+                self._feed_core(*self._acknowledge())
             for event in self._workbench.do_one(self._core.state.bootstrap.layout):
                 self._feed_core(event)
+        self._feed_core(*self._acknowledge())
         now = time.monotonic()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -273,28 +281,32 @@ class Broker:
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
             self._publish(now)
-        self._longest_turn_s = max(self._longest_turn_s, time.thread_time() - began)
+        # One look at this clock a turn: it is a system call, where the others are none.
+        began, self._used_s = self._used_s, time.thread_time()
+        self._longest_turn_s = max(self._longest_turn_s, self._used_s - began)
 
     def _is_ready(self) -> bool:
         return self._workbench.is_ready(self._core.state.bootstrap.layout)
 
-    def _receive(self) -> None:
-        """Take in what is there, for as long as one slice of work may last."""
+    def _receive(self) -> bool:
+        """Take in what is there, for one slice of time at most. Returns whether that was all."""
         until = time.perf_counter() + WORK_SLICE_S
         for _ in range(MESSAGES_A_TURN):
             message = self._sockets.receive()
             if message is None:
-                return
+                return True
             route, *frames = message
             self._take(route.bytes, [frame.buffer for frame in frames[: MAX_FRAMES + 1]])
             if time.perf_counter() > until:
-                return
+                return False
+        return False
 
     def _take(self, route: bytes, frames: list[Any]) -> None:
         """One message. Whatever is wrong with it, it costs its sender an error, never the broker."""
         try:
             message, payload = unpack(frames)
-            self._heard_only_beats &= isinstance(message, Heartbeat)
+            if not isinstance(message, Heartbeat):
+                self._stirred_at = time.monotonic()
             if isinstance(message, Control) and message.action == "status":
                 self._answer_status(route, message)
             else:
@@ -306,14 +318,18 @@ class Broker:
             text = "The broker could not handle this message; its log has more."
             self._feed_core(Malformed(route, Code.BAD_HEADER, text))
 
-    def _feed_core(self, event: Event) -> None:
-        """Hand an event to the core and carry out what follows; tensor work is queued."""
-        pending: deque[Event] = deque([event])
+    def _feed_core(self, *events: Event) -> None:
+        """Hand events to the core and carry out what follows; tensor work is queued."""
+        pending: deque[Event] = deque(events)
         while pending:
             now = time.monotonic()
             for effect in self._core.handle(pending.popleft(), now):
                 match effect:
+                    case Send(route, Ack() as ack):
+                        self._acks.add(route, ack)
                     case Send():
+                        if effect.payload is None:  # chunks go over a connection of their own
+                            pending += self._acknowledge()
                         if not self._send(effect):
                             pending.append(PeerGone(effect.route))
                     case Log():
@@ -340,6 +356,12 @@ class Broker:
                         self._workbench.tensors(layout).forget_buffer(fragment)
                     case DropPlaces():
                         self._workbench.drop_places()
+
+    def _acknowledge(self) -> list[Event]:
+        """Let the senders of chunks know what is in by now. Returns what is to be fed of it."""
+        if not self._acks:
+            return []
+        return [PeerGone(send.route) for send in self._acks.take() if not self._send(send)]
 
     def _tell(self, log: Log, now: float) -> None:
         logger.log(logging.getLevelName(log.level.upper()), log.text)

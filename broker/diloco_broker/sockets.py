@@ -14,6 +14,10 @@ from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
 # How long the last messages may take to get out.
 LINGER_MS = 1000
 SNAPSHOTS_KEPT = 10
+# As plain numbers: the sums of enum members cost more than the sends.
+MORE = int(zmq.SNDMORE)
+ROUTE_FLAGS = int(zmq.SNDMORE | zmq.NOBLOCK)
+NOW = int(zmq.NOBLOCK)
 
 
 class Sockets:
@@ -65,16 +69,16 @@ class Sockets:
     def receive(self) -> list[zmq.Frame] | None:
         """The route and the frames of the next message; None when there is none."""
         try:
-            return self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            return self._router.recv_multipart(NOW, copy=False)
         except zmq.Again:
             return None
 
     def send(self, route: bytes, frames: list[Any], *, copy: bool) -> bool:
         """False when the connection does not exist any more."""
         try:
-            self._router.send(route, zmq.SNDMORE | zmq.NOBLOCK)
+            self._router.send(route, ROUTE_FLAGS)
             for frame in frames[:-1]:
-                self._router.send(frame, zmq.SNDMORE)
+                self._router.send(frame, MORE)
             self._router.send(frames[-1], copy=copy)
         except (zmq.Again, zmq.ZMQError):
             return False

@@ -1,11 +1,10 @@
-"""Where the loop does what the core asks for on tensors: one chunk at a time, in the order asked.
+"""Where the loop does what the core asks for on tensors: one chunk at a time.
 
 Also the way in and out for checkpoints: images are taken here, and put back.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -33,6 +32,7 @@ from diloco_broker.outer import Outer, make_outer, share_of
 from diloco_broker.parameters import Parameters, Stocks
 from diloco_broker.saving import restore, take_up
 from diloco_broker.torch_outer import TorchOuter
+from diloco_broker.work_queue import WorkQueue
 from diloco_protocol.chunks import ModelLayout
 
 # Tensors of the size of a chunk that an outer optimizer remembers of it; others: one.
@@ -63,7 +63,7 @@ class Workbench:
         self._outer = outer
         self._initial = initial
         self._image = image
-        self._work: deque[Work] = deque()
+        self._queue = WorkQueue()
         self._parameters: Parameters | None = None
         self.resumption: Resumption | None = None
         if image is not None:
@@ -74,11 +74,11 @@ class Workbench:
 
     def __bool__(self) -> bool:
         """Is there work?"""
-        return bool(self._work)
+        return bool(self._queue)
 
     def is_ready(self, layout: ModelLayout | None) -> bool:
         """Can the next piece of work be done at once? The first parameters may wait for memory."""
-        match self._work[0] if self._work else None:
+        match next(iter(self._queue), None):
             case None:
                 return False
             case Place(fragment, index):
@@ -87,12 +87,12 @@ class Workbench:
                 return True
 
     def add(self, work: Work) -> None:
-        """Work to be done after what is there already."""
-        self._work.append(work)
+        """Work to be done."""
+        self._queue.add(work)
 
     def tune(self, config: BrokerConfig) -> None:
         """Go on with other settings of the outer optimizer; it keeps what it remembers."""
-        assert not any(isinstance(work, Step | Merge) for work in self._work)
+        assert not any(isinstance(work, Step | Merge) for work in self._queue)
         self._config = config
         if not isinstance(self._outer, TorchOuter):
             self._outer = make_outer(config)
@@ -102,7 +102,7 @@ class Workbench:
 
     def drop_places(self) -> None:
         """Forget every `Place`."""
-        self._work = deque(work for work in self._work if not isinstance(work, Place))
+        self._queue.drop_places()
 
     def tensors(self, layout: ModelLayout | None) -> Parameters:
         """The tensors of this model; anew where another model took its place before the start."""
@@ -126,7 +126,7 @@ class Workbench:
 
     def do_one(self, layout: ModelLayout | None) -> list[Event]:
         """The next piece of work; of whole-tensor steps only the last chunk has results: all."""
-        work, tensors = self._work.popleft(), self.tensors(layout)
+        work, tensors = self._queue.take(), self.tensors(layout)
         match work:
             case Fold(fragment, index, _, _, weight, payload):
                 is_in = tensors.fold(fragment, index, payload, weight)

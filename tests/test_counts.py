@@ -20,7 +20,7 @@ from diloco_broker.parameters import Parameters
 from diloco_broker.transfer import UPLOAD_WINDOW
 from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
 from diloco_protocol.codecs import as_bytes, wire_dtype
-from diloco_worker import DiLoCoClient
+from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.pulls import CREDIT_BATCH, DOWNLOAD_WINDOW
 
 PARAMETERS = 83  # of `whole_run.mlp`
@@ -111,6 +111,30 @@ def test_chunks_under_way_never_exceed_their_window(traffic: Traffic) -> None:
                 credit[bulk[each.connection]] -= 1
                 assert credit[bulk[each.connection]] >= 0
     assert 1 < most <= UPLOAD_WINDOW
+
+
+def test_training_that_waits_is_woken_by_news_and_not_by_chunks() -> None:
+    """84 chunks come and go in each round; what it waits for are a grant, the last ack, the version."""
+    woken: Counter[int] = Counter()
+
+    def count(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        assert hook._link is not None
+        condition = hook._link.condition
+        if step == 0:
+            notify_all = condition.notify_all
+
+            def notify() -> None:
+                woken[worker] += 1
+                notify_all()
+
+            condition.notify_all = notify  # type: ignore[method-assign]
+
+    made = trainees(WORKERS)
+    config = make_config(workers=WORKERS, sync_every=1, chunk_elements=CHUNK_ELEMENTS)
+    with Broker(config, state_of(made[0].model)) as broker:
+        run(broker, made, ROUNDS, before=count)
+    for worker in range(WORKERS):
+        assert ROUNDS < woken[worker] < ROUNDS * 12
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]

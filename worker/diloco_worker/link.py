@@ -72,10 +72,11 @@ from diloco_worker.events import (
     Withdraw,
 )
 from diloco_worker.former import SENT_BEFORE
+from diloco_worker.holdings import Holdings
 from diloco_worker.news import Arrival, News, Progress, Rejection, Turning
 from diloco_worker.session import Phase, Session
 from diloco_worker.snapshot import FlatState, WireFragment, require_length
-from diloco_worker.sockets import Connections
+from diloco_worker.sockets import NOW, Connections
 
 logger = logging.getLogger("diloco.worker")
 
@@ -89,6 +90,8 @@ REPEAT_S = 30.0
 SENTENCES = 100
 # How long the last message, `leave`, may take to get out.
 LEAVE_LINGER_MS = 1000
+# Effects that the training thread need not hear of.
+QUIET = frozenset({Send, SendChunk, Beat, Begin, Store})
 # Unexpected exceptions in a row after which the thread gives up; each is followed by a pause.
 MAX_FAILURES = 20
 FAILURE_PAUSE_S = 0.5
@@ -116,7 +119,8 @@ class Link:
         welcomed: called in the I/O thread with the broker's epoch, whenever it takes this worker in.
         clock: seconds, monotonic.
 
-    Attributes (to be read under `condition`, or where a moment's lag does no harm):
+    Attributes (to be read under `condition`, or where a moment's lag does no harm; counters and
+    `last_heard` wake nobody who waits):
         phase, config, layout, last_heard: of the session.
         refusal: set when the broker refuses this worker; `refused_for_good` when that was at joining.
         stopping: the broker's sentence when it is shutting down, else None.
@@ -168,8 +172,6 @@ class Link:
         self.has_forgotten = False
         self.has_ended = False
         self._session = session
-        self._capture = capture
-        self._pinned = pinned
         self._welcomed = welcomed
         self._clock = clock
         self._commands: deque[tuple[Event | Base, Any]] = deque()
@@ -181,11 +183,8 @@ class Link:
         self._connections: Connections | None = None
         self._poller = zmq.Poller()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._outgoing: dict[int, WireFragment] = {}  # by push id
-        self._assembly: dict[int, FlatState] = {}  # by fragment
-        self._spare: dict[int, FlatState] = {}  # by fragment; room for the next assembly
-        self._states = dict(states or {})  # by fragment; what is held, merged or not
-        self._bases: dict[int, FlatState] = {}  # by fragment; what training stands on
+        self._holdings = Holdings(capture, pinned=pinned, states=states or {})
+        self._is_news = False  # since `_publish` was called last
         self._offered: dict[int, int] = {}  # by fragment; the last push id
         self._payload: memoryview | None = None
         self._said: dict[str, float] = {}
@@ -341,6 +340,7 @@ class Link:
         ready = dict(self._poller.poll(max(0, int(pause * 1000 + 1)) if pause > 0 else 0))
         if self._wake_reader.fileno() in ready:
             self._drain_wake_ups()
+            self._is_news = True  # for who waits, whatever it was
         while self._commands and self._session.phase is not Phase.LEFT:
             self._carry(*self._commands.popleft())
         connections = self._connections
@@ -349,7 +349,7 @@ class Link:
                 if each in ready:
                     self._receive(each)
             # After the messages, so that what a peer said before it died is heard.
-            if self._connections is connections:
+            if self._connections is connections and connections.may_have_changed(ready):
                 connected, broken = connections.changes()
                 if connected:
                     self._feed(Connected())
@@ -366,9 +366,9 @@ class Link:
         """A command of the training thread."""
         match event:
             case Base(fragment, state):
-                self._base(fragment, state)
+                self._holdings.stand_on(fragment, state)
             case Offer(push):
-                self._outgoing[push.push_id] = cargo
+                self._holdings.outgoing[push.push_id] = cargo
                 self._feed(event)
                 former = self._offered.get(push.fragment)
                 self._offered[push.fragment] = push.push_id
@@ -377,22 +377,11 @@ class Link:
             case _:
                 self._feed(event)
 
-    def _base(self, fragment: int, state: FlatState | None) -> None:
-        """The former base becomes room for the next version, unless it is held or being sent."""
-        if state is None:
-            self._states.pop(fragment, None)
-            return
-        former, self._bases[fragment] = self._bases.get(fragment), state
-        if former is None or former is state or former is self._states.get(fragment):
-            return
-        if all(wire.vectors is not former.vectors for wire in self._outgoing.values()):
-            self._spare[fragment] = former
-
     def _receive(self, source: zmq.Socket[bytes]) -> None:
         connections = self._connections
         for _ in range(BATCH):
             try:
-                frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = source.recv_multipart(NOW, copy=False)
             except zmq.Again:
                 return
             buffers = [frame.buffer for frame in frames]
@@ -416,27 +405,37 @@ class Link:
         layout, config = self._session.layout, self._session.config
         if not isinstance(message, Chunk) or layout is None or config is None:
             return
-        for part in layout.all:
-            if part.fragment == message.fragment and 0 <= message.index < part.chunks:
-                require_length(part.spans[message.index], payload, wire_dtype(config.reply_dtype))
+        if 0 <= message.fragment < len(layout.all):
+            spans = layout.all[message.fragment].spans
+            if 0 <= message.index < len(spans):
+                require_length(spans[message.index], payload, wire_dtype(config.reply_dtype))
 
     def _feed(self, event: Event) -> None:
         for effect in self._session.handle(event, self._clock()):
+            self._is_news |= type(effect) not in QUIET
             self._do(effect)
 
     def _publish(self) -> None:
-        """Let the training thread see how things stand now."""
+        """Let the training thread see how things stand now, and wake it up where that is news.
+
+        Not for each chunk that comes or goes: while training waits for a version, it would wake up a
+        thousand times to find nothing, and this thread would wait for Python's lock as often.
+        """
         session = self._session
+        self.last_heard, self.retries = session.last_heard, session.pushes.retries
+        flights = [upload for upload in session.pushes if upload.is_gradient]
+        uploaded = frozenset(each.push.push_id for each in flights if each.is_in)
+        put_off = frozenset(each.push.push_id for each in flights if each.is_put_off)
+        is_same = (self.phase, self.uploaded, self.put_off) == (session.phase, uploaded, put_off)
+        if is_same and not self._is_news:
+            return
+        self._is_news = False
         with self.condition:
             self.phase = session.phase
             self.config = session.config
             self.layout = session.layout
-            self.last_heard = session.last_heard
-            self.retries = session.pushes.retries
             self.reconnections = session.reconnections
-            flights = [upload for upload in session.pushes if upload.is_gradient]
-            self.uploaded = frozenset(each.push.push_id for each in flights if each.is_in)
-            self.put_off = frozenset(each.push.push_id for each in flights if each.is_put_off)
+            self.uploaded, self.put_off = uploaded, put_off
             self.condition.notify_all()
 
     # Effects.
@@ -451,24 +450,24 @@ class Link:
                 self._send(pack(message), bulk=bulk)
             case SendChunk(session, push_id, fragment, index):
                 chunk = Chunk(fragment, index, session=session, push_id=push_id)
-                self._send(pack(chunk, self._outgoing[push_id].chunk(index)), bulk=True)
+                self._send(pack(chunk, self._holdings.outgoing[push_id].chunk(index)), bulk=True)
             case Beat(session, uploading):
                 self._send(pack(self._heartbeat(session, uploading)), bulk=False)
             case Begin(fragment):
-                if fragment not in self._assembly:
-                    self._assembly[fragment] = self._room(fragment)
+                self._holdings.begin(self._fragment(fragment))
             case Store(fragment, index):
                 assert self._payload is not None and self._session.config is not None
                 dtype = wire_dtype(self._session.config.reply_dtype)
-                self._assembly[fragment].store(index, self._payload, dtype)
+                self._holdings.store(fragment, index, self._payload, dtype)
             case Discard():
                 pass  # the room is used for the next version
             case Deliver():
                 self._deliver(effect)
             case PrepareDonation(push_id, fragment):
-                self._outgoing[push_id] = self._donation(fragment)
+                outgoing = self._holdings.outgoing
+                outgoing[push_id] = self._holdings.donation(self._fragment(fragment))
             case PushOver(push_id, code, text):
-                self._outgoing.pop(push_id, None)
+                self._holdings.outgoing.pop(push_id, None)
                 if code is not None:
                     self._reject(push_id, code, text)
             case Joined(welcome, _, again):
@@ -486,11 +485,11 @@ class Link:
                     self.refused_for_good = final
                 self._say(text, trouble=True)
             case DropParts():
-                self._states.clear()
+                self._holdings.forget()
                 with self.condition:
                     self.arrivals.clear()
             case Forget(text):
-                self._states.clear()
+                self._holdings.forget()
                 with self.condition:
                     self.has_forgotten = True
                 self._say(text, trouble=True)
@@ -528,10 +527,7 @@ class Link:
         connections = self._connections
         if connections is None:
             return
-        target = connections.bulk if bulk else connections.control
-        try:
-            target.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
+        if not connections.send(frames, bulk=bulk):
             # Credits bind long before this; only a connection that takes nothing gets here.
             self._say("The connection to the broker takes nothing any more.", trouble=True)
             return
@@ -554,25 +550,12 @@ class Link:
         assert self._session.layout is not None
         return self._session.layout.all[fragment]
 
-    def _room(self, fragment: int) -> FlatState:
-        spare = self._spare.pop(fragment, None)
-        if spare is not None:
-            return spare
-        return FlatState.empty(self._fragment(fragment), pinned=self._pinned)
-
-    def _donation(self, fragment: int) -> WireFragment:
-        state = self._states.get(fragment)
-        if state is None:
-            assert self._capture is not None
-            state = self._capture(self._fragment(fragment))
-        return state.wire()
-
     def _deliver(self, effect: Deliver) -> None:
         released, fragment = effect.released, effect.released.fragment
         if effect.unchanged:
-            state = self._states.get(fragment)
+            state = self._holdings.state(fragment)
         else:
-            state = self._states[fragment] = self._assembly.pop(fragment)
+            state = self._holdings.finish(fragment)
             self._feed(Hold(fragment, released.version, released.ledger))
         ids = frozenset(() if effect.counted is None else (effect.counted,))
         superseding = SENT_BEFORE if effect.superseding else None

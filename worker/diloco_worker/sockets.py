@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import zmq
@@ -13,6 +13,10 @@ from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
 # Milliseconds between ZeroMQ's own attempts to connect: it doubles them from the first to the second.
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2000
+
+# As plain numbers: the sums of enum members cost more than the sends.
+NOW = int(zmq.NOBLOCK)
+_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -49,6 +53,24 @@ class Connections:
     @property
     def pollable(self) -> Sequence[zmq.Socket[bytes]]:
         return self._sockets
+
+    def send(self, frames: Sequence[Any], *, bulk: bool) -> bool:
+        """Send a message. False when the connection takes nothing, and then nothing is sent.
+
+        The last frame is sent from where it lies; it must not change any more.
+        """
+        target = self.bulk if bulk else self.control
+        try:
+            for frame in frames[:-1]:
+                target.send(frame, _MORE)
+            target.send(frames[-1], NOW, copy=len(frames) == 1)
+        except zmq.Again:
+            return False
+        return True
+
+    def may_have_changed(self, ready: Container[object]) -> bool:
+        """Whether a monitor is among the sockets with something to read."""
+        return self._control_monitor in ready or self._bulk_monitor in ready
 
     def changes(self) -> tuple[bool, str | None]:
         """What the monitors have seen: whether control came up, and which connection broke."""

@@ -1,0 +1,90 @@
+"""The vectors that the I/O thread has in its hands: deltas being sent, versions arriving, bases.
+
+A version is assembled in memory of its own. Once training stands on it, the memory of the base before
+it is room for the next version: two vectors a fragment take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from diloco_protocol.chunks import FragmentLayout
+from diloco_worker.snapshot import FlatState, WireFragment
+
+
+class Holdings:
+    """See the head of this module. Belongs to the I/O thread.
+
+    Args:
+        capture: copies a fragment of the model to the host, for a broker that has no parameters; called
+            only for fragments that nobody is training at that moment.
+        pinned: whether to receive into pinned memory (the model is on a CUDA device).
+        states: by fragment, the values of what is held already. They are room for later versions once
+            training stands on others.
+
+    Attributes:
+        outgoing: by push id, what is being sent.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[FragmentLayout], FlatState] | None,
+        *,
+        pinned: bool,
+        states: Mapping[int, FlatState],
+    ) -> None:
+        self.outgoing: dict[int, WireFragment] = {}
+        self._capture = capture
+        self._pinned = pinned
+        self._assembly: dict[int, FlatState] = {}  # by fragment
+        self._spare: dict[int, FlatState] = {}  # by fragment; room for the next assembly
+        self._states = dict(states)  # by fragment; what is held, merged or not
+        self._bases: dict[int, FlatState] = {}  # by fragment; what training stands on
+
+    def begin(self, layout: FragmentLayout) -> None:
+        """Chunks of a version begin to arrive. What was assembled of another one is overwritten."""
+        fragment = layout.fragment
+        if fragment not in self._assembly:
+            room = self._spare.pop(fragment, None)
+            self._assembly[fragment] = room or FlatState.empty(layout, pinned=self._pinned)
+
+    def store(self, fragment: int, index: int, payload: memoryview, dtype: torch.dtype) -> None:
+        """Decode a chunk into its place; the payload has the right length."""
+        self._assembly[fragment].store(index, payload, dtype)
+
+    def finish(self, fragment: int) -> FlatState:
+        """The version that was assembled is whole, and held from now on."""
+        state = self._states[fragment] = self._assembly.pop(fragment)
+        return state
+
+    def state(self, fragment: int) -> FlatState | None:
+        """The version that is held, if a copy of it is."""
+        return self._states.get(fragment)
+
+    def forget(self) -> None:
+        """Nothing is held any more."""
+        self._states.clear()
+
+    def stand_on(self, fragment: int, state: FlatState | None) -> None:
+        """Training stands on this; the former base is room, unless it is held or being sent.
+
+        With None no copy is kept of what is held: the model itself has it.
+        """
+        if state is None:
+            self._states.pop(fragment, None)
+            return
+        former, self._bases[fragment] = self._bases.get(fragment), state
+        if former is None or former is state or former is self._states.get(fragment):
+            return
+        if all(wire.vectors is not former.vectors for wire in self.outgoing.values()):
+            self._spare[fragment] = former
+
+    def donation(self, layout: FragmentLayout) -> WireFragment:
+        """A fragment as it is held, or as it is in the model."""
+        state = self._states.get(layout.fragment)
+        if state is None:
+            assert self._capture is not None
+            state = self._capture(layout)
+        return state.wire()

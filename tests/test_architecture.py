@@ -26,9 +26,9 @@ MAY_USE_BOTH = ("demo", "bench", "chaos")
 PUBLIC = {"diloco_broker", "diloco_worker"}
 PURE = {
     "diloco_broker": {
-        "asynchronous", "bootstrap", "config", "core", "dylu", "events", "feed", "granting", "joining",
-        "membership", "providing", "pushing", "rounds", "sequence", "staged", "staging", "state",
-        "steering", "streaming", "transfer",
+        "acks", "asynchronous", "bootstrap", "config", "core", "dylu", "events", "feed", "granting",
+        "joining", "membership", "providing", "pushing", "rounds", "sequence", "staged", "staging",
+        "state", "steering", "streaming", "transfer", "work_queue",
     },
     "diloco_worker": {"events", "pulls", "pushes", "session", "terms", "transfers", "turns"},
     "diloco_protocol": {

@@ -255,7 +255,7 @@ def serve(
     )
     from diloco_broker.config import BrokerConfig
     from diloco_broker.loop import Broker
-    from diloco_broker.memory import keep_freed_memory
+    from diloco_broker.memory import keep_freed_memory, keep_what_is_there
     from diloco_broker.model_file import load_model
 
     try:
@@ -319,6 +319,7 @@ def serve(
             save_dir if resume == "auto" else resume,
         )
     keep_freed_memory()
+    keep_what_is_there()
     _end_on_signals(broker)
     typer.echo(f"control {broker.address}")
     typer.echo(f"feed {broker.feed_address}")

@@ -71,7 +71,7 @@ logger = logging.getLogger("diloco.broker")
 # Messages taken in before tensor work gets its turn.
 MESSAGES_A_TURN = 256
 # Tensor work in one turn; heartbeats are answered in between.
-WORK_SLICE_S = 0.001
+WORK_SLICE_S = 0.0005
 # Between two looks whether there is memory for the first parameters.
 MEMORY_S = 0.001
 TICK_S = 0.1

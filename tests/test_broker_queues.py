@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from diloco_broker.acks import Acks
 from diloco_broker.events import Fold, Place, Send, Step, Work
+from diloco_broker.transfer import UPLOAD_WINDOW_TOTAL, Upload
 from diloco_broker.work_queue import PASSED_BY, WorkQueue
-from diloco_protocol.messages import Ack
+from diloco_protocol.messages import Ack, Push
 
 
 def fold(index: int, worker: str = "a") -> Fold:
@@ -60,6 +61,16 @@ def test_fold_that_is_passed_by_has_its_turn_after_a_while() -> None:
     assert taken[:PASSED_BY] == [fold(index, "behind") for index in range(PASSED_BY)]
     assert queue.take() == fold(199, "behind")
     assert not queue
+
+
+def test_credit_on_top_never_passes_what_all_pushes_may_have_together() -> None:
+    """A worker may offer its push again and again, and each grant leaves what the one before gave."""
+    push = Push(b"", 1, 0, 100, "fp32")
+    upload = Upload(push, UPLOAD_WINDOW_TOTAL - 8, window=6, widest=16)
+    given = [upload.acknowledged(is_calm=True) for _ in range(6)]
+    assert given == [0, 0, 0, 0, 0, 2]
+    assert upload.credit == UPLOAD_WINDOW_TOTAL
+    assert upload.window == 8
 
 
 def test_places_are_forgotten_and_nothing_else() -> None:

@@ -62,6 +62,8 @@ class WorkQueue:
             return self._others.popleft()
         fold, _ = self._folds.pop(self._next_fold())
         self._taken += 1
+        if not self._folds:
+            self._heap.clear()
         return fold
 
     def drop_places(self) -> None:

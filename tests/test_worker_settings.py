@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Callable, Iterator
+from logging import WARNING
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +15,16 @@ from torch import nn, optim
 
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoWorker
-from diloco_worker.env import Settings, default_worker_id, resolve
+from diloco_worker.env import (
+    RANKS,
+    Settings,
+    default_worker_id,
+    resolve,
+    say_once,
+    unknown_variables,
+)
 
+PARTS = ("protocol", "broker", "worker", "tools")
 ALL = {
     "DILOCO_SERVER": "tcp://10.0.0.1:8512",
     "DILOCO_SYNC_EVERY": "20",
@@ -159,3 +172,77 @@ def test_optimizer_of_another_model_is_refused() -> None:
         DiLoCoWorker(model, torch.optim.SGD(other.parameters(), lr=0.1))
     with pytest.raises(UsageError, match=r"must be a torch\.optim\.Optimizer"):
         DiLoCoWorker(model, wrong)
+
+
+@pytest.fixture
+def warned(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], list[str]]]:
+    """Warnings, which are seen without logging being set up, of a process that has said nothing yet."""
+    for name in (*RANKS, *(name for name in os.environ if name.startswith("DILOCO_"))):
+        monkeypatch.delenv(name, raising=False)
+    say_once.cache_clear()
+    yield lambda: [each.getMessage() for each in caplog.records if each.levelno >= WARNING]
+    say_once.cache_clear()
+
+
+def train_alone() -> None:
+    model = nn.Linear(2, 2)
+    with DiLoCoWorker(model, optim.SGD(model.parameters(), lr=1.0)):
+        pass
+
+
+def test_worker_without_a_server_says_once_that_it_trains_alone(
+    warned: Callable[[], list[str]],
+) -> None:
+    train_alone()
+    train_alone()
+    (sentence,) = warned()
+    assert "no DILOCO_SERVER, so this worker trains alone" in sentence
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_only_the_first_process_of_a_launcher_says_that_it_trains_alone(
+    warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    monkeypatch.setenv(rank, "3")
+    train_alone()
+    assert warned() == []
+    monkeypatch.setenv(rank, "0")
+    train_alone()
+    assert len(warned()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("DILOCO_SERVR", "did you mean DILOCO_SERVER?"),
+        ("DILOCO_SYNC_STEPS", "did you mean DILOCO_SYNC_EVERY?"),
+        ("DILOCO_FRAGMENTS", "did you mean DILOCO_NUM_FRAGMENTS?"),
+        ("DILOCO_QQQ", "worker/README.md has the list"),
+    ],
+)
+def test_variable_that_nothing_reads_is_named_with_the_nearest_known_one(
+    warned: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, name: str, advice: str
+) -> None:
+    monkeypatch.setenv(name, "5")
+    train_alone()
+    train_alone()
+    sentence, alone = warned()
+    assert sentence.startswith(f"{name} is set, but there is no such variable; ")
+    assert advice in sentence
+    assert "trains alone" in alone
+
+
+def test_variables_that_something_reads_or_that_are_empty_are_no_mistake() -> None:
+    assert unknown_variables({**ALL, "DILOCO_FEED": "x", "DILOCO_SYNC_EVRY": "", "HOME": "/"}) == []
+
+
+def test_every_variable_in_the_source_is_known() -> None:
+    root = Path(__file__).parent.parent
+    sources = [path for part in PARTS for path in sorted((root / part).rglob("*.py"))]
+    names = {
+        name for path in sources for name in re.findall(r"DILOCO_[A-Z_]*[A-Z]", path.read_text())
+    }
+    assert {"DILOCO_SERVER", "DILOCO_FEED"} <= names
+    assert unknown_variables(dict.fromkeys(names, "x")) == []

@@ -5,19 +5,30 @@ A keyword that is given wins over its variable. An empty variable counts as not 
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from diloco_protocol import UsageError
 from diloco_protocol.codecs import wire_dtype
 
+logger = logging.getLogger("diloco.worker")
+
 DEFAULT_RETRIES = 3
 DEFAULT_TIMEOUT_S = 600.0
+
+PREFIX = "DILOCO_"
+# Variables of this project that are no keyword of a worker: of displays, the demo's tuning, tests.
+OTHER_VARIABLES = ("DILOCO_FEED", "DILOCO_GRID", "DILOCO_UPDATE_SNAPSHOTS")
+# What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 T = TypeVar("T")
 
@@ -59,7 +70,47 @@ class Settings:
 
 def variable(keyword: str) -> str:
     """The variable behind a keyword."""
-    return f"DILOCO_{keyword.upper()}"
+    return PREFIX + keyword.upper()
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each DILOCO_* variable that is set and that nothing in this project reads."""
+    keywords = {each.name.upper() for each in fields(Settings)}
+    known = {PREFIX + keyword for keyword in keywords} | set(OTHER_VARIABLES)
+    sentences = []
+    for name in sorted(environ.keys() - known):
+        if name.startswith(PREFIX) and environ[name].strip():
+            near = get_close_matches(name.removeprefix(PREFIX).upper(), sorted(keywords), n=1)
+            advice = (
+                f"did you mean {PREFIX}{near[0]}?" if near else "worker/README.md has the list."
+            )
+            sentences.append(f"{name} is set, but there is no such variable; {advice}")
+    return sentences
+
+
+def warn_of_silence(server: str | None, environ: Mapping[str, str] | None = None) -> None:
+    """Say what would go wrong without a word: unknown variables, and training alone without a server.
+
+    Each sentence once in a process, and as a warning (which is seen without logging being set up) only
+    in the first of the processes that a launcher has started.
+    """
+    environ = os.environ if environ is None else environ
+    rank = next((environ[name] for name in RANKS if environ.get(name)), "0")
+    level = logging.WARNING if rank == "0" else logging.DEBUG
+    for sentence in unknown_variables(environ):
+        say_once(sentence, level)
+    if server is None:
+        say_once(
+            "There is no server= and no DILOCO_SERVER, so this worker trains alone; give the broker's "
+            "address, tcp://HOST:PORT, to take part in a run.",
+            level,
+        )
+
+
+@cache
+def say_once(sentence: str, level: int) -> None:
+    """Log a sentence, unless this process has done so before."""
+    logger.log(level, "%s", sentence)
 
 
 def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:

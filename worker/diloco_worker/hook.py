@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from diloco_protocol import RunConfig, UsageError
 from diloco_worker.audit import Audit
 from diloco_worker.boundaries import Boundaries
-from diloco_worker.env import Settings, default_worker_id, resolve
+from diloco_worker.env import Settings, default_worker_id, resolve, warn_of_silence
 from diloco_worker.events import Resume
 from diloco_worker.joining import await_model, check_pair
 from diloco_worker.link import Link
@@ -188,6 +188,7 @@ class DiLoCoWorker:
             UsageError: this worker has been started before, its audit log cannot be written, or the
                 model is not the one that the loaded state belongs to.
         """
+        warn_of_silence(self._settings.server)
         if self._settings.server is None or self._tensors is None:
             return self
         if self._link is not None:

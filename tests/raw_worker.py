@@ -90,9 +90,9 @@ class RawWorker:
             pass
         self._upload(41, values.float(), "fp32", purpose="donation")
 
-    def push(self, push_id: int, delta: Tensor, **fields: Any) -> None:
-        """Send a whole pseudo-gradient in the run's wire dtype."""
-        name = self.config["wire_dtype"]
+    def push(self, push_id: int, delta: Tensor, wire: str | None = None, **fields: Any) -> None:
+        """Send a whole pseudo-gradient, in the run's wire dtype unless another is named."""
+        name = wire or self.config["wire_dtype"]
         self._upload(push_id, delta.to(DTYPES[name]), name, base=self.version, **fields)
 
     def _upload(self, push_id: int, values: Tensor, wire: str, **fields: Any) -> None:

@@ -251,7 +251,7 @@ class Stage:
                 contents = () if payload is None else payload.contents
                 self.chunks[fragment, index] = Wire(contents)
                 return Placed(work, self.chunks[fragment, index])
-            case Fold(fragment, index, worker, push_id, weight, payload):
+            case Fold(fragment, index, worker, push_id, weight, _, payload):
                 if not payload.is_finite:
                     return FoldRefused(work)
                 self.sums.setdefault((fragment, index), []).append((worker, push_id, weight))

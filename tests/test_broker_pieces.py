@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -60,6 +61,22 @@ def test_mean_has_the_same_bits_however_many_contributions_are_held(
         wanted = added_up([deltas[index][n] for n in in_order], [weights[n] for n in in_order])
         assert torch.equal(got, wanted)
     assert mean.held == 0
+
+
+@pytest.mark.parametrize("held", [0, 1, 100])
+@pytest.mark.parametrize("order", list(itertools.permutations(("fp32", "bf16", "fp16"))))
+def test_contributions_to_one_mean_may_differ_in_wire_dtype(
+    held: int, order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reduce, "HELD", held)
+    mean = StreamingMean(a_layout().fragments[0], torch.bfloat16)
+    weights = [1.0, 0.3, 7.0]
+    deltas = [torch.randn(ELEMENTS).to(DTYPES[name]) for name in order]
+    for delta, weight in zip(deltas, weights, strict=True):
+        assert mean.fold(0, wire(delta, delta.dtype), weight, delta.dtype)
+    gradient = mean.take(0, sum(weights))
+    assert gradient is not None
+    assert torch.equal(gradient.whole(), added_up(deltas, weights))
 
 
 @pytest.mark.parametrize("held", [0, 100])

@@ -14,7 +14,7 @@ from diloco_protocol.messages import Ack, Push
 
 
 def fold(index: int, worker: str = "a") -> Fold:
-    return Fold(0, index, worker, 1, 1.0, None)
+    return Fold(0, index, worker, 1, 1.0, "fp32", None)
 
 
 def step(index: int) -> Step:

@@ -6,6 +6,7 @@ round is finished after each.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -108,6 +109,39 @@ def test_rounds_equal_the_single_process_reference(
         assert all(torch.equal(of_round[0], other) for other in of_round)
     if workers == 1 and wire == "fp32":
         assert all(torch.equal(a, b) for a, b in zip(histories[0][1:], expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"deterministic": True}, {"quorum": 3}, {"aggregate": "clip-median-norm"}]
+)
+def test_workers_of_a_round_may_each_have_their_own_wire_dtype(options: dict[str, Any]) -> None:
+    theta, delta = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
+    names = list(DTYPES)
+    with (
+        a_broker(3, outer_lr=1.0, outer_momentum=0.0, **options) as broker,
+        contextlib.ExitStack() as stack,
+    ):
+        workers = [stack.enter_context(RawWorker(broker.address, name)) for name in names]
+        for worker in workers:
+            worker.join(one_tensor(ELEMENTS), wants={"wire_dtype": worker.worker_id})
+            if worker is workers[0]:
+                worker.donate(theta)
+        starts = [worker.pull(ELEMENTS) for worker in workers]
+        assert all(torch.equal(start, theta) for start in starts)
+        for number, worker in enumerate(workers):
+            worker.push(number, delta, worker.worker_id)
+        got = [worker.pull(ELEMENTS, after=0) for worker in workers]
+    travelled = [delta.to(DTYPES[name]).float() for name in sorted(names)]
+    assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+    wanted = theta - torch.stack(travelled).mean(0)
+    torch.testing.assert_close(
+        got[0], wanted, rtol=1e-3 if "aggregate" in options else 1e-6, atol=1e-6
+    )
+    if "deterministic" in options:
+        total = travelled[0].clone()
+        for part in travelled[1:]:
+            total.add_(part)
+        assert torch.equal(got[0], theta - total.div_(3)), "folded in the order of worker ids"
 
 
 @pytest.mark.parametrize("reply", ["bf16", "fp16"])

@@ -354,7 +354,7 @@ def test_voided_push_while_closing_does_not_hold_the_round() -> None:
         ({"weight": float("nan")}, "weight is nan"),
         ({"weight": 0.0}, "weight is 0.0"),
         ({"fragment": 5}, "no fragment 5"),
-        ({"wire_dtype": "bf16"}, "in bf16, it must be in fp32"),
+        ({"wire_dtype": "int3"}, "in int3, it must be in fp32 or bf16 or fp16"),
     ],
 )
 def test_bad_push_gets_a_sentence_and_changes_nothing(

@@ -307,10 +307,11 @@ def test_several_fragments_may_be_in_flight(
     assert set(pulling().versions.values()) == {version(9)}
 
 
-def test_asynchronous_client_pushes_in_its_own_dtype_once_there_is_a_slot(
-    broker: ScriptedBroker, beside: Beside
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_client_pushes_in_its_own_dtype_once_it_is_its_turn(
+    broker: ScriptedBroker, beside: Beside, mode: str
 ) -> None:
-    broker.config = run_config(mode="async")
+    broker.config = run_config(mode=mode)
     model = nn.Linear(3, 3)
     wants = {"wire_dtype": "bf16"}
     with DiLoCoClient(broker.address, worker_id="me", timeout=20.0, wants=wants) as client:

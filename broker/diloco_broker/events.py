@@ -169,13 +169,17 @@ class Send:
 
 @dataclass(frozen=True)
 class Fold:
-    """Add one chunk of a push, times its weight, to what the fragment's open round has of it."""
+    """Add one chunk of a push, times its weight, to what the fragment's open round has of it.
+
+    `wire_dtype` is what the push's parameters are in: each push may have its own.
+    """
 
     fragment: int
     index: int
     worker_id: str
     push_id: int
     weight: float
+    wire_dtype: str
     payload: Any
 
 

@@ -143,12 +143,12 @@ def _check_join(state: State, join: Join) -> tuple[int, ...]:
 
 
 def _check_wants(config: BrokerConfig, wants: Mapping[str, Any]) -> None:
-    """A worker trains as the run does. Without a barrier, H and the wire dtype are its own affair."""
+    """A worker trains as the run does. The wire dtype is its own affair; without a barrier, H too."""
     for name, asked in wants.items():
         runs = getattr(config.run_config, name, None)
         if asked is None or asked == runs:
             continue
-        if config.is_async and name == "wire_dtype" and asked in WIRE_DTYPES:
+        if name == "wire_dtype" and asked in WIRE_DTYPES:
             continue
         least = config.fewest_steps
         if config.is_async and name == "sync_every":

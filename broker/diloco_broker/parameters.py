@@ -62,7 +62,8 @@ class Parameters:
     Args:
         layout: how the model is cut.
         outer: the outer optimizer, shared by all fragments; its state is kept for each chunk.
-        wire: name of the dtype of pseudo-gradients on their way up, where they are streamed.
+        wire: name of the dtype of pseudo-gradients on their way up, where they are streamed and
+            nothing else is said of them.
         reply: name of the dtype of parameters on their way down.
         aggregate: what whole submissions are merged with, one of `reduce.AGGREGATES`.
         is_round: whether a gradient is a round's. The maximum of its integers then replaces their
@@ -150,9 +151,15 @@ class Parameters:
         """Let go of the model file's tensors: every chunk has been placed."""
         self._initial = None
 
-    def fold(self, fragment: int, index: int, payload: Any, weight: float) -> bool:
-        """Add a chunk of a push to the round's mean; False when it is not finite."""
-        return self._means[fragment].fold(index, payload, weight)
+    def fold(
+        self, fragment: int, index: int, payload: Any, weight: float, wire: str | None = None
+    ) -> bool:
+        """Add a chunk of a push to the round's mean; False when it is not finite.
+
+        `wire` names what the push's parameters are in; None: what the run's are.
+        """
+        dtype = None if wire is None else wire_dtype(wire)
+        return self._means[fragment].fold(index, payload, weight, dtype)
 
     def inspect(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> float | None:
         """The sum of a chunk's squared values (0 unless they are parameters); None if not finite."""

@@ -92,7 +92,7 @@ def chunk(state: State, member: Member, chunk: Chunk, payload: Any) -> Iterator[
         return
     state.waiting += 1
     if isinstance(taker, Contribution):
-        yield Fold(push.fragment, chunk.index, *key, taker.weight, payload)
+        yield Fold(push.fragment, chunk.index, *key, taker.weight, push.wire_dtype, payload)
     else:
         yield Inspect(push.fragment, chunk.index, *key, push.wire_dtype, payload)
 
@@ -158,12 +158,9 @@ def _check_push(state: State, push: Push) -> None:
             Code.BAD_PUSH,
             f"The push has {push.chunks} chunks, fragment {push.fragment} has {chunks}.",
         )
-    if push.purpose is Purpose.DONATION:
-        allowed: tuple[str, ...] = ("fp32",)
-    elif state.config.is_async:
-        allowed = tuple(WIRE_DTYPES)
-    else:
-        allowed = (state.config.wire_dtype,)
+    # Each gradient is decoded as it came: a worker may have a dtype of its own, and a delta that was
+    # frozen before a restart keeps its.
+    allowed = ("fp32",) if push.purpose is Purpose.DONATION else tuple(WIRE_DTYPES)
     if push.wire_dtype not in allowed:
         raise ProtocolError(
             Code.BAD_PUSH,

@@ -161,7 +161,7 @@ class StreamingMean:
 
     Args:
         layout: the fragment's chunks.
-        wire_dtype: what parameters travel in.
+        wire_dtype: what parameters travel in where a contribution says nothing else.
         buffers: where memory for accumulators comes from.
 
     Attributes:
@@ -173,7 +173,7 @@ class StreamingMean:
     ) -> None:
         self._spans = layout.spans
         self._buffers = buffers or Buffers()
-        self._dtypes = {each: segment_dtype(each, wire_dtype) for each in Segment}
+        self._wire_dtype = wire_dtype
         self._sums: list[Tensor | None] = [None] * layout.chunks
         # By chunk, the one that has waited longest first.
         self._waiting: dict[int, list[tuple[Tensor, float]]] = {}
@@ -181,16 +181,19 @@ class StreamingMean:
         longest = max((span.elements for span in layout.spans), default=0)
         self._scratch = torch.empty(2, min(longest, PIECE_ELEMENTS), dtype=torch.float32)
 
-    def fold(self, index: int, payload: Any, weight: float) -> bool:
+    def fold(
+        self, index: int, payload: Any, weight: float, dtype: torch.dtype | None = None
+    ) -> bool:
         """Add a chunk. Returns False, with nothing changed, when it is not finite.
 
         Args:
             index: chunk number.
             payload: its bytes in wire form, of the right length. They must not change any more.
             weight: finite and positive; ignored for integers.
+            dtype: what this contribution's parameters are in; None: the mean's wire dtype.
         """
         segment = self._spans[index].segment
-        values = from_bytes(payload, self._dtypes[segment])
+        values = from_bytes(payload, segment_dtype(segment, dtype or self._wire_dtype))
         if segment is Segment.INTEGERS:
             self._fold_maximum(index, values)
             return True

@@ -128,8 +128,8 @@ class Workbench:
         """The next piece of work; of whole-tensor steps only the last chunk has results: all."""
         work, tensors = self._queue.take(), self.tensors(layout)
         match work:
-            case Fold(fragment, index, _, _, weight, payload):
-                is_in = tensors.fold(fragment, index, payload, weight)
+            case Fold(fragment, index, _, _, weight, dtype, payload):
+                is_in = tensors.fold(fragment, index, payload, weight, dtype)
                 return [Folded(work) if is_in else FoldRefused(work)]
             case Inspect(fragment, index, _, _, dtype, payload):
                 squares = tensors.inspect(fragment, index, payload, dtype)

@@ -90,8 +90,8 @@ class DiLoCoClient:
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         timeout: seconds that a call waits before it raises Unreachable.
         heartbeat_interval: seconds; None = fit for the broker, 0 = none. They are sent by themselves.
-        wants: fields of the run's configuration to insist on, such as {"sync_every": 100}. In
-            asynchronous mode `wire_dtype` may differ from the run's, and is what `push` uses.
+        wants: fields of the run's configuration to insist on, such as {"sync_every": 100}.
+            `wire_dtype` may differ from the run's, and is what `push` uses.
         extra: a small dict, shown in displays.
 
     Raises:
@@ -226,9 +226,7 @@ class DiLoCoClient:
         """
         link, run = self._require_joined()
         part = self._part(run, fragment)
-        dtype = run.config.wire_dtype
-        if run.config.mode == "async":
-            dtype = self._wants.get("wire_dtype") or dtype
+        dtype = self._wants.get("wire_dtype") or run.config.wire_dtype
         frozen = encode(part, self._complete(part, delta), wire_dtype(dtype))
         if frozen.bad is not None:
             raise UsageError(

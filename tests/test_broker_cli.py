@@ -30,7 +30,7 @@ def logging_as_it_was() -> Iterator[None]:
     ("options", "words"),
     [
         (["--bind", "tcp://0.0.0.0:8512"], "--insecure"),
-        (["--bind", "localhost:8512"], "must be an address like"),
+        (["--bind", "localhost"], "must be an address like"),
         (["--bind", "tcp://127.0.0.1:99999"], "must be an address like"),
         (["--bind", "tcp://[::1:5"], "must be an address like"),
         (["--feed", "tcp://::1:5"], "must be an address like"),

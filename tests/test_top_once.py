@@ -280,7 +280,7 @@ class TestCommand:
         [
             "foo",
             "",
-            "localhost:8513",
+            "localhost",
             "tcp://foo",
             "tcp://h:0",
             "tcp://h:65536",

@@ -93,7 +93,7 @@ def test_staying_out_of_dynamic_local_updates_is_the_workers_own_affair() -> Non
         ("DILOCO_TIMEOUT", "nan", "DILOCO_TIMEOUT is nan"),
         ("DILOCO_TIMEOUT", "-1", "0 or more"),
         ("DILOCO_WIRE_DTYPE", "int3", "fp32, bf16, fp16"),
-        ("DILOCO_SERVER", "10.0.0.1:8512", "tcp://"),
+        ("DILOCO_SERVER", "10.0.0.1", "tcp://"),
         ("DILOCO_SERVER", "tcp://10.0.0.1", "tcp://"),
         ("DILOCO_SERVER", "tcp://:8512", "tcp://"),
         ("DILOCO_SERVER", "tcp://host:99999", "tcp://"),

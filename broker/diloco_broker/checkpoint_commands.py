@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from diloco_protocol.addresses import with_scheme
 from diloco_protocol.errors import UsageError
 
 # What reads checkpoints imports torch, which takes seconds that other commands have not.
@@ -37,8 +38,9 @@ def export(
             raise UsageError(f"{to} is there already; give --force to replace it.")
         if not to.parent.is_dir():
             raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
-        if "://" in source:
-            with LiveModel(source) as live:
+        address = source if Path(source).exists() else with_scheme(source)
+        if "://" in address:
+            with LiveModel(address) as live:
                 model, what = live.read()
         else:
             path, image = newest_sound(Path(source))

@@ -6,7 +6,7 @@ import ipaddress
 import math
 from dataclasses import dataclass
 
-from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS, with_scheme
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.errors import UsageError
@@ -147,7 +147,9 @@ class BrokerConfig:
         self._check_fragments()
         self._check_outer()
         for name in ("bind", "feed"):
-            _check_address(name, getattr(self, name), insecure=self.insecure)
+            address = with_scheme(getattr(self, name))
+            _check_address(name, address, insecure=self.insecure)
+            object.__setattr__(self, name, address)
 
     @property
     def is_async(self) -> bool:

@@ -1,9 +1,20 @@
-"""Where a broker is found: the addresses it has by default, and which ones can be one at all."""
+"""Where a broker is found: its default addresses, what people write for one, what can be one."""
 
 from __future__ import annotations
 
 DEFAULT_CONTROL_ADDRESS = "tcp://127.0.0.1:8512"
 DEFAULT_FEED_ADDRESS = "tcp://127.0.0.1:8513"
+
+
+def with_scheme(address: str) -> str:
+    """The address with tcp:// in front, where somebody has written HOST:PORT and no more.
+
+    Anything else comes back as it is, so that a complaint about it quotes what was written.
+    """
+    host, _, port = address.rpartition(":")
+    is_host = bool(host) and "/" not in host and (":" not in host or host[0] + host[-1] == "[]")
+    is_bare = is_host and (port == "*" or (port.isascii() and port.isdigit()))
+    return f"tcp://{address}" if is_bare else address
 
 
 def can_be_reached(address: str) -> bool:

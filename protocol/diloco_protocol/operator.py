@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, can_be_reached
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, can_be_reached, with_scheme
 from diloco_protocol.errors import ProtocolError, Unreachable, UsageError
 from diloco_protocol.frames import MAX_FRAME_BYTES, pack, unpack
 from diloco_protocol.messages import Control, Error, Result
@@ -30,7 +30,7 @@ class Operator:
             print(operator.ask("set", outer_lr=0.5).text)
 
     Args:
-        address: the control address that `diloco-broker serve` printed.
+        address: the control address that `diloco-broker serve` printed; tcp:// may be left out.
         timeout: seconds to wait for an answer.
         who: written into the log of control actions; the user and host of this process by default. It
             is what the asker says of itself, not a proof.
@@ -46,7 +46,8 @@ class Operator:
         timeout: float = 5.0,
         who: str | None = None,
     ) -> None:
-        self.address, self.timeout = address, timeout
+        self.address = address = with_scheme(address)
+        self.timeout = timeout
         self.who = (this_user() if who is None else who)[:LONGEST_WHO]
         self._request = 0
         if not (timeout > 0 and math.isfinite(timeout)):

@@ -6,7 +6,7 @@ from types import TracebackType
 
 import zmq
 
-from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, can_be_reached
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, can_be_reached, with_scheme
 from diloco_tools.feed import (
     TOPIC,
     FeedAddressError,
@@ -28,12 +28,12 @@ class FeedSubscriber:
     """
 
     def __init__(self, address: str = DEFAULT_FEED_ADDRESS) -> None:
-        """Connect in the background.
+        """Connect in the background. `tcp://` may be left out of the address.
 
         Raises:
             FeedAddressError: the address is not one; whether somebody is there shows in `receive`.
         """
-        self.address = address
+        self.address = address = with_scheme(address)
         self.malformed = 0
         self.last_error = ""
         if not can_be_reached(address):

@@ -39,6 +39,7 @@ from diloco_protocol import (
     UsageError,
     VersionId,
 )
+from diloco_protocol.addresses import with_scheme
 from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.messages import Control, Push, Result, from_plain
@@ -86,7 +87,7 @@ class DiLoCoClient:
     """See the head of this module. A context manager; not for several threads at once.
 
     Args:
-        server: the broker's address.
+        server: the broker's address; tcp:// may be left out.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         timeout: seconds that a call waits before it raises Unreachable.
         heartbeat_interval: seconds; None = fit for the broker, 0 = none. They are sent by themselves.
@@ -109,7 +110,7 @@ class DiLoCoClient:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         check_address(server)
-        self.server = server
+        self.server = with_scheme(server)
         self.worker_id = worker_id or default_worker_id()
         self.timeout = timeout
         self._heartbeat_interval = heartbeat_interval

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from diloco_protocol import UsageError
+from diloco_protocol.addresses import with_scheme
 from diloco_protocol.codecs import wire_dtype
 
 logger = logging.getLogger("diloco.worker")
@@ -134,7 +135,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
             source = variable(keyword)
             value = _parse(_PARSERS[keyword], text, source)
         _check(keyword, value, source)
-        values[keyword] = value
+        values[keyword] = with_scheme(value) if keyword == "server" else value
     return Settings(**values)
 
 
@@ -244,8 +245,8 @@ def _missing(source: str, feature: str) -> UsageError:
 
 
 def check_address(address: str, source: str = "server") -> None:
-    """Raise UsageError unless the address looks like tcp://host:port or ipc://path."""
-    scheme, _, rest = address.partition("://")
+    """Raise UsageError unless the address looks like tcp://host:port, host:port or ipc://path."""
+    scheme, _, rest = with_scheme(address).partition("://")
     _, colon, port = rest.rpartition(":")
     sound = scheme == "ipc" and rest != ""
     if (

@@ -59,7 +59,8 @@ class DiLoCoWorker:
         model: parameters in bf16, fp16, fp32 or fp64, buffers of any kind, tied weights, frozen parts.
         optimizer: any `torch.optim.Optimizer`; its steps are the inner steps that are counted, so
             gradient accumulation and the skipped steps of an AMP scaler come out right.
-        server: the broker's address. Without one here and in DILOCO_SERVER everything is a no-op.
+        server: the broker's address; tcp:// may be left out. Without one here and in DILOCO_SERVER
+            everything is a no-op.
         sync_every: H, optimizer steps between two pushes of the same fragment. In asynchronous mode
             a worker may have its own.
         worker_id: name in displays, unique in the run; default: host name and a random ending.

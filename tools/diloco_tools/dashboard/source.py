@@ -31,8 +31,8 @@ class FeedSource:
     """
 
     def __init__(self, address: str) -> None:
-        self.address = address
         self._feed = FeedSubscriber(address)
+        self.address = self._feed.address
         self._lock = threading.Lock()
         self._model = FeedModel()
         self._series = RunSeries(points=POINTS)

@@ -96,7 +96,9 @@ def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
         with server, reader:
             thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
             thread.start()
-            print(f"diloco-exporter: {server.url} has the metrics of {feed}", flush=True)
+            print(
+                f"diloco-exporter: {server.url} has the metrics of {subscriber.address}", flush=True
+            )
             signal.sigwait(STOP_SIGNALS)
             server.shutdown()
 

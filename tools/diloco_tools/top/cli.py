@@ -13,7 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
 from diloco_tools.feed import FeedError, FeedModel, Freshness, Snapshot
 from diloco_tools.replay import History, read_history
 from diloco_tools.subscriber import FeedSubscriber
@@ -93,6 +93,7 @@ def top(
     """
     if not (timeout > 0 and math.isfinite(timeout)):
         _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")
+    address = with_scheme(address)
     glyphs = Glyphs.ascii() if ascii_only else Glyphs.for_encoding(sys.stdout.encoding)
     try:
         history = None if replay is None else read_history(replay)

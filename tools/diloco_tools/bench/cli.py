@@ -37,6 +37,7 @@ from diloco_tools.bench.stage import ActorFailed, Stage
 from diloco_tools.bench.suite import Part, conclusions, parts_of, rounds_of
 from diloco_tools.bench.table import sentences, tables, targets_table
 from diloco_tools.demo.children import ChildFailed
+from diloco_tools.terminal import console
 
 app = typer.Typer(
     help="Measure the limits of this machine and what the product makes of them, as ratios.",
@@ -272,12 +273,12 @@ def run(name: str, parts: Sequence[Part], out: Path, raw_bytes: int = WHOLE.raw_
         fail(f"cannot write to {out} ({error.strerror}); name another folder with --out", 2)
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, leave)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    shown = console()
+    if not shown.is_terminal:
+        shown = console(width=WIDTH)
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
+        shown.print(text, soft_wrap=True)
 
     began = time.monotonic()
     figures: list[Figure] = []
@@ -308,30 +309,29 @@ def run(name: str, parts: Sequence[Part], out: Path, raw_bytes: int = WHOLE.raw_
     whole = Report(
         command, at.isoformat(timespec="seconds"), seconds, about, tuple(figures), skipped
     )
-    write(whole, out.resolve() / stem, console)
+    write(whole, out.resolve() / stem, shown)
     if has_failed:
         raise typer.Exit(1)
 
 
-def write(report: Report, stem: Path, console: Console) -> None:
+def write(report: Report, stem: Path, shown: Console) -> None:
     """Print the tables; write them, the figures and the picture beside each other."""
     with Path(f"{stem}.txt").open("w", encoding="utf-8") as file:
-        for target in (console, Console(file=file, width=WIDTH)):
+        for target in (shown, console(file=file, width=WIDTH)):
             target.print()
             for each in (*tables(report), targets_table(report)):
                 if each.row_count:
                     target.print(each)
             for sentence in sentences(report):
-                target.print(sentence, highlight=False, soft_wrap=True)
+                target.print(sentence, soft_wrap=True)
     Path(f"{stem}.json").write_text(json.dumps(report.plain(), indent=2) + "\n")
     written = f"{stem.name}.json, .txt"
     try:
         written += ", .png" if draw(report, Path(f"{stem}.png")) else ""
     except ImportError:
-        console.print("no picture: matplotlib is missing (pip install 'diloco-broker[plot]')")
-    console.print(
-        f"{report.seconds:.0f} s; {written} are in {stem.parent}", highlight=False, soft_wrap=True
-    )
+        missing = "no picture: matplotlib is missing (pip install 'diloco-broker[plot]')"
+        shown.print(missing, soft_wrap=True)
+    shown.print(f"{report.seconds:.0f} s; {written} are in {stem.parent}", soft_wrap=True)
 
 
 # Options.

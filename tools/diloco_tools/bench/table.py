@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from diloco_tools.bench.figures import RATIOS, TARGETS, Figure, Report, number, show, worst
 
@@ -36,12 +37,12 @@ def part_table(part: str, figures: Sequence[Figure]) -> Table:
     return shown
 
 
-def _cell(figure: Figure | None) -> str:
+def _cell(figure: Figure | None) -> Text:
     if figure is None:
-        return ""
+        return Text()
     text = number(figure.median, figure.unit)
     spread = _spread(figure)
-    return f"{text} [dim]{spread}[/dim]" if spread else text
+    return Text.assemble(text, " ", (spread, "dim")) if spread else Text(text)
 
 
 def _spread(figure: Figure) -> str:
@@ -61,11 +62,11 @@ def targets_table(report: Report) -> Table:
         found = worst(report.figures, key)
         if found is not None:
             shown.add_row(
-                f"{target.name}  [dim]{found.of}[/dim]",
+                Text.assemble(target.name, "  ", (found.of, "dim")),
                 str(target),
                 show(found.median, found.unit),
                 _spread(found),
-                "[green]met[/green]" if found.is_met else "[bold red]NOT MET[/bold red]",
+                Text("met", "green") if found.is_met else Text("NOT MET", "bold red"),
             )
     return shown
 

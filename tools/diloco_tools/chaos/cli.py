@@ -11,7 +11,6 @@ from typing import Annotated, NoReturn
 
 import torch
 import typer
-from rich.console import Console
 
 from diloco_tools.chaos.crew import MODES
 from diloco_tools.chaos.drill import drill, prepare_text
@@ -19,6 +18,7 @@ from diloco_tools.chaos.faults import SHORT, WHOLE
 from diloco_tools.chaos.report import ModeReport
 from diloco_tools.chaos.table import NOTES, faults_table, figures_table
 from diloco_tools.demo.data import DataError
+from diloco_tools.terminal import console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 WIDTH = 120  # of the tables where there is no terminal
@@ -52,12 +52,12 @@ def main(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
     torch.set_num_threads(1)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    shown = console()
+    if not shown.is_terminal:
+        shown = console(width=WIDTH)
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
+        shown.print(text, soft_wrap=True)
 
     scale = SHORT if short else WHOLE
     reports: list[ModeReport] = []
@@ -85,8 +85,8 @@ def main(
         fail(f"cannot work in {out} ({error}); name another folder with --out", 2)
     except KeyboardInterrupt:
         fail("interrupted; the broker and the workers have been ended", 130)
-    console.print(faults_table(reports))
-    console.print(figures_table(reports))
+    shown.print(faults_table(reports))
+    shown.print(figures_table(reports))
     for note in NOTES:
         say(note)
     for report in reports:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from diloco_tools.chaos.faults import Kind
 from diloco_tools.chaos.figures import Work, kills, rows
@@ -40,8 +41,9 @@ def figures_table(reports: Sequence[ModeReport]) -> Table:
     shown.add_column("", no_wrap=True)
     for report in reports:
         shown.add_column(report.mode, justify="right")
+    headline = (Text(_work(report.sturdy_work), "bold") for report in reports)
+    shown.add_row(Text("lives not killed (goal 1.0)", "bold"), *headline)
     lines: list[tuple[str, Callable[[ModeReport], str]]] = [
-        ("[bold]lives not killed (goal 1.0)", lambda r: f"[bold]{_work(r.sturdy_work)}"),
         ("all lives", lambda r: _work(r.all_work)),
         ("steps lost, kill by kill", _costs),
         ("  of these allowed", lambda r: f"{r.allowed} each"),

@@ -24,6 +24,7 @@ from diloco_tools.demo.results import (
     summary,
     table,
 )
+from diloco_tools.terminal import console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 DEFAULTS = Settings()
@@ -92,9 +93,9 @@ def main(
     # What the observer has to say about its connection goes to a file, not between the bars.
     logging.basicConfig(filename=out / "demo.log", filemode="w", force=True)
     torch.set_num_threads(1)
-    console = Console()
+    shown = console()
     try:
-        with Display(console) as display:
+        with Display(shown) as display:
             results = run(settings, out, display)
     except DataError as error:
         fail(str(error), 2)
@@ -102,25 +103,24 @@ def main(
         fail(str(error), 1)
     except KeyboardInterrupt:
         fail("interrupted; the broker and the workers have been ended", 130)
-    write(results, out, console)
+    write(results, out, shown)
 
 
-def write(results: Results, out: Path, console: Console) -> None:
+def write(results: Results, out: Path, shown: Console) -> None:
     """Print the table; write summary.json and loss.png to `out`."""
     (out / "summary.json").write_text(json.dumps(summary(results), indent=2) + "\n")
-    console.print()
-    console.print(table(results))
-    console.print(
-        data_parallel_formula(results.settings, results.parameters), highlight=False, soft_wrap=True
-    )
+    shown.print()
+    shown.print(table(results))
+    shown.print(data_parallel_formula(results.settings, results.parameters), soft_wrap=True)
     written = "summary.json, log.jsonl"
     try:
         draw(results, out / "loss.png")
     except ImportError:
-        console.print("no loss.png: matplotlib is missing (pip install 'diloco-broker[plot]')")
+        missing = "no loss.png: matplotlib is missing (pip install 'diloco-broker[plot]')"
+        shown.print(missing, soft_wrap=True)
     else:
         written += ", loss.png"
-    console.print(f"{written} are in {out}", highlight=False, soft_wrap=True)
+    shown.print(f"{written} are in {out}", soft_wrap=True)
 
 
 def leave(number: int, _frame: FrameType | None) -> NoReturn:

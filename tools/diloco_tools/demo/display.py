@@ -20,10 +20,10 @@ class Display:
         self._progress: Progress | None = None
         if console.is_terminal:
             self._progress = Progress(
-                TextColumn("{task.description:<13}"),
+                TextColumn("{task.description:<13}", markup=False),
                 BarColumn(bar_width=16),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}", style="cyan"),
+                TextColumn("{task.fields[figures]}", style="cyan", markup=False),
                 console=console,
             )
 

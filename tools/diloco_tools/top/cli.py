@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
 from diloco_tools.feed import FeedError, FeedModel, Freshness, Snapshot
 from diloco_tools.replay import History, read_history
 from diloco_tools.subscriber import FeedSubscriber
+from diloco_tools.terminal import console
 from diloco_tools.top.notation import Glyphs
 from diloco_tools.top.screen import screen
 
@@ -51,7 +51,7 @@ def top(
         bool,
         typer.Option(
             "--json",
-            help="Print one snapshot as one JSON object, with the verdict under [bold]monitor[/].",
+            help="Print one snapshot as one JSON object, with the verdict under monitor.",
         ),
     ] = False,
     follow: Annotated[
@@ -89,7 +89,7 @@ def top(
     """Show a DiLoCo run in the terminal: its round, its workers, its traffic; and steer it.
 
     Reads the feed of a running diloco-broker. Keys that change the run ask before, and send the
-    change to the broker's control address; [bold]?[/] lists all keys.
+    change to the broker's control address; ? lists all keys.
     """
     if not (timeout > 0 and math.isfinite(timeout)):
         _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")
@@ -165,9 +165,9 @@ def _show(model: FeedModel, now: float, address: str, as_json: bool, glyphs: Gly
         monitor = {"verdict": verdict.word, "reasons": verdict.reasons}
         print(json.dumps({**model.snapshot.raw, "monitor": monitor}), flush=True)
     else:
-        console = Console(highlight=False)
-        text = screen(model, now, address, console.width, glyphs)
-        console.print(text, soft_wrap=True)  # the screen has its width already
+        shown = console()
+        text = screen(model, now, address, shown.width, glyphs)
+        shown.print(text, soft_wrap=True)  # the screen has its width already
     return verdict.healthy
 
 

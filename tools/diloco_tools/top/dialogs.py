@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-from rich.markup import escape
 from rich.text import Text
 from textual import events
 from textual.app import ComposeResult
@@ -135,7 +134,7 @@ class Page(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="dialog page") as box, VerticalScroll(can_focus=False):
-            box.border_title = escape(self._title)
+            box.border_title = Text(self._title)  # a string would be read as markup
             box.border_subtitle = "esc back"
             yield Static(self._text)
 

@@ -90,6 +90,22 @@ def test_floor_of_the_run_holds_after_a_restart() -> None:
     assert stage.version().counter == 2
 
 
+# Deltas of the life before.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_delta_frozen_for_another_wire_dtype_counts_after_the_restart(mode: str) -> None:
+    crashed = a_run("a", "b", rounds=1, **MODES[mode])
+    stage = crashed.restarted(wire_dtype="bf16")
+    a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
+    a.pushes(11, wire_dtype="fp32")
+    b.begins(12, wire_dtype="bf16")
+    b.delivers([0, 1], size=2 * CHUNK_ELEMENTS)
+    b.commits()
+    assert stage.state.totals.rejected == 0
+    assert [(chunk["a", 11], chunk["b", 12]) for chunk in stage.counted()] == [(1, 1), (1, 1)]
+
+
 # What the outer optimizer remembers.
 
 

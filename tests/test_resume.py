@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,30 @@ def test_workers_outlive_a_killed_broker_and_the_run_is_as_if_it_had_lived(tmp_p
             process.close()
     wanted = reference(lambda: copy.deepcopy(first), sgd, 2, rounds, h)
     assert_same(histories, wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_delta_in_flight_outlives_a_restart_with_another_wire_dtype(tmp_path: Path) -> None:
+    model = torch.nn.Linear(7, 5)
+    exact = [gradients(number, state_of(model)) for number in range(2)]
+    deltas = [{name: t.bfloat16().float() for name, t in each.items()} for each in exact]
+    plain = {"workers": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+    with ExitStack() as stack:
+        broker = stack.enter_context(Broker(a_config(tmp_path, **plain, wire_dtype="bf16")))
+        clients = [
+            stack.enter_context(DiLoCoClient(broker.address, worker_id=name, timeout=20))
+            for name in "ab"
+        ]
+        start, _ = [client.join(model) for client in clients]
+        clients[0].push(deltas[0])
+        broker.stop()
+        config = a_config(tmp_path, **plain, bind=broker.address, wire_dtype="fp32")
+        again = stack.enter_context(Broker(config))
+        wait_for(lambda: len(again._core.state.members) == 2)
+        clients[1].push(deltas[1])
+        final = clients[0].pull()
+    for name, before in start.tensors.items():
+        mean = (deltas[0][name] + deltas[1][name]) / 2
+        torch.testing.assert_close(before - final.tensors[name], mean, rtol=1e-6, atol=1e-6)
 
 
 def test_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(

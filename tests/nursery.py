@@ -25,7 +25,7 @@ import torch
 
 from diloco_broker import Broker, BrokerConfig, checkpoint, cli
 from diloco_broker.memory import keep_freed_memory
-from diloco_worker import DiLoCoClient
+from diloco_worker import DiLoCoClient, DiLoCoWorker
 
 PATIENCE_S = 40.0
 
@@ -189,3 +189,42 @@ def save_for_ever(folder: Path, life: int) -> None:
         image = replace(an_image(number, seed=number), life=life)
         checkpoint.save(folder, image, keep=2)
         print(f"saved {number} of {life}", flush=True)
+
+
+def a_line(width: int = 24) -> torch.nn.Linear:
+    """One layer, the same in each process: 576 parameters, 36 chunks of 16."""
+    model = torch.nn.Linear(width, width, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(width, width, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def step_of_a_line(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """One optimizer step on the batch of this number."""
+    x = torch.randn(8, model.in_features, generator=torch.Generator().manual_seed(100 + number))
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+
+
+def train_from_checkpoint(address: str, path: Path, save_at: int, steps: int) -> None:
+    """A script that goes on from its checkpoint, if there is one, and writes one at a step."""
+    model = a_line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    diloco = DiLoCoWorker(model, optimizer, server=address, worker_id="a")
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "diloco": diloco}
+    done = 0
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        done = saved["done"]
+    with diloco:
+        print(f"begins at {done}", flush=True)
+        while done < steps:
+            step_of_a_line(model, optimizer, done)
+            done += 1
+            if done == save_at and not path.exists():
+                saved = {name: part.state_dict() for name, part in parts.items()}
+                torch.save({**saved, "done": done}, path)
+    print("done", flush=True)

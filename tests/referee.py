@@ -177,7 +177,8 @@ class Referee:
         key = (worker_id, record.push.push_id)
         places = [wire.contents.where(key) for wire in published.wires]
         known = [place for place in places if place is not None]
-        demand(known == places, "it was told that {} contains it: {}", released.version, record)
+        is_whole = record.is_whole_in(key, published.wires)
+        demand(is_whole and known, "it was told that {} contains it: {}", released.version, record)
         base, where = record.push.base, max(known)
         assert base is not None
         stale = max(0, where - 1 - base.counter)
@@ -206,6 +207,16 @@ class Referee:
     def audited(self, audit: Audit) -> None:
         """The broker writes down what a version contains."""
         self._audit = audit
+        if self.config.is_staged:
+            return
+        added = self.tensors.added.get(audit.fragment, {})
+        keys = [(each.worker_id, each.push.push_id) for each in audit.pushes]
+        for key in keys:
+            record = self.records[key]
+            for other in keys:
+                is_earlier = self.records[other].offered_at < record.offered_at
+                if other[0] == key[0] and is_earlier:
+                    record.spared |= dict.fromkeys(added.get(other, set()), other)
 
     def after(self, core: Core, event: Event, queue: Iterable[Work]) -> None:
         """The core has handled an event; `queue` is the tensor work that is waiting."""
@@ -265,7 +276,7 @@ class Referee:
         self._check_names(stock, added)
         if self.thoroughness == 1 or self.versions_made % LEDGER_EVERY == 0:
             self._check_ledger(stock)
-        whole = [key for key in added if all(key in wire.contents for wire in stock.wires)]
+        whole = self._whole(added, stock)
         for key in whole:
             self.records[key].counted_in = version
             self._counted_at[self.records[key].process] = self.now
@@ -298,7 +309,7 @@ class Referee:
             its_turn = stock.round == round_ and stock.round % self.config.num_fragments == fragment
             demand(its_turn, "round {} made a version of {}: {}", stock.round, fragment, round_)
         added = self.tensors.added.get(fragment, {})
-        whole = [key for key in added if all(key in wire.contents for wire in stock.wires)]
+        whole = self._whole(added, stock)
         weight = sum(self.records[key].weight for key in whole)
         workers = len({worker_id for worker_id, _ in whole})
         stale = max((self.tensors.staleness(self.records[key]) for key in whole), default=0)
@@ -307,6 +318,10 @@ class Referee:
         demand(right, "{}, but {} workers, {}, {}", report, workers, weight, stale)
         once = self.config.is_async or workers == len(whole)
         demand(once, "a worker is averaged more than once in a round: {}", whole)
+
+    def _whole(self, added: Iterable[Key], stock: Stock) -> list[Key]:
+        """Of these pushes, those of which nothing is missing any more."""
+        return [key for key in added if self.records[key].is_whole_in(key, stock.wires)]
 
     def _check_contents(self, stock: Stock, added: dict[Key, set[int]]) -> None:
         """Staged submissions count whole or not at all, and not when they were refused."""
@@ -335,7 +350,10 @@ class Referee:
                 named = Bitmap.full(size)
                 if counted.chunks is not None:
                     named = Bitmap.from_bytes(counted.chunks, size)
-                right = all((key in w.contents) == (i in named) for i, w in enumerate(stock.wires))
+                record = self.records[key]
+                right = all(
+                    record.is_in(key, i, w) == (i in named) for i, w in enumerate(stock.wires)
+                )
                 demand(right, "the ledger of {} errs in {}: {}", stock.version, key, named)
 
     def _new_round(self, core: Core, number: int | None) -> None:
@@ -434,7 +452,8 @@ class Referee:
         for key, record in self.records.items():
             if record.is_lost:
                 continue
-            inside = [key in wire.contents for wire in stocks[record.push.fragment].wires]
+            wires = enumerate(stocks[record.push.fragment].wires)
+            inside = [record.is_in(key, index, wire) for index, wire in wires]
             if record.ending == "counted":
                 demand(all(inside), "it is lost: {}", record)
             elif record.ending is not None:

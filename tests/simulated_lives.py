@@ -203,7 +203,7 @@ class Lives:
                     self._is_on_disk(stock)
             case Grant(push_id=push_id, fragment=fragment, standing=Standing.COUNTED):
                 stock, key = core.state.shelf.stocks[fragment], self._keys[push_id]
-                inside = all(key in wire.contents for wire in stock.wires)
+                inside = self._records[key].is_whole_in(key, stock.wires)
                 demand(inside, "{} is said to be counted in {}", key, stock.version)
                 if self.config.durable:
                     self._is_on_disk(stock)

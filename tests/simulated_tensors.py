@@ -7,7 +7,7 @@ What the outer optimizer remembers is how many gradients it has had, and which a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,7 @@ class Record:
         weight: what it counts in a mean.
         offered_at: seconds.
         taken: its chunks that the broker has found finite.
+        spared: its chunks that need not come: an earlier push of its worker has its vote there.
         whole_at: when the broker had all of it; None before.
         counted_in: the version that contains it whole, if this life of the broker made it.
         ending: "counted", or the code it was refused with, as its worker was told.
@@ -102,10 +103,18 @@ class Record:
     weight: float
     offered_at: float
     taken: set[int] = field(default_factory=set)
+    spared: dict[int, Key] = field(default_factory=dict)
     whole_at: float | None = None
     counted_in: VersionId | None = None
     ending: str | None = None
     is_lost: bool = False
+
+    def is_in(self, key: Key, index: int, wire: Wire) -> bool:
+        """Whether a chunk of this push, or the one in its place, is in a version."""
+        return key in wire.contents or self.spared.get(index, key) in wire.contents
+
+    def is_whole_in(self, key: Key, wires: Iterable[Wire]) -> bool:
+        return all(self.is_in(key, index, wire) for index, wire in enumerate(wires))
 
     def __str__(self) -> str:
         push = self.push
@@ -193,6 +202,9 @@ class Tensors:
                 total = sum(parts.values())
                 fits = abs(total - weight) <= 1e-9 * max(1.0, total)
                 demand(fits, "chunk {} is divided by {}, its weight is {}", spot, weight, total)
+                voters = [worker_id for worker_id, _ in parts]
+                once = len(set(voters)) == len(voters)
+                demand(once, "a worker has two votes on chunk {}: {}", spot, voters)
                 return self._step(spot, [list(parts)], count)
             case Inspect(worker_id=worker_id, push_id=push_id, payload=payload):
                 if not self._is_good(spot, (worker_id, push_id), payload):

@@ -204,7 +204,7 @@ def steps_by_process(run: Simulation) -> tuple[dict[str, int], dict[str, int]]:
     stocks = run.broker.core.state.shelf.stocks
     for key, record in run.referee.records.items():
         wires = stocks[record.push.fragment].wires
-        if all(key in wire.contents for wire in wires):
+        if record.is_whole_in(key, wires):
             applied[record.process] = applied.get(record.process, 0) + record.push.steps
         elif record.ending is None:
             flying[record.process] = flying.get(record.process, 0) + record.push.steps

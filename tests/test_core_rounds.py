@@ -7,6 +7,7 @@ from stage import Puppet, a_stage
 
 from diloco_broker.events import Stop
 from diloco_broker.transfer import FIRST_WINDOW, UPLOAD_WINDOW
+from diloco_protocol.chunks import Bitmap
 from diloco_protocol.messages import (
     Ack,
     Error,
@@ -223,11 +224,52 @@ def test_another_push_id_abandons_the_unfinished_push() -> None:
     assert a.error().code == "bad_push"
     b.pushes(3)
     assert [dict(chunk) for chunk in stage.counted()] == [
-        {("a", 1): 1, ("a", 2): 1, ("b", 3): 1},
+        {("a", 1): 1, ("b", 3): 1},
         {("a", 2): 1, ("b", 3): 1},
         {("a", 2): 1, ("b", 3): 1},
     ]
     assert stage.state.last_report.averaged == 2
+
+
+@pytest.mark.parametrize("is_folded", [True, False])
+def test_worker_killed_in_its_upload_has_one_vote_on_each_chunk_of_the_round(
+    is_folded: bool,
+) -> None:
+    stage = a_stage(workers=2, by_hand=not is_folded)
+    a, b = stage.joined("a", "b")
+    a.begins(1)
+    a.delivers([0, 2])
+    a.dies()
+    a = stage.worker("a").joins()
+    grant = a.begins(2)  # the next life makes the same steps again
+    assert grant is not None and grant.standing is Standing.RESUME
+    assert list(Bitmap.from_bytes(grant.held or b"", 3)) == [0, 2]
+    a.delivers([1])
+    b.pushes(3)
+    stage.work()
+    assert [sorted(chunk.elements()) for chunk in stage.counted()] == [
+        [("a", 1), ("b", 3)],
+        [("a", 2), ("b", 3)],
+        [("a", 1), ("b", 3)],
+    ]
+    ledger = stage.state.shelf.stocks[0].ledger
+    assert ledger.names_whole("a", 2) and not ledger.names_whole("a", 1)
+    added = {each.push.push_id: list(each.chunks) for each in stage.audits[-1].pushes}
+    assert added == {1: [0, 2], 2: [1], 3: [0, 1, 2]}
+
+
+def test_push_that_is_here_whole_but_not_added_yet_is_the_vote_of_its_worker() -> None:
+    stage = a_stage(workers=2, by_hand=True)
+    a, b = stage.joined("a", "b")
+    a.begins(1)
+    a.delivers([0, 1, 2])
+    a.dies()
+    a = stage.worker("a").joins()
+    grant = a.begins(2)
+    assert grant is not None and grant.standing is Standing.WAIT
+    b.pushes(3)
+    stage.work()
+    assert [dict(chunk) for chunk in stage.counted()] == [{("a", 1): 1, ("b", 3): 1}] * 3
 
 
 def test_push_abandoned_while_closing_does_not_hold_the_round() -> None:

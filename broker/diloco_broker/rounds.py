@@ -13,8 +13,10 @@ of workers. (`staging` has the rounds over whole submissions.) The rules, all of
 - A chunk that an earlier version contains (`before`) is not owed again: each (worker, push id, chunk)
   counts once.
 - A worker whose push was refused before it began is *excused*: not waited for in that round.
-- A worker has one live contribution in a round. Another push id abandons an unfinished one; what had
-  been folded of it stays, with its weight, since it was honest work.
+- A worker has one live contribution in a round, and one vote on each chunk. Another push id abandons an
+  unfinished contribution; what had arrived of it stays, since it was honest work, and the new push
+  brings only the other chunks. (Both in full would count the same steps twice: a worker that was killed
+  in the middle of an upload makes them again.)
 """
 
 from __future__ import annotations
@@ -44,14 +46,19 @@ class Ended(str, Enum):
 
 @dataclass(frozen=True)
 class Counting:
-    """What a round adds to the ledger: these chunks of this push, with this weight.
+    """What a round says of one push.
 
-    `staleness` is the number of versions between the push's base and the one that it goes into.
+    Attributes:
+        chunks: those that the ledger names from now on.
+        added: those of which its values are in this round's version.
+        weight: their share.
+        staleness: versions between the push's base and the one that it goes into.
     """
 
     worker_id: str
     push: Push
     chunks: Bitmap
+    added: Bitmap
     weight: float
     staleness: int
 
@@ -63,7 +70,8 @@ class Contribution:
     Attributes:
         weight: its share in the mean.
         staleness: versions between its base and the one that it goes into.
-        before: chunks that an earlier version contains.
+        before: chunks that need not come: an earlier version contains them, or this round has them of
+            an earlier push of the same worker.
         arrived: chunks received in this round, folded or waiting to be.
         folded: chunks that have been added to the round's sums.
         ended: why nothing more will come; None while the worker is at it.
@@ -133,6 +141,10 @@ class Round:
         """Workers whose push is under way or whole: what the floor is about."""
         return {c.worker_id for c in self.contributions.values() if c.ended is None or c.is_whole}
 
+    def has_all_of(self, worker_id: str) -> bool:
+        """Whether a whole push of this worker is here, though some of it may wait to be folded."""
+        return any(c.held.is_full for c in self.of_worker(worker_id) if c.ended is not Ended.VOIDED)
+
     @property
     def averaged(self) -> int:
         """Workers of whom a whole push has been added."""
@@ -159,8 +171,14 @@ class Round:
     def begin(
         self, worker_id: str, push: Push, before: Bitmap, weight: float, staleness: int
     ) -> Contribution:
-        """Enter a push. The caller has ended or ruled out others of the same worker."""
+        """Enter a push. The caller has ended or ruled out others of the same worker.
+
+        Args:
+            before: chunks of it that an earlier version contains.
+        """
         none = Bitmap(self.size)
+        for other in self.of_worker(worker_id):
+            before = before | other.arrived  # one vote on each chunk
         contribution = Contribution(worker_id, push, before, none, none.copy(), weight, staleness)
         self.contributions[worker_id, push.push_id] = contribution
         if self.phase is Phase.CLOSING:
@@ -240,7 +258,7 @@ class Round:
     def counting(self) -> Iterator[Counting]:
         """What the version contains through this round."""
         for c in self.contributions.values():
-            yield Counting(c.worker_id, c.push, c.counted, c.weight, c.staleness)
+            yield Counting(c.worker_id, c.push, c.counted, c.folded, c.weight, c.staleness)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance; for tests."""

@@ -183,8 +183,7 @@ def _complete(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
     ledger = stock.ledger
     pushes = []
     for each in counting:
-        before = ledger.standing(each.worker_id, each.push.push_id, each.chunks.size)
-        pushes.append(AuditedPush(each.worker_id, each.push, each.chunks - before, each.weight))
+        pushes.append(AuditedPush(each.worker_id, each.push, each.added, each.weight))
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
     ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
     made = Made(ended, counting, ledger)

@@ -213,7 +213,8 @@ class StagedRound:
     def counting(self) -> Iterator[Counting]:
         """What the version will contain through this round."""
         for s in self.chosen:
-            yield Counting(s.worker_id, s.push, Bitmap.full(self.size), s.weight, s.staleness)
+            whole = Bitmap.full(self.size)
+            yield Counting(s.worker_id, s.push, whole, whole - s.before, s.weight, s.staleness)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance; for tests."""

@@ -62,7 +62,7 @@ def _abandon_others(state: State, round_: Round, worker_id: str, push: Push) -> 
     """A worker that comes with another push of the fragment has given up the unfinished ones."""
     for other in list(round_.of_worker(worker_id)):
         same = other.push.fragment == push.fragment
-        if same and other.push.push_id != push.push_id and not other.is_whole:
+        if same and other.push.push_id != push.push_id and not other.held.is_full:
             yield from step(state, round_, round_.abandon(other))
 
 
@@ -71,7 +71,7 @@ def _takes_now(round_: Round, member: Member, push: Push) -> bool:
     if round_.phase is Phase.CLOSING or round_.fragment != push.fragment:
         return False
     # One whole contribution of a worker in a round; a second one belongs to the next.
-    return not any(c.is_whole for c in round_.of_worker(member.worker_id))
+    return not round_.has_all_of(member.worker_id)
 
 
 def _enter(

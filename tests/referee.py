@@ -178,7 +178,12 @@ class Referee:
         places = [wire.contents.where(key) for wire in published.wires]
         known = [place for place in places if place is not None]
         is_whole = record.is_whole_in(key, published.wires)
-        demand(is_whole and known, "it was told that {} contains it: {}", released.version, record)
+        demand(
+            is_whole and bool(known),
+            "it was told that {} contains it: {}",
+            released.version,
+            record,
+        )
         base, where = record.push.base, max(known)
         assert base is not None
         stale = max(0, where - 1 - base.counter)

@@ -236,12 +236,20 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def difference(base: State, model: nn.Module) -> State:
-    """A pseudo-gradient: base minus what the model has reached; of integers the latter."""
+    """A pseudo-gradient: what the model began with (base, rounded as its dtype is) minus what it has
+    reached; of integers the latter."""
     reached = state_of(model)
     return {
-        name: value - reached[name].float() if value.is_floating_point() else reached[name]
+        name: held(value, reached[name]) - reached[name].float()
+        if value.is_floating_point()
+        else reached[name]
         for name, value in base.items()
     }
+
+
+def held(value: Tensor, by: Tensor) -> Tensor:
+    """A value of the global parameters as a tensor of a model holds it."""
+    return value.to(by.dtype).float()
 
 
 def put(model: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -282,8 +290,8 @@ class Plan:
         if not local.is_floating_point():
             return new
         if self.alpha is None:
-            return new + (local.float() - sent.float())
-        return torch.add(self.alpha * local.float(), new, alpha=1 - self.alpha)
+            return held(new, local) + (local.float() - sent.float())
+        return torch.lerp(local.float(), new, 1 - self.alpha)
 
     def merge(self, model: nn.Module, sent: State, new: State) -> None:
         local = state_of(model)

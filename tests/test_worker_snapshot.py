@@ -395,7 +395,16 @@ def test_blend_weighs_local_and_new_values_in_fp32(dtype: torch.dtype, alpha: fl
     tensors.blend(FlatState(part, {Segment.PARAMETERS: fresh}), alpha)
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     before = torch.tensor([1.0, -3.0, 1000.0], dtype=wide)
-    assert torch.equal(local, (alpha * before + (1 - alpha) * fresh.to(wide)).to(dtype))
+    assert torch.equal(local, torch.lerp(before, fresh.to(wide), 1 - alpha).to(dtype))
+
+
+@pytest.mark.parametrize("alpha", [0.35, 0.6, 0.9])
+def test_blend_of_equal_values_is_exactly_that_value(alpha: float) -> None:
+    local = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    tensors, part = single(local)
+    before = tensors.capture(part)
+    tensors.blend(before, alpha)
+    assert torch.equal(local, before.vectors[Segment.PARAMETERS])
 
 
 def test_blend_with_an_anchor_keeps_later_steps_whole() -> None:

@@ -1,5 +1,9 @@
 """The model as flat vectors on the host: capturing it, the delta in wire form, putting values back.
 
+A version is fp32, whatever the model is. A model in bf16 or fp16 holds it rounded (`held`), so that is
+what every difference from a version is measured from: else its rounding would be sent as if it had been
+trained, and progress of less than half an ulp would be taken back round by round.
+
 Each fragment has up to three vectors (protocol/README.md, section 3): parameters in fp32, float buffers
 in fp32, integers in int64. Memory of a worker, in units of the fp32 parameters: the global parameters
 it started from (1), the delta in wire dtype (1/2 with bf16), and the version that is arriving (1).
@@ -60,6 +64,10 @@ class FlatState:
         """The values of one tensor, in its shape: a view."""
         return self.vectors[place.segment][place.start : place.stop].view(place.entry.shape)
 
+    def held(self, place: Place) -> Tensor:
+        """The same as a model holds them: rounded to its dtype. A view where that changes nothing."""
+        return held(self.of(place), place.entry)
+
     def store(self, index: int, payload: memoryview, dtype: torch.dtype) -> None:
         """Decode one received chunk into its place.
 
@@ -99,13 +107,14 @@ class WireFragment:
         return as_bytes(self.vectors[span.segment][span.start : span.stop])
 
     def taken_from(self, base: FlatState) -> FlatState:
-        """Where the model was when this was frozen: `base` minus this, but for its rounding."""
+        """Where the model was when this was frozen: what it held of `base` minus this, rounded."""
         state = FlatState.empty(self.layout)
-        for segment, vector in self.vectors.items():
-            if segment is Segment.INTEGERS:
-                state.vectors[segment].copy_(vector)
+        for place in self.layout.places:
+            vector = self.vectors[place.segment][place.start : place.stop].view(place.entry.shape)
+            if place.segment is Segment.INTEGERS:
+                state.of(place).copy_(vector)
             else:
-                torch.sub(base.vectors[segment], vector, out=state.vectors[segment])
+                torch.sub(base.held(place), vector, out=state.of(place))
         return state
 
 
@@ -193,7 +202,7 @@ class ModelTensors:
         """Global minus local of a fragment, encoded; the model is only read.
 
         Args:
-            base: the global values that training started from.
+            base: the global values that training started from, rounded to the model's dtypes.
             dtype_name: wire dtype of parameters, by name.
             scratch: room that may be overwritten, used when the model is on a CUDA device.
 
@@ -240,7 +249,7 @@ class ModelTensors:
         for place in new.layout.places:
             tensor = live[place.entry.name]
             moved = tensor.detach().to("cpu", anchor.vectors[place.segment].dtype, copy=True)
-            moved.sub_(anchor.of(place)).add_(new.of(place))
+            moved.sub_(anchor.held(place)).add_(new.held(place))
             if place.segment is Segment.INTEGERS:
                 moved = torch.maximum(moved, new.of(place))
             tensor.copy_(moved)
@@ -269,9 +278,9 @@ class ModelTensors:
                 local = tensor.detach().to(wide, copy=True)
                 target = fresh.to(tensor.device, wide, non_blocking=True)
                 if anchor is None:
-                    local.mul_(alpha).add_(target, alpha=1 - alpha)
+                    local.lerp_(target, 1 - alpha)  # of equal values, exactly that value
                 else:
-                    then = anchor.of(place).to(tensor.device, wide, non_blocking=True)
+                    then = anchor.held(place).to(tensor.device, wide, non_blocking=True)
                     local.add_(target - then, alpha=1 - alpha)
                 tensor.copy_(local)
         _wait_for_copies(live.values())
@@ -314,7 +323,7 @@ def encode(
     base: FlatState | None = None,
     room: Callable[[int, torch.dtype], Tensor] = mapped,
 ) -> Delta:
-    """Lay tensors out in wire form: `base` minus them, or without a base they themselves.
+    """Lay tensors out in wire form: what a model holds of `base` minus them, or they themselves.
 
     Integers are always taken as they are. `room` returns an uninitialised vector.
     """
@@ -336,7 +345,8 @@ def encode(
             if local.dtype is not torch.float32 or base is None:
                 local = values.copy_(local)
             if base is not None:
-                torch.sub(base.vectors[place.segment][start:stop], local, out=values)
+                begun = held(base.vectors[place.segment][start:stop], place.entry)
+                torch.sub(begun, local, out=values)
             encoded = wire[place.segment][start:stop]
             encoded.copy_(values)
             # Finite squares have finite roots, far below what bf16 can hold: no second look at them.
@@ -354,6 +364,17 @@ def encode(
 
 # Wire dtypes that reach as far as fp32.
 _WIDE = (torch.float32, torch.bfloat16)
+
+
+def held(values: Tensor, entry: TensorEntry) -> Tensor:
+    """Values of a version (fp32) as a tensor of the model holds them, in fp32 again."""
+    if entry.dtype not in _NARROW:
+        return values
+    return values.to(_NARROW[entry.dtype]).to(values.dtype)
+
+
+# Dtypes of a model that round what is fp32.
+_NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _room(elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:

@@ -135,6 +135,14 @@ def serve(
         str,
         _option("strided (layers i, i+P, ...), contiguous or balanced (by bytes).", _FRAGMENTS),
     ] = "strided",
+    fragment_plan: Annotated[
+        Path | None,
+        _option(
+            "A split of one's own: JSON, {name or pattern of names: fragment}. Look at it with "
+            "diloco-broker plan.",
+            _FRAGMENTS,
+        ),
+    ] = None,
     fragment_sync_delay: Annotated[
         int, _option("tau: steps between sending a fragment and merging the reply.", _FRAGMENTS)
     ] = 0,
@@ -279,6 +287,7 @@ def serve(
             dylu_min_steps=dylu_min_steps,
             num_fragments=num_fragments,
             fragment_pattern=fragment_pattern,
+            fragment_plan=None if fragment_plan is None else str(fragment_plan),
             fragment_sync_delay=fragment_sync_delay,
             fragment_update_alpha=fragment_update_alpha,
             fragment_merge=fragment_merge,

@@ -48,6 +48,8 @@ class BrokerConfig:
         dylu_min_steps: least steps that a slow worker is given.
         num_fragments: P; each fragment is synchronised every H steps, one after the other.
         fragment_pattern: "strided", "contiguous" or "balanced"; see `diloco_protocol.FragmentPlan`.
+        fragment_plan: a JSON file with a split of one's own, instead of a pattern: a fragment for each
+            name or pattern of names; see `diloco_protocol.own_split`. None: the pattern.
         fragment_sync_delay: tau, inner steps between sending a fragment and merging the reply.
         fragment_update_alpha: weight of the local parameters in that merge.
         fragment_merge: "alpha", or "rebase", which keeps the steps made since sending.
@@ -106,6 +108,7 @@ class BrokerConfig:
     dylu_min_steps: int | None = None
     num_fragments: int = 1
     fragment_pattern: str = "strided"
+    fragment_plan: str | None = None
     fragment_sync_delay: int = 0
     fragment_update_alpha: float = 0.0
     fragment_merge: str = "alpha"
@@ -294,6 +297,12 @@ class BrokerConfig:
             "fragment_pattern",
             self.fragment_pattern,
             "left out, or --num-fragments above 1 given",
+        )
+        _require(
+            self.fragment_plan is None or self.fragment_pattern == "strided",
+            "fragment_pattern",
+            self.fragment_pattern,
+            f"left out with --fragment-plan {self.fragment_plan}, which says where each parameter goes",
         )
         interval = steps // pieces
         _require(

@@ -12,7 +12,6 @@ from diloco_broker.membership import Member
 from diloco_broker.state import State
 from diloco_protocol.codecs import WIRE_DTYPES
 from diloco_protocol.errors import Code, ProtocolError, UsageError
-from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.manifest import Manifest, differences, summarise
 from diloco_protocol.messages import Error, Heartbeat, Join, Notice, Welcome
 
@@ -167,15 +166,13 @@ def _check_wants(config: BrokerConfig, wants: Mapping[str, Any]) -> None:
 
 
 def _plan(state: State, manifest: Manifest) -> tuple[int, ...]:
-    """The fragment of each tensor; raises ProtocolError where a model has too few of them."""
+    """The fragment of each tensor; raises ProtocolError where the model cannot be split so."""
     if state.bootstrap.manifest == manifest:
         return state.bootstrap.plan
-    config = state.config
     try:
-        plan = FragmentPlan.of(manifest, config.num_fragments, config.fragment_pattern)
+        return state.plan_of(manifest).numbers(manifest)
     except UsageError as error:
         raise ProtocolError(Code.MODEL_DIFFERS, str(error)) from None
-    return plan.numbers(manifest)
 
 
 def _check_manifest(state: State, manifest: Manifest) -> None:

@@ -57,12 +57,14 @@ from diloco_broker.history import HistoryWriter, action_line, round_line, start_
 from diloco_broker.memory import rss_bytes
 from diloco_broker.model_file import check_state_dict, describe
 from diloco_broker.outer import make_outer
+from diloco_broker.own_plan import make_split
 from diloco_broker.rounds import Phase
 from diloco_broker.saving import FolderLock, Saver, image_of, newest_image, next_life
 from diloco_broker.sockets import LINGER_MS, Sockets
 from diloco_broker.torch_outer import OuterOptimizerFactory
 from diloco_broker.workbench import Workbench
 from diloco_protocol.errors import Code, ProtocolError, UsageError
+from diloco_protocol.fragments import Choose
 from diloco_protocol.frames import MAX_FRAMES, pack, unpack
 from diloco_protocol.messages import Ack, Control, Heartbeat, Notice, Result
 
@@ -98,10 +100,13 @@ class Broker:
         outer_optimizer_factory: makes the outer optimizer of a fragment, any of `torch.optim`, from
             its parameters (`FragmentParameters`). It is called once for each fragment. Such an
             optimizer steps whole tensors, so a turn of the loop takes as long as its step.
+        fragment_plan: splits the model instead of a pattern: returns the fragment, 0 to
+            `num_fragments` - 1, of each trainable parameter by its name and shape. It is called when
+            the model is known. For a split from a file see `BrokerConfig.fragment_plan`.
 
     Raises:
-        UsageError: when an address cannot be bound, `initial` is no state dict, or the options
-            leave no place for an optimizer of one's own.
+        UsageError: when an address cannot be bound, `initial` is no state dict, the options leave no
+            place for an optimizer or a split of one's own, or the run in `save_dir` is split otherwise.
     """
 
     def __init__(
@@ -110,12 +115,13 @@ class Broker:
         initial: Mapping[str, Tensor] | None = None,
         *,
         outer_optimizer_factory: OuterOptimizerFactory | None = None,
+        fragment_plan: Choose | None = None,
     ) -> None:
         self.config = config
         self._initial = None if initial is None else check_state_dict(initial, "initial")
         self._lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
         try:
-            self._set_up(outer_optimizer_factory)
+            self._set_up(outer_optimizer_factory, fragment_plan)
         except UsageError:
             if self._lock is not None:
                 self._lock.release()
@@ -136,9 +142,10 @@ class Broker:
         self._used_s = 0.0  # CPU of the loop's thread at the end of the last turn
         self._is_closed = False
 
-    def _set_up(self, factory: OuterOptimizerFactory | None) -> None:
+    def _set_up(self, factory: OuterOptimizerFactory | None, choose: Choose | None) -> None:
         config = self.config
-        image = newest_image(config, has_own_optimizer=factory is not None)
+        split = make_split(config, choose)
+        image = newest_image(config, has_own_optimizer=factory is not None, split=split)
         self._life = next_life(config)
         outer = make_outer(config, factory)
         self._workbench = Workbench(config, outer, self._initial, image)
@@ -159,6 +166,7 @@ class Broker:
         self._start_line: dict[str, Any] | None = None
         state.feed_address = self._sockets.feed_address
         state.has_own_optimizer = factory is not None
+        state.own_split = split
 
     # Life.
 

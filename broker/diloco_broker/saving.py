@@ -24,6 +24,7 @@ from diloco_broker.books import Books
 from diloco_broker.bootstrap import Restored, Resumption
 from diloco_broker.checkpoint import Damaged, FragmentImage, Image
 from diloco_broker.config import BrokerConfig
+from diloco_broker.own_plan import Split, check_same
 from diloco_broker.parameters import Parameters
 from diloco_broker.state import State
 from diloco_broker.torch_outer import DELAYED
@@ -35,8 +36,13 @@ logger = logging.getLogger("diloco.broker")
 LOCK = ".lock"
 
 
-def newest_image(config: BrokerConfig, *, has_own_optimizer: bool = False) -> Image | None:
+def newest_image(
+    config: BrokerConfig, *, has_own_optimizer: bool = False, split: Split | None = None
+) -> Image | None:
     """The checkpoint that the configuration says to go on from; None to begin afresh.
+
+    Args:
+        split: the user's own split of the model, if there is one.
 
     Raises:
         UsageError: a checkpoint that was asked for by its path cannot be used, or none fits.
@@ -60,6 +66,7 @@ def newest_image(config: BrokerConfig, *, has_own_optimizer: bool = False) -> Im
             logger.warning("Skipped a checkpoint: %s", error)
             continue
         _check_fit(config, image, path)
+        check_same(config, split, image, path)
         return _with_fitting_optimizer(config, image, path, has_own_optimizer)
     if problems:
         raise UsageError(
@@ -240,7 +247,7 @@ def image_of(state: State, parameters: Parameters, books: Books, life: int) -> I
         fragments=fragments,
         epoch=books.epoch,
         workers=books.workers,
-        config=asdict(state.config),
+        config=asdict(state.config) | {"fragment_pattern": state.fragment_pattern},
         totals=books.totals,
     )
 

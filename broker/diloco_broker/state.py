@@ -14,6 +14,8 @@ from diloco_broker.membership import Member, Membership
 from diloco_broker.rounds import Counting, Phase, Round
 from diloco_broker.staging import StagedRound, Staging
 from diloco_broker.transfer import Shelf
+from diloco_protocol.fragments import OWN, FragmentPlan
+from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Push, RunConfig
 from diloco_protocol.version import Ledger, VersionId
 
@@ -83,6 +85,7 @@ class State:
         waiting: chunks of pseudo-gradients that wait to be added or looked at.
         staging: whole submissions, where the run needs whole ones.
         has_own_optimizer: the outer optimizer is one of torch's, made by a factory.
+        own_split: splits a model as the user says, instead of a pattern; may raise UsageError.
         is_resumed: this life of the broker went on from a checkpoint.
         stopping: why the broker is about to stop; None while it is not.
         to_probe: workers to send a word, since a connection was closed and nobody knows whose.
@@ -119,10 +122,22 @@ class State:
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
     feed_address: str | None = None
     has_own_optimizer: bool = False
+    own_split: Callable[[Manifest], FragmentPlan] | None = None
 
     @property
     def run_config(self) -> RunConfig:
         return self.config.run_config
+
+    @property
+    def fragment_pattern(self) -> str:
+        """How the model is split, for people: the pattern, or "own"."""
+        return self.config.fragment_pattern if self.own_split is None else OWN
+
+    def plan_of(self, manifest: Manifest) -> FragmentPlan:
+        """Split a model; raises UsageError where it cannot be, naming what is wrong."""
+        if self.own_split is not None:
+            return self.own_split(manifest)
+        return FragmentPlan.of(manifest, self.config.num_fragments, self.config.fragment_pattern)
 
     def reject(self, worker_id: str, code: str, text: str) -> None:
         """Count work that is refused."""

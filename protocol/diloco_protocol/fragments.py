@@ -14,6 +14,8 @@ Patterns, by the names and sizes of the trainable parameters:
     contiguous   neighbouring blocks stay together, in P runs whose largest is as small as can be
     balanced     single tensors, so that the largest fragment is near the mean
 
+A user's own split has no pattern (`FragmentPlan.by`); displays call it "own".
+
 A *block* is one of the repeated layers. The first component of a name that is a decimal number, or
 that names a module and ends with "_" and one, ends the block's name: "model.layers.3.mlp.up.weight" is
 in block "model.layers.3", "0.weight" of an `nn.Sequential` in block "0". Blocks are numbered through all
@@ -24,27 +26,21 @@ are the *units* that a pattern deals with.
 
 from __future__ import annotations
 
-import heapq
+import operator
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from diloco_protocol.errors import Code, ProtocolError, UsageError
-from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry, summarise
+from diloco_protocol.packing import pack
 
 PATTERNS = ("strided", "contiguous", "balanced")
+OWN = "own"  # what the pattern of a user's own split is called
 
-# The largest balanced fragment stays within 6/5 of the mean wherever single tensors allow.
-BALANCE = (6, 5)
-# Halvings of the capacity in MULTIFIT: after 12 it is known to a ten-thousandth of the mean.
-CAPACITIES_TRIED = 12
-# Partial packings looked at in the search: a dozen tensors need about a hundred, and this many take
-# about a second at most.
-PACKINGS_TRIED = 20_000
-
-# Positions in a list of sizes, one list for each fragment.
-Groups = list[list[int]]
+# The fragment of a parameter, by its name and shape.
+Choose = Callable[[str, tuple[int, ...]], int]
 
 
 @dataclass(frozen=True)
@@ -110,6 +106,53 @@ class FragmentPlan:
             if entry.elements > 0:
                 current = next(following)
             fragments[current].append(entry.name)
+        return cls(num_fragments, tuple(map(tuple, fragments)))
+
+    @classmethod
+    def by(cls, manifest: Manifest, num_fragments: int, choose: Choose) -> FragmentPlan:
+        """Split a model's trainable parameters as the caller says.
+
+        Args:
+            manifest: the model's tensors in order.
+            num_fragments: P.
+            choose: returns the fragment, 0 .. P - 1, of a parameter by its name and shape.
+
+        Raises:
+            UsageError: numbers outside 0 .. P - 1, a fragment without elements, or an error in
+                `choose`; the sentence names the parameters.
+        """
+        if num_fragments < 1:
+            raise UsageError(f"num_fragments is {num_fragments}; use 1 or more.")
+        fragments: list[list[str]] = [[] for _ in range(num_fragments)]
+        elements = [0] * num_fragments
+        wrong = []
+        for entry in manifest.entries:
+            if entry.kind is not Kind.TRAINABLE:
+                continue
+            try:
+                number = operator.index(choose(entry.name, entry.shape))
+            except Exception as error:
+                raise UsageError(
+                    f"The fragment of {entry.name} {list(entry.shape)} is not known, because the "
+                    f"split of one's own raised {error!r:.200}; it must return a whole number."
+                ) from error
+            if 0 <= number < num_fragments:
+                fragments[number].append(entry.name)
+                elements[number] += entry.elements
+            else:
+                wrong.append(f"{entry.name} in {number}")
+        if wrong:
+            raise UsageError(
+                f"With num_fragments {num_fragments} the fragments are 0 to {num_fragments - 1}, but "
+                f"the split of one's own puts {summarise(wrong)}."
+            )
+        empty = [number for number, size in enumerate(elements) if not size]
+        if empty:
+            raise UsageError(
+                f"The split of one's own leaves fragment {', '.join(map(str, empty))} without "
+                f"trainable elements; put parameters there, or use fewer than num_fragments "
+                f"{num_fragments}."
+            )
         return cls(num_fragments, tuple(map(tuple, fragments)))
 
     @classmethod
@@ -348,104 +391,8 @@ def _balanced(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
     order = sorted(range(len(entries)), key=lambda i: (-entries[i].elements, entries[i].name))
     sizes = [entries[i].elements for i in order]
     chosen = [0] * len(entries)
-    groups = sorted(sorted(order[i] for i in group) for group in _pack(sizes, num_fragments))
+    groups = sorted(sorted(order[i] for i in group) for group in pack(sizes, num_fragments))
     for number, group in enumerate(groups):
         for index in group:
             chosen[index] = number
     return chosen
-
-
-def _pack(sizes: Sequence[int], number: int) -> Groups:
-    """Groups of descending sizes, none empty, with a largest group as small as we can make it.
-
-    Largest first is within 4/3 of the optimum (Graham 1969), MULTIFIT within 13/11 (Coffman, Garey
-    and Johnson 1978; the bound is Yue's, 1990). Neither always finds a packing within BALANCE of the
-    mean where there is one, so then it is searched for.
-    """
-    best = _largest_first(sizes, number)
-    low, high = _lower_bound(sizes, number), _largest(sizes, best)
-    limit = sum(sizes) * BALANCE[0] // (number * BALANCE[1])
-    least = low
-    for _ in range(CAPACITIES_TRIED):
-        if least >= high:
-            break
-        capacity = (least + high - 1) // 2
-        packed = _first_fit(sizes, number, capacity)
-        if packed is None:
-            least = capacity + 1
-        else:
-            best, high = packed, _largest(sizes, packed)
-    if low <= limit < high:
-        best = _search(sizes, number, limit) or best
-    for group in best:
-        if not group:
-            # The last of a group is its smallest, and no group grows past the one it came from.
-            giver = max((g for g in best if len(g) > 1), key=lambda g: sum(sizes[i] for i in g))
-            group.append(giver.pop())
-    return best
-
-
-def _largest(sizes: Sequence[int], groups: Groups) -> int:
-    return max(sum(sizes[i] for i in group) for group in groups)
-
-
-def _lower_bound(sizes: Sequence[int], number: int) -> int:
-    """No packing has a smaller largest group: of the first k P + 1 sizes, k + 1 share a group."""
-    sums = [0, *accumulate(sizes)]
-    mean = -(-sums[-1] // number)
-    shared = (len(sizes) - 1) // number + 1
-    return max(mean, *(sums[k * number + 1] - sums[k * number - k] for k in range(shared)))
-
-
-def _largest_first(sizes: Sequence[int], number: int) -> Groups:
-    groups: Groups = [[] for _ in range(number)]
-    heap = [(0, group) for group in range(number)]
-    for index, size in enumerate(sizes):
-        load, group = heap[0]
-        groups[group].append(index)
-        heapq.heapreplace(heap, (load + size, group))
-    return groups
-
-
-def _first_fit(sizes: Sequence[int], number: int, capacity: int) -> Groups | None:
-    groups: Groups = [[] for _ in range(number)]
-    room = [capacity] * number
-    for index, size in enumerate(sizes):
-        group = next((g for g in range(number) if room[g] >= size), None)
-        if group is None:
-            return None
-        groups[group].append(index)
-        room[group] -= size
-    return groups
-
-
-def _search(sizes: Sequence[int], number: int, capacity: int) -> Groups | None:
-    """A packing within the capacity, looked for depth first, the fullest group first.
-
-    None if there is none, or none among the first PACKINGS_TRIED partial packings.
-    """
-    spare = number * capacity - sum(sizes)
-    # Partial packings: how many sizes are placed, and (load, members) of each group by load.
-    empty: tuple[int, tuple[int, ...]] = (0, ())
-    stack = [(0, [empty] * number)]
-    seen: set[tuple[int, ...]] = set()
-    for _ in range(PACKINGS_TRIED):
-        if not stack:
-            return None
-        placed, groups = stack.pop()
-        if placed == len(sizes):
-            return [list(members) for _, members in groups]
-        size = sizes[placed]
-        for position, (load, members) in enumerate(groups):
-            twin = position > 0 and groups[position - 1][0] == load
-            if twin or load + size > capacity:
-                continue
-            grown = (load + size, (*members, placed))
-            after = sorted([*groups[:position], grown, *groups[position + 1 :]])
-            # Room that is too small for every size is lost, and only `spare` may be.
-            lost = sum(capacity - load for load, _ in after if capacity - load < sizes[-1])
-            key = (placed, *(load for load, _ in after))
-            if lost <= spare and key not in seen:
-                seen.add(key)
-                stack.append((placed + 1, after))
-    return None

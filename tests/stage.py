@@ -44,11 +44,13 @@ from diloco_broker.events import (
     Send,
     Step,
     Stepped,
+    StoodStill,
     Tick,
     Tune,
     Work,
 )
 from diloco_broker.saving import image_of
+from diloco_broker.served import ServedTime
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
@@ -182,6 +184,15 @@ class Stage:
         while self.now < end:
             self.now = min(end, self.now + max(0.1, seconds / 50))
             self.happens(Tick())
+
+    def stands_still(self, seconds: float) -> None:
+        """The broker's process is stopped for so long, or its machine sleeps; then it serves again."""
+        readings = iter((self.now, self.now + seconds))
+        clock = ServedTime(readings.__next__)
+        self.now = clock()
+        if left_out := clock.stood_still():
+            self.happens(StoodStill(left_out))
+        self.happens(Tick())
 
     def happens(self, event: Event) -> None:
         """Feed the core and carry out what it asks for; invariants are checked after each event."""

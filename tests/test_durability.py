@@ -259,6 +259,42 @@ def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
     assert statistics.median(seconds) < 2.0, seconds
 
 
+def test_broker_that_was_stopped_goes_on_with_all_its_workers(nest: Nursery) -> None:
+    """SIGSTOP for three times the heartbeat timeout, in the middle of a round."""
+    broker = nest.broker(workers=2, heartbeat_timeout=1.0)
+    model, gone_on = Layers(), threading.Event()
+
+    def trains(worker: int) -> None:
+        with DiLoCoClient(address, worker_id=f"w{worker}", timeout=PATIENCE_S) as client:
+            client.join(model)
+            for number in range(3):
+                if (worker, number) == (1, 1):
+                    assert gone_on.wait(PATIENCE_S)
+                client.push({name_of(0): delta(worker, number)})
+                client.pull()
+
+    def is_half_way(round_: dict[str, Any]) -> bool:
+        return round_["number"] == 1 and list(round_["arrived"]) == ["w0"]
+
+    address = broker.address()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(trains, worker) for worker in range(2)]
+        try:
+            with DiLoCoClient(address, timeout=PATIENCE_S) as observer:
+                wait_for(lambda: is_half_way(observer.status()["round"]))
+                served = observer.status()["uptime_s"]
+                os.kill(broker.pid, signal.SIGSTOP)
+                threading.Event().wait(3.0)
+                os.kill(broker.pid, signal.SIGCONT)
+                wait_for(lambda: observer.status()["uptime_s"] > served + 1.0)
+        finally:
+            gone_on.set()
+        for run in runs:
+            run.result(PATIENCE_S)
+    assert "dead" not in broker.output, broker.output
+    assert broker.output.count("2 of 2 expected workers averaged") == 3, broker.output
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_tells_the_workers_and_ends_with_0(
     nest: Nursery, tmp_path: Path, how: signal.Signals

@@ -44,6 +44,7 @@ from diloco_broker.events import (
     SaveFailed,
     Send,
     Stepped,
+    StoodStill,
     Stop,
     Tick,
 )
@@ -80,7 +81,8 @@ class Core:
     Args:
         config: the broker's options.
         draw: returns an unpredictable number below 2**64.
-        now: seconds of a monotonic clock, as in every later call.
+        now: seconds of a monotonic clock, as in every later call. All deadlines run on it, so it must
+            leave out time in which the broker did not run (`served`).
         initial: names and shapes of the parameters the broker was given, if it was.
         resumption: what a checkpoint has, if the broker goes on from one; comes before `initial`.
     """
@@ -140,6 +142,8 @@ class Core:
                 return list(joining.peer_gone(state, route, now))
             case Tick(lost):
                 return list(joining.look_after(state, now, lost))
+            case StoodStill(seconds):
+                return list(joining.stood_still(state, seconds))
             case Stop(reason):
                 return list(self._stop(reason))
 

@@ -131,6 +131,13 @@ class Tick:
 
 
 @dataclass(frozen=True)
+class StoodStill:
+    """The broker itself did not run for so many seconds. The core's clock leaves them out."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Stop:
     """Shut down in an orderly way: a closing round is finished, an open one abandoned."""
 
@@ -151,6 +158,7 @@ Event = (
     | Saved
     | SaveFailed
     | Tick
+    | StoodStill
     | Stop
 )
 

@@ -25,6 +25,9 @@ PROBE_AFTER_S = 1.0
 PROBES_A_TICK = 64
 # Observers send no heartbeats; one that is gone is found out by sending it a word now and then.
 PROBE_OBSERVERS_S = 10.0
+# After the broker has stood still, a worker whose connection broke has at least so long to come back: it
+# tries again every 2 s, and a connection that nothing has answered is given up after 3 s.
+BACK_WITHIN_S = 6.0
 # How long the answer to "are you alive?" counts when another worker asks for the same id.
 CONTEST_S = 30.0
 
@@ -261,6 +264,28 @@ def beat(state: State, member: Member, beat: Heartbeat) -> Iterator[Effect]:
         yield from sequence.stall(state, member.worker_id)
 
 
+def stood_still(state: State, seconds: float) -> Iterator[Effect]:
+    """The broker did not run for a while: deadlines have not moved, but connections may have broken."""
+    state.back_at = state.now
+    yield Log(
+        "warning",
+        f"The broker stood still for {seconds:.0f} s: its process was stopped, or its machine slept or "
+        "was overloaded. That time counts against nobody; workers whose connections broke meanwhile "
+        f"have {BACK_WITHIN_S:g} s to come back.",
+    )
+
+
+def _is_given_up(state: State, member: Member) -> bool:
+    """Has its connection been broken for longer than it may be?"""
+    broken = member.disconnected_at
+    if broken is None:
+        return False
+    until = broken + state.config.disconnect_grace
+    if state.back_at is not None:
+        until = max(until, state.back_at + BACK_WITHIN_S)
+    return state.now >= until
+
+
 def look_after(state: State, now: float, lost: bool) -> Iterator[Effect]:
     """Time has passed: who is dead, who should be tried?"""
     if lost:
@@ -278,8 +303,7 @@ def look_after(state: State, now: float, lost: bool) -> Iterator[Effect]:
     timeout = state.config.heartbeat_timeout
     for member in state.members:
         silent = now - member.last_seen
-        broken = member.disconnected_at
-        if broken is not None and now - broken >= state.config.disconnect_grace:
+        if _is_given_up(state, member):
             yield from evict(state, member, "its connection closed and it did not come back")
         elif timeout and silent > timeout:
             yield from evict(state, member, f"nothing was heard of it for {silent:.0f} s")

@@ -13,7 +13,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from diloco_broker.events import (
     SaveFailed,
     Send,
     Step,
+    StoodStill,
     Stop,
     Tick,
     Tune,
@@ -60,6 +62,7 @@ from diloco_broker.outer import make_outer
 from diloco_broker.own_plan import make_split
 from diloco_broker.rounds import Phase
 from diloco_broker.saving import FolderLock, Saver, image_of, newest_image, next_life
+from diloco_broker.served import ServedTime
 from diloco_broker.sockets import LINGER_MS, Sockets
 from diloco_broker.torch_outer import OuterOptimizerFactory
 from diloco_broker.workbench import Workbench
@@ -87,6 +90,12 @@ FEED_EVERY_S = 1.0
 STOP_WITHIN_S = 5.0
 # How long the last checkpoint may take after that.
 SAVE_WITHIN_S = 60.0
+
+
+def _machine_clock() -> Callable[[], float]:
+    """A monotonic clock that goes on while the machine sleeps, where the system has one."""
+    boot_time = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic if boot_time is None else partial(time.clock_gettime, boot_time)
 
 
 class Broker:
@@ -149,10 +158,11 @@ class Broker:
         self._life = next_life(config)
         outer = make_outer(config, factory)
         self._workbench = Workbench(config, outer, self._initial, image)
+        self._clock = ServedTime(_machine_clock())
         self._core = Core(
             config,
             lambda: secrets.randbits(64),
-            time.monotonic(),
+            self._clock(),
             describe(self._initial),
             self._workbench.resumption,
         )
@@ -176,17 +186,19 @@ class Broker:
         # With more threads a chunk's addition spends its time waking them: 7 times slower.
         torch.set_num_threads(1)
         self._used_s = time.thread_time()
+        self._clock()
+        self._clock.stood_still()  # what was before this was no service
         try:
             while not self._core.may_end():
                 if self._stop_reason and self._core.state.stopping is None:
                     self._feed_core(Stop(self._stop_reason))
-                    deadline = time.monotonic() + STOP_WITHIN_S
-                if self._core.state.stopping and time.monotonic() > deadline:
+                    deadline = self._clock() + STOP_WITHIN_S
+                if self._core.state.stopping and self._clock() > deadline:
                     logger.warning("The closing round could not be finished in time.")
                     break
                 self._turn()
             self._save_the_last()
-            self._publish(time.monotonic())
+            self._publish(self._clock())
         except Exception as error:
             self._failure = error
             self._say_goodbye(error)
@@ -265,7 +277,7 @@ class Broker:
     # A turn.
 
     def _turn(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._rests and not self._workbench and now > self._stirred_at + QUIET_S:
             time.sleep(REST_S)
             now += REST_S
@@ -282,9 +294,11 @@ class Broker:
             for event in self._workbench.do_one(self._core.state.bootstrap.layout):
                 self._feed_core(event)
         self._feed_core(*self._acknowledge())
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
+            if stood_still := self._clock.stood_still():
+                self._feed_core(StoodStill(stood_still))
             self._feed_core(Tick(self._sockets.lost_a_connection()))
         if now >= self._next_feed:
             self._next_feed = now + FEED_EVERY_S
@@ -314,7 +328,7 @@ class Broker:
         try:
             message, payload = unpack(frames)
             if not isinstance(message, Heartbeat):
-                self._stirred_at = time.monotonic()
+                self._stirred_at = self._clock()
             if isinstance(message, Control) and message.action == "status":
                 self._answer_status(route, message)
             else:
@@ -330,7 +344,7 @@ class Broker:
         """Hand events to the core and carry out what follows; tensor work is queued."""
         pending: deque[Event] = deque(events)
         while pending:
-            now = time.monotonic()
+            now = self._clock()
             for effect in self._core.handle(pending.popleft(), now):
                 match effect:
                     case Send(route, Ack() as ack):
@@ -396,7 +410,7 @@ class Broker:
                 self._audit.add(audit)
             except OSError as error:
                 text = f"The audit log {self.config.audit} cannot be written: {error.strerror}."
-                self._tell(Log("error", text), time.monotonic())
+                self._tell(Log("error", text), self._clock())
 
     def _write_action(self, acted: Acted) -> None:
         state = self._core.state
@@ -432,7 +446,7 @@ class Broker:
                 if error
                 else f"The history in {folder} is written again; {self._history.lost} lines are lost."
             )
-            self._tell(Log("error" if error else "info", text), time.monotonic())
+            self._tell(Log("error" if error else "info", text), self._clock())
 
     # Checkpoints.
 
@@ -471,7 +485,7 @@ class Broker:
     # Showing itself.
 
     def _answer_status(self, route: bytes, control: Control) -> None:
-        data, _ = self._snapshot(time.monotonic())
+        data, _ = self._snapshot(self._clock())
         text = f"Round {data['round']['number']}, {data['counts']['alive']} workers alive."
         self._send(Send(route, Result(control.request, True, text, data)))
 

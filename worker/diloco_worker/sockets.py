@@ -13,6 +13,9 @@ from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
 # Milliseconds between ZeroMQ's own attempts to connect: it doubles them from the first to the second.
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 2000
+# And until it gives up one that nothing answers: a machine that was asleep or off is found again soon,
+# where the system itself would ask at ever longer intervals, up to a minute.
+CONNECT_WITHIN_MS = 3000
 
 # As plain numbers: the sums of enum members cost more than the sends.
 NOW = int(zmq.NOBLOCK)
@@ -40,6 +43,7 @@ class Connections:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_WITHIN_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.setsockopt(zmq.IPV6, int("[" in address))
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

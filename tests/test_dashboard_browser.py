@@ -245,6 +245,19 @@ class TestLive:
             playwright.expect(page.locator("#notice")).to_be_hidden()
             assert page.locator("#worker-rows .kick").first.is_enabled()
 
+    def test_run_that_all_have_left_has_ended_and_is_in_no_trouble(
+        self, opened: Callable[..., Page], publisher: Publisher
+    ) -> None:
+        with serving(publisher.address) as site:
+            page = opened(with_token(site))
+            gone = "for workers to join: all have left"
+            publisher.says(state="waiting", waiting_for=gone, ended=True, workers=[])
+            sees(page, "#notice", "ENDED")
+            sees(page, "#notice", "all workers have left, after 411 rounds")
+            assert page.locator("#notice").get_attribute("data-tone") == "good"
+            sees(page, "#condition", "ended")
+            sees(page, "#no-workers", "All workers have left.")
+
 
 class TestToken:
     def test_it_leaves_the_address_and_stays_with_the_tab(

@@ -167,6 +167,7 @@ class TestMapping:
             "diloco_feed_frames_unreadable_total": 3,
             "diloco_broker_restarts_total": 0,
             "diloco_run_healthy": 0,  # b is lost
+            "diloco_run_ended": 0,
             "diloco_broker_uptime_seconds": 8000,
             "diloco_broker_cpu_seconds_total": 312.5,
             "diloco_broker_resident_memory_bytes": 310_000_000,

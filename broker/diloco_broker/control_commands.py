@@ -181,7 +181,9 @@ def as_text(data: Mapping[str, Any]) -> str:
     round_, counts, outer = data["round"], data["counts"], data["outer"]
     missing = ", ".join(round_["missing"][:8]) + (" ..." if len(round_["missing"]) > 8 else "")
     state = data["state"]
-    if state == "waiting":
+    if data.get("ended") and state == "waiting":
+        state = "ended: all workers have left; others may still join"
+    elif state == "waiting":
         state += f" {data['waiting_for']}"
     settings = [f"{outer['optimizer']}"]
     if outer["lr"] is not None:

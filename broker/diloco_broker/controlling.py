@@ -103,7 +103,7 @@ def _kick(state: State, route: Route, control: Control) -> Iterator[Effect]:
         Notice("kicked", f"{member.worker_id} was removed from the run by an operator."),
     )
     yield Acted(who, "kick", member.worker_id, None, f"{member.worker_id} removed from the run")
-    yield from joining.remove(state, member)
+    yield from joining.remove(state, member, "an operator removed it")
     left = len(state.members)
     yield _yes(
         route,

@@ -207,11 +207,9 @@ class Core:
                     while member.early_pulls:
                         yield from self._read(reader, member.early_pulls.popitem()[1])
             case Leave():
-                yield Log(
-                    "info",
-                    f"{member.worker_id} leaves: {printable(message.reason, 200) or 'it is done'}.",
-                )
-                yield from joining.remove(state, member)
+                why = printable(message.reason, 200)
+                yield Log("info", f"{member.worker_id} leaves: {why or 'it is done'}.")
+                yield from joining.remove(state, member, why)
 
     def _refuse(self, route: Route, message: Message, error: ProtocolError) -> Iterator[Effect]:
         push_id = None

@@ -104,6 +104,7 @@ def _snapshot(
         "mode": state.run_config.mode,
         "state": _condition(state, waiting_for),
         "waiting_for": waiting_for,
+        "ended": _has_ended(state),
         "paused_for_s": None if state.paused_at is None else round(now - state.paused_at, 3),
         "round": {
             "number": round_.number if round_ else 0,
@@ -238,6 +239,13 @@ def _condition(state: State, waiting_for: str | None) -> str:
     return "waiting" if waiting_for else "training"
 
 
+def _has_ended(state: State) -> bool:
+    """Versions were made, nobody is here, and who went last was done. Others may still join."""
+    made = any(stock.version and stock.version.counter for stock in state.shelf.stocks[:-1])
+    last = state.departed
+    return made and not len(state.members) and last is not None and not last.why
+
+
 def _outer_name(state: State) -> str:
     """What steps the parameters; a torch optimizer's settings are its own."""
     if not state.has_own_optimizer:
@@ -308,6 +316,10 @@ def _waiting_for(state: State) -> str | None:
         needed = f"; round one needs {state.config.workers}" if not state.config.is_async else ""
         return f"for workers to join{needed}"
     if not alive:
+        if (last := state.departed) is None:
+            return "for workers to join: none is here yet"
+        if last.why:
+            return f"for workers to join: nobody is left; {last.worker_id} went last: {last.why}"
         return "for workers to join: all have left"
     if round_.below_floor:
         still = sum(member.is_stalled for member in state.members)

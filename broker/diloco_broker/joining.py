@@ -9,7 +9,7 @@ from diloco_broker import providing, sequence
 from diloco_broker.config import BrokerConfig
 from diloco_broker.events import Effect, Log, Route, Send
 from diloco_broker.membership import Member
-from diloco_broker.state import State
+from diloco_broker.state import Departure, State
 from diloco_protocol.codecs import WIRE_DTYPES
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest, differences, summarise
@@ -223,9 +223,10 @@ def _contest(member: Member, route: Route, now: float) -> Iterator[Effect]:
     yield Send(route, error)
 
 
-def remove(state: State, member: Member) -> Iterator[Effect]:
+def remove(state: State, member: Member, why: str) -> Iterator[Effect]:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     state.members.remove(member)
+    state.departed = Departure(member.worker_id, why)
     state.shelf.forget(member.bulk)
     if state.bootstrap.donor == member.worker_id:
         yield from providing.abandon_donation(state)
@@ -236,7 +237,7 @@ def evict(state: State, member: Member, why: str) -> Iterator[Effect]:
     """A worker counts as dead."""
     state.totals.deaths += 1
     yield Log("warning", f"{member.worker_id} counts as dead: {why}.")
-    yield from remove(state, member)
+    yield from remove(state, member, why)
 
 
 def peer_gone(state: State, route: Route, now: float) -> Iterator[Effect]:

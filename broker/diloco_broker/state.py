@@ -45,6 +45,14 @@ class Rejection:
     text: str
 
 
+@dataclass(frozen=True)
+class Departure:
+    """A worker that is gone, and why; empty where it was done."""
+
+    worker_id: str
+    why: str
+
+
 @dataclass
 class Saving:
     """How the checkpoints fare.
@@ -94,6 +102,7 @@ class State:
         wanted: the configuration that an operator has asked for, until the next version is begun.
         paused_at: since when no round closes, as an operator asked; None while rounds do.
         refused, rejections: how often work was refused, by code; the last of it.
+        departed: who went last; None while nobody has.
         first_round_pending: no round has closed in this life, so `workers` is the floor.
     """
 
@@ -119,6 +128,7 @@ class State:
     wanted: BrokerConfig | None = None
     paused_at: float | None = None
     first_round_pending: bool = True
+    departed: Departure | None = None
     to_probe: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))

@@ -241,6 +241,7 @@ class Snapshot:
     mode: str = ""
     state: str = ""
     waiting_for: str | None = None
+    ended: bool = False  # rounds were made, and all workers have left as done
     paused_for_s: float | None = None
     round: Round | None = None
     counts: Counts = Counts()
@@ -360,17 +361,19 @@ class Freshness(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Is the run as it should be? If not, one sentence for each reason."""
+    """How the run is, with one sentence for each reason of any word but "healthy".
+
+    `word` is "healthy"; "waiting" before the first round, as long as nothing is wrong; "ended" once
+    all workers have left as done; else "degraded".
+    """
 
     reasons: tuple[str, ...] = ()
+    word: str = "healthy"
 
     @property
     def healthy(self) -> bool:
-        return not self.reasons
-
-    @property
-    def word(self) -> str:
-        return "healthy" if self.healthy else "degraded"
+        """Nothing is wrong, and nothing has to happen before training goes on."""
+        return self.word in ("healthy", "ended")
 
 
 @dataclass
@@ -435,10 +438,10 @@ class FeedModel:
         )
 
     def verdict(self, now: float) -> Verdict:
-        """Healthy, or degraded with the reasons: feed, broker, round, then workers by id."""
+        """How the run is, and the reasons: feed, broker, round, then workers by id."""
         snapshot = self.at(now)
         if snapshot is None:
-            return Verdict(("no snapshot has arrived yet",))
+            return Verdict(("no snapshot has arrived yet",), "degraded")
         reasons = []
         if self.freshness(now) is Freshness.STALE:
             reasons.append(f"the broker has sent nothing for {self.age_s(now):.0f} s")
@@ -449,7 +452,10 @@ class FeedModel:
                 reasons.append(f"{worker.id} is {worker.health}, {heard}")
             if not worker.loss_is_finite or not math.isfinite(worker.loss or 0.0):
                 reasons.append(f"the loss of {worker.id} is not finite")
-        return Verdict(tuple(reasons))
+        if not reasons:
+            return Verdict((_ending(snapshot),), "ended") if snapshot.ended else Verdict()
+        waits = reasons == _waiting(snapshot) and not _has_begun(snapshot)
+        return Verdict(tuple(reasons), "waiting" if waits else "degraded")
 
 
 def _plus(age_s: float | None, more: float) -> float | None:
@@ -466,10 +472,28 @@ def _broker_reasons(snapshot: Snapshot) -> list[str]:
     if snapshot.checkpoint is not None and snapshot.checkpoint.error is not None:
         return [f"no checkpoint can be written: {snapshot.checkpoint.error}"]
     if snapshot.state == "waiting":
-        return [f"the run waits {snapshot.waiting_for or 'for workers'}"]
+        return [] if snapshot.ended else _waiting(snapshot)
     if alive < floor:
         return [f"the run waits for workers: {alive} here, the round needs {floor}"]
     return []
+
+
+def _waiting(snapshot: Snapshot) -> list[str]:
+    return [f"the run waits {snapshot.waiting_for or 'for workers'}"]
+
+
+def _has_begun(snapshot: Snapshot) -> bool:
+    """A version was made, or somebody who was to make one has died."""
+    return any(part.version for part in snapshot.fragments) or snapshot.totals.deaths > 0
+
+
+def _ending(snapshot: Snapshot) -> str:
+    count, what = (
+        (snapshot.totals.contributions, "pushes")
+        if snapshot.mode == "async"
+        else (snapshot.totals.rounds, "rounds")
+    )
+    return f"all workers have left, after {count} {what}"
 
 
 def _seconds(value: float) -> str:

@@ -72,9 +72,11 @@ class FeedSource:
             now = time.monotonic()
             if self._encoded[0] != self._serial and self._model.snapshot is not None:
                 self._encoded = (self._serial, picture(self._model.snapshot, self._series))
+            verdict = self._model.verdict(now)
             head = {
                 **self._pulse(now),
-                "reasons": self._model.verdict(now).reasons,
+                "verdict": verdict.word,
+                "reasons": verdict.reasons,
                 "whole": after == -math.inf,
                 "series": history(self._series, now, after),
             }
@@ -148,5 +150,5 @@ class ReplaySource:
         if not 0 <= index < len(self.history.moments):
             return None
         moment = self.history.moments[index]
-        head = json.dumps({"index": index, "at": moment.at, "reasons": []})
+        head = json.dumps({"index": index, "at": moment.at, "verdict": "healthy", "reasons": []})
         return f'{head[:-1]},"picture":{picture(moment.snapshot, RunSeries(points=1))}}}'

@@ -76,7 +76,8 @@ def _row(
 EXPORTER = Metric("diloco_exporter_build_info", "Version of the exporter.", ("version",))
 UP = Metric("diloco_feed_up", "1 if the broker was heard in the last 10 s, else 0.")
 HEALTHY = Metric(
-    "diloco_run_healthy", "1 if the run is as it should be, 0 if not or if the broker is silent."
+    "diloco_run_healthy",
+    "1 if the run is as it should be or has ended, 0 if not or if the broker is silent.",
 )
 AGE = Metric("diloco_feed_age_seconds", "Time since the newest snapshot came.")
 FEED: tuple[Row[Reading], ...] = (
@@ -110,6 +111,11 @@ RUN = Metric(
 )
 STATE = Metric("diloco_run_state", "1 for the state of the run, 0 for the others.", ("state",))
 SNAPSHOT: tuple[Row[Snapshot], ...] = (
+    _row(
+        "diloco_run_ended",
+        "1 once all workers have left as done, after a round at least, else 0.",
+        lambda of: float(of.ended),
+    ),
     _row(
         "diloco_run_paused_seconds",
         "How long the run has been paused; absent while it is not.",

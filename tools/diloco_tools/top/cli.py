@@ -28,8 +28,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
 @app.command(
-    epilog="Exit codes: 0 the run is healthy (or the full screen was left), 1 it is degraded (the "
-    "reasons are printed), 2 no feed within --timeout, or the command line cannot work."
+    epilog="Exit codes: 0 the run is healthy or has ended (or the full screen was left), 1 it is "
+    "degraded or has not begun (the reasons are printed), 2 no feed within --timeout, or the command "
+    "line cannot work."
 )
 def top(
     address: Annotated[

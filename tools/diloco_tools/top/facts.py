@@ -70,7 +70,14 @@ def state_part(snapshot: Snapshot, glyphs: Glyphs) -> Text:
     """Training, or in colour what it does instead."""
     if snapshot.state == "paused" and snapshot.paused_for_s is not None:
         return Text(f"paused for {duration(snapshot.paused_for_s)}", UNEASY)
+    if snapshot.ended and snapshot.state == "waiting":
+        return Text("ended")
     return Text(glyphs.printable(snapshot.state), "" if snapshot.state == "training" else UNEASY)
+
+
+def nobody(snapshot: Snapshot) -> str:
+    """What stands where the workers would."""
+    return "all workers have left" if snapshot.ended else "no workers yet"
 
 
 def counts_parts(snapshot: Snapshot) -> Sequence[Part]:

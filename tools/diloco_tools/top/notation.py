@@ -120,6 +120,12 @@ def health_mark(health: str, glyphs: Glyphs) -> tuple[str, str]:
             return f"{glyphs.uneasy} {glyphs.printable(health)}", UNEASY
 
 
+def verdict_mark(word: str, glyphs: Glyphs) -> tuple[str, str]:
+    """Text and style for what a verdict says in one word."""
+    good = word in ("healthy", "ended")
+    return f"{glyphs.good if good else glyphs.uneasy} {word.upper()}", OK if good else UNEASY
+
+
 def freshness_mark(freshness: Freshness, glyphs: Glyphs) -> tuple[str, str]:
     """Text and style for the age of what is shown."""
     match freshness:

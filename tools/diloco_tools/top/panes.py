@@ -15,7 +15,6 @@ from diloco_tools.top.lines import LABEL, apart, beside, cut, flow, one_line
 from diloco_tools.top.notation import (
     BAD,
     LEVEL_STYLES,
-    OK,
     QUIET,
     UNEASY,
     Glyphs,
@@ -24,6 +23,7 @@ from diloco_tools.top.notation import (
     freshness_mark,
     number,
     scaled,
+    verdict_mark,
 )
 from diloco_tools.top.scene import Scene
 
@@ -203,11 +203,12 @@ def _panel(panel: Panel, width: int, rows: int, glyphs: Glyphs) -> list[Text]:
 
 
 def verdict(scene: Scene, width: int, most: int, glyphs: Glyphs) -> list[Text]:
-    """Healthy, or what is wrong: on one line if there is but one, else a line for each."""
+    """The verdict and its reasons: on one line if there is but one, else a line for each."""
     found = scene.model.verdict(scene.now)
-    if found.healthy:
-        return [Text(f"{glyphs.good} HEALTHY", OK)]
-    label = Text(f"{glyphs.uneasy} DEGRADED  ", UNEASY)
+    mark, style = verdict_mark(found.word, glyphs)
+    if not found.reasons:
+        return [Text(mark, style)]
+    label = Text(f"{mark}  ", style)
     reasons = [Text(glyphs.printable(reason)) for reason in found.reasons]
     if most == 1:
         return [cut(Text.assemble(label, Text("; ").join(reasons)), width, glyphs)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rich.text import Text
 
 from diloco_tools.feed import Snapshot, Worker
-from diloco_tools.top import panes
+from diloco_tools.top import facts, panes
 from diloco_tools.top.keys import footer
 from diloco_tools.top.lines import apart, flow
 from diloco_tools.top.notation import QUIET, UNEASY, Glyphs
@@ -133,7 +133,7 @@ def _table(scene: Scene, view: View, rows: list[Worker], width: int, glyphs: Gly
 
 def _nobody(snapshot: Snapshot, view: View, glyphs: Glyphs) -> Text:
     if not snapshot.workers:
-        return Text("no workers yet", QUIET)
+        return Text(facts.nobody(snapshot), QUIET)
     return Text(glyphs.printable(f"no worker has {view.wanted!r} in it"), QUIET)
 
 

@@ -14,12 +14,11 @@ from diloco_tools.top import facts
 from diloco_tools.top.lines import flow
 from diloco_tools.top.notation import (
     LEVEL_STYLES,
-    OK,
     QUIET,
-    UNEASY,
     Glyphs,
     duration,
     freshness_mark,
+    verdict_mark,
 )
 from diloco_tools.top.table import ONE_SCREEN, Row, lay_out
 
@@ -63,16 +62,17 @@ def _header(model: FeedModel, now: float, address: str, width: int, glyphs: Glyp
 
 def _verdict(model: FeedModel, now: float, width: int, glyphs: Glyphs) -> list[Text]:
     verdict = model.verdict(now)
-    if verdict.healthy:
-        return [Text(f"{glyphs.good} HEALTHY", OK)]
+    mark, style = verdict_mark(verdict.word, glyphs)
+    if not verdict.reasons:
+        return [Text(mark, style)]
     shown = list(verdict.reasons[:REASONS])
     if len(verdict.reasons) > REASONS:
         shown.append(f"and {len(verdict.reasons) - REASONS} more")
     lines: list[Text] = []
     for reason in shown:
-        label = "" if lines else f"{glyphs.uneasy} DEGRADED"
+        label = Text("" if lines else mark, style)
         words = [Text(word) for word in glyphs.printable(reason).split()]
-        lines += flow(Text(label, UNEASY), words, width, glyphs, indent=12, gap=1)
+        lines += flow(label, words, width, glyphs, indent=len(mark) + 2, gap=1)
     return lines
 
 
@@ -120,7 +120,7 @@ def _facts(snapshot: Snapshot, glyphs: Glyphs) -> Iterable[tuple[str, Sequence[f
 
 def _workers(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
     if not snapshot.workers:
-        return [Text("no workers yet", QUIET)]
+        return [Text(facts.nobody(snapshot), QUIET)]
     rows = [Row(worker) for worker in sorted(snapshot.workers, key=lambda worker: worker.id)]
     table = lay_out(ONE_SCREEN, rows, width, glyphs, names_first=NAMES_FIRST)
     return [table.header, *table.lines]

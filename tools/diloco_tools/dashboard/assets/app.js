@@ -11,12 +11,14 @@ import { WorkerTable } from "./workers.js";
 const $ = (id) => document.getElementById(id);
 const seconds = () => performance.now() / 1000;
 const TONES = { LIVE: "good", LATE: "uneasy", STALE: "bad", REPLAY: "quiet" };
+const VERDICTS = { ended: "ENDED", waiting: "WAITING" };
 const REFRESH_KEY = "diloco-refresh";
 
 const view = {
   session: null,
   picture: null, // {snapshot, rates}
   pulse: { missed: 0, restarts: 0, malformed: 0, problem: null },
+  verdict: "healthy",
   reasons: [],
   madeAt: null, // second of this page's clock at which the snapshot shown left the broker
   heardAt: null, // the same of the newest snapshot
@@ -50,6 +52,7 @@ const stream = new Stream({
     heard(state, now);
     if (state.picture) {
       view.picture = state.picture;
+      view.verdict = state.verdict;
       view.reasons = state.reasons;
       view.madeAt = view.heardAt;
       note(state.picture.snapshot);
@@ -98,6 +101,7 @@ function render() {
   // A history has no health and no heartbeats.
   const workers = isRecorded ? snapshot.workers.map((worker) => ({ ...worker, health: null, beat_age_s: null })) : snapshot.workers;
   table.show(workers, rates);
+  say($("no-workers"), snapshot.ended ? "All workers have left." : "No workers yet.");
   const now = seconds();
   const keyed = snapshot.events.map((event) => ({ ...event, key: `${snapshot.epoch} ${event.sequence}` }));
   events.show(keyed, isRecorded ? now : view.madeAt, { keep: !isRecorded });
@@ -167,10 +171,11 @@ function notice(word, age) {
   if (view.reasons.length > 6) sentences.push(`and ${view.reasons.length - 6} more`);
   const box = $("notice");
   box.hidden = sentences.length === 0;
-  const tone = word === "STALE" || view.loss ? "bad" : "uneasy";
+  const isSilent = word === "STALE" || Boolean(view.loss);
+  const tone = isSilent ? "bad" : view.verdict === "ended" ? "good" : "uneasy";
   box.dataset.tone = tone;
   say(box.querySelector(".sign"), SIGNS[tone]);
-  say($("notice-word"), view.loss ? "NO ANSWER" : word === "STALE" ? "STALE" : "DEGRADED");
+  say($("notice-word"), view.loss ? "NO ANSWER" : word === "STALE" ? "STALE" : VERDICTS[view.verdict] ?? "DEGRADED");
   const list = $("reasons");
   sentences.forEach((sentence, index) => {
     if (!list.children[index]) list.append(make("li"));

@@ -101,7 +101,8 @@ export class Metrics {
 
 /** What the header says of the run, by the id of its element. */
 export function facts(snapshot, elapsed, isFresh) {
-  const { mode, state, round, model, uptime_s, paused_for_s } = snapshot;
+  const { mode, round, model, uptime_s, paused_for_s } = snapshot;
+  const state = snapshot.ended && snapshot.state === "waiting" ? "ended" : snapshot.state;
   const hasRound = round && (round.number || round.expected.length);
   const versions = snapshot.fragments.map((part) => part.version);
   return {

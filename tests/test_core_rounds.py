@@ -395,6 +395,8 @@ def test_voided_push_while_closing_does_not_hold_the_round() -> None:
     [
         ({"weight": float("nan")}, "weight is nan"),
         ({"weight": 0.0}, "weight is 0.0"),
+        ({"weight": 5e-324}, "weight is 5e-324; it must be from 1e-12 to 1e+12"),
+        ({"weight": 1e308}, "weight is 1e+308"),
         ({"fragment": 5}, "no fragment 5"),
         ({"wire_dtype": "int3"}, "in int3, it must be in fp32 or bf16 or fp16"),
     ],

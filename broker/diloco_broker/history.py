@@ -163,8 +163,8 @@ class HistoryWriter:
 
     def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
         self._start = next((x for x in lines[::-1] if x.get("kind") == "start"), self._start)
-        text = _text(lines)
         try:
+            text = _text(lines)
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / name
             with open(path, "ab+") as file:
@@ -179,9 +179,9 @@ class HistoryWriter:
                 if self._start is not None:  # each file says of what run it is
                     path.write_text(_text([self._start]))
             self.error = None
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - mostly a full disk; this thread outlives it all
             self.lost += len(lines)
-            self.error = error.strerror or str(error)
+            self.error = getattr(error, "strerror", None) or str(error) or repr(error)
 
 
 def _text(lines: list[dict[str, Any]]) -> str:

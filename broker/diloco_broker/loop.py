@@ -58,6 +58,7 @@ from diloco_broker.feed import TOPIC, EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.history import HistoryWriter, action_line, round_line, start_line
 from diloco_broker.memory import rss_bytes
 from diloco_broker.model_file import check_state_dict, describe
+from diloco_broker.onlookers import Onlookers
 from diloco_broker.outer import make_outer
 from diloco_broker.own_plan import make_split
 from diloco_broker.rounds import Phase
@@ -139,6 +140,7 @@ class Broker:
         self._saver: Saver | None = None
         self._failure: Exception | None = None
         self._events = EventLog()
+        self._onlookers = Onlookers()
         self._stop_reason: str | None = None
         self._thread: threading.Thread | None = None
         self._sequence = 0
@@ -358,9 +360,11 @@ class Broker:
                         self._tell(effect, now)
                     case Acted():
                         self._tell(Log("warning", f"{effect.who}: {effect.text}."), now)
-                        self._write_action(effect)
+                        with self._onlookers.spared("log of actions"):
+                            self._write_action(effect)
                     case Ended(report):
-                        self._write_round(report)
+                        with self._onlookers.spared("history of the round"):
+                            self._write_round(report)
                     case Tune(config):
                         self._workbench.tune(config)
                     case End(reason):
@@ -370,7 +374,8 @@ class Broker:
                     case Save():
                         self._save(effect.books)
                     case Audit():
-                        self._write_audit(effect)
+                        with self._onlookers.spared("audit"):
+                            self._write_audit(effect)
                     case Revert(fragment):
                         self._workbench.revert(fragment)
                     case ForgetBuffer(fragment):
@@ -387,7 +392,9 @@ class Broker:
 
     def _tell(self, log: Log, now: float) -> None:
         logger.log(logging.getLevelName(log.level.upper()), log.text)
-        if log.level != "debug":
+        if log.level == "debug":
+            return
+        with self._onlookers.spared("history of an event"):
             self._events.add(log, now)
             if self._history is not None:
                 self._history.add({"kind": "event", "level": log.level, "text": log.text})
@@ -491,9 +498,10 @@ class Broker:
 
     def _publish(self, now: float) -> None:
         self._sequence += 1
-        snapshot, line = self._snapshot(now)
-        self._sockets.publish(TOPIC + line.encode())
-        self._look_after_history(snapshot)
+        with self._onlookers.spared("feed"):
+            snapshot, line = self._snapshot(now)
+            self._sockets.publish(TOPIC + line.encode())
+            self._look_after_history(snapshot)
         if self._core.state.bootstrap.is_done:
             self._initial = None
             self._workbench.forget_sources()

@@ -29,8 +29,9 @@ from diloco_protocol.codecs import WIRE_DTYPES, span_bytes, wire_dtype
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Chunk, Commit, Purpose, Push
 
-# A weight is a count of tokens or samples; more than this in one round is a mistake.
-MAX_WEIGHT = 1e12
+# A weight is a count of tokens or samples; more than this in one round is a mistake. So is less than
+# that: fp32 would lose what it multiplies.
+MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
 
 
 def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
@@ -180,10 +181,10 @@ def _check_weight(state: State, push: Push) -> None:
             f"{getattr(push, by)}; call report({by}=...) with each step.",
         )
     weight = state.weight_of(push)
-    if not (math.isfinite(weight) and 0 < weight <= MAX_WEIGHT):
+    if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= MAX_WEIGHT):
         raise ProtocolError(
             Code.BAD_PUSH,
-            f"The weight is {weight}; it must be above 0 and at most {MAX_WEIGHT:g}.",
+            f"The weight is {weight}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}.",
         )
 
 

@@ -2,7 +2,8 @@
 
 The header is a msgpack map: "v" (protocol version), "kind", and one key for each field below, nested
 records as maps. Unknown keys are ignored, so that fields can be added; a missing key takes the
-field's default, and is an error where there is none. The meaning of each is in protocol/README.md.
+field's default, and is an error where there is none. Numbers are brought into the ranges of `ranges`.
+The meaning of each is in protocol/README.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgpack
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import Manifest
+from diloco_protocol.ranges import fit_of
 from diloco_protocol.version import Ledger, VersionId
 
 PROTOCOL_VERSION = 1
@@ -435,19 +437,22 @@ def _make_reader(annotation: Any) -> Reader:
 
 def _record_reader(record: type[Any]) -> Reader:
     hints = get_type_hints(record)
-    readers = [
-        (f.name, _exact(hints[f.name]), _reader(hints[f.name]), _required(f))
-        for f in dataclasses.fields(record)
-    ]
+    readers = []
+    for each in dataclasses.fields(record):
+        hint = hints[each.name]
+        exact = _exact(hint)
+        fit = fit_of(record, each.name, is_whole=exact is int) if exact in (int, float) else None
+        readers.append((each.name, exact, _reader(hint), fit, _required(each)))
 
     def read(value: Any, where: str) -> Any:
         plain = _expect(value, dict, where)
         fields = {}
-        for name, exact, read_field, required in readers:
+        for name, exact, read_field, fit, required in readers:
             if name in plain:
                 found = plain[name]
                 is_so = type(found) is exact  # nothing to look at, no place to name
-                fields[name] = found if is_so else read_field(found, f"{where}.{name}")
+                found = found if is_so else read_field(found, f"{where}.{name}")
+                fields[name] = found if fit is None or found is None else fit(found, where, name)
             elif required:
                 raise ProtocolError(Code.BAD_HEADER, f"{where}.{name} is missing.")
         return record(**fields)

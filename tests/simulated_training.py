@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.errors import Code
+from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import Heartbeat, Push, Released, RunConfig
 from diloco_protocol.version import VersionId
 from diloco_worker.events import Carried, Depart, Granted, Joined, Offer, Pulse, Want
@@ -278,6 +279,9 @@ class Training:
     def _delays(self) -> tuple[int, int]:
         """Steps from the freeze to the apply point, and to where the reply is waited for."""
         tau, latest = self._config.fragment_sync_delay, self._config.fragment_max_delay
+        if latest is None and self._config.fragment_delay_auto:
+            assert self.turns is not None
+            latest = longest_delay(self.turns.sync_every, self.turns.num_fragments)
         return tau, tau if latest is None else max(tau, latest)
 
     def _sync_every(self) -> int:

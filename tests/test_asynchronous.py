@@ -225,6 +225,7 @@ def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
         workers=WORKERS,
         sync_every=plan.sync_every,
         num_fragments=pieces,
+        fragment_sync_delay=0,
         fragment_update_alpha=alpha,
         **RATES,
     )

@@ -33,6 +33,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "--fragment-sync-delay is 3; it must be below 3, the steps between two fragments "
         "(--sync-every 10 over --num-fragments 3).",
     ),
+    (
+        {"fragment_sync_delay": "soon"},
+        "--fragment-sync-delay is soon; it must be auto, or a whole number, at least 0.",
+    ),
+    ({"fragment_sync_delay": 1.5}, "--fragment-sync-delay is 1.5; it must be auto, or a whole"),
+    (
+        {"num_fragments": 2, "deterministic": True, "fragment_sync_delay": "auto"},
+        "--fragment-sync-delay is auto; it must be a number with --deterministic: when a reply",
+    ),
+    (
+        {"sync_every": 10, "fragment_sync_delay": "auto", "fragment_max_delay": 10},
+        "--fragment-max-delay is 10; it must be from --fragment-sync-delay, which is 0, to below",
+    ),
     ({"fragment_update_alpha": -0.1}, "--fragment-update-alpha is -0.1; it must be in [0, 1]."),
     ({"fragment_update_alpha": 1.1}, "--fragment-update-alpha is 1.1; it must be in [0, 1]."),
     (
@@ -116,6 +129,9 @@ def test_bad_configuration_is_refused_with_one_sentence(
     [
         {"workers": 4, "quorum": 4, "grace": 5.0, "late": "drop", "deterministic": True},
         {"sync_every": 4, "num_fragments": 4},
+        {"sync_every": 4, "num_fragments": 4, "fragment_sync_delay": "auto"},
+        {"sync_every": 4, "fragment_sync_delay": "auto", "fragment_max_delay": 3},
+        {"sync_every": 1, "fragment_sync_delay": "auto"},
         {"sync_every": 9, "num_fragments": 3, "fragment_sync_delay": 2},
         {"mode": "async", "workers": 4, "dn_c": 0.25},
         {"mode": "async", "dylu": True, "sync_every": 8, "dylu_min_steps": 8},
@@ -134,6 +150,49 @@ def test_defaults_follow_the_mode() -> None:
     assert BrokerConfig(workers=4, outer="dn").dn_size == 1
     least = BrokerConfig(mode="async", dylu=True, num_fragments=3, fragment_sync_delay=2)
     assert least.least_steps == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "delay"),
+    [
+        ({}, 0),
+        ({"num_fragments": 4}, "auto"),
+        ({"num_fragments": 4, "mode": "async"}, "auto"),
+        ({"num_fragments": 4, "deterministic": True}, 0),
+        ({"num_fragments": 4, "fragment_sync_delay": 0}, 0),
+        ({"num_fragments": 4, "fragment_sync_delay": 3}, 3),
+        ({"fragment_sync_delay": "auto"}, "auto"),
+    ],
+    ids=str,
+)
+def test_fragments_overlap_with_training_unless_a_number_is_given(
+    options: dict[str, Any], delay: int | str
+) -> None:
+    config = BrokerConfig(sync_every=40, **options)
+    assert config.fragment_sync_delay == delay
+    told = config.run_config
+    assert (told.fragment_sync_delay, told.fragment_delay_auto) == (
+        (0, True) if delay == "auto" else (delay, False)
+    )
+    assert config.fewest_steps == config.num_fragments * (told.fragment_sync_delay + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [
+        ({"num_fragments": 4}, 10),
+        ({"num_fragments": 4, "fragment_max_delay": 25}, 25),
+        ({"num_fragments": 40}, 1),
+        ({"fragment_sync_delay": "auto"}, 20),
+        ({"num_fragments": 4, "fragment_sync_delay": 3}, 3),
+        ({}, 0),
+    ],
+    ids=str,
+)
+def test_training_waits_for_a_reply_after_the_distance_to_the_next_slot(
+    options: dict[str, Any], longest: int
+) -> None:
+    assert BrokerConfig(sync_every=40, **options).longest_delay == longest
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,19 @@ def test_worker_may_have_its_own_h_and_wire_dtype_without_a_barrier() -> None:
     assert again.error().code == "config_differs"
 
 
+@pytest.mark.parametrize(("runs", "asked"), [("auto", 0), ("auto", 2), (2, "auto"), (0, "auto")])
+def test_worker_that_asks_for_another_delay_is_refused_with_both(
+    runs: int | str, asked: int | str
+) -> None:
+    stage, _ = a_run("a", "b", num_fragments=2, sync_every=10, fragment_sync_delay=runs)
+    error = stage.worker("c").joins(wants={"fragment_sync_delay": asked}).error()
+    assert error.code == "config_differs"
+    assert f"asks for fragment_sync_delay={asked}, the run has fragment_sync_delay={runs};" in (
+        error.text
+    )
+    assert stage.worker("d").joins(wants={"fragment_sync_delay": runs}).last(Welcome) is not None
+
+
 def test_fragments_are_applied_in_any_order() -> None:
     stage, (a, b) = a_run("a", "b", num_fragments=2, sync_every=10)
     a.pushes(1, fragment=1)

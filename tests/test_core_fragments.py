@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from stage import Puppet, Stage, a_stage
 
+from diloco_broker.control_commands import as_text
+from diloco_broker.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.messages import Grant, Pull, Rejoin, Released, Standing, Welcome
+from diloco_protocol.messages import Grant, Heartbeat, Pull, Rejoin, Released, Standing, Welcome
 
 
 def counters(stage: Stage) -> list[int]:
@@ -176,3 +178,37 @@ def test_worker_that_dies_between_fragments_is_not_waited_for_in_any() -> None:
     for number in (1, 2, 3):
         a.pushes(10 + number, fragment=number % 3)
     assert counters(stage) == [2, 1, 1]
+
+
+def status(stage: Stage) -> dict[str, Any]:
+    figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+    return snapshot(stage.state, EventLog(), figures, 1, stage.now)
+
+
+def test_feed_and_status_show_how_long_after_its_slot_each_worker_merges() -> None:
+    stage, (a, b, _) = a_run("a", "b", "c")
+    assert "fragments   3, merged when they are here; training waits after 4 steps" in (
+        as_text(status(stage))
+    )
+    for worker, told in ((a, 2), (b, 3), (a, None)):
+        worker.sends(Heartbeat(worker.token(), 5, merge_delay=told))
+    shown = status(stage)
+    assert [each["merge_delay"] for each in shown["workers"]] == [2, 3, None]
+    assert (shown["fragment_delay_auto"], shown["fragment_max_delay"]) == (True, 4)
+    assert shown["fragment_sync_delay"] == 0
+    assert "last 2 to 3 steps after their slot" in as_text(shown)
+
+
+@pytest.mark.parametrize(("told", "shown"), [(1 << 62, 1 << 40), (-5, 0)])
+def test_delay_that_makes_no_sense_is_shown_as_one_that_does(told: int, shown: int) -> None:
+    stage, (a,) = a_run("a")
+    a.sends(Heartbeat(a.token(), 5, merge_delay=told))
+    assert status(stage)["workers"][0]["merge_delay"] == shown
+
+
+def test_delay_that_is_a_number_is_shown_as_one() -> None:
+    stage, _ = a_run("a", fragment_sync_delay=2)
+    shown = status(stage)
+    assert (shown["fragment_delay_auto"], shown["fragment_sync_delay"]) == (False, 2)
+    assert shown["fragment_max_delay"] == 2
+    assert "fragments   3, merged 2 steps after their slot" in as_text(shown)

@@ -120,6 +120,17 @@ def test_every_promise_holds_through_troubles(mode: str, streams: bool, seed: in
     assert outcome.endings.get("counted", 0) > 0
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", ["streaming", "carry", "async", "async-dylu"])
+def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
+    mode: str, seed: int
+) -> None:
+    scenario = a_scenario(mode, True, seed)
+    config = replace(scenario.config, fragment_sync_delay="auto", fragment_max_delay=None)
+    outcome = Simulation(replace(scenario, config=config), seed).run()
+    assert outcome.endings.get("counted", 0) > 0
+
+
 # Worker, round and chunk have to meet in odd ways for these: each seed once showed a run that stood
 # still for good, with a worker that waited for a round that waited for a worker.
 STOOD_STILL = [("streaming", 19), ("streaming", 33), ("streaming", 39)]

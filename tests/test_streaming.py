@@ -25,8 +25,10 @@ from whole_run import (
     strided,
     trainees,
 )
+from worker_stage import until
 
 from diloco_broker import Broker
+from diloco_protocol.fragments import slots
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 
 # H for each P: not divisible by P, and floor(H / P) > tau for every tau tried.
@@ -267,3 +269,29 @@ def test_broken_connections_change_no_bit(provided: bool) -> None:
         assert not proxy.cuts, "the run did not reach all places at which to cut"
     assert sum(reconnections) > 0
     assert_same(got, streaming(trainees(2), 17, plan), exact=True)
+
+
+@pytest.mark.parametrize(("pieces", "alpha"), [(2, 0.0), (3, 0.5), (3, None)])
+def test_on_a_fast_network_fragments_are_merged_one_step_after_their_slot(
+    pieces: int, alpha: float | None
+) -> None:
+    """By default a reply is merged when it is here: before the next step, that is tau = 1."""
+    plan = Plan(STEPS[pieces], strided(pieces), delay=1, alpha=alpha)
+    options = options_of(plan)
+    del options["fragment_sync_delay"]
+    sent_at = slots(plan.sync_every, pieces)
+
+    def reply_is_here(hook: DiLoCoWorker, _: int, step: int) -> None:
+        cycle, position = divmod(step, plan.sync_every)
+        sent = cycle * pieces + sum(slot <= position for slot in sent_at)
+        until(lambda: hook.sync_count == sent or (hook._link is not None and hook._link.has_news))
+
+    steps = CYCLES * plan.sync_every + 2
+    with Broker(make_config(workers=2, **options)) as broker:
+        got = run(broker, trainees(2), steps, before=reply_is_here, done=merged_after_one_step)
+    assert_same(got, streaming(trainees(2), steps, plan))
+
+
+def merged_after_one_step(hook: DiLoCoWorker, _: int, __: int) -> None:
+    metrics = hook.sync_metrics
+    assert (metrics.merge_delay, metrics.late_merges) == (1, 0)

@@ -60,6 +60,19 @@ def test_fragments_show_their_versions_delay_and_merge() -> None:
     assert "rebase" in row(rebased, "fragments")
 
 
+def test_fragments_that_are_merged_when_they_are_here_show_how_late_that_is() -> None:
+    overlapping: dict[str, Any] = {
+        "fragments": [{"fragment": n, "version": 7 - n, "tag": "ab"} for n in range(3)],
+        "fragment_delay_auto": True,
+        "fragment_max_delay": 71,
+    }
+    document = status(**overlapping, workers=[{"id": "a", "merge_delay": None}])
+    assert "merged when here  alpha 0" in row(document, "fragments")
+    workers = [{"id": "a", "merge_delay": 15}, {"id": "b", "merge_delay": 2}, {"id": "c"}]
+    document = status(**overlapping, workers=workers)
+    assert "merged when here, after 2 to 15 steps" in row(document, "fragments")
+
+
 def test_reducing_is_named_only_where_it_differs_from_a_plain_mean() -> None:
     assert not row(status(), "reducing")
     assert not row(status(reducer=REDUCER), "reducing")

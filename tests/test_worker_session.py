@@ -197,6 +197,7 @@ def test_asynchronous_run_is_joined(config: RunConfig) -> None:
         ("fragment_update_alpha", 0.5),
         ("fragment_merge", "rebase"),
         ("fragment_max_delay", 3),
+        ("fragment_delay_auto", True),
     ],
 )
 def test_broker_that_comes_back_with_what_flights_depend_on_changed_is_refused(
@@ -204,7 +205,8 @@ def test_broker_that_comes_back_with_what_flights_depend_on_changed_is_refused(
 ) -> None:
     ready.breaks().is_welcomed(version(0), config=replace(CONFIG, **{name: value}))
     (refusal,) = ready.all(JoinRefused)
-    assert f"{name} {value}" in refusal.text
+    in_words = {"fragment_delay_auto": "fragment_sync_delay auto"}
+    assert in_words.get(name, f"{name} {value}") in refusal.text
     assert not refusal.final
 
 

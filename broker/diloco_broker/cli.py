@@ -144,8 +144,13 @@ def serve(
         ),
     ] = None,
     fragment_sync_delay: Annotated[
-        int, _option("tau: steps between sending a fragment and merging the reply.", _FRAGMENTS)
-    ] = 0,
+        str | None,
+        _option(
+            "tau: steps between sending a fragment and merging the reply; or auto: merge it as soon "
+            "as it is here. Default: auto with several fragments (0 with --deterministic), else 0.",
+            _FRAGMENTS,
+        ),
+    ] = None,
     fragment_update_alpha: Annotated[
         float, _option("Weight of the local parameters in that merge, 0 to 1.", _FRAGMENTS)
     ] = 0.0,
@@ -154,7 +159,10 @@ def serve(
     ] = "alpha",
     fragment_max_delay: Annotated[
         int | None,
-        _option("Steps after which a worker waits for a late reply. Default: tau.", _FRAGMENTS),
+        _option(
+            "Steps after which a worker waits for a late reply. Default: tau; with auto H/P.",
+            _FRAGMENTS,
+        ),
     ] = None,
     quorum: Annotated[
         int | None,
@@ -288,7 +296,7 @@ def serve(
             num_fragments=num_fragments,
             fragment_pattern=fragment_pattern,
             fragment_plan=None if fragment_plan is None else str(fragment_plan),
-            fragment_sync_delay=fragment_sync_delay,
+            fragment_sync_delay=_number_or_text(fragment_sync_delay),
             fragment_update_alpha=fragment_update_alpha,
             fragment_merge=fragment_merge,
             fragment_max_delay=fragment_max_delay,
@@ -346,6 +354,11 @@ def serve(
     finally:
         if page is not None:
             page.close()
+
+
+def _number_or_text(text: str | None) -> int | str | None:
+    """A whole number as one; the configuration says what is wrong with other texts."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def _end_on_signals(broker: Broker) -> None:

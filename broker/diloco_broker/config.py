@@ -10,7 +10,7 @@ from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDR
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.errors import UsageError
-from diloco_protocol.fragments import PATTERNS
+from diloco_protocol.fragments import PATTERNS, longest_delay
 from diloco_protocol.messages import RunConfig
 
 MODES = ("sync", "async")
@@ -22,6 +22,7 @@ WEIGHTS = ("equal", "tokens", "samples")
 AGGREGATES = ("mean", "clip-median-norm")
 LATES = ("carry", "drop")
 RECOVERIES = ("adopt", "rewind")
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,13 @@ class BrokerConfig:
         fragment_pattern: "strided", "contiguous" or "balanced"; see `diloco_protocol.FragmentPlan`.
         fragment_plan: a JSON file with a split of one's own, instead of a pattern: a fragment for each
             name or pattern of names; see `diloco_protocol.own_split`. None: the pattern.
-        fragment_sync_delay: tau, inner steps between sending a fragment and merging the reply.
+        fragment_sync_delay: tau, inner steps between sending a fragment and merging the reply; or
+            "auto": each worker merges at the first step at which all of the reply is here. None becomes
+            "auto" where `num_fragments` is above 1, unless `deterministic`, and otherwise 0.
         fragment_update_alpha: weight of the local parameters in that merge.
         fragment_merge: "alpha", or "rebase", which keeps the steps made since sending.
-        fragment_max_delay: inner steps after which a worker waits for a late reply; None: tau.
+        fragment_max_delay: inner steps after which a worker waits for a late reply. None: tau; with
+            "auto" H/P, and never more than H/2 (`diloco_protocol.fragments.longest_delay`).
         deterministic: fold whole submissions in the order of worker ids: the same bits in any order
             of arrival.
         weight_by: what a contribution weighs: "equal", "tokens" or "samples".
@@ -109,7 +113,7 @@ class BrokerConfig:
     num_fragments: int = 1
     fragment_pattern: str = "strided"
     fragment_plan: str | None = None
-    fragment_sync_delay: int = 0
+    fragment_sync_delay: int | str | None = None
     fragment_update_alpha: float = 0.0
     fragment_merge: str = "alpha"
     fragment_max_delay: int | None = None
@@ -140,6 +144,9 @@ class BrokerConfig:
     chunk_elements: int = CHUNK_ELEMENTS
 
     def __post_init__(self) -> None:
+        if self.fragment_sync_delay is None:
+            overlaps = self.num_fragments > 1 and not self.deterministic
+            object.__setattr__(self, "fragment_sync_delay", AUTO if overlaps else 0)
         self._check_single_values()
         if self.is_async:
             self._check_async()
@@ -186,14 +193,34 @@ class BrokerConfig:
         return self.workers if self.is_async else 1
 
     @property
+    def has_auto_delay(self) -> bool:
+        """Whether replies are merged when they are here, instead of a number of steps after the slot."""
+        return self.fragment_sync_delay == AUTO
+
+    @property
+    def least_delay(self) -> int:
+        """Steps after which a reply is merged, not earlier: tau, or 0 with "auto"."""
+        delay = self.fragment_sync_delay
+        return delay if isinstance(delay, int) else 0
+
+    @property
+    def longest_delay(self) -> int:
+        """Steps after which a worker waits for a reply."""
+        if self.fragment_max_delay is not None:
+            return self.fragment_max_delay
+        if self.has_auto_delay:
+            return longest_delay(self.sync_every, self.num_fragments)
+        return self.least_delay
+
+    @property
     def least_steps(self) -> int:
         """H_min of Dynamic Local Updates."""
         return self.fewest_steps if self.dylu_min_steps is None else self.dylu_min_steps
 
     @property
     def fewest_steps(self) -> int:
-        """The least H in which every fragment can be sent and merged: P (tau + 1)."""
-        return self.num_fragments * (self.fragment_sync_delay + 1)
+        """The least H in which every fragment can be sent and merged: P (tau + 1), tau 0 with "auto"."""
+        return self.num_fragments * (self.least_delay + 1)
 
     @property
     def run_config(self) -> RunConfig:
@@ -202,10 +229,11 @@ class BrokerConfig:
             mode=self.mode,
             sync_every=self.sync_every,
             num_fragments=self.num_fragments,
-            fragment_sync_delay=self.fragment_sync_delay,
+            fragment_sync_delay=self.least_delay,
             fragment_update_alpha=self.fragment_update_alpha,
             fragment_merge=self.fragment_merge,
             fragment_max_delay=self.fragment_max_delay,
+            fragment_delay_auto=self.has_auto_delay,
             dylu=self.dylu,
             weight_by=self.weight_by,
             wire_dtype=self.wire_dtype,
@@ -221,11 +249,14 @@ class BrokerConfig:
             _require(value in choices, name, value, _alternatives(choices))
         for name, lowest in _COUNTS.items():
             value = getattr(self, name)
+            if value == AUTO and name == "fragment_sync_delay":
+                continue
             whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None or name not in _MAY_BE_SILENT:
-                _require(
-                    whole and value >= lowest, name, value, f"a whole number, at least {lowest}"
-                )
+                what = f"a whole number, at least {lowest}"
+                if name == "fragment_sync_delay":
+                    what = f"auto, or {what}"
+                _require(whole and value >= lowest, name, value, what)
         for name in ("nesterov", "dylu", "deterministic", "durable", "insecure"):
             value = getattr(self, name)
             _require(isinstance(value, bool), name, repr(value), "True or False")
@@ -285,7 +316,7 @@ class BrokerConfig:
         )
 
     def _check_fragments(self) -> None:
-        pieces, steps, delay = self.num_fragments, self.sync_every, self.fragment_sync_delay
+        pieces, steps, delay = self.num_fragments, self.sync_every, self.least_delay
         _require(
             steps >= pieces,
             "sync_every",
@@ -330,6 +361,12 @@ class BrokerConfig:
             "fragment_max_delay",
             longest,
             f"from --fragment-sync-delay, which is {delay}, to below --sync-every, {steps}",
+        )
+        _require(
+            not (self.deterministic and self.has_auto_delay),
+            "fragment_sync_delay",
+            AUTO,
+            "a number with --deterministic: when a reply comes differs from run to run",
         )
 
     def _check_outer(self) -> None:
@@ -397,7 +434,7 @@ class BrokerConfig:
             fit <= self.least_steps <= self.sync_every,
             "dylu_min_steps",
             self.least_steps,
-            f"from {fit} ({self.num_fragments} fragments x (delay {self.fragment_sync_delay} + 1)) to "
+            f"from {fit} ({self.num_fragments} fragments x (delay {self.least_delay} + 1)) to "
             f"--sync-every, which is {self.sync_every}",
         )
 

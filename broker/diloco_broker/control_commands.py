@@ -201,6 +201,8 @@ def as_text(data: Mapping[str, Any]) -> str:
         f"{counts['averaged']} averaged in the last round",
         f"optimizer   {', '.join(settings)}",
     ]
+    if data.get("num_fragments", 1) > 1 or data.get("fragment_delay_auto"):
+        lines.append(f"fragments   {data['num_fragments']}, {_merging(data)}")
     if model is not None:
         lines.append(f"model       {model['parameters']:,} trainable parameters")
     if last is not None:
@@ -225,6 +227,17 @@ def as_text(data: Mapping[str, Any]) -> str:
             for each in workers
         ]
     return "\n".join(lines)
+
+
+def _merging(data: Mapping[str, Any]) -> str:
+    """How long after its slot a fragment is merged."""
+    if not data.get("fragment_delay_auto"):
+        return f"merged {data['fragment_sync_delay']} steps after their slot"
+    delays = [w["merge_delay"] for w in data["workers"] if w.get("merge_delay") is not None]
+    last = f", last {min(delays)} to {max(delays)} steps after their slot" if delays else ""
+    return (
+        f"merged when they are here{last}; training waits after {data['fragment_max_delay']} steps"
+    )
 
 
 def span(seconds: float) -> str:

@@ -138,7 +138,9 @@ def _snapshot(
         },
         "sync_every": config.sync_every,
         "num_fragments": config.num_fragments,
-        "fragment_sync_delay": config.fragment_sync_delay,
+        "fragment_sync_delay": config.least_delay,
+        "fragment_delay_auto": config.has_auto_delay,
+        "fragment_max_delay": config.longest_delay,
         "fragment_update_alpha": config.fragment_update_alpha,
         "fragment_merge": config.fragment_merge,
         "reducer": {
@@ -299,6 +301,7 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
         "beat_age_s": round(silent, 3),
         "sync_age_s": None if member.counted_at is None else round(now - member.counted_at, 3),
         "staleness": member.staleness,
+        "merge_delay": member.merge_delay,
         "bytes_up": member.account.bytes_up,
         "bytes_down": member.account.bytes_down,
         "pushes": member.pushes,

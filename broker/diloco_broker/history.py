@@ -71,6 +71,8 @@ def start_line(snapshot: Mapping[str, Any]) -> dict[str, Any]:
         "sync_every",
         "num_fragments",
         "fragment_sync_delay",
+        "fragment_delay_auto",
+        "fragment_max_delay",
         "fragment_update_alpha",
         "fragment_merge",
         "reducer",

@@ -147,7 +147,7 @@ def _check_join(state: State, join: Join) -> tuple[int, ...]:
 def _check_wants(config: BrokerConfig, wants: Mapping[str, Any]) -> None:
     """A worker trains as the run does. The wire dtype is its own affair; without a barrier, H too."""
     for name, asked in wants.items():
-        runs = getattr(config.run_config, name, None)
+        runs = _as_run(config, name)
         if asked is None or asked == runs:
             continue
         if name == "wire_dtype" and asked in WIRE_DTYPES:
@@ -166,6 +166,13 @@ def _check_wants(config: BrokerConfig, wants: Mapping[str, Any]) -> None:
             f"The worker asks for {name}={asked}, the run has {name}={runs}; leave it out to "
             "take the run's, or start the broker with the other.",
         )
+
+
+def _as_run(config: BrokerConfig, name: str) -> object:
+    """A field of the run's configuration, in the words of the options."""
+    if name == "fragment_sync_delay":
+        return config.fragment_sync_delay  # "auto" is 0 with a mark on the wire
+    return getattr(config.run_config, name, None)
 
 
 def _plan(state: State, manifest: Manifest) -> tuple[int, ...]:

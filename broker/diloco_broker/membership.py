@@ -18,6 +18,7 @@ from diloco_protocol.messages import Heartbeat, Join, Pull, Push
 from diloco_protocol.version import VersionId
 
 MAX_HOST_LENGTH = 255
+MAX_DELAY = 1 << 40  # steps; more is a mistake, and displays have no room for it
 MAX_STATE_LENGTH = 20  # of what a worker says it is doing: displays show it
 
 
@@ -62,6 +63,7 @@ class Member:
     pushes: int = 0
     rejected: int = 0
     staleness: int = 0
+    merge_delay: int | None = None  # steps from slot to merge, of the last merge it told of
     last_round: int | None = None
     counted_at: float | None = None  # when a version last took in work of this worker
 
@@ -76,6 +78,8 @@ class Member:
         self.speed = averaged(self.speed, beat.steps_per_s)
         self.loss = beat.loss if beat.loss is not None else self.loss
         self.tokens = max(self.tokens, beat.tokens)
+        if beat.merge_delay is not None:
+            self.merge_delay = min(max(beat.merge_delay, 0), MAX_DELAY)
 
     def stood_still(self) -> float:
         """Seconds without a step while it said that it trains, as of its last heartbeat."""

@@ -260,6 +260,17 @@ def slot_at(position: int, sync_every: int, num_fragments: int) -> int | None:
     return _slot_after(position, sync_every, num_fragments)
 
 
+def longest_delay(sync_every: int, num_fragments: int) -> int:
+    """Steps after which training waits for a reply that it would merge whenever it comes.
+
+    H/P, the distance to the next fragment's slot: a network that needs longer for each fragment falls
+    behind for good, so waiting further off would win nothing, and would overwrite more local steps
+    (alpha 0) with older parameters. Never more than H/2, for a model that is one fragment: half of the
+    steps of each cycle come after the merge.
+    """
+    return sync_every // max(num_fragments, 2)
+
+
 def _check(sync_every: int, num_fragments: int) -> None:
     if num_fragments < 1:
         raise UsageError(f"num_fragments is {num_fragments}; use 1 or more.")

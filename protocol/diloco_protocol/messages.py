@@ -40,7 +40,9 @@ class RunConfig:
         fragment_sync_delay: tau, inner steps between sending a fragment and merging the reply.
         fragment_update_alpha: weight of the local parameters in that merge.
         fragment_merge: "alpha" (the paper's merge) or "rebase" (keeps the steps made meanwhile).
-        fragment_max_delay: inner steps after which a worker waits for a late reply; None = tau.
+        fragment_max_delay: inner steps after which a worker waits for a late reply; None = tau, and
+            with `fragment_delay_auto` what `fragments.longest_delay` says.
+        fragment_delay_auto: a reply is merged at the first step at which all of it is here; tau is 0.
         dylu: whether the answers to heartbeats carry an H for each worker.
         weight_by: what a contribution weighs: "equal", "tokens" or "samples".
         wire_dtype: of pseudo-gradients, worker to broker.
@@ -56,6 +58,7 @@ class RunConfig:
     fragment_update_alpha: float = 0.0
     fragment_merge: str = "alpha"
     fragment_max_delay: int | None = None
+    fragment_delay_auto: bool = False
     dylu: bool = False
     weight_by: str = "equal"
     wire_dtype: str = "bf16"
@@ -115,7 +118,10 @@ class Leave(Message):
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """A sign of life. Carries the step count, so that a hung training loop is seen."""
+    """A sign of life. Carries the step count, so that a hung training loop is seen.
+
+    `merge_delay`: steps from a fragment's slot to the merge of its reply, of the last merge.
+    """
 
     kind = "heartbeat"
     session: bytes
@@ -125,6 +131,7 @@ class Heartbeat(Message):
     steps_per_s: float | None = None
     loss: float | None = None
     tokens: int = 0
+    merge_delay: int | None = None
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,7 @@ class Worker:
     beat_age_s: float = 0.0
     sync_age_s: float | None = None  # since its work was last counted
     staleness: int = 0
+    merge_delay: int | None = None  # steps from slot to merge, of its last merge
     bytes_up: int = 0
     bytes_down: int = 0
     pushes: int = 0
@@ -250,6 +251,8 @@ class Snapshot:
     reducer: Reducer = Reducer()
     sync_every: int | None = None
     fragment_sync_delay: int = 0
+    fragment_delay_auto: bool = False  # replies are merged when they are here
+    fragment_max_delay: int | None = None  # steps after which a worker waits for a reply
     fragment_update_alpha: float = 0.0
     fragment_merge: str = "alpha"
     wire_dtype: str = ""

@@ -295,7 +295,7 @@ class Boundaries:
                 return []
             case Turn.TAKEN:
                 assert exchange.flight is not None
-                exchange.wait_again(self.step)
+                exchange.wait_again(self.step, turns.sync_every)
                 turns.pass_by()
                 return [exchange]
             case _:
@@ -317,7 +317,7 @@ class Boundaries:
             self._publish(False)
             link.pulse()
         dtype = self._settings.wire_dtype or config.wire_dtype
-        frozen = exchange.freeze(dtype, self.step, work)
+        frozen = exchange.freeze(dtype, self.step, work, self.turns.sync_every)
         if not isinstance(frozen, NonFinite):
             self._audit.frozen(frozen)
             exchange.offer()
@@ -512,7 +512,7 @@ class Boundaries:
         outcome = exchange.settle(self.step, now=now, touch_model=touch_model)
         if outcome is Outcome.COUNTED:
             assert flight is not None and reply is not None
-            self._counters.late_merges += self.step > flight.apply_at and touch_model
+            self._counters.late_merges += touch_model and exchange.is_late(flight, self.step)
             self._has_counted(exchange, flight, reply)
         elif outcome is Outcome.SUPERSEDED:
             assert reply is not None
@@ -538,6 +538,7 @@ class Boundaries:
     def _has_counted(self, exchange: FragmentExchange, flight: Flight, arrival: Arrival) -> None:
         self._counters.rounds += 1
         self._counters.staleness = exchange.staleness
+        self._counters.merge_delay = self.step - flight.began
         self._audit.counted(flight.push_id, exchange.fragment, arrival.version)
         logger.debug("Version %s contains the last pseudo-gradient.", arrival.version)
 

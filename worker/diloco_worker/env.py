@@ -24,6 +24,7 @@ logger = logging.getLogger("diloco.worker")
 
 DEFAULT_RETRIES = 3
 DEFAULT_TIMEOUT_S = 600.0
+AUTO = "auto"  # fragment_sync_delay: replies are merged as soon as they are here
 
 PREFIX = "DILOCO_"
 # Variables of this project that are no keyword of a worker: of displays, the demo's tuning, tests.
@@ -43,7 +44,7 @@ class Settings:
     worker_id: str | None = None
     wire_dtype: str | None = None
     num_fragments: int | None = None
-    fragment_sync_delay: int | None = None
+    fragment_sync_delay: int | str | None = None
     fragment_update_alpha: float | None = None
     dylu: bool | None = None
     heartbeat_interval: float | None = None
@@ -147,6 +148,10 @@ def _parse(parser: tuple[Callable[[str], T], str], text: str, source: str) -> T:
         raise UsageError(f"{source} is {text!r}; it must be {what}.") from None
 
 
+def _delay(text: str) -> int | str:
+    return AUTO if text.lower() == AUTO else int(text)
+
+
 def _truth(text: str) -> bool:
     known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in known:
@@ -170,7 +175,7 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "worker_id": _TEXT,
     "wire_dtype": _TEXT,
     "num_fragments": _COUNT,
-    "fragment_sync_delay": _COUNT,
+    "fragment_sync_delay": (_delay, "a whole number, or auto"),
     "fragment_update_alpha": _NUMBER,
     "dylu": (_truth, "1 or 0"),
     "heartbeat_interval": _NUMBER,
@@ -195,8 +200,9 @@ _LOWEST = {
 
 def _check(keyword: str, value: Any, source: str) -> None:
     lowest = _LOWEST.get(keyword)
-    if lowest is not None:
-        whole = _PARSERS[keyword] is _COUNT
+    may_be_auto = keyword == "fragment_sync_delay"
+    if lowest is not None and not (may_be_auto and value == AUTO):
+        whole = may_be_auto or _PARSERS[keyword] is _COUNT
         kind = int if whole else (int, float)
         if (
             isinstance(value, bool)
@@ -204,7 +210,10 @@ def _check(keyword: str, value: Any, source: str) -> None:
             or not lowest <= value < float("inf")
         ):
             what = "a whole number" if whole else "a number"
-            raise UsageError(f"{source} is {value!r}; it must be {what}, {lowest} or more.")
+            else_auto = ", or 'auto'" if may_be_auto else ""
+            raise UsageError(
+                f"{source} is {value!r}; it must be {what}, {lowest} or more{else_auto}."
+            )
     if _PARSERS[keyword] is _TEXT and not isinstance(value, str):
         raise UsageError(f"{source} is {value!r:.80}; it must be a text.")
     match keyword:

@@ -18,6 +18,7 @@ from enum import Enum
 
 from diloco_protocol import Ledger, RunConfig, VersionId
 from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import Push
 from diloco_worker.link import Link
 from diloco_worker.news import Arrival, Rejection
@@ -44,23 +45,47 @@ class Merge:
         rebases: "rebase" instead of the paper's "alpha".
         alpha: weight of the local values.
         delay: tau, steps from the freeze to the apply point.
-        max_delay: steps from the freeze after which training waits for the reply; at least tau.
+        max_delay: steps from the freeze after which training waits for the reply; at least tau. None:
+            what goes with H, see `diloco_protocol.fragments.longest_delay`.
+        is_auto: the apply point is when the reply is here, so none comes late before training waits.
+        num_fragments: P.
     """
 
     rebases: bool = False
     alpha: float = 0.0
     delay: int = 0
-    max_delay: int = 0
+    max_delay: int | None = 0
+    is_auto: bool = False
+    num_fragments: int = 1
 
     @classmethod
     def of(cls, config: RunConfig) -> Merge:
-        tau, latest = config.fragment_sync_delay, config.fragment_max_delay
+        tau, latest, is_auto = (
+            config.fragment_sync_delay,
+            config.fragment_max_delay,
+            config.fragment_delay_auto,
+        )
+        if latest is None and not is_auto:
+            latest = tau
         return cls(
             rebases=config.fragment_merge == "rebase",
             alpha=config.fragment_update_alpha,
             delay=tau,
-            max_delay=tau if latest is None else max(tau, latest),
+            max_delay=None if latest is None else max(tau, latest),
+            is_auto=is_auto,
+            num_fragments=config.num_fragments,
         )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether training may go on behind a freeze."""
+        return self.max_delay != 0
+
+    def longest(self, sync_every: int) -> int:
+        """Steps from the freeze after which training waits for the reply, with this H."""
+        if self.max_delay is not None:
+            return self.max_delay
+        return longest_delay(sync_every, self.num_fragments)
 
 
 @dataclass(frozen=True)
@@ -183,6 +208,10 @@ class FragmentExchange:
     def fragment(self) -> int:
         return self.part.fragment
 
+    def is_late(self, flight: Flight, step: int) -> bool:
+        """Whether a merge behind this step comes after its time."""
+        return step > (flight.wait_at if self.merge.is_auto else flight.apply_at)
+
     @property
     def is_over(self) -> bool:
         """The flight has ended; `settle` brings the model in line with it."""
@@ -192,17 +221,18 @@ class FragmentExchange:
         """What training stands on now, as far as it is in the model; shares memory with it."""
         return Ground(self.version, self.ledger, self.base, work, self.flight or self.parting)
 
-    def freeze(self, dtype: str, step: int, work: Work) -> Flight | NonFinite:
+    def freeze(self, dtype: str, step: int, work: Work, sync_every: int) -> Flight | NonFinite:
         """Freeze global minus local, to be offered; there is no flight if it is not finite.
 
         Args:
             dtype: that parameters travel in.
             step: the optimizer step that has just been taken.
+            sync_every: H of the cycle at hand.
         """
         assert self.flight is None and self.reply is None, "no second delta grows over a first"
         merge = self.merge
         frozen = None
-        if merge.rebases and merge.max_delay > 0:
+        if merge.rebases and merge.overlaps:
             frozen = self._tensors.capture(self.part)
             delta = self._tensors.encode(self.part, frozen.by_name(), dtype, self.base)
         else:
@@ -213,7 +243,7 @@ class FragmentExchange:
             self._push(dtype, delta, work),
             step,
             step + merge.delay,
-            step + merge.max_delay,
+            step + merge.longest(sync_every),
             delta.wire,
             self._link.reconnections,
             frozen=frozen,
@@ -248,11 +278,11 @@ class FragmentExchange:
             if flight.frozen is None and flight.anchor is None:
                 flight.anchor = self._tensors.capture(self.part)
 
-    def wait_again(self, step: int) -> None:
+    def wait_again(self, step: int, sync_every: int) -> None:
         """The flight counts as if it were frozen behind this step, as to when it is waited for."""
         assert self.flight is not None
         self.flight.let_go = False
-        self.flight.wait_at = step + self.merge.max_delay
+        self.flight.wait_at = step + self.merge.longest(sync_every)
         self.flight.reconnections = self._link.reconnections
 
     def take_in(self, arrival: Arrival) -> None:
@@ -344,7 +374,7 @@ class FragmentExchange:
         """The values that the flight left in the model."""
         if flight.frozen is not None:
             return flight.frozen
-        if flight.anchor is not None and not self.merge.max_delay:
+        if flight.anchor is not None and not self.merge.overlaps:
             return flight.anchor
         return flight.wire.taken_from(self.base)
 

@@ -67,7 +67,7 @@ class DiLoCoWorker:
         wire_dtype: of pseudo-gradients: "fp32", "bf16" or "fp16". A worker may have its own.
         num_fragments: P, parts of the model that are synchronised one after the other.
         fragment_sync_delay: tau, optimizer steps from sending a fragment to merging the reply; with 0
-            training waits for it.
+            training waits for it, with "auto" it is merged as soon as it is here.
         fragment_update_alpha: weight of the local parameters in that merge, 0 to 1.
         dylu: Dynamic Local Updates: True insists on them, False takes no part in them and keeps the
             run's H.
@@ -100,7 +100,7 @@ class DiLoCoWorker:
         worker_id: str | None = None,
         wire_dtype: str | None = None,
         num_fragments: int | None = None,
-        fragment_sync_delay: int | None = None,
+        fragment_sync_delay: int | str | None = None,
         fragment_update_alpha: float | None = None,
         dylu: bool | None = None,
         heartbeat_interval: float | None = None,
@@ -354,6 +354,7 @@ class DiLoCoWorker:
             rejected=own.rejected,
             staleness=own.staleness,
             late_merges=own.late_merges,
+            merge_delay=own.merge_delay,
             unsynced_steps=self._boundaries.unsynced_steps if self._boundaries else 0,
             last_error=link.last_error if link else None,
         )
@@ -565,4 +566,5 @@ class DiLoCoWorker:
                 steps_per_s=self._pace.steps_per_s,
                 loss=self._reports.loss,
                 tokens=self._reports.tokens,
+                merge_delay=self._counters.merge_delay if self._counters.rounds else None,
             )

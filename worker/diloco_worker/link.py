@@ -544,6 +544,7 @@ class Link:
             steps_per_s=progress.steps_per_s,
             loss=progress.loss,
             tokens=progress.tokens,
+            merge_delay=progress.merge_delay,
         )
 
     def _fragment(self, fragment: int) -> FragmentLayout:

@@ -22,6 +22,7 @@ class SyncMetrics(Mapping[str, Any]):
         staleness: versions between the last counted push's base and the one it went into; in
             synchronous mode without late work 0.
         late_merges: versions merged after their apply point, because the reply was late.
+        merge_delay: optimizer steps from a fragment's slot to the merge of its reply, of the last merge.
         unsynced_steps: optimizer steps past a boundary that could not be synchronised; 0 in health.
         last_error: the last thing that went wrong, a sentence; None when nothing has.
     """
@@ -35,6 +36,7 @@ class SyncMetrics(Mapping[str, Any]):
     rejected: int = 0
     staleness: int = 0
     late_merges: int = 0
+    merge_delay: int = 0
     unsynced_steps: int = 0
     last_error: str | None = None
 

@@ -24,6 +24,7 @@ class Progress:
     steps_per_s: float | None = None
     loss: float | None = None
     tokens: int = 0
+    merge_delay: int | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ FIXED = (
     "fragment_update_alpha",
     "fragment_merge",
     "fragment_max_delay",
+    "fragment_delay_auto",
     "chunk_elements",
 )
 OTHER_PLAN = (
@@ -86,10 +87,17 @@ def changed(
     if earlier is None:
         return None
     for name in FIXED:
-        ours, theirs = getattr(earlier, name), getattr(config, name)
+        ours, theirs = _told(earlier, name), _told(config, name)
         if ours != theirs:
             return name, ours, theirs
     return None if plan == new_plan else ("the plan of fragments", list(plan), list(new_plan))
+
+
+def _told(config: RunConfig, name: str) -> object:
+    """A field of the run's configuration, in the words of the options."""
+    if name == "fragment_sync_delay" and config.fragment_delay_auto:
+        return "auto"
+    return getattr(config, name)
 
 
 def agree(

@@ -160,11 +160,23 @@ def merging_parts(snapshot: Snapshot) -> Sequence[Part]:
     if len(snapshot.fragments) < 2:
         return ()
     return (
-        f"merged after {snapshot.fragment_sync_delay} steps",
+        _delay_part(snapshot),
         f"alpha {snapshot.fragment_update_alpha:g}"
         if snapshot.fragment_merge == "alpha"
         else snapshot.fragment_merge,
     )
+
+
+def _delay_part(snapshot: Snapshot) -> str:
+    """How many steps after its slot a fragment is merged; where it varies, what workers had last."""
+    if not snapshot.fragment_delay_auto:
+        return f"merged after {snapshot.fragment_sync_delay} steps"
+    delays = [each.merge_delay for each in snapshot.workers if each.merge_delay is not None]
+    if not delays:
+        return "merged when here"
+    least, most = min(delays), max(delays)
+    steps = f"{least}" if least == most else f"{least} to {most}"
+    return f"merged when here, after {steps} step{'s'[: most != 1]}"
 
 
 def fragment_part(part: Fragment, snapshot: Snapshot, *, wordy: bool) -> Text:

@@ -33,7 +33,7 @@ PURE = {
     "diloco_worker": {"events", "pulls", "pushes", "session", "terms", "transfers", "turns"},
     "diloco_protocol": {
         "addresses", "chunks", "codecs", "errors", "fragments", "frames", "manifest", "messages",
-        "own_split", "packing", "ranges", "version", "__init__",
+        "own_split", "packing", "plan_view", "ranges", "version", "__init__",
     },
     "diloco_tools": {
         "dashboard/picture", "exporter/catalogue", "exporter/labels", "exporter/metrics", "feed",

@@ -246,6 +246,16 @@ def load(path: Path) -> Image:
     return Image(**{**vars(image), "fragments": fragments})
 
 
+def plan_at(path: Path) -> tuple[Manifest, tuple[int, ...], Mapping[str, Any]]:
+    """Of a checkpoint without its tensors: model, fragment of each tensor, options; raises Damaged."""
+    plain = read_manifest(path)
+    try:
+        image = _from_plain(plain)
+    except (KeyError, TypeError, ValueError, ProtocolError) as error:
+        raise Damaged(f"{path} cannot be read: {error!r:.200}.") from None
+    return image.manifest, image.plan, image.config
+
+
 def check_files(path: Path, plain: Mapping[str, Any]) -> None:
     """Compare size and sum of each file with what a checkpoint's manifest says; raises Damaged."""
     for name, told in plain["files"].items():

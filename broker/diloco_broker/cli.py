@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from diloco_broker import checkpoint_commands, control_commands
+from diloco_broker import checkpoint_commands, control_commands, plan_command
 from diloco_broker.companion import Dashboard
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
 from diloco_protocol.errors import UsageError
@@ -378,6 +378,7 @@ _others: tuple[Callable[..., None], ...] = (
     *control_commands.COMMANDS,
     checkpoint_commands.export,
     checkpoint_commands.inspect,
+    plan_command.plan,
 )
 for command in _others:
     app.command(command.__name__.rstrip("_"))(command)

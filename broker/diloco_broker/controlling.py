@@ -71,6 +71,7 @@ def _manifest(state: State, route: Route, control: Control) -> Send:
         "manifest": to_plain(manifest),
         "config": to_plain(state.run_config),
         "plan": list(state.bootstrap.plan if state.config.num_fragments > 1 else ()),
+        "pattern": state.fragment_pattern,
     }
     text = f"The model has {manifest.trainable_elements} trainable parameters."
     return Send(route, Result(control.request, True, text, data))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from diloco_broker.bootstrap import InitialModel
+from diloco_broker.model_header import safetensors_files
 from diloco_protocol.codecs import is_finite
 from diloco_protocol.errors import UsageError
 
@@ -64,14 +64,7 @@ def _load_file(path: Path) -> Any:
 
 
 def _load_folder(folder: Path) -> dict[str, Tensor]:
-    """A Hugging Face folder: one model.safetensors, or several named by an index."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [folder / Path(name).name for name in names]
-    else:
-        files = [folder / "model.safetensors"]
     tensors: dict[str, Tensor] = {}
-    for file in files:
+    for file in safetensors_files(folder):
         tensors.update(load_file(file))
     return tensors

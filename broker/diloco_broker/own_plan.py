@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from diloco_broker.checkpoint import Image
-from diloco_broker.config import BrokerConfig
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import OWN, Choose, FragmentPlan
 from diloco_protocol.manifest import Manifest, summarise
 from diloco_protocol.own_split import OwnSplit
+
+if TYPE_CHECKING:  # both import torch, which takes seconds that `diloco-broker plan` has not
+    from diloco_broker.checkpoint import Image
+    from diloco_broker.config import BrokerConfig
 
 Split = Callable[[Manifest], FragmentPlan]
 

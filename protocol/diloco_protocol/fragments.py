@@ -35,6 +35,7 @@ from itertools import accumulate
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, summarise
 from diloco_protocol.packing import pack
+from diloco_protocol.plan_view import PlanView, view_of
 
 PATTERNS = ("strided", "contiguous", "balanced")
 OWN = "own"  # what the pattern of a user's own split is called
@@ -217,6 +218,27 @@ class FragmentPlan:
             raise UsageError(f"There is no fragment {fragment}; use 0 to {self.num_fragments - 1}.")
         return self.fragments[fragment]
 
+    def view(
+        self,
+        manifest: Manifest,
+        sync_every: int,
+        wire_dtype: str = "bf16",
+        reply_dtype: str = "fp32",
+    ) -> PlanView:
+        """What the plan means, for people: parameters, bytes and the step of the cycle, by fragment.
+
+        Args:
+            manifest: the model that the plan was made for; `diloco_worker.manifest_of(module)`.
+            sync_every: H, steps of a cycle.
+            wire_dtype, reply_dtype: of pushes and of replies: "fp32", "bf16" or "fp16".
+
+        Raises:
+            UsageError: H is below P, no such dtype, or the plan is of another model.
+        """
+        self.numbers(manifest)  # raises where it is another model's
+        due = slots(sync_every, self.num_fragments)
+        return view_of(self.fragments, due, manifest, sync_every, wire_dtype, reply_dtype)
+
     def due(self, step: int, sync_every: int, first_round: int = 0) -> int | None:
         """The fragment to push after this step, or None.
 
@@ -303,7 +325,8 @@ def _misfit(problem: str) -> ProtocolError:
 # Each pattern takes the entries that decide and returns the fragment of each.
 
 
-def _block_of(name: str) -> str | None:
+def block_of(name: str) -> str | None:
+    """The repeated layer that a parameter belongs to; see the head of this module."""
     parts = name.split(".")
     for index, part in enumerate(parts):
         # "layers.3", and "encoder_layer_3.ln" of models that number attributes instead of a list.
@@ -311,6 +334,11 @@ def _block_of(name: str) -> str | None:
         if part.isdecimal() or (is_module and part.rpartition("_")[2].isdecimal()):
             return ".".join(parts[: index + 1])
     return None
+
+
+def unit_of(name: str) -> str:
+    """The block or module that a parameter belongs to; see the head of this module."""
+    return block_of(name) or name.rpartition(".")[0]
 
 
 def _units(entries: Sequence[TensorEntry], fewest: int) -> list[int]:
@@ -321,7 +349,7 @@ def _units(entries: Sequence[TensorEntry], fewest: int) -> list[int]:
     units: list[int] = []
     before = None
     for entry in entries:
-        key = _block_of(entry.name) or entry.name.rpartition(".")[0]
+        key = unit_of(entry.name)
         units.append(0 if not units else units[-1] + (key != before))
         before = key
     return units if units[-1] + 1 >= fewest else list(range(len(entries)))
@@ -331,7 +359,7 @@ def _strided(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
     """Blocks in turn; what is outside goes with the block before it, at the head with the first."""
     blocks: dict[str, int] = {}
     for entry in entries:
-        block = _block_of(entry.name)
+        block = block_of(entry.name)
         if block is not None:
             blocks.setdefault(block, len(blocks))
     if len(blocks) < num_fragments:
@@ -339,7 +367,7 @@ def _strided(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
     chosen = []
     current = 0
     for entry in entries:
-        block = _block_of(entry.name)
+        block = block_of(entry.name)
         if block is not None:
             current = blocks[block] % num_fragments
         chosen.append(current)

@@ -414,6 +414,15 @@ def _live_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def manifest_of(model: nn.Module) -> Manifest:
+    """What a model consists of, as a run will know it: `FragmentPlan.of(manifest_of(model), 4)`.
+
+    Raises:
+        UsageError: it cannot be exchanged.
+    """
+    return ModelTensors.of_module(model).manifest
+
+
 def _manifest_of(module: nn.Module) -> Manifest:
     live = _live_tensors(module)
     parameters = dict(module.named_parameters(remove_duplicate=False))

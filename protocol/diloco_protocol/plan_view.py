@@ -1,0 +1,108 @@
+"""What a fragment plan means: which parameters, how many bytes, and when in the cycle. For people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from diloco_protocol.errors import UsageError
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+
+# Bytes of an element by the name of a wire dtype.
+WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Buffers keep their precision on the wire.
+FLOAT_BUFFER_BYTES, INTEGER_BUFFER_BYTES = 4, 8
+
+
+@dataclass(frozen=True)
+class ParameterView:
+    """One trainable parameter: elements, and bytes of it in a push (up) and in a reply (down)."""
+
+    name: str
+    shape: tuple[int, ...]
+    elements: int
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True)
+class FragmentView:
+    """One fragment of a plan.
+
+    Attributes:
+        fragment: its number, 0 .. P - 1.
+        due: the step of a cycle of H, 1 .. H, after which it is pushed; and so every H steps.
+        parameters: those in it, in the manifest's order.
+        elements: of these parameters.
+        bytes_up: bytes of one push of it by one worker.
+        bytes_down: bytes of the reply to one worker. Both hold the model's buffers in fragment P - 1.
+    """
+
+    fragment: int
+    due: int
+    parameters: tuple[ParameterView, ...]
+    elements: int
+    bytes_up: int
+    bytes_down: int
+
+
+@dataclass(frozen=True)
+class PlanView:
+    """A plan for one model, as `FragmentPlan.view` gives it."""
+
+    sync_every: int
+    wire_dtype: str
+    reply_dtype: str
+    fragments: tuple[FragmentView, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of the largest push over their mean: 1 is perfectly even, P is all in one."""
+        sizes = [each.bytes_up for each in self.fragments]
+        return max(sizes) * len(sizes) / sum(sizes)
+
+
+def view_of(
+    fragments: Sequence[Sequence[str]],
+    due: Sequence[int],
+    manifest: Manifest,
+    sync_every: int,
+    wire_dtype: str,
+    reply_dtype: str,
+) -> PlanView:
+    """See `FragmentPlan.view`; the names in each fragment, and the step after which it is due."""
+    for name in (wire_dtype, reply_dtype):
+        if name not in WIRE_BYTES:
+            raise UsageError(f"Unknown wire dtype {name!r}; choose one of {', '.join(WIRE_BYTES)}.")
+    up, down = WIRE_BYTES[wire_dtype], WIRE_BYTES[reply_dtype]
+    entries = {entry.name: entry for entry in manifest.entries}
+    buffers = sum(map(_buffer_bytes, manifest.entries))
+    views = []
+    for number, names in enumerate(fragments):
+        parameters = tuple(_parameter(entries[name], up, down) for name in names)
+        elements = sum(each.elements for each in parameters)
+        more = buffers if number == len(fragments) - 1 else 0
+        views.append(
+            FragmentView(
+                number,
+                due[number],
+                parameters,
+                elements,
+                up * elements + more,
+                down * elements + more,
+            )
+        )
+    return PlanView(sync_every, wire_dtype, reply_dtype, tuple(views))
+
+
+def _parameter(entry: TensorEntry, up: int, down: int) -> ParameterView:
+    elements = entry.elements
+    return ParameterView(entry.name, entry.shape, elements, up * elements, down * elements)
+
+
+def _buffer_bytes(entry: TensorEntry) -> int:
+    if entry.kind is not Kind.BUFFER:
+        return 0
+    return entry.elements * (
+        FLOAT_BUFFER_BYTES if entry.is_floating_point else INTEGER_BUFFER_BYTES
+    )

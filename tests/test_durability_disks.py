@@ -21,6 +21,7 @@ from test_durability import LOCAL, PATIENCE_S, Layers, delta, name_of, serve_opt
 
 from diloco_broker import Broker, BrokerConfig, checkpoint, saving
 from diloco_broker.checkpoint import Damaged, found, load
+from diloco_broker.folder_lock import LOCK, FolderLock
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient
 
@@ -281,9 +282,9 @@ def test_save_that_is_killed_at_any_moment_leaves_what_was_there(
         assert images[0].number >= 2
         for image in images:
             assert_equal(image, replace(an_image(image.number, seed=image.number), life=image.life))
-    saving.FolderLock(folder).release()
+    FolderLock(folder).release()
     left = {path.name for path in folder.iterdir()}
-    assert left == {saving.LOCK, *(path.name for path in found(folder))}, "rubbish is cleared away"
+    assert left == {LOCK, *(path.name for path in found(folder))}, "rubbish is cleared away"
 
 
 def test_file_that_another_life_has_damaged_is_not_linked_to(tmp_path: Path) -> None:
@@ -325,7 +326,7 @@ def test_what_is_wrong_with_the_disk_is_the_same_sentence_each_time(
         raise OSError(28, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "mkdir", full)
-    saver = saving.Saver(tmp_path / "run", 3, lambda: None)
+    saver = saving.Saver(FolderLock(tmp_path / "run"), 3, lambda: None)
     for number in (4, 5):
         saver.save(an_image(number))
         assert saver.finish(PATIENCE_S)

@@ -116,6 +116,15 @@ class Damaged(Exception):
     """A checkpoint that cannot be used; the sentence says which and why."""
 
 
+class NotPermitted(Damaged):
+    """This user may not read a checkpoint, which may well be sound."""
+
+
+def _unreadable(path: Path, error: OSError) -> Damaged:
+    kind = NotPermitted if isinstance(error, PermissionError) else Damaged
+    return kind(f"{path} cannot be read: {error.strerror or error}.")
+
+
 def save(folder: Path, image: Image, keep: int) -> Path:
     """Write a checkpoint, and remove all but the newest `keep` of the run. Returns its path.
 
@@ -267,8 +276,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         whole = json.loads((path / MANIFEST).read_text())
         body, told = whole["checkpoint"], whole["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{path} has no readable {MANIFEST} ({error!r:.200}).") from None
+    except FileNotFoundError:
+        raise Damaged(f"{path} has no {MANIFEST}.") from None
+    except OSError as error:
+        raise _unreadable(path / MANIFEST, error) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path / MANIFEST} cannot be understood ({error!r:.200}).") from None
     if _sum_of(body) != told:
         raise Damaged(f"{path / MANIFEST} is not what was written: its checksum differs.")
     if body.get("format") != FORMAT:
@@ -452,7 +465,7 @@ def _check_file(path: Path, told: Mapping[str, Any]) -> None:
     try:
         size, digest = tensorfile.checksum(path)
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error}.") from None
+        raise _unreadable(path, error) from None
     if (size, digest) != (told["bytes"], told["sha256"]):
         raise Damaged(f"{path} is not what was written: its size or checksum differs.")
 

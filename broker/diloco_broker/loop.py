@@ -55,6 +55,7 @@ from diloco_broker.events import (
     Tune,
 )
 from diloco_broker.feed import TOPIC, EventLog, LoopFigures, snapshot_and_line
+from diloco_broker.folder_lock import FolderLock
 from diloco_broker.history import HistoryWriter, action_line, round_line, start_line
 from diloco_broker.memory import rss_bytes
 from diloco_broker.model_file import check_state_dict, describe
@@ -62,7 +63,7 @@ from diloco_broker.onlookers import Onlookers
 from diloco_broker.outer import make_outer
 from diloco_broker.own_plan import make_split
 from diloco_broker.rounds import Phase
-from diloco_broker.saving import FolderLock, Saver, image_of, newest_image, next_life
+from diloco_broker.saving import Saver, image_of, newest_image, next_life
 from diloco_broker.served import ServedTime
 from diloco_broker.sockets import LINGER_MS, Sockets
 from diloco_broker.torch_outer import OuterOptimizerFactory
@@ -460,9 +461,8 @@ class Broker:
     def _save(self, books: Books) -> None:
         """Hand what there is now to the helper thread."""
         if self._saver is None:
-            assert self.config.save_dir is not None
-            folder = Path(self.config.save_dir)
-            self._saver = Saver(folder, self.config.keep, self._sockets.wake)
+            assert self._lock is not None
+            self._saver = Saver(self._lock, self.config.keep, self._sockets.wake)
         tensors = self._workbench.tensors(self._core.state.bootstrap.layout)
         self._saver.save(image_of(self._core.state, tensors, books, self._life))
 

@@ -6,24 +6,21 @@ while an older one waits takes its place, so a slow disk makes checkpoints rarer
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO
 
 from torch import Tensor
 
 from diloco_broker import checkpoint
 from diloco_broker.books import Books
 from diloco_broker.bootstrap import Restored, Resumption
-from diloco_broker.checkpoint import Damaged, FragmentImage, Image
+from diloco_broker.checkpoint import Damaged, FragmentImage, Image, NotPermitted
 from diloco_broker.config import BrokerConfig
+from diloco_broker.folder_lock import FolderLock
 from diloco_broker.own_plan import Split, check_same
 from diloco_broker.parameters import Parameters
 from diloco_broker.state import State
@@ -32,8 +29,6 @@ from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.errors import UsageError
 
 logger = logging.getLogger("diloco.broker")
-
-LOCK = ".lock"
 
 
 def newest_image(
@@ -61,6 +56,11 @@ def newest_image(
     for path in candidates:
         try:
             image = checkpoint.load(path)
+        except NotPermitted as error:
+            # An older one is no replacement: the run would go back, and nothing is wrong with this one.
+            raise UsageError(
+                f"{error} Let this user read it, or name the checkpoint to go on from: --resume PATH."
+            ) from None
         except Damaged as error:
             problems.append(str(error))
             logger.warning("Skipped a checkpoint: %s", error)
@@ -133,48 +133,6 @@ def outer_kind(config: BrokerConfig, has_own_optimizer: bool) -> str:
     if kind == "dn":
         kind += f" {config.dn_variant}"
     return f"{config.outer or ''} torch".strip() if has_own_optimizer else kind
-
-
-class FolderLock:
-    """Two brokers must not save to one folder: each would remove what the other keeps.
-
-    The lock ends with the process, however it ends.
-
-    Raises:
-        UsageError: another broker has the folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._file: IO[str] | None = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            file = open(folder / LOCK, "a+")  # noqa: SIM115 - kept open for as long as it is locked
-        except OSError as error:
-            logger.warning(
-                "%s cannot be written: %s. There will be no checkpoints until it can.",
-                folder,
-                error.strerror,
-            )
-            return
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
-            file.close()
-            raise UsageError(
-                f"Another broker (process {holder}) saves to {folder}; give this one another --save-dir."
-            ) from None
-        self._file = file
-        checkpoint.sweep(folder)
-        # For the sentence above; a full disk takes nothing from the lock.
-        with contextlib.suppress(OSError):
-            os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), str(os.getpid()).encode())
-
-    def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
 
 
 def next_life(config: BrokerConfig) -> int:
@@ -270,7 +228,7 @@ class Saver:
     """See the head of this module.
 
     Args:
-        folder: where checkpoints go; made when the first one is written.
+        lock: of the folder where checkpoints go; made when the first one is written.
         keep: how many are kept.
         wake: called by the thread when there is an outcome.
 
@@ -278,8 +236,9 @@ class Saver:
         outcomes: what has been done, the oldest first; the loop takes them from the left.
     """
 
-    def __init__(self, folder: Path, keep: int, wake: Callable[[], None]) -> None:
-        self.folder = folder
+    def __init__(self, lock: FolderLock, keep: int, wake: Callable[[], None]) -> None:
+        self.folder = lock.folder
+        self._lock = lock
         self._wake = wake
         self.outcomes: deque[Outcome] = deque()
         self._keep = keep
@@ -325,6 +284,7 @@ class Saver:
 
     def _write(self, image: Image) -> Outcome:
         try:
+            self._lock.take()
             return Outcome(image.number, checkpoint.save(self.folder, image, self._keep), None)
         except OSError as error:
             # Without the name of the file, which is another one each time: what is wrong is the same.

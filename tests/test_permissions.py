@@ -58,15 +58,15 @@ def as_a_user(work: Callable[[], T]) -> T:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[Path]:
-    """A folder with the checkpoints of a short run."""
+    """A folder with the checkpoints of two lives of a broker."""
     folder = tmp_path / "run"
     model = torch.nn.Linear(3, 3)
-    with (
-        Broker(make_config(save_dir=str(folder))) as broker,
-        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
-    ):
-        client.join(model)
-        for _ in range(2):
+    for _ in range(2):
+        with (
+            Broker(make_config(save_dir=str(folder), recover_wait=0.0)) as broker,
+            DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
+        ):
+            client.join(model)
             client.push({name: torch.ones_like(p) for name, p in model.named_parameters()})
             client.pull()
     yield folder
@@ -76,7 +76,9 @@ def saved(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("what", ["", checkpoint.MANIFEST, "fragment-0.safetensors"])
 def test_newest_checkpoint_that_may_not_be_read_is_not_passed_over(saved: Path, what: str) -> None:
-    newest, older, *_ = checkpoint.found(saved)
+    newest, *_, older = checkpoint.found(
+        saved
+    )  # of another life, so no file is a link to the newest's
     (newest / what).chmod(0)
     config = make_config(save_dir=str(saved))
     with pytest.raises(UsageError, match=rf"{newest.name}.*Permission denied.*--resume PATH"):

@@ -420,6 +420,25 @@ class TestLook:
             sees(page, "#plot-seconds", "Round time")
             assert page.locator("#plot-loss svg text").count() >= 4, "the axes have numbers"
 
+    def test_first_round_does_not_flatten_the_curve_and_the_page_says_so(
+        self, opened: Callable[..., Page], publisher: Publisher
+    ) -> None:
+        with serving(publisher.address) as site:
+            page = opened(with_token(site))
+            for number, loss in enumerate([10.8, 5.5] + [3.0 - 0.02 * n for n in range(10)]):
+                publisher.says(
+                    sequence=10 + number,
+                    uptime_s=100.0 + number,
+                    last_round={"number": number, "seconds": 40.0, "loss": loss},
+                )
+                site.await_state(sequence=10 + number)
+            sees(page, "#plot-loss .cut", "2 older rounds with 5.5 to 10.8 are off the scale.")
+            line = page.locator("#plot-loss .curve").get_attribute("d") or ""
+            heights = [float(step.split()[1]) for step in re.split("[ML]", line)[1:]]
+            assert max(heights[2:]) - min(heights[2:]) > 80, "the others have the height"
+            assert max(heights[:2]) < 0, "the first two leave the plot"
+            assert page.locator("#plot-seconds .cut").is_hidden()
+
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_phone_shows_cards_and_never_scrolls_sideways(
         self, opened: Callable[..., Page], publisher: Publisher, scheme: str

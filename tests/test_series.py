@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diloco_tools.feed import LastRound, Snapshot, Totals, Worker
-from diloco_tools.series import Rate, RoundPoint, RunSeries
+from diloco_tools.series import Rate, RoundPoint, RunSeries, recent_scale
 
 
 def snapshot(
@@ -57,6 +59,27 @@ class TestRounds:
             )
         assert [point.number for point in series.rounds] == [7, 8, 9]
         assert [rate.at for rate in series.network] == [7.0, 8.0, 9.0]
+
+
+class TestScale:
+    def test_older_values_far_off_are_beyond_it(self) -> None:
+        assert recent_scale([99.0, 12.0, 11.0, 8.0, 5.0, 4.0, 3.0, 2.0]) == (2.0, 11.0)
+
+    def test_nothing_is_cut_off_that_has_room(self) -> None:
+        assert recent_scale([3.0, 1.0, 2.0, 1.5]) == (1.0, 3.0)
+        assert recent_scale([3.5, 3.0, 2.5, 2.0, 1.5, 1.0]) == (1.0, 3.5)
+
+    def test_values_that_do_not_differ_or_overflow_are_shown_whole(self) -> None:
+        assert recent_scale([9.0, 2.0, 2.0, 2.0, 2.0]) == (2.0, 9.0)
+        assert recent_scale([-1.7e308, 1.7e308]) == (-1.7e308, 1.7e308)
+        assert recent_scale([5.0]) == (5.0, 5.0)
+
+    @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1))
+    def test_newer_half_is_always_on_the_scale(self, values: list[float]) -> None:
+        least, most = recent_scale(values)
+        assert min(values) <= least <= most <= max(values)
+        newer = values[len(values) // 2 :]
+        assert least <= min(newer) and max(newer) <= most
 
 
 class TestNetwork:

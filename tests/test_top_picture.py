@@ -33,9 +33,10 @@ def drawn(
     height: int = 24,
     glyphs: Glyphs = UTF8,
     view: View | None = None,
+    series: RunSeries | None = None,
     **keys: Any,
 ) -> Picture:
-    model, series = FeedModel(), RunSeries()
+    model, series = FeedModel(), series or RunSeries()
     read = parse_snapshot(frame(news))
     model.update(read, 5.0)
     series.update(read, 5.0)
@@ -214,6 +215,31 @@ class TestNotation:
     def test_curve_of_several_lines_stacks(self) -> None:
         assert UTF8.chart([0, 7, 8, 15], 4, 2) == ["  ▁█", "▁███"]
         assert UTF8.chart([0.0, None], 3, 2) == ["   ", "▁  "]
+
+    def test_values_beyond_a_scale_leave_a_sign(self) -> None:
+        assert UTF8.chart([99.0, 1.0, 8.0, -99.0], 4, 1, (1.0, 8.0)) == ["↑▁█↓"]
+        assert UTF8.chart([99.0, 0.0, 15.0], 3, 2, (0.0, 15.0)) == ["↑ █", "█▁█"]
+        assert ASCII.chart([1e308, 0.0, 1.0, -1e308], 4, 1, (0.0, 1.0)) == ["^_#v"]
+
+    @pytest.mark.parametrize("glyphs", [UTF8, ASCII])
+    def test_first_round_does_not_flatten_the_curve(self, glyphs: Glyphs) -> None:
+        """A loss of 10.8, and then the ones that people want to see."""
+        losses = [10.8, 5.5] + [3.0 - 0.02 * n for n in range(10)]
+        series = RunSeries()
+        for number, loss in enumerate(losses, start=1):
+            closed = {"number": number, "seconds": 40.0, "loss": loss}
+            series.update(snapshot(number, last_round=closed), float(number))
+        news = document(99, last_round=closed)
+        small = "\n".join(line.plain for line in drawn(news, 80, 24, glyphs, series=series).lines)
+        assert "loss " in small
+        curve = re.search(r"loss [\d.]+ (\S+)", small)
+        assert curve is not None
+        assert curve[1].startswith(glyphs.above * 2), (
+            "the first two are off the scale, and it says so"
+        )
+        assert len(set(curve[1][-6:])) >= 4, "the others are told apart"
+        large = "\n".join(line.plain for line in drawn(news, 140, 40, glyphs, series=series).lines)
+        assert f"loss 2.820  2.820 to 3.000{glyphs.above}" in large
 
     def test_chosen_ascii_has_no_other_sign(self) -> None:
         text = "\n".join(line.plain for line in drawn(document(1), 140, 40, ASCII).lines)

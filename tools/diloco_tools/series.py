@@ -8,6 +8,7 @@ network nor a lost snapshot falsifies them. `now` only dates the points: it may 
 that counts seconds, as long as it is always the same one.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -15,6 +16,25 @@ from typing import TypeVar
 from diloco_tools.feed import Snapshot, Worker
 
 _T = TypeVar("_T")
+
+
+LEAST_RECENT = 4  # points that a scale goes by
+
+
+def recent_scale(values: Sequence[float]) -> tuple[float, float]:
+    """The least and the greatest value that a curve of these should have room for.
+
+    Those of the newer half are on it, and older ones that are at most twice as far off as these differ
+    among themselves. What is beyond is off the scale: the loss of a first round would flatten all that
+    follow. `values` are finite, the newest last; not empty.
+    """
+    newer = values[-max(LEAST_RECENT, len(values) - len(values) // 2) :]
+    least, most = min(newer), max(newer)
+    room = 2 * (most - least)
+    if not 0 < room < math.inf:  # the newer ones do not differ, or by more than a float holds
+        return min(values), max(values)
+    near = [value for value in values if least - room <= value <= most + room]
+    return min(near), max(near)
 
 
 @dataclass(frozen=True)

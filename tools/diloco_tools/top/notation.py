@@ -22,6 +22,8 @@ class Glyphs:
     ellipsis: str
     arrow: str
     play: str
+    above: str  # a value beyond the scale of a curve
+    below: str
     levels: str  # of a sparkline, from the least to the greatest
     encoding: str = "utf-8"
 
@@ -29,7 +31,19 @@ class Glyphs:
     def for_encoding(encoding: str | None) -> "Glyphs":
         """The Unicode signs if `encoding` has all of them, else signs of plain ASCII."""
         unicode = Glyphs(
-            "●", "◐", "○", "█", "░", "—", "…", "→", "▶", "▁▂▃▄▅▆▇█", encoding or "utf-8"
+            good="●",
+            uneasy="◐",
+            bad="○",
+            full="█",
+            empty="░",
+            none="—",
+            ellipsis="…",
+            arrow="→",
+            play="▶",
+            above="↑",
+            below="↓",
+            levels="▁▂▃▄▅▆▇█",
+            encoding=encoding or "utf-8",
         )
         try:
             "".join(astuple(unicode)[:-1]).encode(unicode.encoding)
@@ -40,7 +54,21 @@ class Glyphs:
     @staticmethod
     def ascii(encoding: str | None = None) -> "Glyphs":
         """Signs of plain ASCII; names of strangers are written in `encoding`, or ASCII as well."""
-        return Glyphs("+", "!", "x", "#", ".", "-", "~", "->", ">", "_.:-=+*#", encoding or "ascii")
+        return Glyphs(
+            good="+",
+            uneasy="!",
+            bad="x",
+            full="#",
+            empty=".",
+            none="-",
+            ellipsis="~",
+            arrow="->",
+            play=">",
+            above="^",
+            below="v",
+            levels="_.:-=+*#",
+            encoding=encoding or "ascii",
+        )
 
     def printable(self, text: str) -> str:
         """`text` of a stranger with what would move the cursor or not encode replaced by "?"."""
@@ -70,17 +98,30 @@ class Glyphs:
         """The last `cells` values as signs of different height; a blank for what is no number."""
         return self.chart(values, cells, 1)[0]
 
-    def chart(self, values: Sequence[float | None], cells: int, rows: int) -> list[str]:
-        """The last `cells` values as columns of `rows` lines, scaled from the least to the greatest."""
+    def chart(
+        self,
+        values: Sequence[float | None],
+        cells: int,
+        rows: int,
+        scale: tuple[float, float] | None = None,
+    ) -> list[str]:
+        """The last `cells` values as columns of `rows` lines.
+
+        From the least to the greatest value, or by `scale`: then a sign is where a value is beyond it.
+        """
         shown = [v if v is not None and math.isfinite(v) else None for v in values[-cells:]]
         numbers = [v for v in shown if v is not None]
-        least, most = (min(numbers), max(numbers)) if numbers else (0.0, 0.0)
+        least, most = scale or ((min(numbers), max(numbers)) if numbers else (0.0, 0.0))
         steps = len(self.levels)
         top = rows * steps - 1
         # A curve that does not move is half high, or flat if it is zero.
         still = top // 2 if most else 0
         heights = [
-            -1 if v is None else still if most == least else int(_share(v, least, most) * top + 0.5)
+            -1
+            if v is None
+            else still
+            if most == least
+            else int(min(1.0, max(0.0, _share(v, least, most))) * top + 0.5)
             for v in shown
         ]
         lines = []
@@ -92,6 +133,10 @@ class Glyphs:
                     for h in levels
                 ).ljust(cells)
             )
+        for column, value in enumerate(shown):
+            if value is not None and not least <= value <= most:
+                line, sign = (0, self.above) if value > most else (-1, self.below)
+                lines[line] = lines[line][:column] + sign + lines[line][column + 1 :]
         return lines
 
 

@@ -3,6 +3,7 @@
 Each gives lines no wider than asked; `diloco_tools.top.picture` puts them together.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from diloco_tools.feed import Freshness, LastRound, Snapshot
+from diloco_tools.series import recent_scale
 from diloco_tools.top import facts
 from diloco_tools.top.lines import LABEL, apart, beside, cut, flow, one_line
 from diloco_tools.top.notation import (
@@ -156,7 +158,7 @@ def curves(scene: Scene, snapshot: Snapshot, width: int, rows: int, glyphs: Glyp
     last = snapshot.last_round or LastRound(0)
     known = snapshot.last_round is not None
     panels = [
-        Panel("loss", [point.loss for point in points], last.loss, number),
+        Panel("loss", [point.loss for point in points], last.loss, number, recent=True),
         Panel(
             "net", network, network[-1] if network else None, lambda rate: f"{byte_size(rate)}/s"
         ),
@@ -168,38 +170,52 @@ def curves(scene: Scene, snapshot: Snapshot, width: int, rows: int, glyphs: Glyp
         )
     else:
         took = [point.seconds for point in points]
-        panels.insert(1, Panel("round", took, last.seconds if known else None, duration))
+        panels.insert(
+            1, Panel("round", took, last.seconds if known else None, duration, recent=True)
+        )
     if width >= FOUR_CURVES:
         norms = [point.delta_norm for point in points]
-        panels.append(Panel("delta norm", norms, last.delta_norm, "{:.2g}".format))
+        panels.append(Panel("delta norm", norms, last.delta_norm, "{:.2g}".format, recent=True))
     each = (width - 2 * (len(panels) - 1)) // len(panels)
     return beside([(_panel(panel, each, rows, glyphs), each) for panel in panels])
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A figure over time, what it is now, and how it is written."""
+    """A figure over time, what it is now, and how it is written.
+
+    `recent`: the curve is scaled by its newer half, as `recent_scale` says.
+    """
 
     name: str
     values: Sequence[float | None]
     now: float | None
     written: Callable[[float], str]
+    recent: bool = False
 
 
 def _panel(panel: Panel, width: int, rows: int, glyphs: Glyphs) -> list[Text]:
     now = glyphs.none if panel.now is None else panel.written(panel.now)
     caption = Text.assemble((f"{panel.name} ", QUIET), (now, "bold"))
+    cells = max(1, width - caption.cell_len - 1) if rows == 1 else width
+    shown = [v for v in panel.values[-cells:] if v is not None and math.isfinite(v)]
+    scale = (recent_scale if panel.recent else _whole)(shown) if shown else (0.0, 0.0)
+    chart = glyphs.chart(panel.values, cells, rows, scale)
     if rows == 1:
-        caption.append(" ")
-        left = width - caption.cell_len
-        return [caption.append(glyphs.spark(panel.values, left).rstrip())]
-    shown = [value for value in panel.values[-width:] if value is not None]
-    if len(shown) > 1 and panel.written(min(shown)) != panel.written(max(shown)):
-        low, high = panel.written(min(shown)), panel.written(max(shown))
-        span = Text(f"  {low} to {high}", QUIET)
-        if caption.cell_len + span.cell_len <= width:
-            caption.append_text(span)
-    return [caption, *(Text(line) for line in glyphs.chart(panel.values, width, rows))]
+        return [caption.append(f" {chart[0].rstrip()}")]
+    low, high = (panel.written(value) for value in scale)
+    if len(shown) > 1 and low != high:
+        # The same signs are in the curve, where a value is beyond the end that has one here.
+        below = glyphs.below if min(shown) < scale[0] else ""
+        above = glyphs.above if max(shown) > scale[1] else ""
+        span = f"  {below}{low} to {high}{above}"
+        if caption.cell_len + len(span) <= width:
+            caption.append(span, QUIET)
+    return [caption, *(Text(line) for line in chart)]
+
+
+def _whole(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
 
 
 def verdict(scene: Scene, width: int, most: int, glyphs: Glyphs) -> list[Text]:

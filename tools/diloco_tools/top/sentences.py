@@ -112,6 +112,7 @@ WORDS = (
     ("BEAT, SYNC", "since it was last heard; since its work last counted"),
     ("OLD", "staleness: versions that its parameters are behind"),
     ("TX/S, RX/S", "bytes a second it sends, receives; SENT, GOT: in all"),
+    ("curves", "scaled by their newer half; {above} {below} mark what is beyond that"),
     ("LIVE", "news under 3 s old; LATE to 10 s; then STALE, ages go on"),
 )
 
@@ -122,5 +123,7 @@ def help_page(keys: Sequence[Key], glyphs: Glyphs) -> Text:
     for key in (key for key in keys if key.sign):
         text.append(f"{sign(key, glyphs):>9}  ", "bold").append(key.told + "\n")
     for word, meaning in WORDS:
-        text.append(f"\n{word:<11}", "bold").append(meaning)
+        text.append(f"\n{word:<11}", "bold").append(
+            meaning.format(above=glyphs.above, below=glyphs.below)
+        )
     return text

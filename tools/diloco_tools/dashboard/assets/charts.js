@@ -9,6 +9,7 @@ const MARGIN = { left: 58, right: 12, top: 8, bottom: 24 };
 const HUES = 8; // colours in the style sheet; further lines are grey
 const MOST_LINES = 64; // more than an eye can follow, and as many as are drawn quickly
 const IN_WORDS = 8; // values in the readout
+const LEAST_RECENT = 4; // points that a scale goes by
 
 /** About `count` round numbers from low to high. */
 export function ticks(low, high, count, step0 = 0) {
@@ -27,6 +28,27 @@ function timeTicks(low, high, count) {
   const step = steps.find((s) => s * count >= high - low) ?? 86400 * Math.ceil((high - low) / 86400 / count);
   const first = Math.ceil(low / step - 1e-9);
   return Array.from({ length: Math.max(0, Math.floor(high / step + 1e-9) - first) + 1 }, (_, i) => (first + i) * step);
+}
+
+/**
+ * The least and the greatest value to have room for: those of the newer half, and older ones that are at
+ * most twice as far off as these differ. As `recent_scale` in diloco_tools/series.py.
+ */
+export function recentScale(values) {
+  const newer = values.slice(-Math.max(LEAST_RECENT, Math.ceil(values.length / 2)));
+  const [low, high] = extent(newer);
+  const room = 2 * (high - low);
+  if (!(room > 0 && Number.isFinite(room))) return extent(values);
+  return extent(values.filter((value) => value >= low - room && value <= high + room));
+}
+
+function extent(values) {
+  let [low, high] = [Infinity, -Infinity];
+  for (const value of values) {
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return [low, high];
 }
 
 /** Few enough points for the width: the lowest and the highest of each column stay. */
@@ -59,11 +81,11 @@ function element(tag, attributes, ...children) {
 
 /**
  * One plot. `x` says what goes along: "round" (numbers), "past" (seconds before now, negative) or
- * "elapsed" (seconds since the start).
+ * "elapsed" (seconds since the start). `recent`: one line, scaled by its newer half.
  */
 export class Chart {
-  constructor({ id, title, unit, format, x, fromZero = true, empty }) {
-    Object.assign(this, { title, format, x, fromZero });
+  constructor({ id, title, unit, format, x, fromZero = true, recent = false, empty }) {
+    Object.assign(this, { id, title, format, x, fromZero, recent });
     this.lines = [];
     this.marker = null;
     this.cursor = null;
@@ -72,7 +94,8 @@ export class Chart {
     this.svg.setAttribute("aria-describedby", this.readout.id);
     this.empty = make("p", { className: "empty", textContent: empty });
     const heading = make("h3", {}, title, make("span", { className: "dim", textContent: unit ? ` ${unit}` : "" }));
-    this.node = make("figure", { className: "plot", id }, heading, this.readout, this.empty, this.svg);
+    this.cut = make("p", { className: "cut dim", hidden: true });
+    this.node = make("figure", { className: "plot", id }, heading, this.readout, this.empty, this.svg, this.cut);
     this.width = 0;
     new ResizeObserver(([entry]) => {
       const width = Math.floor(entry.contentRect.width);
@@ -102,12 +125,13 @@ export class Chart {
     this.svg.toggleAttribute("hidden", !points.length);
     this.svg.style.display = points.length ? "" : "none";
     this.readout.hidden = !points.length;
+    this.cut.hidden = true;
     if (!points.length || !this.width) return;
     this.measure(points);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
     this.svg.setAttribute("width", this.width);
     this.cursorLayer = element("g", {});
-    this.svg.replaceChildren(this.axes(), this.curves(), this.cursorLayer);
+    this.svg.replaceChildren(this.frame(), this.axes(), this.curves(), this.cursorLayer);
     this.aim(this.cursor);
   }
 
@@ -119,6 +143,10 @@ export class Chart {
       if (y < y0) y0 = y;
       if (y > y1) y1 = y;
     }
+    if (this.recent) {
+      [y0, y1] = recentScale(points.map((point) => point[1]));
+      this.tellCut(points.filter((point) => point[1] < y0 || point[1] > y1));
+    }
     if (this.x === "past") x1 = Math.max(x1, 0);
     if (x0 === x1) [x0, x1] = this.x === "past" ? [x0 - 30, x1] : [x0 - 0.5, x1 + 0.5];
     if (this.fromZero) y0 = Math.min(0, y0);
@@ -127,6 +155,22 @@ export class Chart {
     y1 += 0.06 * room;
     if (!(this.fromZero && y0 === 0)) y0 -= 0.06 * room;
     this.domain = { x0, x1, y0, y1 };
+  }
+
+  /** Say which points the scale has no room for: a line that leaves the plot would be a riddle. */
+  tellCut(off) {
+    this.cut.hidden = !off.length;
+    if (!off.length) return;
+    const [low, high] = extent(off.map((point) => point[1]));
+    const values = low === high ? this.format(low) : `${this.format(low)} to ${this.format(high)}`;
+    const which = off.length === 1 ? `${this.xText(off[0][0])} with ${values} is` : `${off.length} older rounds with ${values} are`;
+    this.cut.textContent = `Scaled by the newer half: ${which} off the scale.`;
+  }
+
+  /** Lines end where the plot does. */
+  frame() {
+    const box = element("rect", { x: MARGIN.left, y: 0, width: this.width - MARGIN.left, height: HEIGHT - MARGIN.bottom + 2 });
+    return element("clipPath", { id: `${this.id}-frame` }, box);
   }
 
   across = (x) => MARGIN.left + ((x - this.domain.x0) / (this.domain.x1 - this.domain.x0)) * (this.width - MARGIN.left - MARGIN.right);
@@ -168,7 +212,7 @@ export class Chart {
   }
 
   curves() {
-    const group = element("g", { class: "curves" });
+    const group = element("g", { class: "curves", "clip-path": `url(#${this.id}-frame)` });
     const columns = Math.max(50, this.width - MARGIN.left - MARGIN.right) / (this.lines.length > 8 ? 4 : 1);
     this.lines.forEach((line, index) => {
       let path = "";
@@ -221,7 +265,7 @@ export class Chart {
       const place = this.across(closest[0]);
       this.cursorLayer.append(element("line", { class: "cursor", x1: place, x2: place, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }));
       found.forEach((point, index) => {
-        if (point[1] === null) return;
+        if (point[1] === null || point[1] < this.domain.y0 || point[1] > this.domain.y1) return;
         const hue = index < HUES ? `s${index + 1}` : "rest";
         this.cursorLayer.append(element("circle", { class: `dot ${hue}`, cx: this.across(point[0]), cy: this.down(point[1]), r: 3.5 }));
       });

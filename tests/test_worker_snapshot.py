@@ -127,6 +127,16 @@ def _meta() -> nn.Module:
     return nn.Linear(2, 2, device="meta")
 
 
+def _lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+
+
+def _expanded() -> nn.Module:
+    made = nn.Linear(2, 2)
+    made.register_buffer("scale", torch.ones(1).expand(3))
+    return made
+
+
 def _with_hook(made: nn.Module, change: Callable[[dict[str, Tensor]], object]) -> nn.Module:
     def hook(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
         change(state)
@@ -150,6 +160,8 @@ def _foreign_tensor() -> nn.Module:
         (_all_frozen, "no trainable parameters"),
         (_complex_parameter, "phase"),
         (_meta, "weight is on the meta device"),
+        (_lazy, r"1\.weight belongs to a Lazy module"),
+        (_expanded, "scale was made by expand"),
         (_hidden_parameter, "'bias'"),
         (_foreign_tensor, "'extra'"),
     ],
@@ -158,6 +170,13 @@ def test_model_that_cannot_be_exchanged_is_refused_by_name(make: object, names: 
     assert callable(make)
     with pytest.raises(UsageError, match=names):
         ModelTensors.of_module(make())
+
+
+def test_expanding_by_one_shares_no_memory_and_travels() -> None:
+    made = nn.Linear(2, 2)
+    made.register_buffer("position_ids", torch.arange(5).expand(1, -1))
+    names = [entry.name for entry in ModelTensors.of_module(made).manifest.entries]
+    assert names == ["weight", "bias", "position_ids"]
 
 
 # The delta.

@@ -166,6 +166,14 @@ class DiLoCoClient:
         else:
             raise UsageError("join() needs a model, or a manifest and a state.")
         self._stop_link("")
+        try:
+            self._join(tensors)
+        except BaseException:
+            self._stop_link("it did not get to training")
+            raise
+        return self._parameters()
+
+    def _join(self, tensors: ModelTensors) -> None:
         session = Session(
             self.worker_id,
             tensors.manifest,
@@ -178,16 +186,11 @@ class DiLoCoClient:
         )
         link = self._link = Link(self.server, session, capture=tensors.capture)
         link.start()
-        try:
-            self._await(lambda: link.layout is not None, "joining")
-            assert link.layout is not None and link.config is not None
-            self._run = _Run(tensors.manifest, link.layout, link.config)
-            self._take_all("waiting for the first parameters")
-        except BaseException:
-            self._stop_link("it did not get to training")
-            raise
+        self._await(lambda: link.layout is not None, "joining")
+        assert link.layout is not None and link.config is not None
+        self._run = _Run(tensors.manifest, link.layout, link.config)
+        self._take_all("waiting for the first parameters")
         self._joined = True
-        return self._parameters()
 
     def push(
         self,

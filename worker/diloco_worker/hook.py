@@ -57,8 +57,9 @@ class DiLoCoWorker:
 
     Args:
         model: parameters in bf16, fp16, fp32 or fp64, buffers of any kind, tied weights, frozen parts.
-        optimizer: any `torch.optim.Optimizer`; its steps are the inner steps that are counted, so
-            gradient accumulation and the skipped steps of an AMP scaler come out right.
+        optimizer: any `torch.optim.Optimizer`, or a wrapper of one such as Accelerate's; its steps are
+            the inner steps that are counted, so gradient accumulation and the skipped steps of an AMP
+            scaler come out right.
         server: the broker's address; tcp:// may be left out. Without one here and in DILOCO_SERVER
             everything is a no-op.
         sync_every: H, optimizer steps between two pushes of the same fragment. In asynchronous mode
@@ -137,8 +138,7 @@ class DiLoCoWorker:
             }
         )
         self.worker_id: str = self._settings.worker_id or default_worker_id()
-        check_pair(model, optimizer)
-        self._optimizer = optimizer
+        self._optimizer = check_pair(model, optimizer)
         self._tensors: ModelTensors | None = None
         self._link: Link | None = None
         if self._settings.server is not None:
@@ -183,6 +183,8 @@ class DiLoCoWorker:
         `load_state_dict` the parameters stay as the script has loaded them, unless the run has gone on
         without this worker in a way that they have no place in; a warning says so.
 
+        Whatever fails leaves nothing behind: no thread, no member of the run, no signal handler.
+
         Raises:
             Refused: the broker does not take this worker, with its sentence.
             UsageError: this worker has been started before, its audit log cannot be written, or the
@@ -193,7 +195,14 @@ class DiLoCoWorker:
             return self
         if self._link is not None:
             raise UsageError("A DiLoCoWorker starts once; make a new one to join again.")
-        settings, tensors, resumption = self._settings, self._tensors, self._resumption
+        try:
+            return self._start(self._settings.server, self._tensors)
+        except BaseException:
+            self._undo_start()
+            raise
+
+    def _start(self, server: str, tensors: ModelTensors) -> DiLoCoWorker:
+        settings, resumption = self._settings, self._resumption
         if resumption is not None:
             resumption.check_model(tensors)
         audit = self._audit = Audit(settings.audit, self.worker_id)
@@ -211,7 +220,7 @@ class DiLoCoWorker:
             resume = Resume(resumption.config, resumption.plan, resumption.held)
             session.handle(resume, self._clock())
         self._link = link = Link(
-            self._settings.server,
+            server,
             session,
             capture=tensors.capture,
             pinned=tensors.is_on_cuda,
@@ -220,19 +229,26 @@ class DiLoCoWorker:
         )
         self._publish(waiting=True)
         link.start()
-        try:
-            if settings.handle_signals is not False:
-                self._termination.install()
-            await_model(link, Patience(self._clock, first=FIRST_WORD_S))
-            self._take_model(link, audit)
-        except BaseException:
-            self._termination.restore()
-            link.close("it did not get to training")
-            audit.close()
-            raise
+        if settings.handle_signals is not False:
+            self._termination.install()
+        await_model(link, Patience(self._clock, first=FIRST_WORD_S))
+        self._take_model(link, audit)
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
         self._pace.resume(self._clock())
         return self
+
+    def _undo_start(self) -> None:
+        """As if it had never been started, except that it cannot be started again."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._termination.restore()
+        try:
+            if self._link is not None:
+                self._link.close("it did not get to training", LINK_PATIENCE_S)
+        finally:
+            if self._audit is not None:
+                self._audit.close()
 
     def close(self, *, failed: bool = False) -> None:
         """Wait for every push in flight, tell the broker, and leave the model as it is.

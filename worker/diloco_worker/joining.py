@@ -10,15 +10,25 @@ from diloco_worker.link import Link
 from diloco_worker.patience import Patience
 from diloco_worker.session import Phase
 
+# Optimizers around optimizers, at most.
+DEEPEST = 10
+# Where torch keeps what `register_step_post_hook` was given; made by `Optimizer.__init__`.
+HOOKS = "_optimizer_step_post_hooks"
 
-def check_pair(model: object, optimizer: object) -> None:
-    """Raise UsageError unless this optimizer trains this model."""
+
+def check_pair(model: object, optimizer: object) -> torch.optim.Optimizer:
+    """Raise UsageError unless this optimizer trains this model.
+
+    Returns:
+        The optimizer whose steps can be counted: this one, or the one that it wraps.
+    """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer."
         )
+    counted = _with_hooks(optimizer)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if trainable and not any(id(parameter) in stepped for parameter in trainable):
@@ -26,6 +36,24 @@ def check_pair(model: object, optimizer: object) -> None:
             "The optimizer holds none of the model's parameters; make it from model.parameters(), "
             "after the model has been moved or wrapped."
         )
+    return counted
+
+
+def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The first that has step hooks of its own, from the outermost wrapper inwards.
+
+    Wrappers like Accelerate's are an Optimizer by type, hand each real step to `.optimizer`, and have
+    never called `Optimizer.__init__`.
+    """
+    inner: object = optimizer
+    for _ in range(DEEPEST):
+        if isinstance(inner, torch.optim.Optimizer) and HOOKS in vars(inner):
+            return inner
+        inner = getattr(inner, "optimizer", None)
+    raise UsageError(
+        f"optimizer is a {type(optimizer).__name__}, which has no step hooks and wraps no optimizer "
+        "that has; give the torch.optim.Optimizer that makes the steps."
+    )
 
 
 def await_model(link: Link, patience: Patience) -> None:

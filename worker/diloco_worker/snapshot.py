@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from diloco_protocol import Code, Kind, Manifest, ProtocolError, Segment, TensorEntry, UsageError
 from diloco_protocol.buffers import Buffers, mapped
@@ -445,9 +446,7 @@ def _manifest_of(module: nn.Module) -> Manifest:
     aliases: dict[str, list[str]] = {}
     for name in listed:
         tensor = live[name]
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            what = "on the meta device" if tensor.is_meta else f"in layout {tensor.layout}"
-            raise UsageError(f"{name} is {what}; only dense tensors with values can be exchanged.")
+        _require_values_of_its_own(name, tensor)
         original = first.setdefault(_identity(tensor), name)
         if original == name:
             aliases[name] = []
@@ -467,6 +466,23 @@ def _manifest_of(module: nn.Module) -> Manifest:
     manifest = Manifest(tuple(entries))
     _require_sound(manifest)
     return manifest
+
+
+def _require_values_of_its_own(name: str, tensor: Tensor) -> None:
+    """Raise UsageError for a tensor that values cannot be copied out of and into."""
+    if is_lazy(tensor):
+        raise UsageError(
+            f"{name} belongs to a Lazy module and has no shape yet; run one batch through the model "
+            "(and make the optimizer) before the DiLoCoWorker."
+        )
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "on the meta device" if tensor.is_meta else f"in layout {tensor.layout}"
+        raise UsageError(f"{name} is {what}; only dense tensors with values can be exchanged.")
+    if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise UsageError(
+            f"{name} was made by expand: several of its elements are one and the same memory, so no "
+            "values can be copied into it; register its .clone(), or persistent=False if it is constant."
+        )
 
 
 def _identity(tensor: Tensor) -> object:

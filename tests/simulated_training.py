@@ -288,7 +288,8 @@ class Training:
         """H: the worker's own, what the broker has worked out for it, or the run's."""
         own, worked_out = self.worker.habits.wants.get("sync_every"), self.worker.sync_every
         if own is not None:
-            return int(own)
+            barrier = self._config.mode == "sync"
+            return min(int(own), self._config.sync_every) if barrier else int(own)
         if self._config.dylu and worked_out is not None:
             return worked_out
         return self._config.sync_every

@@ -263,8 +263,8 @@ def test_model_file_is_compared_with_the_first_worker() -> None:
 
 def test_worker_that_asks_for_another_configuration_is_refused_naming_both() -> None:
     stage = a_stage(sync_every=100)
-    a = stage.worker("a").joins(wants={"sync_every": 50})
-    assert "sync_every=50, the run has sync_every=100" in a.error().text
+    a = stage.worker("a").joins(wants={"fragment_sync_delay": 5})
+    assert "fragment_sync_delay=5, the run has fragment_sync_delay=0" in a.error().text
     assert len(stage.state.members) == 0
     assert not stage.worker("b").joins(wants={"sync_every": 100}).all(Error)
 

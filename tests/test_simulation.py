@@ -85,7 +85,8 @@ def a_scenario(mode: str, streams: bool, seed: int, saved: int | None = None) ->
         own = {"sync_every": dice.randint(pieces * (delay + 1), 20)}
         wants = ({}, {"wire_dtype": "bf16"}, own)
     else:
-        wants = ({}, {"wire_dtype": "bf16"})
+        own = {"sync_every": dice.randint(pieces * (delay + 1), steps)}
+        wants = ({}, {"wire_dtype": "bf16"}, own)
         fields["min_workers"] = dice.randint(1, workers)
         fields["weight_by"] = dice.choice(("equal", "tokens", "samples"))
     if mode in ("carry", "drop"):

@@ -8,7 +8,7 @@ where implementations go wrong.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -72,12 +72,17 @@ def reference(
     make_optimizer: MakeOptimizer,
     workers: int,
     rounds: int,
-    h: int,
-    wire: str = "fp32",
+    h: int | Sequence[int],
+    wire: str | Sequence[str] = "fp32",
     lr: float = 0.7,
     momentum: float = 0.9,
 ) -> list[list[State]]:
-    """For each worker: the state of its model after each step (after the round, at a boundary)."""
+    """For each worker: the state of its model after each step (after the round, at a boundary).
+
+    H and the wire dtype may be given for each worker.
+    """
+    steps = [h] * workers if isinstance(h, int) else list(h)
+    wires = [wire] * workers if isinstance(wire, str) else list(wire)
     first = make()
     models = [copy.deepcopy(first) for _ in range(workers)]
     optimizers = [make_optimizer(model) for model in models]
@@ -92,12 +97,15 @@ def reference(
     history: list[list[State]] = [[] for _ in range(workers)]
     for round_ in range(rounds):
         for worker, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            for step in range(round_ * h, (round_ + 1) * h):
+            for step in range(round_ * steps[worker], (round_ + 1) * steps[worker]):
                 one_step(model, optimizer, worker, step)
                 history[worker].append(state_of(model))
         locals_ = [dict(model.named_parameters()) for model in models]
         for name, master in masters.items():
-            deltas = [(master.data - each[name].data.float()).to(DTYPES[wire]) for each in locals_]
+            deltas = [
+                (master.data - each[name].data.float()).to(DTYPES[dtype])
+                for each, dtype in zip(locals_, wires, strict=True)
+            ]
             master.grad = torch.stack([delta.float() for delta in deltas]).sum(0) / workers
         outer.step()
         for name, old in buffers.items():
@@ -123,9 +131,13 @@ def diloco(
     workers: int,
     rounds: int,
     h: int,
+    own: Sequence[dict[str, Any]] = (),
     **options: Any,
 ) -> tuple[list[list[State]], State]:
-    """The same through a broker: each worker's history, and the global parameters at the end."""
+    """The same through a broker: each worker's history, and the global parameters at the end.
+
+    `own` has what each worker asks for itself.
+    """
     first = make()
     config = BrokerConfig(
         workers=workers,
@@ -140,8 +152,9 @@ def diloco(
         model = copy.deepcopy(first)
         optimizer = make_optimizer(model)
         history = []
-        with DiLoCoWorker(model, optimizer, server=broker.address, worker_id=f"w{worker}"):
-            for step in range(rounds * h):
+        asks = own[worker] if own else {}
+        with DiLoCoWorker(model, optimizer, broker.address, worker_id=f"w{worker}", **asks):
+            for step in range(rounds * asks.get("sync_every", h)):
                 one_step(model, optimizer, worker, step)
                 history.append(state_of(model))
         return history
@@ -242,6 +255,19 @@ def test_all_workers_and_an_observer_hold_the_same_bits_after_a_round() -> None:
     torch.manual_seed(9)
     first = mlp()
     got, final = diloco(lambda: copy.deepcopy(first), sgd, 3, 3, 2, wire_dtype="bf16")
+    for name, tensor in final.items():
+        assert all(torch.equal(history[-1][name], tensor) for history in got)
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"quorum": 3}])
+def test_workers_of_a_round_may_differ_in_h_and_wire_dtype(options: dict[str, Any]) -> None:
+    torch.manual_seed(11)
+    first = with_norm()
+    steps, wires = [4, 2, 3], ["fp32", "bf16", "fp16"]
+    own = [{"sync_every": h, "wire_dtype": wire} for h, wire in zip(steps, wires, strict=True)]
+    run = (lambda: copy.deepcopy(first), sgd, 3, 3)
+    got, final = diloco(*run, 4, own, wire_dtype="fp32", **options)
+    assert_same(got, reference(*run, steps, wires), rtol=1e-4, atol=1e-5)
     for name, tensor in final.items():
         assert all(torch.equal(history[-1][name], tensor) for history in got)
 

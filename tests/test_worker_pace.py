@@ -255,17 +255,28 @@ def test_h_of_its_own_is_not_for_everyone(
     assert worker.sync_every == 4
 
 
-# Asynchronous mode.
+# An H of its own, and asynchronous mode.
 
 
-def test_asynchronous_worker_uses_its_own_h_and_wire_dtype(
-    broker: ScriptedBroker, beside: Beside, begin: Make
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_worker_uses_its_own_h_and_wire_dtype(
+    broker: ScriptedBroker, beside: Beside, begin: Make, mode: str
 ) -> None:
-    broker.config = run_config(mode="async")
+    broker.config = run_config(mode=mode)
     worker, descent = begin(sync_every=3, wire_dtype="bf16")
     assert (worker.sync_every, worker.config) == (3, broker.config)
     push = sync(broker, beside, descent, 3, 1)
     assert (push.steps, push.wire_dtype) == (3, "bf16")
+
+
+def test_own_h_gives_way_to_a_smaller_one_of_a_run_with_rounds(
+    broker: ScriptedBroker, beside: Beside, begin: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker.config = run_config(sync_every=2)
+    worker, descent = begin(sync_every=3)  # the broker knows it: it does not refuse it
+    assert worker.sync_every == 2
+    assert "asks for sync_every=3, the run has 2 now: it takes 2" in caplog.text
+    assert sync(broker, beside, descent, 2, 1).steps == 2
 
 
 def test_own_h_below_the_number_of_fragments_is_refused(

@@ -4,6 +4,7 @@ No clock, socket, thread, file or tensor in here: time is an argument, payloads 
 handed in. The rules stand where they belong, as functions over one `State`:
 
     joining       who comes, comes back, leaves, dies       membership  the records of it
+    terms         what a worker may have for itself
     providing     where the first parameters come from      bootstrap
     recovering    a run that exists goes on
     pushing       what is checked of a push and its chunks  granting    what it is answered

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from diloco_broker import providing, sequence
-from diloco_broker.config import BrokerConfig
+from diloco_broker import providing, sequence, terms
 from diloco_broker.events import Effect, Log, Route, Send
 from diloco_broker.membership import Member
 from diloco_broker.state import Departure, State
-from diloco_protocol.codecs import WIRE_DTYPES
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest, differences, summarise
 from diloco_protocol.messages import Error, Heartbeat, Join, Notice, Welcome
@@ -46,6 +43,9 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
             member.goes_on_from(state.bootstrap.known[join.worker_id])
         yield Log("info", f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
         config = state.config
+        remark = terms.remark(config, join)
+        if remark is not None:
+            yield Log("info", remark)
         if config.is_async and len(state.members) > config.workers:
             yield Log(
                 "warning",
@@ -132,7 +132,7 @@ def _check_join(state: State, join: Join) -> tuple[int, ...]:
         raise ProtocolError(
             Code.MODEL_DIFFERS, f"The model cannot be trained: {summarise(problems)}."
         )
-    _check_wants(state.config, join.wants)
+    terms.check_wants(state.config, join)
     run = state.bootstrap.run if _run_is_settled(state) else None
     if join.run is not None and run is not None and join.run != run:
         raise ProtocolError(
@@ -142,37 +142,6 @@ def _check_join(state: State, join: Join) -> tuple[int, ...]:
         )
     _check_manifest(state, join.manifest)
     return _plan(state, join.manifest)
-
-
-def _check_wants(config: BrokerConfig, wants: Mapping[str, Any]) -> None:
-    """A worker trains as the run does. The wire dtype is its own affair; without a barrier, H too."""
-    for name, asked in wants.items():
-        runs = _as_run(config, name)
-        if asked is None or asked == runs:
-            continue
-        if name == "wire_dtype" and asked in WIRE_DTYPES:
-            continue
-        least = config.fewest_steps
-        if config.is_async and name == "sync_every":
-            if isinstance(asked, int) and asked >= least:
-                continue
-            raise ProtocolError(
-                Code.CONFIG_DIFFERS,
-                f"The worker asks for sync_every={asked}; with {config.num_fragments} fragment(s) "
-                f"and a delay of {config.fragment_sync_delay} it must be at least {least}.",
-            )
-        raise ProtocolError(
-            Code.CONFIG_DIFFERS,
-            f"The worker asks for {name}={asked}, the run has {name}={runs}; leave it out to "
-            "take the run's, or start the broker with the other.",
-        )
-
-
-def _as_run(config: BrokerConfig, name: str) -> object:
-    """A field of the run's configuration, in the words of the options."""
-    if name == "fragment_sync_delay":
-        return config.fragment_sync_delay  # "auto" is 0 with a mark on the wire
-    return getattr(config.run_config, name, None)
 
 
 def _plan(state: State, manifest: Manifest) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_broker.dylu import averaged
 from diloco_broker.events import Route
+from diloco_broker.terms import own_sync_every
 from diloco_broker.transfer import Account, Upload
 from diloco_protocol.messages import Heartbeat, Join, Pull, Push
 from diloco_protocol.version import VersionId
@@ -40,6 +41,7 @@ class Member:
     host: str = ""
     pid: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    sync_every: int | None = None  # H of its own
     versions: tuple[VersionId | None, ...] = ()
     uploads: dict[int, Upload] = field(default_factory=dict)  # by fragment
     window: int = 0  # chunks that its last push could have under way
@@ -146,6 +148,7 @@ class Membership:
             host=printable(join.host, MAX_HOST_LENGTH),
             pid=join.pid,
             extra=join.extra,
+            sync_every=own_sync_every(join.wants),
             versions=join.versions,
             probed_at=now,
             moved_at=now,
@@ -164,6 +167,7 @@ class Membership:
         member.bulk = None
         member.last_seen = member.probed_at = now
         member.disconnected_at = None
+        member.sync_every = own_sync_every(join.wants)
         member.versions = join.versions
         member.uploads.clear()
         member.deferred.clear()

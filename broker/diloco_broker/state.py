@@ -192,8 +192,10 @@ class State:
                 return push.weight
 
     def sync_every_of(self, member: Member) -> int:
-        """H of one worker: smaller for slow ones under Dynamic Local Updates."""
-        config = self.config
+        """H of one worker: its own, or smaller for slow ones under Dynamic Local Updates."""
+        config, own = self.config, member.sync_every
+        if own is not None:
+            return own if config.is_async else min(own, config.sync_every)
         if not config.dylu:
             return config.sync_every
         speeds = {m.worker_id: m.speed for m in self.members if m.speed is not None}

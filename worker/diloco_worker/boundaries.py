@@ -28,6 +28,7 @@ from diloco_worker.resume import Place, Resumption, compared, known_pushes
 from diloco_worker.session import Phase
 from diloco_worker.snapshot import ModelTensors
 from diloco_worker.tally import Tally
+from diloco_worker.terms import sync_every
 from diloco_worker.turns import Turn, Turns
 
 logger = logging.getLogger("diloco.worker")
@@ -358,13 +359,9 @@ class Boundaries:
         self.turns.pace(self._sync_every(config), self.step)
 
     def _sync_every(self, config: RunConfig) -> int:
-        """H: this worker's own, what the broker has worked out for it, or the run's."""
-        own, worked_out = self._settings.sync_every, self._link.sync_every
-        if own is not None:
-            return own
-        if config.dylu and self._settings.dylu is not False and worked_out is not None:
-            return worked_out
-        return config.sync_every
+        settings = self._settings
+        worked_out = None if settings.dylu is False else self._link.sync_every
+        return sync_every(config, settings.sync_every, worked_out)
 
     # News and waiting.
 

@@ -62,8 +62,8 @@ class DiLoCoWorker:
             scaler come out right.
         server: the broker's address; tcp:// may be left out. Without one here and in DILOCO_SERVER
             everything is a no-op.
-        sync_every: H, optimizer steps between two pushes of the same fragment. In asynchronous mode
-            a worker may have its own.
+        sync_every: H, optimizer steps between two pushes of the same fragment. A worker may have its
+            own; in a run with rounds a smaller one only.
         worker_id: name in displays, unique in the run; default: host name and a random ending.
         wire_dtype: of pseudo-gradients: "fp32", "bf16" or "fp16". A worker may have its own.
         num_fragments: P, parts of the model that are synchronised one after the other.

@@ -49,6 +49,19 @@ class Pulls:
         return self.downloads[fragment]
 
     @property
+    def has_all(self) -> bool:
+        """Whether every fragment has been here whole; true before it is known which there are."""
+        return all(not each.size or each.fragment in self.held for each in self.downloads.values())
+
+    @property
+    def versions(self) -> tuple[VersionId | None, ...]:
+        """What is held of each fragment, for joining; empty unless all of them have been here."""
+        if not (self.held and self.has_all):
+            return ()
+        held = (self.held.get(fragment) for fragment in self.downloads)
+        return tuple(each.version if each and not each.is_left_behind else None for each in held)
+
+    @property
     def times(self) -> list[float]:
         """When `tick` has something to do."""
         return list(self._pull_at.values())

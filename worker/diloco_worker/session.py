@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from diloco_protocol import Code, Manifest, ModelLayout, RunConfig, VersionId
+from diloco_protocol import Code, Manifest, ModelLayout, RunConfig
 from diloco_protocol.messages import (
     Ack,
     Chunk,
@@ -87,7 +87,7 @@ from diloco_worker.events import (
 from diloco_worker.former import FORGOTTEN, FormerLife
 from diloco_worker.pulls import Pulls
 from diloco_worker.pushes import Pushes
-from diloco_worker.terms import agree, changed, cut, heartbeat_interval
+from diloco_worker.terms import agree, changed, cut, gives_way, heartbeat_interval
 from diloco_worker.waits import (
     FIRST_BACKOFF_S,
     JOIN_PATIENCE_S,
@@ -273,35 +273,23 @@ class Session:
         self.phase = Phase.JOINING
         self._joining_since = now
         self._wake_at = None
-        versions: tuple[VersionId | None, ...] = ()
-        if not self._has_all:
+        if not self.pulls.has_all:
             # The connection broke during the first pull. Part of a model can be given to nobody, and
             # a worker that has never had a whole one belongs to no run.
             self.run = None
-        elif self.layout is not None and self.pulls.held:
-            held = (self.pulls.held.get(part.fragment) for part in self.layout.all)
-            versions = tuple(
-                each.version if each and not each.is_left_behind else None for each in held
-            )
         yield Send(
             Join(
                 worker_id=self.worker_id,
                 manifest=self.manifest,
                 run=self.run,
                 session=self.token,
-                versions=versions,
+                versions=self.pulls.versions,
                 wants=self.wants,
                 host=self.host,
                 pid=self.pid,
                 extra=self.extra,
             )
         )
-
-    @property
-    def _has_all(self) -> bool:
-        """Whether every fragment has been here whole; true before it is known which there are."""
-        layout, held = self.layout, self.pulls.held
-        return layout is None or all(p.fragment in held for p in layout.all if p.chunks)
 
     def _disconnected(self, reason: str, now: float) -> Iterator[Effect]:
         is_final = self.phase is Phase.REFUSED and self.token is None  # nobody wants it back
@@ -408,7 +396,7 @@ class Session:
             yield from self._refused(Code.CONFIG_DIFFERS, layout, now)
             return
         again = self.token is not None
-        if not self._has_all and any(
+        if not self.pulls.has_all and any(
             h.version.run != welcome.run for h in self.pulls.held.values()
         ):
             self.pulls.held.clear()
@@ -422,6 +410,8 @@ class Session:
         self._backoff = FIRST_BACKOFF_S
         self._wake_at = None
         self._beat_at = now + self._interval if self._interval else None
+        if (text := gives_way(welcome.config, own)) is not None:
+            yield Say(text, trouble=True)
         yield Joined(welcome, layout, again)
         yield self.pulls.open_window(self.token)
         for upload in self.pushes:  # the oldest first

@@ -61,10 +61,10 @@ def objection(
             f"of the worker knows the modes {', '.join(MODES)} and the merges {', '.join(MERGES)}; "
             "install the release that the broker has."
         )
-    sync_every = config.sync_every if asked_sync_every is None else asked_sync_every
-    if not 0 < config.num_fragments <= sync_every:
+    steps = sync_every(config, asked_sync_every, None)
+    if not 0 < config.num_fragments <= steps:
         return (
-            f"sync_every is {sync_every} and the run has {config.num_fragments} fragments, which "
+            f"sync_every is {steps} and the run has {config.num_fragments} fragments, which "
             "need a step each; use a larger sync_every, or fewer fragments at the broker."
         )
     difference = changed(earlier, config)
@@ -142,6 +142,25 @@ def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayo
         num_fragments=config.num_fragments,
         chunk_elements=config.chunk_elements,
     )
+
+
+def sync_every(config: RunConfig, own: int | None, worked_out: int | None) -> int:
+    """H in use: the worker's own, what the broker has worked out for it, or the run's.
+
+    In a run with rounds an own H is never above the run's, which an operator may lower while it goes on:
+    the others would wait.
+    """
+    if own is not None:
+        return own if config.mode == "async" else min(own, config.sync_every)
+    return config.sync_every if worked_out is None or not config.dylu else worked_out
+
+
+def gives_way(config: RunConfig, own: int | None) -> str | None:
+    """What to say where the run's H takes the place of the worker's own; None where it does not."""
+    runs = config.sync_every
+    if own is None or own == sync_every(config, own, None):
+        return None
+    return f"This worker asks for sync_every={own}, the run has {runs} now: it takes {runs}."
 
 
 def heartbeat_interval(config: RunConfig, asked: float | None) -> float:

@@ -171,14 +171,23 @@ def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total / sum(weights)
 
 
+def blended(
+    old: Tensor, values: Sequence[Tensor], weights: Sequence[float], share: float
+) -> Tensor:
+    """(1 - share) old + share sum(w_i v_i) / sum(w_i) of a float buffer, in fp64 but for the result."""
+    parts = [weight * value.double() for weight, value in zip(weights, values, strict=True)]
+    mean = torch.stack(parts).sum(0) / sum(weights)
+    return ((1 - share) * old.double() + share * mean).float()
+
+
 class GlobalModel:
     """What the broker keeps: fp32 parameters, buffers, and an outer optimizer for each fragment.
 
     Args:
         model: gives the first values.
         fragments: names of the tensors in each fragment, buffers with the last one.
-        share: what a pseudo-gradient counts for a buffer: 1 for a mean over the workers, 1/k for
-            that of a single worker of k.
+        share: how far a buffer moves to what was sent: 1, all the way, to a mean over the workers,
+            1/k to the value of a single worker of k.
     """
 
     def __init__(
@@ -211,8 +220,8 @@ class GlobalModel:
         """Apply pseudo-gradients of a fragment as one gradient; returns its new values.
 
         Args:
-            deltas: for each worker g by name; of integers the values reached.
-            scale: what the gradient is multiplied with.
+            deltas: for each worker g by name; of buffers the values reached.
+            scale: what the gradient, and the share of buffers, is multiplied with.
         """
         base = self.base(fragment)
         gradient, after = {}, {}
@@ -224,7 +233,7 @@ class GlobalModel:
             elif name in self.trained:
                 gradient[name] = weighted_mean(parts, weights) * scale
             else:
-                after[name] = value - self.share * scale * weighted_mean(parts, weights)
+                after[name] = blended(value, parts, weights, self.share * scale)
         after |= self.outers[fragment](base, gradient)
         self.values |= after
         self.versions[fragment] += 1
@@ -237,12 +246,13 @@ def _exact(tensor: Tensor) -> Tensor:
 
 def difference(base: State, model: nn.Module) -> State:
     """A pseudo-gradient: what the model began with (base, rounded as its dtype is) minus what it has
-    reached; of integers the latter."""
+    reached; of buffers the latter."""
     reached = state_of(model)
+    buffers = {name for name, _ in model.named_buffers()}
     return {
-        name: held(value, reached[name]) - reached[name].float()
-        if value.is_floating_point()
-        else reached[name]
+        name: _exact(reached[name])
+        if name in buffers
+        else held(value, reached[name]) - reached[name].float()
         for name, value in base.items()
     }
 
@@ -294,11 +304,15 @@ class Plan:
         return torch.lerp(local.float(), new, 1 - self.alpha)
 
     def merge(self, model: nn.Module, sent: State, new: State) -> None:
-        local = state_of(model)
-        put(
-            model,
-            {name: self.merged(local[name], sent[name], value) for name, value in new.items()},
-        )
+        """Float buffers stay between the local and the new value."""
+        local, after = state_of(model), {}
+        buffers = {name for name, _ in model.named_buffers()}
+        for name, value in new.items():
+            after[name] = self.merged(local[name], sent[name], value)
+            if name in buffers:
+                ends = local[name].to(value.dtype), value
+                after[name] = after[name].clamp(torch.minimum(*ends), torch.maximum(*ends))
+        put(model, after)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch import Tensor
 from diloco_broker import reduce
 from diloco_broker.outer import Nesterov
 from diloco_broker.parameters import Parameters
-from diloco_broker.reduce import PIECE_ELEMENTS, StreamingMean
+from diloco_broker.reduce import PIECE_ELEMENTS, Gradient, StreamingMean
 from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
 from diloco_protocol.chunks import ModelLayout
 
@@ -55,7 +55,7 @@ def test_mean_has_the_same_bits_however_many_contributions_are_held(
         assert mean.held <= held
     for index in range(CHUNKS):
         gradient = mean.take(index, sum(weights))
-        assert gradient is not None
+        assert isinstance(gradient, Gradient)
         got = gradient.whole() if index else torch.cat([p.clone() for p in gradient.pieces()])
         in_order = order[index]
         wanted = added_up([deltas[index][n] for n in in_order], [weights[n] for n in in_order])

@@ -108,10 +108,10 @@ def reference(
             ]
             master.grad = torch.stack([delta.float() for delta in deltas]).sum(0) / workers
         outer.step()
-        for name, old in buffers.items():
+        for name in buffers:
             values = torch.stack([dict(model.named_buffers())[name] for model in models])
             if values.is_floating_point():
-                buffers[name] = old - (old - values).sum(0) / workers
+                buffers[name] = values.mean(0)
             else:
                 buffers[name] = values.max(0).values
         with torch.no_grad():

@@ -34,6 +34,7 @@ from diloco_protocol.messages import (
     Pull,
     Push,
     Result,
+    Welcome,
     to_plain,
 )
 from diloco_worker import DiLoCoClient, GlobalParameters
@@ -126,6 +127,18 @@ def test_push_sends_the_delta_and_pull_waits_for_the_version_that_contains_it(
     assert set(result.tensors["weight"].flatten().tolist()) == {9}
 
 
+def test_broker_that_reads_float_buffers_as_differences_is_refused(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    """One of an earlier release, which says nothing of them."""
+    joining = beside(client.join, Net())
+    broker.control, _, _ = broker.hears_from(Join)
+    old = run_config(buffers="differences")
+    broker.says(Welcome(b"1" * 16, "epoch", old, 0, versions=(version(0),)))
+    with pytest.raises(Refused, match="install the same release at both ends"):
+        joining()
+
+
 def test_results_are_the_callers_own(
     client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
 ) -> None:
@@ -153,7 +166,7 @@ def test_delta_may_leave_out_buffers(
     pushing = beside(client.push, delta)
     _, values = broker.takes_push()
     pushing()
-    assert values.vectors[Segment.BUFFERS].tolist() == [0.25] * 3 + [0.0] * 3
+    assert values.vectors[Segment.BUFFERS].tolist() == [0.25] * 3 + [8.0] * 3
     assert values.vectors[Segment.INTEGERS].tolist() == [8]
 
 

@@ -12,7 +12,7 @@ from worker_fakes import Beside, Descent, ScriptedBroker, run_config, version
 from worker_next_life import H, Resume, saved_by, says_current
 from worker_stage import Make, filled, values
 
-from diloco_protocol import Counted, Ledger, UsageError, VersionId
+from diloco_protocol import Counted, Ledger, Segment, UsageError, VersionId
 from diloco_protocol.messages import Join, Released
 from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.exchange import Ground, Work
@@ -126,6 +126,34 @@ def test_model_that_was_not_loaded_is_found_out_before_anything_is_sent(
     with pytest.raises(UsageError, match="load the model's own checkpoint"):
         again.start()
     broker.hears_nothing_of(Join, 0.1)
+
+
+def test_flight_of_a_release_that_sent_differences_goes_on_as_the_values_it_meant(
+    broker: ScriptedBroker, beside: Beside, begin: Make, make: Make
+) -> None:
+    broker.config = run_config(fragment_sync_delay=2)
+    worker, descent = begin(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    mean = torch.tensor([1.0, 2.0, 3.0])
+    descent.model.get_buffer("1.running_mean").copy_(mean)
+    descent.steps(H + 1)
+    _, sent = broker.takes_push()
+    state, tensors = saved_by(worker, descent)
+    saved = state["resume"]["fragments"][0]
+    flight, base = saved["flight"], saved["base"]["buffers"]
+    assert flight.pop("buffers") == "values"
+    assert torch.equal(flight["wire"]["buffers"][:3], mean)
+    flight["wire"]["buffers"] = base - flight["wire"]["buffers"]
+    again, other = make(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    other.model.load_state_dict(tensors)
+    again.load_state_dict(state)
+    started = beside(again.start)
+    broker.welcomes(version(0))
+    says_current(broker, version(0))
+    started()
+    says_current(broker, version(0))
+    push, delta = broker.takes_push()
+    assert push.buffers == "values"
+    assert torch.equal(delta.vectors[Segment.BUFFERS], sent.vectors[Segment.BUFFERS])
 
 
 def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:

@@ -60,6 +60,7 @@ def run_config(**changes: Any) -> RunConfig:
         "reply_dtype": "fp32",
         "chunk_elements": 4,
         "heartbeat_timeout": 60.0,
+        "buffers": "values",
     }
     return RunConfig(**{**fields, **changes})
 

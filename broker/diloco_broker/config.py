@@ -11,7 +11,7 @@ from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import PATTERNS, longest_delay
-from diloco_protocol.messages import RunConfig
+from diloco_protocol.messages import BUFFERS, RunConfig
 
 MODES = ("sync", "async")
 OUTERS = ("nesterov", "dn", "fedbuff", "sgd")
@@ -240,6 +240,7 @@ class BrokerConfig:
             reply_dtype=self.reply_dtype,
             heartbeat_timeout=self.heartbeat_timeout,
             chunk_elements=self.chunk_elements,
+            buffers=BUFFERS,
         )
 
     def _check_single_values(self) -> None:

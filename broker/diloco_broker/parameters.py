@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco_broker.blend import Blend
 from diloco_broker.events import Part
 from diloco_broker.outer import ChunkOuter, DelayedNesterovByGroup, Nesterov, Outer
 from diloco_broker.reduce import Gradient, StagedReducer, StreamingMean
@@ -68,8 +69,8 @@ class Parameters:
         aggregate: what whole submissions are merged with, one of `reduce.AGGREGATES`.
         is_round: whether a gradient is a round's. The maximum of its integers then replaces their
             value, which otherwise only grows: a single submission may be behind the others.
-        share: what a single gradient is worth to buffers of the model: 1 where it is a round's mean,
-            1/workers where each submission is applied by itself.
+        share: how far a buffer of the model moves to the values that were sent: 1, all the way, where
+            they are a round's mean, 1/workers where each submission is applied by itself.
         initial: tensors of the model file by name, or None.
         stocks: what to have memory at hand for, None where it is there already.
     """
@@ -198,9 +199,8 @@ class Parameters:
             As `step`.
         """
         span = self._layouts[fragment].spans[index]
-        merged = (self._staged.gradient(span, parts) for parts in groups)
-        gradients = (None if each is None else Gradient.of(each) for each in merged)
-        return self._advance(fragment, index, gradients, count)
+        reduced = (self._staged.reduced(span, parts) for parts in groups)
+        return self._advance(fragment, index, reduced, count)
 
     def wires(self, fragment: int) -> list[Any]:
         """The fragment's chunks as they are sent."""
@@ -248,7 +248,7 @@ class Parameters:
             self._states[fragment][index] = kept
 
     def _advance(
-        self, fragment: int, index: int, gradients: Iterable[Gradient | None], count: int
+        self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
     ) -> list[Done]:
         if self._is_whole(fragment, index):
             return self._advance_whole(fragment, index, gradients, count)
@@ -263,7 +263,7 @@ class Parameters:
         return [self._done(fragment, span, overflow, reply)]
 
     def _advance_whole(
-        self, fragment: int, index: int, gradients: Iterable[Gradient | None], count: int
+        self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
     ) -> list[Done]:
         whole = self._wholes[fragment]
         turns = whole.collect(index, [None if each is None else each.whole() for each in gradients])
@@ -291,7 +291,7 @@ class Parameters:
         return Done(span.index, as_bytes(reply), overflow)
 
     def _apply(
-        self, fragment: int, span: ChunkSpan, gradient: Gradient, count: int
+        self, fragment: int, span: ChunkSpan, gradient: Gradient | Blend, count: int
     ) -> Tensor | None:
         """Store what a gradient makes of a chunk; None, and nothing stored, when it is not finite.
 
@@ -302,17 +302,16 @@ class Parameters:
         state, new = self._states[fragment][span.index], self._buffers.like
         reply = Reply(span, self._reply, self._buffers)
         outer = self._outer_of(fragment, span) if span.segment is Segment.PARAMETERS else None
-        match outer:
-            case None if span.segment is Segment.BUFFERS:
-                updated = torch.sub(master, gradient.whole(), alpha=self.share)
-            case None:
-                largest = gradient.whole()
-                updated = largest.clone() if self._is_round else torch.maximum(master, largest)
-            case Nesterov():
-                pieces = gradient.pieces()
-                updated, state = outer.step_by_pieces(master, pieces, state, new, reply.add)
-            case _:
-                updated, state = outer.step(master, gradient.whole(), state, count, new)
+        if isinstance(gradient, Blend):
+            updated = gradient.onto(master, self.share, new)
+        elif outer is None:
+            largest = gradient.whole()
+            updated = largest.clone() if self._is_round else torch.maximum(master, largest)
+        elif isinstance(outer, Nesterov):
+            pieces = gradient.pieces()
+            updated, state = outer.step_by_pieces(master, pieces, state, new, reply.add)
+        else:
+            updated, state = outer.step(master, gradient.whole(), state, count, new)
         total = state.get(DELAYED)
         # An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
         if total is not None and not is_finite(total):

@@ -27,7 +27,7 @@ from diloco_broker.state import State
 from diloco_protocol.chunks import FragmentLayout, Segment
 from diloco_protocol.codecs import WIRE_DTYPES, span_bytes, wire_dtype
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.messages import Chunk, Commit, Purpose, Push
+from diloco_protocol.messages import BUFFERS, Chunk, Commit, Purpose, Push
 
 # A weight is a count of tokens or samples; more than this in one round is a mistake. So is less than
 # that: fp32 would lose what it multiplies.
@@ -153,11 +153,19 @@ def _check_push(state: State, push: Push) -> None:
     stocks = state.shelf.stocks
     if not 0 <= push.fragment < len(stocks):
         raise ProtocolError(Code.BAD_PUSH, f"There is no fragment {push.fragment} in this run.")
-    chunks = stocks[push.fragment].layout.chunks
+    layout = stocks[push.fragment].layout
+    chunks = layout.chunks
     if push.chunks != chunks or not chunks:
         raise ProtocolError(
             Code.BAD_PUSH,
             f"The push has {push.chunks} chunks, fragment {push.fragment} has {chunks}.",
+        )
+    is_gradient = push.purpose is Purpose.GRADIENT
+    if is_gradient and layout.lengths[Segment.BUFFERS] and push.buffers != BUFFERS:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The float buffers of this push travel as {push.buffers:.20}, this broker takes them as "
+            f"{BUFFERS}; install the same release at both ends.",
         )
     # Each gradient is decoded as it came: a worker may have a dtype of its own, and a delta that was
     # frozen before a restart keeps its.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco_broker.blend import Blend
 from diloco_broker.events import Part
 from diloco_protocol.buffers import Buffers
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
@@ -106,7 +107,7 @@ class Gradient:
 
     @classmethod
     def of(cls, values: Tensor) -> Gradient:
-        """A gradient that is there, of fp32 parameters or buffers or int64 integers; it is used up."""
+        """A gradient that is there, of fp32 parameters or int64 integers; it is used up."""
         return cls(values, (), 1.0, values, torch.empty)
 
     def whole(self) -> Tensor:
@@ -153,7 +154,8 @@ def _fp32(values: Tensor, room: Tensor) -> Tensor:
 
 
 class StreamingMean:
-    """Accumulators of one fragment: fp32 sums of weighted chunks, or the maximum of integers.
+    """Accumulators of one fragment: fp32 sums of weighted chunks; of buffers a `Blend`; of integers
+    the maximum.
 
     What has come last is not added up at once but held as it came. Most often the other contributions
     to the same chunk come soon, and then the sum is made piece by piece with the outer step, and never
@@ -175,6 +177,7 @@ class StreamingMean:
         self._buffers = buffers or Buffers()
         self._wire_dtype = wire_dtype
         self._sums: list[Tensor | None] = [None] * layout.chunks
+        self._blends: dict[int, Blend] = {}  # of float buffers, by chunk
         # By chunk, the one that has waited longest first.
         self._waiting: dict[int, list[tuple[Tensor, float]]] = {}
         self.held = 0
@@ -199,14 +202,19 @@ class StreamingMean:
             return True
         if not is_finite(values):
             return False
+        if segment is Segment.BUFFERS:
+            self._blends.setdefault(index, Blend()).add(values, weight)
+            return True
         self._waiting.setdefault(index, []).append((values, weight))
         self.held += 1
         while self.held > HELD:
             self._add_up(next(iter(self._waiting)))
         return True
 
-    def take(self, index: int, weight: float) -> Gradient | None:
+    def take(self, index: int, weight: float) -> Gradient | Blend | None:
         """The mean (or maximum) of a chunk, which begins anew; None if nothing reached it."""
+        if self._spans[index].segment is Segment.BUFFERS:
+            return self._blends.pop(index, None)
         total, self._sums[index] = self._sums[index], None
         waiting = self._waiting.pop(index, [])
         self.held -= len(waiting)
@@ -244,8 +252,8 @@ class StagedReducer:
     """Looks at chunks of whole submissions, and makes gradients of them.
 
     Args:
-        aggregate: what parameters are merged with, one of `AGGREGATES`. Buffers always take the mean,
-            integers the maximum.
+        aggregate: what parameters are merged with, one of `AGGREGATES`. Buffers are always blended,
+            integers take the maximum.
         longest: elements of the largest chunk.
     """
 
@@ -273,8 +281,8 @@ class StagedReducer:
         exact = values.double()  # fp32 squares overflow from 1.8e19 on
         return float(torch.dot(exact, exact))
 
-    def gradient(self, span: ChunkSpan, parts: Sequence[Part]) -> Tensor | None:
-        """What a group of submissions makes of a chunk, in a new tensor; None without parts."""
+    def reduced(self, span: ChunkSpan, parts: Sequence[Part]) -> Gradient | Blend | None:
+        """What a group of submissions makes of a chunk; None without parts."""
         if not parts:
             return None
         chunks = self._decoded(span, parts)
@@ -283,11 +291,14 @@ class StagedReducer:
                 largest = next(chunks).clone()
                 for chunk in chunks:
                     torch.maximum(largest, chunk, out=largest)
-                return largest
+                return Gradient.of(largest)
             case Segment.BUFFERS:
-                return mean(chunks, parts)
+                blend = Blend()
+                for chunk, part in zip(chunks, parts, strict=True):
+                    blend.add(chunk, part.weight, part.scale)
+                return blend
             case Segment.PARAMETERS:
-                return self._aggregate(chunks, parts)
+                return Gradient.of(self._aggregate(chunks, parts))
 
     def _decoded(self, span: ChunkSpan, parts: Sequence[Part]) -> Iterator[Tensor]:
         return (self._decode(span, part.payload, part.wire_dtype) for part in parts)

@@ -25,6 +25,9 @@ from diloco_protocol.ranges import fit_of
 from diloco_protocol.version import Ledger, VersionId
 
 PROTOCOL_VERSION = 1
+# How float buffers travel in a push: as they are. Earlier releases sent differences from the base, and
+# late work drove variances below zero. Each end says it, or values would be read as differences.
+BUFFERS = "values"
 
 R = TypeVar("R")
 
@@ -49,6 +52,8 @@ class RunConfig:
         reply_dtype: of parameters, broker to worker.
         heartbeat_timeout: seconds of silence after which a worker counts as dead; 0 = never.
         chunk_elements: elements of a chunk, both ways.
+        buffers: how float buffers travel in a push, `BUFFERS` in this release. A broker that does not
+            say so is of an earlier one and takes them for differences.
     """
 
     mode: str
@@ -65,6 +70,7 @@ class RunConfig:
     reply_dtype: str = "fp32"
     heartbeat_timeout: float = 120.0
     chunk_elements: int = CHUNK_ELEMENTS
+    buffers: str = "differences"
 
 
 class Purpose(str, Enum):
@@ -136,7 +142,10 @@ class Heartbeat(Message):
 
 @dataclass(frozen=True)
 class Push(Message):
-    """Offer a pseudo-gradient (or, as a donation, whole parameters); a `grant` answers."""
+    """Offer a pseudo-gradient (or, as a donation, whole parameters); a `grant` answers.
+
+    `buffers` tells how its float buffers travel: `BUFFERS`.
+    """
 
     kind = "push"
     session: bytes
@@ -153,6 +162,7 @@ class Push(Message):
     norm: float | None = None
     purpose: Purpose = Purpose.GRADIENT
     ledger: Ledger | None = None
+    buffers: str = "differences"
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from diloco_protocol import (
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.codecs import wire_dtype
-from diloco_protocol.messages import Control, Push, Result, from_plain
+from diloco_protocol.messages import BUFFERS, Control, Push, Result, from_plain
 from diloco_protocol.messages import encode as encode_message
 from diloco_worker.env import check_address, default_worker_id
 from diloco_worker.events import Observe
@@ -210,10 +210,10 @@ class DiLoCoClient:
         so this may wait for its turn.
 
         Args:
-            delta: by name of `state_dict`, in any float dtype: all trainable parameters (of the
-                fragment), float buffers at will (zero where missing). Integer buffers are given as
-                *values*, not as differences, and are those of the last pull where missing. Tensors of
-                other fragments are passed over.
+            delta: by name of `state_dict`: all trainable parameters (of the fragment), in any float
+                dtype, and buffers at will. Buffers, floats and integers, are given as *values*, not as
+                differences, and are those of the last pull where missing. Tensors of other fragments
+                are passed over.
             weight: of this contribution.
             fragment: which one to send; needed where there are several. In synchronous mode every
                 worker pushes them in turn. Buffers travel with the last.
@@ -249,6 +249,7 @@ class DiLoCoClient:
             samples=int(samples),
             loss=None if loss is None else float(loss),
             norm=frozen.norm,
+            buffers=BUFFERS,
         )
         self._flights[part.fragment] = push.push_id
         with link.condition:
@@ -503,10 +504,7 @@ class DiLoCoClient:
             if given is None:
                 if place.segment is Segment.PARAMETERS:
                     raise UsageError(f"The pseudo-gradient lacks {entry.name!r}.")
-                if place.segment is Segment.BUFFERS:
-                    given = torch.zeros(entry.shape)
-                else:
-                    given = self._states[part.fragment].of(place)
+                given = self._states[part.fragment].of(place)
             if tuple(given.shape) != entry.shape:
                 raise UsageError(
                     f"The pseudo-gradient of {entry.name} has shape {list(given.shape)}, the model "

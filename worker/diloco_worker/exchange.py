@@ -19,7 +19,7 @@ from enum import Enum
 from diloco_protocol import Ledger, RunConfig, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.fragments import longest_delay
-from diloco_protocol.messages import Push
+from diloco_protocol.messages import BUFFERS, Push
 from diloco_worker.link import Link
 from diloco_worker.news import Arrival, Rejection
 from diloco_worker.snapshot import Delta, FlatState, ModelTensors, WireFragment
@@ -268,6 +268,7 @@ class FragmentExchange:
             samples=work.samples,
             loss=work.loss,
             norm=delta.norm,
+            buffers=BUFFERS,
         )
 
     def train_on(self) -> None:

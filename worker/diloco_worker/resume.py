@@ -35,7 +35,7 @@ from diloco_protocol import (
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import segment_dtype, wire_dtype
 from diloco_protocol.manifest import differences, summarise
-from diloco_protocol.messages import Push
+from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.exchange import Flight, Ground, Work
 from diloco_worker.former import SENT_BEFORE, names_stranger
@@ -206,6 +206,7 @@ def _flight_plain(flight: Flight) -> Plain:
         "base": version_plain(flight.base),
         **{name: getattr(push, name) for name in _OF_PUSH},
         **{name: getattr(flight, name) for name in _OF_FLIGHT},
+        "buffers": push.buffers,
         "wire": _shared(flight.wire),
         "frozen": _shared(flight.frozen),
         "anchor": _shared(flight.anchor),
@@ -290,12 +291,12 @@ def _ground(part: FragmentLayout, plain: Plain, *, pinned: bool) -> Ground:
     for segment, vector in _vectors(part, plain["base"], "fp32").items():
         base.vectors[segment].copy_(vector)
     work = Work(*(_whole(plain[name]) for name in ("steps", "tokens", "samples")))
-    flight = None if plain["flight"] is None else _flight(part, _dict(plain["flight"]))
+    flight = None if plain["flight"] is None else _flight(base, _dict(plain["flight"]))
     return Ground(_version(plain["version"]), _ledger(plain["ledger"]), base, work, flight)
 
 
-def _flight(part: FragmentLayout, plain: Plain) -> Flight:
-    dtype = _text(plain["wire_dtype"])
+def _flight(base: FlatState, plain: Plain) -> Flight:
+    part, dtype = base.layout, _text(plain["wire_dtype"])
     push = Push(
         session=b"",
         push_id=_number(plain["push_id"]),
@@ -308,7 +309,12 @@ def _flight(part: FragmentLayout, plain: Plain) -> Flight:
         samples=_whole(plain["samples"]),
         loss=_figure(plain["loss"]),
         norm=_figure(plain["norm"]),
+        buffers=BUFFERS,
     )
+    wire = _vectors(part, plain["wire"], dtype)
+    if Segment.BUFFERS in wire and plain.get("buffers") != BUFFERS:
+        # Of a release that sent float buffers as differences: these are the values it meant.
+        wire[Segment.BUFFERS] = base.vectors[Segment.BUFFERS] - wire[Segment.BUFFERS]
 
     def copy_of(name: str) -> FlatState | None:
         given = plain[name]
@@ -319,7 +325,7 @@ def _flight(part: FragmentLayout, plain: Plain) -> Flight:
         began=_whole(plain["began"]),
         apply_at=_whole(plain["apply_at"]),
         wait_at=_whole(plain["wait_at"]),
-        wire=WireFragment(part, _vectors(part, plain["wire"], dtype)),
+        wire=WireFragment(part, wire),
         let_go=bool(plain["let_go"]),
         frozen=copy_of("frozen"),
         anchor=copy_of("anchor"),

@@ -112,10 +112,10 @@ class WireFragment:
         state = FlatState.empty(self.layout)
         for place in self.layout.places:
             vector = self.vectors[place.segment][place.start : place.stop].view(place.entry.shape)
-            if place.segment is Segment.INTEGERS:
-                state.of(place).copy_(vector)
-            else:
+            if place.segment is Segment.PARAMETERS:
                 torch.sub(base.held(place), vector, out=state.of(place))
+            else:
+                state.of(place).copy_(vector)
         return state
 
 
@@ -124,7 +124,7 @@ class Delta:
     """A frozen pseudo-gradient in wire form.
 
     Attributes:
-        wire: global minus local (of integers: the local values).
+        wire: global minus local; of buffers and integers the local values.
         norm: Euclidean length of the parameters' part, before rounding to the wire dtype.
         bad: a tensor that has NaN or infinity after encoding; None when all values are finite.
     """
@@ -245,14 +245,18 @@ class ModelTensors:
         """local <- new + (local - anchor): keep the steps made since `anchor`, on new ground.
 
         Integers become the larger of the new value and new + (local - anchor), as a counter would.
+        Float buffers stay between the new value and the local one.
         """
         live = self._live(new.layout)
         for place in new.layout.places:
             tensor = live[place.entry.name]
             moved = tensor.detach().to("cpu", anchor.vectors[place.segment].dtype, copy=True)
+            local = moved.clone() if place.segment is Segment.BUFFERS else moved
             moved.sub_(anchor.held(place)).add_(new.held(place))
             if place.segment is Segment.INTEGERS:
                 moved = torch.maximum(moved, new.of(place))
+            elif place.segment is Segment.BUFFERS:
+                moved = _between(moved, local, new.of(place))
             tensor.copy_(moved)
 
     @torch.no_grad()
@@ -263,7 +267,8 @@ class ModelTensors:
         have been at the anchor: local <- alpha anchor + (1 - alpha) new + (local - anchor).
 
         Computed in fp32 (fp64 for fp64 tensors), then rounded to the tensor's dtype. Integers take the
-        new value; with an anchor as in `rebase`.
+        new value; with an anchor as in `rebase`. Float buffers stay between the new value and the local
+        one.
         """
         live = self._live(new.layout)
         for place in new.layout.places:
@@ -283,6 +288,8 @@ class ModelTensors:
                 else:
                     then = anchor.held(place).to(tensor.device, wide, non_blocking=True)
                     local.add_(target - then, alpha=1 - alpha)
+                if place.segment is Segment.BUFFERS:
+                    local = _between(local, tensor.to(wide), target)
                 tensor.copy_(local)
         _wait_for_copies(live.values())
 
@@ -326,7 +333,7 @@ def encode(
 ) -> Delta:
     """Lay tensors out in wire form: what a model holds of `base` minus them, or they themselves.
 
-    Integers are always taken as they are. `room` returns an uninitialised vector.
+    Buffers and integers are always taken as they are. `room` returns an uninitialised vector.
     """
     wire = {
         segment: room(length, segment_dtype(segment, dtype))
@@ -338,8 +345,10 @@ def encode(
     piece = torch.empty(PIECE_ELEMENTS, dtype=torch.float32)
     for place in layout.places:
         given = tensors[place.entry.name].detach().reshape(-1)
-        if place.segment is Segment.INTEGERS:
-            wire[place.segment][place.start : place.stop].copy_(given)
+        if place.segment is not Segment.PARAMETERS:
+            values = wire[place.segment][place.start : place.stop].copy_(given)
+            if not is_finite(values):
+                bad = bad or place.entry.name
             continue
         for start, stop in _pieces(place):
             values, local = piece[: stop - start], given[start - place.start : stop - place.start]
@@ -358,8 +367,7 @@ def encode(
                 continue
             if not math.isfinite(square):  # large elements: fp64 has room for their squares
                 square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-            if place.segment is Segment.PARAMETERS:
-                squares += square
+            squares += square
     return Delta(WireFragment(layout, wire), math.sqrt(squares), bad)
 
 
@@ -382,6 +390,11 @@ def _room(elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     return (
         torch.empty(elements, dtype=dtype, pin_memory=True) if pinned else mapped(elements, dtype)
     )
+
+
+def _between(values: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """The values, moved into the range from one to the other where they are outside."""
+    return torch.clamp(values, torch.minimum(one, other), torch.maximum(one, other))
 
 
 def _copy_in(tensor: Tensor, values: Tensor) -> None:

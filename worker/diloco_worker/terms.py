@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_protocol import Manifest, ModelLayout, ProtocolError, RunConfig, lay_out
+from diloco_protocol import Manifest, ModelLayout, ProtocolError, RunConfig, Segment, lay_out
 from diloco_protocol.fragments import FragmentPlan
-from diloco_protocol.messages import Welcome
+from diloco_protocol.messages import BUFFERS, Welcome
 
 # Seconds between heartbeats where neither the worker nor the broker asks for something else.
 HEARTBEAT_S = 30.0
@@ -117,11 +117,21 @@ def agree(
     if problem is not None:
         return problem
     if layout is not None:
-        return layout if welcome.plan == plan else OTHER_PLAN
-    try:
-        return cut(manifest, welcome.config, welcome.plan)
-    except ProtocolError as error:
-        return str(error)
+        if welcome.plan != plan:
+            return OTHER_PLAN
+    else:
+        try:
+            layout = cut(manifest, welcome.config, welcome.plan)
+        except ProtocolError as error:
+            return str(error)
+    if welcome.config.buffers != BUFFERS and any(
+        part.lengths[Segment.BUFFERS] for part in layout.fragments
+    ):
+        return (
+            f"This worker sends float buffers as {BUFFERS}, the broker takes them as "
+            f"{welcome.config.buffers:.20}; install the same release at both ends."
+        )
+    return layout
 
 
 def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayout:

@@ -1,0 +1,74 @@
+"""The weighted mean of values that must not leave the range of what went into it: float buffers.
+
+A variance below zero in a BatchNorm makes every evaluation NaN. So float buffers travel as values, not
+as differences from a base that may be old, and what is made of them is a convex combination. It is
+computed in fp64, with an error far below what fp32 can tell apart, and rounded once: never outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Elements that are worked on at a time: a few fp64 pieces of this size stay in the cache of a core.
+PIECE_ELEMENTS = 1 << 15
+
+
+class Blend:
+    """sum(w_i x_i) / sum(w_i) of one chunk, as a running mean.
+
+    m <- m W / (W + w) + x w / (W + w): both factors are at most 1 whatever the weights, so no product
+    over- or underflows as w x could.
+    """
+
+    def __init__(self) -> None:
+        self._mean: Tensor | None = None
+        self._weight = 0.0
+        self._whole_weight = 0.0
+
+    def add(self, values: Tensor, weight: float, scale: float = 1.0) -> None:
+        """Add a contribution.
+
+        Args:
+            values: floats, 1-D; only read.
+            weight: not negative; with 0 nothing is added.
+            scale: from 0 to 1, what part of its weight counts. The rest counts for what was there
+                before; see `onto`.
+        """
+        self._whole_weight += weight
+        weight *= scale
+        if not weight:
+            return
+        before, self._weight = self._weight, self._weight + weight
+        if self._mean is None:
+            self._mean = values.to(torch.float64, copy=True)
+            return
+        kept, new = before / self._weight, weight / self._weight
+        places = torch.split(self._mean, PIECE_ELEMENTS)
+        for place, part in zip(places, torch.split(values, PIECE_ELEMENTS), strict=True):
+            place.mul_(kept).add_(part.double(), alpha=new)
+
+    def whole(self) -> Tensor:
+        """The mean, in fp32."""
+        assert self._mean is not None, "a mean of nothing"
+        return self._mean.float()
+
+    def onto(
+        self, old: Tensor, share: float, new: Callable[[Tensor], Tensor] = torch.empty_like
+    ) -> Tensor:
+        """(1 - f) old + f mean in fp32, f being `share` times the part of the weights that counts.
+
+        Args:
+            old: the value so far, fp32; not changed.
+            share: from 0 to 1, what all the contributions are worth together.
+            new: returns an uninitialised tensor like this one.
+        """
+        assert self._mean is not None, "a mean of nothing"
+        part = min(1.0, share * (self._weight / self._whole_weight))
+        blend = Blend()
+        blend.add(old, 1 - part)
+        blend.add(self._mean, part)
+        assert blend._mean is not None
+        return new(old).copy_(blend._mean)

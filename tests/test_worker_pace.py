@@ -69,6 +69,28 @@ def test_step_that_an_amp_scaler_skips_does_not_count(
     assert broker.hears(Push).steps == 2
 
 
+def test_step_that_is_captured_in_a_cuda_graph_is_no_step_and_is_complained_of_once(
+    beside: Beside,
+    broker: ScriptedBroker,
+    begin: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While kernels are recorded none runs; what replays them later calls no hook."""
+    worker, descent = begin()
+    sync(broker, beside, descent, 4, 1)
+    with monkeypatch.context() as cuda:
+        cuda.setattr(torch.cuda, "is_initialized", lambda: True)
+        cuda.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        descent.steps(2)
+    said = [record for record in caplog.records if "CUDA graph" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.ERROR]
+    assert worker.local_step == 4
+    assert "call optimizer.step() behind each replay" in str(worker.sync_metrics.last_error)
+    descent.steps(1)
+    assert worker.local_step == 5
+
+
 def test_pace_leaves_out_what_was_no_training() -> None:
     pace = Pace()
     pace.resume(0.0)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from diloco_protocol import RunConfig, UsageError
 from diloco_worker.audit import Audit
 from diloco_worker.boundaries import Boundaries
+from diloco_worker.capture import CaptureWatch
 from diloco_worker.env import Settings, default_worker_id, resolve, warn_of_silence
 from diloco_worker.events import Resume
 from diloco_worker.joining import await_model, check_pair
@@ -150,6 +151,7 @@ class DiLoCoWorker:
         self._termination = Termination(lambda: self._is_watched, self._wake)
         self._is_watched = False
         self._has_told_termination = False
+        self._capture = CaptureWatch()
         self._frozen: Held | None = None
         self._hook: Any = None
         self._clock: Callable[[], float] = time.monotonic
@@ -372,7 +374,7 @@ class DiLoCoWorker:
             late_merges=own.late_merges,
             merge_delay=own.merge_delay,
             unsynced_steps=self._boundaries.unsynced_steps if self._boundaries else 0,
-            last_error=link.last_error if link else None,
+            last_error=self._capture.problem or (link.last_error if link else None),
         )
 
     @property
@@ -538,6 +540,8 @@ class DiLoCoWorker:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         boundaries = self._boundaries
         assert boundaries is not None
+        if self._capture.sees_one():
+            return
         # A fused optimizer leaves out an overflowing step by itself; the AMP scaler tells it so here.
         overflow = getattr(optimizer, "found_inf", None)
         if overflow is not None and float(overflow):

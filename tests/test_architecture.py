@@ -27,10 +27,12 @@ PUBLIC = {"diloco_broker", "diloco_worker"}
 PURE = {
     "diloco_broker": {
         "acks", "asynchronous", "bootstrap", "config", "core", "dylu", "events", "feed", "granting",
-        "joining", "membership", "providing", "pushing", "rounds", "sequence", "staged", "staging",
-        "state", "steering", "streaming", "transfer", "work_queue",
+        "joining", "membership", "providing", "pushing", "round_lines", "rounds", "sequence", "staged",
+        "staging", "state", "steering", "streaming", "transfer", "work_queue",
     },
-    "diloco_worker": {"events", "pulls", "pushes", "session", "terms", "transfers", "turns"},
+    "diloco_worker": {
+        "events", "pulls", "pushes", "session", "stillness", "terms", "transfers", "turns",
+    },
     "diloco_protocol": {
         "addresses", "chunks", "codecs", "errors", "fragments", "frames", "manifest", "messages",
         "own_split", "packing", "plan_view", "ranges", "version", "__init__",

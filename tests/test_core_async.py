@@ -377,3 +377,80 @@ def test_worker_that_insists_on_dylu_is_refused_where_there_is_none() -> None:
     other.control, other.bulk = stage.route(), stage.route()
     other.sends(Join("b", stage.manifest, wants={"dylu": True}))
     assert other.error().code == "config_differs"
+
+
+# What the log says.
+
+
+def version_lines(stage: Stage) -> list[str]:
+    return [line for line in stage.logs if "contain" in line]
+
+
+def test_each_version_has_a_line_with_the_staleness() -> None:
+    stage, (a, b) = a_run("a", "b")
+    base = stage.version()
+    a.pushes(1)
+    stage.passes(2.0)
+    b.pushes(2, base=base)
+    assert version_lines(stage) == [
+        "Version 1 contains the push of a (0 versions old).",
+        "Version 2 contains the push of b (1 version old).",
+    ]
+
+
+def test_hundreds_of_versions_a_minute_have_a_line_a_second() -> None:
+    stage, (a, b) = a_run("a", "b", num_fragments=2, sync_every=8)
+    bases = [stage.version(fragment) for fragment in range(2)]
+    for push_id in range(1, 31):
+        fragment = push_id % 2
+        if push_id % 10:
+            a.pushes(push_id, fragment=fragment, base=stage.version(fragment))
+        else:
+            b.pushes(push_id, fragment=fragment, base=bases[fragment])
+        stage.now += 0.125
+    told = version_lines(stage)
+    assert len(told) == 4
+    assert told[0] == "Version 1 of fragment 1 contains the push of a (0 versions old)."
+    assert told[1] == (
+        "8 versions, the last of them version 5 of fragment 1, contain pushes of a, at most 0 versions "
+        "old."
+    )
+    assert "contain pushes of a, b, at most 4 versions old." in told[2]
+    stage.passes(1.0)
+    assert version_lines(stage)[4].startswith(
+        "5 versions, the last of them version 15 of fragment 0"
+    )
+    stage.passes(5.0)
+    assert len(version_lines(stage)) == 5, "nothing is told twice"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"mode": "async"}, {}, {"deterministic": True}, {"num_fragments": 2, "sync_every": 8}],
+    ids=str,
+)
+def test_worker_that_learns_nothing_is_named_once_until_it_moves(fields: dict[str, Any]) -> None:
+    stage = a_stage(workers=1, **fields)
+    (a,) = stage.joined("a")
+    pieces, told = stage.config.num_fragments, []
+    for turn, norm in enumerate([0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]):
+        for fragment in range(pieces):
+            length = 1.0 if fragment else norm
+            push_id = 10 * turn + fragment + 1
+            base = stage.version(fragment)
+            a.begins(push_id, fragment=fragment, base=base, steps=5, norm=length)
+            a.pushes(push_id, fragment=fragment, base=base, steps=5, norm=length)  # comes again
+        told.append(len([line for line in stage.logs if "all zeros" in line]))
+    assert told == [0, 0, 0, 1, 1, 1, 1, 2]
+    (line, _) = [line for line in stage.logs if "all zeros" in line]
+    where = "for fragment 0 " * (pieces > 1)
+    assert line.startswith(
+        f"a has sent a pseudo-gradient of all zeros {where}twice in a row, the last time after 5 steps"
+    )
+
+
+def test_zeros_of_no_steps_are_no_news() -> None:
+    stage, (a,) = a_run("a")
+    for push_id in range(1, 5):
+        a.pushes(push_id, norm=0.0)
+    assert not [line for line in stage.logs if "all zeros" in line]

@@ -421,10 +421,14 @@ class Save:
 
 @dataclass(frozen=True)
 class Log:
-    """Tell people: the log and the event list of the feed. Level: info, warning or error."""
+    """Tell people: the log, and the event list of the feed if it `is_listed`.
+
+    Level: info, warning or error.
+    """
 
     level: str
     text: str
+    is_listed: bool = True
 
 
 Work = Fold | Step | Inspect | Merge | Place

@@ -393,7 +393,7 @@ class Broker:
 
     def _tell(self, log: Log, now: float) -> None:
         logger.log(logging.getLevelName(log.level.upper()), log.text)
-        if log.level == "debug":
+        if log.level == "debug" or not log.is_listed:
             return
         with self._onlookers.spared("history of an event"):
             self._events.add(log, now)

@@ -19,7 +19,6 @@ from diloco_protocol.messages import Heartbeat, Join, Pull, Push
 from diloco_protocol.version import VersionId
 
 MAX_HOST_LENGTH = 255
-MAX_DELAY = 1 << 40  # steps; more is a mistake, and displays have no room for it
 MAX_STATE_LENGTH = 20  # of what a worker says it is doing: displays show it
 
 
@@ -54,6 +53,8 @@ class Member:
     beat_at: float = 0.0
     is_stalled: bool = False
     newest_push: int | None = None
+    zeros: dict[int, int] = field(default_factory=dict)  # by fragment, its last push if all zeros
+    is_told_of_zeros: bool = False
     step: int = 0
     inner_step: int = 0
     state: str = "joining"
@@ -81,7 +82,25 @@ class Member:
         self.loss = beat.loss if beat.loss is not None else self.loss
         self.tokens = max(self.tokens, beat.tokens)
         if beat.merge_delay is not None:
-            self.merge_delay = min(max(beat.merge_delay, 0), MAX_DELAY)
+            self.merge_delay = beat.merge_delay
+
+    def stands_still(self, push: Push) -> bool:
+        """Whether this is the second push in a row of a fragment with zeros only; True once.
+
+        That is told anew when every fragment has moved in between.
+        """
+        if push.norm != 0:
+            self.zeros.pop(push.fragment, None)
+            self.is_told_of_zeros = self.is_told_of_zeros and bool(self.zeros)
+            return False
+        if not push.steps:
+            return False  # nothing was done, so zeros are no news
+        earlier = self.zeros.get(push.fragment, push.push_id)
+        self.zeros[push.fragment] = push.push_id
+        if earlier == push.push_id or self.is_told_of_zeros:
+            return False
+        self.is_told_of_zeros = True
+        return True
 
     def stood_still(self) -> float:
         """Seconds without a step while it said that it trains, as of its last heartbeat."""

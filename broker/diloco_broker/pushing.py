@@ -18,6 +18,7 @@ from diloco_broker.events import (
     Inspect,
     Inspected,
     InspectRefused,
+    Log,
     Place,
 )
 from diloco_broker.membership import Member
@@ -44,6 +45,14 @@ def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
     if member.newest_push != push.push_id:  # not one that only comes again
         member.newest_push = push.push_id
         yield from sequence.stirs(state, member)
+    if member.stands_still(push):
+        whose = f"for fragment {push.fragment} " if state.config.num_fragments > 1 else ""
+        yield Log(
+            "warning",
+            f"{member.worker_id} has sent a pseudo-gradient of all zeros {whose}twice in a row, the "
+            f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
+            "0 (a scheduler), frozen parameters, or an optimizer over other parameters.",
+        )
     round_ = state.round
     assert round_ is not None
     if isinstance(round_, Round):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from diloco_broker import asynchronous, staged, steering, streaming
+from diloco_broker import asynchronous, round_lines, staged, steering, streaming
 from diloco_broker.books import books_of
 from diloco_broker.events import (
     Audit,
@@ -137,6 +137,7 @@ def look_after(state: State) -> Iterator[Effect]:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None and state.config.is_async:
         yield from asynchronous.take_back_slots(state)
+    yield from state.untold.tell(state.now)
     yield from _go_on_with_fewer(state)
     yield from _save_again(state)
     yield from close_if_due(state)
@@ -286,19 +287,14 @@ def _release(state: State, made: Made) -> Iterator[Effect]:
 def _tell(
     state: State, ended: Round | StagedRound, counting: Sequence[Counting]
 ) -> Iterator[Effect]:
-    if state.config.is_async:
-        whose = ", ".join(f"{c.worker_id} ({c.staleness} versions old)" for c in counting)
-        yield Log("debug", f"Version {ended.number + 1} contains the push of {whose}.")
+    pieces = state.config.num_fragments
+    if not state.config.is_async:
+        yield round_lines.closed(ended, counting, pieces, state.now)
         return
-    whole = {each.worker_id for each in counting if each.chunks.is_full}
-    absent = sorted(ended.expected - whole)
-    names = f", without {', '.join(absent[:5])}{' ...'[: 4 * (len(absent) > 5)]}" if absent else ""
-    which = f" (fragment {ended.fragment})" if state.config.num_fragments > 1 else ""
-    yield Log(
-        "info",
-        f"Round {ended.number}{which} closed in {state.now - ended.opened_at:.1f} s: "
-        f"{ended.averaged} of {len(ended.expected)} expected workers averaged{names}.",
-    )
+    assert state.last_report is not None
+    which = f" of fragment {ended.fragment}" if pieces > 1 else ""
+    state.untold.add(f"version {state.last_report.version}{which}", counting)
+    yield from state.untold.tell(state.now)
 
 
 def _report(

@@ -11,6 +11,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.dylu import sync_every
 from diloco_broker.events import RoundReport
 from diloco_broker.membership import Member, Membership
+from diloco_broker.round_lines import Untold
 from diloco_broker.rounds import Counting, Phase, Round
 from diloco_broker.staging import StagedRound, Staging
 from diloco_broker.transfer import Shelf
@@ -92,6 +93,7 @@ class State:
         made: a version that waits for its checkpoint to be written, if the run is durable.
         waiting: chunks of pseudo-gradients that wait to be added or looked at.
         staging: whole submissions, where the run needs whole ones.
+        untold: versions of asynchronous mode that the log has no line of yet.
         has_own_optimizer: the outer optimizer is one of torch's, made by a factory.
         own_split: splits a model as the user says, instead of a pattern; may raise UsageError.
         is_resumed: this life of the broker went on from a checkpoint.
@@ -134,6 +136,7 @@ class State:
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
     feed_address: str | None = None
     has_own_optimizer: bool = False
+    untold: Untold = field(default_factory=Untold)
     own_split: Callable[[Manifest], FragmentPlan] | None = None
 
     @property

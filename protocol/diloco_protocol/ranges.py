@@ -65,6 +65,7 @@ _REPORTS: Mapping[str, Mapping[str, Fit]] = {
         "steps_per_s": rate,
         "loss": figure,
         "tokens": count,
+        "merge_delay": count,
     },
     "Push": {"steps": count, "tokens": count, "samples": count, "loss": figure, "norm": length},
     "Pull": {"after": after_any},

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from diloco_protocol import Code, RunConfig
 from diloco_protocol.chunks import FragmentLayout
@@ -22,32 +21,18 @@ from diloco_worker.exchange import Flight, FragmentExchange, Ground, Merge, NonF
 from diloco_worker.link import Link
 from diloco_worker.metrics import SyncMetrics
 from diloco_worker.news import Arrival, News
-from diloco_worker.patience import Patience
+from diloco_worker.patience import HASTY_S, Leaving, Patience
 from diloco_worker.reports import Reports
 from diloco_worker.resume import Place, Resumption, compared, known_pushes
 from diloco_worker.session import Phase
 from diloco_worker.snapshot import ModelTensors
+from diloco_worker.stillness import Stillness
+from diloco_worker.sync_lines import SyncLines
 from diloco_worker.tally import Tally
 from diloco_worker.terms import sync_every
 from diloco_worker.turns import Turn, Turns
 
 logger = logging.getLogger("diloco.worker")
-
-
-# Seconds that a process which has been told to end gives its pushes to get out.
-HASTY_S = 4.0
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """How long to wait for what is in flight: until then, which is so many seconds in all.
-
-    `hasty`: only for the chunks to be in.
-    """
-
-    until: float
-    limit: float
-    hasty: bool
 
 
 class Boundaries:
@@ -111,6 +96,13 @@ class Boundaries:
             cycle_start=cycle_start,
         )
         self._warned_of_weights = False
+        self._stillness = Stillness(config.num_fragments)
+        self._lines = SyncLines(
+            clock,
+            counters.seconds_waited,
+            has_rounds=config.mode == "sync",
+            has_fragments=config.num_fragments > 1,
+        )
         self._told_carried: dict[int, tuple[int, int | None]] = {}  # by fragment: push id, round
         self._leaving: Leaving | None = None
         if resumption is None:
@@ -194,6 +186,7 @@ class Boundaries:
         self._set_pace()
         if self.turns.is_due(step) and not self._link.has_ended:
             self._slot()
+        self._lines.say(self._counters.seconds_waited)
 
     def force(self) -> bool:
         """Take the next P turns now. Returns whether all of their deltas are in a version."""
@@ -255,6 +248,7 @@ class Boundaries:
         self._leaving = Leaving(self._clock() + limit, limit, hasty)
         for exchange in self._by_age():
             self._wait_for(exchange)
+        self._lines.say(self._counters.seconds_waited, at_once=True)
 
     def restart(self) -> None:
         """The next slot is a whole distance away."""
@@ -324,6 +318,9 @@ class Boundaries:
             exchange.offer()
         self._counters.seconds_waited += self._clock() - began
         if not isinstance(frozen, NonFinite):
+            warning = self._stillness.pushed(fragment, frozen.push.norm, work.steps)
+            if warning is not None:
+                self.trouble(warning)
             return True
         self._counters.rejected += 1
         self.trouble(
@@ -537,7 +534,7 @@ class Boundaries:
         self._counters.staleness = exchange.staleness
         self._counters.merge_delay = self.step - flight.began
         self._audit.counted(flight.push_id, exchange.fragment, arrival.version)
-        logger.debug("Version %s contains the last pseudo-gradient.", arrival.version)
+        self._lines.counted(flight, arrival, exchange.staleness, self.step)
 
     def _is_superseded(
         self, exchange: FragmentExchange, flight: Flight | None, arrival: Arrival

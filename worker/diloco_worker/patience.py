@@ -1,14 +1,17 @@
-"""When to say again that we are waiting."""
+"""How long we wait, and when to say again that we do."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 logger = logging.getLogger("diloco.worker")
 
 # Seconds between two words about the same wait.
 WORD_S = 30.0
+# Seconds that a process which has been told to end gives its pushes to get out.
+HASTY_S = 4.0
 
 
 class Patience:
@@ -28,3 +31,15 @@ class Patience:
             self._say_at = self._clock() + WORD_S
             # A warning, since most training scripts configure no logging and nobody should wonder.
             logger.warning("%s", text)
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """How long to wait for what is in flight: until then, which is so many seconds in all.
+
+    `hasty`: only for the chunks to be in.
+    """
+
+    until: float
+    limit: float
+    hasty: bool

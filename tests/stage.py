@@ -546,7 +546,9 @@ class Puppet:
 
 
 def a_config(workers: int = 2, **fields: Any) -> BrokerConfig:
-    fields = {"chunk_elements": CHUNK_ELEMENTS, "wire_dtype": "fp32", **fields}
+    # At a new address a run begins at once: nobody can be on the way with an older one.
+    usual: dict[str, Any] = {"bind": "tcp://127.0.0.1:*", "wire_dtype": "fp32"}
+    fields = {"chunk_elements": CHUNK_ELEMENTS, **usual, **fields}
     return BrokerConfig(workers=workers, **fields)
 
 

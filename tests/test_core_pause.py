@@ -14,9 +14,9 @@ from test_core_liveness import Beating, a_run
 from test_core_recovery import a_run as a_saved_run
 from test_core_recovery import holding
 
+from diloco_broker.bootstrap import DONOR_PATIENCE_S
 from diloco_broker.events import Received, Tick
 from diloco_broker.joining import BACK_WITHIN_S, CONTEST_S
-from diloco_broker.providing import DONOR_PATIENCE_S
 from diloco_broker.served import LONGEST_S, WORTH_SAYING_S, ServedTime
 from diloco_protocol.messages import Error, Join
 

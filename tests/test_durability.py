@@ -259,6 +259,23 @@ def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
     assert statistics.median(seconds) < 2.0, seconds
 
 
+def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(nest: Nursery) -> None:
+    options = {"bind": a_free_address(), "workers": 1}
+    broker = nest.broker(**options)
+    address = broker.address()
+    with (
+        DiLoCoClient(address, worker_id="old", timeout=PATIENCE_S) as old,
+        DiLoCoClient(address, worker_id="new", timeout=PATIENCE_S) as new,
+    ):
+        old.join(Layers())
+        for number in range(3):
+            old.push({name_of(0): delta(0, number)})
+            version = old.pull().version
+        broker.kill()
+        nest.broker(**options).address()
+        assert new.join(Layers()).version == version
+
+
 def test_broker_that_was_stopped_goes_on_with_all_its_workers(nest: Nursery) -> None:
     """SIGSTOP for three times the heartbeat timeout, in the middle of a round."""
     broker = nest.broker(workers=2, heartbeat_timeout=1.0)

@@ -18,6 +18,9 @@ from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Push, RunConfig
 from diloco_protocol.version import Ledger, VersionId
 
+# A donor that delivers nothing for so long is passed over, where there is another one.
+DONOR_PATIENCE_S = 30.0
+
 
 @dataclass(frozen=True)
 class InitialModel:
@@ -100,7 +103,11 @@ class Bootstrap:
         run: name of the run; None until parameters are on their way.
         donor: id of the worker that was asked.
         wanted: the fragments that it was asked for.
-        rejected_donors: workers whose parameters could not be used.
+        rejected_donors: workers whose parameters could not be used, until they join again.
+        passed_over: workers that were asked and sent nothing for `patience_s`; asked again when nobody
+            else is left, with more patience.
+        holder_lost_at: when a worker that holds a version died before it could give it.
+        waits_for: whom the first parameters wait for, as the end of a sentence; empty while for nobody.
         restored: fragments of a run that exists, from a checkpoint or a worker, until it goes on.
         saved: the fragments as the checkpoint has them.
         known: counters of the workers that were here when the checkpoint was written, by id.
@@ -121,6 +128,10 @@ class Bootstrap:
     wanted: tuple[int, ...] = ()
     intakes: dict[int, Intake] = field(default_factory=dict)  # by fragment
     rejected_donors: set[str] = field(default_factory=set)
+    passed_over: set[str] = field(default_factory=set)
+    patience_s: float = DONOR_PATIENCE_S
+    holder_lost_at: float | None = None
+    waits_for: str = ""
     restored: dict[int, Restored] = field(default_factory=dict)
     saved: Mapping[int, Restored] = field(default_factory=dict)
     known: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -163,8 +174,25 @@ class Bootstrap:
 
     def choose_donor(self, members: Iterable[Member]) -> Member | None:
         """The worker with the newest version of a run; among equals, the first that joined."""
-        candidates = [m for m in members if m.worker_id not in self.rejected_donors]
-        return max(candidates, key=_newness, default=None)
+        return max(self.candidates(members), key=_newness, default=None)
+
+    def candidates(self, members: Iterable[Member]) -> list[Member]:
+        """The workers that may be asked."""
+        left_out = self.rejected_donors | self.passed_over
+        return [member for member in members if member.worker_id not in left_out]
+
+    def forgive(self, worker_id: str) -> None:
+        """A worker joins: what was wrong with its parameters, or with their way, may not be now."""
+        self.rejected_donors.discard(worker_id)
+        self.passed_over.discard(worker_id)
+
+    def ask_all_again(self) -> bool:
+        """Those that were slow may be asked again, and get twice the time. False if there are none."""
+        if not self.passed_over:
+            return False
+        self.passed_over.clear()
+        self.patience_s *= 2
+        return True
 
     @property
     def all_fragments(self) -> tuple[int, ...]:
@@ -184,6 +212,7 @@ class Bootstrap:
     def abandon(self) -> None:
         """Forget what came in from the donor at hand, and the donor."""
         self.donor = None
+        self.is_loading = False
         if not self.restored:
             self.run = None
         self.asked = b""
@@ -200,9 +229,7 @@ class Bootstrap:
         """By fragment, the worker that holds the newest version, where it is newer than ours."""
         best: dict[int, Member] = {}
         newest = {fragment: each.version.counter for fragment, each in self.restored.items()}
-        for member in members:
-            if member.worker_id in self.rejected_donors:
-                continue
+        for member in self.candidates(members):
             for fragment, held in enumerate(member.versions):
                 of_the_run = held is not None and held.run == self.run
                 if held and of_the_run and held.counter > newest.get(fragment, -1):

@@ -162,6 +162,11 @@ class BrokerConfig:
             object.__setattr__(self, name, address)
 
     @property
+    def has_new_address(self) -> bool:
+        """The system picks a port (`*` or 0): nobody can have known this address before."""
+        return self.bind.rpartition(":")[2] in ("*", "0")
+
+    @property
     def is_async(self) -> bool:
         return self.mode == "async"
 

@@ -314,7 +314,7 @@ def _waiting_for(state: State) -> str | None:
     """What has to happen before training goes on, in a sentence; None when nothing has."""
     alive, round_ = len(state.members), state.round
     if round_ is None and alive:
-        return "for the parameters of a worker"
+        return f"for {state.bootstrap.waits_for or 'the parameters of a worker'}"
     if round_ is None:
         needed = f"; round one needs {state.config.workers}" if not state.config.is_async else ""
         return f"for workers to join{needed}"

@@ -36,6 +36,7 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
     if member is not None and member.session != join.session:
         yield from _contest(member, route, now)
         return
+    state.bootstrap.forgive(join.worker_id)
     session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     if member is None:
         member = state.members.admit(join, session, route, now)
@@ -80,9 +81,14 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         plan if state.config.num_fragments > 1 else (),
     )
     yield Send(route, welcome)
-    donor = state.members.named(state.bootstrap.donor or "")
-    if donor is not None and any(join.versions) and not any(donor.versions):
-        yield from providing.abandon_donation(state)  # a run that exists comes before a new one
+    if any(join.versions) and not state.bootstrap.is_done:
+        state.bootstrap.holder_lost_at = None
+        donor = state.members.named(state.bootstrap.donor or "")
+        is_new_run = donor is not None and not any(donor.versions)
+        if is_new_run or state.bootstrap.is_loading:  # a run that exists comes before a new one
+            why = f"{join.worker_id} holds a version of a run, which goes on instead of a new one."
+            yield from providing.abandon_donation(state, why)
+            return
     yield from providing.seek(state)
 
 
@@ -213,6 +219,8 @@ def evict(state: State, member: Member, why: str) -> Iterator[Effect]:
     """A worker counts as dead."""
     state.totals.deaths += 1
     yield Log("warning", f"{member.worker_id} counts as dead: {why}.")
+    if any(member.versions) and not state.bootstrap.is_done:
+        state.bootstrap.holder_lost_at = state.now
     yield from remove(state, member, why)
 
 

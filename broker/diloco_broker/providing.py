@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Generator, Iterator
 
 from diloco_broker import recovering, sequence
 from diloco_broker.books import books_of
@@ -30,8 +31,10 @@ from diloco_protocol.version import RUN_PATTERN, Ledger, VersionId
 
 # More outer steps than any run takes; keeps counters within 64 bits.
 MAX_COUNTER = 1 << 48
-# A donor that delivers nothing for so long is given up.
-DONOR_PATIENCE_S = 30.0
+# A broker that comes back without a checkpoint may be the second life of one, and its workers on their
+# way: they try again every 2 s (protocol/README.md, section 7), and then join. So long after its start
+# parameters that would begin a new run are not taken.
+RETURN_WITHIN_S = 3.0
 
 
 def seek(state: State) -> Iterator[Effect]:
@@ -44,27 +47,70 @@ def seek(state: State) -> Iterator[Effect]:
         yield from ask(state, donor)
     elif recovering.is_called_for(state):
         yield from recovering.seek(state)
-    elif boot.initial is not None:
-        yield from _load_file(state)
-    else:
+    elif not (yield from _wait_for_a_run(state)):
+        if boot.initial is not None:
+            yield from _load_file(state)
+        else:
+            yield from _ask_a_newcomer(state)
+
+
+def _wait_for_a_run(state: State) -> Generator[Effect, None, bool]:
+    """True while a worker that holds a version may be on its way: no new run takes its place."""
+    boot, config = state.bootstrap, state.config
+    here = len(state.members)
+    until, whom = state.now, ""
+    if boot.holder_lost_at is not None:
+        until = boot.holder_lost_at + config.recover_wait
+        whom = "the worker that holds the run and whose connection broke"
+    elif not config.has_new_address and not 1 < config.workers <= here:
+        enough = here >= config.workers
+        until = state.started_at + min(config.recover_wait, RETURN_WITHIN_S if enough else math.inf)
+        whom = "workers that hold a run and may be on their way"
+        whom += "" if enough else f", and for {config.workers} workers to be here"
+    if state.now >= until:
+        whom = ""
+    elif whom != boot.waits_for:
+        text = f"Before a new run begins, waiting {until - state.now:.1f} s at most for {whom}."
+        yield Log("info", text)
+    boot.waits_for = whom
+    return bool(whom)
+
+
+def _ask_a_newcomer(state: State) -> Iterator[Effect]:
+    boot = state.bootstrap
+    donor = boot.choose_donor(state.members)
+    if donor is None and boot.ask_all_again():
         donor = boot.choose_donor(state.members)
-        if donor is not None:
-            boot.ask(donor, boot.all_fragments, state.now)
-            yield Log("info", f"Asking {donor.worker_id} for its parameters.")
-            yield from ask(state, donor)
+    if donor is not None:
+        boot.ask(donor, boot.all_fragments, state.now)
+        yield Log("info", f"Asking {donor.worker_id} for its parameters.")
+        yield from ask(state, donor)
 
 
 def ask(state: State, donor: Member) -> Iterator[Effect]:
     """Ask the donor for what is needed; again on a new connection, another one if it is silent."""
     boot = state.bootstrap
-    if state.now - boot.progress_at > DONOR_PATIENCE_S:
-        yield Log("warning", f"{donor.worker_id} sends no parameters; asking another worker.")
-        yield from reject_donor(state, donor)
+    if state.now - boot.progress_at > boot.patience_s:
+        yield from _pass_over(state, donor)
     elif boot.asked != donor.session:
         boot.asked = donor.session
         for fragment in boot.wanted:
             text = "The broker needs the parameters of this worker; send them."
             yield Send(donor.control, Notice("donate", text, fragment))
+
+
+def _pass_over(state: State, donor: Member) -> Iterator[Effect]:
+    """A donor delivers nothing: another one is asked. Where there is none, it gets more time."""
+    boot = state.bootstrap
+    slow = f"{donor.worker_id} has sent no parameters for {boot.patience_s:.0f} s"
+    boot.passed_over.add(donor.worker_id)
+    if recovering.can_do_without(state, donor):
+        yield Log("warning", f"{slow}; going on without it.")
+        yield from abandon_donation(state, why="The broker asks another worker meanwhile.")
+    else:
+        boot.ask_all_again()
+        boot.progress_at = state.now
+        yield Log("warning", f"{slow}, and nobody else has them; waiting for it.")
 
 
 def _load_file(state: State) -> Iterator[Effect]:
@@ -88,7 +134,8 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
     if boot.donor != member.worker_id:
         raise ProtocolError(
             Code.NOT_ALLOWED,
-            f"Parameters of {member.worker_id} are not wanted: the run has others.",
+            f"Parameters of {member.worker_id} are not wanted: the run has others, or another worker "
+            "was asked.",
         )
     _check_provenance(push)
     if push.fragment not in boot.wanted:
@@ -235,12 +282,18 @@ def reject_donor(state: State, donor: Member) -> Iterator[Effect]:
         yield from abandon_donation(state)
 
 
-def abandon_donation(state: State) -> Iterator[Effect]:
-    """The donor cannot go on: forget what came from it and ask the next."""
+def abandon_donation(state: State, why: str = "") -> Iterator[Effect]:
+    """The donor cannot go on, or need not (`why`): forget what came from it and ask the next."""
     donor = state.members.named(state.bootstrap.donor or "")
     if donor is not None:
         for upload in donor.uploads.values():
             upload.is_void = True
+        for intake in state.bootstrap.intakes.values():
+            if why and intake.push is not None:
+                push_id = intake.push.push_id
+                yield Send(
+                    donor.control, Error(Code.NOT_ALLOWED, why, push_id=push_id, about="push")
+                )
     over = [f for f in state.bootstrap.intakes if f in state.bootstrap.restored]
     state.bootstrap.abandon()
     yield DropPlaces()

@@ -15,6 +15,7 @@ from dataclasses import replace
 from diloco_broker import providing
 from diloco_broker.bootstrap import Resumption
 from diloco_broker.events import DropPlaces, Effect, ForgetBuffer, Log, Send
+from diloco_broker.membership import Member
 from diloco_broker.state import State
 from diloco_protocol.messages import Rejoin
 
@@ -45,6 +46,14 @@ def is_called_for(state: State) -> bool:
     return bool(boot.restored) or any(any(member.versions) for member in holders)
 
 
+def can_do_without(state: State, donor: Member) -> bool:
+    """Is there somebody else to ask for what this donor was asked for, or something to go on from?"""
+    boot = state.bootstrap
+    if any(donor.versions):
+        return set(boot.restored) >= set(boot.all_fragments) or bool(boot.sources(state.members))
+    return bool(boot.candidates(state.members))
+
+
 def seek(state: State) -> Iterator[Effect]:
     """Wait for whoever may be ahead, take from each what is newest with him, then go on."""
     boot = state.bootstrap
@@ -53,9 +62,15 @@ def seek(state: State) -> Iterator[Effect]:
             return
         if boot.run is None:
             newest = boot.choose_donor(state.members)
+            if newest is None or not any(newest.versions):  # those that hold a version were slow
+                boot.ask_all_again()
+                newest = boot.choose_donor(state.members)
             assert newest is not None
             boot.run = next(held.run for held in newest.versions if held is not None)
         sources = boot.sources(state.members)
+        is_whole = set(boot.restored) >= set(boot.all_fragments)
+        if not sources and not is_whole and boot.ask_all_again():
+            sources = boot.sources(state.members)
         if sources:
             donor = next(iter(sources.values()))
             boot.ask(donor, tuple(f for f, m in sources.items() if m is donor), state.now)

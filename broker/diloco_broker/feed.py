@@ -135,9 +135,11 @@ def _snapshot(
             "nesterov": config.nesterov if _has_momentum(state) else None,
             "variant": config.dn_variant if config.outer_name == "dn" else None,
             "buffer": config.dn_size if _has_buffer(state) else None,
+            "c": config.dn_c if config.outer_name == "dn" else None,
         },
         "sync_every": config.sync_every,
         "num_fragments": config.num_fragments,
+        "fragment_pattern": state.fragment_pattern if config.num_fragments > 1 else None,
         "fragment_sync_delay": config.least_delay,
         "fragment_delay_auto": config.has_auto_delay,
         "fragment_max_delay": config.longest_delay,
@@ -154,6 +156,21 @@ def _snapshot(
             "submissions": sum(1 for _ in state.staging),
             "waiting": len(state.staging.waiting),
         },
+        "liveness": {
+            "heartbeat_timeout_s": config.heartbeat_timeout,
+            "stall_timeout_s": config.stall_timeout,
+            "disconnect_grace_s": config.disconnect_grace,
+        },
+        "asynchronous": {
+            "dylu": config.dylu,
+            "dylu_min_steps": config.least_steps if config.dylu else None,
+            "staleness_weight": config.staleness_weight,
+            "max_staleness": config.max_staleness,
+            "slots": config.staging_slots,
+            "deadline_s": config.staging_deadline,
+        }
+        if config.is_async
+        else None,
         "wire_dtype": config.wire_dtype,
         "reply_dtype": config.reply_dtype,
         "workers_wanted": config.workers,
@@ -189,6 +206,7 @@ def _snapshot(
             if state.saving.saved_at is None
             else round(now - state.saving.saved_at, 3),
             "error": state.saving.error,
+            "durable": config.durable,
         }
         if config.save_dir is not None
         else None,

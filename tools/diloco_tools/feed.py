@@ -91,6 +91,7 @@ class Outer:
     nesterov: bool | None = None
     variant: str | None = None  # of Delayed Nesterov
     buffer: int | None = None  # gradients to a momentum step; None where there is no buffer
+    c: float | None = None  # of Delayed Nesterov
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,29 @@ class Reducer:
     late: str = "carry"
     submissions: int = 0
     waiting: int = 0
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Seconds after which a worker counts as dead for its silence, as stalled without a step (0: never
+    either), and as gone after its connection broke. None: a broker that does not say.
+    """
+
+    heartbeat_timeout_s: float | None = None
+    stall_timeout_s: float | None = None
+    disconnect_grace_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """What an asynchronous run was told: Dynamic Local Updates, what staleness does, slots."""
+
+    dylu: bool = False
+    dylu_min_steps: int | None = None
+    staleness_weight: str = "none"
+    max_staleness: int | None = None  # older work is refused; None: none is too old
+    slots: int | None = None  # submissions under way at a time
+    deadline_s: float | None = None  # without progress, until one of them loses its slot
 
 
 @dataclass(frozen=True)
@@ -186,12 +210,16 @@ class LastRound:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where checkpoints go, the coming round of the newest, its age, and what is wrong if anything."""
+    """Where checkpoints go, the coming round of the newest, its age, and what is wrong if anything.
+
+    `durable`: each version is saved before anybody is told of it.
+    """
 
     folder: str = ""
     round: int | None = None
     age_s: float | None = None
     error: str | None = None
+    durable: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,7 +277,10 @@ class Snapshot:
     model: Model | None = None
     outer: Outer = Outer()
     reducer: Reducer = Reducer()
+    liveness: Liveness = Liveness()
+    asynchronous: Asynchronous | None = None
     sync_every: int | None = None
+    fragment_pattern: str | None = None  # None: one fragment, or a broker that does not say
     fragment_sync_delay: int = 0
     fragment_delay_auto: bool = False  # replies are merged when they are here
     fragment_max_delay: int | None = None  # steps after which a worker waits for a reply

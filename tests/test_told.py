@@ -1,0 +1,99 @@
+"""What the run was told is shown: in the feed, in `status`, by every display and by the exporter."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from stage import a_stage
+from test_core_liveness import a_run, feed
+from test_top_once import frame
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.history import start_line
+from diloco_tools.feed import Asynchronous, Liveness, parse_snapshot
+
+PIECES: dict[str, Any] = {"num_fragments": 2, "sync_every": 100}
+ASYNC: dict[str, Any] = {"mode": "async"}
+QUORUM: dict[str, Any] = {"quorum": 1}
+# Each option that shapes a run: another value than the usual one, and the options that it needs.
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mode": ("async", {}),
+    "workers": (3, {}),
+    "min_workers": (2, {}),
+    "sync_every": (77, {}),
+    "outer": ("sgd", {}),
+    "outer_lr": (0.3, {}),
+    "outer_momentum": (0.5, {}),
+    "nesterov": (False, {}),
+    "dn_buffer": (5, {"outer": "dn"}),
+    "dn_c": (0.125, {"outer": "dn", "dn_buffer": 4}),
+    "dn_variant": ("direct", {"outer": "dn"}),
+    "staleness_weight": ("poly", ASYNC),
+    "max_staleness": (7, ASYNC),
+    "dylu": (True, ASYNC),
+    "dylu_min_steps": (40, ASYNC | {"dylu": True}),
+    "num_fragments": (2, {}),
+    "fragment_pattern": ("balanced", PIECES),
+    "fragment_sync_delay": (3, PIECES | {"fragment_max_delay": 5}),
+    "fragment_update_alpha": (0.5, PIECES),
+    "fragment_merge": ("rebase", PIECES),
+    "fragment_max_delay": (9, PIECES | {"fragment_sync_delay": 3}),
+    "deterministic": (True, {}),
+    "weight_by": ("tokens", {}),
+    "aggregate": ("clip-median-norm", {}),
+    "quorum": (1, {}),
+    "grace": (4.0, QUORUM),
+    "late": ("drop", QUORUM),
+    "staging_slots": (3, ASYNC),
+    "staging_deadline": (60.0, ASYNC),
+    "save_dir": ("run", {}),
+    "save_every": (5, {}),
+    "durable": (True, {"save_dir": "run"}),
+    "wire_dtype": ("fp16", {}),
+    "reply_dtype": ("bf16", {}),
+    "heartbeat_timeout": (90.0, {}),
+    "stall_timeout": (30.0, {}),
+    "disconnect_grace": (4.0, {}),
+}
+# What is no matter of the run: addresses, files, how a broker comes back. A plan of one's own is shown
+# as the pattern, and its test is where its file is.
+ELSEWHERE = {
+    "bind", "feed", "insecure", "resume", "recover", "recover_wait", "keep", "audit", "chunk_elements",
+    "fragment_plan",
+}  # fmt: skip
+
+
+def said_by(**options: Any) -> dict[str, Any]:
+    """The feed of a run with these options, without what differs from run to run."""
+    stage = a_stage(**options)
+    return {key: value for key, value in feed(stage).items() if key not in ("epoch", "uptime_s")}
+
+
+def test_every_option_is_shown_or_is_no_matter_of_the_run() -> None:
+    assert {field.name for field in fields(BrokerConfig)} == OPTIONS.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_feed_shows_what_the_run_was_told(name: str) -> None:
+    value, needs = OPTIONS[name]
+    assert said_by(**needs, **{name: value}) != said_by(**needs)
+
+
+def test_settings_of_a_run_are_read_by_the_tools() -> None:
+    stage, _ = a_run(
+        "a", "b", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6, heartbeat_timeout=90.0
+    )
+    read = parse_snapshot(frame(feed(stage)))
+    assert read.liveness == Liveness(90.0, 60.0, stage.config.disconnect_grace)
+    assert read.asynchronous == Asynchronous(True, 8, "none", 6, 2, 30.0)
+    assert parse_snapshot(frame(feed(a_stage(**PIECES)))).fragment_pattern == "strided"
+    assert parse_snapshot(frame(feed(a_stage()))).asynchronous is None
+
+
+def test_history_begins_with_what_the_run_was_told() -> None:
+    stage, _ = a_run("a", mode="async", num_fragments=2)
+    settings = start_line(feed(stage))["settings"]
+    for key in ("liveness", "asynchronous", "fragment_pattern", "fragment_max_delay", "reducer"):
+        assert settings[key] == feed(stage)[key]

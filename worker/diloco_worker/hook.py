@@ -43,6 +43,7 @@ from diloco_worker.resume import Resumption, from_plain, plan_of, to_plain
 from diloco_worker.session import Session
 from diloco_worker.signals import Termination
 from diloco_worker.snapshot import ModelTensors
+from diloco_worker.steps import is_inside_another
 from diloco_worker.transfers import Held
 
 logger = logging.getLogger("diloco.worker")
@@ -544,7 +545,7 @@ class DiLoCoWorker:
             return
         # A fused optimizer leaves out an overflowing step by itself; the AMP scaler tells it so here.
         overflow = getattr(optimizer, "found_inf", None)
-        if overflow is not None and float(overflow):
+        if is_inside_another(optimizer) or (overflow is not None and float(overflow)):
             return
         self._pace.step(self._clock())
         self._step += 1

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from diloco_protocol import UsageError, VersionId
 from diloco_worker.exchange import Flight
+from diloco_worker.forks import keep_from_children
 from diloco_worker.resume import version_plain
 
 logger = logging.getLogger("diloco.worker")
@@ -51,6 +52,7 @@ class Audit:
                     f"The audit log {str(path)!r} cannot be written ({error.strerror}); name a file "
                     "in a folder that exists and may be written to."
                 ) from None
+            keep_from_children(self)
 
     def joined(self, epoch: str) -> None:
         self._write("joined", epoch=epoch)
@@ -78,6 +80,10 @@ class Audit:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
+
+    def leave_to_the_parent(self) -> None:
+        """A forked child writes nothing."""
+        self.close()
 
     def _write(self, event: str, **fields: object) -> None:
         if self._file is None:

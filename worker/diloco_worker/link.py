@@ -71,6 +71,7 @@ from diloco_worker.events import (
     Want,
     Withdraw,
 )
+from diloco_worker.forks import keep_from_children
 from diloco_worker.former import SENT_BEFORE
 from diloco_worker.holdings import Holdings
 from diloco_worker.news import Arrival, News, Progress, Rejection, Turning
@@ -189,6 +190,7 @@ class Link:
         self._payload: memoryview | None = None
         self._said: dict[str, float] = {}
         self._failures = 0
+        keep_from_children(self)
 
     # For the training thread.
 
@@ -291,6 +293,17 @@ class Link:
         # Full: it will wake up anyway. Closed: nobody is there to wake up.
         with contextlib.suppress(OSError):
             self._wake_writer.send(b"\0")
+
+    def leave_to_the_parent(self) -> None:
+        """In a forked child: this link has ended, and holds no connection open."""
+        connections, self._connections = self._connections, None
+        for descriptor in list(connections.descriptors.values()) if connections is not None else ():
+            descriptor.close()
+        self._wake_reader.close()
+        self._wake_writer.close()
+        self.condition = threading.Condition()  # the thread may have held the other one
+        self.has_ended = True
+        self.last_error = "This process was forked from the worker's; only that one is in the run."
 
     def _command(self, event: Event | Base, cargo: Any = None) -> None:
         self._commands.append((event, cargo))

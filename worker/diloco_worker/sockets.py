@@ -9,6 +9,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
+from diloco_worker.forks import Descriptor
 
 # Milliseconds between ZeroMQ's own attempts to connect: it doubles them from the first to the second.
 RECONNECT_MS = 100
@@ -21,17 +22,21 @@ CONNECT_WITHIN_MS = 3000
 NOW = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 
-_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Connections:
     """Control and bulk to one address, with a monitor for each. Belongs to one thread.
 
     Connecting to a broker that is not there yet is no error: ZeroMQ goes on trying.
+
+    Attributes:
+        descriptors: of the connections that are up, by name; ZeroMQ's own, for a forked child to close.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._sockets: list[zmq.Socket[bytes]] = []
+        self.descriptors: dict[str, Descriptor] = {}
         self.control, self._control_monitor = self._dealer(context, address)
         self.bulk, self._bulk_monitor = self._dealer(context, address)
 
@@ -82,7 +87,12 @@ class Connections:
         for name, monitor in (("control", self._control_monitor), ("bulk", self._bulk_monitor)):
             while monitor.poll(0):
                 event: Any = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
-                if event["event"] == zmq.EVENT_DISCONNECTED:
+                if event["event"] == zmq.EVENT_CONNECTED:
+                    found = Descriptor.of(event["value"])
+                    if found is not None:
+                        self.descriptors[name] = found
+                elif event["event"] == zmq.EVENT_DISCONNECTED:
+                    self.descriptors.pop(name, None)
                     broken = f"The {name} connection to the broker broke."
                 elif name == "control":
                     connected = True

@@ -70,10 +70,11 @@ def test_options_equal_the_fields_of_the_configuration() -> None:
         "no_save",
         "dashboard",
     }
-    assert options == {field.name for field in fields(BrokerConfig)} - {"chunk_elements"}
+    defaults = {field.name: field.default for field in fields(BrokerConfig)}
+    assert options == set(defaults) - {"chunk_elements"}
     for name, parameter in inspect.signature(serve).parameters.items():
         if name in options - {"save_dir"}:  # the daemon saves by itself, a Broker where it is told
-            assert parameter.default == getattr(BrokerConfig(), name), name
+            assert parameter.default == defaults[name], name
 
 
 @pytest.mark.parametrize(

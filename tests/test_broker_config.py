@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,6 +109,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fragment_pattern": "balanced"}, "--fragment-pattern is balanced; it must be left out, or"),
     ({"outer": "sgd", "outer_momentum": 0.5}, "--outer-momentum is 0.5; it must be left out: "),
     ({"outer": "sgd", "nesterov": False}, "--nesterov is False; it must be left out: --outer sgd"),
+    (
+        {"fragment_plan": len},
+        "--fragment-plan is <built-in function len>; it must be the path of a file,",
+    ),
+    ({"save_dir": 5}, "--save-dir is 5; it must be the path of a folder."),
+    ({"save_dir": ""}, "--save-dir is ''; it must be the path of a folder."),
+    ({"resume": None}, "--resume is None; it must be the path of a checkpoint, auto or none."),
     ({"deterministic": "false"}, "--deterministic is 'false'; it must be True or False."),
     ({"staging_slots": 0}, "--staging-slots is 0; it must be a whole number, at least 1."),
     ({"staging_deadline": 0.0}, "--staging-deadline is 0.0; it must be a finite number above 0."),
@@ -141,6 +149,12 @@ def test_bad_configuration_is_refused_with_one_sentence(
 )
 def test_what_is_on_the_edge_is_accepted(options: dict[str, Any]) -> None:
     BrokerConfig(**options)
+
+
+def test_paths_are_kept_as_text_since_checkpoints_hold_the_options() -> None:
+    paths = {name: Path("a") / name for name in ("save_dir", "resume", "audit", "fragment_plan")}
+    config = BrokerConfig(**paths)  # type: ignore[arg-type]
+    assert {name: getattr(config, name) for name in paths} == {n: str(p) for n, p in paths.items()}
 
 
 def test_defaults_follow_the_mode() -> None:

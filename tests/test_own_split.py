@@ -192,7 +192,7 @@ def test_file_and_function_exclude_each_other(tmp_path: Path) -> None:
 
 def one_round(folder: Path, choose: Any = None, **options: Any) -> FragmentPlan:
     """A broker that makes a version of each fragment; returns the plan of the run."""
-    config = make_config(**{**STREAMING, "workers": 1, **options}, save_dir=str(folder))
+    config = make_config(**{**STREAMING, "workers": 1, **options}, save_dir=folder)
     with (
         Broker(config, fragment_plan=choose) as broker,
         DiLoCoClient(broker.address, worker_id="w", timeout=PATIENCE_S) as client,
@@ -200,6 +200,7 @@ def one_round(folder: Path, choose: Any = None, **options: Any) -> FragmentPlan:
         start = dict(client.join(mlp()).tensors)
         with Operator(broker.address) as operator:
             numbers = operator.ask("manifest").data["plan"]
+            shown = operator.ask("status").data["fragment_pattern"]
         parts = [
             tuple(n for n, k in zip(start, numbers, strict=True) if k == part) for part in (0, 1)
         ]
@@ -207,6 +208,8 @@ def one_round(folder: Path, choose: Any = None, **options: Any) -> FragmentPlan:
         for fragment, names in enumerate(plan.fragments):
             client.push({name: 0 * start[name] + 1 for name in names}, fragment=fragment)
             client.pull()
+    is_own = choose is not None or "fragment_plan" in options
+    assert shown == ("own" if is_own else options.get("fragment_pattern", "strided"))
     return plan
 
 

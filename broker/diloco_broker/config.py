@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS, with_scheme
 from diloco_protocol.chunks import CHUNK_ELEMENTS
@@ -147,6 +148,8 @@ class BrokerConfig:
         if self.fragment_sync_delay is None:
             overlaps = self.num_fragments > 1 and not self.deterministic
             object.__setattr__(self, "fragment_sync_delay", AUTO if overlaps else 0)
+        for name in _PATHS:
+            self._take_path(name)
         self._check_single_values()
         if self.is_async:
             self._check_async()
@@ -246,6 +249,20 @@ class BrokerConfig:
             heartbeat_timeout=self.heartbeat_timeout,
             chunk_elements=self.chunk_elements,
             buffers=BUFFERS,
+        )
+
+    def _take_path(self, name: str) -> None:
+        """Keep a path as text: checkpoints hold the options as JSON."""
+        value = getattr(self, name)
+        if isinstance(value, PurePath):
+            object.__setattr__(self, name, str(value))
+            return
+        function = ", and a function goes to Broker(fragment_plan=...)" if callable(value) else ""
+        _require(
+            (value is None and name != "resume") or (isinstance(value, str) and value != ""),
+            name,
+            repr(value),
+            f"the path of a {_PATHS[name]}{function}",
         )
 
     def _check_single_values(self) -> None:
@@ -488,6 +505,13 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "aggregate": AGGREGATES,
     "late": LATES,
     "recover": RECOVERIES,
+}
+
+_PATHS = {
+    "fragment_plan": "file",
+    "save_dir": "folder",
+    "resume": "checkpoint, auto or none",
+    "audit": "file",
 }
 
 # Lowest values of whole numbers.

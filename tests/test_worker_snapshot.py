@@ -242,9 +242,9 @@ def test_delta_of_a_transposed_parameter_is_laid_out_row_by_row() -> None:
 def test_value_that_is_not_finite_is_found_and_named(name: str, value: float) -> None:
     started = model()
     reached = moved(started)
+    tensors = ModelTensors.of_module(reached)
     with torch.no_grad():
         reached.state_dict()[name].view(-1)[-1] = value
-    tensors = ModelTensors.of_module(reached)
     part, _ = layouts(tensors)
     base = ModelTensors.of_module(started).capture(part)
     assert tensors.delta(base, "bf16").bad == name

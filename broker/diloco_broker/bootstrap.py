@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_broker.membership import Member
 from diloco_protocol.chunks import Bitmap, ModelLayout, lay_out
-from diloco_protocol.manifest import Manifest
+from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.messages import Push, RunConfig
 from diloco_protocol.version import Ledger, VersionId
 
@@ -24,9 +24,15 @@ DONOR_PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class InitialModel:
-    """Names and shapes of the parameters that the broker was started with."""
+    """What the broker was started with.
+
+    Attributes:
+        shapes: of each tensor, by name.
+        infinite: names of those that are not finite in fp32; only the frozen part may have some.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
+    infinite: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,10 @@ class Bootstrap:
                 found.append(
                     f"{entry.name} is {list(entry.shape)} in the worker and "
                     f"{list(shapes[names[0]])} in the file"
+                )
+            elif names[0] in self.initial.infinite and entry.kind is not Kind.FROZEN:
+                found.append(
+                    f"{entry.name} has infinities in the file and is {entry.kind.value} in the worker"
                 )
         return found + [f"the file has an extra {name}" for name in shapes if name not in known]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diloco_broker.bootstrap import InitialModel
 from diloco_broker.model_header import safetensors_files
-from diloco_protocol.codecs import is_finite
+from diloco_protocol.codecs import has_nan, is_finite
 from diloco_protocol.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def load_model(path: Path) -> dict[str, Tensor]:
     """A state dict from a .safetensors file, a .pt state dict, or a Hugging Face folder.
 
     Raises:
-        UsageError: when there is no such file, or it holds no state dict of finite tensors.
+        UsageError: when there is no such file, or it holds no state dict of tensors without NaN.
     """
     if not path.exists():
         raise UsageError(f"--model {path} does not exist.")
@@ -36,7 +36,10 @@ def load_model(path: Path) -> dict[str, Tensor]:
 
 
 def check_state_dict(tensors: Any, what: str) -> dict[str, Tensor]:
-    """A plain dict of finite tensors, or UsageError naming what is wrong."""
+    """A plain dict of tensors without NaN, or UsageError naming what is wrong.
+
+    What may be infinite shows when a worker brings its manifest; see `describe`.
+    """
     if not isinstance(tensors, Mapping) or not tensors:
         raise UsageError(f"{what} holds no state dict (a map from names to tensors).")
     for name, tensor in tensors.items():
@@ -44,8 +47,8 @@ def check_state_dict(tensors: Any, what: str) -> dict[str, Tensor]:
             raise UsageError(
                 f"{what} holds {name!r}, which is not a named tensor; save only the state dict."
             )
-        if tensor.is_floating_point() and not is_finite(tensor.detach().reshape(-1)):
-            raise UsageError(f"{what} has values in {name} that are not finite.")
+        if has_nan(tensor.detach()):
+            raise UsageError(f"{what} holds NaN in {name}; save the model before it came to that.")
     # A copy: the caller may go on training with these tensors before the first worker joins.
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
@@ -54,7 +57,13 @@ def describe(tensors: Mapping[str, Tensor] | None) -> InitialModel | None:
     """What the core needs to know of the tensors."""
     if tensors is None:
         return None
-    return InitialModel({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    infinite = {
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not is_finite(tensor.to(torch.float32))
+    }
+    return InitialModel(shapes, frozenset(infinite))
 
 
 def _load_file(path: Path) -> Any:

@@ -130,7 +130,7 @@ class Parameters:
     def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
         """Store a chunk of the first version: from a donation, or the model file (payload None).
 
-        Returns the chunk in wire form, or None when it is not finite there.
+        Returns the chunk in wire form, or None when it is not finite there (NaN, if it is frozen).
 
         Raises:
             UsageError: when a factory of outer optimizers fails, once its fragment is complete.
@@ -141,7 +141,7 @@ class Parameters:
         else:
             sent = from_bytes(payload, segment_dtype(span.segment, torch.float32))
             values = self._buffers.like(sent).copy_(sent)
-        reply = self._in_wire_form(span, values)
+        reply = self._in_wire_form(fragment, span, values)
         if reply is None:
             return None
         self._masters[fragment][index] = values
@@ -286,7 +286,7 @@ class Parameters:
         if reply is None:
             master = self._masters[fragment][span.index]
             assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
-            reply = self._in_wire_form(span, master)
+            reply = self._in_wire_form(fragment, span, master)
         assert reply is not None, "a chunk that could not be sent was stored"
         return Done(span.index, as_bytes(reply), overflow)
 
@@ -370,10 +370,12 @@ class Parameters:
         return self._layouts[fragment].spans[index].segment is Segment.PARAMETERS
 
     def _fits(self, span: ChunkSpan, values: Tensor) -> bool:
-        return self._in_wire_form(span, values) is not None
+        """Whether a chunk of trained parameters can be sent."""
+        return Reply(span, self._reply, self._buffers).of(values) is not None
 
-    def _in_wire_form(self, span: ChunkSpan, values: Tensor) -> Tensor | None:
-        return Reply(span, self._reply, self._buffers).of(values)
+    def _in_wire_form(self, fragment: int, span: ChunkSpan, values: Tensor) -> Tensor | None:
+        is_frozen = fragment == self.layout.frozen.fragment
+        return Reply(span, self._reply, self._buffers, frozen=is_frozen).of(values)
 
     def _from_file(self, layout: FragmentLayout, span: ChunkSpan) -> Tensor:
         assert self._initial is not None

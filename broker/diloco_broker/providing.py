@@ -26,6 +26,7 @@ from diloco_broker.transfer import Upload, first_window, upload_window
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.codecs import span_bytes, wire_dtype
 from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.manifest import summarise
 from diloco_protocol.messages import Ack, Error, Grant, Notice, Push, Standing
 from diloco_protocol.version import RUN_PATTERN, Ledger, VersionId
 
@@ -263,9 +264,10 @@ def _megabytes(size: int) -> str:
 def place_refused(state: State, event: PlaceRefused) -> Iterator[Effect]:
     """A donation has values that cannot be used: ask another worker."""
     work = event.work
+    names = summarise(state.shelf.stocks[work.fragment].layout.names_in(work.index))
     text = (
         f"The parameters of {work.worker_id or 'the model file'} are not all finite in "
-        f"{state.config.reply_dtype}; they cannot begin a run."
+        f"{state.config.reply_dtype}, in {names}; they cannot begin a run."
     )
     yield Log("error", text)
     donor = state.members.named(work.worker_id)

@@ -1,4 +1,4 @@
-"""A chunk as it is sent to workers: in the reply's dtype, and known to be finite there."""
+"""A chunk as it is sent to workers: in the reply's dtype, and known to hold nothing bad there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco_protocol.buffers import Buffers
 from diloco_protocol.chunks import ChunkSpan, Segment
-from diloco_protocol.codecs import is_finite, segment_dtype
+from diloco_protocol.codecs import has_nan, is_finite, segment_dtype
 
 
 class Reply:
@@ -19,9 +19,13 @@ class Reply:
         span: which chunk.
         dtype: of parameters on their way down.
         buffers: where memory for it comes from.
+        frozen: it is of the frozen part, which may hold infinities (a causal mask); NaN never.
     """
 
-    def __init__(self, span: ChunkSpan, dtype: torch.dtype, buffers: Buffers) -> None:
+    def __init__(
+        self, span: ChunkSpan, dtype: torch.dtype, buffers: Buffers, *, frozen: bool = False
+    ) -> None:
+        self._is_frozen = frozen
         self._span = span
         self._dtype = segment_dtype(span.segment, dtype)
         self._buffers = buffers
@@ -41,7 +45,7 @@ class Reply:
         self._sum += piece.sum().item()
 
     def of(self, values: Tensor) -> Tensor | None:
-        """The chunk as it is sent; None when it is not finite in that dtype.
+        """The chunk as it is sent; None when it has values there that may not be.
 
         Without a conversion this is the tensor itself: no copy, shared by all readers.
         """
@@ -51,6 +55,8 @@ class Reply:
             reply = self._room().copy_(values)
         if self._span.segment is Segment.INTEGERS:
             return reply
+        if self._is_frozen:
+            return None if has_nan(reply) else reply
         # The sum is finite only if every element is; one that is not may be of large elements.
         is_fine = is_made and math.isfinite(self._sum)
         return reply if is_fine or is_finite(reply) else None

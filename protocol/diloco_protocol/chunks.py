@@ -10,7 +10,7 @@ called segments, since they follow different rules:
 Each segment is cut every `CHUNK_ELEMENTS` elements, and the chunks of a fragment are numbered through
 its segments in that order. Frozen parameters make one more fragment, numbered after the others, that
 is never trained: it travels once, when a worker joins, with floats as `buffers` and the rest as
-`integers`.
+`integers`. Constants with infinities belong to it.
 """
 
 from __future__ import annotations
@@ -145,6 +145,16 @@ class FragmentLayout:
     def chunks(self) -> int:
         """Number of chunks; 0 for a fragment without elements."""
         return len(self.spans)
+
+    def names_in(self, index: int) -> list[str]:
+        """Names of the tensors that a chunk has elements of."""
+        span = self.spans[index]
+        return [
+            place.entry.name
+            for place in self.places
+            if place.segment is span.segment
+            and max(place.start, span.start) < min(place.stop, span.stop)
+        ]
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,13 @@ def from_bytes(payload: Any, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(payload, dtype=dtype)
 
 
+def has_nan(values: Tensor) -> bool:
+    """True when an element is NaN; infinities do not count. One pass, no temporary."""
+    if values.numel() == 0 or not values.is_floating_point():
+        return False
+    return bool(torch.isnan(torch.aminmax(values).min))  # aminmax hands NaN on
+
+
 def is_finite(values: Tensor) -> bool:
     """True when no element is NaN or infinite; one pass, no temporary the size of the chunk."""
     if values.numel() == 0 or not values.is_floating_point():

@@ -37,7 +37,8 @@ class TensorEntry:
         name: its key in the model's `state_dict`.
         shape: sizes of its dimensions; () for a scalar.
         dtype: torch's name without the prefix: "float32", "bfloat16", "int64", ...
-        kind: trainable parameter, frozen parameter, or buffer.
+        kind: trainable parameter, frozen parameter, or buffer. A float buffer that holds infinities at
+            the start, such as a causal mask, is frozen as well.
         aliases: other `state_dict` keys of the very same tensor (tied weights travel once).
     """
 

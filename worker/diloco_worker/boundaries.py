@@ -31,6 +31,7 @@ from diloco_worker.sync_lines import SyncLines
 from diloco_worker.tally import Tally
 from diloco_worker.terms import sync_every
 from diloco_worker.turns import Turn, Turns
+from diloco_worker.values import Constants
 
 logger = logging.getLogger("diloco.worker")
 
@@ -95,6 +96,7 @@ class Boundaries:
             step=step,
             cycle_start=cycle_start,
         )
+        self._constants = Constants(tensors)
         self._warned_of_weights = False
         self._stillness = Stillness(config.num_fragments)
         self._lines = SyncLines(
@@ -317,6 +319,8 @@ class Boundaries:
             self._audit.frozen(frozen)
             exchange.offer()
         self._counters.seconds_waited += self._clock() - began
+        for change in self._constants.warnings():
+            self.trouble(change)
         if not isinstance(frozen, NonFinite):
             warning = self._stillness.pushed(fragment, frozen.push.norm, work.steps)
             if warning is not None:
@@ -324,10 +328,9 @@ class Boundaries:
             return True
         self._counters.rejected += 1
         self.trouble(
-            f"The pseudo-gradient of {work.steps} steps is not finite in {frozen.name}"
-            f"{_fp16_hint(dtype)}; it was not sent, and the model is back at the last global "
-            "parameters. The other workers wait until the next boundary. If it happens again, "
-            "lower the learning rate or clip gradients."
+            f"The pseudo-gradient of {work.steps} steps is not finite in {_where(frozen, dtype)}; it "
+            "was not sent, and the model is back at the last global parameters. The other workers wait "
+            "until the next boundary. If it happens again, lower the learning rate or clip gradients."
         )
         # What is not finite in one fragment has spread through the others.
         for each in self._exchanges:
@@ -581,5 +584,10 @@ class Boundaries:
         return max(0.0, self._settings.timeout - (self._link.silence() or 0.0))
 
 
-def _fp16_hint(dtype: str) -> str:
-    return " after rounding to fp16, whose largest value is 65504" if dtype == "fp16" else ""
+def _where(bad: NonFinite, dtype: str) -> str:
+    if bad.is_buffer:
+        return (
+            f"{bad.name}, a buffer (one that is to hold infinities must hold them from the start)"
+        )
+    hint = " after rounding to fp16, whose largest value is 65504"
+    return bad.name + (hint if dtype == "fp16" else "")

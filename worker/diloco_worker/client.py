@@ -51,6 +51,7 @@ from diloco_worker.news import Arrival, Progress
 from diloco_worker.session import Phase, Session
 from diloco_worker.snapshot import FlatState, ModelTensors, encode
 from diloco_worker.terms import cut
+from diloco_worker.values import check_values
 
 # Seconds between two questions for the model while the broker has none.
 ASK_AGAIN_S = 0.5
@@ -153,7 +154,7 @@ class DiLoCoClient:
             The global parameters to start from.
 
         Raises:
-            UsageError: joined already, or a model that cannot be exchanged.
+            UsageError: joined already, or a model that cannot be exchanged, or no run can begin with.
             Refused: the broker does not take this worker.
             Unreachable: no answer within the timeout.
         """
@@ -174,6 +175,7 @@ class DiLoCoClient:
         return self._parameters()
 
     def _join(self, tensors: ModelTensors) -> None:
+        check_values(tensors)
         session = Session(
             self.worker_id,
             tensors.manifest,

@@ -16,7 +16,7 @@ import secrets
 from dataclasses import dataclass
 from enum import Enum
 
-from diloco_protocol import Ledger, RunConfig, VersionId
+from diloco_protocol import Ledger, RunConfig, Segment, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import BUFFERS, Push
@@ -158,9 +158,10 @@ class Ground:
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The delta cannot be sent: this tensor has NaN or infinity in it."""
+    """The delta cannot be sent: this tensor, a parameter or a buffer, has NaN or infinity in it."""
 
     name: str
+    is_buffer: bool = False
 
 
 class FragmentExchange:
@@ -238,7 +239,8 @@ class FragmentExchange:
         else:
             delta = self._tensors.delta(self.base, dtype)
         if delta.bad is not None:
-            return NonFinite(delta.bad)
+            buffers = (p.entry.name for p in self.part.places if p.segment is Segment.BUFFERS)
+            return NonFinite(delta.bad, delta.bad in buffers)
         self.flight = Flight(
             self._push(dtype, delta, work),
             step,

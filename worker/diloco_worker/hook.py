@@ -45,6 +45,7 @@ from diloco_worker.signals import Termination
 from diloco_worker.snapshot import ModelTensors
 from diloco_worker.steps import is_inside_another
 from diloco_worker.transfers import Held
+from diloco_worker.values import check_values
 
 logger = logging.getLogger("diloco.worker")
 
@@ -190,8 +191,9 @@ class DiLoCoWorker:
 
         Raises:
             Refused: the broker does not take this worker, with its sentence.
-            UsageError: this worker has been started before, its audit log cannot be written, or the
-                model is not the one that the loaded state belongs to.
+            UsageError: this worker has been started before, its audit log cannot be written, the model
+                is not the one that the loaded state belongs to, or holds values that no run can begin
+                with.
         """
         warn_of_silence(self._settings.server)
         if self._settings.server is None or self._tensors is None:
@@ -206,6 +208,7 @@ class DiLoCoWorker:
 
     def _start(self, server: str, tensors: ModelTensors) -> DiLoCoWorker:
         settings, resumption = self._settings, self._resumption
+        check_values(tensors)
         if resumption is not None:
             resumption.check_model(tensors)
         audit = self._audit = Audit(settings.audit, self.worker_id)

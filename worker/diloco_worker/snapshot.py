@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -176,6 +176,15 @@ class ModelTensors:
     def is_on_cuda(self) -> bool:
         """Whether any tensor of the model lies on a CUDA device."""
         return _on_cuda(self._lookup().values())
+
+    def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
+        """Each entry of the manifest with its tensor as it is now.
+
+        Raises:
+            UsageError: when a tensor is not what the manifest says any more.
+        """
+        found = self._checked(self.manifest.entries)
+        return ((entry, found[entry.name].detach()) for entry in self.manifest.entries)
 
     def capture(self, layout: FragmentLayout) -> FlatState:
         """Copy a fragment's values to the host.
@@ -475,6 +484,8 @@ def _manifest_of(module: nn.Module) -> Manifest:
         else:
             kind = Kind.FROZEN if tied else Kind.BUFFER
         entry = TensorEntry(name, tuple(tensor.shape), _dtype_name(tensor), kind, tuple(others))
+        if kind is Kind.BUFFER and entry.is_floating_point and bool(torch.isinf(tensor).any()):
+            entry = replace(entry, kind=Kind.FROZEN)  # a constant; see `values`
         entries.append(entry)
     manifest = Manifest(tuple(entries))
     _require_sound(manifest)

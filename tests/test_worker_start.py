@@ -18,6 +18,7 @@ from worker_stage import until
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker, hook, joining
+from diloco_worker.patience import Patience
 
 PATIENCE_S = 20.0
 
@@ -154,3 +155,39 @@ def threads() -> list[threading.Thread]:
 
 def open_files() -> list[str]:
     return [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+
+
+def test_second_worker_on_a_model_that_is_in_a_run_is_refused(broker: Broker) -> None:
+    """As when the cell of a notebook is run again: the two would wait for each other."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled: Any = torch.compile(model, backend="eager")
+    early = DiLoCoWorker(model, optimizer, broker.address, worker_id="again")
+    with DiLoCoWorker(model, optimizer, broker.address, worker_id="first"):
+        for another in (model, compiled):
+            with pytest.raises(UsageError, match=r"in a run already, as worker 'first'; close\(\)"):
+                DiLoCoWorker(another, optimizer, broker.address)
+        with pytest.raises(UsageError, match="as worker 'first'"):
+            early.start()
+        trains(model, optimizer, 2)  # nobody else is waited for
+    with early:
+        trains(model, optimizer, 2)
+        assert early.sync_metrics.rounds == 1
+
+
+def test_name_that_stands_for_no_machine_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = Patience.say
+
+    def say(patience: Patience, text: str) -> None:
+        patience._say_at = 0.0
+        said(patience, text)
+        raise KeyboardInterrupt  # somebody has read it
+
+    monkeypatch.setattr(Patience, "say", say)
+    with pytest.raises(KeyboardInterrupt):
+        DiLoCoWorker(model, optimizer, "tcp://no-such-host.invalid:8512").start()
+    assert "'no-such-host.invalid'; is it spelt right?" in caplog.text

@@ -37,6 +37,7 @@ from diloco_worker.joining import await_model, check_pair
 from diloco_worker.link import Link
 from diloco_worker.metrics import SyncMetrics
 from diloco_worker.news import Progress
+from diloco_worker.occupancy import check_free, occupy, vacate
 from diloco_worker.patience import Patience
 from diloco_worker.reports import Pace, Reports
 from diloco_worker.resume import Resumption, from_plain, plan_of, to_plain
@@ -144,7 +145,9 @@ class DiLoCoWorker:
         self._optimizer = check_pair(model, optimizer)
         self._tensors: ModelTensors | None = None
         self._link: Link | None = None
+        self._model = model
         if self._settings.server is not None:
+            check_free(model)
             self._tensors = ModelTensors.of_module(model)
         self._boundaries: Boundaries | None = None
         self._resumption: Resumption | None = None
@@ -207,6 +210,7 @@ class DiLoCoWorker:
             raise
 
     def _start(self, server: str, tensors: ModelTensors) -> DiLoCoWorker:
+        occupy(self._model, self, self.worker_id)
         settings, resumption = self._settings, self._resumption
         check_values(tensors)
         if resumption is not None:
@@ -249,6 +253,7 @@ class DiLoCoWorker:
             self._hook.remove()
             self._hook = None
         self._termination.restore()
+        vacate(self._model, self)
         try:
             if self._link is not None:
                 self._link.close("it did not get to training", LINK_PATIENCE_S)
@@ -286,6 +291,7 @@ class DiLoCoWorker:
             raise
         finally:
             self._termination.restore()
+            vacate(self._model, self)
             try:
                 link.close(reason, patience)
             finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import torch
 from torch import nn
 
@@ -77,7 +79,19 @@ def await_model(link: Link, patience: Patience) -> None:
         if link.phase is Phase.JOINED:
             patience.say(f"Joined at {link.address}; waiting for the first parameters.")
         else:
-            patience.say(f"Waiting to join the run: {link.describe()}.")
+            patience.say(f"Waiting to join the run: {link.describe()}{_unknown_host(link)}.")
     if link.refused_for_good:
         assert link.refusal is not None
         raise link.refusal
+
+
+def _unknown_host(link: Link) -> str:
+    """What is wrong with the name of the broker's machine, if it is not connected."""
+    host = link.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if link.phase in (Phase.JOINING, Phase.JOINED):
+        return ""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return f" (no address is known for the name {host!r}; is it spelt right?)"
+    return ""

@@ -38,6 +38,7 @@ from diloco_worker.events import (
     JoinRefused,
     Open,
     Paced,
+    Prepared,
     PrepareDonation,
     PushOver,
     Received,
@@ -276,6 +277,7 @@ class Worker:
                 self._deliver(effect)
             case PrepareDonation(push_id, fragment):
                 self._donations[push_id] = self._states.get(fragment, ())
+                self._feed(Prepared(push_id))
             case PushOver(push_id, code):
                 if code is not None:
                     self.world.tell(self.name, f"hears that push {push_id:#x} is over: {code}")

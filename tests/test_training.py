@@ -8,18 +8,23 @@ where implementations go wrong.
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from nursery import wait_for
 from raw_worker import DTYPES
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_protocol.chunks import FragmentLayout
 from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker.snapshot import FlatState, ModelTensors
 
 State = dict[str, Tensor]
 MakeModel = Callable[[], nn.Module]
@@ -270,6 +275,38 @@ def test_workers_of_a_round_may_differ_in_h_and_wire_dtype(options: dict[str, An
     assert_same(got, reference(*run, steps, wires), rtol=1e-4, atol=1e-5)
     for name, tensor in final.items():
         assert all(torch.equal(history[-1][name], tensor) for history in got)
+
+
+def test_copy_of_a_large_model_may_outlast_every_patience_of_the_broker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The offer goes out before the model is copied, and heartbeats go on meanwhile."""
+    capture, may_end = ModelTensors.capture, threading.Event()
+
+    def slowly(tensors: ModelTensors, layout: FragmentLayout) -> FlatState:
+        assert may_end.wait(20)
+        return capture(tensors, layout)
+
+    monkeypatch.setattr(ModelTensors, "capture", slowly)
+    caplog.set_level(logging.INFO, "diloco.broker")
+    model = mlp()
+    wanted = copy.deepcopy(model.state_dict())
+    address = "tcp://127.0.0.1:*"
+    broker = Broker(BrokerConfig(bind=address, feed=address, heartbeat_timeout=1.0))
+    broker._core.state.bootstrap.patience_s = 0.1
+    with broker, ThreadPoolExecutor(1) as pool:
+        worker = DiLoCoWorker(model, sgd(model), server=broker.address, worker_id="slow")
+        try:
+            started = pool.submit(worker.start)
+            wait_for(
+                lambda: "slow has sent no parameters for 0.8 s, and nobody else" in caplog.text
+            )
+        finally:
+            may_end.set()
+        started.result(20)
+        worker.close()
+    assert "dead" not in caplog.text, caplog.text
+    assert all(torch.equal(wanted[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_two_brokers_and_their_workers_live_in_one_process() -> None:

@@ -30,6 +30,7 @@ from diloco_protocol.messages import (
     Standing,
 )
 from diloco_worker.events import (
+    Beat,
     Begin,
     Close,
     Deliver,
@@ -38,6 +39,7 @@ from diloco_worker.events import (
     Event,
     Hold,
     Offer,
+    Prepared,
     PrepareDonation,
     PushOver,
     Say,
@@ -274,8 +276,40 @@ def test_fresh_worker_donates_parameters_without_a_base(fresh: Desk) -> None:
     (prepare,) = fresh.all(PrepareDonation)
     (push,) = fresh.sent(Push)
     assert prepare == PrepareDonation(push.push_id, 0)
-    assert fresh.effects.index(prepare) < fresh.effects.index(Send(push))
     assert (push.purpose, push.base, push.wire_dtype) == (Purpose.DONATION, None, "fp32")
+
+
+def test_parameters_are_offered_first_and_copied_then(fresh: Desk) -> None:
+    """To copy a large model takes longer than the broker waits for an offer."""
+    fresh.connects().is_welcomed()
+    fresh.hears(Notice("donate", fragment=0))
+    (prepare,), (push,) = fresh.all(PrepareDonation), fresh.sent(Push)
+    assert fresh.effects.index(Send(push)) < fresh.effects.index(prepare)
+    fresh.hears(Grant(push.push_id, 0, Standing.NEW, credit=4))
+    assert not fresh.chunks_sent
+    fresh.passes(10.0)
+    beats = fresh.all(Beat)
+    assert [beat.uploading for beat in beats] == [True], "it is at it, and says so"
+    fresh.happens(Prepared(push.push_id))
+    assert fresh.chunks_sent == [0, 1, 2, 3]
+
+
+def test_copy_that_is_ready_before_the_grant_waits_for_it(fresh: Desk) -> None:
+    fresh.connects().is_welcomed()
+    fresh.hears(Notice("donate", fragment=0))
+    (push,) = fresh.sent(Push)
+    fresh.happens(Prepared(push.push_id))
+    assert not fresh.chunks_sent
+    fresh.hears(Grant(push.push_id, 0, Standing.NEW, credit=4))
+    assert fresh.chunks_sent == [0, 1, 2, 3]
+
+
+def test_copy_that_nobody_wants_any_more_is_dropped(fresh: Desk) -> None:
+    fresh.connects().is_welcomed()
+    fresh.hears(Notice("donate", fragment=0))
+    (push,) = fresh.sent(Push)
+    fresh.hears(Error("not_allowed", "Another was asked.", push_id=push.push_id, about="push"))
+    assert not fresh.happens(Prepared(push.push_id))
 
 
 def test_worker_donates_the_version_it_holds_with_its_ledger(ready: Desk) -> None:
@@ -290,6 +324,7 @@ def test_donation_is_over_when_all_of_it_is_in(fresh: Desk) -> None:
     fresh.connects().is_welcomed()
     fresh.hears(Notice("donate", fragment=0))
     (push,) = fresh.sent(Push)
+    fresh.happens(Prepared(push.push_id))
     fresh.hears(Grant(push.push_id, 0, Standing.NEW, credit=CHUNKS))
     assert fresh.chunks_sent == list(range(CHUNKS))
     fresh.hears(Ack(push.push_id, 0, tuple(range(CHUNKS))))
@@ -336,6 +371,7 @@ def test_donation_and_pseudo_gradient_are_under_way_together(ready: Desk) -> Non
     ready.hears(Error("no_model", "Later.", retry=True, push_id=77, about="push"))
     ready.hears(Notice("donate", fragment=0))
     (donation,) = ready.sent(Push)
+    ready.happens(Prepared(donation.push_id))
     ready.passes(LONGEST_BACKOFF_S)
     assert [push.push_id for push in ready.sent(Push)] == [77]
     ready.hears(Grant(donation.push_id, 0, Standing.NEW, credit=1))

@@ -103,7 +103,7 @@ def ask(state: State, donor: Member) -> Iterator[Effect]:
 def _pass_over(state: State, donor: Member) -> Iterator[Effect]:
     """A donor delivers nothing: another one is asked. Where there is none, it gets more time."""
     boot = state.bootstrap
-    slow = f"{donor.worker_id} has sent no parameters for {boot.patience_s:.0f} s"
+    slow = f"{donor.worker_id} has sent no parameters for {boot.patience_s:g} s"
     boot.passed_over.add(donor.worker_id)
     if recovering.can_do_without(state, donor):
         yield Log("warning", f"{slow}; going on without it.")

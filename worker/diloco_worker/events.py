@@ -118,6 +118,13 @@ class Resume(Event):
 
 
 @dataclass(frozen=True)
+class Prepared(Event):
+    """The chunks of a donation are laid out and can be sent."""
+
+    push_id: int
+
+
+@dataclass(frozen=True)
 class Doubt(Event):
     """An earlier life of this worker may have sent what is in the model of this fragment.
 
@@ -248,7 +255,10 @@ class Forget(Effect):
 
 @dataclass(frozen=True)
 class PrepareDonation(Effect):
-    """Lay out the parameters of a fragment, fp32, as the chunks of this push."""
+    """Lay out the parameters of a fragment, fp32, as the chunks of this push.
+
+    The shell answers with `Prepared`, which may take as long as copying a large model.
+    """
 
     push_id: int
     fragment: int

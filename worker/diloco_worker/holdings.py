@@ -6,7 +6,9 @@ it is room for the next version: two vectors a fragment take turns.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 import torch
 
@@ -19,7 +21,7 @@ class Holdings:
 
     Args:
         capture: copies a fragment of the model to the host, for a broker that has no parameters; called
-            only for fragments that nobody is training at that moment.
+            in a thread of its own, one at a time, and only for fragments that nobody is training.
         pinned: whether to receive into pinned memory (the model is on a CUDA device).
         states: by fragment, the values of what is held already. They are room for later versions once
             training stands on others.
@@ -42,6 +44,7 @@ class Holdings:
         self._spare: dict[int, FlatState] = {}  # by fragment; room for the next assembly
         self._states = dict(states)  # by fragment; what is held, merged or not
         self._bases: dict[int, FlatState] = {}  # by fragment; what training stands on
+        self._copying = threading.Lock()
 
     def begin(self, layout: FragmentLayout) -> None:
         """Chunks of a version begin to arrive. What was assembled of another one is overwritten."""
@@ -81,10 +84,28 @@ class Holdings:
         if all(wire.vectors is not former.vectors for wire in self.outgoing.values()):
             self._spare[fragment] = former
 
-    def donation(self, layout: FragmentLayout) -> WireFragment:
-        """A fragment as it is held, or as it is in the model."""
+    def held(self, layout: FragmentLayout) -> WireFragment | None:
+        """A fragment as it is held, to be donated; None where there is no copy of it."""
         state = self._states.get(layout.fragment)
-        if state is None:
+        return None if state is None else state.wire()
+
+    def copy(self, layout: FragmentLayout, done: Callable[[Future[WireFragment]], object]) -> None:
+        """Copy a fragment as it is in the model, to be donated. Returns at once.
+
+        A large model takes long, and heartbeats must go on meanwhile.
+
+        Args:
+            done: called in the thread that copied, with the copy or with what went wrong.
+        """
+        copied: Future[WireFragment] = Future()
+        copied.add_done_callback(done)
+
+        def work() -> None:
             assert self._capture is not None
-            state = self._capture(layout)
-        return state.wire()
+            try:
+                with self._copying:  # one after the other
+                    copied.set_result(self._capture(layout).wire())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
+                copied.set_exception(error)
+
+        threading.Thread(target=work, name="diloco-copy", daemon=True).start()

@@ -57,6 +57,7 @@ from diloco_worker.events import (
     Offer,
     Open,
     Paced,
+    Prepared,
     PrepareDonation,
     Pulse,
     PushOver,
@@ -113,7 +114,7 @@ class Link:
         address: of the broker's control socket.
         session: the state machine; only this thread touches it from now on.
         capture: copies a fragment of the model to the host, for a broker that has no parameters. Called
-            in the I/O thread, and only for fragments that nobody is training at that moment.
+            in a thread of its own, and only for fragments that nobody is training at that moment.
         pinned: whether to receive into pinned memory (the model is on a CUDA device).
         states: by fragment, the values of what the session holds already (`Resume`). They are room for
             later versions once training stands on others.
@@ -380,6 +381,10 @@ class Link:
         match event:
             case Base(fragment, state):
                 self._holdings.stand_on(fragment, state)
+            case Prepared(push_id):
+                if push_id in self._session.pushes:  # else nobody wants it any more
+                    self._holdings.outgoing[push_id] = cargo.result()
+                    self._feed(event)
             case Offer(push):
                 self._holdings.outgoing[push.push_id] = cargo
                 self._feed(event)
@@ -477,8 +482,7 @@ class Link:
             case Deliver():
                 self._deliver(effect)
             case PrepareDonation(push_id, fragment):
-                outgoing = self._holdings.outgoing
-                outgoing[push_id] = self._holdings.donation(self._fragment(fragment))
+                self._prepare(push_id, self._fragment(fragment))
             case PushOver(push_id, code, text):
                 self._holdings.outgoing.pop(push_id, None)
                 if code is not None:
@@ -522,6 +526,16 @@ class Link:
                 self._say(text, trouble=trouble)
             case _:
                 raise TypeError(f"not an effect of a session: {effect!r}")
+
+    def _prepare(self, push_id: int, layout: FragmentLayout) -> None:
+        """Lay out a donation: what is held as it is, the model by a copy that keeps nobody waiting."""
+        held = self._holdings.held(layout)
+        if held is None:
+            ready = Prepared(push_id)
+            self._holdings.copy(layout, lambda copied: self._command(ready, copied))
+        else:
+            self._holdings.outgoing[push_id] = held
+            self._feed(Prepared(push_id))
 
     def _open_connections(self) -> None:
         assert self._context is not None and self._connections is None

@@ -110,8 +110,17 @@ class Pushes:
         )
         yield Say("The broker has no parameters yet and takes those of this worker.")
         yield from self.begin(push)
-        yield PrepareDonation(push_id, fragment)
+        self.uploads[push_id].is_prepared = False
+        # First the offer: to copy a large model takes long, and the broker would ask somebody else.
         yield from self.offer(push_id, token)
+        yield PrepareDonation(push_id, fragment)
+
+    def prepared(self, push_id: int, token: bytes | None) -> Iterator[Effect]:
+        """The chunks of a donation are laid out."""
+        upload = self.uploads.get(push_id)
+        if upload is not None:
+            upload.is_prepared = True
+            yield from self._send(upload, token)
 
     def granted(self, grant: Grant, token: bytes | None) -> Iterator[Effect]:
         upload = self.uploads.get(grant.push_id)
@@ -134,7 +143,7 @@ class Pushes:
 
     def _send(self, upload: Upload, token: bytes | None) -> Iterator[Effect]:
         push_id, fragment = upload.push.push_id, upload.push.fragment
-        if token is None:
+        if token is None or not upload.is_prepared:
             return
         for index in upload.next_chunks():
             yield SendChunk(token, push_id, fragment, index)

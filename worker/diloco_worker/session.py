@@ -72,6 +72,7 @@ from diloco_worker.events import (
     Offer,
     Open,
     Paced,
+    Prepared,
     Pulse,
     PushOver,
     Received,
@@ -230,6 +231,8 @@ class Session:
             case Resume():
                 self._resume(event)
                 return []
+            case Prepared(push_id):
+                return list(self.pushes.prepared(push_id, self._live_token))
             case Doubt(fragment, known):
                 self.former.doubt(fragment, known)
                 return []

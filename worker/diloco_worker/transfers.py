@@ -29,9 +29,11 @@ class Upload:
         standing: what the last grant on this connection said; None before one.
         committed: `commit` has been sent since that grant.
         offers: how often the push has been offered.
+        is_prepared: its chunks are laid out; those of a donation may take a while.
     """
 
     push: Push
+    is_prepared: bool = True
     held: Bitmap = field(init=False)
     queue: deque[int] = field(default_factory=deque)
     credit: int = 0

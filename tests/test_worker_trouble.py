@@ -24,7 +24,7 @@ from diloco_protocol.messages import (
     Released,
     Standing,
 )
-from diloco_worker.link import SENTENCES
+from diloco_worker.patience import SENTENCES
 from diloco_worker.pushes import Pushes
 
 pytest_plugins = ("worker_fixtures",)

@@ -76,6 +76,7 @@ from diloco_worker.forks import keep_from_children
 from diloco_worker.former import SENT_BEFORE
 from diloco_worker.holdings import Holdings
 from diloco_worker.news import Arrival, News, Progress, Rejection, Turning
+from diloco_worker.patience import Sayings
 from diloco_worker.session import Phase, Session
 from diloco_worker.snapshot import FlatState, WireFragment, require_length
 from diloco_worker.sockets import NOW, Connections
@@ -86,10 +87,6 @@ logger = logging.getLogger("diloco.worker")
 BATCH = 64
 # Longest sleep of the thread; everything that matters wakes it earlier.
 LONGEST_POLL_S = 5.0
-# The same sentence is not logged again within so many seconds.
-REPEAT_S = 30.0
-# So many sentences are remembered for that.
-SENTENCES = 100
 # How long the last message, `leave`, may take to get out.
 LEAVE_LINGER_MS = 1000
 # Effects that the training thread need not hear of.
@@ -189,7 +186,7 @@ class Link:
         self._is_news = False  # since `_publish` was called last
         self._offered: dict[int, int] = {}  # by fragment; the last push id
         self._payload: memoryview | None = None
-        self._said: dict[str, float] = {}
+        self._said = Sayings()
         self._failures = 0
         keep_from_children(self)
 
@@ -601,10 +598,5 @@ class Link:
     def _say(self, text: str, *, trouble: bool = False) -> None:
         if trouble:
             self.last_error = text
-        now = self._clock()
-        if now - self._said.get(text, -REPEAT_S) >= REPEAT_S:
-            self._said.pop(text, None)  # the latest comes last
-            self._said[text] = now
-            while len(self._said) > SENTENCES:
-                del self._said[next(iter(self._said))]
+        if self._said.is_due(text, self._clock()):
             logger.log(logging.WARNING if trouble else logging.INFO, "%s", text)

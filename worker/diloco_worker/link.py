@@ -31,7 +31,7 @@ from diloco_protocol import (
 )
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import wire_dtype
-from diloco_protocol.messages import Chunk, Heartbeat, Message, Push
+from diloco_protocol.messages import Chunk, Message, Push
 from diloco_worker.events import (
     Answered,
     Ask,
@@ -467,7 +467,7 @@ class Link:
                 chunk = Chunk(fragment, index, session=session, push_id=push_id)
                 self._send(pack(chunk, self._holdings.outgoing[push_id].chunk(index)), bulk=True)
             case Beat(session, uploading):
-                self._send(pack(self._heartbeat(session, uploading)), bulk=False)
+                self._send(pack(self.progress.heartbeat(session, uploading=uploading)), bulk=False)
             case Begin(fragment):
                 self._holdings.begin(self._fragment(fragment))
             case Store(fragment, index):
@@ -556,20 +556,6 @@ class Link:
             self._say("The connection to the broker takes nothing any more.", trouble=True)
             return
         self.bytes_up += sum(memoryview(frame).nbytes for frame in frames)
-
-    def _heartbeat(self, session: bytes, uploading: bool) -> Heartbeat:
-        progress = self.progress
-        state = "waiting" if progress.waiting else "training"
-        return Heartbeat(
-            session=session,
-            step=progress.step,
-            inner_step=progress.inner_step,
-            state="pushing" if uploading else state,
-            steps_per_s=progress.steps_per_s,
-            loss=progress.loss,
-            tokens=progress.tokens,
-            merge_delay=progress.merge_delay,
-        )
 
     def _fragment(self, fragment: int) -> FragmentLayout:
         assert self._session.layout is not None

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from diloco_protocol import VersionId
-from diloco_protocol.messages import Released
+from diloco_protocol.messages import Heartbeat, Released
 from diloco_worker.events import Carried, Granted, Joined
 from diloco_worker.snapshot import FlatState
 
@@ -25,6 +25,18 @@ class Progress:
     loss: float | None = None
     tokens: int = 0
     merge_delay: int | None = None
+
+    def heartbeat(self, session: bytes, *, uploading: bool) -> Heartbeat:
+        return Heartbeat(
+            session=session,
+            step=self.step,
+            inner_step=self.inner_step,
+            state="pushing" if uploading else "waiting" if self.waiting else "training",
+            steps_per_s=self.steps_per_s,
+            loss=self.loss,
+            tokens=self.tokens,
+            merge_delay=self.merge_delay,
+        )
 
 
 @dataclass(frozen=True)

@@ -244,14 +244,14 @@ def default_sigterm() -> Iterator[None]:
 TORN = """
 import os, signal, sys, torch
 from torch import nn
-import diloco_worker.snapshot as snapshot
+import diloco_worker.merging as merging
 from diloco_worker import DiLoCoWorker
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-copy_in, copied = snapshot._copy_in, []
+copy_in, copied = merging._copy_in, []
 
 def then_comes_the_signal(target, values):
     copy_in(target, values)
@@ -259,7 +259,7 @@ def then_comes_the_signal(target, values):
     if len(copied) == 3:  # the first of the two layers of the second version
         os.kill(os.getpid(), signal.SIGTERM)
 
-snapshot._copy_in = then_comes_the_signal
+merging._copy_in = then_comes_the_signal
 try:
     with DiLoCoWorker(model, optimizer, timeout=600):
         while True:

@@ -17,10 +17,11 @@ from diloco_protocol.messages import Released
 from diloco_worker.audit import Audit
 from diloco_worker.env import Settings
 from diloco_worker.events import Carried, Granted, Joined
-from diloco_worker.exchange import Flight, FragmentExchange, Ground, Merge, NonFinite, Outcome, Work
+from diloco_worker.exchange import FragmentExchange, Ground, Merge, NonFinite, Outcome, Work
+from diloco_worker.landings import Landings
 from diloco_worker.link import Link
 from diloco_worker.metrics import SyncMetrics
-from diloco_worker.news import Arrival, News
+from diloco_worker.news import News
 from diloco_worker.patience import HASTY_S, Leaving, Patience
 from diloco_worker.reports import Reports
 from diloco_worker.resume import Place, Resumption, compared, known_pushes
@@ -105,6 +106,9 @@ class Boundaries:
             has_rounds=config.mode == "sync",
             has_fragments=config.num_fragments > 1,
         )
+        self._landings = Landings(
+            worker_id, link, counters, audit, self._tally, self._lines, self.trouble
+        )
         self._told_carried: dict[int, tuple[int, int | None]] = {}  # by fragment: push id, round
         self._leaving: Leaving | None = None
         if resumption is None:
@@ -151,8 +155,13 @@ class Boundaries:
             len(flights),
         )
 
-    def resumption(self) -> tuple[Place, tuple[Ground, ...]]:
-        """What another life of this worker goes on from; shares memory with this one."""
+    def resumption(self) -> tuple[Place, tuple[Ground, ...]] | None:
+        """What another life of this worker goes on from; shares memory with this one.
+
+        None while a merge is broken off: a part of the model is ahead of the rest.
+        """
+        if any(exchange.is_torn for exchange in self._exchanges):
+            return None
         self._reports.read(self._clock(), at_once=True)
         turns, tally = self.turns, self._tally
         grounds = tuple(
@@ -163,8 +172,8 @@ class Boundaries:
     @property
     def unsynced_steps(self) -> int:
         """Steps past a boundary that are not synchronised; of the fragment that has most."""
-        flights = [e.flight for e in self._exchanges if e.flight is not None and e.flight.let_go]
-        stuck = [flight.steps + self.step - flight.began for flight in flights]
+        flights = [(e.flight, e.is_torn) for e in self._exchanges if e.flight is not None]
+        stuck = [f.steps + self.step - f.began for f, is_torn in flights if is_torn or f.let_go]
         if self.turns.is_due(self.step):
             stuck.append(self._tally.since(self.turns.fragment, self.step).steps)
         return max(stuck, default=0)
@@ -181,6 +190,7 @@ class Boundaries:
         self.step = step
         self._reports.read(self._clock())
         self._look()
+        self._send_frozen()
         for exchange in self._by_age():
             flight = exchange.flight
             if flight is not None and step >= flight.wait_at and not flight.let_go:
@@ -195,6 +205,7 @@ class Boundaries:
         counted, taken = 0, False
         for _ in self._exchanges:
             self._look()
+            self._send_frozen()
             turn = self._take_turn()
             if turn is None:
                 break
@@ -224,19 +235,17 @@ class Boundaries:
         news = link.take_news()
         self._absorb(news)
         for exchange in self._exchanges:
-            if exchange.rejection is not None:
+            if exchange.rejection is not None or exchange.is_torn:
                 self._settle(exchange)
-            flight, arrival = exchange.flight, news.arrivals[exchange.fragment]
-            if exchange.load(arrival) and flight is not None:
-                self._has_counted(exchange, flight, arrival)
-            elif arrival.superseding:
-                self._is_superseded(exchange, flight, arrival)
+            if not exchange.is_torn:
+                exchange.load(news.arrivals[exchange.fragment])
+                self._settle(exchange)
         # The steps since the last freeze are gone, and so is what was reported with them.
         self._reports.read(self._clock(), at_once=True)
         for exchange in self._exchanges:
             self._tally.restart(exchange.fragment, self.step)
         self.restart()
-        return True
+        return not any(exchange.is_torn for exchange in self._exchanges)
 
     def leave(self, *, hasty: bool = False) -> None:
         """Wait for what is in flight, at most `timeout` seconds in all. The model stays as it is.
@@ -297,27 +306,28 @@ class Boundaries:
                 return [exchange]
             case _:
                 self._settle(exchange, now=True)
+                if exchange.is_torn:
+                    return None
                 if not self._freeze(exchange):
                     return []
-                turns.push()
+                self._send(exchange)
                 return [exchange]
 
     def _freeze(self, exchange: FragmentExchange) -> bool:
-        """Freeze what was learnt since the fragment's last freeze and hand it to the link."""
+        """Freeze what was learnt since the fragment's last freeze. Returns whether it can be sent."""
         link, fragment = self._link, exchange.fragment
         config = link.config
         assert config is not None
         began = self._clock()
         self._reports.read(began, at_once=True)
-        work = self._work(fragment, config)
+        work = self._tally.since(fragment, self.step)
+        self._warn_of_weights(work, config)
         if self._settings.heartbeat_interval != 0:
             self._publish(False)
             link.pulse()
         dtype = self._settings.wire_dtype or config.wire_dtype
         frozen = exchange.freeze(dtype, self.step, work, self.turns.sync_every)
-        if not isinstance(frozen, NonFinite):
-            self._audit.frozen(frozen)
-            exchange.offer()
+        self._tally.restart(fragment, self.step)
         self._counters.seconds_waited += self._clock() - began
         for change in self._constants.warnings():
             self.trouble(change)
@@ -335,13 +345,29 @@ class Boundaries:
         # What is not finite in one fragment has spread through the others.
         for each in self._exchanges:
             each.restore()
+            self._settle(each)
             self._tally.restart(each.fragment, self.step)
         return False
 
-    def _work(self, fragment: int, config: RunConfig) -> Work:
-        """What was done since the fragment's last freeze; from here on it counts anew."""
-        work = self._tally.since(fragment, self.step)
-        self._tally.restart(fragment, self.step)
+    def _send(self, exchange: FragmentExchange) -> None:
+        """Hand what is frozen to the link. Interrupted, it is done again."""
+        flight, turns = exchange.flight, self.turns
+        assert flight is not None
+        self._audit.frozen(flight)
+        if turns.fragment == exchange.fragment and turns.turn() is Turn.FREE:
+            turns.push()
+        exchange.offer()
+
+    def _send_frozen(self) -> None:
+        """Send what was frozen and not sent, because an interrupt came in between."""
+        for exchange in self._exchanges:
+            flight = exchange.flight
+            if flight is not None and not flight.is_offered and not exchange.is_over:
+                self._send(exchange)
+                if self.turns.is_due(flight.began):
+                    self.turns.use_slot(flight.began)
+
+    def _warn_of_weights(self, work: Work, config: RunConfig) -> None:
         counts = {"tokens": work.tokens, "samples": work.samples}
         name = config.weight_by
         if counts.get(name, 1) <= 0 and not self._warned_of_weights:
@@ -351,7 +377,6 @@ class Boundaries:
                 f"report({name}=...) after each step, or the broker will refuse what this worker "
                 "sends."
             )
-        return work
 
     def _set_pace(self) -> None:
         config = self._link.config
@@ -431,7 +456,7 @@ class Boundaries:
         while True:
             self._absorb(link.take_news())
             outcome = self._settle(exchange, now=True, touch_model=touch_model)
-            if exchange.flight is None:
+            if exchange.flight is None or exchange.is_torn:
                 break
             reason = self._why_not_wait(exchange)
             left = None if leaving is None else leaving.until - self._clock()
@@ -451,7 +476,7 @@ class Boundaries:
                 pause if left is None else min(pause, left),
             )
         self._counters.seconds_waited += self._clock() - began
-        if exchange.flight is not None:
+        if exchange.flight is not None and not exchange.is_torn:
             self._stop_waiting(exchange, reason, touch_model=touch_model)
         return outcome is Outcome.COUNTED
 
@@ -505,57 +530,7 @@ class Boundaries:
     def _settle(
         self, exchange: FragmentExchange, *, now: bool = False, touch_model: bool = True
     ) -> Outcome:
-        flight, reply, rejection = exchange.flight, exchange.reply, exchange.rejection
-        outcome = exchange.settle(self.step, now=now, touch_model=touch_model)
-        if outcome is Outcome.COUNTED:
-            assert flight is not None and reply is not None
-            self._counters.late_merges += touch_model and exchange.is_late(flight, self.step)
-            self._has_counted(exchange, flight, reply)
-        elif outcome is Outcome.SUPERSEDED:
-            assert reply is not None
-            self._is_superseded(exchange, flight, reply)
-        elif outcome is Outcome.REJECTED:
-            assert flight is not None and rejection is not None
-            self._counters.rejected += 1
-            self._audit.dropped(flight.push_id, exchange.fragment, rejection.code)
-            if rejection.code in (Code.LATE, Code.STALE):
-                # Newer parameters are there: local moves onto them as soon as they have come.
-                self._link.want(exchange.fragment)
-                self.trouble(
-                    f"The pseudo-gradient of {flight.steps} steps was dropped: {rejection.text} "
-                    "The model moves on to the newest global parameters."
-                )
-            else:
-                self.trouble(
-                    "The broker dropped the last pseudo-gradient; the model is back at the global "
-                    "parameters it started from, and takes part again at the next boundary."
-                )
-        return outcome
-
-    def _has_counted(self, exchange: FragmentExchange, flight: Flight, arrival: Arrival) -> None:
-        self._counters.rounds += 1
-        self._counters.staleness = exchange.staleness
-        self._counters.merge_delay = self.step - flight.began
-        self._audit.counted(flight.push_id, exchange.fragment, arrival.version)
-        self._lines.counted(flight, arrival, exchange.staleness, self.step)
-
-    def _is_superseded(
-        self, exchange: FragmentExchange, flight: Flight | None, arrival: Arrival
-    ) -> None:
-        """The model has given up what was made since the fragment's base."""
-        steps = self._tally.since(exchange.fragment, self.step).steps
-        self._tally.restart(exchange.fragment, self.step)
-        if flight is not None:
-            ledger = arrival.released.ledger
-            if ledger.names_whole(self._worker_id, flight.push_id):
-                self._has_counted(exchange, flight, arrival)
-            else:
-                steps += flight.steps
-                self._audit.dropped(flight.push_id, exchange.fragment, "superseded")
-        self.trouble(
-            f"{steps} steps of fragment {exchange.fragment} are left out, so that nothing counts "
-            f"twice: {arrival.superseding}. The model goes on from version {arrival.version}."
-        )
+        return self._landings.settle(exchange, self.step, now=now, touch_model=touch_model)
 
     def _why_not_wait(self, exchange: FragmentExchange | None = None) -> str | None:
         """Why a boundary waits no longer; None while it does."""

@@ -8,12 +8,15 @@ fragment are kept with a flight, each only where it is needed:
 - *frozen*, the model at the freeze, for the merge "rebase": local <- new + (local - frozen);
 - its *anchor*, the model when training ceased to wait for the flight: the steps after that are kept
   whole, on top of the merge as it would have been then.
+
+A *landing* brings the model in line with what has become of a flight. It may be broken off: nothing is
+forgotten and the base stays what it was until the model is whole, and the next look goes on with it.
 """
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from diloco_protocol import Ledger, RunConfig, Segment, VersionId
@@ -21,6 +24,7 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_worker.link import Link
+from diloco_worker.merging import Change
 from diloco_worker.news import Arrival, Rejection
 from diloco_worker.snapshot import Delta, FlatState, ModelTensors, WireFragment
 
@@ -35,6 +39,9 @@ class Outcome(str, Enum):
     SUPERSEDED = (
         "superseded"  # the base took the place of the steps in the model; no flight any more
     )
+    RESTORED = "restored"  # the steps since the last freeze are out of the model
+    LOADED = "loaded"  # a version is in the model as it is
+    FAILED = "failed"  # the model could not be changed; the next look goes on with it
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ class Flight:
         wire: the delta as it is sent.
         reconnections: of the link, when the flight began.
         let_go: training has ceased to wait for it.
+        is_offered: the link has it.
         frozen, anchor: see the head of this module.
     """
 
@@ -120,6 +128,7 @@ class Flight:
     wire: WireFragment
     reconnections: int = 0
     let_go: bool = False
+    is_offered: bool = False
     frozen: FlatState | None = None
     anchor: FlatState | None = None
 
@@ -154,6 +163,26 @@ class Ground:
     base: FlatState
     work: Work
     flight: Flight | None
+
+
+@dataclass(frozen=True)
+class Landing:
+    """What a look has brought, once the model is in line with it.
+
+    Attributes:
+        flight: the one that was under way.
+        arrival: the version that has come.
+        rejection: why the flight has ended without one.
+        change: of the model; None where it is left as it is, on its base.
+        is_load: a version was asked for, to be in the model as it is.
+    """
+
+    outcome: Outcome = Outcome.NOTHING
+    flight: Flight | None = None
+    arrival: Arrival | None = None
+    rejection: Rejection | None = None
+    change: Change | None = None
+    is_load: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +223,7 @@ class FragmentExchange:
         self.rejection: Rejection | None = None
         self.parting: Flight | None = None
         self.staleness = 0
+        self._landing: Landing | None = None
         self._tensors = tensors
         self._link = link
         self.version = start.version
@@ -217,6 +247,11 @@ class FragmentExchange:
     def is_over(self) -> bool:
         """The flight has ended; `settle` brings the model in line with it."""
         return self.flight is not None and (self.reply is not None or self.rejection is not None)
+
+    @property
+    def is_torn(self) -> bool:
+        """A landing was broken off: a part of the model may be ahead of the rest."""
+        return self._landing is not None
 
     def ground(self, work: Work) -> Ground:
         """What training stands on now, as far as it is in the model; shares memory with it."""
@@ -253,9 +288,11 @@ class FragmentExchange:
         return self.flight
 
     def offer(self) -> None:
-        """Hand the flight to the link."""
-        assert self.flight is not None
-        self._link.offer(self.flight.push, self.flight.wire)
+        """Hand the flight to the link, unless it has it."""
+        flight = self.flight
+        if flight is not None and not flight.is_offered:
+            self._link.offer(flight.push, flight.wire)
+            flight.is_offered = True
 
     def _push(self, dtype: str, delta: Delta, work: Work) -> Push:
         return Push(
@@ -277,9 +314,9 @@ class FragmentExchange:
         """Training goes on with the delta in flight: remember where it ceased to wait."""
         flight = self.flight
         if flight is not None and not flight.let_go:
-            flight.let_go = True
             if flight.frozen is None and flight.anchor is None:
                 flight.anchor = self._tensors.capture(self.part)
+            flight.let_go = True
 
     def wait_again(self, step: int, sync_every: int) -> None:
         """The flight counts as if it were frozen behind this step, as to when it is waited for."""
@@ -300,78 +337,109 @@ class FragmentExchange:
         """The broker has ended the flight."""
         self.rejection = rejection
 
-    def settle(self, step: int, *, now: bool = False, touch_model: bool = True) -> Outcome:
+    def settle(self, step: int, *, now: bool = False, touch_model: bool = True) -> Landing:
         """Bring the model in line with what has come. Never waits.
+
+        What it raises breaks the landing off; called again, it goes on with it before anything else.
 
         Args:
             step: the optimizer step that has just been taken.
             now: take a reply although its apply point has not come.
-            touch_model: False leaves the model as it is; for the end of training.
+            touch_model: False leaves the model as it is, if it is whole; for the end of training.
         """
+        if self._landing is None:
+            self._landing = self._next_landing(step, now=now, touch_model=touch_model)
+        landing = self._landing
+        if landing is None:
+            return Landing()
+        if landing.change is not None:
+            self._tensors.bring_in(landing.change)
+        self._land(landing)
+        self._landing = None
+        return landing
+
+    def _next_landing(self, step: int, *, now: bool, touch_model: bool) -> Landing | None:
         flight, reply = self.flight, self.reply
         if reply is not None and reply.superseding:
-            self.flight = self.reply = self.rejection = None
-            if touch_model:
-                state = self._state(reply)
-                self._tensors.put(state)
-                self._stand_on(reply, state)
-            return Outcome.SUPERSEDED
+            change = Change(self._state(reply)) if touch_model else None
+            return Landing(Outcome.SUPERSEDED, flight, reply, change=change)
         if flight is None:
-            self.reply = None
             if reply is None or reply.version == self.version or not touch_model:
-                return Outcome.NOTHING
-            state = self._state(reply)
-            self._tensors.rebase(state, self.base)
-            self._stand_on(reply, state)
-            return Outcome.MOVED
+                self.reply = None
+                return None
+            change = Change(self._state(reply), origin=self.base)
+            return Landing(Outcome.MOVED, arrival=reply, change=change)
         if reply is not None:
             if step < flight.apply_at and not now:
-                return Outcome.NOTHING
-            self._land(flight, reply)
-            if touch_model:
-                state = self._state(reply)
-                self._merge(flight, state)
-                self._stand_on(reply, state)
-            else:
-                self.parting = flight
-            return Outcome.COUNTED
+                return None
+            change = self._merged(flight, self._state(reply)) if touch_model else None
+            return Landing(Outcome.COUNTED, flight, reply, change=change)
         if self.rejection is not None:
-            if touch_model:
-                self._take_back(flight, step)
-            else:
-                self.parting = flight
-            self.flight = self.rejection = None
-            return Outcome.REJECTED
-        return Outcome.NOTHING
+            change = self._taken_back(flight, step) if touch_model else None
+            return Landing(Outcome.REJECTED, flight, rejection=self.rejection, change=change)
+        return None
 
-    def _merge(self, flight: Flight, new: FlatState) -> None:
+    def _land(self, landing: Landing) -> None:
+        """The model is in line: let go of what the landing was made of. May be done again."""
+        flight, arrival, change = landing.flight, landing.arrival, landing.change
+        if landing.outcome is Outcome.RESTORED:
+            if flight is not None and flight.anchor is not None and change is not None:
+                flight.anchor = change.new
+            return
+        if landing.outcome is Outcome.LOADED and flight is not None:
+            assert change is not None
+            flight.let_go = True
+            flight.anchor = flight.frozen = change.new
+            return
+        if landing.outcome is Outcome.COUNTED:
+            assert flight is not None and arrival is not None
+            apart = arrival.version.counter - 1 - flight.base.counter
+            self.staleness = max(0, apart) if arrival.staleness is None else arrival.staleness
+        if change is None and landing.outcome is not Outcome.SUPERSEDED:
+            self.parting = flight
+        elif change is not None and arrival is not None:
+            self._stand_on(arrival, change.new)
+        self.flight = self.rejection = None
+        reply = self.reply
+        # Else a newer one has come while the landing was broken off.
+        if reply is not None and arrival is not None and reply.version == arrival.version:
+            self.reply = None
+
+    def _merged(self, flight: Flight, new: FlatState) -> Change:
         origin = flight.anchor
         if self.merge.rebases and flight.frozen is not None:
             origin = flight.frozen
-        if self.merge.alpha > 0 and not self.merge.rebases:
-            self._tensors.blend(new, self.merge.alpha, origin)
-        elif origin is None:
-            self._tensors.put(new)
-        else:
-            self._tensors.rebase(new, origin)
+        return Change(new, 0.0 if self.merge.rebases else self.merge.alpha, origin)
 
-    def _take_back(self, flight: Flight, step: int) -> None:
+    def _taken_back(self, flight: Flight, step: int) -> Change:
         """Take a delta that will never count out of the model; the steps made since stay."""
-        if step == flight.began:
-            self._tensors.put(self.base)
-        else:
-            self._tensors.rebase(self.base, self._at_freeze(flight))
+        return Change(self.base, origin=None if step == flight.began else self._at_freeze(flight))
 
     def restore(self) -> None:
-        """Take every step since the last freeze out of the model: its values are of no use."""
-        flight = self.flight
-        if flight is None:
-            self._tensors.put(self.base)
+        """Take every step since the last freeze out of the model: its values are of no use.
+
+        The next look does it.
+        """
+        landing, flight = self._landing, self.flight
+        if landing is not None and landing.change is not None:
+            self._landing = replace(landing, change=Change(landing.change.new, is_void=True))
             return
-        ground = self._at_freeze(flight)
-        self._tensors.put(ground)
-        if flight.anchor is not None:
-            flight.anchor = ground
+        ground = self.base if flight is None else self._at_freeze(flight)
+        self._landing = Landing(Outcome.RESTORED, flight, change=Change(ground, is_void=True))
+
+    def load(self, arrival: Arrival) -> None:
+        """Put a version into the model as it is; the next look does it. The model must not be torn.
+
+        With a delta still in flight the base stays, and later steps will be rebased from here.
+        """
+        assert self._landing is None
+        flight, change = self.flight, Change(self._state(arrival))
+        outcome = Outcome.LOADED
+        if arrival.superseding:
+            outcome = Outcome.SUPERSEDED
+        elif flight is not None and flight.push_id in arrival.counted:
+            outcome = Outcome.COUNTED
+        self._landing = Landing(outcome, flight, arrival, change=change, is_load=True)
 
     def _at_freeze(self, flight: Flight) -> FlatState:
         """The values that the flight left in the model."""
@@ -380,31 +448,6 @@ class FragmentExchange:
         if flight.anchor is not None and not self.merge.overlaps:
             return flight.anchor
         return flight.wire.taken_from(self.base)
-
-    def load(self, arrival: Arrival) -> bool:
-        """Put a version into the model as it is. Returns whether it contains the flight.
-
-        With a delta still in flight the base stays, and later steps will be rebased from here.
-        """
-        state = self._state(arrival)
-        self._tensors.put(state)
-        if arrival.superseding:
-            self.flight = self.reply = self.rejection = None
-        flight = self.flight
-        if flight is not None and flight.push_id not in arrival.counted:
-            flight.let_go = True
-            flight.anchor = flight.frozen = state
-            return False
-        if flight is not None:
-            self._land(flight, arrival)
-        self._stand_on(arrival, state)
-        return flight is not None
-
-    def _land(self, flight: Flight, arrival: Arrival) -> None:
-        told = arrival.staleness
-        apart = arrival.version.counter - 1 - flight.base.counter
-        self.staleness = max(0, apart) if told is None else told
-        self.flight = self.reply = self.rejection = None
 
     def _state(self, arrival: Arrival) -> FlatState:
         return self.base if arrival.state is None else arrival.state

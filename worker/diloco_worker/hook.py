@@ -444,7 +444,14 @@ class DiLoCoWorker:
             return self._carried
         config, layout = link.config, link.layout
         assert config is not None and layout is not None
-        place, grounds = self._boundaries.resumption()
+        standing = self._boundaries.resumption()
+        if standing is None:
+            logger.warning(
+                "A merge is broken off, so the state says nothing of the parameters: a worker that "
+                "goes on from it begins with the run's. Save again after the next step."
+            )
+            return None
+        place, grounds = standing
         resumption = Resumption(
             worker_id=self.worker_id,
             config=config,

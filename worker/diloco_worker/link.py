@@ -383,9 +383,11 @@ class Link:
                     self._holdings.outgoing[push_id] = cargo.result()
                     self._feed(event)
             case Offer(push):
+                former = self._offered.get(push.fragment)
+                if former == push.push_id:
+                    return  # offered again by who was interrupted behind the first time
                 self._holdings.outgoing[push.push_id] = cargo
                 self._feed(event)
-                former = self._offered.get(push.fragment)
                 self._offered[push.fragment] = push.push_id
                 with self.condition:  # nobody asks for it any more
                     self.rejections.pop(former or 0, None)

@@ -34,6 +34,7 @@ from diloco_protocol.codecs import (
     wire_dtype,
 )
 from diloco_protocol.manifest import summarise
+from diloco_worker.merging import Change, wait_for_copies
 
 # Elements handled at a time: two fp32 pieces of this size stay in a core's second-level cache.
 PIECE_ELEMENTS = 1 << 17
@@ -238,37 +239,26 @@ class ModelTensors:
         """`encode` into memory that no earlier delta is sent from any more."""
         return encode(layout, tensors, wire_dtype(dtype_name), base, self._buffers.take)
 
-    @torch.no_grad()
-    def put(self, state: FlatState) -> None:
-        """Copy values into the model's own tensors, so that the optimizer's references stay valid.
+    def bring_in(self, change: Change) -> None:
+        """Change the model's own tensors, so that the optimizer's references stay valid.
 
-        When this returns the host memory of `state` may be used again.
+        When this returns the host memory of the change may be used again. What it raises breaks the
+        change off: called again, it goes on with the tensors that are left.
         """
-        live = self._live(state.layout)
-        for place in state.layout.places:
-            _copy_in(live[place.entry.name], state.of(place))
-        _wait_for_copies(live.values())
+        change.carry_out(self._live(change.new.layout))
 
-    @torch.no_grad()
+    def put(self, state: FlatState) -> None:
+        """Copy values into the model."""
+        self.bring_in(Change(state))
+
     def rebase(self, new: FlatState, anchor: FlatState) -> None:
         """local <- new + (local - anchor): keep the steps made since `anchor`, on new ground.
 
         Integers become the larger of the new value and new + (local - anchor), as a counter would.
         Float buffers stay between the new value and the local one.
         """
-        live = self._live(new.layout)
-        for place in new.layout.places:
-            tensor = live[place.entry.name]
-            moved = tensor.detach().to("cpu", anchor.vectors[place.segment].dtype, copy=True)
-            local = moved.clone() if place.segment is Segment.BUFFERS else moved
-            moved.sub_(anchor.held(place)).add_(new.held(place))
-            if place.segment is Segment.INTEGERS:
-                moved = torch.maximum(moved, new.of(place))
-            elif place.segment is Segment.BUFFERS:
-                moved = _between(moved, local, new.of(place))
-            tensor.copy_(moved)
+        self.bring_in(Change(new, origin=anchor))
 
-    @torch.no_grad()
     def blend(self, new: FlatState, alpha: float, anchor: FlatState | None = None) -> None:
         """local <- alpha local + (1 - alpha) new: the merge of Streaming DiLoCo (arXiv 2501.18512).
 
@@ -279,28 +269,7 @@ class ModelTensors:
         new value; with an anchor as in `rebase`. Float buffers stay between the new value and the local
         one.
         """
-        live = self._live(new.layout)
-        for place in new.layout.places:
-            tensor, fresh = live[place.entry.name], new.of(place)
-            if place.segment is Segment.INTEGERS:
-                if anchor is not None:
-                    moved = tensor.detach().to("cpu", fresh.dtype, copy=True)
-                    moved.sub_(anchor.of(place)).add_(fresh)
-                    fresh = torch.maximum(moved, fresh)
-                _copy_in(tensor, fresh)
-            elif alpha < 1:
-                wide = torch.promote_types(tensor.dtype, torch.float32)
-                local = tensor.detach().to(wide, copy=True)
-                target = fresh.to(tensor.device, wide, non_blocking=True)
-                if anchor is None:
-                    local.lerp_(target, 1 - alpha)  # of equal values, exactly that value
-                else:
-                    then = anchor.held(place).to(tensor.device, wide, non_blocking=True)
-                    local.add_(target - then, alpha=1 - alpha)
-                if place.segment is Segment.BUFFERS:
-                    local = _between(local, tensor.to(wide), target)
-                tensor.copy_(local)
-        _wait_for_copies(live.values())
+        self.bring_in(Change(new, alpha, anchor))
 
     def _live(self, layout: FragmentLayout) -> dict[str, Tensor]:
         return self._checked(tuple(place.entry for place in layout.places))
@@ -329,7 +298,7 @@ class ModelTensors:
                 target.copy_(tensor.to(target.dtype), non_blocking=True)
             else:
                 target.copy_(tensor)
-        _wait_for_copies(live.values())
+        wait_for_copies(live)
 
 
 @torch.no_grad()
@@ -401,24 +370,8 @@ def _room(elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     )
 
 
-def _between(values: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """The values, moved into the range from one to the other where they are outside."""
-    return torch.clamp(values, torch.minimum(one, other), torch.maximum(one, other))
-
-
-def _copy_in(tensor: Tensor, values: Tensor) -> None:
-    if tensor.is_cuda:
-        values = values.to(tensor.device, non_blocking=True)
-    tensor.copy_(values)
-
-
 def _on_cuda(tensors: Iterable[Tensor]) -> bool:
     return any(tensor.is_cuda for tensor in tensors)
-
-
-def _wait_for_copies(tensors: Iterable[Tensor]) -> None:
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
 
 
 def _pieces(place: Place) -> Iterator[tuple[int, int]]:

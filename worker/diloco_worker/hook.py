@@ -40,7 +40,8 @@ from diloco_worker.news import Progress
 from diloco_worker.occupancy import check_free, occupy, vacate
 from diloco_worker.patience import Patience
 from diloco_worker.reports import Pace, Reports
-from diloco_worker.resume import Resumption, from_plain, plan_of, to_plain
+from diloco_worker.resume import Resumption
+from diloco_worker.saved import Saved, resume_plain
 from diloco_worker.session import Session
 from diloco_worker.signals import Termination
 from diloco_worker.snapshot import ModelTensors
@@ -439,30 +440,10 @@ class DiLoCoWorker:
         }
 
     def _resume_plain(self) -> object:
-        link, tensors = self._link, self._tensors
-        if self._boundaries is None or link is None or tensors is None:
+        link, tensors, boundaries = self._link, self._tensors, self._boundaries
+        if boundaries is None or link is None or tensors is None:
             return self._carried
-        config, layout = link.config, link.layout
-        assert config is not None and layout is not None
-        standing = self._boundaries.resumption()
-        if standing is None:
-            logger.warning(
-                "A merge is broken off, so the state says nothing of the parameters: a worker that "
-                "goes on from it begins with the run's. Save again after the next step."
-            )
-            return None
-        place, grounds = standing
-        resumption = Resumption(
-            worker_id=self.worker_id,
-            config=config,
-            plan=plan_of(tensors.manifest, layout),
-            layout=layout,
-            place=place,
-            frozen=self._frozen,
-            grounds=grounds,
-            distances=tuple(tensors.distance(ground.base) for ground in grounds),
-        )
-        return to_plain(resumption, tensors.manifest)
+        return resume_plain(self.worker_id, tensors, link, boundaries, self._frozen)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`; before `start`, and with model and optimizer of the same moment.
@@ -475,40 +456,18 @@ class DiLoCoWorker:
         """
         if self._link is not None:
             raise UsageError("load_state_dict() belongs before the worker starts.")
-        try:
-            counters = SyncMetrics(**state["metrics"])
-            step, cycle_start = int(state["local_step"]), int(state.get("cycle_start", 0))
-            tokens, samples = int(state["tokens"]), int(state.get("samples", 0))
-            resume = state.get("resume")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"This is no state of a DiLoCoWorker: {error!r}.") from None
-        resumption = None
-        if resume is not None and self._tensors is not None:
-            resumption = from_plain(resume, self._tensors)
-            if not 0 <= cycle_start <= step:
-                raise UsageError(
-                    f"This is no state of a DiLoCoWorker: its cycle began at step {cycle_start}, and "
-                    f"it is at step {step}."
-                )
-        self._counters, self._step, self._cycle_start = counters, step, cycle_start
-        self._reports.go_on_from(tokens, samples)
-        self._carried = resume
-        self._resumption = self._of_this_worker(resumption)
-
-    def _of_this_worker(self, resumption: Resumption | None) -> Resumption | None:
-        """A worker that goes on has the id that it had: its pushes are known by it."""
-        if resumption is None:
-            return None
-        if self._settings.worker_id not in (None, resumption.worker_id):
-            logger.warning(
-                "The state is that of worker %r, this one is %r: it takes over the counters, and "
-                "begins with the run's parameters. Give it the same worker_id to go on.",
-                resumption.worker_id,
-                self.worker_id,
-            )
-            return None
-        self.worker_id = resumption.worker_id
-        return resumption
+        saved = Saved.of(state, self._tensors)
+        self._counters, self._step, self._cycle_start = (
+            saved.counters,
+            saved.step,
+            saved.cycle_start,
+        )
+        self._reports.go_on_from(saved.tokens, saved.samples)
+        self._carried = saved.plain
+        is_chosen = self._settings.worker_id is not None
+        self._resumption = saved.resumption_of(self.worker_id, is_chosen=is_chosen)
+        if self._resumption is not None:
+            self.worker_id = self._resumption.worker_id
 
     # Joining.
 

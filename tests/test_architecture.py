@@ -38,8 +38,8 @@ PURE = {
         "own_split", "packing", "plan_view", "ranges", "version", "__init__",
     },
     "diloco_tools": {
-        "dashboard/picture", "exporter/catalogue", "exporter/labels", "exporter/metrics", "feed",
-        "series", "top/facts", "top/keys", "top/lines", "top/load", "top/notation", "top/panes",
+        "dashboard/picture", "estimate", "exporter/catalogue", "exporter/labels", "exporter/metrics",
+        "feed", "series", "top/facts", "top/keys", "top/lines", "top/load", "top/notation", "top/panes",
         "top/picture", "top/playing", "top/scene", "top/screen", "top/sentences", "top/table",
         "top/view",
     },

@@ -420,6 +420,31 @@ class TestLook:
             sees(page, "#plot-seconds", "Round time")
             assert page.locator("#plot-loss svg text").count() >= 4, "the axes have numbers"
 
+    def test_inner_steps_go_on_by_the_pace_and_are_marked(
+        self, opened: Callable[..., Page], publisher: Publisher
+    ) -> None:
+        told = {"inner_step": 0, "inner_age_s": 10.0, "steps_per_s": 5.0}
+        with serving(publisher.address) as site:
+            page = opened(with_token(site))
+            publisher.says(
+                workers=[
+                    a_worker("a", **told),
+                    a_worker("b", **told | {"state": "waiting"}),
+                    a_worker("c", **told | {"inner_age_s": 44.0}),
+                    a_worker("d", **told | {"inner_age_s": 25.0, "steps_per_s": 100.0}),
+                ]
+            )
+            cells = page.locator("#worker-rows .inner .main")
+            playwright.expect(cells.nth(0)).to_have_text(re.compile(r"^~5\d/500$"))
+            playwright.expect(cells.nth(1)).to_have_text("0/500")
+            playwright.expect(cells.nth(3)).to_have_text("~500/500", timeout=PATIENCE_MS)
+            then = cells.nth(0).inner_text()
+            playwright.expect(cells.nth(0)).not_to_have_text(then, timeout=PATIENCE_MS)
+            # Silent for longer than usual, and then the broker is silent, too.
+            playwright.expect(cells.nth(2)).to_have_text("0/500", timeout=PATIENCE_MS)
+            sees(page, "#fresh-word", "STALE")
+            playwright.expect(cells.nth(0)).to_have_text("0/500", timeout=PATIENCE_MS)
+
     def test_first_round_does_not_flatten_the_curve_and_the_page_says_so(
         self, opened: Callable[..., Page], publisher: Publisher
     ) -> None:

@@ -250,13 +250,18 @@ class TestCommand:
                 "mac-mini-of-the-second-floor is lost, last heard 41 s ago",
                 "rtx is slow, last heard 3.1 s ago",
             ],
+            "inner_steps": {},
         }
         assert printed == LOST | {"weather": "fine"}
 
     def test_json_exits_0_for_a_healthy_run(self, publisher: Publisher) -> None:
         result = top_of(publisher, status(), "--json")
         assert result.exit_code == 0, result.output
-        assert json.loads(result.stdout)["monitor"] == {"verdict": "healthy", "reasons": []}
+        assert json.loads(result.stdout)["monitor"] == {
+            "verdict": "healthy",
+            "reasons": [],
+            "inner_steps": {},
+        }
 
     def test_the_address_may_come_from_the_environment(self, publisher: Publisher) -> None:
         with sending(publisher, frame(status())) as address:

@@ -203,7 +203,7 @@ def test_run_that_weighs_by_what_is_reported_is_content(
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-def test_every_boundary_sends_a_heartbeat_first(
+def test_every_boundary_sends_a_heartbeat_first_and_one_when_training_goes_on(
     broker: ScriptedBroker, beside: Beside, begin: Make
 ) -> None:
     _, descent = begin()
@@ -215,6 +215,8 @@ def test_every_boundary_sends_a_heartbeat_first(
         push, _ = broker.takes_push()
         broker.serves(filled(descent, 100), version(boundary), push.push_id)
         training()
+        beat = broker.hears(Heartbeat)
+        assert (beat.step, beat.inner_step) == (4 * boundary, 0)
 
 
 # Dynamic Local Updates.

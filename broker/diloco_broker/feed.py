@@ -310,6 +310,7 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
         ),
         "round": member.last_round,
         "inner_step": member.inner_step,
+        "inner_age_s": None if member.told_at is None else round(now - member.told_at, 3),
         "sync_every": state.sync_every_of(member),
         "step": member.step,
         "steps_per_s": member.steps_per_s,

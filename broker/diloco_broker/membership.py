@@ -57,6 +57,7 @@ class Member:
     is_told_of_zeros: bool = False
     step: int = 0
     inner_step: int = 0
+    told_at: float | None = None  # when it told of its inner step; None: the broker concluded it
     state: str = "joining"
     steps_per_s: float | None = None
     speed: float | None = None  # the same as an average over heartbeats
@@ -71,9 +72,9 @@ class Member:
     counted_at: float | None = None  # when a version last took in work of this worker
 
     def hears(self, beat: Heartbeat, now: float) -> None:
-        if beat.step != self.step or beat.state != "training":
+        if beat.step != self.step or beat.state != "training" or self.told_at is None:
             self.moved_at = now
-        self.beat_at = now
+        self.beat_at = self.told_at = now
         self.step = beat.step
         self.inner_step = beat.inner_step
         self.state = printable(beat.state, MAX_STATE_LENGTH)
@@ -102,6 +103,16 @@ class Member:
         self.is_told_of_zeros = True
         return True
 
+    def merges(self) -> None:
+        """A version is on its way to this worker, with work of it.
+
+        It will train on from there at once or when that has arrived; unless it has said, since its
+        push, that it trains meanwhile.
+        """
+        if self.state != "training" or self.told_at is None:
+            self.inner_step, self.told_at = 0, None
+        self.state = "training"
+
     def stood_still(self) -> float:
         """Seconds without a step while it said that it trains, as of its last heartbeat."""
         return self.beat_at - self.moved_at
@@ -126,7 +137,7 @@ class Member:
         self.deferred.pop(push.fragment, None)  # an earlier one, which this one takes the place of
         self.pushes += 1
         self.state = "pushing"
-        self.inner_step = push.steps
+        self.inner_step, self.told_at = push.steps, None
         self.loss = push.loss if push.loss is not None else self.loss
         if number is not None:
             self.last_round = number

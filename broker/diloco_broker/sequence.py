@@ -254,8 +254,7 @@ def _release(state: State, made: Made) -> Iterator[Effect]:
             upload = member.uploads.get(fragment)
             if upload is not None and upload.push.push_id == each.push.push_id:
                 upload.is_void = True
-            member.state = "training"
-            member.inner_step = 0
+            member.merges()
             member.staleness = each.staleness
             member.account.staleness[fragment] = each.staleness
             member.counted_at = state.now

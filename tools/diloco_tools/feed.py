@@ -158,6 +158,7 @@ class Worker:
     health: str = "ok"
     round: int | None = None
     inner_step: int = 0  # steps since its last boundary, of sync_every
+    inner_age_s: float | None = None  # since it told so; None: it has not, the broker concluded it
     sync_every: int = 0
     step: int = 0
     steps_per_s: float | None = None
@@ -462,7 +463,12 @@ class FeedModel:
             round=aged,
             paused_for_s=_plus(snapshot.paused_for_s, more),
             workers=tuple(
-                replace(w, beat_age_s=w.beat_age_s + more, sync_age_s=_plus(w.sync_age_s, more))
+                replace(
+                    w,
+                    beat_age_s=w.beat_age_s + more,
+                    sync_age_s=_plus(w.sync_age_s, more),
+                    inner_age_s=_plus(w.inner_age_s, more),
+                )
                 for w in snapshot.workers
             ),
             checkpoint=snapshot.checkpoint

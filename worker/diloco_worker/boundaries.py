@@ -188,6 +188,7 @@ class Boundaries:
     def after_step(self, step: int) -> None:
         """An optimizer step has been taken. Returns when training may go on."""
         self.step = step
+        merged = self._counters.rounds
         self._reports.read(self._clock())
         self._look()
         self._send_frozen()
@@ -198,6 +199,10 @@ class Boundaries:
         self._set_pace()
         if self.turns.is_due(step) and not self._link.has_ended:
             self._slot()
+        if self._counters.rounds != merged and self._settings.heartbeat_interval != 0:
+            # Displays count inner steps from here; the next heartbeat may be half a minute away.
+            self._publish(False)
+            self._link.pulse()
         self._lines.say(self._counters.seconds_waited)
 
     def force(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
+from diloco_tools.estimate import inner_step_now
 from diloco_tools.feed import FeedError, FeedModel, Freshness, Snapshot
 from diloco_tools.replay import History, read_history
 from diloco_tools.subscriber import FeedSubscriber
@@ -162,9 +163,15 @@ def _printed_history(
 def _show(model: FeedModel, now: float, address: str, as_json: bool, glyphs: Glyphs) -> bool:
     """Print one snapshot; whether the run is healthy."""
     verdict = model.verdict(now)
-    if as_json and model.snapshot is not None:
-        monitor = {"verdict": verdict.word, "reasons": verdict.reasons}
-        print(json.dumps({**model.snapshot.raw, "monitor": monitor}), flush=True)
+    snapshot = model.at(now)
+    if as_json and snapshot is not None:
+        made = {w.id: inner_step_now(snapshot, w, model.freshness(now)) for w in snapshot.workers}
+        monitor = {
+            "verdict": verdict.word,
+            "reasons": verdict.reasons,
+            "inner_steps": {name: steps for name, steps in made.items() if steps is not None},
+        }
+        print(json.dumps({**snapshot.raw, "monitor": monitor}), flush=True)
     else:
         shown = console()
         text = screen(model, now, address, shown.width, glyphs)

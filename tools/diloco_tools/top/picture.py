@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from diloco_tools.estimate import inner_step_now
 from diloco_tools.feed import Snapshot, Worker
 from diloco_tools.top import facts, panes
 from diloco_tools.top.keys import footer
@@ -73,7 +74,7 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
             break
     room = max(1, free - min(len(log), EVENTS_TALL if tall else EVENTS))
     place = view.settle(rows, room)
-    table = _table(scene, view, rows, inside, glyphs)
+    table = _table(scene, snapshot, view, rows, inside, glyphs)
     window = [*table.lines[view.offset : view.offset + room]] or [_nobody(snapshot, view, glyphs)]
     if place >= 0:
         marked = window[place - view.offset]
@@ -118,11 +119,15 @@ def _upper(
     ]
 
 
-def _table(scene: Scene, view: View, rows: list[Worker], width: int, glyphs: Glyphs) -> Table:
+def _table(
+    scene: Scene, snapshot: Snapshot, view: View, rows: list[Worker], width: int, glyphs: Glyphs
+) -> Table:
     speeds = scene.series.speeds
+    fresh = scene.model.freshness(scene.now)
     made = [
         Row(
             worker,
+            inner_step_now(snapshot, worker, fresh),
             scene.series.rate_of(worker.id),
             [speed for _, speed in speeds.get(worker.id, ())],
         )

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from diloco_tools.feed import FeedModel, Snapshot
+from diloco_tools.estimate import inner_step_now
+from diloco_tools.feed import FeedModel, Freshness, Snapshot
 from diloco_tools.top import facts
 from diloco_tools.top.lines import flow
 from diloco_tools.top.notation import (
@@ -37,7 +38,7 @@ def screen(model: FeedModel, now: float, address: str, width: int, glyphs: Glyph
     lines += _verdict(model, now, width, glyphs)
     if snapshot is not None:
         lines += _rows(snapshot, width, glyphs)
-        lines += [Text(), *_workers(snapshot, width, glyphs)]
+        lines += [Text(), *_workers(snapshot, model.freshness(now), width, glyphs)]
         if snapshot.rejections:
             lines += [Text(), *_rejections(snapshot, width, glyphs)]
         if snapshot.events:
@@ -118,10 +119,13 @@ def _facts(snapshot: Snapshot, glyphs: Glyphs) -> Iterable[tuple[str, Sequence[f
     )
 
 
-def _workers(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+def _workers(snapshot: Snapshot, fresh: Freshness, width: int, glyphs: Glyphs) -> list[Text]:
     if not snapshot.workers:
         return [Text(facts.nobody(snapshot), QUIET)]
-    rows = [Row(worker) for worker in sorted(snapshot.workers, key=lambda worker: worker.id)]
+    rows = [
+        Row(worker, inner_step_now(snapshot, worker, fresh))
+        for worker in sorted(snapshot.workers, key=lambda worker: worker.id)
+    ]
     table = lay_out(ONE_SCREEN, rows, width, glyphs, names_first=NAMES_FIRST)
     return [table.header, *table.lines]
 

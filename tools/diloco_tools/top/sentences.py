@@ -108,7 +108,7 @@ def _bytes(count: int, rate: float | None) -> str:
 
 WORDS = (
     ("alive", "here; participating: in this round; averaged: in the last"),
-    ("INNER/H", "inner steps since its last boundary, of its H (DyLU)"),
+    ("INNER/H", "inner steps since its boundary, of its H; ~: by its pace"),
     ("BEAT, SYNC", "since it was last heard; since its work last counted"),
     ("OLD", "staleness: versions that its parameters are behind"),
     ("TX/S, RX/S", "bytes a second it sends, receives; SENT, GOT: in all"),

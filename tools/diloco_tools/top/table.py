@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rich.cells import cell_len
 from rich.text import Text
 
+from diloco_tools.estimate import MARK
 from diloco_tools.feed import Worker
 from diloco_tools.series import Rate
 from diloco_tools.top.notation import (
@@ -28,9 +29,12 @@ SPARK = 10  # columns of a worker's speed over time
 
 @dataclass(frozen=True)
 class Row:
-    """A worker, and what is known of it over time: bytes a second, steps a second so far."""
+    """A worker, and what is known of it beside the feed: its inner steps by now, if the last report is
+    old; bytes a second; steps a second so far.
+    """
 
     worker: Worker
+    inner: int | None = None  # an estimate of its inner steps
     rate: Rate | None = None
     speeds: Sequence[float] = field(default=())
 
@@ -154,9 +158,10 @@ def state(row: Row, glyphs: Glyphs) -> Cell:
 def inner(row: Row, glyphs: Glyphs) -> Cell:
     """Inner steps since the last boundary, of H, which Dynamic Local Updates set for each worker."""
     worker = row.worker
-    return plain(
-        glyphs.none if worker.health == "lost" else f"{worker.inner_step}/{worker.sync_every}"
-    )
+    if worker.health == "lost":
+        return plain(glyphs.none)
+    steps = str(worker.inner_step) if row.inner is None else f"{MARK}{row.inner}"
+    return plain(f"{steps}/{worker.sync_every}")
 
 
 def speed(row: Row, glyphs: Glyphs) -> Cell:

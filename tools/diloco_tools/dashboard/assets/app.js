@@ -6,7 +6,7 @@ import { SIGNS, duration, make, plural, say } from "./format.js";
 import { History } from "./history.js";
 import { Log, Metrics, facts, metrics, recordedMetrics } from "./server.js";
 import { Stream, get, keepToken, takeToken } from "./stream.js";
-import { WorkerTable } from "./workers.js";
+import { WorkerTable, usualSilence } from "./workers.js";
 
 const $ = (id) => document.getElementById(id);
 const seconds = () => performance.now() / 1000;
@@ -147,7 +147,7 @@ function tick() {
     for (const [id, text] of Object.entries(shown)) say($(id), text);
     document.title = `${word} ${shown["round-title"].toLowerCase()} ${shown.round} – DiLoCo`;
     server.show(isRecorded ? recordedMetrics(snapshot) : metrics(snapshot, elapsed, view.cpu?.share ?? null));
-    table.tick(elapsed);
+    table.tick(elapsed, isRecorded || word === "STALE" ? -1 : usualSilence(snapshot));
     if (isRecorded) rejections.tick(view.shownAt);
     else rejections.tick(seconds());
     events.tick(isRecorded ? view.shownAt : seconds());

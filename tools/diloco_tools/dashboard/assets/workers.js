@@ -5,13 +5,32 @@ import { NONE, SIGNS, duration, healthTone, make, number, rate, say, scaled } fr
 
 const lost = (worker) => worker.health === "lost"; // of those nobody knows what they do
 
+const HEARTBEAT_S = 30; // between two heartbeats, unless the broker tolerates less than three of these
+const SLACK = 1.5; // intervals after which a worker is silent
+
+/** Seconds without a report that are nothing to wonder at. */
+export function usualSilence({ liveness }) {
+  const tolerated = liveness?.heartbeat_timeout_s;
+  return SLACK * (tolerated ? Math.min(HEARTBEAT_S, tolerated / 3) : HEARTBEAT_S);
+}
+
+/** Inner steps by now, by the worker's own pace; null where its report is all there is. As estimate.py. */
+function innerStepNow(worker, elapsed, silence) {
+  const { inner_age_s: told, steps_per_s: pace } = worker;
+  if (typeof told !== "number" || !(pace > 0) || worker.health !== "ok" || worker.state !== "training") return null;
+  const age = told + elapsed;
+  if (!(age >= 0 && Math.max(age, worker.beat_age_s + elapsed) <= silence)) return null;
+  const steps = Math.floor(Math.min(worker.inner_step + pace * age, worker.sync_every));
+  return steps > worker.inner_step ? steps : null;
+}
+
 const flow = (value, direction) => (value === undefined ? (direction === "up" ? NONE : "") : `${rate(value)} ${direction}`);
 
 const COLUMNS = [
   { title: "Worker", key: "id", left: true, text: (w) => w.id, more: (w) => w.host, sort: (w) => w.id },
   { title: "Health", key: "health", left: true, text: (w) => w.health, more: (w) => (lost(w) ? "" : w.state), sort: (w) => ({ good: 2, uneasy: 1, bad: 0 })[healthTone(w.health)] ?? 3 },
   { title: "Round", key: "round", text: (w) => (w.round === null ? NONE : String(w.round)), sort: (w) => w.round ?? -1 },
-  { title: "Inner step", key: "inner", text: (w) => (lost(w) ? NONE : `${w.inner_step}/${w.sync_every}`), sort: (w) => w.inner_step / (w.sync_every || 1) },
+  { title: "Inner step", key: "inner", moves: true, text: (w) => (lost(w) ? NONE : `${w.inner_step}/${w.sync_every}`), sort: (w) => w.inner_step / (w.sync_every || 1) },
   { title: "Steps/s", key: "speed", text: (w) => (lost(w) ? NONE : scaled(w.steps_per_s)), sort: (w) => w.steps_per_s ?? -1 },
   { title: "Loss", key: "loss", text: (w) => (w.loss_is_finite ? number(w.loss) : "not finite"), tone: (w) => (w.loss_is_finite ? "" : "bad"), sort: (w) => w.loss ?? Infinity },
   { title: "Last sync", key: "sync", age: (w) => w.sync_age_s, sort: (w) => w.sync_age_s ?? Infinity },
@@ -107,7 +126,7 @@ export class WorkerTable {
       const tone = healthTone(worker.health);
       cell.dataset.tone = tone;
       say(main, worker.health === null ? NONE : `${SIGNS[tone]} ${worker.health}`);
-    } else if (column.text) {
+    } else if (column.text && !column.moves) {
       say(main, column.text(worker, rates));
     }
     if (column.tone) cell.dataset.tone = column.tone(worker);
@@ -115,10 +134,19 @@ export class WorkerTable {
     if (column.key === "id") cell.title = worker.host ? `${worker.id} on ${worker.host}, process ${worker.pid}` : worker.id;
   }
 
-  /** Relative times go on counting: `elapsed` seconds since the snapshot was made. */
-  tick(elapsed) {
+  /**
+   * Relative times go on counting: `elapsed` seconds since the snapshot was made; and inner steps, marked
+   * with ~ since nobody has told them, of workers that are silent for at most `silence` seconds.
+   */
+  tick(elapsed, silence) {
     for (const row of this.rows.values()) {
       for (const column of COLUMNS) {
+        if (column.moves) {
+          const steps = innerStepNow(row.worker, elapsed, silence);
+          const { main, cell } = row.cells[column.key];
+          say(main, steps === null ? column.text(row.worker) : `~${steps}/${row.worker.sync_every}`);
+          cell.title = steps === null ? "" : `By its pace; it told ${row.worker.inner_step}, ${duration(row.worker.inner_age_s + elapsed)} ago`;
+        }
         if (!column.age) continue;
         const age = column.age(row.worker) ?? null;
         say(row.cells[column.key].main, age === null ? NONE : `${duration(age + elapsed)} ago`);

@@ -136,10 +136,10 @@ class BrokerHost:
             connection.sever()
 
     def stops(self, ended: Callable[[], None]) -> None:
-        """It ends in an orderly way, and calls `ended` when it is gone."""
+        """It ends in an orderly way, to be started again, and calls `ended` when it is gone."""
         self._ended = ended
         self._stop_by = self.world.now + STOP_WITHIN_S
-        self._feed(Stop("it was asked to"))
+        self._feed(Stop("it was asked to", restarting=True))
 
     def _tick(self) -> None:
         if self.is_alive and not self._is_deaf:

@@ -42,6 +42,7 @@ from diloco_worker.events import (
     PrepareDonation,
     PushOver,
     Received,
+    Restarting,
     Say,
     Send,
     SendChunk,
@@ -295,7 +296,7 @@ class Worker:
             case DropParts():
                 self._states.clear()
                 self.news.arrivals.clear()
-            case Stopping(text):
+            case Stopping(text) | Restarting(text):
                 self.world.tell(self.name, f"hears: {text}")
                 self.broker_stops = True
                 self._nudge()

@@ -156,7 +156,7 @@ class Stage:
         self.acts: list[Acted] = []
         self.reports: list[RoundReport] = []
         self.tunes: list[BrokerConfig] = []
-        self.ends: list[str] = []
+        self.ends: list[End] = []
         self.restored: list[Revert | ForgetBuffer] = []
         self.work_queue: deque[Work] = deque()
         self.gone: set[bytes] = set()
@@ -229,8 +229,8 @@ class Stage:
                     case Tune(config):
                         assert not any(isinstance(w, Step | Merge) for w in self.work_queue)
                         self.tunes.append(config)
-                    case End(reason):
-                        self.ends.append(reason)
+                    case End():
+                        self.ends.append(effect)
                     case DropPlaces():
                         kept = (w for w in self.work_queue if not isinstance(w, Place))
                         self.work_queue = deque(kept)

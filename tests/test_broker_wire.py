@@ -134,9 +134,9 @@ def test_workers_of_a_round_may_each_have_their_own_wire_dtype(options: dict[str
     travelled = [delta.to(DTYPES[name]).float() for name in sorted(names)]
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
     wanted = theta - torch.stack(travelled).mean(0)
-    torch.testing.assert_close(
-        got[0], wanted, rtol=1e-3 if "aggregate" in options else 1e-6, atol=1e-6
-    )
+    # Rounding makes the submissions differ in length a little, and the longer ones are clipped.
+    exact = 1e-2 if "aggregate" in options else 1e-6
+    torch.testing.assert_close(got[0], wanted, rtol=exact, atol=exact)
     if "deterministic" in options:
         total = travelled[0].clone()
         for part in travelled[1:]:
@@ -402,17 +402,38 @@ def test_megabytes_of_nonsense_are_not_repeated_in_every_snapshot(broker: Broker
     assert max(len(event["text"]) for event in events) < 600
 
 
-def test_stop_tells_the_workers_and_ends_in_time() -> None:
+@pytest.mark.parametrize("restarting", [False, True])
+def test_stop_tells_the_workers_and_ends_in_time(restarting: bool) -> None:
     broker = a_broker(1).start()
     with RawWorker(broker.address, "w0") as worker:
         worker.join(one_tensor(ELEMENTS))
         worker.donate(torch.zeros(ELEMENTS))
-        stopper = threading.Thread(target=broker.stop)
+        stopper = threading.Thread(target=lambda: broker.stop(restarting=restarting))
         stopper.start()
-        while worker.receive("notice")["what"] != "shutdown":
+        while worker.receive("notice")["what"] != ("restarting" if restarting else "shutdown"):
             pass
         stopper.join(10)
         assert not stopper.is_alive()
+    assert broker.run_is_over is not restarting
+
+
+def test_worker_trains_on_where_the_broker_ended_by_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broker = a_broker(1).start()
+
+    def fails(_now: float) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    with RawWorker(broker.address, "w0") as worker:
+        worker.join(one_tensor(ELEMENTS))
+        worker.donate(torch.zeros(ELEMENTS))
+        monkeypatch.setattr(broker, "_turn", lambda: fails(0.0))
+        while (notice := worker.receive("notice"))["what"] != "restarting":
+            assert notice["what"] != "shutdown"
+        assert "a mistake of ours" in notice["text"]
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        broker.stop()
 
 
 def test_broker_that_never_ran_can_be_stopped() -> None:

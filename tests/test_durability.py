@@ -329,8 +329,8 @@ def test_signal_saves_tells_the_workers_and_ends_with_0(
         assert broker.ends() == 0
         assert time.monotonic() - began < 10
         assert client._link is not None
-        wait_for(lambda: client._link.stopping)  # type: ignore[union-attr]
-        assert how.name in str(client._link.stopping)
+        wait_for(lambda: client._link.restarting)  # type: ignore[union-attr]
+        assert how.name in str(client._link.restarting)
     image = load(found(folder)[0])
     assert (image.number, image.fragments[0].version) == (3, final.version)
     assert torch.equal(

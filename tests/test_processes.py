@@ -104,6 +104,10 @@ class Site:
             DILOCO_WORKER_ID=name,
         )
 
+    def asks(self, *words: str) -> int:
+        """An operator's command; returns its exit code."""
+        return self.run("-m", "diloco_broker", *words).ends()
+
     def result(self, name: str) -> dict[str, Any]:
         loaded: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
         return loaded
@@ -177,14 +181,36 @@ def test_run_goes_on_with_a_broker_that_was_killed_and_started_again(site: Site)
     assert site.result("a")["weights"] == site.result("b")["weights"]
 
 
-def test_worker_trains_on_and_ends_when_the_broker_stops(site: Site) -> None:
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "--restarting"])
+def test_run_goes_on_when_the_broker_is_restarted(site: Site, tmp_path: Path, how: str) -> None:
+    address, folder = a_free_address(), str(tmp_path / "run")
+    options = ("--sync-every", "5", "--workers", "2", "--save-dir", folder)
+    first, _ = site.broker(*options, bind=address)
+    workers = [site.worker(name, address, 300, pause=0.01) for name in ("a", "b")]
+    first.waits_for("Round 3 closed")
+    if how == "--restarting":
+        assert site.asks("shutdown", "--restarting", "--yes", "--address", address) == 0
+    else:
+        first.child.send_signal(signal.Signals[how])
+    assert first.ends(10) == 0
+    second, _ = site.broker(*options, bind=address)
+    second.waits_for("2 of 2 expected workers averaged")
+    assert [worker.ends() for worker in workers] == [0, 0]
+    for name in ("a", "b"):
+        result = site.result(name)
+        assert result["steps"] == 300, "a script that looks at should_stop makes all of its steps"
+        assert int(result["metrics"]["rounds"]) > 4
+
+
+def test_run_that_an_operator_ends_ends_the_scripts_and_stays_ended(site: Site) -> None:
     broker, address = site.broker("--sync-every", "5")
     worker = site.worker("a", address, 100_000, pause=0.01)
     broker.waits_for("Round 1 closed")
-    broker.child.send_signal(signal.SIGINT)
-    assert broker.ends(10) == 0
+    assert site.asks("shutdown", "--yes", "--address", address) == 0
+    assert broker.ends(10) == 3, "a service manager can tell it from a restart"
     assert worker.ends() == 0, "should_stop ends the loop"
     assert site.result("a")["steps"] < 100_000
+    assert "The run is over" in worker.output
 
 
 def test_script_without_a_server_trains_alone(site: Site) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from stage import Puppet, Stage, a_stage
 
+from diloco_broker.events import End, Stop
 from diloco_broker.rounds import Phase
 from diloco_protocol.messages import Notice
 
@@ -224,12 +225,43 @@ def test_pausing_twice_and_resuming_twice_say_so() -> None:
     assert "not paused" in stage.asks("resume").text
 
 
-def test_shutdown_is_handed_on_with_who_asked() -> None:
+@pytest.mark.parametrize("restarting", [False, True])
+def test_shutdown_is_handed_on_with_who_asked_and_whether_the_run_is_over(restarting: bool) -> None:
     stage, (a,) = a_run("a")
-    result = stage.asks("shutdown", who="ann@desk")
-    assert (result.ok, stage.ends) == (True, ["ann@desk asked for it"])
+    result = stage.asks("shutdown", who="ann@desk", **({"restarting": True} if restarting else {}))
+    assert (result.ok, stage.ends) == (True, [End("ann@desk asked for it", restarting)])
     assert "saves nothing" in result.text
-    assert not [n for n in a.all(Notice) if n.what == "shutdown"], "the loop stops in its own way"
+    assert ("The run is over" in result.text) is not restarting
+    assert stage.acts[-1].what == ("restart" if restarting else "shutdown")
+    notices = {"shutdown", "restarting"}
+    assert not [n for n in a.all(Notice) if n.what in notices], "the loop stops in its own way"
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+def test_workers_are_told_whether_the_broker_is_coming_back(restarting: bool) -> None:
+    stage, (a,) = a_run("a")
+    stage.happens(Stop("it received SIGTERM", restarting))
+    notice = a.last(Notice)
+    assert notice is not None
+    wanted = "The broker restarts" if restarting else "The run is over"
+    assert notice == Notice(
+        "restarting" if restarting else "shutdown", f"{wanted}: it received SIGTERM."
+    )
+    late = stage.worker("b").joins()
+    assert (late.error().code, late.error().retry) == ("stopping", True)
+    assert stage.asks("shutdown", restarting=restarting).ok
+    other = stage.asks("shutdown", restarting=not restarting)
+    assert not other.ok
+    assert "is stopping already" in other.text
+    assert not stage.ends
+
+
+@pytest.mark.parametrize("odd", [1, "yes", None, [True]])
+def test_shutdown_that_does_not_say_which_is_refused(odd: object) -> None:
+    stage, _ = a_run("a")
+    result = stage.asks("shutdown", restarting=odd)
+    assert (result.ok, stage.ends) == (False, [])
+    assert "must be true or false" in result.text
 
 
 def test_unknown_action_names_those_there_are() -> None:

@@ -191,7 +191,7 @@ class TestShutdown:
     def test_wants_the_name_of_the_run(self, size: tuple[int, int], key: str) -> None:
         async def script(stage: Stage) -> None:
             await stage.press(key)
-            for said in ("Stop the broker?", "saves to /data/run", "Type 3fa2c1d0 and press"):
+            for said in ("End the run?", "saves to /data/run", "Type 3fa2c1d0 and press"):
                 assert said in stage.flat()
             await stage.press(*"yes", "enter")
             assert "That is not 3fa2c1d0: nothing was sent." in stage.text()
@@ -205,7 +205,7 @@ class TestShutdown:
     def test_may_be_left(self) -> None:
         async def script(stage: Stage) -> None:
             await stage.press("S", *"3fa2c1d0", "escape")
-            assert "Stop the broker?" not in stage.text()
+            assert "End the run?" not in stage.text()
             assert not stage.broker.requests
 
         Stage().play(script)

@@ -64,6 +64,7 @@ from diloco_worker.events import (
     Offer,
     Open,
     Paced,
+    Restarting,
     Say,
     Send,
     SendChunk,
@@ -323,6 +324,8 @@ def test_broker_that_answers_heartbeats_is_never_given_up(ready: Desk) -> None:
 def test_shutdown_is_told(ready: Desk) -> None:
     ready.hears(Notice("shutdown", "SIGTERM."))
     assert ready.effects == [Stopping("SIGTERM.")]
+    ready.hears(Notice("restarting", "SIGTERM."))
+    assert ready.effects == [Restarting("SIGTERM.")]
 
 
 def test_leaving_is_told_to_the_broker_and_ends_the_session(ready: Desk) -> None:

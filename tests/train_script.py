@@ -34,6 +34,7 @@ def main() -> None:
             if pause:
                 threading.Event().wait(pause)  # stands for a slower machine
             if diloco.should_stop:
+                print(f"stops: {diloco.stop_reason}", flush=True)
                 break
     result = {
         "steps": done,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
 
 DASHBOARD_PORT = 8514
+# Exit code where the run is over and a service manager should leave the broker alone.
+RUN_IS_OVER = 3
 
 app = typer.Typer(
     help="Average the pseudo-gradients of DiLoCo workers and hand global parameters back.",
@@ -262,7 +264,11 @@ def serve(
     ] = None,
     verbose: Annotated[bool, _option("Log more.", _WIRE, "--verbose")] = False,
 ) -> None:
-    """Serve a run until SIGTERM or Ctrl-C; a second signal ends at once."""
+    """Serve a run until SIGTERM or Ctrl-C, which it survives: workers train on and come back.
+
+    A second signal ends at once. Exit codes: 0 ended by a signal or shutdown --restarting, 3 the run is
+    over (diloco-broker shutdown), 2 it could not start, 1 an error.
+    """
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)-7s %(message)s",
@@ -354,6 +360,8 @@ def serve(
     finally:
         if page is not None:
             page.close()
+    if broker.run_is_over:
+        raise typer.Exit(RUN_IS_OVER)
 
 
 def _number_or_text(text: str | None) -> int | str | None:
@@ -368,7 +376,7 @@ def _end_on_signals(broker: Broker) -> None:
         if seen:
             os._exit(128 + number)
         seen.append(number)
-        broker.request_stop(f"it received {signal.Signals(number).name}")
+        broker.request_stop(f"it received {signal.Signals(number).name}", restarting=True)
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)

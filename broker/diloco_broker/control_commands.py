@@ -121,14 +121,25 @@ def resume(
 
 
 def shutdown(
+    restarting: Annotated[
+        bool,
+        typer.Option(
+            "--restarting",
+            help="The broker will be started again: workers train on and come back to it.",
+        ),
+    ] = False,
     address: Address = DEFAULT_CONTROL_ADDRESS,
     yes: Yes = False,
     as_json: AsJson = False,
     timeout: Timeout = 5.0,
 ) -> None:
-    """End the broker in an orderly way: it finishes a closing round, saves, and tells its workers."""
-    _sure(yes, "Shut the broker down? Its workers train on alone or stop.")
-    _finish(_ask(address, timeout, "shutdown", as_json), as_json)
+    """End the run: the broker finishes a closing round, saves, and tells its workers to end."""
+    if restarting:
+        _sure(yes, "Stop the broker? Its workers train on alone until it is started again.")
+    else:
+        _sure(yes, "End the run? Its workers are told to stop. (--restarting: they train on.)")
+    arguments = {"restarting": True} if restarting else {}
+    _finish(_ask(address, timeout, "shutdown", as_json, **arguments), as_json)
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (status, save, kick, set_, pause, resume, shutdown)

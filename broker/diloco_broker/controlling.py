@@ -172,10 +172,24 @@ def _resume(state: State, route: Route, control: Control) -> Iterator[Effect]:
 
 def _shutdown(state: State, route: Route, control: Control) -> Iterator[Effect]:
     who = _who(control)
+    restarting = control.arguments.get("restarting", False)
+    if not isinstance(restarting, bool):
+        yield _no(route, control, f"restarting is {restarting!r:.40}; it must be true or false.")
+        return
+    if state.stopping is not None:
+        what = "to come back" if state.is_restarting else "for good"
+        text = f"The broker is stopping already, {what}: {state.stopping}."
+        yield Send(route, Result(control.request, restarting == state.is_restarting, text))
+        return
     closing = state.round is not None and state.round.phase is Phase.CLOSING
     finish = f"finishes round {state.round.number}, " if closing and state.round else ""
     saves = f"saves to {state.config.save_dir}, " if state.config.save_dir else "saves nothing, "
-    if state.stopping is None:
-        yield Acted(who, "shutdown", None, None, "the broker stops")
-    yield _yes(route, control, f"The broker {finish}{saves}tells its workers and stops.")
-    yield End(f"{who} asked for it")
+    what = "the broker restarts" if restarting else "the run is over, the broker stops"
+    yield Acted(who, "restart" if restarting else "shutdown", None, None, what)
+    then = (
+        "Workers train on and come back to the broker that is started next."
+        if restarting
+        else "The run is over: the workers' scripts are told to end."
+    )
+    yield _yes(route, control, f"The broker {finish}{saves}tells its workers and stops. {then}")
+    yield End(f"{who} asked for it", restarting)

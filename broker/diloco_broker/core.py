@@ -145,8 +145,8 @@ class Core:
                 return list(joining.look_after(state, now, lost))
             case StoodStill(seconds):
                 return list(joining.stood_still(state, seconds))
-            case Stop(reason):
-                return list(self._stop(reason))
+            case Stop(reason, restarting):
+                return list(self._stop(reason, restarting))
 
     def _message(
         self, route: Route, message: Message, payload: Any, now: float
@@ -238,11 +238,16 @@ class Core:
         if member is not None and push.purpose is Purpose.GRADIENT and push.fragment in known:
             yield from sequence.excuse(self.state, member.worker_id, push)
 
-    def _stop(self, reason: str) -> Iterator[Effect]:
-        self.state.stopping = reason
-        yield Log("info", f"Stopping: {reason}.")
+    def _stop(self, reason: str, restarting: bool) -> Iterator[Effect]:
+        self.state.stopping, self.state.is_restarting = reason, restarting
+        if restarting:
+            yield Log("info", f"Stopping: {reason}. Workers train on until a broker is back.")
+            notice = Notice("restarting", f"The broker restarts: {reason}.")
+        else:
+            yield Log("info", f"Stopping: {reason}. The run is over, and workers are told so.")
+            notice = Notice("shutdown", f"The run is over: {reason}.")
         for member in self.state.members:
-            yield Send(member.control, Notice("shutdown", f"The broker is stopping: {reason}."))
+            yield Send(member.control, notice)
 
     # Readers.
 

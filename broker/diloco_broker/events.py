@@ -139,9 +139,13 @@ class StoodStill:
 
 @dataclass(frozen=True)
 class Stop:
-    """Shut down in an orderly way: a closing round is finished, an open one abandoned."""
+    """End in an orderly way: a closing round is finished, an open one abandoned.
+
+    `restarting`: the broker is expected back, so workers train on; otherwise the run is over.
+    """
 
     reason: str
+    restarting: bool = False
 
 
 Event = (
@@ -392,9 +396,10 @@ class Tune:
 
 @dataclass(frozen=True)
 class End:
-    """End the broker in an orderly way: an operator asked for it."""
+    """End the broker in an orderly way: an operator asked for it. `restarting` is as in `Stop`."""
 
     reason: str
+    restarting: bool = False
 
 
 @dataclass(frozen=True)

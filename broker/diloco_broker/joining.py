@@ -115,7 +115,8 @@ def _first_round(state: State, member: Member) -> int:
 def _check_join(state: State, join: Join) -> tuple[int, ...]:
     """Raise ProtocolError unless the worker can take part; returns the fragment of each tensor."""
     if state.stopping:
-        raise ProtocolError(Code.STOPPING, f"The broker is stopping: {state.stopping}.")
+        what = "restarts" if state.is_restarting else "is stopping, for the run is over"
+        raise ProtocolError(Code.STOPPING, f"The broker {what}: {state.stopping}.")
     if not (0 < len(join.worker_id) <= MAX_ID_LENGTH and join.worker_id.isprintable()):
         raise ProtocolError(
             Code.BAD_HEADER,

@@ -143,6 +143,7 @@ class Broker:
         self._events = EventLog()
         self._onlookers = Onlookers()
         self._stop_reason: str | None = None
+        self._is_restarting = False
         self._thread: threading.Thread | None = None
         self._sequence = 0
         self._next_tick = self._next_feed = 0.0
@@ -194,7 +195,7 @@ class Broker:
         try:
             while not self._core.may_end():
                 if self._stop_reason and self._core.state.stopping is None:
-                    self._feed_core(Stop(self._stop_reason))
+                    self._feed_core(Stop(self._stop_reason, self._is_restarting))
                     deadline = self._clock() + STOP_WITHIN_S
                 if self._core.state.stopping and self._clock() > deadline:
                     logger.warning("The closing round could not be finished in time.")
@@ -217,7 +218,7 @@ class Broker:
         logger.critical("The broker ends because of an error: %s", error)
         for member in self._core.state.members:
             text = f"The broker ended because of an error: {error!r:.500}"
-            self._send(Send(member.control, Notice("shutdown", text)))
+            self._send(Send(member.control, Notice("restarting", text)))
 
     def start(self) -> Broker:
         """Serve in a background thread; returns the broker itself."""
@@ -234,19 +235,35 @@ class Broker:
         """Does the broker go on from a checkpoint?"""
         return self._core.state.is_resumed
 
-    def request_stop(self, reason: str = "it was asked to") -> None:
-        """Ask `run()` to end in an orderly way; returns at once, fit for a signal handler."""
-        self._stop_reason = self._stop_reason or reason
+    @property
+    def run_is_over(self) -> bool:
+        """Was the broker asked to end for good, and not to come back?"""
+        return self._stop_reason is not None and not self._is_restarting
 
-    def stop(self) -> None:
+    def request_stop(self, reason: str = "it was asked to", *, restarting: bool = False) -> None:
+        """Ask `run()` to end in an orderly way; returns at once, fit for a signal handler.
+
+        Args:
+            reason: for the log and the workers, as the end of a sentence.
+            restarting: a broker will be back here, so workers train on and come back to it. False: the
+                run is over, which the workers' scripts see in `should_stop`. The first call counts.
+        """
+        if self._stop_reason is None:
+            self._is_restarting = restarting
+            self._stop_reason = reason or "it was asked to"
+
+    def stop(self, *, restarting: bool = False) -> None:
         """End in an orderly way: finish a closing round, tell the workers, close the sockets.
 
         Waits for the thread of `start()`. May be called more than once.
 
+        Args:
+            restarting: as in `request_stop`.
+
         Raises:
             Exception: what that thread has ended with, once, if it was an error.
         """
-        self.request_stop()
+        self.request_stop(restarting=restarting)
         if self._thread is not None:
             self._thread.join(STOP_WITHIN_S + SAVE_WITHIN_S + 2 * LINGER_MS / 1000)
         else:
@@ -265,7 +282,13 @@ class Broker:
             if self._audit is not None:
                 self._audit.close()
             if self._history is not None:
-                self._history.add({"kind": "stop", "text": self._stop_reason or "an error"})
+                self._history.add(
+                    {
+                        "kind": "stop",
+                        "text": self._stop_reason or "an error",
+                        "run_is_over": self.run_is_over,
+                    }
+                )
                 self._history.close()
             self._sockets.close()
             if self._lock is not None:
@@ -368,8 +391,8 @@ class Broker:
                             self._write_round(report)
                     case Tune(config):
                         self._workbench.tune(config)
-                    case End(reason):
-                        self.request_stop(reason)
+                    case End(reason, restarting):
+                        self.request_stop(reason, restarting=restarting)
                     case Fold() | Step() | Inspect() | Merge() | Place():
                         self._workbench.add(effect)
                     case Save():

@@ -98,6 +98,7 @@ class State:
         own_split: splits a model as the user says, instead of a pattern; may raise UsageError.
         is_resumed: this life of the broker went on from a checkpoint.
         stopping: why the broker is about to stop; None while it is not.
+        is_restarting: it stops to come back, which does not end the run.
         back_at: when the broker ran again after it had stood still; None when it never has.
         to_probe: workers to send a word, since a connection was closed and nobody knows whose.
         totals_before: what the totals were when this life of the broker began.
@@ -126,6 +127,7 @@ class State:
     totals_before: Totals = field(default_factory=Totals)
     last_report: RoundReport | None = None
     stopping: str | None = None
+    is_restarting: bool = False
     back_at: float | None = None
     wanted: BrokerConfig | None = None
     paused_at: float | None = None

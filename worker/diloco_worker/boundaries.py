@@ -231,12 +231,14 @@ class Boundaries:
             return all(exchange.fragment in link.arrivals for exchange in self._exchanges)
 
         patience = Patience(self._clock)
-        while not link.wait_for(are_here, patience.pause()):
+        while not are_here():
             reason = self._why_not_wait()
             if reason is not None:
                 self.trouble(f"The newest parameters could not be loaded: {reason}.")
                 return False
             patience.say(f"Waiting for the newest parameters; {link.describe()}.")
+            pause = patience.pause(self._look_again_in())
+            link.wait_for(lambda: are_here() or self._why_not_wait() is not None, pause)
         news = link.take_news()
         self._absorb(news)
         for exchange in self._exchanges:
@@ -497,7 +499,10 @@ class Boundaries:
             return True
         flight, link = exchange.flight, self._link
         assert flight is not None
-        return leaving is not None and flight.push_id not in link.uploaded | link.put_off
+        if leaving is None:
+            return False
+        # A broker that goes away may give up the round in which the chunks are.
+        return link.restarting is not None or flight.push_id not in link.uploaded | link.put_off
 
     @property
     def _awaited(self) -> str:
@@ -530,7 +535,8 @@ class Boundaries:
                 "when the broker has counted them."
             )
         else:
-            self.trouble(f"Leaving with {flight.steps} steps in flight: {reason}.")
+            away = "; the broker restarts and was not back" if self._link.restarting else ""
+            self.trouble(f"Leaving with {flight.steps} steps in flight: {reason}{away}.")
 
     def _settle(
         self, exchange: FragmentExchange, *, now: bool = False, touch_model: bool = True
@@ -546,7 +552,9 @@ class Boundaries:
         if link.has_ended:
             return f"the link has ended ({link.last_error})"
         if link.stopping is not None:
-            return "the broker is stopping"
+            return "the run is over"
+        if link.restarting is not None and self._leaving is None:
+            return "the broker restarts"
         if link.phase is Phase.REFUSED:
             return f"the broker refuses this worker ({link.refusal})"
         silence = link.silence()

@@ -336,7 +336,14 @@ class Answered(Effect):
 
 @dataclass(frozen=True)
 class Stopping(Effect):
-    """The broker is shutting down."""
+    """The run is over, or over for this worker."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Restarting(Effect):
+    """The broker goes away, and will be back."""
 
     text: str
 

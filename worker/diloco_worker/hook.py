@@ -349,9 +349,10 @@ class DiLoCoWorker:
 
     @property
     def should_stop(self) -> bool:
-        """True once the broker has said that it shuts down, or SIGTERM has come.
+        """True once the broker has said that the run is over, or SIGTERM has come.
 
-        A script that never looks at it is ended by SIGTERM with SystemExit.
+        A broker that only restarts ends no script: see `stop_reason`. A script that never looks at this
+        is ended by SIGTERM with SystemExit.
         """
         return self.stop_reason is not None
 
@@ -359,8 +360,10 @@ class DiLoCoWorker:
     def stop_reason(self) -> str | None:
         """Why the script should stop, a sentence; None while it should not. See `should_stop`.
 
-        While the broker is away, training alone is a choice too: boundaries do not wait for it, and
-        the worker joins again when it comes back.
+        The run is over when an operator has ended it (`diloco-broker shutdown`) or removed this worker.
+        While a broker restarts there is no reason: boundaries do not wait for it, and the worker joins
+        again when it is back. Whoever trains on although the run is over trains alone in the same way,
+        and is in the run again if its broker comes back.
         """
         self._is_watched = True
         self._tell_termination()

@@ -62,6 +62,7 @@ from diloco_worker.events import (
     Pulse,
     PushOver,
     Received,
+    Restarting,
     Say,
     Send,
     SendChunk,
@@ -122,7 +123,8 @@ class Link:
     `last_heard` wake nobody who waits):
         phase, config, layout, last_heard: of the session.
         refusal: set when the broker refuses this worker; `refused_for_good` when that was at joining.
-        stopping: the broker's sentence when it is shutting down, else None.
+        stopping: why this worker should end, as the broker says it, else None.
+        restarting: the broker's sentence when it goes away to come back; None once it is back.
         arrivals: whole versions by fragment, until `take`n.
         rejections: pushes that were dropped, by push id.
         turns: what concerns rounds, in the order in which it came; `take_news` takes it.
@@ -156,6 +158,7 @@ class Link:
         self.refusal: Refused | None = None
         self.refused_for_good = False
         self.stopping: str | None = None
+        self.restarting: str | None = None
         self.arrivals: dict[int, Arrival] = {}
         self.rejections: dict[int, Rejection] = {}
         self.turns: list[Turning] = []
@@ -264,7 +267,8 @@ class Link:
         """What the link is at, as the end of a sentence."""
         match self.phase:
             case Phase.NEW | Phase.CONNECTING | Phase.AWAY:
-                return f"no broker answers at {self.address}"
+                away = ", which restarts" if self.restarting else ""
+                return f"no broker answers at {self.address}{away}"
             case Phase.JOINING:
                 return self.last_error or "the broker has not answered the join"
             case Phase.JOINED:
@@ -489,7 +493,7 @@ class Link:
             case Joined(welcome, _, again):
                 with self.condition:
                     self.refusal = None
-                    self.stopping = None
+                    self.stopping = self.restarting = None
                     self.feed = welcome.feed
                     self.turns[:] = [effect]  # what came before it has no meaning any more
                 self._welcomed(welcome.epoch)
@@ -521,6 +525,10 @@ class Link:
                 with self.condition:
                     self.stopping = text
                 self._say(text)
+            case Restarting(text):
+                with self.condition:
+                    self.restarting = text
+                self._say(f"{text} Training goes on, and takes part again when it is back.")
             case Say(text, trouble):
                 self._say(text, trouble=trouble)
             case _:

@@ -76,6 +76,7 @@ from diloco_worker.events import (
     Pulse,
     PushOver,
     Received,
+    Restarting,
     Resume,
     Say,
     Send,
@@ -510,6 +511,8 @@ class Session:
                 yield from self._donate(notice.fragment)
             case "shutdown":
                 yield Stopping(notice.text)
+            case "restarting":
+                yield Restarting(notice.text)
             case "kicked":
                 self.token = None  # there is no way back
                 yield Stopping(notice.text)

@@ -461,4 +461,4 @@ class Top(App[None]):
         snapshot = self.model.snapshot
         said = sentences.shutdown(snapshot, self.glyphs)
         word = self.glyphs.printable(sentences.shutdown_word(snapshot))
-        self._dialog(TypedWord("Stop the broker?", said, word), "shutdown")
+        self._dialog(TypedWord("End the run?", said, word), "shutdown")

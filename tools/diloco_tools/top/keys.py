@@ -39,7 +39,7 @@ KEYS = (
     Key("s", "s", "save", "Save", "Save", "write a checkpoint now", When.CONTROL),
     Key("l", "l", "rate", "LR", "Outer LR", "set the outer learning rate", When.CONTROL),
     Key("p", "p", "pause", "Pause", "Pause", "pause the run, or let it go on", When.CONTROL),
-    Key("S,ctrl+x", "S", "shutdown", "Shutdown", "Shut down", "stop the broker (also ctrl-x)",
+    Key("S,ctrl+x", "S", "shutdown", "Shutdown", "Shut down", "end the run (also ctrl-x)",
         When.CONTROL),
     Key("space", "space", "play", "Play", "Play/Pause", "play the history, or stop", When.REPLAY),
     Key("right", "←→", "step(1)", "Step", "Step", "one line of the history back, or on", When.REPLAY),

@@ -41,7 +41,7 @@ PAUSE = Text(
 
 
 def shutdown(snapshot: Snapshot | None, glyphs: Glyphs) -> Text:
-    """Stopping the broker: what is kept, and what the workers do."""
+    """Ending the run: what is kept, and what the workers do."""
     saved = snapshot.checkpoint if snapshot else None
     text = Text("A round that is closing is finished; one that is open is given up. ")
     if saved is not None:
@@ -50,7 +50,10 @@ def shutdown(snapshot: Snapshot | None, glyphs: Glyphs) -> Text:
         text.append("The broker saves NOTHING, for it has no save folder, ", UNEASY)
     else:
         text.append("The broker saves if it has a save folder, ")
-    return text.append("tells its workers, and ends. Nobody but a person starts it again.")
+    return text.append(
+        "tells its workers that the run is over, and ends. To have it back soon: "
+        "diloco-broker shutdown --restarting"
+    )
 
 
 def shutdown_word(snapshot: Snapshot | None) -> str:

@@ -178,8 +178,8 @@ export class Control {
     const name = this.snapshot?.run ? this.snapshot.run.slice(0, 8) : "shutdown";
     const saves = this.snapshot?.checkpoint ? `It saves to ${this.snapshot.checkpoint.folder} first.` : "It has no save folder: what it holds is lost.";
     const agreed = await ask({
-      title: "Shut the broker down?",
-      text: `The run ends for all ${this.snapshot?.counts.alive ?? ""} workers; they are told. ${saves} It has to be started again by hand.`,
+      title: "End the run?",
+      text: `The run ends for all ${this.snapshot?.counts.alive ?? ""} workers; their scripts are told to stop. ${saves} To have the broker back soon: diloco-broker shutdown --restarting`,
       yes: "Shut down",
       isDangerous: true,
       typed: name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from diloco_protocol.messages import (
     Notice,
     Pull,
     Push,
+    Released,
     Result,
     Welcome,
     to_plain,
@@ -430,27 +432,77 @@ def test_call_that_needs_joining_says_so(client: DiLoCoClient) -> None:
         client.join()
 
 
-def test_observer_pulls_without_joining(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    model = Net()
+def observed(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, model: nn.Module
+) -> tuple[GlobalParameters, list[Pull]]:
+    """The first pull of a client that has not joined, of parameters that are 4, and what it sent."""
     manifest = ModelTensors.of_module(model).manifest
     pulling = beside(client.pull)
     broker.control, asked, _ = broker.hears_from(Control)
     assert asked.action == "manifest"
     data = {"manifest": to_plain(manifest), "config": to_plain(broker.config)}
     broker.says(Result(asked.request, True, "here", data))
-    pulls = [broker.hears(Pull), broker.hears(Pull)]
+    broker.bulk = broker.control
+    pulls = [broker.hears(Pull)]
+    broker.serves(trained(model, 4), version(2))
+    frozen = Descent(model).values(fragment=1)
+    if frozen.layout.chunks:
+        pulls.append(broker.hears(Pull))
+        broker.serves(frozen, version(0))
+    return pulling(), pulls
+
+
+def test_observer_pulls_without_joining(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
+) -> None:
+    model = Net()
+    result, pulls = observed(client, broker, beside, model)
     assert all(pull.session is None for pull in pulls)
     assert sum(pull.credit for pull in pulls) == DOWNLOAD_WINDOW
-    broker.bulk = broker.control
-    broker.serves(trained(model, 4), version(2))
-    broker.serves(Descent(model).values(fragment=1), version(0))
-    result = pulling()
     assert result.version == version(2)
     model.load_state_dict(result.tensors, strict=True)
     assert model.inner.weight[0, 0].item() == 4
     broker.hears_nothing_of(Join, 0.05)
+
+
+def released_here() -> int:
+    """Records of versions that anything in this process holds."""
+    gc.collect()
+    return sum(type(each) is Released for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("takes_part", [False, True], ids=["observer", "member that only pulls"])
+def test_client_that_pulls_keeps_no_record_of_rounds_that_are_over(
+    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, takes_part: bool
+) -> None:
+    model = nn.Linear(3, 3)
+    if takes_part:
+        joined(client, broker, beside, model)
+    else:
+        observed(client, broker, beside, model)
+    before = released_here()
+    for number in range(3, 33):
+        pulling = beside(client.pull)
+        broker.hears(Pull)
+        broker.serves(trained(model, number), version(number))
+        assert pulling().version == version(number)
+    assert released_here() <= before + 2
+
+
+def test_answer_that_comes_too_late_is_not_kept(broker: ScriptedBroker, beside: Beside) -> None:
+    with DiLoCoClient(broker.address, timeout=20.0) as client:
+        first = beside(client.status)
+        broker.control, asked, _ = broker.hears_from(Control)
+        broker.says(Result(asked.request, True, "here", {"round": 1}))
+        assert first() == {"round": 1}
+        link = client._link
+        assert link is not None
+        link.ask(99, "status", {})
+        asked = broker.hears(Control)
+        broker.says(Result(asked.request, True, "late", {"round": 2}))
+        until(lambda: 99 in link.results)
+        link.withdraw(99)
+        until(lambda: not link.results)
 
 
 def test_observer_of_a_broker_without_a_model_is_told(

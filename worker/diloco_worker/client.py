@@ -186,7 +186,7 @@ class DiLoCoClient:
             pid=os.getpid(),
             extra=self._extra,
         )
-        link = self._link = Link(self.server, session, capture=tensors.capture)
+        link = self._link = self._link_to(session, capture=tensors.capture)
         link.start()
         self._await(lambda: link.layout is not None, "joining")
         assert link.layout is not None and link.config is not None
@@ -254,8 +254,6 @@ class DiLoCoClient:
             buffers=BUFFERS,
         )
         self._flights[part.fragment] = push.push_id
-        with link.condition:
-            link.turns.clear()  # whose turn it is, the caller knows
         link.offer(push, frozen.wire)
 
         def is_in() -> bool:
@@ -373,9 +371,13 @@ class DiLoCoClient:
         """The link; as an observer if this client has not joined."""
         if self._link is None:
             session = Session(self.worker_id, None, lambda: secrets.randbits(64))
-            self._link = Link(self.server, session)
+            self._link = self._link_to(session)
             self._link.start()
         return self._link
+
+    def _link_to(self, session: Session, **options: Any) -> Link:
+        # Whose turn it is, the caller knows.
+        return Link(self.server, session, follows_rounds=False, **options)
 
     def _observe(self) -> None:
         """Learn the model and the configuration without joining."""

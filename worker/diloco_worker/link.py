@@ -117,6 +117,7 @@ class Link:
         states: by fragment, the values of what the session holds already (`Resume`). They are room for
             later versions once training stands on others.
         welcomed: called in the I/O thread with the broker's epoch, whenever it takes this worker in.
+        follows_rounds: whether somebody takes `turns`; else they would pile up for ever.
         clock: seconds, monotonic.
 
     Attributes (to be read under `condition`, or where a moment's lag does no harm; counters and
@@ -127,7 +128,8 @@ class Link:
         restarting: the broker's sentence when it goes away to come back; None once it is back.
         arrivals: whole versions by fragment, until `take`n.
         rejections: pushes that were dropped, by push id.
-        turns: what concerns rounds, in the order in which it came; `take_news` takes it.
+        turns: what concerns rounds, in the order in which it came; `take_news` takes it. Always empty
+            for one that does not follow rounds.
         sync_every: H that the broker has worked out for this worker (Dynamic Local Updates).
         uploaded: pushes in flight whose chunks are all in at the broker.
         put_off: pushes in flight that the broker takes nothing of yet.
@@ -145,6 +147,7 @@ class Link:
         pinned: bool = False,
         states: Mapping[int, FlatState] | None = None,
         welcomed: Callable[[str], object] = lambda _: None,
+        follows_rounds: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.address = address
@@ -161,7 +164,7 @@ class Link:
         self.restarting: str | None = None
         self.arrivals: dict[int, Arrival] = {}
         self.rejections: dict[int, Rejection] = {}
-        self.turns: list[Turning] = []
+        self.turns: deque[Turning] = deque(maxlen=None if follows_rounds else 0)
         self.sync_every: int | None = None
         self.uploaded: frozenset[int] = frozenset()
         self.put_off: frozenset[int] = frozenset()
@@ -395,6 +398,10 @@ class Link:
                 self._offered[push.fragment] = push.push_id
                 with self.condition:  # nobody asks for it any more
                     self.rejections.pop(former or 0, None)
+            case Withdraw(request):
+                self._feed(event)
+                with self.condition:  # it may have been answered meanwhile
+                    self.results.pop(request, None)
             case _:
                 self._feed(event)
 
@@ -495,7 +502,8 @@ class Link:
                     self.refusal = None
                     self.stopping = self.restarting = None
                     self.feed = welcome.feed
-                    self.turns[:] = [effect]  # what came before it has no meaning any more
+                    self.turns.clear()  # what came before it has no meaning any more
+                    self.turns.append(effect)
                 self._welcomed(welcome.epoch)
                 how = "Back at" if again else "Joined the run at"
                 self._say(f"{how} {self.address}, expected from round {welcome.first_round}.")

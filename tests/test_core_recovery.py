@@ -139,6 +139,64 @@ def test_worker_that_comes_when_the_run_has_gone_on_does_not_change_it() -> None
     assert stage.version().counter == 3
 
 
+def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal() -> None:
+    """Killed before a save; the broker makes the round again without the one that had it."""
+    crashed = a_run("a", "b", rounds=2)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=5.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    stage.passes(5.1)
+    a.pushes(21)
+    stage.passes(5.1)
+    b_held, ours = theirs[0], stage.version()
+    assert b_held is not None
+    assert (b_held.version.counter, ours.counter) == (3, 3)
+    stage.worker("b").comes_with(theirs)
+    words = f"b holds version {b_held.version}, which is of another branch of run {ours.run}"
+    assert sum(words in text for text in stage.logs) == 1
+    assert sum(f"now at {ours}, has version {ours} in its place" in t for t in stage.logs) == 1
+
+
+def test_branch_that_the_broker_has_left_behind_is_named_too() -> None:
+    crashed = a_run("a", "b", rounds=1)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=0.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    for number in range(3):
+        stage.passes(0.2)
+        a.pushes(20 + number, base=stage.version())
+    assert stage.version().counter == 4
+    stage.worker("b").comes_with(theirs)
+    assert sum("b holds version 2#" in t and "has version 2#" in t for t in stage.logs) == 1
+
+
+def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
+    crashed = a_run("a", "b", rounds=2)
+    of_a = ahead(crashed.holdings(), f0=1)
+    held = of_a[0]
+    assert held is not None
+    of_b = (replace(held, version=VersionId(held.version.run, 3, 77)), None)
+    stage = crashed.restarted()
+    a = stage.worker("a").comes_with(of_a)
+    stage.worker("b").comes_with(of_b)
+    a.donates()
+    assert stage.version() == held.version
+    named = [t for t in stage.logs if "another branch" in t]
+    assert len(named) == 1
+    assert named[0].startswith(f"b holds version {of_b[0].version}")
+
+
+def test_worker_that_is_merely_behind_is_of_no_other_branch() -> None:
+    crashed = a_run("a", "b", rounds=1)
+    held = crashed.holdings()
+    stage = crashed.restarted()
+    a, b = (stage.worker(name).comes_with(held) for name in "ab")
+    a_round([a, b], 1)
+    b.loses_connection()
+    b.comes_with(held)
+    assert not any("branch" in text for text in stage.logs)
+
+
 def test_checkpoint_that_knows_nobody_is_gone_on_with_at_once() -> None:
     crashed = a_run("a", rounds=2)
     image = replace(crashed.images[-1], workers={})

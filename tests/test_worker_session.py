@@ -27,6 +27,7 @@ from diloco_protocol import (
     Bitmap,
     Ledger,
     RunConfig,
+    VersionId,
 )
 from diloco_protocol.messages import (
     Ack,
@@ -489,3 +490,28 @@ def test_every_chunk_counts_once_whatever_breaks(seed: int) -> None:
     assert delivered > 10
     assert set(broker.counted.values()) == {1}
     assert broker.at in (delivered, delivered + 1)
+
+
+# Branches.
+
+
+@pytest.mark.parametrize("theirs", [version(4, tag=99), version(3, tag=99)])
+def test_worker_says_that_the_broker_goes_on_from_another_branch(
+    ready: Desk, theirs: VersionId
+) -> None:
+    ready.holds(version(4))
+    ready.breaks().is_welcomed(theirs)
+    said = [say for say in ready.all(Say) if f"{version(4)}, and the broker goes on" in say.text]
+    assert [say.trouble for say in said] == [True]
+    assert f"from {theirs}" in said[0].text
+    ready.breaks().is_welcomed(theirs)
+    assert not any("goes on from" in say.text for say in ready.all(Say)), "once is enough"
+
+
+@pytest.mark.parametrize("theirs", [version(4), version(7)])
+def test_broker_that_has_what_the_worker_has_or_is_ahead_is_nothing_to_speak_of(
+    ready: Desk, theirs: VersionId
+) -> None:
+    ready.holds(version(4))
+    ready.breaks().is_welcomed(theirs)
+    assert not any("goes on from" in say.text for say in ready.all(Say))

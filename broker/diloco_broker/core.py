@@ -6,7 +6,7 @@ handed in. The rules stand where they belong, as functions over one `State`:
     joining       who comes, comes back, leaves, dies       membership  the records of it
     terms         what a worker may have for itself
     providing     where the first parameters come from      bootstrap
-    recovering    a run that exists goes on
+    recovering    a run that exists goes on                 branches
     pushing       what is checked of a push and its chunks  granting    what it is answered
     sequence      opening, closing, releasing rounds        transfer    versions, readers, credits
     streaming     a round that adds up chunks as they come  rounds      its books

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco_broker import providing, sequence, terms
+from diloco_broker import branches, providing, sequence, terms
 from diloco_broker.events import Effect, Log, Route, Send
 from diloco_broker.membership import Member
 from diloco_broker.state import Departure, State
@@ -63,13 +63,7 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         state.shelf.furnish(layout.all)
     first_round = _first_round(state, member)
     versions = tuple(stock.version for stock in state.shelf.stocks[:-1])
-    for held, ours in zip(join.versions, versions, strict=False):
-        if held is not None and ours is not None and held.counter > ours.counter:
-            yield Log(
-                "warning",
-                f"{join.worker_id} holds version {held}, this broker is at {ours}: the rounds "
-                "between are lost, except for what workers offer again.",
-            )
+    yield from branches.tell(state, join.worker_id, join.versions)
     welcome = Welcome(
         session,
         state.epoch,

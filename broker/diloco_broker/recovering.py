@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 
-from diloco_broker import providing
+from diloco_broker import branches, providing
 from diloco_broker.bootstrap import Resumption
 from diloco_broker.events import DropPlaces, Effect, ForgetBuffer, Log, Send
 from diloco_broker.membership import Member
@@ -149,6 +149,8 @@ def _go_on(state: State) -> Iterator[Effect]:
         state.shelf.install(fragment, restored.version, list(restored.wires), restored.ledger)
         stock.gradients = restored.gradients
         stock.round, stock.averaged = restored.round, restored.averaged
+    for member in state.members:
+        yield from branches.tell(state, member.worker_id, member.versions)
     number = sum(s.version.counter for s in state.shelf.stocks[:-1] if s.version)
     is_newer = number != boot.resumed_number
     source = f"from {boot.source}" if boot.source else "with what its workers hold"

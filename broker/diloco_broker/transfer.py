@@ -35,6 +35,8 @@ UPLOAD_WINDOW_TOTAL = 64
 MAX_READER_CREDIT = 256
 # Old versions of a fragment that are kept until their readers are done.
 KEPT = 2
+# Names of versions that are remembered, of each fragment: two numbers each.
+NAMES_KEPT = 1024
 # Readers that have not joined; more are refused.
 MAX_OBSERVERS = 256
 
@@ -149,7 +151,8 @@ class Stock:
     """One fragment: its current version, the one being made, and old ones that are still read.
 
     `gradients` counts what the outer optimizer has had of it, the one being applied included;
-    `contributions` the whole ones in its versions since the broker started.
+    `contributions` the whole ones in its versions since the broker started. `tags` has those of its last
+    versions since then, by counter.
     """
 
     layout: FragmentLayout
@@ -162,6 +165,23 @@ class Stock:
     averaged: int = 0
     gradients: int = 0
     contributions: int = 0
+    tags: dict[int, int] = field(default_factory=dict)
+
+    def put(self, version: VersionId, wires: tuple[Any, ...], ledger: Ledger) -> None:
+        """This version, whole, is the current one from now on."""
+        self.version, self.wires, self.ledger = version, wires, ledger
+        self.tags[version.counter] = version.tag
+        while len(self.tags) > NAMES_KEPT:
+            del self.tags[next(iter(self.tags))]
+
+    def name_of(self, counter: int) -> VersionId:
+        """The version of this life of the broker that has this counter."""
+        assert self.version is not None
+        return VersionId(self.version.run, counter, self.tags[counter])
+
+    def is_of_another_branch(self, version: VersionId) -> bool:
+        """Has this broker another version with the same counter? False where it is too long ago."""
+        return self.tags.get(version.counter, version.tag) != version.tag
 
     def staleness(self, push: Push) -> int:
         """Versions released since the one that a push starts from."""
@@ -198,7 +218,7 @@ class Shelf:
         """Put a whole version on the shelf: the first one of its fragment."""
         stock = self.stocks[fragment]
         assert stock.version is None and stock.making is None
-        stock.version, stock.wires, stock.ledger = version, tuple(wires), ledger
+        stock.put(version, tuple(wires), ledger)
 
     def serve_waiting(self) -> Iterator[Effect]:
         """Start the readers that have waited for a version which is here now."""
@@ -228,10 +248,10 @@ class Shelf:
         stock = self.stocks[fragment]
         assert stock.making is not None and stock.making.left == 0
         self._keep_what_is_read(stock)
-        stock.version = stock.making.version
-        stock.wires = tuple(stock.making.wires)
-        stock.ledger, stock.round, stock.averaged = ledger, number, averaged
+        stock.put(stock.making.version, tuple(stock.making.wires), ledger)
+        stock.round, stock.averaged = number, averaged
         stock.making = None
+        assert stock.version is not None
         for reader in list(self.readers.values()):
             download = reader.downloads.get(fragment)
             waits = reader.waiting.get(fragment)

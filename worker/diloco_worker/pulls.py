@@ -70,13 +70,22 @@ class Pulls:
         self.of(fragment)
         self.held[fragment] = Held(version, ledger)
 
-    def left_behind(self, fragment: int, theirs: VersionId | None) -> None:
+    def left_behind(self, fragment: int, theirs: VersionId | None) -> Iterator[Effect]:
         """The run goes on from this version: one that is not behind it is of rounds that are lost."""
         held = self.held.get(fragment)
         if held is None or theirs is None or held.version == theirs:
             return
-        if held.version.counter >= theirs.counter:
+        if held.version.counter >= theirs.counter and not held.is_left_behind:
             self.held[fragment] = replace(held, is_left_behind=True)
+            which = (
+                f" of fragment {fragment}" if len(self.downloads) > 2 else ""
+            )  # and a frozen one
+            yield Say(
+                f"This worker holds version {held.version}{which}, and the broker goes on from "
+                f"{theirs}: it came back from an older copy, and the rounds that only this worker has "
+                "are lost. It goes on with the broker's parameters; a push in flight is offered again.",
+                trouble=True,
+            )
 
     @property
     def waits_for_chunks(self) -> bool:

@@ -426,7 +426,7 @@ class Session:
             theirs = dict(enumerate(welcome.versions)).get(fragment)
             yield from self.former.keep(self.pulls, part, theirs)
             if welcome.run is not None:
-                self.pulls.left_behind(fragment, theirs)
+                yield from self.pulls.left_behind(fragment, theirs)
             # Frozen parameters never change, so they come once.
             here = part is layout.frozen and fragment in self.pulls.held
             if part.chunks and not here:

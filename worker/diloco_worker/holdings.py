@@ -12,8 +12,23 @@ from concurrent.futures import Future
 
 import torch
 
+from diloco_protocol import ModelLayout, RunConfig
 from diloco_protocol.chunks import FragmentLayout
-from diloco_worker.snapshot import FlatState, WireFragment
+from diloco_protocol.codecs import wire_dtype
+from diloco_protocol.messages import Chunk, Message
+from diloco_worker.snapshot import FlatState, WireFragment, require_length
+
+
+def check_length(
+    message: Message, payload: memoryview, layout: ModelLayout | None, config: RunConfig | None
+) -> None:
+    """Raise ProtocolError when a chunk has not the length that its place in the model needs."""
+    if not isinstance(message, Chunk) or layout is None or config is None:
+        return
+    if 0 <= message.fragment < len(layout.all):
+        spans = layout.all[message.fragment].spans
+        if 0 <= message.index < len(spans):
+            require_length(spans[message.index], payload, wire_dtype(config.reply_dtype))
 
 
 class Holdings:

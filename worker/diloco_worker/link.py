@@ -31,7 +31,7 @@ from diloco_protocol import (
 )
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import wire_dtype
-from diloco_protocol.messages import Chunk, Message, Push
+from diloco_protocol.messages import Chunk, Push
 from diloco_worker.events import (
     Answered,
     Ask,
@@ -75,11 +75,11 @@ from diloco_worker.events import (
 )
 from diloco_worker.forks import keep_from_children
 from diloco_worker.former import SENT_BEFORE
-from diloco_worker.holdings import Holdings
+from diloco_worker.holdings import Holdings, check_length
 from diloco_worker.news import Arrival, News, Progress, Rejection, Turning
 from diloco_worker.patience import Sayings
 from diloco_worker.session import Phase, Session
-from diloco_worker.snapshot import FlatState, WireFragment, require_length
+from diloco_worker.snapshot import FlatState, WireFragment
 from diloco_worker.sockets import NOW, Connections
 
 logger = logging.getLogger("diloco.worker")
@@ -417,7 +417,7 @@ class Link:
             try:
                 message, payload = unpack(buffers)
                 if payload is not None:
-                    self._check_chunk(message, payload)
+                    check_length(message, payload, self._session.layout, self._session.config)
             except ProtocolError as error:
                 self._say(f"The broker sent what cannot be read: {error}", trouble=True)
                 continue
@@ -427,16 +427,6 @@ class Link:
             self._failures = 0
             if self._connections is not connections:
                 return
-
-    def _check_chunk(self, message: Message, payload: memoryview) -> None:
-        """Raise ProtocolError when a chunk has not the length that its place in the model needs."""
-        layout, config = self._session.layout, self._session.config
-        if not isinstance(message, Chunk) or layout is None or config is None:
-            return
-        if 0 <= message.fragment < len(layout.all):
-            spans = layout.all[message.fragment].spans
-            if 0 <= message.index < len(spans):
-                require_length(spans[message.index], payload, wire_dtype(config.reply_dtype))
 
     def _feed(self, event: Event) -> None:
         for effect in self._session.handle(event, self._clock()):

@@ -9,6 +9,7 @@ import pytest
 
 from diloco_broker import BrokerConfig
 from diloco_protocol import UsageError
+from diloco_protocol.fragments import PATTERNS
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "both"}, "--mode is both; it must be sync or async."),
@@ -92,7 +93,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"outer_momentum": 1.0}, "--outer-momentum is 1.0; it must be in [0, 1)."),
     ({"outer_momentum": float("nan")}, "--outer-momentum is nan; it must be a finite number."),
     ({"outer_lr": 0.0}, "--outer-lr is 0.0; it must be a finite number above 0."),
-    ({"dn_buffer": 4}, "--dn-buffer is 4; it must be left out: --outer nesterov has no buffer."),
+    (
+        {"dn_buffer": 4},
+        "--dn-buffer is 4; it must be left out, or 1: --outer nesterov has no buffer",
+    ),
     (
         {"mode": "async", "workers": 4, "dn_c": 0.3},
         "--dn-c is 0.3; it must be in [0, 1/N], and N is 4 (--dn-buffer).",
@@ -106,9 +110,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dn_variant": "mine"}, "--dn-variant is mine; it must be paper or direct."),
     ({"staging_slots": 5}, "--staging-slots is 5; it must be left out, or --mode async given"),
     ({"staging_deadline": 5.0}, "--staging-deadline is 5.0; it must be left out, or --mode"),
-    ({"fragment_pattern": "balanced"}, "--fragment-pattern is balanced; it must be left out, or"),
-    ({"outer": "sgd", "outer_momentum": 0.5}, "--outer-momentum is 0.5; it must be left out: "),
-    ({"outer": "sgd", "nesterov": False}, "--nesterov is False; it must be left out: --outer sgd"),
+    (
+        {"outer": "sgd", "outer_momentum": 0.5},
+        "--outer-momentum is 0.5; it must be left out, or 0: ",
+    ),
     (
         {"fragment_plan": len},
         "--fragment-plan is <built-in function len>; it must be the path of a file,",
@@ -149,6 +154,35 @@ def test_bad_configuration_is_refused_with_one_sentence(
 )
 def test_what_is_on_the_edge_is_accepted(options: dict[str, Any]) -> None:
     BrokerConfig(**options)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("fixed", [{"fragment_merge": "rebase"}, {"fragment_update_alpha": 0.5}])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_sweep_over_fragments_needs_no_special_case(
+    pieces: int, pattern: str, fixed: dict[str, Any], mode: str
+) -> None:
+    for delay in (0, 2, "auto"):
+        for longest in (2, None):
+            config = BrokerConfig(
+                mode=mode,
+                num_fragments=pieces,
+                fragment_pattern=pattern,
+                fragment_sync_delay=delay,
+                fragment_max_delay=longest,
+                **fixed,
+            )
+            assert config.fragment_pattern == pattern
+
+
+@pytest.mark.parametrize("outer", ["nesterov", "dn", "fedbuff", "sgd"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_sweep_over_optimizers_needs_no_special_case(outer: str, nesterov: bool) -> None:
+    config = BrokerConfig(outer=outer, outer_momentum=0.0, nesterov=nesterov, dn_buffer=1)
+    assert (config.outer_name, config.dn_size) == (outer, 1)
+    for quorum in (1, 2, 4, None):
+        BrokerConfig(outer=outer, workers=4, quorum=quorum, deterministic=True)
 
 
 def test_paths_are_kept_as_text_since_checkpoints_hold_the_options() -> None:

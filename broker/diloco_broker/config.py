@@ -92,6 +92,10 @@ class BrokerConfig:
         chunk_elements: elements of a chunk on the wire; not an option of the command line, since
             smaller chunks are slower and larger ones are refused by the frame limits.
 
+    What is true of the run anyway is accepted, so that a sweep needs no special case: a pattern of one
+    fragment, a buffer of one gradient, no momentum for sgd. What asks for something that will not happen
+    is refused.
+
     Raises:
         UsageError: for a value that cannot work, naming it.
     """
@@ -347,12 +351,6 @@ class BrokerConfig:
             f"at least --num-fragments, which is {pieces}: each fragment has a step of its own",
         )
         _require(
-            pieces > 1 or self.fragment_pattern == "strided",
-            "fragment_pattern",
-            self.fragment_pattern,
-            "left out, or --num-fragments above 1 given",
-        )
-        _require(
             self.fragment_plan is None or self.fragment_pattern == "strided",
             "fragment_pattern",
             self.fragment_pattern,
@@ -402,21 +400,19 @@ class BrokerConfig:
         )
         buffered = self.outer_name in ("dn", "fedbuff")
         _require(
-            self.dn_buffer is None or buffered,
+            self.dn_buffer in (None, 1) or buffered,
             "dn_buffer",
             self.dn_buffer,
-            f"left out: --outer {self.outer_name} has no buffer",
+            f"left out, or 1: --outer {self.outer_name} has no buffer, each gradient is a step",
         )
         paper = self.outer_name == "dn" and self.dn_variant == "paper"
-        with_momentum = self.outer_name != "sgd"
-        for name, default in (("outer_momentum", 0.9), ("nesterov", True)):
-            value = getattr(self, name)
-            _require(
-                with_momentum or value == default,
-                name,
-                value,
-                "left out: --outer sgd has no momentum",
-            )
+        # 0.9 is what was not given.
+        _require(
+            self.outer_name != "sgd" or self.outer_momentum in (0.0, 0.9),
+            "outer_momentum",
+            self.outer_momentum,
+            "left out, or 0: --outer sgd has no momentum",
+        )
         _require(
             not self.dn_c or paper,
             "dn_c",

@@ -141,6 +141,8 @@ def test_tied_weights_count_once_and_buffers_and_frozen_ones_are_not_trained(
     told = as_json(tmp_path / "model.pt", "--num-fragments", 2, "--frozen", "model.layers.0.*")
     frozen = 4 * WIDTH * WIDTH + WIDTH
     assert told["trainable_parameters"] == trained - head.numel() - frozen
+    names = {each["name"] for part in told["fragments"] for each in part["parameters"]}
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     up = sum(part["bytes_up"] for part in told["fragments"])
     assert up == 2 * told["trainable_parameters"] + 4 * 3 + 8 * 1
 

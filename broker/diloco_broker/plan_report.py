@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import PATTERNS, FragmentPlan, block_of, unit_of
 from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.plan_view import PlanView
@@ -135,10 +134,7 @@ def _patterns(planned: Planned) -> dict[str, float]:
     """How uneven each pattern would be with as many fragments."""
     view, found = planned.view, {}
     for pattern in PATTERNS:
-        try:
-            plan = FragmentPlan.of(planned.manifest, planned.plan.num_fragments, pattern)
-        except UsageError:  # a split of one's own may need no more tensors than fragments
-            continue
+        plan = FragmentPlan.of(planned.manifest, planned.plan.num_fragments, pattern)
         each = plan.view(planned.manifest, view.sync_every, view.wire_dtype, view.reply_dtype)
         found[pattern] = each.imbalance
     return found

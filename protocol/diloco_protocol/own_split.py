@@ -10,6 +10,7 @@ no file means something else than it seems to (`layers.1*` is also `layers.10`),
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -41,13 +42,13 @@ class OwnSplit:
         """
 
         def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            found = dict(pairs)
-            twice = sorted({name for name in found if sum(name == each for each, _ in pairs) > 1})
+            counts = Counter(name for name, _ in pairs)
+            twice = [name for name, count in counts.items() if count > 1]
             if twice:
                 raise UsageError(
                     f"{source} has {summarise(twice)} more than once; keep one of each."
                 )
-            return found
+            return dict(pairs)
 
         try:
             fragments = json.loads(text, object_pairs_hook=once)

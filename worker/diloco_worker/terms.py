@@ -19,7 +19,6 @@ FIXED = (
     "fragment_update_alpha",
     "fragment_merge",
     "fragment_max_delay",
-    "fragment_delay_auto",
     "chunk_elements",
 )
 OTHER_PLAN = (

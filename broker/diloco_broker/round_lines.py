@@ -48,10 +48,8 @@ class Untold:
         names = sorted(self.staleness)
         others = f" and {len(names) - NAMES_SHOWN} more" * (len(names) > NAMES_SHOWN)
         if self.versions == 1:
-            whose = [f"{name} ({_age(self.staleness[name])})" for name in names]
-            text = (
-                f"V{self.newest[1:]} contains the push of {', '.join(whose[:NAMES_SHOWN])}{others}."
-            )
+            shown = [f"{name} ({_age(self.staleness[name])})" for name in names[:NAMES_SHOWN]]
+            text = f"{self.newest.capitalize()} contains the push of {', '.join(shown)}{others}."
         else:
             text = (
                 f"{self.versions} versions, the last of them {self.newest}, contain pushes of "

@@ -286,7 +286,7 @@ def longest_delay(sync_every: int, num_fragments: int) -> int:
     """Steps after which training waits for a reply that it would merge whenever it comes.
 
     H/P, the distance to the next fragment's slot: a network that needs longer for each fragment falls
-    behind for good, so waiting further off would win nothing, and would overwrite more local steps
+    behind for good, so a longer delay would win nothing, and would overwrite more local steps
     (alpha 0) with older parameters. Never more than H/2, for a model that is one fragment: half of the
     steps of each cycle come after the merge.
     """

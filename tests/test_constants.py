@@ -133,7 +133,12 @@ BAD: list[tuple[str, float, torch.dtype, str]] = [
     ("mask", torch.nan, torch.float32, "mask holds NaN"),
     ("bound", torch.nan, torch.float16, "bound holds NaN"),
     ("layer.bias", -INF, torch.float32, "layer.bias is trained and holds infinities"),
-    ("norm.running_var", INF, torch.float32, "norm.running_var came to hold infinities"),
+    (
+        "norm.running_var",
+        INF,
+        torch.float32,
+        "norm.running_var is a buffer that is averaged, and holds infinities",
+    ),
     ("norm.running_var", 1e300, torch.float64, "beyond the range of fp32"),
     ("bound", 1e300, torch.float64, "beyond the range of fp32"),
 ]

@@ -42,8 +42,9 @@ def check_values(tensors: ModelTensors) -> None:
             )
         if entry.kind is Kind.BUFFER:
             raise UsageError(
-                f"{entry.name} came to hold infinities after the DiLoCoWorker was made; a buffer that "
-                "is meant to must hold them before, and is then taken as constant."
+                f"{entry.name} is a buffer that is averaged, and holds infinities; one that is meant to "
+                "must hold them when the DiLoCoWorker is made, or be frozen in the client's manifest: "
+                "then it is taken as constant."
             )
 
 

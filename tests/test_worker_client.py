@@ -478,6 +478,7 @@ def test_client_that_pulls_keeps_no_record_of_rounds_that_are_over(
     model = nn.Linear(3, 3)
     if takes_part:
         joined(client, broker, beside, model)
+        broker.hears(Pull)  # the one of joining
     else:
         observed(client, broker, beside, model)
     before = released_here()

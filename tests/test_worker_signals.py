@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,18 @@ def test_ctrl_c_tells_the_broker(site: Site) -> None:
     assert "KeyboardInterrupt" in worker.output
 
 
+def test_ctrl_c_ends_a_wait_at_a_boundary(site: Site) -> None:
+    """The first round waits for a second worker that never comes."""
+    with serving(workers=2) as broker:
+        worker = site.run("train.py", "polite", DILOCO_SERVER=broker.address)
+        worker.waits_for("step 3")
+        until(lambda: any(m.state == "pushing" for m in broker._core.state.members))
+        worker.child.send_signal(signal.SIGINT)
+        assert worker.ends(SOON_S) == -signal.SIGINT
+        until(lambda: everybody_has_said_goodbye(broker))
+    assert "unwound" in worker.output
+
+
 def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(site: Site) -> None:
     broker, address = site.broker("--sync-every", "4", "--heartbeat-timeout", "0")
     worker = site.run("train.py", "polite", DILOCO_SERVER=address)
@@ -257,7 +269,7 @@ def then_comes_the_signal(target, values):
     copy_in(target, values)
     copied.append(values.clone())
     if len(copied) == 3:  # the first of the two layers of the second version
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), int(sys.argv[1]))
 
 merging._copy_in = then_comes_the_signal
 try:
@@ -272,12 +284,15 @@ finally:
 """
 
 
-def test_sigterm_in_a_merge_leaves_no_torn_model(site: Site) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, -signal.SIGINT)]
+)
+def test_signal_in_a_merge_leaves_no_torn_model(site: Site, number: int, code: int) -> None:
     """The exit checkpoint of a script would else have one layer of a version and not the other."""
     (site.folder / "torn.py").write_text(TORN)
     with serving() as broker:
-        worker = site.run("torn.py", DILOCO_SERVER=broker.address)
-        assert worker.ends(SOON_S) == EXIT_CODE
+        worker = site.run("torn.py", str(int(number)), DILOCO_SERVER=broker.address)
+        assert worker.ends(SOON_S) == code
     assert "copied 4 whole True" in worker.output
 
 
@@ -329,6 +344,77 @@ def test_first_signal_wakes_and_tells_or_raises() -> None:
         assert termination.is_asked
         termination.restore()
     assert woken == [True, True]
+
+
+@pytest.fixture
+def termination() -> Iterator[Termination]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    made = Termination(lambda: True, lambda: None)
+    made.install()
+    yield made
+    made.restore()
+    signal.signal(signal.SIGINT, before)
+
+
+def presses_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def held(termination: Termination, *actions: Callable[[], object]) -> tuple[int, bool]:
+    """Do these where Ctrl-C is held: how many were done, and whether KeyboardInterrupt was raised."""
+    done = 0
+    try:
+        with termination.held():
+            for action in actions:
+                action()
+                done += 1
+    except KeyboardInterrupt:
+        return done, True
+    return done, False
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_ctrl_c_comes_behind_what_must_not_be_broken_off(termination: Termination) -> None:
+    assert held(termination, presses_ctrl_c, nothing) == (2, True)
+    assert held(termination, nothing) == (1, False), "it comes once"
+    with pytest.raises(KeyboardInterrupt):
+        presses_ctrl_c()
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_ctrl_c_is_not_lost_where_something_fails_meanwhile(termination: Termination) -> None:
+    def fails() -> None:
+        raise MemoryError
+
+    assert held(termination, presses_ctrl_c, fails) == (1, True)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_ctrl_c_ends_waiting_at_once(termination: Termination) -> None:
+    def waits(meanwhile: Callable[[], None]) -> None:
+        with termination.waiting():
+            meanwhile()
+
+    assert held(termination, lambda: waits(presses_ctrl_c), nothing) == (0, True)
+    assert held(termination, presses_ctrl_c, lambda: waits(nothing), nothing) == (1, True)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_second_ctrl_c_breaks_off_what_hangs(termination: Termination) -> None:
+    assert held(termination, presses_ctrl_c, presses_ctrl_c, nothing) == (1, True)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_ctrl_c_that_the_script_handles_is_left_alone(termination: Termination) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    with termination.held():
+        presses_ctrl_c()
+        assert heard == [signal.SIGINT]
 
 
 FORKS = """

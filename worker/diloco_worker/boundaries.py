@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from diloco_protocol import Code, RunConfig
 from diloco_protocol.chunks import FragmentLayout
@@ -45,6 +46,7 @@ class Boundaries:
         publish: tells the next heartbeat how training stands, and whether it stands still.
         audit: is told of each push that begins and ends.
         why_stop: why the process is about to end, so that nothing is waited for; None while it is not.
+        waiting: a context in which Ctrl-C comes at once.
         clock: seconds, monotonic.
         step, cycle_start: optimizer steps so far, and those when the cycle of slots began.
         resumption: what to go on from, where the model is as it was then.
@@ -64,6 +66,7 @@ class Boundaries:
         publish: Callable[[bool], None],
         audit: Audit,
         why_stop: Callable[[], str | None],
+        waiting: Callable[[], AbstractContextManager[None]],
         clock: Callable[[], float],
         *,
         step: int,
@@ -81,6 +84,7 @@ class Boundaries:
         self._publish = publish
         self._audit = audit
         self._why_stop = why_stop
+        self._waiting = waiting
         self._clock = clock
         merge = Merge.of(config)
         starts = resumption.grounds if resumption else [None] * config.num_fragments
@@ -238,7 +242,7 @@ class Boundaries:
                 return False
             patience.say(f"Waiting for the newest parameters; {link.describe()}.")
             pause = patience.pause(self._look_again_in())
-            link.wait_for(lambda: are_here() or self._why_not_wait() is not None, pause)
+            self._wait(lambda: are_here() or self._why_not_wait() is not None, pause)
         news = link.take_news()
         self._absorb(news)
         for exchange in self._exchanges:
@@ -474,7 +478,7 @@ class Boundaries:
             patience.say(f"Waiting for {self._awaited}; {link.describe()}.")
             pause = patience.pause(self._look_again_in())
             # News, or a change that may end the waiting.
-            link.wait_for(
+            self._wait(
                 lambda: (
                     self._has_news
                     or self._why_not_wait(exchange) is not None
@@ -486,6 +490,10 @@ class Boundaries:
         if exchange.flight is not None and not exchange.is_torn:
             self._stop_waiting(exchange, reason, touch_model=touch_model)
         return outcome is Outcome.COUNTED
+
+    def _wait(self, what: Callable[[], bool], timeout: float) -> bool:
+        with self._waiting():
+            return self._link.wait_for(what, timeout)
 
     def _is_worth_it(self, exchange: FragmentExchange) -> bool:
         """Whether waiting for a flight leads anywhere, if the broker is there.

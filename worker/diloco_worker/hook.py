@@ -495,6 +495,7 @@ class DiLoCoWorker:
             self._publish,
             audit,
             self._asked_to_stop,
+            self._termination.waiting,
             self._clock,
             step=self._step,
             cycle_start=self._cycle_start,

@@ -1,8 +1,11 @@
-"""SIGTERM while a worker is in a run: the script ends in order, and the broker is told.
+"""SIGTERM and Ctrl-C while a worker is in a run: the script ends in order, and the broker is told.
 
 A script that looks at `should_stop` is told there, and ends its loop by itself. In one that never has,
 the signal raises SystemExit in the main thread, as Ctrl-C raises KeyboardInterrupt, so that the `with`
 is left. A second signal does what the first would have done without us: it ends the process at once.
+
+Neither breaks off what the worker is doing between two steps: it comes behind it, or at once while the
+worker only waits. So a loop that goes on after Ctrl-C, as in a notebook, goes on with a whole model.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ class Termination:
     def __init__(self, is_watched: Callable[[], bool], wake: Callable[[], None]) -> None:
         self.is_asked = False
         self._holds = 0
+        self._waits = 0
+        self._holds_interrupts = False
+        self._is_interrupted = False
         self._is_watched = is_watched
         self._wake = wake
         self._pid: int | None = None  # of the process whose signal is taken
@@ -39,6 +45,7 @@ class Termination:
     def install(self) -> None:
         """Take SIGTERM from here on: in the main thread, where it does what it does by default."""
         is_main = threading.current_thread() is threading.main_thread()
+        self._holds_interrupts = is_main
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._pid = os.getpid()
             signal.signal(signal.SIGTERM, self._handle)
@@ -50,6 +57,7 @@ class Termination:
             with contextlib.suppress(ValueError):
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._pid = None
+        self._holds_interrupts = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A forked child, such as one of a data loader, has inherited this handler.
@@ -64,14 +72,50 @@ class Termination:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """In here SIGTERM only asks; the script ends behind it. Half a merge must not be left."""
+        """In here SIGTERM and Ctrl-C only ask; the script ends behind it. A second Ctrl-C ends it here.
+
+        Ctrl-C is taken in here only, and where it raises KeyboardInterrupt: notebooks set that anew for
+        each cell.
+        """
+        takes = (
+            self._holds_interrupts
+            and threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if takes:
+            signal.signal(signal.SIGINT, self._interrupt)
         self._holds += 1
         try:
             yield
         finally:
             self._holds -= 1
+            if takes and signal.getsignal(signal.SIGINT) == self._interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            if takes:
+                self._raise_interrupt()
         if self.is_asked and not self._holds:
             self._end()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In here, inside `held`, Ctrl-C ends the waiting at once: nothing is being changed."""
+        self._waits += 1
+        try:
+            self._raise_interrupt()
+            yield
+        finally:
+            self._waits -= 1
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._waits or self._is_interrupted:
+            self._is_interrupted = False
+            signal.default_int_handler(number, frame)
+        self._is_interrupted = True
+
+    def _raise_interrupt(self) -> None:
+        if self._is_interrupted:
+            self._is_interrupted = False
+            raise KeyboardInterrupt
 
     def _end(self) -> None:
         if self._pid is not None and not self._is_watched():

@@ -40,6 +40,8 @@ def broken_connection() -> Deadline:
 def training_loop_that_hangs() -> Deadline:
     stage, _ = a_run("a", "b", stall_timeout=60.0)
     beating = Beating(stage)
+    for name in "ab":
+        beating.beats(name)
 
     def has_stalled() -> bool:
         beating.beats("a")

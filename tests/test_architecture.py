@@ -28,7 +28,7 @@ PURE = {
     "diloco_broker": {
         "acks", "asynchronous", "bootstrap", "config", "core", "dylu", "events", "feed", "granting",
         "joining", "membership", "providing", "pushing", "round_lines", "rounds", "sequence", "staged",
-        "staging", "state", "steering", "streaming", "transfer", "work_queue",
+        "staging", "state", "status_text", "steering", "streaming", "transfer", "work_queue",
     },
     "diloco_worker": {
         "events", "pulls", "pushes", "session", "stillness", "terms", "transfers", "turns",

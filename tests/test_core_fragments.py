@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from stage import Puppet, Stage, a_stage
 
-from diloco_broker.control_commands import as_text
 from diloco_broker.feed import EventLog, LoopFigures, snapshot
+from diloco_broker.status_text import as_text
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     Grant,

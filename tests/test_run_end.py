@@ -12,7 +12,7 @@ from test_exporter import exported
 from test_top_once import Publisher, drawn, frame, publisher, status, top_of
 from test_top_picture import drawn as full_screen
 
-from diloco_broker.control_commands import as_text
+from diloco_broker.status_text import as_text
 from diloco_protocol.messages import Leave
 from diloco_tools.feed import FeedModel, Verdict, parse_snapshot
 from diloco_tools.top.notation import Glyphs

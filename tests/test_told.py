@@ -6,12 +6,16 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from stage import a_stage
 from test_core_liveness import a_run, feed
-from test_top_once import frame
+from test_top_once import frame, worker
+from top_stage import document
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.history import start_line
+from diloco_broker.status_text import as_text
 from diloco_tools.feed import Asynchronous, Liveness, parse_snapshot
 
 PIECES: dict[str, Any] = {"num_fragments": 2, "sync_every": 100}
@@ -97,3 +101,86 @@ def test_history_begins_with_what_the_run_was_told() -> None:
     settings = start_line(feed(stage))["settings"]
     for key in ("liveness", "asynchronous", "fragment_pattern", "fragment_max_delay", "reducer"):
         assert settings[key] == feed(stage)[key]
+
+
+# `diloco-broker status`.
+
+
+def test_status_has_what_people_look_for() -> None:
+    text = as_text(
+        document(
+            1,
+            num_fragments=2,
+            fragment_pattern="balanced",
+            fragment_sync_delay=3,
+            fragment_max_delay=9,
+            fragment_update_alpha=0.5,
+            liveness={
+                "heartbeat_timeout_s": 90.0,
+                "stall_timeout_s": 600.0,
+                "disconnect_grace_s": 4.0,
+            },
+        )
+    )
+    for words in (
+        "2 of 4 here, needs 2, missing rtx-home xeon",
+        "dn paper, lr 0.7, momentum 0.9, buffer 3 of 4",
+        "2 balanced, merged 3 steps after the push, at most 9, alpha 0.5",
+        "silent 90 s: dead, no step 600 s: stalled, 4 s to reconnect",
+        "4 alive, 2 participating, 3 averaged, 2 wanted, 1 died",
+        "3: 2 late 1 non_finite, 1 malformed",
+    ):
+        assert words in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert rows["worker"] == (
+        ["worker", "host", "health", "doing", "step", "inner", "steps/s", "loss", "stale", "heard"]
+    )
+    assert rows["mac-mini"][1:] == (
+        ["attic", "lost", "-", "205712", "-", "-", "2.413", "5", "41.0", "s"]
+    )
+    assert rows["xeon"][5:9] == ["96/320", "2.2", "2.900", "0"]
+    assert max(map(len, text.splitlines())) <= 82, text
+
+
+def test_status_of_an_asynchronous_run_says_what_it_was_told() -> None:
+    stage, _ = a_run("a", "b", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6)
+    text = as_text(feed(stage))
+    assert "pushes      2 applied, 0 under way" in text
+    assert "DyLU from 8 steps, staleness up to 6, not weighed, 2 slots of 30 s" in text
+    assert "round  " not in text
+
+
+def test_status_leaves_out_what_an_older_broker_does_not_say() -> None:
+    news = feed(a_stage())
+    for key in (
+        "liveness",
+        "asynchronous",
+        "reducer",
+        "fragment_pattern",
+        "ended",
+        "num_fragments",
+    ):
+        del news[key]
+    text = as_text(news)
+    assert "state       waiting for workers to join" in text
+    assert "timeouts" not in text
+
+
+@pytest.mark.parametrize("room", [24, 40])
+def test_status_of_many_workers_fits_a_screen_and_keeps_those_that_are_not_well(room: int) -> None:
+    crew = [
+        worker(f"w{n:03}", host="h" * 60, health="ok" if n % 50 else "lost") for n in range(200)
+    ]
+    text = as_text(document(1, workers=crew), room)
+    assert len(text.splitlines()) <= room
+    assert [line.split()[0] for line in text.splitlines() if " lost " in line] == (
+        ["w000", "w050", "w100", "w150"]
+    )
+    assert text.endswith("more; diloco-top and --json have all")
+    assert "w199" in as_text(document(1, workers=crew)), "a file takes all"
+
+
+@given(st.floats() | st.none(), st.floats() | st.none(), st.text(max_size=40))
+def test_status_never_fails(loss: float | None, pace: float | None, name: str) -> None:
+    one = worker(name, loss=loss, steps_per_s=pace, host=name)
+    assert as_text(document(1, workers=[one]))

@@ -26,7 +26,7 @@ import diloco_tools.dashboard.cli
 import diloco_tools.demo.cli
 import diloco_tools.exporter.cli
 import diloco_tools.top.cli
-from diloco_broker.control_commands import as_text
+from diloco_broker.status_text import as_text
 from diloco_tools.bench.figures import figure
 from diloco_tools.bench.table import tables, targets_table
 from diloco_tools.demo.display import Display

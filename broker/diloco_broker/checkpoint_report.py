@@ -12,7 +12,7 @@ import typer
 
 from diloco_broker import checkpoint
 from diloco_broker.checkpoint import Damaged
-from diloco_broker.control_commands import span
+from diloco_broker.status_text import span
 from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Kind
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn
 
 import typer
 
+from diloco_broker.status_text import as_text
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Result
@@ -43,7 +45,8 @@ def status(
     elif as_json:
         typer.echo(json.dumps(result.data))
     else:
-        typer.echo(as_text(result.data))
+        is_seen = sys.stdout.isatty()
+        typer.echo(as_text(result.data, get_terminal_size().lines - 2 if is_seen else None))
 
 
 def save(
@@ -185,75 +188,3 @@ def _fail(sentence: str, as_json: bool = False) -> NoReturn:
     else:
         typer.echo(f"diloco-broker: {sentence}", err=True)
     raise typer.Exit(NO_BROKER)
-
-
-def as_text(data: Mapping[str, Any]) -> str:
-    """A snapshot of the feed as a few lines."""
-    round_, counts, outer = data["round"], data["counts"], data["outer"]
-    missing = ", ".join(round_["missing"][:8]) + (" ..." if len(round_["missing"]) > 8 else "")
-    state = data["state"]
-    if data.get("ended") and state == "waiting":
-        state = "ended: all workers have left; others may still join"
-    elif state == "waiting":
-        state += f" {data['waiting_for']}"
-    settings = [f"{outer['optimizer']}"]
-    if outer["lr"] is not None:
-        settings.append(f"lr {outer['lr']:g}")
-    if outer["momentum"] is not None:
-        settings.append(f"momentum {outer['momentum']:g}")
-    model, last, saved = data["model"], data["last_round"], data["checkpoint"]
-    lines = [
-        f"run         {data['run'] or 'not begun'}, {data['mode']}, up {span(data['uptime_s'])}",
-        f"state       {state}",
-        f"round       {round_['number']} {round_['phase']} for {span(round_['age_s'])}: "
-        f"{len(round_['arrived'])} of {len(round_['expected'])} here"
-        + (f", missing {missing}" if missing else ""),
-        f"workers     {counts['alive']} alive, {counts['participating']} participating, "
-        f"{counts['averaged']} averaged in the last round",
-        f"optimizer   {', '.join(settings)}",
-    ]
-    if data.get("num_fragments", 1) > 1 or data.get("fragment_delay_auto"):
-        lines.append(f"fragments   {data['num_fragments']}, {_merging(data)}")
-    if model is not None:
-        lines.append(f"model       {model['parameters']:,} trainable parameters")
-    if last is not None:
-        loss = "" if last["loss"] is None else f", loss {last['loss']:.4f}"
-        lines.append(f"last round  {last['number']} in {last['seconds']:.1f} s{loss}")
-    if saved is None:
-        lines.append("checkpoint  none: the broker saves nothing")
-    elif saved["error"] is not None:
-        lines.append(f"checkpoint  NOT WRITTEN: {saved['error']}")
-    elif saved["age_s"] is not None:
-        lines.append(
-            f"checkpoint  before round {saved['round']}, {span(saved['age_s'])} ago, "
-            f"in {saved['folder']}"
-        )
-    workers = data["workers"]
-    if workers:
-        width = max(6, *(len(worker["id"]) for worker in workers))
-        lines += ["", f"{'worker':<{width}}  {'health':8}{'doing':10}{'step':>9}  last heard"]
-        lines += [
-            f"{each['id']:<{width}}  {each['health']:8}{each['state']:10}{each['step']:>9}  "
-            f"{span(each['beat_age_s'])} ago"
-            for each in workers
-        ]
-    return "\n".join(lines)
-
-
-def _merging(data: Mapping[str, Any]) -> str:
-    """How long after its slot a fragment is merged."""
-    if not data.get("fragment_delay_auto"):
-        return f"merged {data['fragment_sync_delay']} steps after their slot"
-    delays = [w["merge_delay"] for w in data["workers"] if w.get("merge_delay") is not None]
-    last = f", last {min(delays)} to {max(delays)} steps after their slot" if delays else ""
-    return (
-        f"merged when they are here{last}; training waits after {data['fragment_max_delay']} steps"
-    )
-
-
-def span(seconds: float) -> str:
-    """A time in the unit that people would use."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.1f} s"

@@ -1,0 +1,272 @@
+"""A snapshot of the feed as the text of `diloco-broker status`: what the run was told, how it fares.
+
+Keys that an older broker does not send are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Data = Mapping[str, Any]
+NAMES = 8  # of missing workers
+LEAST_WORKERS = 3  # lines of the table, however small the window
+LONGEST_ID, LONGEST_HOST = 24, 16  # columns
+TITLES = ("worker", "host", "health", "doing", "step", "inner", "steps/s", "loss", "stale", "heard")
+LEFT = 4  # columns of words; the others are figures
+
+
+def as_text(data: Data, room: int | None = None) -> str:
+    """All of it in lines; `room`: how many there may be, at the cost of workers that are well."""
+    rows = (
+        ("run", _run(data)),
+        ("state", [_state(data)]),
+        ("pushes" if data["mode"] == "async" else "round", _round(data)),
+        ("last", _last(data)),
+        ("workers", _workers(data)),
+        ("model", _model(data)),
+        ("optimizer", _optimizer(data["outer"], data.get("fragments", ()))),
+        ("reducing", _reducing(data.get("reducer", {}))),
+        ("fragments", _fragments(data)),
+        ("async", _asynchronous(data.get("asynchronous") or {})),
+        ("timeouts", _timeouts(data.get("liveness", {}))),
+        ("checkpoint", _checkpoint(data.get("checkpoint"))),
+        ("refused", _refused(data["totals"])),
+    )
+    said = ((label, ", ".join(filter(None, parts))) for label, parts in rows)
+    lines = [f"{label:<12}{text}" for label, text in said if text]
+    if not data["workers"]:
+        return "\n".join(lines)
+    left = None if room is None else max(LEAST_WORKERS, room - len(lines) - 2)
+    return "\n".join([*lines, "", *_table(data["workers"], left)])
+
+
+def _run(data: Data) -> Iterable[str]:
+    return (data["run"] or "not begun", data["mode"], f"up {span(data['uptime_s'])}")
+
+
+def _state(data: Data) -> str:
+    state = str(data["state"])
+    if state == "waiting" and data.get("ended"):
+        return "ended: all workers have left; others may still join"
+    if state == "paused" and data.get("paused_for_s") is not None:
+        return f"paused for {span(data['paused_for_s'])}"
+    return f"waiting {data['waiting_for']}" if state == "waiting" else state
+
+
+def _round(data: Data) -> Iterable[str]:
+    """The open round; of an asynchronous run what is under way."""
+    if data["mode"] == "async":
+        reducer = data.get("reducer", {})
+        return (
+            f"{sum(part['gradients'] for part in data['fragments'])} applied",
+            f"{reducer.get('submissions', 0)} under way",
+            f"{reducer.get('waiting', 0)} waiting for a slot",
+        )
+    now = data["round"]
+    missing = sorted(now["missing"])
+    more = " ..." if len(missing) > NAMES else ""
+    return (
+        f"{now['number']} {now['phase']} for {span(now['age_s'])}: "
+        f"{len(now['arrived'])} of {len(now['expected'])} here",
+        f"needs {now['floor']}" if now.get("floor") else "",
+        f"missing {' '.join(missing[:NAMES])}{more}" if missing else "",
+    )
+
+
+def _last(data: Data) -> Iterable[str]:
+    last = data["last_round"]
+    if last is None:
+        return ()
+    staleness = last.get("staleness", 0)
+    age = f"{staleness} version{'s'[: staleness != 1]} old"
+    head = (
+        (f"push {last['number'] + 1}", age)
+        if data["mode"] == "async"
+        else (
+            f"round {last['number']} in {span(last['seconds'])}",
+            f"{last['averaged']} averaged",
+            age if staleness else "",
+        )
+    )
+    return (
+        *head,
+        "" if last["loss"] is None else f"loss {last['loss']:.4f}",
+        "" if last.get("delta_norm") is None else f"delta norm {last['delta_norm']:.3g}",
+    )
+
+
+def _workers(data: Data) -> Iterable[str]:
+    counts = data["counts"]
+    return (
+        f"{counts['alive']} alive",
+        f"{counts['participating']} participating",
+        f"{counts['averaged']} averaged",
+        f"{data['workers_wanted']} wanted" if data.get("workers_wanted") else "",
+        f"no round below {data['min_workers']}" if (data.get("min_workers") or 1) > 1 else "",
+        f"{data['totals'].get('deaths', 0)} died",
+    )
+
+
+def _model(data: Data) -> Iterable[str]:
+    model, every = data["model"], data.get("sync_every")
+    return (
+        f"{model['parameters']:,} parameters" if model else "",
+        f"pushed every {every} steps" if every else "",
+        f"{data['wire_dtype']} up" if data.get("wire_dtype") else "",
+        f"{data['reply_dtype']} down" if data.get("reply_dtype") else "",
+    )
+
+
+def _optimizer(outer: Data, fragments: Sequence[Data]) -> Iterable[str]:
+    """The outer optimizer and how full its buffer is, fragment by fragment."""
+    fill = " ".join(str(part.get("buffered", 0)) for part in fragments)
+    return (
+        " ".join(filter(None, (outer["optimizer"], outer.get("variant")))),
+        "" if outer["lr"] is None else f"lr {outer['lr']:g}",
+        "" if outer["momentum"] is None else f"momentum {outer['momentum']:g}",
+        "" if outer.get("nesterov") is not False else "no Nesterov",
+        f"c {outer['c']:g}" if outer.get("c") else "",
+        f"buffer {fill or 0} of {outer['buffer']}" if (outer.get("buffer") or 0) > 1 else "",
+    )
+
+
+def _reducing(reducer: Data) -> Iterable[str]:
+    """What is no plain mean of everybody's work."""
+    has_quorum = reducer.get("quorum") is not None
+    return (
+        f"quorum {reducer['quorum']} and {reducer['grace_s']:g} s" if has_quorum else "",
+        f"late work: {reducer['late']}" if has_quorum else "",
+        reducer["aggregate"] if reducer.get("aggregate", "mean") != "mean" else "",
+        "deterministic" if reducer.get("deterministic") else "",
+        f"weights by {reducer['weight_by']}"
+        if reducer.get("weight_by", "equal") != "equal"
+        else "",
+    )
+
+
+def _fragments(data: Data) -> Iterable[str]:
+    """How the model is split, and when and how a worker merges a reply."""
+    count, is_auto = data.get("num_fragments", 1), data.get("fragment_delay_auto", False)
+    delay = data.get("fragment_sync_delay", 0)
+    if count == 1 and not is_auto and not delay:
+        return ()
+    longest = data.get("fragment_max_delay")
+    delays = [w["merge_delay"] for w in data["workers"] if w.get("merge_delay") is not None]
+    is_alpha = data.get("fragment_merge", "alpha") == "alpha"
+    return (
+        f"{count} {data.get('fragment_pattern') or ''}".strip() if count > 1 else "one",
+        f"merged {delay} steps after the push" if not is_auto else "merged when the reply is here",
+        f"last {_range(delays)} steps after the push" if is_auto and delays else "",
+        f"at most {longest}" if longest is not None and (is_auto or longest != delay) else "",
+        f"alpha {data.get('fragment_update_alpha', 0.0):g}" if is_alpha else data["fragment_merge"],
+    )
+
+
+def _asynchronous(told: Data) -> Iterable[str]:
+    if not told:
+        return ()
+    most = told["max_staleness"]
+    return (
+        f"DyLU from {told['dylu_min_steps']} steps" if told["dylu"] else "no DyLU",
+        "any staleness" if most is None else f"staleness up to {most}",
+        f"weight {told['staleness_weight']}"
+        if told["staleness_weight"] != "none"
+        else "not weighed",
+        f"{told['slots']} slots of {told['deadline_s']:g} s",
+    )
+
+
+def _timeouts(liveness: Data) -> Iterable[str]:
+    """When a worker counts as dead, stalled, gone; a limit of 0 is none."""
+    said = {
+        "heartbeat_timeout_s": ("silent {:g} s: dead", "silent for ever: not dead"),
+        "stall_timeout_s": ("no step {:g} s: stalled", "no step: not stalled"),
+        "disconnect_grace_s": ("{:g} s to reconnect", "no time to reconnect"),
+    }
+    for key, (limit, none) in said.items():
+        if (value := liveness.get(key)) is not None:
+            yield limit.format(value) if value else none
+
+
+def _checkpoint(saved: Data | None) -> Iterable[str]:
+    if saved is None:
+        return ("none: the broker saves nothing",)
+    if saved["error"] is not None:
+        return (f"NOT WRITTEN: {saved['error']}",)
+    return (
+        f"none yet, in {saved['folder']}"
+        if saved["age_s"] is None
+        else f"before round {saved['round']}, {span(saved['age_s'])} ago, in {saved['folder']}",
+        "durable" if saved.get("durable") else "",
+    )
+
+
+def _refused(totals: Data) -> Iterable[str]:
+    reasons = totals.get("refused", {})
+    counted = " ".join(
+        f"{count} {code}" for code, count in sorted(reasons.items(), key=lambda r: -r[1])
+    )
+    rejected, malformed = totals["rejected"], totals["malformed"]
+    return (
+        f"{rejected}: {counted}" if counted else str(rejected or ""),
+        f"{malformed} malformed" if malformed else "",
+    )
+
+
+def _table(workers: Sequence[Data], most: int | None) -> list[str]:
+    """A line for each worker, by id; those that are not well stay where there is no room for all."""
+    shown = sorted(workers, key=lambda each: each["id"])
+    if most is not None and len(shown) > most:
+        first = sorted(shown, key=lambda each: each["health"] == "ok")[: most - 1]
+        shown = [each for each in shown if each in first]
+    rows = [TITLES, *map(_cells, shown)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if place < LEFT else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    if left := len(workers) - len(shown):
+        lines.append(f"and {left} more; diloco-top and --json have all")
+    return lines
+
+
+def _cells(worker: Data) -> tuple[str, ...]:
+    is_lost, pace = worker["health"] == "lost", worker.get("steps_per_s")
+    loss = worker.get("loss")
+    return (
+        _clipped(worker["id"], LONGEST_ID),
+        _clipped(worker.get("host", ""), LONGEST_HOST),
+        worker["health"],
+        "-" if is_lost else worker["state"],
+        str(worker["step"]),
+        "-" if is_lost else f"{worker.get('inner_step', 0)}/{worker.get('sync_every', 0)}",
+        "-" if is_lost or pace is None else f"{pace:.3g}",
+        "-" if loss is None else f"{loss:.3f}" if abs(loss) < 1e4 else f"{loss:.1e}",
+        str(worker.get("staleness", 0)),
+        span(worker["beat_age_s"]),
+    )
+
+
+def _clipped(text: str, columns: int) -> str:
+    """Cut in the middle: names differ at either end."""
+    if len(text) <= columns:
+        return text
+    head = columns // 2 - 1
+    return f"{text[:head]}..{text[head + 2 - columns :]}"
+
+
+def _range(values: Sequence[int]) -> str:
+    least, most = min(values), max(values)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def span(seconds: float) -> str:
+    """A time in the unit that people would use."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s"

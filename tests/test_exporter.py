@@ -98,6 +98,22 @@ def status(**keys: Any) -> dict[str, Any]:
         "reply_dtype": "fp32",
         "workers_wanted": 2,
         "min_workers": 1,
+        "fragment_pattern": "balanced",
+        "fragment_sync_delay": 3,
+        "fragment_max_delay": 9,
+        "fragment_update_alpha": 0.25,
+        "liveness": {
+            "heartbeat_timeout_s": 90.0,
+            "stall_timeout_s": 600.0,
+            "disconnect_grace_s": 4.0,
+        },
+        "asynchronous": {
+            "dylu": True,
+            "dylu_min_steps": 8,
+            "staleness_weight": "poly",
+            "max_staleness": 6,
+            "slots": 2,
+        },
         "fragments": [
             {"fragment": 0, "version": 206, "buffered": 2, "contributions": 600},
             {"fragment": 1, "version": 205, "buffered": 1, "contributions": 597},
@@ -194,6 +210,16 @@ class TestMapping:
             "diloco_model_parameters": 1000,
             "diloco_model_size_bytes": 4000,
             "diloco_fragments": 2,
+            "diloco_fragment_delay_steps": 3,
+            "diloco_fragment_max_delay_steps": 9,
+            "diloco_fragment_alpha_ratio": 0.25,
+            "diloco_heartbeat_timeout_seconds": 90,
+            "diloco_stall_timeout_seconds": 600,
+            "diloco_disconnect_grace_seconds": 4,
+            "diloco_dylu_enabled": 1,
+            "diloco_dylu_minimum_steps": 8,
+            "diloco_staleness_limit_versions": 6,
+            "diloco_submission_slots": 2,
             "diloco_checkpoint_age_seconds": 63.5,
             "diloco_checkpoint_round": 410,
             "diloco_checkpoint_failed": 0,
@@ -239,6 +265,7 @@ class TestMapping:
         for name, *values in (
             ("diloco_exporter_build_info", "9.9"),
             ("diloco_build_info", "0.1.0"),
+            ("diloco_settings_info", "balanced", "alpha", "poly", "mean", "equal"),
             ("diloco_run_info", "3fa2c1d09b11", "sync", "dn paper", "bf16", "fp32"),
         ):
             assert seen.pop((name, tuple(values))) == 1, name

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stage import a_stage
 from test_core_liveness import a_run, feed
-from test_top_once import frame, worker
+from test_top_once import drawn, frame, worker
+from test_top_picture import drawn as full_screen
 from top_stage import document
 
 from diloco_broker.config import BrokerConfig
@@ -101,6 +102,39 @@ def test_history_begins_with_what_the_run_was_told() -> None:
     settings = start_line(feed(stage))["settings"]
     for key in ("liveness", "asynchronous", "fragment_pattern", "fragment_max_delay", "reducer"):
         assert settings[key] == feed(stage)[key]
+
+
+# The displays.
+
+TOLD = {
+    "num_fragments": 2,
+    "fragment_pattern": "balanced",
+    "fragment_sync_delay": 3,
+    "fragment_max_delay": 9,
+    "fragment_update_alpha": 0.5,
+    "liveness": {"heartbeat_timeout_s": 90.0, "stall_timeout_s": 0.0, "disconnect_grace_s": 4.0},
+}
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_screens_show_what_the_run_was_told(size: tuple[int, int]) -> None:
+    pieces = [{"fragment": number, "version": 9} for number in range(2)]
+    news = document(1, fragments=pieces, workers=[worker("a")], **TOLD)
+    full = "\n".join(line.plain for line in full_screen(news, *size).lines)
+    for text in (full, drawn(news)):
+        told = " ".join(text.split())
+        assert "balanced merged after 3 steps at most 9 alpha 0.5" in told
+        assert "silent 90s: dead no step: not stalled 4s to reconnect" in told
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_screens_show_what_an_asynchronous_run_was_told(size: tuple[int, int]) -> None:
+    stage, _ = a_run(
+        "a", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6, staleness_weight="poly"
+    )
+    full = "\n".join(line.plain for line in full_screen(feed(stage), *size).lines)
+    for text in (full, drawn(feed(stage))):
+        assert "DyLU from 8 steps  staleness to 6, weight poly  2 slots" in text
 
 
 # `diloco-broker status`.

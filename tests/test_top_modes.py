@@ -67,7 +67,7 @@ def test_fragments_that_are_merged_when_they_are_here_show_how_late_that_is() ->
         "fragment_max_delay": 71,
     }
     document = status(**overlapping, workers=[{"id": "a", "merge_delay": None}])
-    assert "merged when here  alpha 0" in row(document, "fragments")
+    assert "merged when here  at most 71  alpha 0" in row(document, "fragments")
     workers = [{"id": "a", "merge_delay": 15}, {"id": "b", "merge_delay": 2}, {"id": "c"}]
     document = status(**overlapping, workers=workers)
     assert "merged when here, after 2 to 15 steps" in row(document, "fragments")

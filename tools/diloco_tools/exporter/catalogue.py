@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from diloco_tools.feed import (
+    Asynchronous,
     Checkpoint,
     Counts,
     FeedModel,
     Fragment,
     LastRound,
+    Liveness,
     Loop,
     Model,
     Outer,
@@ -109,6 +111,11 @@ RUN = Metric(
     "The run and its setup.",
     ("run", "mode", "optimizer", "wire_dtype", "reply_dtype"),
 )
+SETTINGS = Metric(
+    "diloco_settings_info",
+    "What the run was told in words; empty where it has none.",
+    ("fragment_pattern", "fragment_merge", "staleness_weight", "aggregate", "weight_by"),
+)
 STATE = Metric("diloco_run_state", "1 for the state of the run, 0 for the others.", ("state",))
 SNAPSHOT: tuple[Row[Snapshot], ...] = (
     _row(
@@ -130,6 +137,60 @@ SNAPSHOT: tuple[Row[Snapshot], ...] = (
     ),
     _row("diloco_sync_every_steps", "Inner steps to a round (H).", lambda of: of.sync_every),
     _row("diloco_fragments", "Fragments of the model.", lambda of: len(of.fragments) or None),
+    _row(
+        "diloco_fragment_delay_steps",
+        "Steps after which a reply is merged; absent where it is when it is here.",
+        lambda of: None if of.fragment_delay_auto else of.fragment_sync_delay,
+    ),
+    _row(
+        "diloco_fragment_max_delay_steps",
+        "Steps after which a worker waits for a reply.",
+        lambda of: of.fragment_max_delay,
+    ),
+    _row(
+        "diloco_fragment_alpha_ratio",
+        "Weight of the local parameters where a reply is merged; absent where it is rebased.",
+        lambda of: of.fragment_update_alpha if of.fragment_merge == "alpha" else None,
+    ),
+)
+LIVENESS: tuple[Row[Liveness], ...] = (
+    _row(
+        "diloco_heartbeat_timeout_seconds",
+        "Silence after which a worker counts as dead; 0 is never.",
+        lambda of: of.heartbeat_timeout_s,
+    ),
+    _row(
+        "diloco_stall_timeout_seconds",
+        "Time without a step after which a worker is not waited for; 0 is never.",
+        lambda of: of.stall_timeout_s,
+    ),
+    _row(
+        "diloco_disconnect_grace_seconds",
+        "Time that a worker has to come back after its connection broke.",
+        lambda of: of.disconnect_grace_s,
+    ),
+)
+ASYNCHRONOUS: tuple[Row[Asynchronous], ...] = (
+    _row(
+        "diloco_dylu_enabled",
+        "1 with Dynamic Local Updates, else 0; absent in a run with rounds.",
+        lambda of: float(of.dylu),
+    ),
+    _row(
+        "diloco_dylu_minimum_steps",
+        "Least steps that a slow worker is given; absent without Dynamic Local Updates.",
+        lambda of: of.dylu_min_steps,
+    ),
+    _row(
+        "diloco_staleness_limit_versions",
+        "Staleness above which work is refused; absent without a limit.",
+        lambda of: of.max_staleness,
+    ),
+    _row(
+        "diloco_submission_slots",
+        "Submissions under way at a time; absent in a run with rounds.",
+        lambda of: of.slots,
+    ),
 )
 LOOP: tuple[Row[Loop], ...] = (
     _row(
@@ -378,7 +439,19 @@ def catalogue() -> list[Metric]:
 
     return [
         *(EXPORTER, UP, HEALTHY, AGE, *of(FEED)),
-        *(BUILD, RUN, STATE, *of(SNAPSHOT), *of(LOOP), *of(COUNTS), *of(TOTALS), REFUSED),
+        *(
+            BUILD,
+            RUN,
+            STATE,
+            SETTINGS,
+            *of(SNAPSHOT),
+            *of(LIVENESS),
+            *of(ASYNCHRONOUS),
+            *of(LOOP),
+            *of(COUNTS),
+            *of(TOTALS),
+            REFUSED,
+        ),
         *(*of(OUTER), *of(REDUCER), *of(MODEL), *of(CHECKPOINT)),
         *(*of(OPEN_ROUND), *of(LAST_ROUND), DURATION, *of(FRAGMENT)),
         *(BY_HEALTH, WITHOUT_SERIES, *of(WORKER)),

@@ -67,7 +67,17 @@ def _of_snapshot(snapshot: Snapshot) -> Iterable[Family]:
     yield _family(catalogue.RUN, (tuple(map(label_value, about)), 1.0))
     state = snapshot.state if snapshot.state in STATES else OTHER
     yield _family(catalogue.STATE, *(((each,), float(each == state)) for each in (*STATES, OTHER)))
+    words = (
+        snapshot.fragment_pattern or "",
+        snapshot.fragment_merge,
+        snapshot.asynchronous.staleness_weight if snapshot.asynchronous else "",
+        snapshot.reducer.aggregate,
+        snapshot.reducer.weight_by,
+    )
+    yield _family(catalogue.SETTINGS, (tuple(map(label_value, words)), 1.0))
     yield from _alone(catalogue.SNAPSHOT, snapshot)
+    yield from _alone(catalogue.LIVENESS, snapshot.liveness)
+    yield from _alone(catalogue.ASYNCHRONOUS, snapshot.asynchronous)
     yield from _alone(catalogue.LOOP, snapshot.loop)
     yield from _alone(catalogue.COUNTS, snapshot.counts)
     yield from _alone(catalogue.TOTALS, snapshot.totals)

@@ -159,8 +159,12 @@ def merging_parts(snapshot: Snapshot) -> Sequence[Part]:
     """How workers take in the fragments; nothing where the model is one fragment."""
     if len(snapshot.fragments) < 2:
         return ()
+    longest = snapshot.fragment_max_delay
+    varies = snapshot.fragment_delay_auto or longest != snapshot.fragment_sync_delay
     return (
+        snapshot.fragment_pattern or "",
         _delay_part(snapshot),
+        f"at most {longest}" if longest is not None and varies else "",
         f"alpha {snapshot.fragment_update_alpha:g}"
         if snapshot.fragment_merge == "alpha"
         else snapshot.fragment_merge,
@@ -177,6 +181,40 @@ def _delay_part(snapshot: Snapshot) -> str:
     least, most = min(delays), max(delays)
     steps = f"{least}" if least == most else f"{least} to {most}"
     return f"merged when here, after {steps} step{'s'[: most != 1]}"
+
+
+def asynchronous_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """What an asynchronous run was told about slow workers and stale work."""
+    told = snapshot.asynchronous
+    if told is None:
+        return ()
+    least = "" if told.dylu_min_steps is None else f" from {told.dylu_min_steps} steps"
+    limit = "any staleness" if told.max_staleness is None else f"staleness to {told.max_staleness}"
+    return (
+        f"DyLU{least}" if told.dylu else "no DyLU",
+        limit if told.staleness_weight == "none" else f"{limit}, weight {told.staleness_weight}",
+        f"{told.slots} slots" if told.slots is not None else "",
+    )
+
+
+def liveness_parts(snapshot: Snapshot) -> Sequence[Part]:
+    """When a worker counts as dead, stalled, gone; a limit of 0 is none."""
+    silence, stall, grace = (
+        snapshot.liveness.heartbeat_timeout_s,
+        snapshot.liveness.stall_timeout_s,
+        snapshot.liveness.disconnect_grace_s,
+    )
+    return (
+        _limit(silence, "silent {:g}s: dead", "silent for ever: not dead"),
+        _limit(stall, "no step {:g}s: stalled", "no step: not stalled"),
+        _limit(grace, "{:g}s to reconnect", "no time to reconnect"),
+    )
+
+
+def _limit(seconds: float | None, limit: str, none: str) -> str:
+    if seconds is None:
+        return ""
+    return limit.format(seconds) if seconds else none
 
 
 def fragment_part(part: Fragment, snapshot: Snapshot, *, wordy: bool) -> Text:

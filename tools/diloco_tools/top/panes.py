@@ -98,6 +98,9 @@ def run_rows(scene: Scene, snapshot: Snapshot, width: int, most: int, glyphs: Gl
         *facts.reducing_parts(snapshot),
     )
     lines += _rows("outer", outer, width, most, glyphs)
+    limits = (*facts.asynchronous_parts(snapshot), *facts.liveness_parts(snapshot))
+    if most > 1 and any(limits):  # else there is no room
+        lines += _rows("limits", limits, width, most, glyphs)
     if snapshot.fragments:
         wordy = width > 120
         parts = [facts.fragment_part(f, snapshot, wordy=wordy) for f in snapshot.fragments]

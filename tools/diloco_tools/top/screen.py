@@ -104,6 +104,8 @@ def _facts(snapshot: Snapshot, glyphs: Glyphs) -> Iterable[tuple[str, Sequence[f
     yield ("reducing", facts.reducing_parts(snapshot))
     if merging := facts.merging_parts(snapshot):
         yield ("fragments", (str(len(snapshot.fragments)), *merging))
+    yield ("async", facts.asynchronous_parts(snapshot))
+    yield ("limits", facts.liveness_parts(snapshot))
     yield ("model", facts.model_parts(snapshot))
     yield ("traffic", facts.traffic_parts(snapshot))
     yield ("refused", (facts.reasons(snapshot),))

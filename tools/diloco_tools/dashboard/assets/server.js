@@ -34,8 +34,36 @@ export function metrics(snapshot, elapsed, cpuShare) {
     ["CPU", cpu(loop.cpu_s, cpuShare)],
     ["Memory (RSS)", loop.rss_bytes === null ? NONE : bytes(loop.rss_bytes)],
     ["Longest turn", loop.longest_turn_ms === null ? NONE : `${scaled(loop.longest_turn_ms)} ms`],
+    ...told(snapshot),
     ...(reducer.quorum === null ? [] : [["Quorum", `${reducer.quorum}, grace ${setting(reducer.grace_s)} s, late work: ${reducer.late}`]]),
   ];
+}
+
+/** What the run was told, where the broker says so; a limit of 0 is none. */
+function told(snapshot) {
+  const { liveness, asynchronous, fragments: parts } = snapshot;
+  const limit = (title, value, suffix, none) => (typeof value === "number" ? [[title, value ? `${setting(value)} s${suffix}` : none]] : []);
+  const rows = [
+    ...limit("Dead after", liveness?.heartbeat_timeout_s, " of silence", "never for its silence"),
+    ...limit("Stalled after", liveness?.stall_timeout_s, " without a step", "never"),
+    ...limit("Time to reconnect", liveness?.disconnect_grace_s, "", "none"),
+  ];
+  if (asynchronous) {
+    const { dylu: isOn, dylu_min_steps: least, max_staleness: most, staleness_weight: weight, slots, deadline_s: deadline } = asynchronous;
+    rows.push(["DyLU", isOn ? `on, at least ${plural(least, "step")}` : "off"]);
+    rows.push(["Staleness", `${most === null ? "any" : `up to ${plural(most, "version")}`}, ${weight === "none" ? "not weighed" : `weight ${weight}`}`]);
+    rows.push(["Slots", `${slots}, ${setting(deadline)} s without progress`]);
+  }
+  if (parts.length > 1) rows.push(["Fragments", `${parts.length} ${snapshot.fragment_pattern ?? ""}`.trim()], ["Merging", merging(snapshot)]);
+  return rows;
+}
+
+function merging({ fragment_delay_auto: isAuto, fragment_sync_delay: delay, fragment_max_delay: most, fragment_merge: merge, fragment_update_alpha: alpha, workers }) {
+  const delays = workers.map((worker) => worker.merge_delay).filter((steps) => typeof steps === "number");
+  const last = isAuto && delays.length ? `, last after ${Math.min(...delays)} to ${Math.max(...delays)} steps` : "";
+  const when = isAuto ? `when the reply is here${last}` : `after ${plural(delay, "step")}`;
+  const limit = typeof most === "number" && (isAuto || most !== delay) ? `, at most ${most}` : "";
+  return `${when}${limit}, ${merge === "alpha" ? `alpha ${setting(alpha)}` : merge}`;
 }
 
 function pending({ mode, round, reducer }) {

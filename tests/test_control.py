@@ -13,12 +13,12 @@ import zmq
 from reference import ByTorch, Plan, State, streaming
 from test_processes import a_free_address
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 from typer.testing import CliRunner
 from whole_run import assert_same, joined, make_config, mlp, run, strided, trainees
 from worker_stage import until
 
-from diloco_broker import Broker
+from diloco_broker import Broker, FragmentParameters
 from diloco_broker.cli import app
 from diloco_broker.history import ACTIONS, HISTORY
 from diloco_protocol.errors import Unreachable, UsageError
@@ -82,6 +82,103 @@ def test_learning_rate_and_momentum_hold_from_the_version_that_was_named() -> No
     unchanged = streaming(trainees(1), 20, Plan(4, strided(1)))
     with pytest.raises(AssertionError):  # the comparison would notice
         assert_same(got, unchanged)
+
+
+def by_groups(parameters: FragmentParameters) -> Optimizer:
+    first, *others = parameters
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.1}, {"params": others}]
+    return SGD(groups, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class TunedByGroups(ByTorch):
+    """The same, where both groups get the new settings at the third step."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: by_groups(FragmentParameters(0, parameters)))
+        self.calls = 0
+
+    def __call__(self, values: State, gradient: State) -> State:
+        self.calls += 1
+        if self.calls == 3 and self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group.update(lr=0.25, momentum=0.5)
+        return super().__call__(values, gradient)
+
+
+def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> None:
+    said: list[Any] = []
+    broker = Broker(make_config(sync_every=4), outer_optimizer_factory=by_groups)
+
+    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        if step == 8:
+            with Operator(broker.address) as operator:
+                said.append(operator.ask("status").data["outer"])
+                said.append(operator.ask("set", outer_lr=0.25, outer_momentum=0.5).text)
+                said.append(operator.ask("status").data["outer"])
+
+    with broker:
+        with Operator(broker.address) as operator:
+            early = operator.ask("set", outer_lr=0.25)
+        got = run(broker, trainees(1), 20, before=tune)
+    assert not early.ok
+    assert "once the run has parameters" in early.text
+    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: TunedByGroups())
+    assert_same(got, wanted)
+    before, text, after = said
+    groups = [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.7, "momentum": 0.9}]
+    assert (before["lr"], before["momentum"], list(before["groups"])) == (None, 0.9, groups)
+    assert "Outer learning rate 0.1, 0.7 -> 0.25; outer momentum 0.9 -> 0.5" in text
+    assert "All 2 groups of the outer optimizer have it." in text
+    assert (after["lr"], after["momentum"]) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "setting", "is_there"),
+    [
+        (lambda parameters: Adam(parameters, lr=0.1), "outer_momentum", True),
+        (lambda parameters: RMSprop(parameters, lr=0.1, momentum=0.2), "outer_momentum", True),
+        (lambda parameters: Adagrad(parameters, lr=0.1), "outer_momentum", False),
+        (lambda parameters: Adagrad(parameters, lr=0.1), "outer_lr", True),
+    ],
+    ids=["Adam", "RMSprop", "Adagrad", "Adagrad's rate"],
+)
+def test_torch_optimizer_without_a_momentum_refuses_one(
+    make: Any, setting: str, is_there: bool
+) -> None:
+    results: list[Result] = []
+    broker = Broker(make_config(sync_every=4), outer_optimizer_factory=make)
+
+    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        if step == 4:
+            with Operator(broker.address) as operator:
+                results.append(operator.ask("set", **{setting: 0.5}))
+                results.append(operator.ask("status"))
+
+    with broker:
+        run(broker, trainees(1), 8, before=tune)
+    assert results[0].ok is is_there
+    if is_there:
+        assert results[1].data["outer"][setting.removeprefix("outer_")] == 0.5
+    else:
+        assert "has no outer momentum" in results[0].text
+
+
+def test_new_h_holds_from_the_next_cycle_of_each_worker() -> None:
+    seen: list[int | None] = []
+    broker = Broker(make_config(sync_every=4))
+
+    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        seen.append(hook.sync_every)
+        if step == 6:
+            with Operator(broker.address) as operator:
+                assert operator.ask("set", sync_every=2).ok
+            link = hook._link
+            assert link is not None
+            until(lambda: link.config is not None and link.config.sync_every == 2)
+
+    with broker:
+        run(broker, trainees(1), 12, before=tune)
+    assert seen == [4] * 8 + [2] * 4, "the cycle at hand is finished"
 
 
 def test_paused_run_stands_still_and_goes_on_where_it_was() -> None:

@@ -87,7 +87,7 @@ def test_changes_asked_for_while_a_version_is_made_add_up() -> None:
         ({"grace": 1.0}, "--grace is 1.0; it must be left out, or --quorum given"),
         ({"quorum": 1}, "settled at the start"),
         ({"mode": "async"}, "no setting named 'mode'"),
-        ({"sync_every": 3}, "what can be set while the run goes on: outer_lr"),
+        ({"num_fragments": 3}, "what can be set while the run goes on: outer_lr"),
         ({}, "nothing to set"),
     ],
     ids=str,

@@ -79,6 +79,13 @@ def set_(
         int | None,
         typer.Option(help="Workers that round one waits for; in async mode, how many are planned."),
     ] = None,
+    min_workers: Annotated[
+        int | None, typer.Option(help="No round closes with fewer contributions.")
+    ] = None,
+    sync_every: Annotated[
+        int | None,
+        typer.Option(help="H, inner steps between two pushes; from each worker's next cycle on."),
+    ] = None,
     quorum: Annotated[
         int | None,
         typer.Option(help="Close a round --grace seconds after so many are in; 0: wait for all."),
@@ -96,6 +103,8 @@ def set_(
         "outer_lr": outer_lr,
         "outer_momentum": outer_momentum,
         "workers": workers,
+        "min_workers": min_workers,
+        "sync_every": sync_every,
         "quorum": quorum,
         "grace": grace,
         "save_every": save_every,

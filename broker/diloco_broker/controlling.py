@@ -131,7 +131,8 @@ def _set(state: State, route: Route, control: Control) -> Iterator[Effect]:
         yield from sequence.expect_all(state)  # more workers may be needed than were
         yield from sequence.close_if_due(state)
     said = "; ".join(change.text for change in changes)
-    text = f"{said[0].upper()}{said[1:]}{when}.{remark} A restart begins with the command line's."
+    again = steering.after_restart(state, changes)
+    text = f"{said[0].upper()}{said[1:]}{when}.{remark}{again}"
     data = {
         "changes": [
             {"name": change.name, "before": change.before, "after": change.after}

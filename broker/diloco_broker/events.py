@@ -6,8 +6,8 @@ object the loop received, or the finished reply buffer of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.books import Books
@@ -389,9 +389,21 @@ class Acted:
 
 @dataclass(frozen=True)
 class Tune:
-    """Go on with these settings of the outer optimizer: no step is queued now."""
+    """Go on with these settings of the outer optimizer: no step is queued now.
+
+    `own` has what all groups of a torch optimizer get: "lr", "momentum".
+    """
 
     config: BrokerConfig
+    own: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OuterGroup:
+    """What a group of a torch outer optimizer says; momentum is beta 1 of Adam's kind."""
+
+    lr: float | None
+    momentum: float | None
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,15 @@ def _snapshot(
         else None,
         "outer": {
             "optimizer": _outer_name(state),
-            "lr": None if state.has_own_optimizer else config.outer_lr,
-            "momentum": config.outer_momentum if _has_momentum(state) else None,
+            "lr": _common(state, "lr") if state.has_own_optimizer else config.outer_lr,
+            "momentum": (
+                _common(state, "momentum")
+                if state.has_own_optimizer
+                else config.outer_momentum
+                if _has_momentum(state)
+                else None
+            ),
+            "groups": [asdict(group) for group in state.outer_groups],
             "nesterov": config.nesterov if _has_momentum(state) else None,
             "variant": config.dn_variant if config.outer_name == "dn" else None,
             "buffer": config.dn_size if _has_buffer(state) else None,
@@ -271,6 +278,13 @@ def _outer_name(state: State) -> str:
     if not state.has_own_optimizer:
         return state.config.outer_name
     return f"{state.config.outer} torch" if state.config.outer else "torch"
+
+
+def _common(state: State, name: str) -> float | None:
+    """What all groups of a torch optimizer have of a setting; None where they differ."""
+    values = {getattr(group, name) for group in state.outer_groups}
+    found: float | None = values.pop() if len(values) == 1 else None
+    return found
 
 
 def _has_momentum(state: State) -> bool:

@@ -355,6 +355,8 @@ class Broker:
             message, payload = unpack(frames)
             if not isinstance(message, Heartbeat):
                 self._stirred_at = self._clock()
+            if isinstance(message, Control):
+                self._core.state.outer_groups = self._workbench.outer_groups()
             if isinstance(message, Control) and message.action == "status":
                 self._answer_status(route, message)
             else:
@@ -389,8 +391,8 @@ class Broker:
                     case Ended(report):
                         with self._onlookers.spared("history of the round"):
                             self._write_round(report)
-                    case Tune(config):
-                        self._workbench.tune(config)
+                    case Tune(config, own):
+                        self._workbench.tune(config, own)
                     case End(reason, restarting):
                         self.request_stop(reason, restarting=restarting)
                     case Fold() | Step() | Inspect() | Merge() | Place():
@@ -522,6 +524,7 @@ class Broker:
     def _publish(self, now: float) -> None:
         self._sequence += 1
         with self._onlookers.spared("feed"):
+            self._core.state.outer_groups = self._workbench.outer_groups()
             snapshot, line = self._snapshot(now)
             self._sockets.publish(TOPIC + line.encode())
             self._look_after_history(snapshot)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco_broker.blend import Blend
-from diloco_broker.events import Part
+from diloco_broker.events import OuterGroup, Part
 from diloco_broker.outer import ChunkOuter, DelayedNesterovByGroup, Nesterov, Outer
 from diloco_broker.reduce import Gradient, StagedReducer, StreamingMean
 from diloco_broker.reply import Reply
@@ -165,6 +165,15 @@ class Parameters:
     def inspect(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> float | None:
         """The sum of a chunk's squared values (0 unless they are parameters); None if not finite."""
         return self._staged.squares(self._layouts[fragment].spans[index], payload, wire_dtype)
+
+    def outer_groups(self) -> tuple[OuterGroup, ...]:
+        """The groups of the torch optimizers, over all fragments; empty where there are none."""
+        return tuple(group for _, each in sorted(self._wholes.items()) for group in each.groups())
+
+    def tune(self, settings: Mapping[str, float]) -> None:
+        """Give all groups of the torch optimizers these settings."""
+        for whole in self._wholes.values():
+            whole.tune(settings)
 
     def step(self, fragment: int, index: int, weight: float, count: int) -> list[Done]:
         """The outer step of one chunk, with the mean of what was folded.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from diloco_broker.bootstrap import Bootstrap
 from diloco_broker.config import BrokerConfig
 from diloco_broker.dylu import sync_every
-from diloco_broker.events import RoundReport
+from diloco_broker.events import OuterGroup, RoundReport
 from diloco_broker.membership import Member, Membership
 from diloco_broker.round_lines import Untold
 from diloco_broker.rounds import Counting, Phase, Round
@@ -95,6 +95,8 @@ class State:
         staging: whole submissions, where the run needs whole ones.
         untold: versions of asynchronous mode that the log has no line of yet.
         has_own_optimizer: the outer optimizer is one of torch's, made by a factory.
+        outer_groups: the groups of it, over all fragments; empty before it is made.
+        wanted_outer: settings of it that an operator has asked for, until the next version is begun.
         own_split: splits a model as the user says, instead of a pattern; may raise UsageError.
         is_resumed: this life of the broker went on from a checkpoint.
         stopping: why the broker is about to stop; None while it is not.
@@ -138,6 +140,8 @@ class State:
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
     feed_address: str | None = None
     has_own_optimizer: bool = False
+    outer_groups: tuple[OuterGroup, ...] = ()
+    wanted_outer: dict[str, float] = field(default_factory=dict)
     untold: Untold = field(default_factory=Untold)
     own_split: Callable[[Manifest], FragmentPlan] | None = None
 

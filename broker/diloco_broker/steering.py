@@ -12,22 +12,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.events import Acted, Effect, Tune
+from diloco_broker.events import Acted, Effect, Send, Tune
 from diloco_broker.rounds import Phase
 from diloco_broker.staging import StagedRound
 from diloco_broker.state import State
 from diloco_protocol.errors import UsageError
+from diloco_protocol.messages import Notice
 
 # Fields of BrokerConfig that may be changed, as people call them.
 SETTINGS = {
     "outer_lr": "outer learning rate",
     "outer_momentum": "outer momentum",
     "workers": "workers",
+    "min_workers": "min-workers",
+    "sync_every": "sync-every",
     "quorum": "quorum",
     "grace": "grace",
     "save_every": "save-every",
 }
-_OF_THE_OPTIMIZER = ("outer_lr", "outer_momentum")
+# What a torch optimizer has in its groups, by the name of the setting.
+_OF_THE_OPTIMIZER = {"outer_lr": "lr", "outer_momentum": "momentum"}
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,37 @@ def changes(state: State, arguments: Mapping[str, Any]) -> list[Change]:
         raise UsageError(
             f"There is {what}; what can be set while the run goes on: {', '.join(SETTINGS)}."
         )
-    if state.has_own_optimizer and any(name in arguments for name in _OF_THE_OPTIMIZER):
-        raise UsageError(
-            "The outer optimizer is one of torch's, made by a factory; its settings are its own and "
-            "cannot be set from here."
-        )
     config = state.wanted or state.config
-    after = _with(config, arguments)
-    return [
-        Change(name, getattr(config, name), getattr(after, name))
-        for name in SETTINGS
-        if name in arguments and getattr(config, name) != getattr(after, name)
-    ]
+    after = _with(config, arguments)  # of a torch optimizer's settings it only checks the values
+    planned = []
+    for name in (name for name in SETTINGS if name in arguments):
+        if state.has_own_optimizer and name in _OF_THE_OPTIMIZER:
+            before, is_same = _of_groups(state, name, getattr(after, name))
+        else:
+            before = getattr(config, name)
+            is_same = before == getattr(after, name)
+        if not is_same:
+            planned.append(Change(name, before, getattr(after, name)))
+    return planned
+
+
+def _of_groups(state: State, name: str, wanted: float) -> tuple[Any, bool]:
+    """What the groups of a torch optimizer have of a setting, and whether all have what is wanted."""
+    groups, called = state.outer_groups, SETTINGS[name]
+    if not groups:
+        raise UsageError(
+            f"The {called} cannot be set yet: the outer optimizer is made once the run has parameters."
+        )
+    values = [getattr(group, _OF_THE_OPTIMIZER[name]) for group in groups]
+    if None in values:
+        raise UsageError(
+            f"The outer optimizer has no {called}: {values.count(None)} of its {len(values)} groups "
+            f"have none."
+        )
+    waiting = state.wanted_outer.get(name)
+    shown = list(dict.fromkeys(values)) if waiting is None else [waiting]
+    before = shown[0] if len(shown) == 1 else ", ".join(f"{value:g}" for value in shown)
+    return before, shown == [wanted]
 
 
 def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
@@ -98,6 +121,9 @@ def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
 def want(state: State, who: str, planned: Sequence[Change]) -> Iterator[Effect]:
     """Take down what `changes` has found; `take_effect` carries it out."""
     values = {each.name: each.after for each in planned}
+    if state.has_own_optimizer:
+        own = {name: values.pop(name) for name in _OF_THE_OPTIMIZER if name in values}
+        state.wanted_outer = state.wanted_outer | own
     state.wanted = _with(state.wanted or state.config, values)
     when = first_use(state)
     for each in planned:
@@ -106,9 +132,31 @@ def want(state: State, who: str, planned: Sequence[Change]) -> Iterator[Effect]:
 
 
 def remark(state: State, planned: Sequence[Change]) -> str:
-    """What does not follow from the changes, though one might think so; a sentence, or nothing."""
-    if not any(each.name == "workers" for each in planned):
-        return ""
+    """What follows from the changes, or does not, though one might not think so; sentences."""
+    names = {each.name for each in planned}
+    said = ""
+    if state.has_own_optimizer and names & _OF_THE_OPTIMIZER.keys() and len(state.outer_groups) > 1:
+        said += f" All {len(state.outer_groups)} groups of the outer optimizer have it."
+    if "sync_every" in names:
+        said += " Each worker takes sync-every up with its next cycle."
+        own = [m.worker_id for m in state.members if m.sync_every is not None]
+        if own:
+            less = "" if state.config.is_async else ", where that is smaller"
+            said += f" {', '.join(own[:8])}{' ...' * (len(own) > 8)}: with an H of its own{less}."
+    return said + (_about_workers(state) if "workers" in names else "")
+
+
+def after_restart(state: State, planned: Sequence[Change]) -> str:
+    """What a broker that is started again goes on with; sentences."""
+    own = state.has_own_optimizer
+    saved = [each for each in planned if own and each.name in _OF_THE_OPTIMIZER]
+    said = " A checkpoint keeps the outer optimizer's groups as they are." if saved else ""
+    if len(saved) < len(planned):
+        said += " A restart begins with the command line's."
+    return said
+
+
+def _about_workers(state: State) -> str:
     config = state.wanted or state.config
     if config.is_async:
         if config.outer_name in ("dn", "fedbuff"):
@@ -138,13 +186,22 @@ def take_effect(state: State) -> Iterator[Effect]:
     before, wanted = state.config, state.wanted
     if wanted is None:
         return
+    outer, state.wanted_outer = state.wanted_outer, {}
     state.config, state.wanted = wanted, None
-    yield Tune(wanted)
+    own = {_OF_THE_OPTIMIZER[name]: value for name, value in outer.items()}
+    state.outer_groups = tuple(replace(group, **own) for group in state.outer_groups)
+    yield Tune(wanted, own)
+    if before.sync_every != wanted.sync_every:
+        text = f"The run's sync_every is {wanted.sync_every} now; it was {before.sync_every}."
+        for member in state.members:
+            yield Send(member.control, Notice("sync_every", text, sync_every=wanted.sync_every))
     round_ = state.round
     if round_ is None or wanted.is_async:
         return
     if state.first_round_pending and before.workers != wanted.workers:
         round_.floor = wanted.workers
+    elif not state.first_round_pending:
+        round_.floor = wanted.min_workers
     if isinstance(round_, StagedRound):
         if round_.quorum != wanted.quorum:
             round_.quorum_at = None

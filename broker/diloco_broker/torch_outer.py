@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from diloco_broker.events import OuterGroup
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place, Segment
 from diloco_protocol.codecs import is_finite
 from diloco_protocol.errors import UsageError
@@ -315,6 +316,25 @@ class WholeTensors:
             if isinstance(value, Tensor) and value.is_floating_point()
         )
 
+    # What an operator sees and sets.
+
+    def groups(self) -> list[OuterGroup]:
+        """What each group says now."""
+        return [
+            OuterGroup(_number(group.get("lr")), _number(_momentum(group)))
+            for group in self.optimizer.param_groups
+        ]
+
+    def tune(self, settings: Mapping[str, float]) -> None:
+        """Give all groups this "lr" or "momentum" (beta 1, for Adam's kind); they have it."""
+        for group in self.optimizer.param_groups:
+            if "lr" in settings:
+                group["lr"] = settings["lr"]
+            if "momentum" in settings and "momentum" in group:
+                group["momentum"] = settings["momentum"]
+            elif "momentum" in settings:
+                group["betas"] = (settings["momentum"], *group["betas"][1:])
+
     # Between chunks and the optimizer's tensors.
 
     @torch.no_grad()
@@ -401,15 +421,24 @@ class WholeTensors:
 
     def _value(self, number: int, group: Mapping[str, Any], what: str) -> float:
         """lr or momentum of a group; beta 1 is the momentum of Adam's kind."""
-        if what in group:
-            return float(group[what])
-        if what == "momentum" and "betas" in group:
-            return float(group["betas"][0])
+        found = _momentum(group) if what == "momentum" else group.get(what)
+        if found is not None:
+            return float(found)
         keys = "neither momentum nor betas" if what == "momentum" else f"no {what}"
         raise UsageError(
             f"Group {number} of {self._name} has {keys}, which --outer dn reads; choose an optimizer "
             "that has it, such as torch.optim.SGD."
         )
+
+
+def _momentum(group: Mapping[str, Any]) -> Any:
+    """Momentum of a group; beta 1 is that of Adam's kind. None where it has neither."""
+    betas = group.get("betas")
+    return group.get("momentum", betas[0] if betas else None)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def added(

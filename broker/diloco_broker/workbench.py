@@ -21,6 +21,7 @@ from diloco_broker.events import (
     Inspected,
     InspectRefused,
     Merge,
+    OuterGroup,
     Place,
     Placed,
     PlaceRefused,
@@ -90,8 +91,11 @@ class Workbench:
         """Work to be done."""
         self._queue.add(work)
 
-    def tune(self, config: BrokerConfig) -> None:
-        """Go on with other settings of the outer optimizer; it keeps what it remembers."""
+    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
+        """Go on with other settings of the outer optimizer; it keeps what it remembers.
+
+        `own` is for all groups of a torch optimizer.
+        """
         assert not any(isinstance(work, Step | Merge) for work in self._queue)
         self._config = config
         if not isinstance(self._outer, TorchOuter):
@@ -99,6 +103,11 @@ class Workbench:
         if self._parameters is not None:
             self._parameters.outer = self._outer
             self._parameters.share = share_of(config)
+            self._parameters.tune(own)
+
+    def outer_groups(self) -> tuple[OuterGroup, ...]:
+        """What the groups of a torch optimizer say now, over all fragments."""
+        return () if self._parameters is None else self._parameters.outer_groups()
 
     def drop_places(self) -> None:
         """Forget every `Place`."""

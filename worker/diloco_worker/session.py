@@ -29,6 +29,7 @@ The rules that everything else follows from:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -521,6 +522,9 @@ class Session:
                 yield Say(notice.text)
             case "carried":
                 yield Carried(notice.fragment, notice.round)
+            case "sync_every" if notice.sync_every and self.config is not None:
+                self.config = replace(self.config, sync_every=notice.sync_every)
+                yield Say(notice.text)
             case "alive" if notice.sync_every is not None and notice.sync_every > 0:
                 yield Paced(notice.sync_every)
 

@@ -56,6 +56,8 @@ SETTINGS: Mapping[str, Callable[[object], float | int | None]] = {
     "outer_lr": _number,
     "outer_momentum": _number,
     "workers": _count,
+    "min_workers": _count,
+    "sync_every": _count,
     "quorum": _count,
     "grace": _number,
     "save_every": _count,

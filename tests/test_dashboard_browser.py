@@ -420,6 +420,34 @@ class TestLook:
             sees(page, "#plot-seconds", "Round time")
             assert page.locator("#plot-loss svg text").count() >= 4, "the axes have numbers"
 
+    def test_server_panel_has_what_the_run_was_told(
+        self, opened: Callable[..., Page], publisher: Publisher
+    ) -> None:
+        with serving(publisher.address) as site:
+            page = opened(with_token(site))
+            publisher.says(
+                liveness={
+                    "heartbeat_timeout_s": 90.0,
+                    "stall_timeout_s": 0.0,
+                    "disconnect_grace_s": 4.0,
+                },
+                asynchronous={"dylu": True, "dylu_min_steps": 8, "max_staleness": 6, "slots": 2},
+                fragments=[{"fragment": number, "version": 9} for number in range(2)],
+                fragment_pattern="balanced",
+                fragment_sync_delay=3,
+                fragment_max_delay=9,
+                fragment_update_alpha=0.5,
+            )
+            for title, text in {
+                "Dead after": "90 s of silence",
+                "Stalled after": "never",
+                "Time to reconnect": "4 s",
+                "Staleness": "up to 6 versions, not weighed",
+                "Merging": "after 3 steps, at most 9, alpha 0.5",
+            }.items():
+                row = page.locator("#metrics > div", has=page.get_by_text(title, exact=True))
+                playwright.expect(row.locator("dd")).to_have_text(text, timeout=PATIENCE_MS)
+
     def test_inner_steps_go_on_by_the_pace_and_are_marked(
         self, opened: Callable[..., Page], publisher: Publisher
     ) -> None:

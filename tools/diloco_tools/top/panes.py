@@ -79,8 +79,12 @@ def _freshness(scene: Scene, glyphs: Glyphs) -> Text:
     return text.append(f"{mark} {duration(scene.age_s)}", f"bold {style}")
 
 
-def run_rows(scene: Scene, snapshot: Snapshot, width: int, most: int, glyphs: Glyphs) -> list[Text]:
-    """Round, workers, optimizer, fragments; no row has more than `most` lines."""
+def run_rows(
+    scene: Scene, snapshot: Snapshot, width: int, most: int, limits: bool, glyphs: Glyphs
+) -> list[Text]:
+    """Round, workers, optimizer, fragments, and with `limits` what the run was told beside them; no row
+    has more than `most` lines.
+    """
     state = Text() if snapshot.state == "training" else facts.state_part(snapshot, glyphs)
     room = width - state.cell_len - 2 * bool(state.plain)
     if snapshot.mode == "async":
@@ -98,9 +102,9 @@ def run_rows(scene: Scene, snapshot: Snapshot, width: int, most: int, glyphs: Gl
         *facts.reducing_parts(snapshot),
     )
     lines += _rows("outer", outer, width, most, glyphs)
-    limits = (*facts.asynchronous_parts(snapshot), *facts.liveness_parts(snapshot))
-    if most > 1 and any(limits):  # else there is no room
-        lines += _rows("limits", limits, width, most, glyphs)
+    told = (*facts.asynchronous_parts(snapshot), *facts.liveness_parts(snapshot))
+    if limits and any(told):
+        lines += _rows("limits", told, width, most, glyphs)
     if snapshot.fragments:
         wordy = width > 120
         parts = [facts.fragment_part(f, snapshot, wordy=wordy) for f in snapshot.fragments]

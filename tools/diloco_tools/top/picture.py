@@ -65,9 +65,14 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
     rows = view.rows(snapshot.workers)
     # Without header, the table's head, what is said, the footer, and the air before the events.
     inner = height - 1 - 1 - len(_status(scene, Text(), inside, glyphs)) - 1 - len(air)
-    # Long rows and long events only where everybody has room as well.
-    for wordy, longest in ((True, LONG_EVENT), (True, 1), (False, 1)):
-        upper = _upper(scene, snapshot, inside, tall, wordy, glyphs)
+    # Long rows, limits and long events only where everybody has room as well.
+    for wordy, limits, longest in (
+        (True, True, LONG_EVENT),
+        (True, True, 1),
+        (True, False, 1),
+        (False, False, 1),
+    ):
+        upper = _upper(scene, snapshot, inside, tall, wordy, limits, glyphs)
         free = inner - len(upper)  # lines for workers and events
         log = panes.events(snapshot, inside, free + 1, longest, glyphs)
         if tall or len(rows) + len(log) <= free:
@@ -102,14 +107,20 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
 
 
 def _upper(
-    scene: Scene, snapshot: Snapshot, width: int, tall: bool, wordy: bool, glyphs: Glyphs
+    scene: Scene,
+    snapshot: Snapshot,
+    width: int,
+    tall: bool,
+    wordy: bool,
+    limits: bool,
+    glyphs: Glyphs,
 ) -> list[Text]:
     """What stands between the header and the table."""
     rows, refusals, reasons = (2, 3, 3) if tall else (2, 1, 2) if wordy else (1, 0, 1)
     air = [Text()] * tall
     return [
         *air,
-        *panes.run_rows(scene, snapshot, width, rows, glyphs),
+        *panes.run_rows(scene, snapshot, width, rows, limits, glyphs),
         *air,
         *panes.curves(scene, snapshot, width, CURVE if tall else 1, glyphs),
         *air,

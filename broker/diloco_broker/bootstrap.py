@@ -218,6 +218,7 @@ class Bootstrap:
     def ask(self, donor: Member, wanted: tuple[int, ...], now: float) -> None:
         """This worker is the donor of these fragments from now on."""
         self.donor, self.wanted, self.progress_at, self.asked = donor.worker_id, wanted, now, b""
+        self.waits_for = ""
 
     def abandon(self) -> None:
         """Forget what came in from the donor at hand, and the donor."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-# More than this between two looks at the clock was not served. A turn of the loop takes milliseconds and
-# waits for a tenth of a second at most.
+# After more than this between two looks at the clock the broker stood still: a turn of the loop takes
+# milliseconds and waits for a tenth of a second at most. So much of it counts.
 LONGEST_S = 0.5
+COUNTED_S = 0.1
 # From so much on it is said, and workers get time to come back: their connections may have broken. They
 # give up a broker that is silent for 10 s, no earlier.
 WORTH_SAYING_S = 5.0
@@ -32,8 +33,8 @@ class ServedTime:
 
     def __call__(self) -> float:
         reading = self._clock()
-        lost = max(0.0, reading - self._looked_at - LONGEST_S)
-        self._looked_at = reading
+        gap, self._looked_at = reading - self._looked_at, reading
+        lost = gap - COUNTED_S if gap > LONGEST_S else 0.0
         self._left_out += lost
         if lost >= WORTH_SAYING_S:
             self._unsaid += lost

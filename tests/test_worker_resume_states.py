@@ -156,6 +156,97 @@ def test_flight_of_a_release_that_sent_differences_goes_on_as_the_values_it_mean
     assert torch.equal(delta.vectors[Segment.BUFFERS], sent.vectors[Segment.BUFFERS])
 
 
+class Kinds(nn.Module):
+    """A layer of 50 by 50, one in bf16, a BatchNorm, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(50, 50)
+        self.narrow = nn.Linear(3, 3, dtype=torch.bfloat16)
+        self.norm = nn.BatchNorm1d(3)
+        self.wide = nn.Linear(3, 3, dtype=torch.float64)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "name", ["large.weight", "narrow.bias", "norm.running_var", "norm.num_batches_tracked"]
+)
+def test_smallest_change_of_any_tensor_is_found_and_named(
+    begin: Make, make: Make, name: str
+) -> None:
+    """Of a stale file one value would differ by the last bit here, far below 1% of the model's norm."""
+    worker, descent = begin(Kinds())
+    descent.steps(1)
+    state, model = saved_by(worker, descent)
+    raw = model[name].view(-1).view(torch.uint8)
+    raw[0] = raw[0] ^ 1
+    again, next_life = make(Kinds())
+    next_life.model.load_state_dict(model)
+    again.load_state_dict(state)
+    with pytest.raises(
+        UsageError, match=rf"1 of 11 tensors differ \({name}\); load the model's own"
+    ):
+        again.start()
+
+
+def test_frozen_tensors_are_nobodys_progress(begin: Make, resume: Resume) -> None:
+    """A running average of the model that is kept in frozen tensors may have gone on."""
+    state, model = saved_by(*begin(Kinds()))
+    model["frozen.weight"].add_(1)
+    life = resume((state, model), version(0), version(0), model=Kinds())
+    assert life.join.worker_id == "me", "it is taken for the same model, and joins"
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_model_that_was_saved_in_a_narrower_dtype_is_the_same_model(
+    begin: Make, make: Make, resume: Resume, narrow: torch.dtype
+) -> None:
+    worker, descent = begin(Kinds())
+    with torch.no_grad():
+        for parameter in descent.model.parameters():
+            parameter.normal_()
+    state, model = saved_by(worker, descent)
+    for name, value in model.items():
+        if value.dtype in (torch.float32, torch.float64):
+            model[name] = value.to(narrow)
+    life = resume((state, model), version(0), version(0), model=Kinds())
+    assert life.join.worker_id == "me"
+    life.worker.close(failed=True)
+    again, next_life = make(Kinds())
+    model["large.weight"] = model["large.weight"].to(torch.float8_e4m3fn).to(narrow)
+    next_life.model.load_state_dict(model)
+    again.load_state_dict(state)
+    with pytest.raises(UsageError, match=r"\(large.weight\)"):
+        again.start()
+
+
+def in_old_format(state: dict[str, Any], distance: float) -> dict[str, Any]:
+    resume = state["resume"]
+    del resume["checksums"]
+    resume["format"] = 1
+    for fragment in resume["fragments"]:
+        fragment["distance"] = distance
+    return state
+
+
+def test_state_of_the_old_format_is_compared_by_its_distance(
+    broker: ScriptedBroker, begin: Make, resume: Resume, make: Make
+) -> None:
+    worker, descent = begin()
+    descent.steps(3)
+    saved = saved_by(worker, descent)
+    state = in_old_format(saved[0], 3 * 12**0.5)
+    life = resume((state, saved[1]), version(0))
+    says_current(broker, version(0))
+    life.started()
+    assert life.worker.local_step == 3
+    life.worker.close(failed=True)
+    again, _ = make()
+    again.load_state_dict(state)
+    with pytest.raises(UsageError, match="load the model's own checkpoint"):
+        again.start()
+
+
 def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
     return lambda state: change(state["resume"])
 
@@ -166,7 +257,10 @@ def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, An
         (lambda s: s.pop("metrics"), "'metrics'"),
         (lambda s: s.update(resume=5), "5 is not a dict"),
         (lambda s: s.update(cycle_start=9), "cycle began at step 9, and it is at step 5"),
-        (broken(lambda r: r.update(format=2)), "format 2, this release reads 1"),
+        (broken(lambda r: r.update(format=3)), "format 3, this release reads 2"),
+        (broken(lambda r: r.pop("checksums")), "lacks 'checksums'"),
+        (broken(lambda r: r["checksums"].pop("bias")), "lacks 'bias'"),
+        (broken(lambda r: r["checksums"].update(bias=["x"])), "'x' is not a whole number"),
         (broken(lambda r: r.pop("fragments")), "lacks 'fragments'"),
         (broken(lambda r: r.update(fragments=[])), "0 fragments instead of 1"),
         (broken(lambda r: r["config"].update(colour=1)), "colour"),

@@ -37,6 +37,7 @@ from diloco_protocol.codecs import segment_dtype, wire_dtype
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.version import ABSENT_REMEMBERED
+from diloco_worker.checksums import differing
 from diloco_worker.exchange import Flight, Ground, Work
 from diloco_worker.former import SENT_BEFORE, names_stranger
 from diloco_worker.news import Arrival
@@ -44,10 +45,12 @@ from diloco_worker.snapshot import FlatState, ModelTensors, WireFragment
 from diloco_worker.terms import cut
 from diloco_worker.transfers import Held
 
-# Of this layout; another number is refused with a sentence.
-FORMAT = 1
-# How far the model's distance from the base may be off, as a part of the base's length: a checkpoint in
-# bf16 has rounded each value by up to 1/256. A model that was not loaded at all is off by far more.
+# Of this layout; another number than these two is refused with a sentence.
+FORMAT = 2
+# Has the model's distance from each base instead of its checksums.
+OLD_FORMAT = 1
+# For a state of the old format: how far the distance may be off, as a part of the base's length: a
+# checkpoint in bf16 has rounded each value by up to 1/256.
 TOLERANCE = 0.01
 
 Plain = dict[str, Any]
@@ -70,7 +73,9 @@ class Resumption:
         plan: fragment of each manifest entry; empty where there is one.
         frozen: the version of the frozen parameters, where there are any.
         grounds: of each fragment.
-        distances: of each fragment, Euclidean, how far the model's parameters are from its base.
+        checksums: by name, of the model's tensors; see `checksums`. None in a state of the old format.
+        distances: of each fragment, Euclidean, how far the model's parameters are from its base; only in
+            a state of the old format.
     """
 
     worker_id: str
@@ -80,7 +85,8 @@ class Resumption:
     place: Place
     frozen: Held | None
     grounds: tuple[Ground, ...]
-    distances: tuple[float, ...]
+    checksums: Mapping[str, tuple[int, ...]] | None
+    distances: tuple[float, ...] = ()
 
     @property
     def held(self) -> dict[int, Held]:
@@ -103,6 +109,15 @@ class Resumption:
 
         Its distance from the base would be pushed as if it had been trained.
         """
+        if self.checksums is not None:
+            names = differing(tensors, self.checksums)
+            if names:
+                raise UsageError(
+                    "The model is not as it was when this worker's state was taken: "
+                    f"{len(names)} of {len(self.checksums)} tensors differ ({summarise(names)}); load "
+                    "the model's own checkpoint of that moment before the worker starts."
+                )
+            return
         for ground, then in zip(self.grounds, self.distances, strict=True):
             now = tensors.distance(ground.base)
             room = TOLERANCE * max(then, ground.base.norm())
@@ -162,14 +177,15 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
             "version": version_plain(ground.version),
             "ledger": _ledger_plain(ground.ledger),
             "base": {s.value: vector.clone() for s, vector in ground.base.vectors.items()},
-            "distance": distance,
             "steps": ground.work.steps,
             "tokens": ground.work.tokens,
             "samples": ground.work.samples,
             "flight": None if ground.flight is None else _flight_plain(ground.flight),
         }
-        for ground, distance in zip(resumption.grounds, resumption.distances, strict=True)
+        for ground in resumption.grounds
     ]
+    checksums = resumption.checksums
+    assert checksums is not None
     frozen = resumption.frozen
     return {
         "format": FORMAT,
@@ -183,6 +199,7 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
         "place": asdict(resumption.place),
         "frozen": None if frozen is None else version_plain(frozen.version),
         "fragments": fragments,
+        "checksums": {name: list(sums) for name, sums in checksums.items()},
     }
 
 
@@ -242,7 +259,8 @@ def from_plain(plain: object, tensors: ModelTensors) -> Resumption:
 
 
 def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
-    if plain["format"] != FORMAT:
+    is_old = plain["format"] == OLD_FORMAT
+    if plain["format"] != FORMAT and not is_old:
         raise UsageError(
             f"The worker's state has format {plain['format']!r}, this release reads {FORMAT}; go on "
             "with the release that wrote it."
@@ -274,8 +292,15 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
         place=place,
         frozen=frozen,
         grounds=grounds,
-        distances=tuple(float(each["distance"]) for each in parts),
+        checksums=None if is_old else _checksums(plain["checksums"], tensors.manifest),
+        distances=tuple(float(each["distance"]) for each in parts) if is_old else (),
     )
+
+
+def _checksums(plain: object, manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    given = _dict(plain)
+    names = [entry.name for entry in manifest.entries if entry.kind is not Kind.FROZEN]
+    return {name: tuple(_whole(each) for each in given[name]) for name in names}
 
 
 def _check_model(theirs: Manifest, ours: Manifest) -> None:

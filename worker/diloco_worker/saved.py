@@ -9,6 +9,7 @@ from typing import Any
 
 from diloco_protocol import UsageError
 from diloco_worker.boundaries import Boundaries
+from diloco_worker.checksums import checksums
 from diloco_worker.link import Link
 from diloco_worker.metrics import SyncMetrics
 from diloco_worker.resume import Plain, Resumption, from_plain, plan_of, to_plain
@@ -111,6 +112,6 @@ def resume_plain(
         place=place,
         frozen=frozen,
         grounds=grounds,
-        distances=tuple(tensors.distance(ground.base) for ground in grounds),
+        checksums=checksums(tensors),
     )
     return to_plain(resumption, tensors.manifest)

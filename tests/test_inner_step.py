@@ -31,7 +31,7 @@ def test_worker_tells_at_once_that_it_trains_on_from_a_new_version(
     broker: ScriptedBroker, beside: Beside, begin: Make, delay: int
 ) -> None:
     """Half a minute may pass until its next heartbeat, and a round may be over by then."""
-    broker.config = run_config(sync_every=4, fragment_sync_delay=delay)
+    broker.config = run_config(sync_every=4, fragment_sync_delay=delay, heartbeat_timeout=600.0)
     _, descent = begin(nn.Linear(2, 2))
     descent.steps(3 + delay)
     steps = beside(descent.steps, 1)

@@ -137,6 +137,15 @@ def test_screens_show_what_an_asynchronous_run_was_told(size: tuple[int, int]) -
         assert "DyLU from 8 steps  staleness to 6, weight poly  2 slots" in text
 
 
+def test_limits_give_way_before_anything_else_on_a_full_screen() -> None:
+    pieces = [{"fragment": number, "version": 9} for number in range(2)]
+    full = document(1, fragments=pieces, **TOLD)
+    text = "\n".join(line.plain for line in full_screen(full, 80, 24).lines)
+    assert "silent 90s" not in text
+    assert "balanced  merged after 3 steps  at most 9  alpha 0.5" in text
+    assert "rtx-home: Round 410 closed without this push" in text
+
+
 # `diloco-broker status`.
 
 

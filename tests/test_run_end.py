@@ -54,6 +54,21 @@ def test_run_goes_on_when_somebody_joins_after_its_end(options: dict[str, Any]) 
     assert feed(stage)["ended"] is False
 
 
+@pytest.mark.parametrize(
+    ("news", "sentence"),
+    [
+        ({"totals": {"rounds": 1}}, "all workers have left, after 1 round"),
+        ({"totals": {}}, "all workers have left"),
+        (
+            {"mode": "async", "totals": {"contributions": 9}},
+            "all workers have left, after 9 pushes",
+        ),
+    ],
+)
+def test_end_says_what_was_made(news: dict[str, Any], sentence: str) -> None:
+    assert verdict_on(ENDED | news).reasons == (sentence,)
+
+
 def test_run_that_somebody_finishes_has_ended_though_others_died_before() -> None:
     stage, (a, b) = a_run("a", "b")
     b.dies()

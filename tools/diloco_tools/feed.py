@@ -528,12 +528,13 @@ def _has_begun(snapshot: Snapshot) -> bool:
 
 
 def _ending(snapshot: Snapshot) -> str:
-    count, what = (
-        (snapshot.totals.contributions, "pushes")
-        if snapshot.mode == "async"
-        else (snapshot.totals.rounds, "rounds")
-    )
-    return f"all workers have left, after {count} {what}"
+    """Counts are of this life of the broker: one that was started again may have made no round."""
+    if snapshot.mode == "async":
+        count, one, many = snapshot.totals.contributions, "push", "pushes"
+    else:
+        count, one, many = snapshot.totals.rounds, "round", "rounds"
+    after = f", after {count} {one if count == 1 else many}" if count else ""
+    return f"all workers have left{after}"
 
 
 def _seconds(value: float) -> str:

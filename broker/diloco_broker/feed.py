@@ -335,6 +335,7 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
         "sync_age_s": None if member.counted_at is None else round(now - member.counted_at, 3),
         "staleness": member.staleness,
         "merge_delay": member.merge_delay,
+        "warning": member.warning,
         "bytes_up": member.account.bytes_up,
         "bytes_down": member.account.bytes_down,
         "pushes": member.pushes,

@@ -231,6 +231,9 @@ def peer_gone(state: State, route: Route, now: float) -> Iterator[Effect]:
 def beat(state: State, member: Member, beat: Heartbeat) -> Iterator[Effect]:
     """A sign of life, with the step count: a training loop that hangs shows in it."""
     member.hears(beat, state.now)
+    if member.warning and not member.has_warned:  # once: what peers say must not fill the log
+        member.has_warned = True
+        yield Log("warning", f"{member.worker_id} warns: {member.warning}")
     limit = state.config.stall_timeout
     if member.moved_at == state.now:
         yield from sequence.stirs(state, member)

@@ -19,6 +19,7 @@ from diloco_protocol.messages import Heartbeat, Join, Pull, Push
 from diloco_protocol.version import VersionId
 
 MAX_HOST_LENGTH = 255
+MAX_WARNING_LENGTH = 300
 MAX_STATE_LENGTH = 20  # of what a worker says it is doing: displays show it
 
 
@@ -67,6 +68,8 @@ class Member:
     pushes: int = 0
     rejected: int = 0
     staleness: int = 0
+    warning: str | None = None  # a sentence, as long as it holds
+    has_warned: bool = False
     merge_delay: int | None = None  # steps from slot to merge, of the last merge it told of
     last_round: int | None = None
     counted_at: float | None = None  # when a version last took in work of this worker
@@ -82,6 +85,7 @@ class Member:
         self.speed = averaged(self.speed, beat.steps_per_s)
         self.loss = beat.loss if beat.loss is not None else self.loss
         self.tokens = max(self.tokens, beat.tokens)
+        self.warning = printable(beat.warning, MAX_WARNING_LENGTH) if beat.warning else None
         if beat.merge_delay is not None:
             self.merge_delay = beat.merge_delay
 

@@ -127,6 +127,7 @@ class Heartbeat(Message):
     """A sign of life. Carries the step count, so that a hung training loop is seen.
 
     `merge_delay`: steps from a fragment's slot to the merge of its reply, of the last merge.
+    `warning`: what people should know of this worker, a sentence, as long as it holds.
     """
 
     kind = "heartbeat"
@@ -138,6 +139,7 @@ class Heartbeat(Message):
     loss: float | None = None
     tokens: int = 0
     merge_delay: int | None = None
+    warning: str | None = None
 
 
 @dataclass(frozen=True)

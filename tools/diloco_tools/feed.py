@@ -169,6 +169,7 @@ class Worker:
     sync_age_s: float | None = None  # since its work was last counted
     staleness: int = 0
     merge_delay: int | None = None  # steps from slot to merge, of its last merge
+    warning: str | None = None  # what it warns of in its heartbeats, a sentence
     bytes_up: int = 0
     bytes_down: int = 0
     pushes: int = 0

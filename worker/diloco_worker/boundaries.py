@@ -102,6 +102,7 @@ class Boundaries:
             cycle_start=cycle_start,
         )
         self._constants = Constants(tensors)
+        self._watch = tensors.watch
         self._warned_of_weights = False
         self._stillness = Stillness(config.num_fragments)
         self._lines = SyncLines(
@@ -333,6 +334,9 @@ class Boundaries:
         self._reports.read(began, at_once=True)
         work = self._tally.since(fragment, self.step)
         self._warn_of_weights(work, config)
+        changed = self._watch.look() if self._watch is not None else None
+        if changed is not None:
+            self.trouble(changed)
         if self._settings.heartbeat_interval != 0:
             self._publish(False)
             link.pulse()

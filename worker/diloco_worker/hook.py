@@ -388,6 +388,7 @@ class DiLoCoWorker:
             late_merges=own.late_merges,
             merge_delay=own.merge_delay,
             unsynced_steps=self._boundaries.unsynced_steps if self._boundaries else 0,
+            model_change=self._model_change,
             last_error=self._capture.problem or (link.last_error if link else None),
         )
 
@@ -428,7 +429,8 @@ class DiLoCoWorker:
         next boundary after what was left of the cycle.
         """
         metrics = self.sync_metrics.plain()
-        del metrics["last_error"], metrics["unsynced_steps"]
+        for passing in ("last_error", "unsynced_steps", "model_change"):
+            del metrics[passing]
         resume = self._resume_plain()  # first: it brings the counts up to date
         return {
             "local_step": self._step,
@@ -567,4 +569,10 @@ class DiLoCoWorker:
                 loss=self._reports.loss,
                 tokens=self._reports.tokens,
                 merge_delay=self._counters.merge_delay if self._counters.rounds else None,
+                warning=self._model_change,
             )
+
+    @property
+    def _model_change(self) -> str | None:
+        watch = self._tensors.watch if self._tensors is not None else None
+        return watch.problem if watch is not None else None

@@ -24,6 +24,8 @@ class SyncMetrics(Mapping[str, Any]):
         late_merges: versions merged after their apply point, because the reply was late.
         merge_delay: optimizer steps from a fragment's slot to the merge of its reply, of the last merge.
         unsynced_steps: optimizer steps past a boundary that could not be synchronised; 0 in health.
+        model_change: what has changed in the model since the worker was made and is not kept in step, a
+            sentence; None while nothing has.
         last_error: the last thing that went wrong, a sentence; None when nothing has.
     """
 
@@ -38,6 +40,7 @@ class SyncMetrics(Mapping[str, Any]):
     late_merges: int = 0
     merge_delay: int = 0
     unsynced_steps: int = 0
+    model_change: str | None = None
     last_error: str | None = None
 
     def __getitem__(self, name: str) -> Any:

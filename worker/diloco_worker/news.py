@@ -14,6 +14,10 @@ from diloco_worker.snapshot import FlatState
 Turning = Joined | Granted | Carried | Released
 
 
+# Of a warning in a heartbeat; whole, it is in the worker's log.
+MAX_WARNING_LENGTH = 300
+
+
 @dataclass(frozen=True)
 class Progress:
     """How training stands, for heartbeats. `tokens` and `step` are totals."""
@@ -25,6 +29,7 @@ class Progress:
     loss: float | None = None
     tokens: int = 0
     merge_delay: int | None = None
+    warning: str | None = None
 
     def heartbeat(self, session: bytes, *, uploading: bool) -> Heartbeat:
         return Heartbeat(
@@ -36,6 +41,7 @@ class Progress:
             loss=self.loss,
             tokens=self.tokens,
             merge_delay=self.merge_delay,
+            warning=None if self.warning is None else self.warning[:MAX_WARNING_LENGTH],
         )
 
 

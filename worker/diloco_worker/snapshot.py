@@ -35,6 +35,7 @@ from diloco_protocol.codecs import (
 )
 from diloco_protocol.manifest import summarise
 from diloco_worker.merging import Change, wait_for_copies
+from diloco_worker.model_watch import ModelWatch
 
 # Elements handled at a time: two fp32 pieces of this size stay in a core's second-level cache.
 PIECE_ELEMENTS = 1 << 17
@@ -150,10 +151,17 @@ class ModelTensors:
         manifest: names, shapes, dtypes.
         lookup: returns the tensors as they are now, by name. It is asked each time, since a module
             may replace a buffer.
+        watch: notices that the model is another one than that of the manifest.
     """
 
-    def __init__(self, manifest: Manifest, lookup: Callable[[], Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        lookup: Callable[[], Mapping[str, Tensor]],
+        watch: ModelWatch | None = None,
+    ) -> None:
         self.manifest = manifest
+        self.watch = watch
         self._lookup = lookup
         self._buffers = Buffers()
 
@@ -163,7 +171,7 @@ class ModelTensors:
         module = getattr(model, "_orig_mod", model)  # what torch.compile wraps
         if not isinstance(module, nn.Module):
             raise UsageError(f"The model is a {type(model).__name__}; it must be an nn.Module.")
-        return cls(_manifest_of(module), lambda: _live_tensors(module))
+        return cls(_manifest_of(module), lambda: _live_tensors(module), ModelWatch(module))
 
     @classmethod
     def of_state(cls, manifest: Manifest, state: Mapping[str, Tensor]) -> ModelTensors:

@@ -1,0 +1,113 @@
+"""Notices that a model has changed in mid-run: layers unfrozen, frozen, replaced, renamed or retyped.
+
+A run knows the tensors that the model had when its worker was made. What is trained besides is never
+sent, and what stands for something else now is sent in its place. Only names, shapes, dtypes,
+`requires_grad` and identities are looked at, never values, so a look costs about a millisecond. Buffers
+may be replaced by their modules, and a parameter may be given other `.data`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from diloco_protocol.manifest import summarise
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A parameter as it was."""
+
+    parameter: weakref.ref[nn.Parameter]
+    shape: tuple[int, ...]
+    dtype: str
+    is_trained: bool
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> Seen:
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return cls(
+            weakref.ref(parameter), tuple(parameter.shape), dtype, bool(parameter.requires_grad)
+        )
+
+
+class ModelWatch:
+    """See the head of this module.
+
+    Args:
+        model: as it is now; it is compared with this from now on.
+
+    Attributes:
+        problem: what has changed, a sentence; None while nothing has.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.problem: str | None = None
+        self._model = model
+        self._before = _seen(model)
+        self._ties = _ties(model)
+        self._told: set[str] = set()
+
+    def look(self) -> str | None:
+        """Compare. Returns `problem` where there is something in it that was not returned before."""
+        clauses = self._clauses()
+        self.problem = (
+            f"The model has changed since its worker was made: {summarise(clauses)}. A run keeps the "
+            "tensors in step that it began with; undo the change, or end the run and begin another "
+            "with the changed model, an optimizer over its parameters, and a new DiLoCoWorker."
+            if clauses
+            else None
+        )
+        if self._told.issuperset(clauses):
+            return None
+        self._told.update(clauses)
+        return self.problem
+
+    def _clauses(self) -> list[str]:
+        now = _seen(self._model)
+        clauses = [
+            f"{name} is new" for name in now if name not in self._before and now[name].is_trained
+        ]
+        for name, before in self._before.items():
+            if name not in now:
+                clauses.append(f"{name} is gone")
+            else:
+                clauses += _differences(name, before, now[name])
+        live = dict(self._model.named_parameters(remove_duplicate=False))
+        clauses += [
+            f"{name} and {other} are not tied any more"
+            for name, other in self._ties
+            if name in live and other in live and live[name].data_ptr() != live[other].data_ptr()
+        ]
+        return clauses
+
+
+def _seen(model: nn.Module) -> Mapping[str, Seen]:
+    return {name: Seen.of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def _ties(model: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of names of the same values."""
+    first: dict[object, str] = {}
+    ties = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.numel():
+            other = first.setdefault((parameter.data_ptr(), parameter.shape), name)
+            if other != name:
+                ties.append((other, name))
+    return ties
+
+
+def _differences(name: str, before: Seen, now: Seen) -> list[str]:
+    clauses = []
+    if before.parameter() is not now.parameter():
+        clauses.append(f"{name} is another parameter")
+    if (before.shape, before.dtype) != (now.shape, now.dtype):
+        was, is_now = (f"{each.dtype}{list(each.shape)}" for each in (before, now))
+        clauses.append(f"{name} is {is_now} instead of {was}")
+    if before.is_trained != now.is_trained:
+        clauses.append(f"{name} is {'trained' if now.is_trained else 'frozen'} now")
+    return clauses

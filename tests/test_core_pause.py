@@ -143,9 +143,12 @@ def test_time_in_which_the_broker_did_not_run_counts_against_nobody(
         assert is_over() == (short_of_it < 0)
 
 
-def test_round_does_not_close_without_those_whose_connections_broke_meanwhile() -> None:
+@pytest.mark.parametrize("heartbeat_timeout", [120.0, 2.0, 0.0])
+def test_round_does_not_close_without_those_whose_connections_broke_meanwhile(
+    heartbeat_timeout: float,
+) -> None:
     """They notice the silence, open new connections, and may wait 2 s between two attempts."""
-    stage, (a, b) = a_run("a", "b", disconnect_grace=0.0)
+    stage, (a, b) = a_run("a", "b", disconnect_grace=0.0, heartbeat_timeout=heartbeat_timeout)
     a.pushes(11)
     for puppet in (a, b):
         stage.gone |= {puppet.control, puppet.bulk}
@@ -154,7 +157,10 @@ def test_round_does_not_close_without_those_whose_connections_broke_meanwhile() 
     stage.passes(BACK_WITHIN_S - 1)
     for puppet in (a, b):
         puppet.joins()
-    stage.passes(5.0)
+    for _ in range(5):
+        stage.passes(1.0)
+        for puppet in (a, b):
+            puppet.beats()
     assert stage.round.expected == {"a", "b"}
     b.pushes(12)
     assert stage.version().counter == 2

@@ -261,12 +261,16 @@ def stood_still(state: State, seconds: float) -> Iterator[Effect]:
 def _is_given_up(state: State, member: Member) -> bool:
     """Has its connection been broken for longer than it may be?"""
     broken = member.disconnected_at
-    if broken is None:
-        return False
-    until = broken + state.config.disconnect_grace
-    if state.back_at is not None:
-        until = max(until, state.back_at + BACK_WITHIN_S)
-    return state.now >= until
+    return (
+        broken is not None
+        and state.now >= broken + state.config.disconnect_grace
+        and not _may_be_on_its_way(state)
+    )
+
+
+def _may_be_on_its_way(state: State) -> bool:
+    """Has the broker stood still, and so lately that a worker may still be coming back to it?"""
+    return state.back_at is not None and state.now < state.back_at + BACK_WITHIN_S
 
 
 def look_after(state: State, now: float, lost: bool) -> Iterator[Effect]:
@@ -288,7 +292,7 @@ def look_after(state: State, now: float, lost: bool) -> Iterator[Effect]:
         silent = now - member.last_seen
         if _is_given_up(state, member):
             yield from evict(state, member, "its connection closed and it did not come back")
-        elif timeout and silent > timeout:
+        elif timeout and silent > timeout and not _may_be_on_its_way(state):
             yield from evict(state, member, f"nothing was heard of it for {silent:.0f} s")
         elif silent > PROBE_AFTER_S and now - member.probed_at > PROBE_AFTER_S:
             # A dead connection shows only when something is sent on it.

@@ -568,6 +568,7 @@ def resumption(image: Image) -> Resumption:
             each.round,
             each.averaged,
             tuple(each.chunks),
+            each.tags,
         )
         for fragment, each in image.fragments.items()
     }

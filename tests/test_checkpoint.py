@@ -55,6 +55,7 @@ def an_image(number: int = 4, seed: int = 0) -> Image:
             averaged=2,
             chunks=chunks,
             outer={"momentum": momentum} if part is not layout.frozen else {},
+            tags={number - 1: 2**64 - 1, number: seed},
         )
     return Image(
         RUN,
@@ -78,7 +79,7 @@ def assert_equal(ours: Image, theirs: Image) -> None:
     assert ours.fragments.keys() == theirs.fragments.keys()
     for fragment, a in ours.fragments.items():
         b = theirs.fragments[fragment]
-        for name in ("version", "ledger", "gradients", "round", "averaged"):
+        for name in ("version", "ledger", "gradients", "round", "averaged", "tags"):
             assert getattr(a, name) == getattr(b, name)
         assert all(torch.equal(x, y) for x, y in zip(a.chunks, b.chunks, strict=True))
         assert a.outer.keys() == b.outer.keys()

@@ -184,6 +184,17 @@ def test_worker_that_died_meanwhile_is_not_waited_for_longer_than_a_return_takes
     assert "c" not in stage.state.members, "later the grace is what it always is"
 
 
+@pytest.mark.parametrize("has_own_optimizer", [False, True])
+def test_long_step_of_a_torch_optimizer_is_named_where_it_can_be_the_cause(
+    has_own_optimizer: bool,
+) -> None:
+    stage, _ = a_run("a")
+    stage.state.has_own_optimizer = has_own_optimizer
+    stage.stands_still(7.0)
+    (text,) = (text for text in stage.logs if "stood still" in text)
+    assert ("a step of its torch optimizer took so long" in text) == has_own_optimizer
+
+
 @pytest.mark.parametrize("step", [0.0, 0.001, 0.1, LONGEST_S])
 def test_clock_runs_as_the_machine_s_while_the_broker_serves(step: float) -> None:
     now = 50.0

@@ -170,6 +170,37 @@ def test_branch_that_the_broker_has_left_behind_is_named_too() -> None:
     assert sum("b holds version 2#" in t and "has version 2#" in t for t in stage.logs) == 1
 
 
+def test_branch_that_was_left_behind_in_an_earlier_life_is_named_too() -> None:
+    crashed = a_run("a", "b", rounds=1)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=0.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    for number in range(3):
+        stage.passes(0.2)
+        a.pushes(20 + number, base=stage.version())
+    again = stage.restarted()
+    again.worker("a").comes_with(stage.holdings())
+    again.passes(0.2)
+    again.worker("c").comes_with(crashed.holdings())
+    assert not any("branch" in text for text in again.logs), "c is merely behind"
+    again.worker("b").comes_with(theirs)
+    assert sum("b holds version 2#" in t and "has version 2#" in t for t in again.logs) == 1
+
+
+def test_worker_that_is_ahead_of_a_broker_from_an_older_copy_is_told_that_its_branch_is_lost() -> (
+    None
+):
+    crashed = a_run("a", "b", rounds=1)
+    theirs = ahead(crashed.holdings(), f0=7)
+    stage = crashed.restarted(recover_wait=0.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    a.pushes(21, base=stage.version())
+    stage.passes(0.2)
+    stage.worker("b").comes_with(theirs)
+    (text,) = (text for text in stage.logs if "b holds version 8#" in text)
+    assert f"this broker is at {stage.version()} and has gone on without it" in text
+
+
 def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
     crashed = a_run("a", "b", rounds=2)
     of_a = ahead(crashed.holdings(), f0=1)

@@ -7,7 +7,7 @@ asked for, the next round may have begun in the books, though no tensor has move
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from diloco_protocol.manifest import Manifest
@@ -24,6 +24,7 @@ class FragmentBooks:
     Attributes:
         gradients: how many the outer optimizer has had.
         round, averaged: the last round of it.
+        tags: of the versions before this one, by counter, as far as they are known.
     """
 
     version: VersionId
@@ -31,6 +32,7 @@ class FragmentBooks:
     gradients: int
     round: int
     averaged: int
+    tags: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def books_of(state: State, number: int) -> Books:
             round_, averaged = made.ended.number, made.ended.averaged
         if version is not None:
             fragments[stock.layout.fragment] = FragmentBooks(
-                version, ledger, stock.gradients, round_, averaged
+                version, ledger, stock.gradients, round_, averaged, stock.newest_tags()
             )
     return Books(
         boot.run,

@@ -43,6 +43,7 @@ class Restored:
         gradients: how many the outer optimizer has had.
         round, averaged: the last round of it.
         wires: its chunks in wire form.
+        tags: of the versions before it, by counter, as far as they are known.
     """
 
     version: VersionId
@@ -51,6 +52,7 @@ class Restored:
     round: int
     averaged: int
     wires: tuple[Any, ...]
+    tags: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ def tell(state: State, worker_id: str, versions: Sequence[VersionId | None]) -> 
         if held.counter > ours.counter:
             yield Log(
                 "warning",
-                f"{worker_id} holds version {held}{which}, this broker is at {ours}: the rounds "
-                "between are lost, except for what workers offer again.",
+                f"{worker_id} holds version {held}{which}, this broker is at {ours} and has gone on "
+                f"without it, from an older copy: what {worker_id} has of rounds that are not in this "
+                "broker's branch is lost, except for what workers offer again.",
             )
         elif stock.is_of_another_branch(held):
             yield Log(

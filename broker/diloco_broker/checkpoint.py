@@ -61,6 +61,7 @@ class FragmentImage:
         chunks: master values, fp32 or int64.
         outer: what the outer optimizer remembers of each chunk, by name; None where nothing yet.
         optimizer: a torch optimizer's `state_dict`; None without one.
+        tags: of the versions before this one, by counter, as far as they are known.
     """
 
     version: VersionId
@@ -71,6 +72,7 @@ class FragmentImage:
     chunks: Sequence[Tensor]
     outer: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
     optimizer: Mapping[str, Any] | None = None
+    tags: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -354,6 +356,7 @@ def _plain(image: Image, files: Mapping[str, Any]) -> dict[str, Any]:
             "gradients": each.gradients,
             "round": each.round,
             "averaged": each.averaged,
+            "tags": [list(pair) for pair in each.tags.items()],
             "outer": {
                 name: [state is not None for state in states] for name, states in each.outer.items()
             },
@@ -500,6 +503,7 @@ def _load_fragment(path: Path, layout: FragmentLayout, told: Mapping[str, Any]) 
         chunks=chunks,
         outer=outer,
         optimizer=optimizer,
+        tags={int(counter): int(tag) for counter, tag in told.get("tags", ())},
     )
 
 

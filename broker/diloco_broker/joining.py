@@ -250,11 +250,12 @@ def beat(state: State, member: Member, beat: Heartbeat) -> Iterator[Effect]:
 def stood_still(state: State, seconds: float) -> Iterator[Effect]:
     """The broker did not run for a while: deadlines have not moved, but connections may have broken."""
     state.back_at = state.now
+    own = ", or a step of its torch optimizer took so long" if state.has_own_optimizer else ""
     yield Log(
         "warning",
         f"The broker stood still for {seconds:.0f} s: its process was stopped, or its machine slept or "
-        "was overloaded. That time counts against nobody; workers whose connections broke meanwhile "
-        f"have {BACK_WITHIN_S:g} s to come back.",
+        f"was overloaded{own}. That time counts against nobody; workers whose connections broke "
+        f"meanwhile have {BACK_WITHIN_S:g} s to come back.",
     )
 
 

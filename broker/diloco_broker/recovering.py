@@ -146,6 +146,7 @@ def _go_on(state: State) -> Iterator[Effect]:
             yield Send(member.control, Rejoin(state.epoch, text))
     for fragment, restored in boot.restored.items():
         stock = state.shelf.stocks[fragment]
+        stock.tags.update(restored.tags)
         state.shelf.install(fragment, restored.version, list(restored.wires), restored.ledger)
         stock.gradients = restored.gradients
         stock.round, stock.averaged = restored.round, restored.averaged

@@ -156,6 +156,7 @@ def take_up(
             each.round,
             each.averaged,
             tuple(parameters.wires(fragment)),
+            each.tags,
         )
     return Resumption(
         source,

@@ -37,6 +37,8 @@ MAX_READER_CREDIT = 256
 KEPT = 2
 # Names of versions that are remembered, of each fragment: two numbers each.
 NAMES_KEPT = 1024
+# And in a checkpoint, which is written each round.
+NAMES_SAVED = 128
 # Readers that have not joined; more are refused.
 MAX_OBSERVERS = 256
 
@@ -152,7 +154,7 @@ class Stock:
 
     `gradients` counts what the outer optimizer has had of it, the one being applied included;
     `contributions` the whole ones in its versions since the broker started. `tags` has those of its last
-    versions since then, by counter.
+    versions, by counter.
     """
 
     layout: FragmentLayout
@@ -174,8 +176,12 @@ class Stock:
         while len(self.tags) > NAMES_KEPT:
             del self.tags[next(iter(self.tags))]
 
+    def newest_tags(self) -> dict[int, int]:
+        """As many of `tags` as a checkpoint keeps."""
+        return dict(list(self.tags.items())[-NAMES_SAVED:])
+
     def name_of(self, counter: int) -> VersionId:
-        """The version of this life of the broker that has this counter."""
+        """The version of this broker's branch that has this counter."""
         assert self.version is not None
         return VersionId(self.version.run, counter, self.tags[counter])
 

@@ -318,3 +318,26 @@ def test_interrupt_between_freezing_and_offering_sends_the_push_once(
         push, delta = story.broker.takes_push()
         assert (push.steps, first(delta)) == (H, H - 2), "two were overwritten at the apply point"
         steps()
+
+
+@pytest.mark.parametrize("config", [{}, {"fragment_merge": "rebase"}], ids=["alpha", "rebase"])
+def test_steps_behind_an_interrupted_wait_are_kept(config: dict[str, Any], beside: Beside) -> None:
+    """In a notebook: Ctrl-C while the others are waited for, and the loop is run again."""
+    with a_story(Plot(counted_at_the_boundary, config), beside) as story:
+        link: Any = story.worker._link
+        wait_for = link.wait_for
+
+        def interrupted(*_: Any) -> None:
+            link.wait_for = wait_for
+            raise KeyboardInterrupt
+
+        link.wait_for = interrupted
+        story.trains(H)()
+        push, delta = story.broker.takes_push()
+        assert first(delta) == H
+        step = story.trains(1)
+        story.counts(push)
+        step()
+        assert at(story.descent) == 1000 - 1
+        story.trains(H - 1)
+        assert first(story.broker.takes_push()[1]) == H

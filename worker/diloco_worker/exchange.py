@@ -372,7 +372,7 @@ class FragmentExchange:
         if reply is not None:
             if step < flight.apply_at and not now:
                 return None
-            change = self._merged(flight, self._state(reply)) if touch_model else None
+            change = self._merged(flight, self._state(reply), step) if touch_model else None
             return Landing(Outcome.COUNTED, flight, reply, change=change)
         if self.rejection is not None:
             change = self._taken_back(flight, step) if touch_model else None
@@ -405,8 +405,10 @@ class FragmentExchange:
         if reply is not None and arrival is not None and reply.version == arrival.version:
             self.reply = None
 
-    def _merged(self, flight: Flight, new: FlatState) -> Change:
+    def _merged(self, flight: Flight, new: FlatState, step: int) -> Change:
         origin = flight.anchor
+        if origin is None and not self.merge.overlaps and step != flight.began:
+            origin = self._at_freeze(flight)  # waiting was interrupted, and training went on
         if self.merge.rebases and flight.frozen is not None:
             origin = flight.frozen
         return Change(new, 0.0 if self.merge.rebases else self.merge.alpha, origin)

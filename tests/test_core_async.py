@@ -297,6 +297,7 @@ def test_worker_may_have_its_own_h_and_wire_dtype_without_a_barrier() -> None:
     assert grant.standing is Standing.NEW
     refused = stage.worker("d").joins(wants={"sync_every": 0})
     assert refused.error().code == "config_differs"
+    assert any(line.startswith(f"Refused a join of {refused.worker_id}: ") for line in stage.logs)
     again = stage.worker("e").joins(wants={"num_fragments": 3})
     assert again.error().code == "config_differs"
 

@@ -19,6 +19,7 @@ from stage import (
 )
 
 from diloco_broker.events import Revert
+from diloco_broker.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Grant, Rejoin, Released, Standing, Welcome
@@ -49,6 +50,11 @@ def a_run(*worker_ids: str, rounds: int = 0, pieces: int = 1, **options: Any) ->
 def a_round(puppets: list[Puppet], number: int, pieces: int = 1) -> None:
     for place, puppet in enumerate(puppets, start=1):
         puppet.pushes(10 * number + place, fragment=number % pieces)
+
+
+def feed(stage: Stage) -> dict[str, Any]:
+    figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+    return snapshot(stage.state, EventLog(), figures, 1, stage.now)
 
 
 def ahead(held: Holdings, **steps: int) -> Holdings:
@@ -103,6 +109,29 @@ def test_known_worker_that_is_away_is_waited_for_and_no_longer_than_recover_wait
     assert stage.state.round is None
     stage.passes(0.3)
     assert stage.round.number == 1
+
+
+def test_while_the_run_waits_for_known_workers_log_status_and_refusals_say_for_whom() -> None:
+    crashed = a_run("a", "b", rounds=1)
+    stage = crashed.restarted(recover_wait=6.0)
+    stage.passes(0.5)
+    whom = "workers of the run that may hold newer rounds: "
+    assert feed(stage)["waiting_for"] == f"for {whom}a; b"
+    a = stage.worker("a").comes_with(crashed.holdings())
+    whom += "b"
+    assert feed(stage)["waiting_for"] == f"for {whom}"
+    said = [line for line in stage.logs if "Before the run goes on, waiting" in line]
+    assert len(said) == 1, "once, and not for each that comes back"
+    assert said[0].endswith("s at most for workers of the run that may hold newer rounds: a; b.")
+    a.base = crashed.version()
+    a.begins(11)
+    assert a.error().retry
+    assert whom in a.error().text
+    assert feed(stage)["totals"]["rejected"] == 0, "'not now' is no refusal"
+    stage.passes(5.6)
+    a.pushes(11)
+    assert stage.round.number == 1
+    assert whom not in str(feed(stage)["waiting_for"])
 
 
 def test_newer_version_of_a_worker_that_comes_in_time_is_adopted() -> None:

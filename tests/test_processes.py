@@ -194,6 +194,7 @@ def test_run_goes_on_when_the_broker_is_restarted(site: Site, tmp_path: Path, ho
         first.child.send_signal(signal.Signals[how])
     assert first.ends(10) == 0
     second, _ = site.broker(*options, bind=address)
+    second.waits_for(f"The run in {folder} goes on when its workers are back.")
     second.waits_for("2 of 2 expected workers averaged")
     assert [worker.ends() for worker in workers] == [0, 0]
     for name in ("a", "b"):

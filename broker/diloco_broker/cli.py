@@ -244,7 +244,10 @@ def serve(
     ] = 1.0,
     recover_wait: Annotated[
         float,
-        _option("Seconds to wait after a restart for workers that may be ahead.", _WIRE),
+        _option(
+            "Seconds to wait after the start for workers that may hold the run, or newer rounds of it.",
+            _WIRE,
+        ),
     ] = 10.0,
     insecure: Annotated[
         bool,
@@ -348,9 +351,11 @@ def serve(
     typer.echo(f"feed {broker.feed_address}")
     source = "" if model else "; the first one provides the parameters"
     noun = "worker" if workers == 1 else "workers"
-    typer.echo(
-        f"Waiting for {workers} {noun}{source}. Watch with: diloco-top {broker.feed_address}"
-    )
+    waiting = f"Waiting for {workers} {noun}{source}."
+    if broker.resumes:
+        folder = save_dir if resume == "auto" else resume
+        waiting = f"The run in {folder} goes on when its workers are back."
+    typer.echo(f"{waiting} Watch with: diloco-top {broker.feed_address}")
     sys.stdout.flush()
     page = None
     if dashboard is not None:

@@ -214,18 +214,19 @@ class Core:
 
     def _refuse(self, route: Route, message: Message, error: ProtocolError) -> Iterator[Effect]:
         push_id = None
-        who = ""
+        who = f" of {printable(message.worker_id, 64)}" if isinstance(message, Join) else ""
+        retry = error.code in WORTH_A_RETRY
         if isinstance(message, Push | Chunk | Commit):
             push_id = message.push_id
             member = self.state.members.with_session(message.session or b"")
-            self.state.reject(member.worker_id if member else "", error.code.value, str(error))
+            if not retry:  # "not now" loses nothing, and is no refusal
+                self.state.reject(member.worker_id if member else "", error.code.value, str(error))
             if member is not None:
-                member.rejected += 1
+                member.rejected += not retry
                 who = f" of {member.worker_id}"
                 route = member.control
             if isinstance(message, Push) and message.purpose is Purpose.DONATION and member:
                 yield from providing.reject_donor(self.state, member)
-        retry = error.code in WORTH_A_RETRY
         if isinstance(message, Push) and not retry and error.code != Code.LATE:
             yield from self._excuse(message)
         yield Send(route, Error(error.code, str(error), retry, push_id, message.kind))

@@ -347,7 +347,7 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
 def _waiting_for(state: State) -> str | None:
     """What has to happen before training goes on, in a sentence; None when nothing has."""
     alive, round_ = len(state.members), state.round
-    if round_ is None and alive:
+    if round_ is None and (alive or state.bootstrap.waits_for):
         return f"for {state.bootstrap.waits_for or 'the parameters of a worker'}"
     if round_ is None:
         needed = f"; round one needs {state.config.workers}" if not state.config.is_async else ""

@@ -211,9 +211,9 @@ def _check_base(state: State, push: Push) -> None:
         raise ProtocolError(Code.BAD_PUSH, "Frozen parameters are not trained.")
     current = stocks[push.fragment].version
     if current is None or state.round is None:
-        raise ProtocolError(
-            Code.NO_MODEL, "Nobody has provided parameters yet; pull before you push."
-        )
+        whom = state.bootstrap.waits_for or "the parameters of a worker"
+        text = f"The broker waits for {whom}; this push can be offered again when a round is open."
+        raise ProtocolError(Code.NO_MODEL, text)
     base = push.base
     # A base newer than ours is that of a worker that outlived a broker; its delta is as good as any.
     if base is None or base.run != current.run:

@@ -17,6 +17,7 @@ from diloco_broker.bootstrap import Resumption
 from diloco_broker.events import DropPlaces, Effect, ForgetBuffer, Log, Send
 from diloco_broker.membership import Member
 from diloco_broker.state import State
+from diloco_protocol.manifest import summarise
 from diloco_protocol.messages import Rejoin
 
 
@@ -94,8 +95,16 @@ def _wait_for_others(state: State) -> Generator[Effect, None, bool]:
     """True while somebody who may hold a newer version has time left to come back."""
     boot, config = state.bootstrap, state.config
     if boot.source:
-        away = boot.known.keys() - {member.worker_id for member in state.members}
-        return bool(away) and state.now - state.started_at < config.recover_wait
+        away = sorted(boot.known.keys() - {member.worker_id for member in state.members})
+        if not away or state.now >= state.started_at + config.recover_wait:
+            boot.waits_for = ""
+            return False
+        whom = f"workers of the run that may hold newer rounds: {summarise(away)}"
+        if not boot.waits_for:
+            left = state.started_at + config.recover_wait - state.now
+            yield Log("info", f"Before the run goes on, waiting {left:.1f} s at most for {whom}.")
+        boot.waits_for = whom
+        return True
     if len(state.members) >= config.workers:
         return False
     if boot.offered_at is None:

@@ -479,8 +479,9 @@ class Boundaries:
                 reason = reason or f"it took longer than {leaving.limit:g} s"
             if reason is not None or not self._is_worth_it(exchange):
                 break
+            self._lines.say(self._counters.seconds_waited)
             patience.say(f"Waiting for {self._awaited}; {link.describe()}.")
-            pause = patience.pause(self._look_again_in())
+            pause = patience.pause(min(self._look_again_in(), self._lines.due_in))
             # News, or a change that may end the waiting.
             self._wait(
                 lambda: (

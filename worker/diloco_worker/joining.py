@@ -79,14 +79,14 @@ def await_model(link: Link, patience: Patience) -> None:
         if link.phase is Phase.JOINED:
             patience.say(f"Joined at {link.address}; waiting for the first parameters.")
         else:
-            patience.say(f"Waiting to join the run: {link.describe()}{_unknown_host(link)}.")
+            patience.say(f"Waiting to join the run: {link.describe()}{_advice(link)}.")
     if link.refused_for_good:
         assert link.refusal is not None
         raise link.refusal
 
 
-def _unknown_host(link: Link) -> str:
-    """What is wrong with the name of the broker's machine, if it is not connected."""
+def _advice(link: Link) -> str:
+    """What to do about a broker that does not answer, or what is wrong with the name of its machine."""
     host = link.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     if link.phase in (Phase.JOINING, Phase.JOINED):
         return ""
@@ -94,4 +94,4 @@ def _unknown_host(link: Link) -> str:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError):
         return f" (no address is known for the name {host!r}; is it spelt right?)"
-    return ""
+    return "; start diloco-broker serve, or give the control address that it printed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from diloco_worker.exchange import Flight
@@ -51,11 +52,20 @@ class SyncLines:
         made += [f"fragment {flight.push.fragment}"] if self._has_fragments else []
         where = f" ({', '.join(made)})" if made else ""
         norm = "" if flight.push.norm is None else f", norm {flight.push.norm:.4g}"
+        delay = step - flight.began
+        merged = f", merged {delay} steps after the slot" if self._has_fragments or delay else ""
         self._unsaid += 1
         self._newest = (
             f"version {arrival.version.counter}{where} has {flight.steps} steps of this worker{norm}, "
-            f"staleness {staleness}, merged {step - flight.began} steps after the slot"
+            f"staleness {staleness}{merged}"
         )
+
+    @property
+    def due_in(self) -> float:
+        """Seconds until `say` has something to say; infinite while there is nothing unsaid."""
+        if not self._unsaid:
+            return math.inf
+        return 0.0 if self._said_at is None else max(0.0, self._said_at + LINE_S - self._clock())
 
     def say(self, waited: float, *, at_once: bool = False) -> None:
         """Log a line, if there is something to say and the last one was long enough ago.

@@ -69,13 +69,14 @@ def test_longest_back_off_and_joining_fit_into_the_time_that_is_given() -> None:
 def test_new_run_says_what_it_waits_for_and_begins(has_file: bool) -> None:
     stage = with_a_file() if has_file else a_broker()
     new = stage.worker("new").joins()
-    assert sum("waiting 3.0 s at most for workers that hold a run" in t for t in stage.logs) == 1
-    assert feed(stage)["waiting_for"] == "for workers that hold a run and may be on their way"
+    whom = "for workers that may come back with an earlier run"
+    assert sum(f"Waiting 3.0 s at most {whom}; then" in text for text in stage.logs) == 1
+    assert feed(stage)["waiting_for"] == whom
     stage.passes(RETURN_WITHIN_S + 0.1)
     assert (new.asked_for == [0]) is not has_file
     stage.provide()
     assert stage.round.number == 0
-    assert sum("Before a new run begins" in text for text in stage.logs) == 1
+    assert sum("then a new run begins" in text for text in stage.logs) == 1
 
 
 def test_broker_that_is_up_for_longer_than_a_return_takes_begins_at_once() -> None:
@@ -84,12 +85,24 @@ def test_broker_that_is_up_for_longer_than_a_return_takes_begins_at_once() -> No
     assert stage.worker("new").joins().asked_for == [0]
 
 
-def test_new_run_begins_at_once_when_all_its_workers_are_there() -> None:
+def test_new_run_begins_once_all_its_workers_are_there_and_a_return_would_have_come() -> None:
     stage = a_broker(workers=2)
     first = stage.worker("a").joins()
+    stage.passes(RETURN_WITHIN_S)
     assert not first.asked_for
     stage.worker("b").joins()
     assert first.asked_for == [0]
+
+
+def test_newcomers_as_many_as_are_needed_do_not_wipe_a_run_that_had_more_workers() -> None:
+    stage = a_broker(workers=2)
+    newcomers = [stage.worker(name).joins() for name in ("b", "c")]
+    stage.passes(RETURN_WITHIN_S - 0.2)
+    assert not any(each.asked_for for each in newcomers)
+    holder = stage.worker("a").comes_with(holding(12))
+    assert holder.asked_for == [0]
+    holder.donates(0)
+    assert stage.version().counter == 12
 
 
 def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -> None:
@@ -100,6 +113,8 @@ def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -
     assert not new.asked_for
     stage.passes(0.3)
     assert new.asked_for == [0]
+    stage.provide()
+    assert "Round 0 waits for 3 workers; 1 is here." in stage.logs
 
 
 @pytest.mark.parametrize("options", [{"recover_wait": 0.0}, {"bind": "tcp://127.0.0.1:0"}], ids=str)

@@ -181,8 +181,8 @@ def test_what_was_recovered_and_what_was_lost_is_said() -> None:
     assert "a is ahead of the checkpoint; taking fragment 0 at version 3#" in text
     assert "b is ahead of the checkpoint; taking fragment 1 at version 4#" in text
     assert "Recovered the parameters from a." in text
-    assert "since the checkpoint before round 4 is lost: 1 of fragment 0." in text
-    assert "since the checkpoint before round 4 is lost: 2 of fragment 1." in text
+    assert "since the checkpoint before round 4 is lost: 1 round of fragment 0." in text
+    assert "since the checkpoint before round 4 is lost: 2 rounds of fragment 1." in text
     goes_on = (
         "goes on with round 7, from the checkpoint before round 4 and what its workers had newer"
     )

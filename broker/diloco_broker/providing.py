@@ -63,15 +63,15 @@ def _wait_for_a_run(state: State) -> Generator[Effect, None, bool]:
     if boot.holder_lost_at is not None:
         until = boot.holder_lost_at + config.recover_wait
         whom = "the worker that holds the run and whose connection broke"
-    elif not config.has_new_address and not 1 < config.workers <= here:
-        enough = here >= config.workers
+    elif not config.has_new_address:
+        enough = here >= config.workers  # more may have been in an earlier run
         until = state.started_at + min(config.recover_wait, RETURN_WITHIN_S if enough else math.inf)
-        whom = "workers that hold a run and may be on their way"
+        whom = "workers that may come back with an earlier run"
         whom += "" if enough else f", and for {config.workers} workers to be here"
     if state.now >= until:
         whom = ""
     elif whom != boot.waits_for:
-        text = f"Before a new run begins, waiting {until - state.now:.1f} s at most for {whom}."
+        text = f"Waiting {until - state.now:.1f} s at most for {whom}; then a new run begins."
         yield Log("info", text)
     boot.waits_for = whom
     return bool(whom)
@@ -240,6 +240,10 @@ def begin(state: State, number: int, *, is_new: bool) -> Iterator[Effect]:
     if is_new and state.config.save_dir is not None:
         yield Save(number, books_of(state, number))
     yield from sequence.open_round(state, number)
+    round_, here = state.round, len(state.members)
+    if round_ is not None and here < round_.floor:
+        are = "is" if here == 1 else "are"
+        yield Log("info", f"Round {number} waits for {round_.floor} workers; {here} {are} here.")
 
 
 def _room_needed(state: State) -> str:

@@ -129,7 +129,7 @@ def adopted(state: State, donor: str) -> Iterator[Effect]:
             yield ForgetBuffer(fragment)
     pieces = state.config.num_fragments
     rounds = [
-        f"{number}{f' of fragment {fragment}' if pieces > 1 else ''}"
+        f"{number} round{'s'[: number != 1]}{f' of fragment {fragment}' if pieces > 1 else ''}"
         for fragment, number in sorted(steps.items())
         if fragment < pieces and number
     ]

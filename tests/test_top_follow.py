@@ -152,7 +152,7 @@ def test_one_screen_tells_of_checkpoints_and_refusals() -> None:
             totals={"rejected": 3, "refused": {"late": 2, "non_finite": 1}},
         )
     )
-    assert re.search(r"saved +saved round 411 13s ago", text)
+    assert re.search(r"disk +saved round 411 13s ago", text)
     assert re.search(r"refused +2 late, 1 non finite", text)
     assert "  72s ago rtx: Too late." in text
     full = status(checkpoint={"folder": "/d", "round": 4, "error": "No space left on device"})

@@ -267,10 +267,11 @@ def serve(
     ] = None,
     verbose: Annotated[bool, _option("Log more.", _WIRE, "--verbose")] = False,
 ) -> None:
-    """Serve a run until SIGTERM or Ctrl-C, which it survives: workers train on and come back.
+    """Serve a run until SIGTERM or Ctrl-C. The run survives both: workers train on and come back.
 
-    A second signal ends at once. Exit codes: 0 ended by a signal or shutdown --restarting, 3 the run is
-    over (diloco-broker shutdown), 2 it could not start, 1 an error.
+    A second signal ends at once. Exit codes: 0 ended by a signal or by
+    shutdown --restarting, 3 the run is over (diloco-broker shutdown), 2 it
+    could not start, 1 an error.
     """
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,

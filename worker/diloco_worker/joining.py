@@ -77,7 +77,7 @@ def await_model(link: Link, patience: Patience) -> None:
         if link.has_ended:
             raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
         if link.phase is Phase.JOINED:
-            patience.say(f"Joined at {link.address}; waiting for the first parameters.")
+            patience.say(f"Joined at {link.address}; waiting for its parameters.")
         else:
             patience.say(f"Waiting to join the run: {link.describe()}{_advice(link)}.")
     if link.refused_for_good:

@@ -40,8 +40,9 @@ def main(
 ) -> None:
     """Kill, stop, cut off and fill up a run of one broker and four workers, then audit it.
 
-    Everything runs on this machine. Prints what was survived and how much of the work is in the final
-    parameters; ends with exit code 1 and a sentence for each broken promise.
+    Everything runs on this machine. Prints what was survived and how much of
+    the work is in the final parameters; ends with exit code 1 and a sentence
+    for each broken promise.
     """
     deadline = time.monotonic() + 60 * minutes
     chosen = [mode.strip() for mode in modes.split(",") if mode.strip()]

@@ -62,8 +62,9 @@ def main(
 ) -> None:
     """Train a small GPT with one broker and some workers, then alone, and compare.
 
-    Everything runs on this machine, in separate processes that talk over TCP. Writes summary.json,
-    log.jsonl and loss.png to the folder of results; a few minutes on two cores.
+    Everything runs on this machine, in separate processes that talk over TCP.
+    Writes summary.json, log.jsonl and loss.png to the folder of results; a few
+    minutes on two cores.
     """
     settings = Settings(
         steps=steps,

@@ -90,8 +90,9 @@ def top(
 ) -> None:
     """Show a DiLoCo run in the terminal: its round, its workers, its traffic; and steer it.
 
-    Reads the feed of a running diloco-broker. Keys that change the run ask before, and send the
-    change to the broker's control address; ? lists all keys.
+    Reads the feed of a running diloco-broker. Keys that change the run ask
+    before, and send the change to the broker's control address; ? lists all
+    keys.
     """
     if not (timeout > 0 and math.isfinite(timeout)):
         _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")

@@ -109,7 +109,7 @@ def _facts(snapshot: Snapshot, glyphs: Glyphs) -> Iterable[tuple[str, Sequence[f
     yield ("model", facts.model_parts(snapshot))
     yield ("traffic", facts.traffic_parts(snapshot))
     yield ("refused", (facts.reasons(snapshot),))
-    yield ("saved", facts.checkpoint_parts(snapshot, glyphs))
+    yield ("disk", facts.checkpoint_parts(snapshot, glyphs))
     yield (
         "broker",
         (

@@ -159,6 +159,17 @@ def test_change_of_the_model_is_said_once_at_the_next_boundary(
     assert "model_change" not in worker.state_dict()["metrics"]
 
 
+@pytest.mark.parametrize("change", [reshaped, wrapped, narrowed])
+def test_state_of_a_changed_model_can_be_saved_and_holds_no_parameters(
+    change: Callable[[Net], None], begin: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, descent = begin(Net())
+    assert worker.state_dict()["resume"] is not None
+    change(descent.model)  # type: ignore[arg-type]
+    assert worker.state_dict()["resume"] is None
+    assert "begins with the run's" in caplog.text
+
+
 def test_warning_of_a_worker_is_in_the_feed_as_long_as_it_holds() -> None:
     stage = a_stage(1, 2)
     (a,) = stage.joined("a")

@@ -89,7 +89,8 @@ def resume_plain(
     boundaries: Boundaries,
     frozen: Held | None,
 ) -> Plain | None:
-    """The parameters and deltas of a worker in a run; None while a merge is broken off.
+    """The parameters and deltas of a worker in a run; None, with a warning, while a merge is broken off,
+    or once the model has changed so much that the run's tensors are not in it.
 
     Args:
         frozen: the version of the frozen parameters, where there are any.
@@ -103,6 +104,15 @@ def resume_plain(
             "goes on from it begins with the run's. Save again after the next step."
         )
         return None
+    try:
+        sums = checksums(tensors)
+    except UsageError as error:  # a script that saves must not end by it
+        logger.warning(
+            "%s Until then the worker's state says nothing of the parameters: a worker that goes on "
+            "from it begins with the run's.",
+            error,
+        )
+        return None
     place, grounds = standing
     resumption = Resumption(
         worker_id=worker_id,
@@ -112,6 +122,6 @@ def resume_plain(
         place=place,
         frozen=frozen,
         grounds=grounds,
-        checksums=checksums(tensors),
+        checksums=sums,
     )
     return to_plain(resumption, tensors.manifest)

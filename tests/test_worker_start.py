@@ -23,6 +23,14 @@ from diloco_worker.patience import Patience
 PATIENCE_S = 20.0
 
 
+@pytest.fixture(autouse=True)
+def nobody_takes_sigterm() -> Iterator[None]:
+    """Commands that other tests have run in this process may have left handlers of theirs."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 @pytest.fixture(scope="module")
 def broker() -> Iterator[Broker]:
     address = "tcp://127.0.0.1:*"

@@ -229,3 +229,5 @@ def test_delay_that_is_a_number_is_shown_as_one() -> None:
     assert (shown["fragment_delay_auto"], shown["fragment_sync_delay"]) == (False, 2)
     assert shown["fragment_max_delay"] == 2
     assert "merged 2 steps after the push" in fragments_line(as_text(shown))
+    single = as_text({**shown, "fragment_sync_delay": 1})
+    assert "merged 1 step after the push" in fragments_line(single)

@@ -198,7 +198,7 @@ def test_uneven_split_is_told_which_pattern_is_better_and_how_many_fragments_mak
     assert told["imbalance"] > 1.5
     assert "--fragment-pattern contiguous would be more even" in " ".join(told["advice"])
     assert "model.embed_tokens.weight alone is 1.81 times" in " ".join(told["advice"])
-    assert "more than 3 fragments make the largest no smaller" in " ".join(told["advice"])
+    assert "more fragments than 3 make the largest no smaller" in " ".join(told["advice"])
     even = as_json(tmp_path / "model.pt", "--num-fragments", 2, "--fragment-pattern", "balanced")
     assert even["imbalance"] < 1.01
     assert even["advice"][1] == "That is even enough."

@@ -101,6 +101,15 @@ def test_line_of_a_fragment_names_it_and_its_delay(
     assert "merged 2 steps after the slot" in line
 
 
+def test_line_of_a_single_step_says_step(info: pytest.LogCaptureFixture) -> None:
+    told = SyncLines(lambda: 0.0, has_fragments=True)
+    told.counted(flight(1, 1), arrival(1), 0, 11)
+    told.say(0.0)
+    (line,) = lines(info, "Synchronised: ")
+    assert "has 1 step of this worker" in line
+    assert "merged 1 step after the slot" in line
+
+
 def test_line_of_a_sync_is_not_held_back_by_the_wait_of_the_next(
     broker: ScriptedBroker, beside: Beside, begin: Make, info: pytest.LogCaptureFixture
 ) -> None:

@@ -124,8 +124,7 @@ def advice(planned: Planned) -> list[str]:
         most = max(1, total // largest.elements)
         found.append(
             f"{largest.name} alone is {largest.elements * pieces / total:.2f} times the mean, and no "
-            f"pattern divides a tensor: more than {most} fragment{'s'[: most != 1]} make the largest no "
-            "smaller."
+            f"pattern divides a tensor: more fragments than {most} make the largest no smaller."
         )
     return found
 

@@ -156,8 +156,8 @@ def _fragments(data: Data) -> Iterable[str]:
     is_alpha = data.get("fragment_merge", "alpha") == "alpha"
     return (
         f"{count} {data.get('fragment_pattern') or ''}".strip() if count > 1 else "one",
-        f"merged {delay} steps after the push" if not is_auto else "merged when the reply is here",
-        f"last {_range(delays)} steps after the push" if is_auto and delays else "",
+        f"merged {_after([delay])}" if not is_auto else "merged when the reply is here",
+        f"last {_after(delays)}" if is_auto and delays else "",
         f"at most {longest}" if longest is not None and (is_auto or longest != delay) else "",
         f"alpha {data.get('fragment_update_alpha', 0.0):g}" if is_alpha else data["fragment_merge"],
     )
@@ -257,6 +257,10 @@ def _clipped(text: str, columns: int) -> str:
         return text
     head = columns // 2 - 1
     return f"{text[:head]}..{text[head + 2 - columns :]}"
+
+
+def _after(delays: Sequence[int]) -> str:
+    return f"{_range(delays)} step{'s'[: max(delays) != 1]} after the push"
 
 
 def _range(values: Sequence[int]) -> str:

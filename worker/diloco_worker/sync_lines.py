@@ -53,10 +53,11 @@ class SyncLines:
         where = f" ({', '.join(made)})" if made else ""
         norm = "" if flight.push.norm is None else f", norm {flight.push.norm:.4g}"
         delay = step - flight.began
-        merged = f", merged {delay} steps after the slot" if self._has_fragments or delay else ""
+        after = f"{_steps(delay)} after the slot"
+        merged = f", merged {after}" if self._has_fragments or delay else ""
         self._unsaid += 1
         self._newest = (
-            f"version {arrival.version.counter}{where} has {flight.steps} steps of this worker{norm}, "
+            f"version {arrival.version.counter}{where} has {_steps(flight.steps)} of this worker{norm}, "
             f"staleness {staleness}{merged}"
         )
 
@@ -87,3 +88,7 @@ class SyncLines:
             f"; and {others} more since the last line" if others else "",
         )
         self._said_at, self._unsaid, self._waited_before = now, 0, waited
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'s'[: number != 1]}"

@@ -293,6 +293,18 @@ def test_worker_that_leaves_finishes_the_merge_first(beside: Beside) -> None:
         assert story.worker.state_dict()["resume"] is not None
 
 
+def test_worker_that_leaves_finishes_a_move_to_newer_parameters_first(beside: Beside) -> None:
+    """There is no delta in flight any more that leaving would wait for."""
+    plot = PLOTS["dropped and moved"]
+    with a_story(plot, beside, TENSORS + 2, KeyboardInterrupt) as story:
+        plot.opens(story)
+        story.trains(1)()
+        assert len(set(parameters(story).tolist())) == 2, "torn"
+        story.worker.close()
+        assert len(set(parameters(story).tolist())) == 1
+        assert story.worker.state_dict()["resume"] is not None
+
+
 @pytest.mark.parametrize("is_offered", [False, True])
 def test_interrupt_between_freezing_and_offering_sends_the_push_once(
     is_offered: bool, beside: Beside

@@ -269,6 +269,9 @@ class Boundaries:
         """
         limit = min(HASTY_S, self._settings.timeout) if hasty else self._settings.timeout
         self._leaving = Leaving(self._clock() + limit, limit, hasty)
+        for exchange in self._exchanges:
+            if exchange.is_torn:
+                self._settle(exchange)
         for exchange in self._by_age():
             self._wait_for(exchange)
         self._lines.say(self._counters.seconds_waited, at_once=True)

@@ -144,6 +144,15 @@ def test_parts_of_a_push_may_be_in_two_versions_but_no_chunk_twice(
     assert len(findings.doubled) == doubles
 
 
+def test_push_of_which_nothing_went_in_at_first_is_counted_once() -> None:
+    """A round may close without any chunk of a worker that was cut off."""
+    findings = found(
+        [release(0), release(1, push("p1", chunks="00")), release(2, push("p1"))],
+        life(frozen("p1"), counted("p1", 2), LEFT),
+    )
+    assert findings.problems == []
+
+
 def test_same_push_id_of_two_workers_is_two_pushes() -> None:
     findings = found(
         [release(0), release(1, push("p1"), push("p1", "b"))],

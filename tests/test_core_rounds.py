@@ -92,6 +92,15 @@ def test_closing_round_ends_without_the_chunks_of_a_worker_that_dies() -> None:
     assert [step.weight for step in stage.steps] == [2.0, 1.0, 1.0]
 
 
+def test_push_of_which_no_chunk_came_is_not_written_down_as_counted() -> None:
+    stage = a_stage(workers=2)
+    a, b = stage.joined("a", "b")
+    a.pushes(1)
+    b.begins(2)
+    b.dies()
+    assert [each.push.push_id for each in stage.audits[-1].pushes] == [1]
+
+
 def test_complete_submission_counts_even_if_its_worker_died() -> None:
     stage = a_stage(workers=2)
     a, b = stage.joined("a", "b")

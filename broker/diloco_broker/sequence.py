@@ -184,7 +184,8 @@ def _complete(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
     ledger = stock.ledger
     pushes = []
     for each in counting:
-        pushes.append(AuditedPush(each.worker_id, each.push, each.added, each.weight))
+        if each.added:
+            pushes.append(AuditedPush(each.worker_id, each.push, each.added, each.weight))
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
     ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
     made = Made(ended, counting, ledger)

@@ -278,6 +278,7 @@ def _written_twice(releases: Iterable[Release]) -> list[Version]:
 
 def _doubled(push: Push, parts: Sequence[Contribution]) -> list[str]:
     found = []
+    parts = [part for part in parts if part.chunks is None or part.chunks]  # something went in
     for number, part in enumerate(parts):
         for earlier in parts[:number]:
             if part.chunks is None or earlier.chunks is None:

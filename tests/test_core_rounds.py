@@ -534,6 +534,22 @@ def test_stop_finishes_a_closing_round_and_tells_the_workers() -> None:
     assert (late.error().code, late.error().retry) == ("stopping", True)
 
 
+@pytest.mark.parametrize(("restarting", "what"), [(False, "shutdown"), (True, "restarting")])
+def test_worker_that_comes_back_to_a_broker_that_stops_is_told_which_it_is(
+    restarting: bool, what: str
+) -> None:
+    """Its connection had broken when the others were told."""
+    stage = a_stage(workers=2, disconnect_grace=9.0)
+    a, b = stage.joined("a", "b")
+    a.pushes(1)
+    b.begins(2)
+    a.loses_connection()
+    stage.happens(Stop("it was asked to", restarting=restarting))
+    a.joins()
+    assert a.error().code == "stopping"
+    assert [notice.what for notice in a.all(Notice)] == [what]
+
+
 def test_stop_abandons_an_open_round() -> None:
     stage = a_stage(workers=2)
     (a, _) = stage.joined("a", "b")

@@ -8,7 +8,7 @@ import pytest
 from worker_fakes import Beside, ScriptedBroker, version
 from worker_stage import Make, at, filled, first, until
 
-from diloco_protocol.messages import Commit, Notice, Push
+from diloco_protocol.messages import Commit, Error, Join, Notice, Push
 from diloco_worker import DiLoCoWorker
 
 pytest_plugins = ("worker_fixtures",)
@@ -65,6 +65,19 @@ def test_run_that_is_over_after_a_restart_ends_the_script(
     broker.restart()
     broker.welcomes(version(0))
     broker.says(Notice("shutdown", "The run is over: ann@desk asked for it."))
+    until(lambda: worker.should_stop)
+    assert worker.stop_reason == "The run is over: ann@desk asked for it."
+
+
+def test_end_of_the_run_reaches_a_worker_that_was_coming_back(
+    broker: ScriptedBroker, begin: Make
+) -> None:
+    worker, _ = begin()
+    hears_of_the_restart(broker, worker)
+    broker.restart()
+    broker.control, _, _ = broker.hears_from(Join)
+    broker.says(Notice("shutdown", "The run is over: ann@desk asked for it."))
+    broker.says(Error("stopping", "The broker is stopping.", retry=True, about="join"))
     until(lambda: worker.should_stop)
     assert worker.stop_reason == "The run is over: ann@desk asked for it."
 

@@ -229,6 +229,8 @@ class Core:
                 yield from providing.reject_donor(self.state, member)
         if isinstance(message, Push) and not retry and error.code != Code.LATE:
             yield from self._excuse(message)
+        if isinstance(message, Join) and error.code == Code.STOPPING:
+            yield Send(route, self._farewell())  # it was on its way when the others were told
         yield Send(route, Error(error.code, str(error), retry, push_id, message.kind))
         if not retry:
             yield Log("warning", f"Refused a {message.kind}{who}: {error}")
@@ -241,14 +243,20 @@ class Core:
 
     def _stop(self, reason: str, restarting: bool) -> Iterator[Effect]:
         self.state.stopping, self.state.is_restarting = reason, restarting
-        if restarting:
-            yield Log("info", f"Stopping: {reason}. Workers train on until a broker is back.")
-            notice = Notice("restarting", f"The broker restarts: {reason}.")
-        else:
-            yield Log("info", f"Stopping: {reason}. The run is over, and workers are told so.")
-            notice = Notice("shutdown", f"The run is over: {reason}.")
+        then = (
+            "Workers train on until a broker is back."
+            if restarting
+            else "The run is over, and workers are told so."
+        )
+        yield Log("info", f"Stopping: {reason}. {then}")
         for member in self.state.members:
-            yield Send(member.control, notice)
+            yield Send(member.control, self._farewell())
+
+    def _farewell(self) -> Notice:
+        """What workers are told of a broker that stops."""
+        if self.state.is_restarting:
+            return Notice("restarting", f"The broker restarts: {self.state.stopping}.")
+        return Notice("shutdown", f"The run is over: {self.state.stopping}.")
 
     # Readers.
 

@@ -240,7 +240,9 @@ class Broker:
         """Was the broker asked to end for good, and not to come back?"""
         return self._stop_reason is not None and not self._is_restarting
 
-    def request_stop(self, reason: str = "it was asked to", *, restarting: bool = False) -> None:
+    def request_stop(
+        self, reason: str = "its program has ended it", *, restarting: bool = False
+    ) -> None:
         """Ask `run()` to end in an orderly way; returns at once, fit for a signal handler.
 
         Args:
@@ -250,7 +252,7 @@ class Broker:
         """
         if self._stop_reason is None:
             self._is_restarting = restarting
-            self._stop_reason = reason or "it was asked to"
+            self._stop_reason = reason or "its program has ended it"
 
     def stop(self, *, restarting: bool = False) -> None:
         """End in an orderly way: finish a closing round, tell the workers, close the sockets.

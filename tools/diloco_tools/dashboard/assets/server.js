@@ -22,7 +22,7 @@ export function metrics(snapshot, elapsed, cpuShare) {
     ["Outer optimizer", [outer.optimizer, outer.variant].filter(Boolean).join(" ") || NONE],
     ["Pending submissions", pending(snapshot)],
     ["DN buffer", outer.buffer > 1 ? `${snapshot.fragments.map((part) => `${part.buffered}/${outer.buffer}`).join(", ") || `0/${outer.buffer}`} gradients` : "none"],
-    ["DyLU, steps of a round", dylu(snapshot)],
+    ["Steps to a boundary (H)", dylu(snapshot)],
     ["Workers", `${counts.alive} alive, ${counts.participating} participating, ${counts.averaged} averaged`],
     ["Deaths", String(totals.deaths), totals.deaths ? "bad" : ""],
     ["Fragment submissions", fragments(snapshot)],

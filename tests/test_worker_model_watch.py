@@ -8,6 +8,7 @@ import pytest
 import torch
 from stage import a_stage
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from worker_fakes import Beside, ScriptedBroker, version
 from worker_stage import Make, filled
 
@@ -186,3 +187,36 @@ def test_warning_of_a_worker_is_in_the_feed_as_long_as_it_holds() -> None:
     assert not any("\x1b" in line for line in stage.logs)
     a.sends(Heartbeat(a.token(), 6))
     assert shown() is None
+
+
+def steps_of(optimizer: torch.optim.Optimizer, number: int) -> None:
+    for _ in range(number):
+        optimizer.step()
+
+
+def test_steps_of_another_optimizer_are_said_to_be_lost(
+    begin: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when layers are unfrozen in mid-run and a new optimizer is made for them."""
+    worker, descent = begin(sync_every=10_000)
+    parameters = list(descent.model.parameters())
+    descent.steps(1)
+    steps_of(torch.optim.AdamW(parameters), 300)
+    assert caplog.text.count("Another optimizer (AdamW) has made 100 steps") == 1
+    assert "make a new one with the optimizer" in str(worker.sync_metrics.last_error)
+
+
+def test_optimizers_that_take_turns_or_train_something_else_are_left_in_peace(
+    begin: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, descent = begin(sync_every=10_000)
+    other = torch.optim.SGD(descent.model.parameters(), lr=0.0)
+    for _ in range(3):
+        steps_of(other, 99)
+        descent.steps(1)
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.0)
+    steps_of(stranger, 300)
+    worker.close()
+    steps_of(other, 300)
+    assert "Another optimizer" not in caplog.text
+    assert not _global_optimizer_post_hooks

@@ -38,6 +38,7 @@ from diloco_worker.link import Link
 from diloco_worker.metrics import SyncMetrics
 from diloco_worker.news import Progress
 from diloco_worker.occupancy import check_free, occupy, vacate
+from diloco_worker.other_steps import OtherSteps
 from diloco_worker.patience import Patience
 from diloco_worker.reports import Pace, Reports
 from diloco_worker.resume import Resumption
@@ -158,6 +159,7 @@ class DiLoCoWorker:
         self._is_watched = False
         self._has_told_termination = False
         self._capture = CaptureWatch()
+        self._others = OtherSteps(model, self._optimizer, self._trouble)
         self._frozen: Held | None = None
         self._hook: Any = None
         self._clock: Callable[[], float] = time.monotonic
@@ -245,11 +247,13 @@ class DiLoCoWorker:
         await_model(link, Patience(self._clock, first=FIRST_WORD_S))
         self._take_model(link, audit)
         self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        self._others.start()
         self._pace.resume(self._clock())
         return self
 
     def _undo_start(self) -> None:
         """As if it had never been started, except that it cannot be started again."""
+        self._others.stop()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -276,6 +280,7 @@ class DiLoCoWorker:
 
     def _close(self, reason: str, *, failed: bool = False, hasty: bool = False) -> None:
         """Leave, telling the broker why. `hasty`: the process is about to end."""
+        self._others.stop()
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
@@ -557,6 +562,10 @@ class DiLoCoWorker:
                 self._boundaries.restart()
             if self._link is not None:
                 self._link.last_error = f"Synchronising failed: {error!r}"
+
+    def _trouble(self, text: str) -> None:
+        if self._boundaries is not None:
+            self._boundaries.trouble(text)
 
     def _publish(self, waiting: bool = False) -> None:
         """What the next heartbeat tells."""

@@ -123,17 +123,24 @@ def test_broker_is_told_of_the_delay_in_use(broker: ScriptedBroker, begin: Make)
     overlaps(broker)
     worker, descent = begin(layers())
     descent.steps(4)
+    told = hears_of_step(broker, 4)
     push, _ = broker.takes_push(0)
-    assert broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
+    assert told.merge_delay is None, "nothing has been merged yet"
     descent.steps(1)
     broker.serves(filled(descent, 1000, broker), version(1), push.push_id)
     has_news(worker)
     descent.steps(3)  # merged after two steps; then the slot of fragment 1, with a heartbeat
+    told = hears_of_step(broker, 8)
     assert broker.hears(Push).fragment == 1
-    told = broker.hears(Heartbeat)
-    while told.step < 8:
-        told = broker.hears(Heartbeat)
     assert told.merge_delay == 2
+
+
+def hears_of_step(broker: ScriptedBroker, step: int) -> Heartbeat:
+    """The heartbeat at a slot; it comes before the push, which is heard later."""
+    told = broker.hears(Heartbeat)
+    while told.step < step:
+        told = broker.hears(Heartbeat)
+    return told
 
 
 @pytest.mark.parametrize(

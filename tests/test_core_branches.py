@@ -7,6 +7,7 @@ from dataclasses import replace
 from stage import Holdings, Stage
 from test_core_recovery import a_round, a_run, ahead
 
+from diloco_broker.transfer import NAMES_KEPT, NAMES_SAVED
 from diloco_protocol.version import VersionId
 
 
@@ -97,3 +98,13 @@ def test_worker_that_is_merely_behind_is_of_no_other_branch() -> None:
     b.loses_connection()
     b.comes_with(held)
     assert not any("branch" in text for text in stage.logs)
+
+
+def test_names_of_versions_are_remembered_up_to_a_bound() -> None:
+    stage = a_run("a", rounds=1)
+    stock = stage.state.shelf.stocks[0]
+    run, ledger, wires = stage.version().run, stock.ledger, stock.wires
+    for counter in range(2, NAMES_KEPT + 100):
+        stock.put(VersionId(run, counter, counter), wires, ledger)
+    assert len(stock.tags) == NAMES_KEPT and max(stock.tags) == NAMES_KEPT + 99
+    assert list(stock.newest_tags()) == list(stock.tags)[-NAMES_SAVED:]

@@ -436,7 +436,7 @@ ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
             saves_without_the_version_that_waits,
             "is told of and is not on the disk|has other chunks than it had|and .* is adopted",
         ),
-        ("streaming", ADOPT, adopts_nothing, "somebody here has version|stands still"),
+        ("streaming", ADOPT, adopts_nothing, "stands still"),
         ("async", 0, adopts_the_oldest, "somebody here has version|stands still"),
         ("carry", ADOPT, goes_on_without_those_it_knows, "it did not wait for"),
         ("streaming", REWIND, loses("ledger", Ledger()), "has another ledger"),

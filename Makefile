@@ -55,7 +55,7 @@ chromium:
 	  || echo "Chromium cannot be installed here (that takes root and apt): its tests will be skipped."; }
 
 test-browser: $(STAMP) chromium
-	@$(BIN)/python -m pytest -m browser -rs tests/test_dashboard_browser.py
+	@$(BIN)/python -m pytest -m browser -rs tests/tools/test_dashboard_browser.py
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

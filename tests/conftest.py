@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from desk import FROZEN, Desk, desk, version
+
+from kit.session_harness import FROZEN, Desk, desk, version
 
 
 @pytest.fixture

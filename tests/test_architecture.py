@@ -1,104 +1,264 @@
-"""Who may import whom, and what pure modules never touch: read from the source, not from memory."""
+"""Who may import whom, by folder and by every path: read from the source, not from memory."""
 
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from kit.paths import ROOT
+
 PACKAGES = {
     "diloco_protocol": ROOT / "protocol" / "diloco_protocol",
     "diloco_broker": ROOT / "broker" / "diloco_broker",
     "diloco_worker": ROOT / "worker" / "diloco_worker",
     "diloco_tools": ROOT / "tools" / "diloco_tools",
 }
+# Of each package, its storeys from the ground up: a module imports from its own and from those below.
+# What is not named belongs to the top. A storey is a folder or a module.
+STOREYS: dict[str, list[set[str]]] = {
+    "diloco_broker": [
+        {"config"},
+        {"core.state", "core.events", "core.effects"},
+        {"core.rules"},
+        {"core"},
+        {"tensors"},
+        {"storage"},
+        {"shell"},
+        {"cli"},
+    ],
+    "diloco_worker": [{"core", "model"}, {"shell"}, {"training"}],
+    "diloco_protocol": [],
+    "diloco_tools": [],
+}
+# Neighbours on one storey that do not know each other.
+STRANGERS = [("diloco_worker.core", "diloco_worker.model")]
+# What a package may import of ours besides itself; of the broker and the worker, only public names.
 ALLOWED = {
     "diloco_protocol": set(),
     "diloco_broker": {"diloco_protocol"},
     "diloco_worker": {"diloco_protocol"},
     "diloco_tools": {"diloco_protocol"},
 }
-# Folders of diloco_tools that may use the public names of the broker and the worker.
-MAY_USE_BOTH = ("demo", "bench", "chaos")
-PUBLIC = {"diloco_broker", "diloco_worker"}
+MAY_USE_BOTH = ("demo", "bench", "chaos", "experiments")
+# What no module of these reaches, by any path: everything there can be run in a test with a fake clock.
+NO_SHELL = {
+    "torch",
+    "numpy",
+    "zmq",
+    "time",
+    "threading",
+    "os",
+    "asyncio",
+    "socket",
+    "random",
+    "secrets",
+}
 PURE = {
-    "diloco_broker": {
-        "acks", "asynchronous", "bootstrap", "config", "core", "dylu", "events", "feed", "granting",
-        "joining", "membership", "providing", "pushing", "round_lines", "rounds", "sequence", "staged",
-        "staging", "state", "status_text", "steering", "streaming", "transfer", "work_queue",
-    },
-    "diloco_worker": {
-        "events", "pulls", "pushes", "session", "stillness", "terms", "transfers", "turns",
-    },
-    "diloco_protocol": {
-        "addresses", "chunks", "codecs", "errors", "fragments", "frames", "manifest", "messages",
-        "own_split", "packing", "plan_view", "ranges", "version", "__init__",
-    },
-    "diloco_tools": {
-        "dashboard/picture", "estimate", "exporter/catalogue", "exporter/labels", "exporter/metrics",
-        "feed", "series", "top/facts", "top/keys", "top/lines", "top/load", "top/notation", "top/panes",
-        "top/picture", "top/playing", "top/scene", "top/screen", "top/sentences", "top/table",
-        "top/view",
-    },
-}  # fmt: skip
-IMPURE = {"zmq", "time", "threading", "asyncio", "socket", "random", "secrets", "os"}
+    "diloco_broker.core": NO_SHELL,
+    "diloco_worker.core": NO_SHELL,
+    "diloco_worker.model": NO_SHELL - {"torch", "numpy"},
+    "diloco_broker.tensors": NO_SHELL - {"torch", "numpy"},
+}
 # What no file of ours ever imports: a file or a message must never run code.
 BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+MAX_MODULES, MAX_FLOORS, MAX_LINES = 16, 6, 600
 
 
-def modules() -> Iterator[tuple[str, Path]]:
-    for package, folder in PACKAGES.items():
+def modules() -> dict[str, Path]:
+    """All of ours, by dotted name; a package by its own."""
+    found = {}
+    for folder in PACKAGES.values():
         for path in sorted(folder.rglob("*.py")):
-            yield package, path
-
-
-def imports(path: Path) -> set[str]:
-    """Full dotted names that a module imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} has a relative import"
-            found.add(node.module or "")
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-@pytest.mark.parametrize(
-    ("package", "path"), list(modules()), ids=lambda v: getattr(v, "name", str(v))
-)
-def test_imports_keep_to_the_house(package: str, path: Path) -> None:
-    ours = {name for name in imports(path) if name.startswith("diloco_")}
-    foreign = {name for name in ours if name.split(".")[0] not in ALLOWED[package] | {package}}
-    if package == "diloco_tools" and path.parent.name in MAY_USE_BOTH:
-        foreign -= PUBLIC
-    assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+MODULES = modules()
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_pure_modules_have_no_clock_socket_or_thread(package: str) -> None:
-    for name in PURE[package]:
-        path = PACKAGES[package] / f"{name}.py"
-        touched = {module.split(".")[0] for module in imports(path)} & IMPURE
-        assert not touched, f"{path.relative_to(ROOT)} imports {sorted(touched)}"
+def nodes(tree: ast.AST, *, with_types: bool) -> Iterator[ast.AST]:
+    """Everything in it, but for what only a type checker reads."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not with_types and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        yield from nodes(child, with_types=with_types)
+
+
+@cache
+def imports(module: str, *, with_types: bool = True) -> frozenset[str]:
+    """Dotted names of the modules that a module imports, wherever in it; of others, whole names."""
+    found = set()
+    for node in nodes(ast.parse(MODULES[module].read_text()), with_types=with_types):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{module} has a relative import"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in MODULES else node.module)
+    return frozenset(found)
+
+
+def loads(module: str) -> frozenset[str]:
+    """What is loaded with a module: what it imports, and what its packages and theirs import."""
+    found = set(imports(module))
+    for name in [module, *found]:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            package = ".".join(parts[:end])
+            if package in MODULES:
+                found |= imports(package, with_types=False)
+    return frozenset(found)
+
+
+def way(module: str, to: set[str]) -> list[str]:
+    """The shortest way of imports from a module to one of these packages; empty if there is none."""
+    ways = deque([[module]])
+    seen = {module}
+    while ways:
+        so_far = ways.popleft()
+        for name in sorted(loads(so_far[-1])):
+            if name.split(".")[0] in to:
+                return [*so_far, name]
+            if name in MODULES and name not in seen:
+                seen.add(name)
+                ways.append([*so_far, name])
+    return []
+
+
+def is_in(module: str, folder: str) -> bool:
+    return module == folder or module.startswith(folder + ".")
+
+
+def storey(module: str) -> int:
+    """The deepest named place that a module belongs to."""
+    package = module.split(".", maxsplit=1)[0]
+    places = [
+        (len(place), number)
+        for number, storey in enumerate(STOREYS[package])
+        for place in storey
+        if is_in(module, f"{package}.{place}")
+    ]
+    return max(places)[1] if places else len(STOREYS[package])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_keep_to_the_house(module: str) -> None:
+    package = module.split(".", maxsplit=1)[0]
+    for name in sorted(imports(module)):
+        of = name.split(".")[0]
+        if of not in PACKAGES:
+            continue
+        if of != package:
+            is_public = of in ("diloco_broker", "diloco_worker") and name == of
+            both = package == "diloco_tools" and module.split(".")[1] in MAY_USE_BOTH
+            assert of in ALLOWED[package] or (both and is_public), f"{module} imports {name}"
+        elif module != package:  # a package's own face shows what is above
+            assert storey(name) <= storey(module), f"{module} imports {name}, which is above it"
+    for one, other in (*STRANGERS, *(pair[::-1] for pair in STRANGERS)):
+        if is_in(module, one):
+            assert not [n for n in imports(module) if is_in(n, other)], f"{module} knows {other}"
+
+
+@pytest.mark.parametrize("folder", PURE)
+def test_pure_modules_reach_no_clock_socket_or_thread_by_any_path(folder: str) -> None:
+    for module in MODULES:
+        if is_in(module, folder):
+            found = way(module, PURE[folder])
+            assert not found, " -> ".join(found)
+
+
+def rounds_of_imports() -> list[set[str]]:
+    """Circles: sets of modules that import each other, types included."""
+    order: list[str] = []
+    seen: set[str] = set()
+
+    def visit(module: str, graph: dict[str, set[str]], into: list[str]) -> None:
+        stack = [(module, iter(sorted(graph[module])))]
+        seen.add(module)
+        while stack:
+            at, rest = stack[-1]
+            following = next((name for name in rest if name not in seen), None)
+            if following is None:
+                into.append(at)
+                stack.pop()
+            else:
+                seen.add(following)
+                stack.append((following, iter(sorted(graph[following]))))
+
+    graph = {m: {n for n in imports(m) if n in MODULES and m.count(".")} for m in MODULES}
+    for module in graph:
+        if module not in seen:
+            visit(module, graph, order)
+    back: dict[str, set[str]] = {m: set() for m in graph}
+    for module, names in graph.items():
+        for name in names:
+            back[name].add(module)
+    seen.clear()
+    circles = []
+    for module in reversed(order):
+        if module not in seen:
+            circle: list[str] = []
+            visit(module, back, circle)
+            circles.append(set(circle))
+    return [circle for circle in circles if len(circle) > 1]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert rounds_of_imports() == []
+
+
+def folders() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        if path.name != "__init__.py":
+            found.setdefault(module.rpartition(".")[0], []).append(module)
+    return found
+
+
+@pytest.mark.parametrize("folder", folders())
+def test_folder_is_small_and_flat(folder: str) -> None:
+    inside = folders()[folder]
+    assert len(inside) <= MAX_MODULES, f"{folder} has {len(inside)} modules"
+    floors: dict[str, int] = {}
+
+    def floor(module: str) -> int:
+        if module not in floors:
+            floors[module] = 0  # a circle is another test's matter
+            below = [name for name in imports(module) if name in inside]
+            floors[module] = 1 + max(map(floor, below), default=0)
+        return floors[module]
+
+    highest = max(inside, key=floor)
+    assert floor(highest) <= MAX_FLOORS, f"{highest} is on floor {floor(highest)} of {folder}"
 
 
 def test_nothing_is_ever_unpickled() -> None:
-    for _, path in modules():
-        assert not imports(path) & BANNED, path
-        assert "weights_only=False" not in path.read_text(), path
+    for module, path in MODULES.items():
+        assert not imports(module) & BANNED, module
+        assert "weights_only=False" not in path.read_text(), module
 
 
-def test_modules_are_one_idea_long_and_have_a_docstring() -> None:
-    for _, path in modules():
-        text = path.read_text()
-        assert text.count("\n") <= 600, f"{path.relative_to(ROOT)} is two ideas"
-        if text.strip():
-            assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} has no docstring"
-        assert path.stem not in {"utils", "helpers", "manager", "misc", "common"}, path
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_are_one_idea_long_and_have_a_docstring(module: str) -> None:
+    text = MODULES[module].read_text()
+    assert text.count("\n") <= MAX_LINES, f"{module} is two ideas"
+    if text.strip():
+        assert ast.get_docstring(ast.parse(text)), f"{module} has no docstring"
+    assert module.rsplit(".", maxsplit=1)[-1] not in {
+        "utils",
+        "helpers",
+        "manager",
+        "misc",
+        "common",
+    }
 
 
 def test_every_package_is_typed() -> None:

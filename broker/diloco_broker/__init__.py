@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diloco_broker.config import BrokerConfig
-    from diloco_broker.loop import Broker
-    from diloco_broker.torch_outer import FragmentParameters, OuterOptimizerFactory
+    from diloco_broker.shell.loop import Broker
+    from diloco_broker.tensors.outer.torch_optim import FragmentParameters, OuterOptimizerFactory
 
 __all__ = ["Broker", "BrokerConfig", "FragmentParameters", "OuterOptimizerFactory"]
 
 _HOMES = {
-    "Broker": "diloco_broker.loop",
+    "Broker": "diloco_broker.shell.loop",
     "BrokerConfig": "diloco_broker.config",
-    "FragmentParameters": "diloco_broker.torch_outer",
-    "OuterOptimizerFactory": "diloco_broker.torch_outer",
+    "FragmentParameters": "diloco_broker.tensors.outer.torch_optim",
+    "OuterOptimizerFactory": "diloco_broker.tensors.outer.torch_optim",
 }
 
 

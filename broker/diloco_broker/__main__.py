@@ -1,5 +1,5 @@
 """`python -m diloco_broker` is `diloco-broker`."""
 
-from diloco_broker.cli import app
+from diloco_broker.cli.app import app
 
 app()

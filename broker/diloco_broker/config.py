@@ -11,7 +11,7 @@ from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDR
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.errors import UsageError
-from diloco_protocol.fragments import PATTERNS, longest_delay
+from diloco_protocol.fragments.plan import PATTERNS, longest_delay
 from diloco_protocol.messages import BUFFERS, RunConfig
 
 MODES = ("sync", "async")
@@ -51,14 +51,14 @@ class BrokerConfig:
         num_fragments: P; each fragment is synchronised every H steps, one after the other.
         fragment_pattern: "strided", "contiguous" or "balanced"; see `diloco_protocol.FragmentPlan`.
         fragment_plan: a JSON file with a split of one's own, instead of a pattern: a fragment for each
-            name or pattern of names; see `diloco_protocol.own_split`. None: the pattern.
+            name or pattern of names; see `diloco_protocol.fragments.own_split`. None: the pattern.
         fragment_sync_delay: tau, inner steps between sending a fragment and merging the reply; or
             "auto": each worker merges at the first step at which all of the reply is here. None becomes
             "auto" where `num_fragments` is above 1, unless `deterministic`, and otherwise 0.
         fragment_update_alpha: weight of the local parameters in that merge.
         fragment_merge: "alpha", or "rebase", which keeps the steps made since sending.
         fragment_max_delay: inner steps after which a worker waits for a late reply. None: tau; with
-            "auto" H/P, and never more than H/2 (`diloco_protocol.fragments.longest_delay`).
+            "auto" H/P, and never more than H/2 (`diloco_protocol.fragments.plan.longest_delay`).
         deterministic: fold whole submissions in the order of worker ids: the same bits in any order
             of arrival.
         weight_by: what a contribution weighs: "equal", "tokens" or "samples".

@@ -2,6 +2,6 @@
 
 from diloco_worker.client import DiLoCoClient, GlobalParameters
 from diloco_worker.hook import DiLoCoWorker
-from diloco_worker.snapshot import manifest_of
+from diloco_worker.model.flat_state import manifest_of
 
 __all__ = ["DiLoCoClient", "DiLoCoWorker", "GlobalParameters", "manifest_of"]

@@ -44,14 +44,14 @@ from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.messages import BUFFERS, Control, Push, Result, from_plain
 from diloco_protocol.messages import encode as encode_message
-from diloco_worker.env import check_address, default_worker_id
-from diloco_worker.events import Observe
-from diloco_worker.link import Link
-from diloco_worker.news import Arrival, Progress
-from diloco_worker.session import Phase, Session
-from diloco_worker.snapshot import FlatState, ModelTensors, encode
-from diloco_worker.terms import cut
-from diloco_worker.values import check_values
+from diloco_worker.core.compatibility import cut
+from diloco_worker.core.events import Observe
+from diloco_worker.core.session import Phase, Session
+from diloco_worker.model.flat_state import FlatState, ModelTensors, encode
+from diloco_worker.model.values import check_values
+from diloco_worker.shell.inbox import Arrival, Progress
+from diloco_worker.shell.link import Link
+from diloco_worker.training.settings import check_address, default_worker_id
 
 # Seconds between two questions for the model while the broker has none.
 ASK_AGAIN_S = 0.5

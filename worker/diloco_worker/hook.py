@@ -28,27 +28,27 @@ import torch
 from torch import Tensor, nn
 
 from diloco_protocol import RunConfig, UsageError
-from diloco_worker.audit import Audit
-from diloco_worker.boundaries import Boundaries
-from diloco_worker.capture import CaptureWatch
-from diloco_worker.env import Settings, default_worker_id, resolve, warn_of_silence
-from diloco_worker.events import Resume
-from diloco_worker.joining import await_model, check_pair
-from diloco_worker.link import Link
-from diloco_worker.metrics import SyncMetrics
-from diloco_worker.news import Progress
-from diloco_worker.occupancy import check_free, occupy, vacate
-from diloco_worker.other_steps import OtherSteps
-from diloco_worker.patience import Patience
-from diloco_worker.reports import Pace, Reports
-from diloco_worker.resume import Resumption
-from diloco_worker.saved import Saved, resume_plain
-from diloco_worker.session import Session
-from diloco_worker.signals import Termination
-from diloco_worker.snapshot import ModelTensors
-from diloco_worker.steps import is_inside_another
-from diloco_worker.transfers import Held
-from diloco_worker.values import check_values
+from diloco_worker.core.events import Resume
+from diloco_worker.core.session import Session
+from diloco_worker.core.transfers import Held
+from diloco_worker.model.flat_state import ModelTensors
+from diloco_worker.model.values import check_values
+from diloco_worker.shell.inbox import Progress
+from diloco_worker.shell.link import Link
+from diloco_worker.shell.sigterm import Termination
+from diloco_worker.training.boundary import Boundaries
+from diloco_worker.training.capture import CaptureWatch
+from diloco_worker.training.metrics import SyncMetrics
+from diloco_worker.training.occupancy import check_free, occupy, vacate
+from diloco_worker.training.other_steps import OtherSteps
+from diloco_worker.training.patience import Patience
+from diloco_worker.training.push_log import Audit
+from diloco_worker.training.reports import Pace, Reports
+from diloco_worker.training.saved_state import Resumption
+from diloco_worker.training.script_state import Saved, resume_plain
+from diloco_worker.training.settings import Settings, default_worker_id, resolve, warn_of_silence
+from diloco_worker.training.start import await_model, check_pair
+from diloco_worker.training.steps import is_inside_another
 
 logger = logging.getLogger("diloco.worker")
 

@@ -36,7 +36,7 @@ from diloco_tools.bench.scale import QUICK, SIZES, WHOLE
 from diloco_tools.bench.stage import ActorFailed, Stage
 from diloco_tools.bench.suite import Part, conclusions, parts_of, rounds_of
 from diloco_tools.bench.table import sentences, tables, targets_table
-from diloco_tools.demo.children import ChildFailed
+from diloco_tools.processes import ChildFailed
 from diloco_tools.terminal import console
 
 app = typer.Typer(

@@ -15,7 +15,7 @@ from diloco_tools.bench.figures import Figure, figure
 from diloco_tools.bench.rounds import join, one_round
 from diloco_tools.bench.spread import against, in_turn
 from diloco_tools.bench.stage import Actor, BrokerProcess, ask_all
-from diloco_tools.feed import Snapshot
+from diloco_tools.feed.model import Snapshot
 
 if TYPE_CHECKING:
     from diloco_tools.bench.stage import Stage

@@ -17,7 +17,9 @@ from typing import Any
 
 from diloco_tools.bench import machine
 from diloco_tools.bench.raw import Ends, RawSample, RawTcp
-from diloco_tools.demo.children import (
+from diloco_tools.feed.model import Snapshot
+from diloco_tools.feed.subscriber import FeedSubscriber
+from diloco_tools.processes import (
     Child,
     Children,
     ended,
@@ -25,8 +27,6 @@ from diloco_tools.demo.children import (
     last_lines,
     wait_for_line,
 )
-from diloco_tools.feed import Snapshot
-from diloco_tools.subscriber import FeedSubscriber
 
 ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must not hang it all
 START_WITHIN_S = 60.0  # of a broker

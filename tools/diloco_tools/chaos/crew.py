@@ -14,7 +14,7 @@ from diloco_tools.chaos.disk import Disk
 from diloco_tools.chaos.faults import DISCONNECT_GRACE_S, HEARTBEAT_TIMEOUT_S, WORKERS
 from diloco_tools.chaos.proxy import Proxy
 from diloco_tools.chaos.worker import Job, steps_in
-from diloco_tools.demo.children import Child, Children
+from diloco_tools.processes import Child, Children
 
 HOST = "127.0.0.1"
 SYNC_EVERY = 6  # H

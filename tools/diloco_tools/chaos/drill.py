@@ -21,8 +21,8 @@ from diloco_tools.chaos.inject import Injected, inject_all
 from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
 from diloco_tools.chaos.stage import Broken, Seen, Stage
 from diloco_tools.chaos.worker import CONTEXT
-from diloco_tools.demo.children import ChildFailed
 from diloco_tools.demo.data import load_shard, validation_windows
+from diloco_tools.processes import ChildFailed
 
 # Behind each inner step of the run with faults: leaves room for processes to start. Rounds that do not
 # wait for anybody come faster than faults can be survived, so their steps take longer.

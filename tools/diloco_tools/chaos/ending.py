@@ -12,8 +12,8 @@ from diloco_protocol.errors import DilocoError
 from diloco_tools.chaos.report import Ending
 from diloco_tools.chaos.stage import Broken, Stage
 from diloco_tools.chaos.worker import CONTEXT, checksum, named
-from diloco_tools.demo.children import Child
 from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
+from diloco_tools.processes import Child
 from diloco_worker import DiLoCoClient, GlobalParameters
 
 LEAVE_WITHIN_S = 40.0

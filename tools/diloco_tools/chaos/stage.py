@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from diloco_tools.chaos.audit import BROKER_LOG, Release, releases_of
 from diloco_tools.chaos.crew import Crew, Life, versions_a_round
-from diloco_tools.demo.children import JsonLines
+from diloco_tools.processes import JsonLines
 
 TURN_S = 0.03  # between two looks
 STANDSTILL_S = 25.0  # without a new version: the run hangs

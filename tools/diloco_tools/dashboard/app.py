@@ -32,7 +32,7 @@ from diloco_tools.dashboard.orders import (
 from diloco_tools.dashboard.security import HEADERS, Policy, Refusal
 from diloco_tools.dashboard.source import FeedSource, ReplaySource
 from diloco_tools.dashboard.streams import EventStream, Streams
-from diloco_tools.feed import LIVE_BELOW_S, STALE_ABOVE_S
+from diloco_tools.feed.model import LIVE_BELOW_S, STALE_ABOVE_S
 
 LONGEST_BODY = 4096  # bytes: the longest order is a worker's name
 BODY_S = 5.0  # seconds for a body of that size to arrive

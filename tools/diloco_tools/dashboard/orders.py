@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_protocol.clients.operator import Operator, this_user
 from diloco_protocol.errors import Unreachable, UsageError
-from diloco_protocol.operator import Operator, this_user
-from diloco_tools.feed import Snapshot
+from diloco_tools.feed.model import Snapshot
 
 LONGEST_WORKER_ID = 1000  # characters
 ANSWER_S = 5.0  # what a broker that is there needs is milliseconds

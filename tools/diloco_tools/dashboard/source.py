@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from diloco_tools.dashboard.picture import encoded, history, picture
-from diloco_tools.feed import FeedError, FeedModel, FeedVersionError, Snapshot
-from diloco_tools.replay import History, read_history
-from diloco_tools.series import RunSeries
-from diloco_tools.subscriber import FeedSubscriber
+from diloco_tools.feed.model import FeedError, FeedModel, FeedVersionError, Snapshot
+from diloco_tools.feed.replay import History, read_history
+from diloco_tools.feed.series import RunSeries
+from diloco_tools.feed.subscriber import FeedSubscriber
 
 TURN_S = 0.2  # the longest that `close` waits for the thread
 POINTS = 900  # of each figure: a quarter of an hour at one snapshot a second

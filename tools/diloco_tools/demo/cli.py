@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 
 from diloco_protocol.errors import DilocoError
-from diloco_tools.demo.children import ChildFailed
 from diloco_tools.demo.data import DataError
 from diloco_tools.demo.display import Display
 from diloco_tools.demo.experiment import run
@@ -24,6 +23,7 @@ from diloco_tools.demo.results import (
     summary,
     table,
 )
+from diloco_tools.processes import ChildFailed
 from diloco_tools.terminal import console
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

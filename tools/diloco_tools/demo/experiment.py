@@ -16,11 +16,11 @@ from typing import Any, TextIO
 from torch import Tensor
 
 from diloco_protocol.errors import DilocoError
-from diloco_tools.demo.children import Child, Children, JsonLines, wait_for_line
 from diloco_tools.demo.data import VALIDATION_WINDOWS, load_shard, validation_windows
 from diloco_tools.demo.display import Display
 from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
 from diloco_tools.demo.results import Point, Results, Settings, WorkerResult
+from diloco_tools.processes import Child, Children, JsonLines, wait_for_line
 from diloco_worker import DiLoCoClient, GlobalParameters
 
 EVALUATIONS = 12  # points of each curve, about

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from diloco_tools.feed import (
+from diloco_tools.feed.model import (
     Asynchronous,
     Checkpoint,
     Counts,

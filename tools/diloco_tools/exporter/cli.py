@@ -14,8 +14,8 @@ from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
 from diloco_tools.exporter.labels import Places
 from diloco_tools.exporter.metrics import Family, families
 from diloco_tools.exporter.reader import FeedReader
-from diloco_tools.feed import FeedError
-from diloco_tools.subscriber import FeedSubscriber
+from diloco_tools.feed.model import FeedError
+from diloco_tools.feed.subscriber import FeedSubscriber
 
 CANNOT_START = 2
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}

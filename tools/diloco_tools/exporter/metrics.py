@@ -14,7 +14,7 @@ from diloco_protocol.errors import Code
 from diloco_tools.exporter import catalogue
 from diloco_tools.exporter.catalogue import Metric, Of, Reading, Row
 from diloco_tools.exporter.labels import label_value
-from diloco_tools.feed import Freshness, Snapshot, Totals, Worker
+from diloco_tools.feed.model import Freshness, Snapshot, Totals, Worker
 
 STATES = ("training", "waiting", "paused", "stopping")
 HEALTHS = ("ok", "slow", "stalled", "lost")

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from diloco_tools.feed import FeedModel
-from diloco_tools.replay import Moment
-from diloco_tools.series import RunSeries
+from diloco_tools.feed.model import FeedModel
+from diloco_tools.feed.replay import Moment
+from diloco_tools.feed.series import RunSeries
 from diloco_tools.top.load import CpuUse
 
 POINTS = 256  # moments before the one shown, from which the curves are drawn: a jump takes a moment

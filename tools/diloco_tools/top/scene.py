@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, tzinfo
 
-from diloco_tools.feed import FeedModel, Freshness
-from diloco_tools.series import RunSeries
+from diloco_tools.feed.model import FeedModel, Freshness
+from diloco_tools.feed.series import RunSeries
 from diloco_tools.top.keys import Key
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from diloco_tools.estimate import inner_step_now
-from diloco_tools.feed import FeedModel, Freshness, Snapshot
+from diloco_tools.feed.estimate import inner_step_now
+from diloco_tools.feed.model import FeedModel, Freshness, Snapshot
 from diloco_tools.top import facts
 from diloco_tools.top.lines import flow
 from diloco_tools.top.notation import (

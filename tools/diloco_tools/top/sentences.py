@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from diloco_tools.feed import Snapshot, Worker
-from diloco_tools.series import Rate
+from diloco_tools.feed.model import Snapshot, Worker
+from diloco_tools.feed.series import Rate
 from diloco_tools.top import facts
 from diloco_tools.top.keys import Key, sign
 from diloco_tools.top.notation import QUIET, UNEASY, Glyphs, byte_size, duration, number, scaled

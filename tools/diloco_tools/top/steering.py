@@ -6,8 +6,8 @@ A request opens a connection of its own and may take seconds: callers run it in 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from diloco_protocol.clients.operator import Operator
 from diloco_protocol.errors import DilocoError
-from diloco_protocol.operator import Operator
 
 EVERYWHERE = ("*", "0.0.0.0", "[::]", "[::0]")  # what a socket is bound to, and nobody connects to
 PATIENCE_S = 5.0  # for an answer: a broker in the longest turn of its loop is back long before

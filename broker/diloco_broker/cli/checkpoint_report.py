@@ -1,0 +1,100 @@
+"""What checkpoints hold, for people: the newest sound one, and a description of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from diloco_broker.cli.status_text import span
+from diloco_broker.storage import checkpoint
+from diloco_broker.storage.checkpoint import Damaged
+from diloco_protocol.errors import UsageError
+from diloco_protocol.manifest import Kind
+
+_SHOWN = ("mode", "workers", "sync_every", "outer_lr", "outer_momentum", "num_fragments")
+
+
+def newest_sound(folder: Path) -> tuple[Path, checkpoint.Image]:
+    """The newest checkpoint that can be read; damaged ones are named on the way."""
+    problems = []
+    for path in checkpoint.at(folder):
+        try:
+            return path, checkpoint.load(path)
+        except Damaged as error:
+            problems.append(str(error))
+            typer.echo(f"Skipped: {error}", err=True)
+    if problems:
+        raise UsageError(f"None of the {len(problems)} checkpoints in {folder} is sound.")
+    raise UsageError(
+        f"There is no checkpoint in {folder}, and it is no address like tcp://HOST:PORT."
+    )
+
+
+def describe(path: Path, *, quick: bool) -> dict[str, Any]:
+    """Everything that a checkpoint says of its run; `quick` trusts the files to be whole."""
+    try:
+        plain = checkpoint.read_manifest(path)
+        if not quick:
+            checkpoint.check_files(path, plain)
+    except Damaged as error:
+        return {"path": str(path), "sound": False, "problem": str(error)}
+    entries = plain["manifest"]["entries"]
+    fragments = [plain["fragments"][key] for key in sorted(plain["fragments"], key=int)]
+    return {
+        "path": str(path),
+        "sound": True,
+        "run": plain["run"],
+        "life": plain["life"],
+        "round": plain["number"],
+        "age_s": round(time.time() - (path / checkpoint.MANIFEST).stat().st_mtime, 1),
+        "bytes": sum(file["bytes"] for file in plain["files"].values()),
+        "parameters": sum(prod(e["shape"]) for e in entries if e["kind"] == Kind.TRAINABLE.value),
+        "tensors": len(entries),
+        "versions": [f["version"]["counter"] for f in fragments[: plain["num_fragments"]]],
+        "outer": plain["outer"],
+        "outer_state": sorted({name for f in fragments for name in f["outer"]}),
+        "workers": plain["workers"],
+        "totals": plain["totals"],
+        "config": plain["config"],
+    }
+
+
+def as_text(folder: Path, found: Sequence[dict[str, Any]]) -> str:
+    """Descriptions as lines for a terminal."""
+    lines = [f"{folder}: {len(found)} checkpoint{'s'[: len(found) != 1]}, the newest first", ""]
+    for each in found:
+        name = Path(each["path"]).name
+        if each["sound"]:
+            size = (
+                f"{each['bytes'] / 1e6:,.1f} MB" if each["bytes"] > 1e5 else f"{each['bytes']:,} B"
+            )
+            lines.append(
+                f"  {name}  before round {each['round']}, {span(each['age_s'])} ago, {size}"
+            )
+        else:
+            lines.append(f"  {name}  DAMAGED: {each['problem']}")
+    sound = next((each for each in found if each["sound"]), None)
+    if sound is not None:
+        config = sound["config"]
+        options = ", ".join(
+            f"{name} {config[name]}" for name in _SHOWN if config.get(name) is not None
+        )
+        names = sorted(sound["workers"])
+        workers = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+        lines += [
+            "",
+            f"  run         {sound['run']}, life {sound['life']} of the broker",
+            f"  versions    {', '.join(map(str, sound['versions']))} (by fragment)",
+            f"  model       {sound['parameters']:,} trainable parameters, {sound['tensors']} tensors",
+            f"  optimizer   {sound['outer']}, remembers: {', '.join(sound['outer_state']) or 'nothing'}",
+            f"  workers     {workers or 'none were here'}",
+            f"  so far      {sound['totals'].get('rounds', 0)} rounds, "
+            f"{sound['totals'].get('pushes', 0)} pushes",
+            f"  options     {options}",
+        ]
+    return "\n".join(lines)

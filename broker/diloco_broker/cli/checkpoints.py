@@ -1,0 +1,84 @@
+"""`diloco-broker inspect` and `export`: looking into checkpoints, and taking the model out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco_protocol.addresses import with_scheme
+from diloco_protocol.errors import UsageError
+
+# What reads checkpoints imports torch, which takes seconds that other commands have not.
+
+
+def export(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder of checkpoints, one checkpoint, or the address of a running broker "
+            "(tcp://HOST:PORT)."
+        ),
+    ] = "diloco-run",
+    to: Annotated[
+        Path, typer.Option(help="File to write; load it with safetensors.torch.load_file.")
+    ] = Path("model.safetensors"),
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the file if it is there.")
+    ] = False,
+) -> None:
+    """Write the global parameters as plain safetensors that load into the original model."""
+    from diloco_broker.cli.checkpoint_report import newest_sound
+    from diloco_broker.storage.export import LiveModel, model_of_image, write_model
+
+    try:
+        if to.exists() and not force:
+            raise UsageError(f"{to} is there already; give --force to replace it.")
+        if not to.parent.is_dir():
+            raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
+        address = source if Path(source).exists() else with_scheme(source)
+        if "://" in address:
+            with LiveModel(address) as live:
+                model, what = live.read()
+        else:
+            path, image = newest_sound(Path(source))
+            model, what = model_of_image(image), f"{path.name}, before round {image.number}"
+        size = write_model(model, to)
+    except UsageError as error:
+        typer.echo(f"diloco-broker: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"{to}: {len(model)} tensors, {size:,} bytes, from {what}.")
+
+
+def inspect(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of checkpoints, or one checkpoint.")
+    ] = Path("diloco-run"),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do not read the tensors to check their sums.")
+    ] = False,
+) -> None:
+    """Show what checkpoints there are, whether they are sound, and what the newest holds.
+
+    Exits with 0 when the newest one is sound, 1 when it is not, 2 when there is none.
+    """
+    from diloco_broker.cli import checkpoint_report
+    from diloco_broker.storage import checkpoint
+
+    try:
+        paths = checkpoint.at(folder)
+    except UsageError as error:
+        typer.echo(f"diloco-broker: {error}", err=True)
+        raise typer.Exit(2) from None
+    if not paths:
+        typer.echo(f"diloco-broker: There is no checkpoint in {folder}.", err=True)
+        raise typer.Exit(2)
+    found = [checkpoint_report.describe(path, quick=quick) for path in paths]
+    if as_json:
+        typer.echo(json.dumps({"folder": str(folder), "checkpoints": found}))
+    else:
+        typer.echo(checkpoint_report.as_text(folder, found))
+    raise typer.Exit(0 if found[0]["sound"] else 1)

@@ -1,0 +1,199 @@
+"""A fragment plan for people: a table of 80 columns, what makes it uneven, and what would be better."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from diloco_protocol.fragments.plan import PATTERNS, FragmentPlan, block_of, unit_of
+from diloco_protocol.fragments.view import PlanView
+from diloco_protocol.manifest import Kind, Manifest
+
+WIDTH = 80
+# A largest fragment up to so many times the mean is even enough: the peak of the traffic is that much
+# higher than it could be.
+EVEN = 1.25
+# Another pattern is worth naming where it takes so much off the largest fragment.
+BETTER = 0.9
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What there is to report.
+
+    Attributes:
+        source: the file, the checkpoint or the broker.
+        pattern: of the plan; "own" for a split of one's own.
+        notes: what was assumed, sentences.
+    """
+
+    source: str
+    manifest: Manifest
+    plan: FragmentPlan
+    pattern: str
+    view: PlanView
+    notes: tuple[str, ...] = ()
+
+
+def as_json(planned: Planned) -> dict[str, Any]:
+    """Everything, for programs."""
+    view = planned.view
+    return {
+        "model": planned.source,
+        "trainable_parameters": planned.manifest.trainable_elements,
+        "num_fragments": planned.plan.num_fragments,
+        "pattern": planned.pattern,
+        **asdict(view),
+        "imbalance": round(view.imbalance, 4),
+        "imbalance_of_patterns": {name: round(x, 4) for name, x in _patterns(planned).items()},
+        "advice": advice(planned),
+        "notes": list(planned.notes),
+    }
+
+
+def as_text(planned: Planned, *, every_parameter: bool = False) -> str:
+    """The table, the blocks (or every parameter) of each fragment, and advice."""
+    view, manifest = planned.view, planned.manifest
+    total = manifest.trainable_elements
+    tensors = sum(entry.kind is Kind.TRAINABLE for entry in manifest.entries)
+    pieces = planned.plan.num_fragments
+    lines = [
+        *_wrapped(f"{planned.source}: {total:,} trainable parameters in {tensors} tensors"),
+        f"{pieces} fragment{'s'[: pieces != 1]}, {planned.pattern}; sync-every {view.sync_every}; "
+        f"up in {view.wire_dtype}, down in {view.reply_dtype}",
+        "",
+        _row("fragment", "tensors", "parameters", "share", "up", "down", "after step"),
+    ]
+    for each in view.fragments:
+        lines.append(
+            _row(
+                str(each.fragment),
+                str(len(each.parameters)),
+                f"{each.elements:,}",
+                f"{each.elements / total:.1%}",
+                size(each.bytes_up),
+                size(each.bytes_down),
+                _steps(each.due, view.sync_every),
+            )
+        )
+    lines.append("")
+    if every_parameter:
+        lines += [
+            f"{each.fragment:>3}  {parameter.elements:>15,}  {parameter.name}"
+            for each in view.fragments
+            for parameter in each.parameters
+        ]
+    else:
+        lines += _blocks(planned)
+    lines.append("")
+    for sentence in (*advice(planned), *planned.notes):
+        lines += _wrapped(sentence)
+    return "\n".join(lines)
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that people would use."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if count >= 10**power:
+            return f"{count / 10**power:,.1f} {unit}"
+    return f"{count} B"
+
+
+def advice(planned: Planned) -> list[str]:
+    """Sentences on how even the fragments are, and what would make them more so."""
+    view, pieces = planned.view, planned.plan.num_fragments
+    if pieces == 1:
+        return [f"One fragment: the whole model travels at once, every {view.sync_every} steps."]
+    others = {name: x for name, x in _patterns(planned).items() if name != planned.pattern}
+    compared = ", ".join(f"{name} {x:.2f}" for name, x in others.items())
+    found = [f"The largest fragment is {view.imbalance:.2f} times the mean ({compared})."]
+    trained = [e for e in planned.manifest.entries if e.kind is Kind.TRAINABLE]
+    largest = max(trained, key=lambda entry: entry.elements)
+    total = planned.manifest.trainable_elements
+    best = min(others, key=others.__getitem__)
+    if view.imbalance > EVEN and others[best] < BETTER * view.imbalance:
+        found.append(
+            f"If the link is your bottleneck, --fragment-pattern {best} would be more even: the largest "
+            "fragment sets the peak of the traffic and the time that a delay must hide."
+        )
+    elif view.imbalance <= EVEN:
+        found.append("That is even enough.")
+    if largest.elements * pieces > EVEN * total:
+        most = max(1, total // largest.elements)
+        found.append(
+            f"{largest.name} alone is {largest.elements * pieces / total:.2f} times the mean, and no "
+            f"pattern divides a tensor: more fragments than {most} make the largest no smaller."
+        )
+    return found
+
+
+def _patterns(planned: Planned) -> dict[str, float]:
+    """How uneven each pattern would be with as many fragments."""
+    view, found = planned.view, {}
+    for pattern in PATTERNS:
+        plan = FragmentPlan.of(planned.manifest, planned.plan.num_fragments, pattern)
+        each = plan.view(planned.manifest, view.sync_every, view.wire_dtype, view.reply_dtype)
+        found[pattern] = each.imbalance
+    return found
+
+
+def _row(*cells: str) -> str:
+    fragment, tensors, parameters, share, up, down, due = cells
+    return (
+        f"{fragment:>8} {tensors:>7} {parameters:>15} {share:>6} {up:>9} {down:>9}  {due}".rstrip()
+    )
+
+
+def _steps(due: int, sync_every: int) -> str:
+    """The first steps after which a fragment is due, as many as there is room for."""
+    two = f"{due}, {due + sync_every}, ..."
+    return two if len(two) < 20 else f"{due}, ..."
+
+
+def _blocks(planned: Planned) -> list[str]:
+    """The blocks and modules of each fragment; a star where only a part of one is in it."""
+    tensors: dict[str, int] = {}
+    for names in planned.plan.fragments:
+        for name in names:
+            tensors[unit_of(name)] = tensors.get(unit_of(name), 0) + 1
+    lines, has_parts = [], False
+    for each in planned.view.fragments:
+        here: dict[str, int] = {}
+        for parameter in each.parameters:
+            unit = unit_of(parameter.name)
+            here[unit] = here.get(unit, 0) + 1
+        parts = {unit: count < tensors[unit] for unit, count in here.items()}
+        has_parts = has_parts or any(parts.values())
+        text = ", ".join(_joined(parts))
+        lines += _wrapped(f"{each.fragment:>3}  {text}", indent=5)
+    if has_parts:
+        lines += _wrapped("  *  a part of it; --parameters names every tensor", indent=5)
+    return lines
+
+
+def _joined(parts: Mapping[str, bool]) -> list[str]:
+    """Names of units, where those of one list follow each other: model.layers.0 2 4."""
+    found: list[str] = []
+    before = None
+    for unit, is_part in parts.items():
+        stem, _, number = unit.rpartition(".")
+        star = "*" if is_part else ""
+        in_list = block_of(unit + ".") is not None and number.isdecimal()
+        if in_list and stem == before:
+            found[-1] += f" {number}{star}"
+        else:
+            found.append((unit or "(the model itself)") + star)
+        before = stem if in_list else None
+    return found
+
+
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

@@ -1,0 +1,319 @@
+"""The state machine of the broker: `handle(event, now)` returns the effects to carry out.
+
+No clock, socket, thread, file or tensor in here: time is an argument, payloads are opaque, randomness is
+handed in. The rules stand where they belong, as functions over one `State`:
+
+    joining       who comes, comes back, leaves, dies       membership  the records of it
+    terms         what a worker may have for itself
+    providing     where the first parameters come from      bootstrap
+    recovering    a run that exists goes on                 branches
+    pushing       what is checked of a push and its chunks  granting    what it is answered
+    sequence      opening, closing, releasing rounds        transfer    versions, readers, credits
+    streaming     a round that adds up chunks as they come  rounds      its books
+    staged        a round over whole submissions            staging     its books
+    asynchronous  no rounds: each submission by itself
+    controlling   what operators ask for
+    dylu          how many steps for whom
+
+A message that cannot be accepted raises ProtocolError before anything has changed; its sender gets the
+sentence, the others never notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.events import (
+    Effect,
+    Event,
+    Folded,
+    FoldRefused,
+    Inspected,
+    InspectRefused,
+    Log,
+    Malformed,
+    PeerGone,
+    Placed,
+    PlaceRefused,
+    Received,
+    Route,
+    Saved,
+    SaveFailed,
+    Send,
+    Stepped,
+    StoodStill,
+    Stop,
+    Tick,
+)
+from diloco_broker.core.rules import (
+    admission,
+    donation,
+    initial_model,
+    operator,
+    pushes,
+    rounds,
+)
+from diloco_broker.core.state.members import Member, printable
+from diloco_broker.core.state.model_source import Bootstrap, InitialModel, Resumption
+from diloco_broker.core.state.run import State
+from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.versions import MAX_OBSERVERS, Reader
+from diloco_protocol.chunks import Bitmap
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.messages import (
+    Chunk,
+    Commit,
+    Control,
+    Credit,
+    Error,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Notice,
+    Pull,
+    Purpose,
+    Push,
+    Rejoin,
+)
+
+# What a refusal may be worth trying again for.
+WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL})
+
+
+class Core:
+    """See the head of this module.
+
+    Args:
+        config: the broker's options.
+        draw: returns an unpredictable number below 2**64.
+        now: seconds of a monotonic clock, as in every later call. All deadlines run on it, so it must
+            leave out time in which the broker did not run (`served`).
+        initial: names and shapes of the parameters the broker was given, if it was.
+        resumption: what a checkpoint has, if the broker goes on from one; comes before `initial`.
+    """
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        draw: Callable[[], int],
+        now: float,
+        initial: InitialModel | None = None,
+        resumption: Resumption | None = None,
+    ) -> None:
+        self.state = State(config, draw, now, f"{draw():016x}", Bootstrap(initial))
+        self._alive = Notice("alive")  # the last answer to a heartbeat: most are alike
+        if resumption is not None:
+            initial_model.resume(self.state, resumption)
+
+    def may_end(self) -> bool:
+        """True when the broker is stopping and no closing round is unfinished."""
+        round_ = self.state.round
+        closing = round_ is not None and round_.phase is Phase.CLOSING
+        return self.state.stopping is not None and not closing
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event. Returns the effects to carry out, in order."""
+        state = self.state
+        state.now = now
+        match event:
+            case Received(route, message, payload):
+                try:
+                    return list(self._message(route, message, payload, now))
+                except ProtocolError as error:
+                    return list(self._refuse(route, message, error))
+            case Malformed(route, code, sentence):
+                state.totals.malformed += 1
+                log = Log("warning", f"A message that cannot be read was refused: {sentence}")
+                return [Send(route, Error(code, sentence)), log]
+            case Folded():
+                return list(pushes.folded(state, event))
+            case FoldRefused():
+                return list(pushes.fold_refused(state, event))
+            case Inspected():
+                return list(pushes.inspected(state, event))
+            case InspectRefused():
+                return list(pushes.inspect_refused(state, event))
+            case Stepped():
+                return list(rounds.stepped(state, event))
+            case Placed():
+                return list(donation.placed(state, event))
+            case PlaceRefused():
+                return list(donation.place_refused(state, event))
+            case Saved():
+                return list(rounds.saved(state, event))
+            case SaveFailed():
+                return list(rounds.save_failed(state, event))
+            case PeerGone(route):
+                return list(admission.peer_gone(state, route, now))
+            case Tick(lost):
+                return list(admission.look_after(state, now, lost))
+            case StoodStill(seconds):
+                return list(admission.stood_still(state, seconds))
+            case Stop(reason, restarting):
+                return list(self._stop(reason, restarting))
+
+    def _message(
+        self, route: Route, message: Message, payload: Any, now: float
+    ) -> Iterator[Effect]:
+        match message:
+            case Join():
+                yield from admission.join(self.state, route, message, now)
+            case Pull(session=None) | Credit(session=None):
+                yield from self._observer(route, message)
+            case Heartbeat() | Push() | Chunk() | Commit() | Pull() | Credit() | Leave():
+                member = self.state.members.with_session(message.session or b"")
+                on_control = not isinstance(message, Chunk | Credit)
+                if member is None or (on_control and member.control != route):
+                    text = "This session is not known on this connection; join again."
+                    yield Send(route, Rejoin(self.state.epoch, text))
+                    return
+                member.last_seen = now
+                member.disconnected_at = None
+                yield from self._of_member(member, route, message, payload)
+            case Control():
+                yield from operator.control(self.state, route, message)
+            case _:
+                raise ProtocolError(
+                    Code.NOT_ALLOWED, f"A {message.kind} message goes from the broker to others."
+                )
+
+    def _of_member(
+        self, member: Member, route: Route, message: Message, payload: Any
+    ) -> Iterator[Effect]:
+        state = self.state
+        match message:
+            case Heartbeat():
+                yield from admission.beat(state, member, message)
+                number = state.round.number if state.round else 0
+                steps = state.sync_every_of(member) if state.config.dylu else None
+                if (self._alive.round, self._alive.sync_every) != (number, steps):
+                    self._alive = Notice("alive", round=number, sync_every=steps)
+                yield Send(route, self._alive)
+            case Push():
+                yield from pushes.push(state, member, message)
+            case Chunk():
+                yield from pushes.chunk(state, member, message, payload)
+            case Commit():
+                yield from pushes.commit(state, member, message)
+            case Pull():
+                self._check_pull(message)
+                if member.bulk is None:
+                    # It overtook the credit that binds the bulk connection.
+                    member.early_pulls[message.fragment] = message
+                else:
+                    yield from self._read(self._reader_of(member, member.bulk), message)
+            case Credit():
+                if route not in (member.control, member.bulk):
+                    state.shelf.forget(member.bulk)
+                    member.bulk = route
+                if member.bulk is not None:
+                    reader = self._reader_of(member, member.bulk)
+                    yield from state.shelf.add_credit(reader, message.chunks)
+                    while member.early_pulls:
+                        yield from self._read(reader, member.early_pulls.popitem()[1])
+            case Leave():
+                why = printable(message.reason, 200)
+                yield Log("info", f"{member.worker_id} leaves: {why or 'it is done'}.")
+                yield from admission.remove(state, member, why)
+
+    def _refuse(self, route: Route, message: Message, error: ProtocolError) -> Iterator[Effect]:
+        push_id = None
+        who = f" of {printable(message.worker_id, 64)}" if isinstance(message, Join) else ""
+        retry = error.code in WORTH_A_RETRY
+        if isinstance(message, Push | Chunk | Commit):
+            push_id = message.push_id
+            member = self.state.members.with_session(message.session or b"")
+            if not retry:  # "not now" loses nothing, and is no refusal
+                self.state.reject(member.worker_id if member else "", error.code.value, str(error))
+            if member is not None:
+                member.rejected += not retry
+                who = f" of {member.worker_id}"
+                route = member.control
+            if isinstance(message, Push) and message.purpose is Purpose.DONATION and member:
+                yield from donation.reject_donor(self.state, member)
+        if isinstance(message, Push) and not retry and error.code != Code.LATE:
+            yield from self._excuse(message)
+        if isinstance(message, Join) and error.code == Code.STOPPING:
+            yield Send(route, self._farewell())  # it was on its way when the others were told
+        yield Send(route, Error(error.code, str(error), retry, push_id, message.kind))
+        if not retry:
+            yield Log("warning", f"Refused a {message.kind}{who}: {error}")
+
+    def _excuse(self, push: Push) -> Iterator[Effect]:
+        member = self.state.members.with_session(push.session)
+        known = range(len(self.state.shelf.stocks) - 1)
+        if member is not None and push.purpose is Purpose.GRADIENT and push.fragment in known:
+            yield from rounds.excuse(self.state, member.worker_id, push)
+
+    def _stop(self, reason: str, restarting: bool) -> Iterator[Effect]:
+        self.state.stopping, self.state.is_restarting = reason, restarting
+        then = (
+            "Workers train on until a broker is back."
+            if restarting
+            else "The run is over, and workers are told so."
+        )
+        yield Log("info", f"Stopping: {reason}. {then}")
+        for member in self.state.members:
+            yield Send(member.control, self._farewell())
+
+    def _farewell(self) -> Notice:
+        """What workers are told of a broker that stops."""
+        if self.state.is_restarting:
+            return Notice("restarting", f"The broker restarts: {self.state.stopping}.")
+        return Notice("shutdown", f"The run is over: {self.state.stopping}.")
+
+    # Readers.
+
+    def _reader_of(self, member: Member, bulk: Route) -> Reader:
+        return self.state.shelf.joined_reader(bulk, member.control, member.account)
+
+    def _observer(self, route: Route, message: Pull | Credit) -> Iterator[Effect]:
+        shelf = self.state.shelf
+        if isinstance(message, Credit):
+            if route in shelf.readers:
+                yield from shelf.add_credit(shelf.readers[route], message.chunks)
+            return
+        self._check_pull(message)
+        if route not in shelf.readers and len(shelf.observers) >= MAX_OBSERVERS:
+            raise ProtocolError(
+                Code.NOT_ALLOWED, f"There are {MAX_OBSERVERS} observers already; try later."
+            )
+        yield from self._read(shelf.observer(route), message)
+
+    def _check_pull(self, pull: Pull) -> None:
+        stocks = self.state.shelf.stocks
+        if not stocks:
+            raise ProtocolError(Code.NO_MODEL, "The broker has no model yet; try again later.")
+        if not 0 <= pull.fragment < len(stocks) or not stocks[pull.fragment].layout.chunks:
+            raise ProtocolError(
+                Code.BAD_HEADER, f"There is no fragment {pull.fragment} to pull in this run."
+            )
+        if pull.held is not None:
+            Bitmap.from_bytes(pull.held, stocks[pull.fragment].layout.chunks)
+
+    def _read(self, reader: Reader, pull: Pull) -> Iterator[Effect]:
+        held = (pull.held_version, pull.held) if pull.held_version and pull.held else None
+        yield from self.state.shelf.pull(reader, pull.fragment, pull.after, held)
+        yield from self.state.shelf.add_credit(reader, pull.credit)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the books do not balance; for tests."""
+        state = self.state
+        state.members.check_invariants()
+        state.shelf.check_invariants()
+        if state.round is None:
+            return
+        state.round.check_invariants()
+        ids = {member.worker_id for member in state.members}
+        if state.round.phase is Phase.OPEN:
+            assert state.round.expected <= ids, "a round waits for somebody who is not here"
+        making = state.shelf.stocks[state.round.fragment].making
+        assert (making is not None) == (state.round.phase is Phase.CLOSING)
+        assert state.made is None or (state.made.ended is state.round and making is not None)
+        counters = [s.version.counter for s in state.shelf.stocks[:-1] if s.version]
+        assert state.round.number == sum(counters), "round number and versions disagree"
+        for reader in state.shelf.readers.values():
+            assert not reader.joined or any(m.bulk == reader.route for m in state.members)

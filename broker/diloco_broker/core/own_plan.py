@@ -1,0 +1,90 @@
+"""A user's own split of the model: from a file or a function, and whether a run has it already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco_protocol.errors import UsageError
+from diloco_protocol.fragments.own_split import OwnSplit
+from diloco_protocol.fragments.plan import OWN, Choose, FragmentPlan
+from diloco_protocol.manifest import Manifest, summarise
+
+if TYPE_CHECKING:  # both import torch, which takes seconds that `diloco-broker plan` has not
+    from diloco_broker.config import BrokerConfig
+    from diloco_broker.storage.checkpoint import Image
+
+Split = Callable[[Manifest], FragmentPlan]
+
+
+def read_split(path: Path) -> OwnSplit:
+    """Read a file given with --fragment-plan; raises UsageError where it is no split."""
+    source = f"--fragment-plan {path}"
+    try:
+        return OwnSplit.from_json(path.read_text("utf-8"), source)
+    except OSError as error:
+        raise UsageError(f"{source} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"{source} is no JSON: it is not text.") from None
+
+
+def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
+    """How a model is split where not by a pattern; None where by one.
+
+    Args:
+        choose: the function given to `Broker`, if there is one.
+
+    Raises:
+        UsageError: options that contradict each other, or a file that is no split.
+    """
+    pieces = config.num_fragments
+    if choose is not None:
+        if config.fragment_plan is not None or config.fragment_pattern != "strided":
+            raise UsageError(
+                "fragment_plan is a function and the configuration has a file or a pattern as well; "
+                "leave one of them out."
+            )
+        return lambda manifest: FragmentPlan.by(manifest, pieces, choose)
+    if config.fragment_plan is None:
+        return None
+    split = read_split(Path(config.fragment_plan))
+    if split.num_fragments != pieces:
+        raise UsageError(
+            f"{split.source} has {split.num_fragments} fragments, and --num-fragments is {pieces}; "
+            f"give --num-fragments {split.num_fragments}."
+        )
+    return split.plan
+
+
+def check_same(config: BrokerConfig, split: Split | None, image: Image, path: Path) -> None:
+    """Refuse another split of the model than a checkpoint's: chunks of a run are numbered by it.
+
+    Where both are of one pattern, the checkpoint's is gone on with, whatever a later release makes of
+    that pattern.
+
+    Raises:
+        UsageError: naming parameters that would change their fragment.
+    """
+    before = image.config.get("fragment_pattern")
+    if split is None and before == config.fragment_pattern:
+        return
+    if split is None:
+        plan = FragmentPlan.of(image.manifest, config.num_fragments, config.fragment_pattern)
+        given = f"--fragment-pattern {config.fragment_pattern}"
+    else:
+        plan = split(image.manifest)
+        given = f"--fragment-plan {config.fragment_plan or '(the function)'}"
+    moved = [
+        f"{entry.name} in fragment {now} instead of {was}"
+        for entry, was, now in zip(
+            image.manifest.entries, image.plan, plan.numbers(image.manifest), strict=True
+        )
+        if was != now
+    ]
+    if moved:
+        had = "the same --fragment-plan" if before == OWN else f"--fragment-pattern {before}"
+        raise UsageError(
+            f"{given} splits the model otherwise than the checkpoint {path} has it: "
+            f"{summarise(moved)}; give {had}, or --resume none to begin afresh."
+        )

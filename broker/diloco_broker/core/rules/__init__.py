@@ -1,0 +1,1 @@
+"""What the broker decides: functions over the state, one module for each matter."""

@@ -1,0 +1,40 @@
+"""Branches of a run: rounds that a worker has and this broker has not.
+
+A broker that comes back from an older copy, or before a worker that was ahead of it, makes rounds that
+were made already, with other contributions. Counters then say the same and tags differ. Nothing can join
+the two again: the broker's branch is the run, and people are told what becomes of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from diloco_broker.core.events import Effect, Log
+from diloco_broker.core.state.run import State
+from diloco_protocol.version import VersionId
+
+
+def tell(state: State, worker_id: str, versions: Sequence[VersionId | None]) -> Iterator[Effect]:
+    """Say it if a worker holds a version, by fragment, that this broker's rounds do not come from."""
+    stocks = state.shelf.stocks[:-1]
+    for fragment, (held, stock) in enumerate(zip(versions, stocks, strict=False)):
+        ours = stock.version
+        if held is None or ours is None or held.run != ours.run:
+            continue
+        which = f" of fragment {fragment}" if len(stocks) > 1 else ""
+        if held.counter > ours.counter:
+            yield Log(
+                "warning",
+                f"{worker_id} holds version {held}{which}, this broker is at {ours} and has gone on "
+                f"without it, from an older copy: what {worker_id} has of rounds that are not in this "
+                "broker's branch is lost, except for what workers offer again.",
+            )
+        elif stock.is_of_another_branch(held):
+            yield Log(
+                "warning",
+                f"{worker_id} holds version {held}{which}, which is of another branch of run "
+                f"{ours.run}: this broker, now at {ours}, has version {stock.name_of(held.counter)} "
+                f"in its place, since one of them went on from an older copy. What {worker_id} has of "
+                "rounds that are not in this broker's branch is lost; it goes on with this "
+                "broker's parameters, and what it has not seen counted is offered again and counts.",
+            )

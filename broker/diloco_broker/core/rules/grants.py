@@ -1,0 +1,100 @@
+"""Answers to a push: send these chunks, wait, there is nothing left to send, it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from diloco_broker.core.events import Effect, Fold, Inspect, Log, Send
+from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.run import State
+from diloco_broker.core.state.versions import (
+    UPLOAD_WINDOW_TOTAL,
+    Upload,
+    first_window,
+    upload_window,
+)
+from diloco_protocol.chunks import Bitmap
+from diloco_protocol.errors import Code
+from diloco_protocol.messages import Ack, Error, Grant, Push, Standing
+
+
+def grant(
+    member: Member, push: Push, held: Bitmap, waiting: int, sharing: int, number: int | None
+) -> Iterator[Effect]:
+    """Send the chunks that are not held, a window of them at a time, for round `number`.
+
+    Args:
+        member: whose push.
+        push: which.
+        held: chunks that are here.
+        waiting: those of them that are not acknowledged; they are still in our memory, so they count
+            against the window.
+        sharing: pushes that may be under way at the same time.
+        number: of the round, if there are common rounds.
+    """
+    widest = upload_window(sharing)
+    window = min(widest, max(first_window(sharing), member.window))
+    credit = max(0, window - waiting)
+    earlier = member.uploads.get(push.fragment)
+    if earlier is not None and earlier.push.push_id == push.push_id:
+        # Chunks that an earlier grant allowed on this connection may still be under way.
+        allowed = min(credit + earlier.credit, UPLOAD_WINDOW_TOTAL)
+    else:
+        allowed = credit
+    member.uploads[push.fragment] = Upload(push, allowed, window, widest)
+    standing = Standing.RESUME if held else Standing.NEW
+    have = held.to_bytes() if held else None
+    yield Send(
+        member.control, Grant(push.push_id, push.fragment, standing, have, credit, round=number)
+    )
+
+
+def counted(member: Member, push: Push) -> Iterator[Effect]:
+    """A version has all of it."""
+    yield Send(member.control, Grant(push.push_id, push.fragment, Standing.COUNTED))
+
+
+def wait(member: Member, push: Push, text: str, number: int | None) -> Iterator[Effect]:
+    """Another grant follows; the push is kept until then."""
+    member.deferred[push.fragment] = push
+    yield Send(
+        member.control,
+        Grant(push.push_id, push.fragment, Standing.WAIT, text=text, round=number),
+    )
+
+
+def acknowledge(state: State, member: Member, upload: Upload, index: int) -> Iterator[Effect]:
+    """A chunk is in: its credit goes back to the sender."""
+    more = upload.acknowledged(is_calm=not state.waiting)
+    if more:
+        member.window = upload.window  # its next push begins with it
+    yield Send(member.control, Ack(upload.push.push_id, upload.push.fragment, (index,), more))
+
+
+def acknowledge_work(state: State, work: Fold | Inspect) -> Iterator[Effect]:
+    """The same for tensor work that is done, if its push is still the one under way."""
+    member = state.members.named(work.worker_id)
+    upload = member.uploads.get(work.fragment) if member else None
+    if member and upload and upload.push.push_id == work.push_id and not upload.is_void:
+        yield from acknowledge(state, member, upload, work.index)
+
+
+def refuse(
+    state: State, worker_id: str, fragment: int, push_id: int, code: Code, text: str
+) -> Iterator[Effect]:
+    """A push is over without being counted: say so to its worker, if it is at it, and to everybody."""
+    state.reject(worker_id, code.value, text)
+    yield Log("warning", text)
+    member = state.members.named(worker_id)
+    upload = member.uploads.get(fragment) if member else None
+    if member and upload and upload.push.push_id == push_id:
+        member.rejected += 1
+        upload.is_void = True
+        yield Send(member.control, Error(code, text, push_id=push_id, about="push"))
+
+
+def void(member: Member, fragment: int, push_id: int) -> None:
+    """What still comes of this push is ignored."""
+    upload = member.uploads.get(fragment)
+    if upload is not None and upload.push.push_id == push_id:
+        upload.is_void = True

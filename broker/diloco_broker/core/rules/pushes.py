@@ -1,0 +1,251 @@
+"""Pushes as they come in: checked, given to the reducer of the run, their chunks taken in one by one.
+
+Every check comes before the first change, so a refused push or chunk leaves the state as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from diloco_broker.core.events import (
+    Effect,
+    Fold,
+    Folded,
+    FoldRefused,
+    Inspect,
+    Inspected,
+    InspectRefused,
+    Log,
+    Place,
+)
+from diloco_broker.core.rules import (
+    async_reducer,
+    donation,
+    grants,
+    rounds,
+    staged_reducer,
+    streaming_reducer,
+)
+from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.run import State
+from diloco_broker.core.state.staged_round import Submission
+from diloco_broker.core.state.streaming_round import Contribution, Round
+from diloco_protocol.chunks import FragmentLayout, Segment
+from diloco_protocol.codecs import WIRE_DTYPES, span_bytes, wire_dtype
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.messages import BUFFERS, Chunk, Commit, Purpose, Push
+
+# A weight is a count of tokens or samples; more than this in one round is a mistake. So is less than
+# that: fp32 would lose what it multiplies.
+MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
+
+
+def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
+    """A worker offers a push: tell it what is held already, or that it must wait for its turn."""
+    _check_push(state, push)
+    if push.purpose is Purpose.DONATION:
+        yield from donation.begin_donation(state, member, push)
+        return
+    _check_base(state, push)
+    if member.newest_push != push.push_id:  # not one that only comes again
+        member.newest_push = push.push_id
+        yield from rounds.stirs(state, member)
+    if member.stands_still(push):
+        whose = f"for fragment {push.fragment} " if state.config.num_fragments > 1 else ""
+        yield Log(
+            "warning",
+            f"{member.worker_id} has sent a pseudo-gradient of all zeros {whose}twice in a row, the "
+            f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
+            "0 (a scheduler), frozen parameters, or an optimizer over other parameters.",
+        )
+    round_ = state.round
+    assert round_ is not None
+    if isinstance(round_, Round):
+        yield from streaming_reducer.push(state, round_, member, push)
+    elif state.config.is_async:
+        yield from async_reducer.push(state, member, push)
+    else:
+        yield from staged_reducer.push(state, round_, member, push)
+    yield from rounds.close_if_due(state)
+
+
+def chunk(state: State, member: Member, chunk: Chunk, payload: Any) -> Iterator[Effect]:
+    """One chunk of a push: hand it to the reducer unless it is there already."""
+    upload = member.uploads.get(chunk.fragment)
+    if upload is None or upload.push.push_id != chunk.push_id:
+        raise ProtocolError(
+            Code.BAD_CHUNK,
+            f"Chunk {chunk.index} of fragment {chunk.fragment} belongs to no push under way; "
+            "send a push and wait for its grant.",
+        )
+    if upload.is_void:
+        return
+    push = upload.push
+    is_donation = push.purpose is Purpose.DONATION
+    layout = state.shelf.stocks[push.fragment].layout
+    size = _check_chunk(chunk, payload, layout, push.wire_dtype)
+    if upload.credit <= 0:
+        raise ProtocolError(
+            Code.BAD_CHUNK, f"Chunk {chunk.index} came without credit; wait for an ack."
+        )
+    taker = None if is_donation else _taker(state, member, push)
+    arrived = donation.arrived(state, push) if is_donation else None
+    if taker is not None:
+        arrived = taker.before if chunk.index in taker.before else taker.arrived
+    if arrived is None:
+        return  # it was under way when its push was over
+    member.account.bytes_up += size
+    state.totals.bytes_up += size
+    upload.credit -= 1
+    if chunk.index in arrived:
+        yield from grants.acknowledge(state, member, upload, chunk.index)
+        return
+    arrived.add(chunk.index)
+    key = (member.worker_id, push.push_id)
+    if taker is None:
+        yield Place(push.fragment, chunk.index, payload, *key)
+        return
+    state.waiting += 1
+    if isinstance(taker, Contribution):
+        yield Fold(push.fragment, chunk.index, *key, taker.weight, push.wire_dtype, payload)
+    else:
+        yield Inspect(push.fragment, chunk.index, *key, push.wire_dtype, payload)
+
+
+def _taker(state: State, member: Member, push: Push) -> Contribution | Submission | None:
+    """Where chunks of this push go; None when it is over."""
+    round_ = state.round
+    assert round_ is not None
+    if isinstance(round_, Round):
+        contribution = round_.contributions.get((member.worker_id, push.push_id))
+        return contribution if contribution and contribution.ended is None else None
+    return state.staging.find(push.fragment, member.worker_id, push.push_id)
+
+
+def commit(state: State, member: Member, commit: Commit) -> Iterator[Effect]:
+    """Every chunk was sent. The streaming reducer counts chunks and does not need to be told."""
+    if not isinstance(state.round, Round):
+        staged_reducer.commit(state, member, commit)
+        yield from rounds.close_if_due(state)
+
+
+def folded(state: State, event: Folded) -> Iterator[Effect]:
+    """A chunk has been added."""
+    state.waiting -= 1
+    round_ = state.round
+    assert isinstance(round_, Round) and round_.fragment == event.work.fragment
+    yield from streaming_reducer.folded(state, round_, event)
+    yield from rounds.close_if_due(state)
+
+
+def fold_refused(state: State, event: FoldRefused) -> Iterator[Effect]:
+    """A chunk was not finite."""
+    state.waiting -= 1
+    round_ = state.round
+    assert isinstance(round_, Round) and round_.fragment == event.work.fragment
+    yield from streaming_reducer.fold_refused(state, round_, event)
+    yield from rounds.close_if_due(state)
+
+
+def inspected(state: State, event: Inspected) -> Iterator[Effect]:
+    """A chunk of a submission is finite."""
+    state.waiting -= 1
+    yield from staged_reducer.inspected(state, event)
+    yield from rounds.close_if_due(state)
+
+
+def inspect_refused(state: State, event: InspectRefused) -> Iterator[Effect]:
+    """A chunk of a submission is not finite."""
+    state.waiting -= 1
+    yield from staged_reducer.inspect_refused(state, event)
+    if state.config.is_async:
+        yield from async_reducer.hand_out_slots(state)
+    yield from rounds.close_if_due(state)
+
+
+def _check_push(state: State, push: Push) -> None:
+    stocks = state.shelf.stocks
+    if not 0 <= push.fragment < len(stocks):
+        raise ProtocolError(Code.BAD_PUSH, f"There is no fragment {push.fragment} in this run.")
+    layout = stocks[push.fragment].layout
+    chunks = layout.chunks
+    if push.chunks != chunks or not chunks:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The push has {push.chunks} chunks, fragment {push.fragment} has {chunks}.",
+        )
+    is_gradient = push.purpose is Purpose.GRADIENT
+    if is_gradient and layout.lengths[Segment.BUFFERS] and push.buffers != BUFFERS:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The float buffers of this push travel as {push.buffers:.20}, this broker takes them as "
+            f"{BUFFERS}; install the same release at both ends.",
+        )
+    # Each gradient is decoded as it came: a worker may have a dtype of its own, and a delta that was
+    # frozen before a restart keeps its.
+    allowed = ("fp32",) if push.purpose is Purpose.DONATION else tuple(WIRE_DTYPES)
+    if push.wire_dtype not in allowed:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The push is in {push.wire_dtype:.20}, it must be in {' or '.join(allowed)}.",
+        )
+    _check_weight(state, push)
+
+
+def _check_weight(state: State, push: Push) -> None:
+    by = state.config.weight_by
+    if push.purpose is Purpose.DONATION:
+        return
+    if by != "equal" and getattr(push, by) < 1:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"Contributions weigh by their {by} in this run, and this push reports "
+            f"{getattr(push, by)}; call report({by}=...) with each step.",
+        )
+    weight = state.weight_of(push)
+    if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= MAX_WEIGHT):
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The weight is {weight}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}.",
+        )
+
+
+def _check_base(state: State, push: Push) -> None:
+    stocks = state.shelf.stocks
+    if push.fragment == len(stocks) - 1:
+        raise ProtocolError(Code.BAD_PUSH, "Frozen parameters are not trained.")
+    current = stocks[push.fragment].version
+    if current is None or state.round is None:
+        whom = state.bootstrap.waits_for or "the parameters of a worker"
+        text = f"The broker waits for {whom}; this push can be offered again when a round is open."
+        raise ProtocolError(Code.NO_MODEL, text)
+    base = push.base
+    # A base newer than ours is that of a worker that outlived a broker; its delta is as good as any.
+    if base is None or base.run != current.run:
+        raise ProtocolError(
+            Code.BAD_PUSH,
+            f"The push starts from version {base}, this broker is at {current} of run "
+            f"{current.run}; pull the current parameters first.",
+        )
+
+
+def _check_chunk(chunk: Chunk, payload: Any, layout: FragmentLayout, wire: str) -> int:
+    """Bytes of the chunk, which are as many as they must be."""
+    if not 0 <= chunk.index < layout.chunks:
+        raise ProtocolError(
+            Code.BAD_CHUNK,
+            f"There is no chunk {chunk.index}; fragment {layout.fragment} has {layout.chunks}.",
+        )
+    span = layout.spans[chunk.index]
+    wanted = span_bytes(span, wire_dtype(wire))
+    size = int(payload.nbytes)
+    if size != wanted:
+        names = {Segment.PARAMETERS: wire, Segment.BUFFERS: "fp32", Segment.INTEGERS: "int64"}
+        raise ProtocolError(
+            Code.BAD_CHUNK,
+            f"Chunk {chunk.index} has {size} bytes, it must have {wanted}: "
+            f"{span.elements} elements in {names[span.segment]}.",
+        )
+    return size

@@ -1,0 +1,323 @@
+"""The sequence of rounds: opening one, closing it, stepping, releasing the version.
+
+Round n concerns fragment n mod P. There is one sequence for all fragments: with independent ones a slow
+newcomer can make the fragments wait for each other crosswise. In asynchronous mode a round is the
+application of one submission (or of those in one grace window), and its fragment is theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from diloco_broker.core import round_lines
+from diloco_broker.core.events import (
+    Audit,
+    AuditedPush,
+    Effect,
+    Ended,
+    Log,
+    RoundReport,
+    Save,
+    Saved,
+    SaveFailed,
+    Send,
+    Stepped,
+)
+from diloco_broker.core.rules import (
+    async_reducer,
+    settings,
+    staged_reducer,
+    streaming_reducer,
+)
+from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.run import Made, State
+from diloco_broker.core.state.run_record import books_of
+from diloco_broker.core.state.staged_round import StagedRound
+from diloco_broker.core.state.streaming_round import Counting, Phase, Round
+from diloco_protocol.messages import Push, Rejoin
+
+# How long a release waits before it asks again for a checkpoint that could not be written.
+RETRY_S = 1.0
+
+
+def open_round(state: State, number: int) -> Iterator[Effect]:
+    """Open a round, with everyone here expected, and enter the pushes that came too early for it."""
+    yield from settings.take_effect(state)
+    config = state.config
+    fragment = number % config.num_fragments
+    chunks = state.shelf.stocks[fragment].layout.chunks
+    if config.is_async:
+        state.round = StagedRound(number, fragment, chunks, 0, set(), state.now)
+    else:
+        floor = config.workers if state.first_round_pending else config.min_workers
+        expected = {member.worker_id for member in state.members if not member.is_stalled}
+        if config.is_staged:
+            round_ = StagedRound(
+                number,
+                fragment,
+                chunks,
+                floor,
+                expected,
+                state.now,
+                state.staging.pool(fragment),
+                state.staging.excused_from(fragment),
+                config.quorum,
+                config.grace,
+            )
+            yield from staged_reducer.open_round(state, round_)
+        else:
+            excused = state.staging.excused_from(fragment)
+            yield from streaming_reducer.open_round(
+                state, Round(number, fragment, chunks, floor, expected, state.now, excused)
+            )
+    yield from close_if_due(state)
+
+
+def close_if_due(state: State) -> Iterator[Effect]:
+    """Begin to close the round if it is time to."""
+    round_ = state.round
+    if round_ is None or state.stopping or state.paused_at is not None:
+        return
+    if isinstance(round_, Round):
+        yield from streaming_reducer.close_if_due(state, round_)
+    elif state.config.is_async:
+        yield from async_reducer.apply_if_ready(state, round_)
+    else:
+        yield from staged_reducer.close_if_due(state, round_)
+
+
+def leave(state: State, worker_id: str) -> Iterator[Effect]:
+    """A worker is gone: whoever waited for it waits no longer."""
+    round_ = state.round
+    if isinstance(round_, Round):
+        yield from streaming_reducer.leave(state, round_, worker_id)
+    elif round_ is not None:
+        staged_reducer.leave(state, round_, worker_id)
+        if state.config.is_async:
+            yield from async_reducer.hand_out_slots(state)
+    yield from expect_all(state)
+    yield from close_if_due(state)
+
+
+def expect_all(state: State) -> Iterator[Effect]:
+    """A round that has fallen below its floor needs everybody, also those expected from a later one."""
+    round_ = state.round
+    if round_ is None or not round_.below_floor:
+        return
+    for member in state.members:
+        if member.worker_id not in round_.expected and not member.is_stalled:
+            round_.expected.add(member.worker_id)
+            if state.config.num_fragments > 1:
+                text = (
+                    f"Round {round_.number} lacks workers and needs this one as well; join again."
+                )
+                yield Send(member.control, Rejoin(state.epoch, text))
+
+
+def stall(state: State, worker_id: str) -> Iterator[Effect]:
+    """A worker trains no longer: it is not waited for, what it has sent counts."""
+    if state.round is not None and state.round.phase is Phase.OPEN:
+        state.round.expected.discard(worker_id)
+        yield from expect_all(state)
+        yield from close_if_due(state)
+
+
+def stirs(state: State, member: Member) -> Iterator[Effect]:
+    """A worker goes on. One that stood still is expected again: from the next round, or at once
+    below the floor."""
+    member.moved_at = state.now
+    if member.is_stalled:
+        member.is_stalled = False
+        yield Log("info", f"{member.worker_id} trains again, at step {member.step}.")
+        yield from expect_all(state)
+
+
+def excuse(state: State, worker_id: str, push: Push) -> Iterator[Effect]:
+    """A push was refused: the others do not wait for its worker in that round."""
+    if state.round is not None and not state.config.is_async:
+        state.staging.excused_from(push.fragment).add(worker_id)
+        yield from close_if_due(state)
+
+
+def look_after(state: State) -> Iterator[Effect]:
+    """Time has passed: is a window over, has an upload stood still?"""
+    if state.round is not None and state.config.is_async:
+        yield from async_reducer.take_back_slots(state)
+    yield from state.untold.tell(state.now)
+    yield from _go_on_with_fewer(state)
+    yield from _save_again(state)
+    yield from close_if_due(state)
+
+
+def _go_on_with_fewer(state: State) -> Iterator[Effect]:
+    """A run that goes on needs its `workers` no more: who has not come back is not waited for.
+
+    A run that has not had a round yet still does.
+    """
+    round_, known = state.round, state.bootstrap.known
+    if round_ is None or not (round_.number and state.first_round_pending):
+        return
+    here = {member.worker_id: member.joined_at for member in state.members}
+    are_back = bool(known) and known.keys() <= here.keys()
+    if here and (are_back or state.now - min(here.values()) >= state.config.recover_wait):
+        state.first_round_pending = False
+        if round_.floor > state.config.min_workers and len(here) < round_.floor:
+            yield Log("info", f"Going on with {len(here)} of {round_.floor} workers.")
+        round_.floor = min(round_.floor, state.config.min_workers)
+
+
+def stepped(state: State, event: Stepped) -> Iterator[Effect]:
+    """An outer step was taken: the chunk can be handed out; with the last one, the version."""
+    round_ = state.round
+    assert round_ is not None and round_.fragment == event.fragment
+    round_.stepped.add(event.index)
+    if event.overflow:
+        yield Log(
+            "error",
+            f"A gradient of chunk {event.index} in round {round_.number} overflowed and was left out. "
+            "A worker sends very large pseudo-gradients.",
+        )
+    yield from state.shelf.chunk_ready(event.fragment, event.index, event.wire)
+    if round_.stepped.is_full:
+        yield from _complete(state, round_)
+
+
+def _complete(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
+    """Every chunk has been stepped: the version is whole. A durable run saves it before it is told."""
+    stock = state.shelf.stocks[ended.fragment]
+    assert stock.making is not None
+    counting = tuple(ended.counting())
+    ledger = stock.ledger
+    pushes = []
+    for each in counting:
+        if each.added:
+            pushes.append(AuditedPush(each.worker_id, each.push, each.added, each.weight))
+        ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
+    ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
+    made = Made(ended, counting, ledger)
+    yield Audit(stock.making.version, stock.version, ended.fragment, ended.number, tuple(pushes))
+    if state.config.durable:
+        state.made = made
+        yield _save(state, ended.number + 1)
+    else:
+        yield from _release(state, made)
+
+
+def saved(state: State, event: Saved) -> Iterator[Effect]:
+    """A checkpoint is on the disk: a version that waited for it is released."""
+    saving, made = state.saving, state.made
+    if saving.error is not None:
+        yield Log("info", f"Checkpoints are written again; the newest is {event.path}.")
+    elif saving.number is None:
+        text = "started again with this folder, the broker goes on from the newest"
+        yield Log("info", f"The first checkpoint is {event.path}; {text}.")
+    saving.number, saving.saved_at = event.number, state.now
+    saving.error = saving.retry_at = None
+    if made is not None and event.number == made.ended.number + 1:
+        state.made = None
+        yield from _release(state, made)
+
+
+def save_failed(state: State, event: SaveFailed) -> Iterator[Effect]:
+    """A checkpoint could not be written. Training goes on, unless the run is durable: then it waits."""
+    saving = state.saving
+    if state.made is not None:
+        saving.retry_at = state.now + RETRY_S
+        then = "The round waits for it (--durable) and it is tried again"
+    else:
+        then = "Training goes on; it is tried again after the next round"
+    if saving.error != event.error:
+        text = f"The checkpoint before round {event.number} could not be written: {event.error}."
+        yield Log("error", f"{text} {then}. Make room, or mend the folder.")
+    saving.error = event.error
+
+
+def save_soon(state: State) -> Iterator[Effect]:
+    """Save now, or as soon as the version that is being made is whole."""
+    assert state.round is not None
+    if state.round.phase is Phase.OPEN:
+        yield _save(state, state.round.number)
+    else:
+        state.saving.is_asked = True
+
+
+def _save(state: State, number: int) -> Save:
+    return Save(number, books_of(state, number))
+
+
+def _save_again(state: State) -> Iterator[Effect]:
+    retry_at = state.saving.retry_at
+    if state.made is not None and retry_at is not None and state.now >= retry_at:
+        state.saving.retry_at = None
+        yield _save(state, state.made.ended.number + 1)
+
+
+def _release(state: State, made: Made) -> Iterator[Effect]:
+    """Everybody gets the version, and the next round opens."""
+    ended, fragment = made.ended, made.ended.fragment
+    for each in made.counting:
+        member = state.members.named(each.worker_id)
+        if member is not None:
+            upload = member.uploads.get(fragment)
+            if upload is not None and upload.push.push_id == each.push.push_id:
+                upload.is_void = True
+            member.merges()
+            member.staleness = each.staleness
+            member.account.staleness[fragment] = each.staleness
+            member.counted_at = state.now
+    stock = state.shelf.stocks[fragment]
+    whole = sum(each.chunks.is_full for each in made.counting)
+    stock.contributions += whole
+    state.totals.contributions += whole
+    state.totals.rounds += 1
+    assert stock.making is not None
+    state.last_report = _report(ended, made.counting, stock.making.version.counter, state.now)
+    state.first_round_pending = False
+    yield Ended(state.last_report)
+    yield from _tell(state, ended, made.counting)
+    yield from state.shelf.release(fragment, made.ledger, ended.number, ended.averaged)
+    state.staging.excused_from(fragment).clear()
+    if isinstance(ended, StagedRound):
+        staged_reducer.released(state, ended)
+    config = state.config
+    saving = state.saving
+    is_due = (ended.number + 1) % config.save_every == 0 or saving.is_asked or saving.error
+    if config.save_dir is not None and is_due and not config.durable:
+        saving.is_asked = False
+        yield _save(state, ended.number + 1)
+    yield from open_round(state, ended.number + 1)
+    if config.is_async:
+        yield from async_reducer.hand_out_slots(state)
+
+
+def _tell(
+    state: State, ended: Round | StagedRound, counting: Sequence[Counting]
+) -> Iterator[Effect]:
+    pieces = state.config.num_fragments
+    if not state.config.is_async:
+        yield round_lines.closed(ended, counting, pieces, state.now)
+        return
+    assert state.last_report is not None
+    which = f" of fragment {ended.fragment}" if pieces > 1 else ""
+    state.untold.add(f"version {state.last_report.version}{which}", counting)
+    yield from state.untold.tell(state.now)
+
+
+def _report(
+    ended: Round | StagedRound, counting: Sequence[Counting], version: int, now: float
+) -> RoundReport:
+    whole = [each for each in counting if each.chunks.is_full]
+    losses = [each.push.loss for each in whole if each.push.loss is not None]
+    norms = [each.push.norm for each in whole if each.push.norm is not None]
+    return RoundReport(
+        ended.number,
+        ended.fragment,
+        version,
+        now - ended.opened_at,
+        ended.averaged,
+        sum(each.weight for each in whole),
+        sum(losses) / len(losses) if losses else None,
+        sum(norms) / len(norms) if norms else None,
+        max((each.staleness for each in whole), default=0),
+        tuple(each.worker_id for each in counting),
+    )

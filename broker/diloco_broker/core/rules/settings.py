@@ -1,0 +1,208 @@
+"""What an operator may change while the run goes on: settings, and whether rounds close.
+
+A new setting holds from the next version on. A version that is being made is finished with what it was
+begun with, since some of its chunks have been stepped already: what was asked for meanwhile waits in
+`State.wanted` until the next round opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.events import Acted, Effect, Send, Tune
+from diloco_broker.core.state.run import State
+from diloco_broker.core.state.staged_round import StagedRound
+from diloco_broker.core.state.streaming_round import Phase
+from diloco_protocol.errors import UsageError
+from diloco_protocol.messages import Notice
+
+# Fields of BrokerConfig that may be changed, as people call them.
+SETTINGS = {
+    "outer_lr": "outer learning rate",
+    "outer_momentum": "outer momentum",
+    "workers": "workers",
+    "min_workers": "min-workers",
+    "sync_every": "sync-every",
+    "quorum": "quorum",
+    "grace": "grace",
+    "save_every": "save-every",
+}
+# What a torch optimizer has in its groups, by the name of the setting.
+_OF_THE_OPTIMIZER = {"outer_lr": "lr", "outer_momentum": "momentum"}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting. `before` and `after` are values of the field."""
+
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def text(self) -> str:
+        return f"{SETTINGS[self.name]} {_shown(self.before)} -> {_shown(self.after)}"
+
+
+def _shown(value: Any) -> str:
+    return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def changes(state: State, arguments: Mapping[str, Any]) -> list[Change]:
+    """What would change, compared with what is wanted already.
+
+    Raises:
+        UsageError: a setting that cannot be changed, or not to that; then none is.
+    """
+    unknown = sorted(arguments.keys() - SETTINGS.keys())
+    if unknown or not arguments:
+        what = f"no setting named {unknown[0]!r:.60}" if unknown else "nothing to set"
+        raise UsageError(
+            f"There is {what}; what can be set while the run goes on: {', '.join(SETTINGS)}."
+        )
+    config = state.wanted or state.config
+    after = _with(config, arguments)  # of a torch optimizer's settings it only checks the values
+    planned = []
+    for name in (name for name in SETTINGS if name in arguments):
+        if state.has_own_optimizer and name in _OF_THE_OPTIMIZER:
+            before, is_same = _of_groups(state, name, getattr(after, name))
+        else:
+            before = getattr(config, name)
+            is_same = before == getattr(after, name)
+        if not is_same:
+            planned.append(Change(name, before, getattr(after, name)))
+    return planned
+
+
+def _of_groups(state: State, name: str, wanted: float) -> tuple[Any, bool]:
+    """What the groups of a torch optimizer have of a setting, and whether all have what is wanted."""
+    groups, called = state.outer_groups, SETTINGS[name]
+    if not groups:
+        raise UsageError(
+            f"The {called} cannot be set yet: the outer optimizer is made once the run has parameters."
+        )
+    values = [getattr(group, _OF_THE_OPTIMIZER[name]) for group in groups]
+    if None in values:
+        raise UsageError(
+            f"The outer optimizer has no {called}: {values.count(None)} of its {len(values)} groups "
+            f"have none."
+        )
+    waiting = state.wanted_outer.get(name)
+    shown = list(dict.fromkeys(values)) if waiting is None else [waiting]
+    before = shown[0] if len(shown) == 1 else ", ".join(f"{value:g}" for value in shown)
+    return before, shown == [wanted]
+
+
+def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
+    values = dict(arguments)
+    if values.get("quorum") == 0:  # as on the command line: wait for all
+        values["quorum"] = None
+    for name in ("outer_lr", "outer_momentum", "grace"):
+        if isinstance(values.get(name), int) and not isinstance(values[name], bool):
+            values[name] = float(values[name])
+    if config.is_async and config.outer_name in ("dn", "fedbuff"):
+        # N is the workers by default: it must not change under gradients that are in the buffer.
+        values["dn_buffer"] = config.dn_size
+    after = replace(config, **values)
+    if "save_every" in values and config.save_dir is None:
+        raise UsageError("This broker saves nothing; start it with --save-dir DIR.")
+    if after.is_staged != config.is_staged:
+        raise UsageError(
+            "Whether rounds have a quorum decides how contributions are kept, so it is settled at the "
+            "start: a broker that was started with --quorum, --deterministic or --aggregate "
+            "clip-median-norm can change it."
+        )
+    return after
+
+
+def want(state: State, who: str, planned: Sequence[Change]) -> Iterator[Effect]:
+    """Take down what `changes` has found; `take_effect` carries it out."""
+    values = {each.name: each.after for each in planned}
+    if state.has_own_optimizer:
+        own = {name: values.pop(name) for name in _OF_THE_OPTIMIZER if name in values}
+        state.wanted_outer = state.wanted_outer | own
+    state.wanted = _with(state.wanted or state.config, values)
+    when = first_use(state)
+    for each in planned:
+        text = f"{each.text}{when}"
+        yield Acted(who, f"set {each.name}", each.before, each.after, text)
+
+
+def remark(state: State, planned: Sequence[Change]) -> str:
+    """What follows from the changes, or does not, though one might not think so; sentences."""
+    names = {each.name for each in planned}
+    said = ""
+    if state.has_own_optimizer and names & _OF_THE_OPTIMIZER.keys() and len(state.outer_groups) > 1:
+        said += f" All {len(state.outer_groups)} groups of the outer optimizer have it."
+    if "sync_every" in names:
+        said += " Each worker takes sync-every up with its next cycle."
+        own = [m.worker_id for m in state.members if m.sync_every is not None]
+        if own:
+            less = "" if state.config.is_async else ", where that is smaller"
+            said += f" {', '.join(own[:8])}{' ...' * (len(own) > 8)}: with an H of its own{less}."
+    return said + (_about_workers(state) if "workers" in names else "")
+
+
+def after_restart(state: State, planned: Sequence[Change]) -> str:
+    """What a broker that is started again goes on with; sentences."""
+    own = state.has_own_optimizer
+    saved = [each for each in planned if own and each.name in _OF_THE_OPTIMIZER]
+    said = " A checkpoint keeps the outer optimizer's groups as they are." if saved else ""
+    if len(saved) < len(planned):
+        said += " A restart begins with the command line's."
+    return said
+
+
+def _about_workers(state: State) -> str:
+    config = state.wanted or state.config
+    if config.is_async:
+        if config.outer_name in ("dn", "fedbuff"):
+            return f" The buffer of the outer optimizer goes on taking {config.dn_size} gradients."
+        return ""
+    if not state.first_round_pending:
+        return (
+            " Round one is over: later ones wait for all who are here, and for --min-workers, which is "
+            f"{config.min_workers}."
+        )
+    return ""
+
+
+def first_use(state: State) -> str:
+    """From when on a setting of now holds, as the end of a sentence."""
+    round_ = state.round
+    if round_ is None:
+        return ""
+    number = round_.number + (round_.phase is Phase.CLOSING)
+    if state.config.num_fragments > 1:
+        return f" from round {number}"
+    return f" from version {number + 1}"
+
+
+def take_effect(state: State) -> Iterator[Effect]:
+    """No step is queued: what is wanted holds from here on."""
+    before, wanted = state.config, state.wanted
+    if wanted is None:
+        return
+    outer, state.wanted_outer = state.wanted_outer, {}
+    state.config, state.wanted = wanted, None
+    own = {_OF_THE_OPTIMIZER[name]: value for name, value in outer.items()}
+    state.outer_groups = tuple(replace(group, **own) for group in state.outer_groups)
+    yield Tune(wanted, own)
+    if before.sync_every != wanted.sync_every:
+        text = f"The run's sync_every is {wanted.sync_every} now; it was {before.sync_every}."
+        for member in state.members:
+            yield Send(member.control, Notice("sync_every", text, sync_every=wanted.sync_every))
+    round_ = state.round
+    if round_ is None or wanted.is_async:
+        return
+    if state.first_round_pending and before.workers != wanted.workers:
+        round_.floor = wanted.workers
+    elif not state.first_round_pending:
+        round_.floor = wanted.min_workers
+    if isinstance(round_, StagedRound):
+        if round_.quorum != wanted.quorum:
+            round_.quorum_at = None
+        round_.quorum, round_.grace = wanted.quorum, wanted.grace

@@ -1,0 +1,1 @@
+"""What the broker knows: records, each with the methods that change it."""

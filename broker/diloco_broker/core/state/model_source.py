@@ -1,0 +1,285 @@
+"""How a broker without parameters gets some: from a model file, or from a worker that donates its own.
+
+Either way the first version of each fragment is made chunk by chunk, and nobody sees any of it before
+all fragments are whole. A donor that dies is replaced by the next one, which begins afresh. A donor that
+holds a version of a run donates it under its name and with its ledger, so that a broker which lost its
+memory, or comes back with an old checkpoint, continues that run where the workers are (`recovering`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_broker.core.state.members import Member
+from diloco_protocol.chunks import Bitmap, ModelLayout, lay_out
+from diloco_protocol.manifest import Kind, Manifest
+from diloco_protocol.messages import Push, RunConfig
+from diloco_protocol.version import Ledger, VersionId
+
+# A donor that delivers nothing for so long is passed over, where there is another one.
+DONOR_PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class InitialModel:
+    """What the broker was started with.
+
+    Attributes:
+        shapes: of each tensor, by name.
+        infinite: names of those that are not finite in fp32; only the frozen part may have some.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    infinite: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Restored:
+    """One fragment as a checkpoint has it, or as a worker has it that is ahead of the checkpoint.
+
+    Attributes:
+        gradients: how many the outer optimizer has had.
+        round, averaged: the last round of it.
+        wires: its chunks in wire form.
+        tags: of the versions before it, by counter, as far as they are known.
+    """
+
+    version: VersionId
+    ledger: Ledger
+    gradients: int
+    round: int
+    averaged: int
+    wires: tuple[Any, ...]
+    tags: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a broker goes on from: all of a checkpoint but the tensors.
+
+    Attributes:
+        source: where it came from, for people.
+        number: of the round that comes next.
+        plan: the fragment of each tensor of the manifest; `layout` is what follows from it.
+        workers: counters of the workers that were here, by id.
+        totals: counters of the run so far.
+    """
+
+    source: str
+    run: str
+    manifest: Manifest
+    number: int
+    plan: tuple[int, ...]
+    layout: ModelLayout
+    fragments: Mapping[int, Restored]
+    workers: Mapping[str, Mapping[str, int]]
+    totals: Mapping[str, int]
+
+
+@dataclass
+class Intake:
+    """The first version of one fragment on its way in.
+
+    Attributes:
+        wires: its chunks in wire form, None where one is missing.
+        arrived: chunks received from the donor, in place or waiting to be.
+        push: the donor's push; None for the model file.
+        placed: how many chunks are in place.
+    """
+
+    version: VersionId
+    wires: list[Any]
+    arrived: Bitmap
+    push: Push | None = None
+    placed: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return all(wire is not None for wire in self.wires)
+
+
+@dataclass
+class Bootstrap:
+    """The model of the run: what it consists of, and where its first parameters come from.
+
+    Attributes:
+        initial: what the model file has, None without one.
+        manifest: the run's model, settled by the first worker that joins.
+        plan: the fragment of each of its tensors.
+        run: name of the run; None until parameters are on their way.
+        donor: id of the worker that was asked.
+        wanted: the fragments that it was asked for.
+        rejected_donors: workers whose parameters could not be used, until they join again.
+        passed_over: workers that were asked and sent nothing for `patience_s`; asked again when nobody
+            else is left, with more patience.
+        holder_lost_at: when a worker that holds a version died before it could give it.
+        waits_for: whom the first parameters wait for, as the end of a sentence; empty while for nobody.
+        restored: fragments of a run that exists, from a checkpoint or a worker, until it goes on.
+        saved: the fragments as the checkpoint has them.
+        known: counters of the workers that were here when the checkpoint was written, by id.
+        source: the checkpoint, for people; empty without one.
+        is_loading: the model file is being placed.
+        is_done: every fragment has a version.
+    """
+
+    initial: InitialModel | None = None
+    manifest: Manifest | None = None
+    plan: tuple[int, ...] = ()
+    layout: ModelLayout | None = None
+    run: str | None = None
+    donor: str | None = None
+    offered_at: float | None = None  # when the first worker came that holds a version
+    asked: bytes = b""  # session of the donor that was asked
+    progress_at: float = 0.0  # when the donor last delivered something
+    wanted: tuple[int, ...] = ()
+    intakes: dict[int, Intake] = field(default_factory=dict)  # by fragment
+    rejected_donors: set[str] = field(default_factory=set)
+    passed_over: set[str] = field(default_factory=set)
+    patience_s: float = DONOR_PATIENCE_S
+    holder_lost_at: float | None = None
+    waits_for: str = ""
+    restored: dict[int, Restored] = field(default_factory=dict)
+    saved: Mapping[int, Restored] = field(default_factory=dict)
+    known: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    source: str = ""
+    resumed_number: int | None = None  # the next round by the checkpoint
+    is_loading: bool = False
+    is_done: bool = False
+
+    def settle_manifest(
+        self, manifest: Manifest, plan: tuple[int, ...], config: RunConfig
+    ) -> ModelLayout:
+        """This is the run's model from now on; `plan` is the fragment of each of its tensors."""
+        self.manifest, self.plan = manifest, plan
+        self.layout = lay_out(
+            manifest,
+            {entry.name: part for entry, part in zip(manifest.entries, plan, strict=True)},
+            num_fragments=config.num_fragments,
+            chunk_elements=config.chunk_elements,
+        )
+        return self.layout
+
+    def mismatches(self, manifest: Manifest) -> list[str]:
+        """How a worker's model differs from the model file, one clause each."""
+        if self.initial is None:
+            return []
+        shapes = self.initial.shapes
+        known: set[str] = set()
+        found = []
+        for entry in manifest.entries:
+            names = [name for name in (entry.name, *entry.aliases) if name in shapes]
+            known.update(names)
+            if not names:
+                found.append(f"the file lacks {entry}")
+            elif shapes[names[0]] != entry.shape:
+                found.append(
+                    f"{entry.name} is {list(entry.shape)} in the worker and "
+                    f"{list(shapes[names[0]])} in the file"
+                )
+            elif names[0] in self.initial.infinite and entry.kind is not Kind.FROZEN:
+                found.append(
+                    f"{entry.name} has infinities in the file and is {entry.kind.value} in the worker"
+                )
+        return found + [f"the file has an extra {name}" for name in shapes if name not in known]
+
+    def choose_donor(self, members: Iterable[Member]) -> Member | None:
+        """The worker with the newest version of a run; among equals, the first that joined."""
+        return max(self.candidates(members), key=_newness, default=None)
+
+    def candidates(self, members: Iterable[Member]) -> list[Member]:
+        """The workers that may be asked."""
+        left_out = self.rejected_donors | self.passed_over
+        return [member for member in members if member.worker_id not in left_out]
+
+    def forgive(self, worker_id: str) -> None:
+        """A worker joins: what was wrong with its parameters, or with their way, may not be now."""
+        self.rejected_donors.discard(worker_id)
+        self.passed_over.discard(worker_id)
+
+    def ask_all_again(self) -> bool:
+        """Those that were slow may be asked again, and get twice the time. False if there are none."""
+        if not self.passed_over:
+            return False
+        self.passed_over.clear()
+        self.patience_s *= 2
+        return True
+
+    @property
+    def all_fragments(self) -> tuple[int, ...]:
+        """Fragments that have chunks, the frozen one included."""
+        assert self.layout is not None
+        return tuple(part.fragment for part in self.layout.all if part.chunks)
+
+    @property
+    def is_complete(self) -> bool:
+        """True when every fragment that was asked for is whole."""
+        return all(f in self.intakes and self.intakes[f].is_whole for f in self.wanted)
+
+    def ask(self, donor: Member, wanted: tuple[int, ...], now: float) -> None:
+        """This worker is the donor of these fragments from now on."""
+        self.donor, self.wanted, self.progress_at, self.asked = donor.worker_id, wanted, now, b""
+        self.waits_for = ""
+
+    def abandon(self) -> None:
+        """Forget what came in from the donor at hand, and the donor."""
+        self.donor = None
+        self.is_loading = False
+        if not self.restored:
+            self.run = None
+        self.asked = b""
+        self.wanted = ()
+        self.intakes.clear()
+
+    def revert(self, fragment: int) -> None:
+        """What there was of a fragment has been overwritten: only the checkpoint has another copy."""
+        self.restored.pop(fragment, None)
+        if fragment in self.saved:
+            self.restored[fragment] = self.saved[fragment]
+
+    def sources(self, members: Iterable[Member]) -> dict[int, Member]:
+        """By fragment, the worker that holds the newest version, where it is newer than ours."""
+        best: dict[int, Member] = {}
+        newest = {fragment: each.version.counter for fragment, each in self.restored.items()}
+        for member in self.candidates(members):
+            for fragment, held in enumerate(member.versions):
+                of_the_run = held is not None and held.run == self.run
+                if held and of_the_run and held.counter > newest.get(fragment, -1):
+                    best[fragment] = member
+                    newest[fragment] = held.counter
+        return best
+
+    def adopt(self) -> dict[int, int]:
+        """Keep what came in. Returns, by fragment, how many versions newer it is than what we had."""
+        steps = {}
+        for fragment, intake in self.intakes.items():
+            ours = self.restored.get(fragment)
+            counter = intake.version.counter
+            steps[fragment] = counter - (ours.version.counter if ours else 0)
+            ledger = intake.push.ledger if intake.push else None
+            self.restored[fragment] = Restored(
+                intake.version,
+                ledger or Ledger(),
+                # Without a checkpoint the optimizer has nothing yet, however often we adopt.
+                ours.gradients + steps[fragment] if ours and self.source else 0,
+                ours.round if ours else 0,
+                ours.averaged if ours else 0,
+                tuple(intake.wires),
+            )
+        self.intakes.clear()
+        self.donor, self.wanted, self.asked = None, (), b""
+        return steps
+
+    def finish(self) -> None:
+        self.is_done = True
+        self.is_loading = False
+        self.donor = None
+        self.wanted = ()
+        self.intakes.clear()
+        self.restored.clear()
+        self.saved = {}
+
+
+def _newness(member: Member) -> int:
+    return sum(v.counter + 1 for v in member.versions if v is not None)

@@ -1,0 +1,211 @@
+"""The whole state of a broker, as one record that the functions of the core work on."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.events import OuterGroup, RoundReport
+from diloco_broker.core.round_lines import Untold
+from diloco_broker.core.state.dylu import sync_every
+from diloco_broker.core.state.members import Member, Membership
+from diloco_broker.core.state.model_source import Bootstrap
+from diloco_broker.core.state.staged_round import StagedRound, Staging
+from diloco_broker.core.state.streaming_round import Counting, Phase, Round
+from diloco_broker.core.state.versions import Shelf
+from diloco_protocol.fragments.plan import OWN, FragmentPlan
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.messages import Push, RunConfig
+from diloco_protocol.version import Ledger, VersionId
+
+REJECTIONS_KEPT = 10
+
+
+@dataclass
+class Totals:
+    """Counters of the run. `contributions` are those counted whole."""
+
+    rounds: int = 0
+    pushes: int = 0
+    rejected: int = 0
+    malformed: int = 0
+    contributions: int = 0
+    bytes_up: int = 0
+    deaths: int = 0
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Work of a worker that was refused: when (the core's clock), whose, and why."""
+
+    at: float
+    worker_id: str
+    code: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A worker that is gone, and why; empty where it was done."""
+
+    worker_id: str
+    why: str
+
+
+@dataclass
+class Saving:
+    """How the checkpoints fare.
+
+    Attributes:
+        number, saved_at: the round that comes after the newest one, and when it was written.
+        error: what is wrong, None while all is well.
+        retry_at: when a release that waits for its checkpoint asks for it again.
+        is_asked: somebody wants a checkpoint once the version that is being made is whole.
+    """
+
+    number: int | None = None
+    saved_at: float | None = None
+    error: str | None = None
+    retry_at: float | None = None
+    is_asked: bool = False
+
+
+@dataclass(frozen=True)
+class Made:
+    """A version of which every chunk is there, and what it contains; not released yet."""
+
+    ended: Round | StagedRound
+    counting: tuple[Counting, ...]
+    ledger: Ledger
+
+
+@dataclass
+class State:
+    """Everything the broker knows, except tensors.
+
+    Attributes:
+        draw: returns an unpredictable number below 2**64 (tokens, tags, the run's name).
+        epoch: this life of the broker, 16 hexadecimal digits.
+        now: the time of the event at hand, seconds of the core's clock.
+        round: the round going on; None until there are parameters.
+        made: a version that waits for its checkpoint to be written, if the run is durable.
+        waiting: chunks of pseudo-gradients that wait to be added or looked at.
+        staging: whole submissions, where the run needs whole ones.
+        untold: versions of asynchronous mode that the log has no line of yet.
+        has_own_optimizer: the outer optimizer is one of torch's, made by a factory.
+        outer_groups: the groups of it, over all fragments; empty before it is made.
+        wanted_outer: settings of it that an operator has asked for, until the next version is begun.
+        own_split: splits a model as the user says, instead of a pattern; may raise UsageError.
+        is_resumed: this life of the broker went on from a checkpoint.
+        stopping: why the broker is about to stop; None while it is not.
+        is_restarting: it stops to come back, which does not end the run.
+        back_at: when the broker ran again after it had stood still; None when it never has.
+        to_probe: workers to send a word, since a connection was closed and nobody knows whose.
+        totals_before: what the totals were when this life of the broker began.
+        wanted: the configuration that an operator has asked for, until the next version is begun.
+        paused_at: since when no round closes, as an operator asked; None while rounds do.
+        refused, rejections: how often work was refused, by code; the last of it.
+        departed: who went last; None while nobody has.
+        first_round_pending: no round has closed in this life, so `workers` is the floor.
+    """
+
+    config: BrokerConfig
+    draw: Callable[[], int]
+    started_at: float
+    epoch: str
+    bootstrap: Bootstrap
+    members: Membership = field(default_factory=Membership)
+    shelf: Shelf = field(default_factory=Shelf)
+    round: Round | StagedRound | None = None
+    made: Made | None = None
+    waiting: int = 0
+    staging: Staging = field(default_factory=Staging)
+    now: float = 0.0
+    is_resumed: bool = False
+    saving: Saving = field(default_factory=Saving)
+    totals: Totals = field(default_factory=Totals)
+    totals_before: Totals = field(default_factory=Totals)
+    last_report: RoundReport | None = None
+    stopping: str | None = None
+    is_restarting: bool = False
+    back_at: float | None = None
+    wanted: BrokerConfig | None = None
+    paused_at: float | None = None
+    first_round_pending: bool = True
+    departed: Departure | None = None
+    to_probe: list[str] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+    rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
+    feed_address: str | None = None
+    has_own_optimizer: bool = False
+    outer_groups: tuple[OuterGroup, ...] = ()
+    wanted_outer: dict[str, float] = field(default_factory=dict)
+    untold: Untold = field(default_factory=Untold)
+    own_split: Callable[[Manifest], FragmentPlan] | None = None
+
+    @property
+    def run_config(self) -> RunConfig:
+        return self.config.run_config
+
+    @property
+    def fragment_pattern(self) -> str:
+        """How the model is split, for people: the pattern, or "own"."""
+        return self.config.fragment_pattern if self.own_split is None else OWN
+
+    def plan_of(self, manifest: Manifest) -> FragmentPlan:
+        """Split a model; raises UsageError where it cannot be, naming what is wrong."""
+        if self.own_split is not None:
+            return self.own_split(manifest)
+        return FragmentPlan.of(manifest, self.config.num_fragments, self.config.fragment_pattern)
+
+    def reject(self, worker_id: str, code: str, text: str) -> None:
+        """Count work that is refused."""
+        self.totals.rejected += 1
+        self.refused[code] += 1
+        self.rejections.append(Rejection(self.now, worker_id, code, text))
+
+    def next_round_of(self, fragment: int) -> int:
+        """The first round that a new push of this fragment can be part of."""
+        assert self.round is not None
+        pieces = self.config.num_fragments
+        first = self.round.number + (self.round.phase is Phase.CLOSING)
+        return first + (fragment - first) % pieces
+
+    def begin_version(self, fragment: int, gradients: int) -> int:
+        """A version of the fragment is being made from now on, by so many gradients.
+
+        Returns how many the outer optimizer has had of this fragment before.
+        """
+        stock = self.shelf.stocks[fragment]
+        version = stock.version
+        assert version is not None
+        self.shelf.make(fragment, VersionId(version.run, version.counter + 1, self.draw()))
+        stock.gradients += gradients
+        return stock.gradients - gradients
+
+    def is_counted(self, member: Member, push: Push) -> bool:
+        """Does the current version contain all of this push?"""
+        ledger = self.shelf.stocks[push.fragment].ledger
+        return ledger.names_whole(member.worker_id, push.push_id)
+
+    def weight_of(self, push: Push) -> float:
+        """What a push counts in a mean."""
+        match self.config.weight_by:
+            case "tokens":
+                return push.weight * push.tokens
+            case "samples":
+                return push.weight * push.samples
+            case _:
+                return push.weight
+
+    def sync_every_of(self, member: Member) -> int:
+        """H of one worker: its own, or smaller for slow ones under Dynamic Local Updates."""
+        config, own = self.config, member.sync_every
+        if own is not None:
+            return own if config.is_async else min(own, config.sync_every)
+        if not config.dylu:
+            return config.sync_every
+        speeds = {m.worker_id: m.speed for m in self.members if m.speed is not None}
+        return sync_every(speeds, member.worker_id, config.sync_every, config.least_steps)

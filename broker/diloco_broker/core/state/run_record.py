@@ -1,0 +1,84 @@
+"""What a checkpoint keeps of the state: all but the tensors, as it stands at one moment.
+
+It is taken by the core itself, at the end of a round. By the time the loop carries out what the core
+asked for, the next round may have begun in the books, though no tensor has moved yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.version import Ledger, VersionId
+
+if TYPE_CHECKING:
+    from diloco_broker.core.state.run import State
+
+
+@dataclass(frozen=True)
+class FragmentBooks:
+    """One fragment.
+
+    Attributes:
+        gradients: how many the outer optimizer has had.
+        round, averaged: the last round of it.
+        tags: of the versions before this one, by counter, as far as they are known.
+    """
+
+    version: VersionId
+    ledger: Ledger
+    gradients: int
+    round: int
+    averaged: int
+    tags: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Books:
+    """The run.
+
+    Attributes:
+        number: of the round that comes next.
+        epoch: the life of the broker.
+        plan: the fragment of each tensor of the manifest.
+        workers: counters of the workers that are here, by id.
+        totals: counters of the run.
+    """
+
+    run: str
+    number: int
+    epoch: str
+    manifest: Manifest
+    plan: tuple[int, ...]
+    fragments: Mapping[int, FragmentBooks]
+    workers: Mapping[str, Mapping[str, int]]
+    totals: Mapping[str, int]
+
+
+def books_of(state: State, number: int) -> Books:
+    """How things stand between rounds, or when a version is whole that is not released yet."""
+    boot, made = state.bootstrap, state.made
+    assert boot.manifest is not None and boot.run is not None
+    fragments = {}
+    for stock in state.shelf.stocks:
+        version, ledger, round_, averaged = stock.version, stock.ledger, stock.round, stock.averaged
+        if made is not None and made.ended.fragment == stock.layout.fragment:
+            assert stock.making is not None
+            version, ledger = stock.making.version, made.ledger
+            round_, averaged = made.ended.number, made.ended.averaged
+        if version is not None:
+            fragments[stock.layout.fragment] = FragmentBooks(
+                version, ledger, stock.gradients, round_, averaged, stock.newest_tags()
+            )
+    return Books(
+        boot.run,
+        number,
+        state.epoch,
+        boot.manifest,
+        boot.plan,
+        fragments,
+        {member.worker_id: member.counters() for member in state.members},
+        asdict(state.totals),
+    )

@@ -1,0 +1,401 @@
+"""Moving chunks under credit, both ways, and the versions that are handed out.
+
+Up: a push may have as many unacknowledged chunks under way as it was granted. Down: a reader says how
+many chunks it can take. Credits bind before any of ZeroMQ's high-water marks, so a slow reader holds a
+few chunk references and never a copy of the model.
+
+The shelf keeps, for each fragment, the current version (whole, never written again) and the one that is
+being made. A reader that waits for the next version gets its chunks as they become ready. When a newer
+version is released, a reader that has begun with the older one goes on with it: a link that needs longer
+for a version than the next one takes to come would never have any otherwise. So that slow readers cost
+no more than `KEPT` old versions, others that are behind are moved to the newer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_broker.core.events import Effect, Route, Send
+from diloco_protocol.chunks import Bitmap, FragmentLayout
+from diloco_protocol.messages import Chunk, Push, Released
+from diloco_protocol.version import Ledger, VersionId
+
+# Chunks one push may have under way at first, which is enough on a local network, and once the way has
+# proved to be long: 1 Gb/s with a round trip of 100 ms has 12 MiB under way, 12 chunks of bf16.
+FIRST_WINDOW = 6
+UPLOAD_WINDOW = 16
+# And all pushes together, so that many workers do not fill the broker's memory; two each at least.
+FIRST_WINDOW_TOTAL = 16
+UPLOAD_WINDOW_TOTAL = 64
+# More credit than this is not believed. It must stay below ZeroMQ's high-water mark of 1000 messages,
+# past which sends to a reader that is merely slow would fail.
+MAX_READER_CREDIT = 256
+# Old versions of a fragment that are kept until their readers are done.
+KEPT = 2
+# Names of versions that are remembered, of each fragment: two numbers each.
+NAMES_KEPT = 1024
+# And in a checkpoint, which is written each round.
+NAMES_SAVED = 128
+# Readers that have not joined; more are refused.
+MAX_OBSERVERS = 256
+
+
+def upload_window(pushes: int) -> int:
+    """Chunks that each of so many concurrent pushes may have under way at most."""
+    return max(2, min(UPLOAD_WINDOW, UPLOAD_WINDOW_TOTAL // max(1, pushes)))
+
+
+def first_window(pushes: int) -> int:
+    """Chunks that each of so many concurrent pushes may have under way before anything is known."""
+    return max(2, min(FIRST_WINDOW, FIRST_WINDOW_TOTAL // max(1, pushes)))
+
+
+@dataclass
+class Account:
+    """What was exchanged with one worker or observer.
+
+    Attributes:
+        bytes_up, bytes_down: of chunks.
+        staleness: of its last counted push, by fragment: versions between base and merge.
+    """
+
+    bytes_up: int = 0
+    bytes_down: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Upload:
+    """One push of one connection: how many chunks it may still send.
+
+    Its window is as wide as bandwidth times delay need. Chunks that wait to be added, whoever sent them,
+    show that the broker is busy: more under way would only wait in its memory. Where a whole window has
+    come without that, the way is what takes long, and the window is doubled.
+
+    Attributes:
+        push: the offer.
+        credit: chunks that may still come.
+        window: chunks under way at most, at present.
+        widest: what `window` may grow to.
+        is_void: what still comes of it is ignored: its sender has been told.
+    """
+
+    push: Push
+    credit: int = 0
+    window: int = 0
+    widest: int = 0
+    is_void: bool = False
+    calm: int = 0  # chunks since one was acknowledged while others waited
+
+    def acknowledged(self, *, is_calm: bool) -> int:
+        """A chunk is in, and its credit goes back. Returns how many there are on top.
+
+        Args:
+            is_calm: no chunk waits to be added now.
+        """
+        self.credit += 1
+        self.calm = self.calm + 1 if is_calm else 0
+        if self.calm < self.window:
+            return 0
+        self.calm = 0
+        more = min(self.window, self.widest - self.window, UPLOAD_WINDOW_TOTAL - self.credit)
+        more = max(0, more)
+        self.window += more
+        self.credit += more
+        return more
+
+
+@dataclass
+class Download:
+    """One reader at one version of one fragment. `ready` are the chunks that can be sent now."""
+
+    version: VersionId
+    ready: deque[int]
+    left: int  # chunks not sent yet, ready or not
+
+
+@dataclass
+class Reader:
+    """One connection that takes chunks. `announce` is where its `released` goes."""
+
+    route: Route
+    announce: Route
+    account: Account
+    joined: bool
+    credit: int = 0
+    probed_at: float = 0.0
+    downloads: dict[int, Download] = field(default_factory=dict)  # by fragment
+    waiting: dict[int, int] = field(default_factory=dict)  # fragment -> counter that it has
+
+
+@dataclass
+class Making:
+    """A version that is being made: its chunks so far."""
+
+    version: VersionId
+    wires: list[Any]
+    left: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A version that is not the current one any more, and that somebody still reads."""
+
+    version: VersionId
+    wires: tuple[Any, ...]
+
+
+@dataclass
+class Stock:
+    """One fragment: its current version, the one being made, and old ones that are still read.
+
+    `gradients` counts what the outer optimizer has had of it, the one being applied included;
+    `contributions` the whole ones in its versions since the broker started. `tags` has those of its last
+    versions, by counter.
+    """
+
+    layout: FragmentLayout
+    version: VersionId | None = None
+    ledger: Ledger = field(default_factory=Ledger)
+    wires: tuple[Any, ...] = ()
+    making: Making | None = None
+    kept: list[Kept] = field(default_factory=list)
+    round: int = 0
+    averaged: int = 0
+    gradients: int = 0
+    contributions: int = 0
+    tags: dict[int, int] = field(default_factory=dict)
+
+    def put(self, version: VersionId, wires: tuple[Any, ...], ledger: Ledger) -> None:
+        """This version, whole, is the current one from now on."""
+        self.version, self.wires, self.ledger = version, wires, ledger
+        self.tags[version.counter] = version.tag
+        while len(self.tags) > NAMES_KEPT:
+            del self.tags[next(iter(self.tags))]
+
+    def newest_tags(self) -> dict[int, int]:
+        """As many of `tags` as a checkpoint keeps."""
+        return dict(list(self.tags.items())[-NAMES_SAVED:])
+
+    def name_of(self, counter: int) -> VersionId:
+        """The version of this broker's branch that has this counter."""
+        assert self.version is not None
+        return VersionId(self.version.run, counter, self.tags[counter])
+
+    def is_of_another_branch(self, version: VersionId) -> bool:
+        """Has this broker another version with the same counter? False where it is too long ago."""
+        return self.tags.get(version.counter, version.tag) != version.tag
+
+    def staleness(self, push: Push) -> int:
+        """Versions released since the one that a push starts from."""
+        if self.version is None or push.base is None:
+            return 0
+        return max(0, self.version.counter - push.base.counter)
+
+
+class Shelf:
+    """Versions of all fragments and the readers of them. Methods yield the sends that follow."""
+
+    def __init__(self) -> None:
+        self.stocks: list[Stock] = []
+        self.readers: dict[Route, Reader] = {}
+        self.bytes_down = 0
+
+    def furnish(self, layouts: tuple[FragmentLayout, ...]) -> None:
+        """Make room for a model: one stock for each fragment, the frozen one last."""
+        self.stocks = [Stock(layout) for layout in layouts]
+
+    # Making versions.
+
+    def make(self, fragment: int, version: VersionId) -> None:
+        """Begin a version. Readers that wait for one follow it from now on."""
+        stock = self.stocks[fragment]
+        chunks = stock.layout.chunks
+        stock.making = Making(version, [None] * chunks, chunks)
+        for reader in self.readers.values():
+            after = reader.waiting.get(fragment)
+            if after is not None and after < version.counter:
+                reader.downloads[fragment] = Download(version, deque(), chunks)
+
+    def install(self, fragment: int, version: VersionId, wires: list[Any], ledger: Ledger) -> None:
+        """Put a whole version on the shelf: the first one of its fragment."""
+        stock = self.stocks[fragment]
+        assert stock.version is None and stock.making is None
+        stock.put(version, tuple(wires), ledger)
+
+    def serve_waiting(self) -> Iterator[Effect]:
+        """Start the readers that have waited for a version which is here now."""
+        for reader in list(self.readers.values()):
+            for fragment, after in list(reader.waiting.items()):
+                version = self.stocks[fragment].version
+                if version is not None and version.counter > after:
+                    chunks = self.stocks[fragment].layout.chunks
+                    yield from self._start(reader, fragment, Bitmap(chunks))
+
+    def chunk_ready(self, fragment: int, index: int, wire: Any) -> Iterator[Effect]:
+        """A chunk of the version being made is finished."""
+        making = self.stocks[fragment].making
+        assert making is not None and making.wires[index] is None
+        making.wires[index] = wire
+        making.left -= 1
+        for reader in self.readers.values():
+            download = reader.downloads.get(fragment)
+            if download is not None and download.version == making.version:
+                download.ready.append(index)
+                yield from self.pump(reader)
+
+    def release(
+        self, fragment: int, ledger: Ledger, number: int, averaged: int
+    ) -> Iterator[Effect]:
+        """The version being made is whole: it becomes the current one."""
+        stock = self.stocks[fragment]
+        assert stock.making is not None and stock.making.left == 0
+        self._keep_what_is_read(stock)
+        stock.put(stock.making.version, tuple(stock.making.wires), ledger)
+        stock.round, stock.averaged = number, averaged
+        stock.making = None
+        assert stock.version is not None
+        for reader in list(self.readers.values()):
+            download = reader.downloads.get(fragment)
+            waits = reader.waiting.get(fragment)
+            if download is not None and download.version in {k.version for k in stock.kept}:
+                continue
+            if download is not None and download.version != stock.version:
+                yield from self._start(reader, fragment, Bitmap(stock.layout.chunks))
+            elif waits is not None and waits < stock.version.counter:
+                del reader.waiting[fragment]
+                yield Send(reader.announce, self._released(fragment, reader))
+
+    # Readers.
+
+    def joined_reader(self, route: Route, announce: Route, account: Account) -> Reader:
+        """The reader on a worker's bulk connection, made if it is new."""
+        if route not in self.readers:
+            self.readers[route] = Reader(route, announce, account, joined=True)
+        return self.readers[route]
+
+    def observer(self, route: Route) -> Reader:
+        """The reader on a connection that has not joined, made if it is new."""
+        if route not in self.readers:
+            self.readers[route] = Reader(route, route, Account(), joined=False)
+        return self.readers[route]
+
+    def add_credit(self, reader: Reader, chunks: int) -> Iterator[Effect]:
+        """The reader can take more."""
+        reader.credit = min(reader.credit + max(0, chunks), MAX_READER_CREDIT)
+        yield from self.pump(reader)
+
+    def forget(self, route: Route | None) -> None:
+        """This connection takes nothing more."""
+        if route is not None and self.readers.pop(route, None) is not None:
+            self._sweep()
+
+    @property
+    def observers(self) -> list[Reader]:
+        return [reader for reader in self.readers.values() if not reader.joined]
+
+    def pull(
+        self, reader: Reader, fragment: int, after: int, held: tuple[VersionId, bytes] | None
+    ) -> Iterator[Effect]:
+        """Give a reader the newest version above `after`, now or when there is one."""
+        stock = self.stocks[fragment]
+        if reader.downloads.pop(fragment, None) is not None:
+            self._sweep()
+        reader.waiting.pop(fragment, None)
+        chunks = stock.layout.chunks
+        if stock.version is not None and stock.version.counter > after:
+            have = Bitmap(chunks)
+            if held is not None and held[0] == stock.version:
+                have = Bitmap.from_bytes(held[1], chunks)
+            yield from self._start(reader, fragment, have)
+            return
+        reader.waiting[fragment] = after
+        making = stock.making
+        if making is not None and making.version.counter > after:
+            have = Bitmap(chunks)
+            if held is not None and held[0] == making.version:
+                have = Bitmap.from_bytes(held[1], chunks)
+            ready = deque(
+                i for i, wire in enumerate(making.wires) if wire is not None and i not in have
+            )
+            reader.downloads[fragment] = Download(making.version, ready, chunks - len(have))
+            yield from self.pump(reader)
+
+    def pump(self, reader: Reader) -> Iterator[Effect]:
+        """Send what is ready while there is credit."""
+        for fragment, download in list(reader.downloads.items()):
+            wires = self._wires(fragment, download.version)
+            while reader.credit > 0 and download.ready:
+                index = download.ready.popleft()
+                reader.credit -= 1
+                download.left -= 1
+                reader.account.bytes_down += wires[index].nbytes
+                self.bytes_down += wires[index].nbytes
+                message = Chunk(fragment, index, version=download.version)
+                yield Send(reader.route, message, wires[index])
+            if not download.left:
+                del reader.downloads[fragment]
+                self._sweep()
+
+    def _start(self, reader: Reader, fragment: int, have: Bitmap) -> Iterator[Effect]:
+        stock = self.stocks[fragment]
+        assert stock.version is not None
+        reader.waiting.pop(fragment, None)
+        missing = deque(have.missing())
+        reader.downloads[fragment] = Download(stock.version, missing, len(missing))
+        yield Send(reader.announce, self._released(fragment, reader))
+        yield from self.pump(reader)
+
+    def _released(self, fragment: int, reader: Reader) -> Released:
+        stock = self.stocks[fragment]
+        assert stock.version is not None
+        return Released(
+            fragment,
+            stock.version,
+            stock.ledger,
+            stock.round,
+            stock.averaged,
+            reader.account.staleness.get(fragment),
+        )
+
+    def _wires(self, fragment: int, version: VersionId) -> Any:
+        stock = self.stocks[fragment]
+        if stock.making is not None and stock.making.version == version:
+            return stock.making.wires
+        if stock.version == version:
+            return stock.wires
+        found = [kept.wires for kept in stock.kept if kept.version == version]
+        assert found, "a reader is at a version that is not on the shelf"
+        return found[0]
+
+    def _keep_what_is_read(self, stock: Stock) -> None:
+        """The current version will be an old one: keep it for readers that have begun with it."""
+        chunks, fragment = stock.layout.chunks, stock.layout.fragment
+        downloads = (reader.downloads.get(fragment) for reader in self.readers.values())
+        is_read = any(
+            d is not None and d.version == stock.version and d.left < chunks for d in downloads
+        )
+        if is_read and stock.version is not None and len(stock.kept) < KEPT:
+            stock.kept.append(Kept(stock.version, stock.wires))
+
+    def _sweep(self) -> None:
+        """Let go of old versions that nobody reads any more."""
+        for stock in self.stocks:
+            if stock.kept:
+                fragment = stock.layout.fragment
+                downloads = [reader.downloads.get(fragment) for reader in self.readers.values()]
+                read = {download.version for download in downloads if download is not None}
+                stock.kept = [kept for kept in stock.kept if kept.version in read]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when a reader is at a version that does not exist; for tests."""
+        for reader in self.readers.values():
+            assert reader.credit >= 0
+            assert all(len(stock.kept) <= KEPT for stock in self.stocks)
+            for fragment, download in reader.downloads.items():
+                wires = self._wires(fragment, download.version)
+                assert all(wires[index] is not None for index in download.ready)
+                assert len(download.ready) <= download.left

@@ -1,0 +1,181 @@
+"""Where the loop does what the core asks for on tensors: one chunk at a time.
+
+Also the way in and out for checkpoints: images are taken here, and put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.events import (
+    Event,
+    Fold,
+    Folded,
+    FoldRefused,
+    Inspect,
+    Inspected,
+    InspectRefused,
+    Merge,
+    OuterGroup,
+    Place,
+    Placed,
+    PlaceRefused,
+    Step,
+    Stepped,
+    Work,
+)
+from diloco_broker.core.state.model_source import Resumption
+from diloco_broker.shell.work_queue import WorkQueue
+from diloco_broker.storage.checkpoint import Image
+from diloco_broker.storage.writer import restore, take_up
+from diloco_broker.tensors.outer.chunked import Outer, make_outer, share_of
+from diloco_broker.tensors.outer.torch_optim import TorchOuter
+from diloco_broker.tensors.parameters import Parameters, Stocks
+from diloco_protocol.chunks import ModelLayout
+
+# Tensors of the size of a chunk that an outer optimizer remembers of it; others: one.
+REMEMBERED = {"sgd": 0, "nesterov": 1, "fedbuff": 2, "dn": 2}
+
+
+class Workbench:
+    """See the head of this module. Belongs to the loop's thread.
+
+    Args:
+        config: the broker's options.
+        outer: the outer optimizer.
+        initial: tensors of the model file by name, or None.
+        image: the checkpoint to go on from, or None.
+
+    Raises:
+        UsageError: the outer optimizer cannot go on from the checkpoint.
+    """
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        outer: Outer,
+        initial: Mapping[str, Tensor] | None,
+        image: Image | None,
+    ) -> None:
+        self._config = config
+        self._outer = outer
+        self._initial = initial
+        self._image = image
+        self._queue = WorkQueue()
+        self._parameters: Parameters | None = None
+        self.resumption: Resumption | None = None
+        if image is not None:
+            layout = image.layout
+            tensors = self.tensors(layout)
+            source = f"the checkpoint before round {image.number}"
+            self.resumption = take_up(image, layout, tensors, config, source)
+
+    def __bool__(self) -> bool:
+        """Is there work?"""
+        return bool(self._queue)
+
+    def is_ready(self, layout: ModelLayout | None) -> bool:
+        """Can the next piece of work be done at once? The first parameters may wait for memory."""
+        match next(iter(self._queue), None):
+            case None:
+                return False
+            case Place(fragment, index):
+                return self.tensors(layout).has_room(fragment, index)
+            case _:
+                return True
+
+    def add(self, work: Work) -> None:
+        """Work to be done."""
+        self._queue.add(work)
+
+    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
+        """Go on with other settings of the outer optimizer; it keeps what it remembers.
+
+        `own` is for all groups of a torch optimizer.
+        """
+        assert not any(isinstance(work, Step | Merge) for work in self._queue)
+        self._config = config
+        if not isinstance(self._outer, TorchOuter):
+            self._outer = make_outer(config)
+        if self._parameters is not None:
+            self._parameters.outer = self._outer
+            self._parameters.share = share_of(config)
+            self._parameters.tune(own)
+
+    def outer_groups(self) -> tuple[OuterGroup, ...]:
+        """What the groups of a torch optimizer say now, over all fragments."""
+        return () if self._parameters is None else self._parameters.outer_groups()
+
+    def drop_places(self) -> None:
+        """Forget every `Place`."""
+        self._queue.drop_places()
+
+    def tensors(self, layout: ModelLayout | None) -> Parameters:
+        """The tensors of this model; anew where another model took its place before the start."""
+        assert layout is not None
+        if self._parameters is None or self._parameters.layout is not layout:
+            config = self._config
+            if self._parameters is not None:
+                self._parameters.close()
+            self._parameters = Parameters(
+                layout,
+                self._outer,
+                wire=config.wire_dtype,
+                reply=config.reply_dtype,
+                aggregate=config.aggregate,
+                share=share_of(config),
+                stocks=self._stocks() if self._image is None else None,
+                is_round=not config.is_async,
+                initial=self._initial,
+            )
+        return self._parameters
+
+    def do_one(self, layout: ModelLayout | None) -> list[Event]:
+        """The next piece of work; of whole-tensor steps only the last chunk has results: all."""
+        work, tensors = self._queue.take(), self.tensors(layout)
+        match work:
+            case Fold(fragment, index, _, _, weight, dtype, payload):
+                is_in = tensors.fold(fragment, index, payload, weight, dtype)
+                return [Folded(work) if is_in else FoldRefused(work)]
+            case Inspect(fragment, index, _, _, dtype, payload):
+                squares = tensors.inspect(fragment, index, payload, dtype)
+                return [InspectRefused(work) if squares is None else Inspected(work, squares)]
+            case Step(fragment, index, weight, count):
+                done = tensors.step(fragment, index, weight, count)
+                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
+            case Merge(fragment, index, groups, count):
+                done = tensors.merge(fragment, index, groups, count)
+                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
+            case Place(fragment, index, payload):
+                wire = tensors.place(fragment, index, payload)
+                return [PlaceRefused(work) if wire is None else Placed(work, wire)]
+
+    def _stocks(self) -> Stocks:
+        has_own = isinstance(self._outer, TorchOuter)
+        remembered = 0 if has_own else REMEMBERED.get(self._config.outer_name, 1)
+        return Stocks(remembered, means=not self._config.is_staged)
+
+    def close(self) -> None:
+        """End what goes on beside."""
+        if self._parameters is not None:
+            self._parameters.close()
+
+    def revert(self, fragment: int) -> None:
+        """Put a fragment back to what the checkpoint has, if there is one."""
+        if self._image is not None:
+            restore(self.tensors(self._image_layout()), fragment, self._image.fragments[fragment])
+
+    def forget_sources(self) -> None:
+        """Let go of the model file's tensors and of the checkpoint: the run has its own copy."""
+        self._image = None
+        self.resumption = None
+        if self._initial is not None and self._parameters is not None:
+            self._initial = None
+            self._parameters.forget_initial()
+
+    def _image_layout(self) -> ModelLayout:
+        assert self.resumption is not None
+        return self.resumption.layout

@@ -1,0 +1,79 @@
+"""In which order tensor work is done."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterator
+
+from diloco_broker.core.events import Fold, Place, Step, Work
+
+# Folds taken before one that came earlier; then it is its turn, whatever its chunk.
+PASSED_BY = 64
+
+
+class WorkQueue:
+    """Steps first, then folds in the order of chunks, then the rest as it came.
+
+    Contributions to the same chunk are so added up one after the other, however far one worker is ahead
+    of another, and stepped while the last of them are still held as they came (see `StreamingMean`).
+    What waits meanwhile is not acknowledged, so it costs nobody more than a window. It does not wait for
+    long either: its sender would take the connection for dead.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque()
+        # As they came, each with how many folds had been taken by then.
+        self._folds: dict[int, tuple[Fold, int]] = {}
+        self._heap: list[tuple[int, int]] = []  # chunk, key in `_folds`; those taken may be in it
+        self._others: deque[Work] = deque()
+        self._keys = itertools.count()
+        self._taken = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._steps or self._folds or self._others)
+
+    def __iter__(self) -> Iterator[Work]:
+        """All of it; the first is what `take` returns next."""
+        yield from self._steps
+        if self._folds:
+            first = self._next_fold()
+            yield self._folds[first][0]
+            yield from (fold for key, (fold, _) in self._folds.items() if key != first)
+        yield from self._others
+
+    def add(self, work: Work) -> None:
+        match work:
+            case Step():
+                self._steps.append(work)
+            case Fold(index=index):
+                key = next(self._keys)
+                self._folds[key] = work, self._taken
+                heapq.heappush(self._heap, (index, key))
+            case _:
+                self._others.append(work)
+
+    def take(self) -> Work:
+        """What is to be done next; raises IndexError when there is nothing."""
+        if self._steps:
+            return self._steps.popleft()
+        if not self._folds:
+            return self._others.popleft()
+        fold, _ = self._folds.pop(self._next_fold())
+        self._taken += 1
+        if not self._folds:
+            self._heap.clear()
+        return fold
+
+    def drop_places(self) -> None:
+        """Forget every `Place`."""
+        self._others = deque(work for work in self._others if not isinstance(work, Place))
+
+    def _next_fold(self) -> int:
+        oldest, (_, taken) = next(iter(self._folds.items()))
+        if self._taken - taken >= PASSED_BY:
+            return oldest
+        while self._heap[0][1] not in self._folds:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]

@@ -1,0 +1,1 @@
+"""What the broker keeps on disk: checkpoints, model files, history, audit log."""

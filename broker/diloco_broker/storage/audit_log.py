@@ -1,0 +1,79 @@
+"""The audit log: one line of JSON for each version, written before anybody is told of the version.
+
+Whoever wants to know that no contribution was counted twice or lost needs nothing but these lines and
+the workers' own logs. A broker that was killed may leave lines of versions that nobody ever got; the
+history of a version is found by following `after`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from diloco_broker.core.events import Audit
+from diloco_protocol.errors import UsageError
+from diloco_protocol.version import VersionId
+
+
+class AuditLog:
+    """Appends to a file, each line at once.
+
+    Args:
+        path: of the file; made if it is not there.
+        epoch: this life of the broker.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, epoch: str) -> None:
+        self._epoch = epoch
+        try:
+            self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - kept open
+        except OSError as error:
+            raise UsageError(f"--audit {path} cannot be written: {error.strerror}.") from None
+        # The last line may be one that a crash has cut.
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(max(size - 1, 0))
+        self._is_cut = self._file.read(1) not in (b"", b"\n")
+
+    def add(self, audit: Audit) -> None:
+        """One version. Raises OSError when the disk is full."""
+        line = {
+            "version": _plain(audit.version),
+            "after": None if audit.after is None else _plain(audit.after),
+            "fragment": audit.fragment,
+            "round": audit.round,
+            "epoch": self._epoch,
+            "pushes": [
+                {
+                    "worker": each.worker_id,
+                    "push_id": f"{each.push.push_id:016x}",
+                    "steps": each.push.steps,
+                    "chunks": "all" if each.chunks.is_full else each.chunks.to_bytes().hex(),
+                    "weight": each.weight,
+                }
+                for each in audit.pushes
+            ],
+        }
+        whole = b"\n" * self._is_cut + json.dumps(line).encode() + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(whole)
+            while written < len(whole):
+                written += self._file.write(whole[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+            raise
+        self._is_cut = False
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _plain(version: VersionId) -> list[Any]:
+    return [version.run, version.counter, f"{version.tag:016x}"]

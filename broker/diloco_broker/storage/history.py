@@ -1,0 +1,193 @@
+"""What happened in a run, as lines of JSON beside its checkpoints: rounds, events, operators' actions.
+
+`history.jsonl` has one line for each closed round and each event; it is bounded: once it is large it
+becomes `history.1.jsonl`, in the place of the one before. `control.jsonl` has what operators did, is
+short, and is only ever appended to. Both are written by a helper thread, since a disk that hangs must
+not hold a round up. A disk that is full costs lines, which are counted, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diloco_broker.core.events import Acted, RoundReport
+from diloco_broker.core.feed import json_safe
+from diloco_broker.core.state.run import State
+
+HISTORY = "history.jsonl"
+FORMER = "history.1.jsonl"
+ACTIONS = "control.jsonl"
+LONGEST_FILE = 16 << 20  # bytes
+LINES_WAITING = 10_000
+# How long the end of a broker waits for the last lines.
+FINISH_WITHIN_S = 5.0
+
+
+def round_line(state: State, report: RoundReport, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """A round that has ended, with what its workers had to say."""
+    return {
+        "kind": "round",
+        "number": report.number,
+        "fragment": report.fragment,
+        "version": report.version,
+        "seconds": round(report.seconds, 3),
+        "averaged": report.averaged,
+        "weight": report.weight,
+        "loss": report.loss,
+        "delta_norm": report.delta_norm,
+        "staleness": report.staleness,
+        "alive": len(state.members),
+        "bytes_up": state.totals.bytes_up - state.totals_before.bytes_up,
+        "bytes_down": state.shelf.bytes_down,
+        **figures,
+        "workers": [
+            {
+                "id": member.worker_id,
+                "host": member.host,
+                "step": member.step,
+                "steps_per_s": member.steps_per_s,
+                "loss": member.loss,
+                "staleness": member.staleness,
+                "bytes_up": member.account.bytes_up,
+                "bytes_down": member.account.bytes_down,
+            }
+            for name in report.workers
+            if (member := state.members.named(name)) is not None
+        ],
+    }
+
+
+def start_line(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """What does not change from round to round, from a snapshot of the feed."""
+    settings = (
+        "outer",
+        "sync_every",
+        "num_fragments",
+        "fragment_sync_delay",
+        "fragment_delay_auto",
+        "fragment_max_delay",
+        "fragment_pattern",
+        "fragment_update_alpha",
+        "fragment_merge",
+        "reducer",
+        "liveness",
+        "asynchronous",
+        "wire_dtype",
+        "reply_dtype",
+        "workers_wanted",
+        "min_workers",
+        "save_every",
+    )
+    return {
+        "kind": "start",
+        **{name: snapshot[name] for name in ("version", "run", "mode", "control", "model")},
+        "settings": {name: snapshot[name] for name in settings},
+    }
+
+
+def action_line(acted: Acted, run: str | None, round_: int | None) -> dict[str, Any]:
+    """What an operator did."""
+    return {
+        "who": acted.who,
+        "what": acted.what,
+        "before": acted.before,
+        "after": acted.after,
+        "text": acted.text,
+        "run": run,
+        "round": round_,
+    }
+
+
+class HistoryWriter:
+    """Appends lines to the files in a folder, in a thread of its own.
+
+    Args:
+        folder: made if it is not there, once there is something to write.
+        epoch: this life of the broker, put into each line.
+
+    Attributes:
+        error: what was wrong with the last attempt; None while all is well.
+        lost: lines that could not be written.
+    """
+
+    def __init__(self, folder: Path, epoch: str) -> None:
+        self.error: str | None = None
+        self.lost = 0
+        self._folder, self._epoch = folder, epoch
+        self._lines: deque[tuple[str, dict[str, Any]]] = deque()
+        self._changed = threading.Condition()
+        self._is_ending = False
+        self._start: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._write, name="diloco-history", daemon=True)
+        self._thread.start()
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """A line of the history. Returns at once."""
+        self._put(HISTORY, line)
+
+    def act(self, line: Mapping[str, Any]) -> None:
+        """A line of the log of control actions. Returns at once."""
+        self._put(ACTIONS, line)
+
+    def close(self) -> None:
+        """Write what is there, for a bounded time."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify()
+        self._thread.join(FINISH_WITHIN_S)
+
+    def _put(self, name: str, line: Mapping[str, Any]) -> None:
+        stamped = {"at": round(time.time(), 3), "epoch": self._epoch, **line}
+        with self._changed:
+            if len(self._lines) >= LINES_WAITING:
+                self.lost += 1  # the disk has hung for a long time
+                return
+            self._lines.append((name, stamped))
+            self._changed.notify()
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                while not self._lines and not self._is_ending:
+                    self._changed.wait()
+                if not self._lines:
+                    return
+                batch = list(self._lines)
+                self._lines.clear()
+            for name in (HISTORY, ACTIONS):
+                lines = [line for of, line in batch if of == name]
+                if lines:
+                    self._append(name, lines)
+
+    def _append(self, name: str, lines: list[dict[str, Any]]) -> None:
+        self._start = next((x for x in lines[::-1] if x.get("kind") == "start"), self._start)
+        try:
+            text = _text(lines)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / name
+            with open(path, "ab+") as file:
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(end - 1, 0))
+                if file.read(1) not in (b"", b"\n"):  # a line that a crash or a full disk has cut
+                    file.write(b"\n")
+                file.write(text.encode())
+                is_long = file.tell() > LONGEST_FILE
+            if is_long and name == HISTORY:
+                path.replace(self._folder / FORMER)
+                if self._start is not None:  # each file says of what run it is
+                    path.write_text(_text([self._start]))
+            self.error = None
+        except Exception as error:  # noqa: BLE001 - mostly a full disk; this thread outlives it all
+            self.lost += len(lines)
+            self.error = getattr(error, "strerror", None) or str(error) or repr(error)
+
+
+def _text(lines: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(json_safe(line), allow_nan=False) + "\n" for line in lines)

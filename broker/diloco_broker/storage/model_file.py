@@ -1,0 +1,79 @@
+"""Reading the model that a run begins with. Files are never unpickled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from diloco_broker.core.state.model_source import InitialModel
+from diloco_broker.storage.model_header import safetensors_files
+from diloco_protocol.codecs import has_nan, is_finite
+from diloco_protocol.errors import UsageError
+
+
+def load_model(path: Path) -> dict[str, Tensor]:
+    """A state dict from a .safetensors file, a .pt state dict, or a Hugging Face folder.
+
+    Raises:
+        UsageError: when there is no such file, or it holds no state dict of tensors without NaN.
+    """
+    if not path.exists():
+        raise UsageError(f"--model {path} does not exist.")
+    try:
+        tensors = _load_folder(path) if path.is_dir() else _load_file(path)
+    except Exception as error:  # noqa: BLE001  a foreign file makes torch.load raise anything at all
+        raise UsageError(
+            f"--model {path} cannot be read: it must be a .safetensors file, a state dict of "
+            "tensors alone saved with torch.save, or a folder with model.safetensors in it "
+            f"({type(error).__name__})."
+        ) from None
+    return check_state_dict(tensors, f"--model {path}")
+
+
+def check_state_dict(tensors: Any, what: str) -> dict[str, Tensor]:
+    """A plain dict of tensors without NaN, or UsageError naming what is wrong.
+
+    What may be infinite shows when a worker brings its manifest; see `describe`.
+    """
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise UsageError(f"{what} holds no state dict (a map from names to tensors).")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"{what} holds {name!r}, which is not a named tensor; save only the state dict."
+            )
+        if has_nan(tensor.detach()):
+            raise UsageError(f"{what} holds NaN in {name}; save the model before it came to that.")
+    # A copy: the caller may go on training with these tensors before the first worker joins.
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def describe(tensors: Mapping[str, Tensor] | None) -> InitialModel | None:
+    """What the core needs to know of the tensors."""
+    if tensors is None:
+        return None
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    infinite = {
+        name
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not is_finite(tensor.to(torch.float32))
+    }
+    return InitialModel(shapes, frozenset(infinite))
+
+
+def _load_file(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _load_folder(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in safetensors_files(folder):
+        tensors.update(load_file(file))
+    return tensors

@@ -1,0 +1,310 @@
+"""Turning contributions into one gradient, chunk by chunk.
+
+The streaming mean holds the few chunks that came last and adds all others to one accumulator, so memory
+does not depend on the number of workers. The staged reducer has the chunks of whole submissions before
+it, in a given order, and makes a gradient of them with one of `AGGREGATES`. What reached a chunk, and
+with which weight, is the core's business; here are only the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_broker.core.events import Part
+from diloco_broker.tensors.blend import Blend
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
+from diloco_protocol.codecs import from_bytes, is_finite, segment_dtype, wire_dtype
+from diloco_protocol.tensor_pool import Buffers
+
+# Elements that are worked on at a time: a few fp32 pieces of this size stay in the cache of a core.
+PIECE_ELEMENTS = 1 << 16
+# Contributions that are held as they came: 1 MiB each in bf16, 2 MiB in fp32.
+HELD = 6
+
+Aggregate = Callable[[Iterable[Tensor], Sequence[Part]], Tensor]
+"""Makes a gradient of the same chunk of several submissions.
+
+The chunks come one at a time, fp32, in the order of the parts; each may be read until the next one is
+asked for, and must not be changed. The result is a new fp32 tensor.
+"""
+
+
+def mean(chunks: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
+    """sum(w_i s_i x_i) / sum(w_i), with weight w_i, scale s_i and chunk x_i of part i.
+
+    The same operations in the same order as `StreamingMean`: where scales are 1, the same bits.
+    """
+    return _weighted_mean(chunks, parts, [1.0] * len(parts))
+
+
+def clip_median_norm(chunks: Iterable[Tensor], parts: Sequence[Part]) -> Tensor:
+    """The mean of x_i min(1, median/|x_i|): none counts longer than the median submission.
+
+    |x_i| is the length of the whole submission, so its direction stays as it was.
+    """
+    middle = median(part.norm for part in parts)
+    return _weighted_mean(
+        chunks, parts, [min(1.0, middle / part.norm) if part.norm else 1.0 for part in parts]
+    )
+
+
+AGGREGATES: dict[str, Aggregate] = {"mean": mean, "clip-median-norm": clip_median_norm}
+
+
+def _weighted_mean(
+    chunks: Iterable[Tensor], parts: Sequence[Part], factors: Sequence[float]
+) -> Tensor:
+    total: Tensor | None = None
+    for chunk, part, factor in zip(chunks, parts, factors, strict=True):
+        weight = part.weight * part.scale * factor
+        if total is None:
+            total = torch.mul(chunk, weight)
+        else:
+            total.add_(chunk, alpha=weight)
+    assert total is not None, "a group without parts has no mean"
+    return total.div_(sum(part.weight for part in parts))
+
+
+def pieces_of(values: Tensor) -> list[Tensor]:
+    """Views of a 1-D tensor, `PIECE_ELEMENTS` long; the last may be shorter."""
+    starts = range(0, values.numel(), PIECE_ELEMENTS)
+    return [values[start : start + PIECE_ELEMENTS] for start in starts]
+
+
+class Gradient:
+    """What contributions make of one chunk; it is read once, `whole` or in `pieces`.
+
+    A chunk is longer than the caches near a core. What is done to it one operation after the other goes
+    to the memory and back each time; done piece by piece it goes there once.
+
+    Args:
+        total: what has been added up; its memory is used up by reading. None when nothing has.
+        waiting: contributions that come on top, in wire dtype, each with its weight.
+        divisor: of the sum.
+        scratch: room for two pieces, in fp32; for what is waiting.
+        new: returns an uninitialised fp32 tensor of so many elements.
+    """
+
+    def __init__(
+        self,
+        total: Tensor | None,
+        waiting: Sequence[tuple[Tensor, float]],
+        divisor: float,
+        scratch: Tensor,
+        new: Callable[[int], Tensor],
+    ) -> None:
+        assert total is not None or waiting, "a gradient of nothing"
+        self._total = total
+        self._waiting = waiting
+        self._divisor = divisor
+        self._scratch = scratch
+        self._new = new
+
+    @classmethod
+    def of(cls, values: Tensor) -> Gradient:
+        """A gradient that is there, of fp32 parameters or int64 integers; it is used up."""
+        return cls(values, (), 1.0, values, torch.empty)
+
+    def whole(self) -> Tensor:
+        """In a tensor that is the caller's."""
+        total = self._total
+        if total is not None and not self._waiting:
+            return total if self._divisor == 1 else total.div_(self._divisor)
+        room = self._new(self._waiting[0][0].numel()) if total is None else total
+        for place, piece in zip(pieces_of(room), self.pieces(), strict=True):
+            place.copy_(piece)
+        return room
+
+    def pieces(self) -> Iterator[Tensor]:
+        """fp32, `PIECE_ELEMENTS` at a time (the last may be shorter). Each may be overwritten."""
+        if self._total is not None and not self._waiting:
+            for part in pieces_of(self._total):
+                yield part if self._divisor == 1 else part.div_(self._divisor)
+            return
+        terms = list(self._waiting) if self._total is None else [(self._total, 1.0), *self._waiting]
+        weights = [weight for _, weight in terms]
+        first, second = self._scratch
+        for parts in zip(*(pieces_of(values) for values, _ in terms), strict=True):
+            size = parts[0].numel()
+            piece, room = first[:size], second[:size]
+            _weighted(parts[0], weights[0], piece)
+            for part, weight in zip(parts[1:], weights[1:], strict=True):
+                piece.add_(_fp32(part, room), alpha=weight)
+            yield piece if self._divisor == 1 else piece.div_(self._divisor)
+
+
+def _weighted(values: Tensor, weight: float, room: Tensor) -> None:
+    """Write fp32 values times weight into `room`."""
+    room.copy_(values)
+    if weight != 1:
+        room.mul_(weight)
+
+
+def _fp32(values: Tensor, room: Tensor) -> Tensor:
+    """The values in fp32, in `room` where they have to be converted.
+
+    Adding bf16 to fp32 directly takes three to seven times as long.
+    """
+    return values if values.dtype is torch.float32 else room.copy_(values)
+
+
+class StreamingMean:
+    """Accumulators of one fragment: fp32 sums of weighted chunks; of buffers a `Blend`; of integers
+    the maximum.
+
+    What has come last is not added up at once but held as it came. Most often the other contributions
+    to the same chunk come soon, and then the sum is made piece by piece with the outer step, and never
+    goes through the memory.
+
+    Args:
+        layout: the fragment's chunks.
+        wire_dtype: what parameters travel in where a contribution says nothing else.
+        buffers: where memory for accumulators comes from.
+
+    Attributes:
+        held: contributions that are held, at most `HELD`.
+    """
+
+    def __init__(
+        self, layout: FragmentLayout, wire_dtype: torch.dtype, buffers: Buffers | None = None
+    ) -> None:
+        self._spans = layout.spans
+        self._buffers = buffers or Buffers()
+        self._wire_dtype = wire_dtype
+        self._sums: list[Tensor | None] = [None] * layout.chunks
+        self._blends: dict[int, Blend] = {}  # of float buffers, by chunk
+        # By chunk, the one that has waited longest first.
+        self._waiting: dict[int, list[tuple[Tensor, float]]] = {}
+        self.held = 0
+        longest = max((span.elements for span in layout.spans), default=0)
+        self._scratch = torch.empty(2, min(longest, PIECE_ELEMENTS), dtype=torch.float32)
+
+    def fold(
+        self, index: int, payload: Any, weight: float, dtype: torch.dtype | None = None
+    ) -> bool:
+        """Add a chunk. Returns False, with nothing changed, when it is not finite.
+
+        Args:
+            index: chunk number.
+            payload: its bytes in wire form, of the right length. They must not change any more.
+            weight: finite and positive; ignored for integers.
+            dtype: what this contribution's parameters are in; None: the mean's wire dtype.
+        """
+        segment = self._spans[index].segment
+        values = from_bytes(payload, segment_dtype(segment, dtype or self._wire_dtype))
+        if segment is Segment.INTEGERS:
+            self._fold_maximum(index, values)
+            return True
+        if not is_finite(values):
+            return False
+        if segment is Segment.BUFFERS:
+            self._blends.setdefault(index, Blend()).add(values, weight)
+            return True
+        self._waiting.setdefault(index, []).append((values, weight))
+        self.held += 1
+        while self.held > HELD:
+            self._add_up(next(iter(self._waiting)))
+        return True
+
+    def take(self, index: int, weight: float) -> Gradient | Blend | None:
+        """The mean (or maximum) of a chunk, which begins anew; None if nothing reached it."""
+        if self._spans[index].segment is Segment.BUFFERS:
+            return self._blends.pop(index, None)
+        total, self._sums[index] = self._sums[index], None
+        waiting = self._waiting.pop(index, [])
+        self.held -= len(waiting)
+        if total is None and not waiting:
+            return None
+        divisor = 1.0 if self._spans[index].segment is Segment.INTEGERS else weight
+        return Gradient(total, waiting, divisor, self._scratch, self._new)
+
+    def _add_up(self, index: int) -> None:
+        """What is held of a chunk goes into its accumulator."""
+        waiting = self._waiting.pop(index)
+        self.held -= len(waiting)
+        for values, weight in waiting:
+            total, parts = self._sums[index], pieces_of(values)
+            if total is None:
+                total = self._sums[index] = self._new(values.numel())
+                for place, part in zip(pieces_of(total), parts, strict=True):
+                    _weighted(part, weight, place)
+            else:
+                for place, part in zip(pieces_of(total), parts, strict=True):
+                    place.add_(_fp32(part, self._scratch[0, : part.numel()]), alpha=weight)
+
+    def _new(self, elements: int) -> Tensor:
+        return self._buffers.take(elements, torch.float32)
+
+    def _fold_maximum(self, index: int, values: Tensor) -> None:
+        total = self._sums[index]
+        if total is None:
+            self._sums[index] = values.clone()
+        else:
+            torch.maximum(total, values, out=total)
+
+
+class StagedReducer:
+    """Looks at chunks of whole submissions, and makes gradients of them.
+
+    Args:
+        aggregate: what parameters are merged with, one of `AGGREGATES`. Buffers are always blended,
+            integers take the maximum.
+        longest: elements of the largest chunk.
+    """
+
+    def __init__(self, aggregate: str, longest: int) -> None:
+        self._aggregate = AGGREGATES[aggregate]
+        self._scratch = torch.empty(longest, dtype=torch.float32)
+
+    def squares(self, span: ChunkSpan, payload: Any, dtype: str) -> float | None:
+        """The sum of a chunk's squared values, in fp64; None when one is NaN or infinite.
+
+        0 unless it is of parameters: they alone make the length of a submission.
+
+        Args:
+            span: which chunk.
+            payload: its bytes in wire form, of the right length.
+            dtype: name of the wire dtype of parameters.
+        """
+        if span.segment is Segment.INTEGERS:
+            return 0.0
+        values = self._decode(span, payload, dtype)
+        if not is_finite(values):
+            return None
+        if span.segment is Segment.BUFFERS:
+            return 0.0
+        exact = values.double()  # fp32 squares overflow from 1.8e19 on
+        return float(torch.dot(exact, exact))
+
+    def reduced(self, span: ChunkSpan, parts: Sequence[Part]) -> Gradient | Blend | None:
+        """What a group of submissions makes of a chunk; None without parts."""
+        if not parts:
+            return None
+        chunks = self._decoded(span, parts)
+        match span.segment:
+            case Segment.INTEGERS:
+                largest = next(chunks).clone()
+                for chunk in chunks:
+                    torch.maximum(largest, chunk, out=largest)
+                return Gradient.of(largest)
+            case Segment.BUFFERS:
+                blend = Blend()
+                for chunk, part in zip(chunks, parts, strict=True):
+                    blend.add(chunk, part.weight, part.scale)
+                return blend
+            case Segment.PARAMETERS:
+                return Gradient.of(self._aggregate(chunks, parts))
+
+    def _decoded(self, span: ChunkSpan, parts: Sequence[Part]) -> Iterator[Tensor]:
+        return (self._decode(span, part.payload, part.wire_dtype) for part in parts)
+
+    def _decode(self, span: ChunkSpan, payload: Any, dtype: str) -> Tensor:
+        values = from_bytes(payload, segment_dtype(span.segment, wire_dtype(dtype)))
+        if values.dtype in (torch.float32, torch.int64):
+            return values
+        return self._scratch[: span.elements].copy_(values)

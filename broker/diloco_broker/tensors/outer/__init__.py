@@ -1,0 +1,1 @@
+"""Outer optimizers: by chunks, and any of `torch.optim`."""

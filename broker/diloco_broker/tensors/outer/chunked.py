@@ -1,0 +1,355 @@
+"""Outer optimizers, element by element, so that they can be applied to a chunk at a time.
+
+Throughout, g is an averaged pseudo-gradient (the parameters the workers started from minus those they
+reached), theta the global parameters, eta the learning rate, mu the momentum, N the size of a buffer
+and t = `count` the number of gradients of this fragment before this one. A *boundary* is a step with
+(t + 1) mod N = 0. It comes whether its own gradient can be used or not; `parameters` then takes it with
+a gradient of 0, or D would go into the next boundary with up to 2N - 1 gradients divided by N.
+
+    name       between boundaries              at a boundary                        source
+    nesterov   -                               Nesterov step on g                   arXiv 2311.08105
+    dn paper   theta -= eta (c mu m + g/N)     m <- mu m + mean;                    arXiv 2401.09135
+                                               theta -= eta ((1 - cN + c) mu m + g/N)
+    dn direct  theta -= eta g                  Nesterov step on the mean            see DirectDelayed
+    fedbuff    -                               Nesterov step on the mean            arXiv 2106.06639
+    sgd        theta -= eta share g            the same
+
+No tensor that has been handed out is ever written: a step makes new tensors, of the state too, since a
+step whose result cannot be used must leave no trace and a state that is being saved must not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.tensors.outer.torch_optim import (
+    DELAYED,
+    OuterOptimizerFactory,
+    Rate,
+    State,
+    TorchOuter,
+    added,
+)
+from diloco_protocol.errors import UsageError
+
+MOMENTUM = "momentum"  # m
+
+New = Callable[[Tensor], Tensor]
+
+
+class ChunkOuter(Protocol):
+    """An outer optimizer that works on one chunk at a time."""
+
+    @property
+    def size(self) -> int:
+        """N, the gradients in a buffer; 1 where there is none."""
+        ...
+
+    def step(
+        self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = ...
+    ) -> tuple[Tensor, State]:
+        """New parameters and new state; `gradient` may be used as scratch.
+
+        Args:
+            theta: parameters, fp32, 1-D; not changed.
+            gradient: averaged pseudo-gradient of the same shape.
+            state: what the step before returned; empty at first. Not changed.
+            count: gradients of this fragment before this one.
+            new: returns an uninitialised tensor like this one, for what is made here to last.
+        """
+        ...
+
+
+Outer = ChunkOuter | TorchOuter
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """SGD with momentum, in Nesterov's form or the classical one.
+
+    DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1):
+
+        m <- mu m + g;   theta <- theta - eta (g + mu m)     Nesterov
+                         theta <- theta - eta m              classical
+
+    This is `torch.optim.SGD(lr=eta, momentum=mu, nesterov=...)` with `.grad = g`, bit for bit. torch's
+    fused kernel gives the same bits and, since it works in place on what must not change here, needs
+    two copies before it: it is no faster than these operations on pieces that stay in the cache.
+    """
+
+    size: ClassVar[int] = 1
+
+    lr: float
+    momentum: float
+    nesterov: bool = True
+
+    def step(
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int = 0,
+        new: New = torch.empty_like,
+    ) -> tuple[Tensor, State]:
+        return self.step_by_pieces(theta, [gradient], state, new)
+
+    def step_by_pieces(
+        self,
+        theta: Tensor,
+        gradient: Iterable[Tensor],
+        state: State,
+        new: New = torch.empty_like,
+        made: Callable[[Tensor], object] = lambda _: None,
+    ) -> tuple[Tensor, State]:
+        """`step` with the gradient in pieces of equal length (the last may be shorter).
+
+        Args:
+            theta: parameters, fp32, 1-D; not changed.
+            gradient: pieces of it, each used as scratch before the next is asked for.
+            state: as in `step`.
+            new: as in `step`.
+            made: is given each piece of the new parameters once it is there.
+        """
+        moved = new(theta)
+        momentum, remembered = state.get(MOMENTUM), new(theta) if self.momentum else None
+        start = 0
+        for piece in gradient:
+            part = slice(start, start := start + piece.numel())
+            update = piece
+            if remembered is not None:
+                after = remembered[part]
+                if momentum is None:
+                    after.copy_(piece)
+                else:
+                    torch.mul(momentum[part], self.momentum, out=after).add_(piece)
+                update = piece.add_(after, alpha=self.momentum) if self.nesterov else after
+            made(torch.add(theta[part], update, alpha=-self.lr, out=moved[part]))
+        return moved, {} if remembered is None else {MOMENTUM: remembered}
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """theta <- theta - eta share g: no momentum, each submission for its share of the workers."""
+
+    size: ClassVar[int] = 1
+
+    lr: float
+    share: float = 1.0
+
+    def step(
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int = 0,
+        new: New = torch.empty_like,
+    ) -> tuple[Tensor, State]:
+        return torch.add(theta, gradient, alpha=-self.lr * self.share, out=new(theta)), {}
+
+
+@dataclass(frozen=True)
+class DelayedNesterov:
+    """Delayed Nesterov (Liu et al. 2024, arXiv 2401.09135, algorithm 3); c is in [0, 1/N].
+
+        D <- D + g
+        at a boundary:  m <- mu m + D/N;  theta <- theta - eta ((1 - cN + c) mu m + g/N);  D <- 0
+        otherwise:                        theta <- theta - eta (c mu m + g/N)
+
+    N gradients from the same parameters make, with c = 0, one Nesterov step on their mean. With c > 0
+    the momentum is spread over the N steps: c of it with each, the rest at the boundary.
+    """
+
+    lr: float
+    momentum: float
+    size: int
+    c: float = 0.0
+
+    def step(
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int,
+        new: New = torch.empty_like,
+    ) -> tuple[Tensor, State]:
+        total = added(state, gradient, new)
+        momentum = state.get(MOMENTUM)
+        if (count + 1) % self.size:
+            portion = self.c
+            state = {**state, DELAYED: total}
+        else:
+            portion = 1 - self.c * self.size + self.c
+            mean = total.div_(self.size)
+            momentum = mean if momentum is None else mean.add_(momentum, alpha=self.momentum)
+            state = {MOMENTUM: momentum}
+        moved = torch.add(theta, gradient, alpha=-self.lr / self.size, out=new(theta))
+        if momentum is not None and portion * self.momentum:
+            moved.add_(momentum, alpha=-self.lr * portion * self.momentum)
+        return moved, state
+
+
+@dataclass(frozen=True)
+class DirectDelayed:
+    """A simpler reading of Delayed Nesterov, for comparison (`--dn-variant direct`).
+
+        D <- D + g
+        at a boundary:  theta <- inner step on D/N;  D <- 0
+        otherwise:      theta <- theta - eta g
+
+    It counts gradients twice: all but the last of a buffer are applied whole as they come, and once
+    more, with the last, in the mean. N equal gradients g from a fresh start with mu = 0 move theta by
+    eta N g, where the paper's form moves it by eta g. broker/ALGORITHMS.md has measurements.
+    """
+
+    inner: Nesterov
+    size: int
+
+    def step(
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int,
+        new: New = torch.empty_like,
+    ) -> tuple[Tensor, State]:
+        total = added(state, gradient, new)
+        if (count + 1) % self.size:
+            moved = torch.add(theta, gradient, alpha=-self.inner.lr, out=new(theta))
+            return moved, {**state, DELAYED: total}
+        return self.inner.step(theta, total.div_(self.size), state, count, new)
+
+
+@dataclass(frozen=True)
+class FedBuff:
+    """A buffer of N gradients, then one step on their mean (Nguyen et al. 2022, arXiv 2106.06639)."""
+
+    inner: Nesterov
+    size: int
+
+    def step(
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int,
+        new: New = torch.empty_like,
+    ) -> tuple[Tensor, State]:
+        total = added(state, gradient, new)
+        if (count + 1) % self.size:
+            return theta, {**state, DELAYED: total}
+        return self.inner.step(theta, total.div_(self.size), state, count, new)
+
+
+@dataclass(frozen=True)
+class DelayedNesterovByGroup:
+    """`DelayedNesterov` of one chunk whose elements differ in learning rate and momentum.
+
+    Attributes:
+        rates: covers the chunk, in order.
+    """
+
+    rates: Sequence[Rate]
+    size: int
+    c: float
+
+    def step(
+        self,
+        theta: Tensor,
+        gradient: Tensor,
+        state: State,
+        count: int,
+        new: New = torch.empty_like,
+    ) -> tuple[Tensor, State]:
+        stepped = []
+        for rate in self.rates:
+            part = slice(rate.start, rate.stop)
+            outer = DelayedNesterov(rate.lr, rate.momentum, self.size, self.c)
+            piece = {name: tensor[part] for name, tensor in state.items()}
+            stepped.append(outer.step(theta[part], gradient[part], piece, count))
+        if len(stepped) == 1:
+            return stepped[0]
+        names = stepped[0][1]
+        return (
+            torch.cat([moved for moved, _ in stepped]),
+            {name: torch.cat([after[name] for _, after in stepped]) for name in names},
+        )
+
+
+def share_of(config: BrokerConfig) -> float:
+    """What one gradient is worth: 1 where it is a round's mean, 1/workers where it is one worker's."""
+    return 1 / config.workers if config.is_async else 1.0
+
+
+def make_outer(config: BrokerConfig, factory: OuterOptimizerFactory | None = None) -> Outer:
+    """The outer optimizer that the configuration asks for.
+
+    Args:
+        config: `outer` and what belongs to it.
+        factory: makes a torch optimizer for each fragment. With no `outer` each gradient goes through
+            it; with "fedbuff" and "dn" see `TorchOuter`.
+
+    Raises:
+        UsageError: for options that contradict each other.
+    """
+    if factory is not None:
+        return _by_factory(config, factory)
+    inner = Nesterov(config.outer_lr, config.outer_momentum, config.nesterov)
+    match config.outer_name:
+        case "dn" if config.dn_variant == "paper":
+            if not config.nesterov:
+                raise UsageError(
+                    "--no-nesterov does not go with Delayed Nesterov; leave it out, or choose "
+                    "--outer fedbuff or --dn-variant direct."
+                )
+            return DelayedNesterov(
+                config.outer_lr, config.outer_momentum, config.dn_size, config.dn_c
+            )
+        case "dn":
+            return DirectDelayed(inner, config.dn_size)
+        case "fedbuff":
+            return FedBuff(inner, config.dn_size)
+        case "sgd":
+            return Sgd(config.outer_lr, share_of(config))
+    return inner
+
+
+def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOuter:
+    if not callable(factory):
+        raise UsageError(
+            f"outer_optimizer_factory is {factory!r}; it must be a function that takes a fragment's "
+            "parameters and returns a torch.optim.Optimizer."
+        )
+    defaults = {field.name: field.default for field in fields(BrokerConfig)}
+    instead = dict.fromkeys(
+        ("outer_lr", "outer_momentum", "nesterov"), "set it in the optimizer that is returned"
+    )
+    if config.outer is None:
+        instead |= dict.fromkeys(
+            ("dn_buffer", "dn_c", "dn_variant"), "choose --outer dn or fedbuff as well"
+        )
+    for name, remedy in instead.items():
+        value = getattr(config, name)
+        if value != defaults[name]:
+            raise UsageError(
+                f"{name} is {value}, which outer_optimizer_factory leaves without effect; leave it "
+                f"out, or {remedy}."
+            )
+    match config.outer:
+        case None:
+            return TorchOuter(factory)
+        case "fedbuff":
+            return TorchOuter(factory, "fedbuff", config.dn_size)
+        case "dn" if config.dn_variant == "paper":
+            return TorchOuter(factory, "paper", config.dn_size, config.dn_c)
+        case "dn":
+            return TorchOuter(factory, "direct", config.dn_size)
+    raise UsageError(
+        f"--outer {config.outer} and outer_optimizer_factory exclude each other; leave one out (dn and "
+        "fedbuff can be combined with a factory)."
+    )

@@ -1,0 +1,405 @@
+"""The tensors of the run: master parameters, outer state, accumulators, and the chunks in wire form.
+
+Everything here works on one chunk at a time and is called by the loop in small slices; only a torch
+optimizer steps whole tensors (see `torch_outer`). A chunk that has been handed out is never written
+again: a step makes a new tensor, and the old one is freed when the last reader has let go of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_broker.core.events import OuterGroup, Part
+from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
+from diloco_broker.tensors.blend import Blend
+from diloco_broker.tensors.outer.chunked import ChunkOuter, DelayedNesterovByGroup, Nesterov, Outer
+from diloco_broker.tensors.outer.torch_optim import DELAYED, State, TorchOuter, WholeTensors
+from diloco_broker.tensors.reply_chunk import Reply
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
+from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
+from diloco_protocol.tensor_pool import Buffers
+
+# Chunks of memory that are between two uses.
+BETWEEN = 4
+
+
+@dataclass(frozen=True)
+class Stocks:
+    """What there will be besides one copy of everything.
+
+    Attributes:
+        remembered: tensors of the size of a chunk that the outer optimizer remembers of it.
+        means: whether contributions are added up as they come.
+    """
+
+    remembered: int
+    means: bool
+
+
+@dataclass(frozen=True)
+class Done:
+    """The outer step of one chunk was taken.
+
+    Attributes:
+        index: chunk number.
+        wire: the chunk as it is sent to workers.
+        overflow: whether a gradient, or a buffer of them, was left out because what it led to was not
+            finite.
+    """
+
+    index: int
+    wire: Any
+    overflow: bool
+
+
+class Parameters:
+    """Master copies of every chunk, and what makes new ones.
+
+    Args:
+        layout: how the model is cut.
+        outer: the outer optimizer, shared by all fragments; its state is kept for each chunk.
+        wire: name of the dtype of pseudo-gradients on their way up, where they are streamed and
+            nothing else is said of them.
+        reply: name of the dtype of parameters on their way down.
+        aggregate: what whole submissions are merged with, one of `reduce.AGGREGATES`.
+        is_round: whether a gradient is a round's. The maximum of its integers then replaces their
+            value, which otherwise only grows: a single submission may be behind the others.
+        share: how far a buffer of the model moves to the values that were sent: 1, all the way, where
+            they are a round's mean, 1/workers where each submission is applied by itself.
+        initial: tensors of the model file by name, or None.
+        stocks: what to have memory at hand for, None where it is there already.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        outer: Outer,
+        *,
+        wire: str,
+        reply: str,
+        aggregate: str = "mean",
+        is_round: bool = True,
+        share: float = 1.0,
+        initial: Mapping[str, Tensor] | None = None,
+        stocks: Stocks | None = None,
+    ) -> None:
+        self.outer = outer
+        self.layout = layout
+        self._layouts = layout.all
+        self._reply = wire_dtype(reply)
+        self._is_round = is_round
+        self.share = share
+        self._initial = initial
+        self._buffers = buffers = Buffers()
+        self._means = [StreamingMean(part, wire_dtype(wire), buffers) for part in layout.fragments]
+        spans = [span for part in layout.all for span in part.spans]
+        self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0))
+        self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
+        self._states: list[list[State]] = [[{} for _ in p.spans] for p in layout.all]
+        self._wholes: dict[int, WholeTensors] = {}
+        if stocks is not None:
+            self._buffers.stock_up(self._sizes(stocks))
+
+    def _sizes(self, stocks: Stocks) -> list[int]:
+        """Bytes of each chunk of what will be there."""
+        every = [_bytes_of(span) for part in self._layouts for span in part.spans]
+        steps = [
+            [_bytes_of(span) for span in part.spans if span.segment is Segment.PARAMETERS]
+            for part in self.layout.fragments
+        ]
+        moved = [size for part in steps for size in part]
+        means = max(steps, key=sum, default=[]) if stocks.means else []
+        # Those between two uses: readers still hold them when the chunk in their place is made.
+        between = [max(moved, default=0)] * BETWEEN
+        return [*every, *moved * stocks.remembered, *means, *between]
+
+    def close(self) -> None:
+        """End what goes on beside."""
+        self._buffers.close()
+
+    def has_room(self, fragment: int, index: int) -> bool:
+        """Can a chunk be placed without touching new memory, or is there no use in waiting for it?"""
+        span = self._layouts[fragment].spans[index]
+        return not self._buffers.is_worth_waiting(_bytes_of(span))
+
+    def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
+        """Store a chunk of the first version: from a donation, or the model file (payload None).
+
+        Returns the chunk in wire form, or None when it is not finite there (NaN, if it is frozen).
+
+        Raises:
+            UsageError: when a factory of outer optimizers fails, once its fragment is complete.
+        """
+        span = self._layouts[fragment].spans[index]
+        if payload is None:
+            values = self._from_file(self._layouts[fragment], span)
+        else:
+            sent = from_bytes(payload, segment_dtype(span.segment, torch.float32))
+            values = self._buffers.like(sent).copy_(sent)
+        reply = self._in_wire_form(fragment, span, values)
+        if reply is None:
+            return None
+        self._masters[fragment][index] = values
+        self._make_whole(fragment, index)
+        return as_bytes(reply)
+
+    def forget_initial(self) -> None:
+        """Let go of the model file's tensors: every chunk has been placed."""
+        self._initial = None
+
+    def fold(
+        self, fragment: int, index: int, payload: Any, weight: float, wire: str | None = None
+    ) -> bool:
+        """Add a chunk of a push to the round's mean; False when it is not finite.
+
+        `wire` names what the push's parameters are in; None: what the run's are.
+        """
+        dtype = None if wire is None else wire_dtype(wire)
+        return self._means[fragment].fold(index, payload, weight, dtype)
+
+    def inspect(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> float | None:
+        """The sum of a chunk's squared values (0 unless they are parameters); None if not finite."""
+        return self._staged.squares(self._layouts[fragment].spans[index], payload, wire_dtype)
+
+    def outer_groups(self) -> tuple[OuterGroup, ...]:
+        """The groups of the torch optimizers, over all fragments; empty where there are none."""
+        return tuple(group for _, each in sorted(self._wholes.items()) for group in each.groups())
+
+    def tune(self, settings: Mapping[str, float]) -> None:
+        """Give all groups of the torch optimizers these settings."""
+        for whole in self._wholes.values():
+            whole.tune(settings)
+
+    def step(self, fragment: int, index: int, weight: float, count: int) -> list[Done]:
+        """The outer step of one chunk, with the mean of what was folded.
+
+        Args:
+            fragment: which fragment.
+            index: which of its chunks.
+            weight: sum of the weights folded; 0 when nobody delivered this chunk, which then keeps
+                its value, but for a buffer that is due.
+            count: gradients of this fragment before this one.
+
+        Returns:
+            This chunk. With an optimizer that steps whole tensors nothing for a chunk of parameters
+            until the last of them, then all of them.
+        """
+        mean = self._means[fragment].take(index, weight)
+        return self._advance(fragment, index, [mean], count)
+
+    def merge(
+        self, fragment: int, index: int, groups: Sequence[Sequence[Part]], count: int
+    ) -> list[Done]:
+        """The outer steps of one chunk, one after the other with the gradient of each group.
+
+        Args:
+            fragment: which fragment.
+            index: which of its chunks.
+            groups: chunks of whole submissions; a group without parts lacks this chunk, which then
+                keeps its value and its state, but for a buffer that is due, and counts all the same.
+            count: gradients of this fragment before the first group's.
+
+        Returns:
+            As `step`.
+        """
+        span = self._layouts[fragment].spans[index]
+        reduced = (self._staged.reduced(span, parts) for parts in groups)
+        return self._advance(fragment, index, reduced, count)
+
+    def wires(self, fragment: int) -> list[Any]:
+        """The fragment's chunks as they are sent."""
+        return [self._done(fragment, s, False).wire for s in self._layouts[fragment].spans]
+
+    def masters(self, fragment: int) -> list[Tensor | None]:
+        """The fragment's chunks, fp32 and int64; None where not placed. They never change."""
+        return list(self._masters[fragment])
+
+    def outer_state(self, fragment: int) -> dict[str, list[Tensor | None]]:
+        """What the outer optimizer remembers of each chunk, by name. The tensors never change."""
+        states = self._states[fragment]
+        names = sorted({name for state in states for name in state})
+        return {name: [state.get(name) for state in states] for name in names}
+
+    def optimizer_state(self, fragment: int) -> dict[str, Any] | None:
+        """A copy of a torch optimizer's `state_dict`; None where there is no such optimizer."""
+        whole = self._wholes.get(fragment)
+        return None if whole is None else whole.state_dict()
+
+    def restore(
+        self,
+        fragment: int,
+        masters: Sequence[Tensor],
+        outer_state: Mapping[str, Sequence[Tensor | None]],
+        optimizer_state: dict[str, Any] | None = None,
+    ) -> None:
+        """Put back what the three functions above gave; the tensors must not change any more.
+
+        Raises:
+            UsageError: when a factory of outer optimizers fails.
+        """
+        self._masters[fragment] = list(masters)
+        for index in range(len(masters)):
+            found = {name: tensors[index] for name, tensors in outer_state.items()}
+            self._states[fragment][index] = {n: t for n, t in found.items() if t is not None}
+            self._make_whole(fragment, index)
+        if optimizer_state is not None:
+            self._wholes[fragment].load_state_dict(optimizer_state)
+
+    def forget_buffer(self, fragment: int) -> None:
+        """Throw away the gradients that the outer optimizer has collected of a fragment."""
+        for index, state in enumerate(self._states[fragment]):
+            kept = {name: tensor for name, tensor in state.items() if name != DELAYED}
+            self._states[fragment][index] = kept
+
+    def _advance(
+        self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
+    ) -> list[Done]:
+        if self._is_whole(fragment, index):
+            return self._advance_whole(fragment, index, gradients, count)
+        span = self._layouts[fragment].spans[index]
+        reply: Tensor | None = None
+        overflow = False
+        for turn, gradient in enumerate(gradients, start=count):
+            reply = None if gradient is None else self._apply(fragment, span, gradient, turn)
+            if reply is None:
+                is_held = self._empty_buffer(fragment, span, turn)
+                overflow |= gradient is not None or not is_held
+        return [self._done(fragment, span, overflow, reply)]
+
+    def _advance_whole(
+        self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
+    ) -> list[Done]:
+        whole = self._wholes[fragment]
+        turns = whole.collect(index, [None if each is None else each.whole() for each in gradients])
+        if turns is None:
+            return []
+        overflowed: set[int] = set()
+        for turn, found in enumerate(turns, start=count):
+            masters, states = self._masters[fragment], self._states[fragment]
+            overflowed |= whole.advance(masters, states, found, turn, self._fits)
+        spans = self._layouts[fragment].spans
+        return [
+            self._done(fragment, span, span.index in overflowed)
+            for span in spans
+            if span.segment is Segment.PARAMETERS
+        ]
+
+    def _done(
+        self, fragment: int, span: ChunkSpan, overflow: bool, reply: Tensor | None = None
+    ) -> Done:
+        if reply is None:
+            master = self._masters[fragment][span.index]
+            assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
+            reply = self._in_wire_form(fragment, span, master)
+        assert reply is not None, "a chunk that could not be sent was stored"
+        return Done(span.index, as_bytes(reply), overflow)
+
+    def _apply(
+        self, fragment: int, span: ChunkSpan, gradient: Gradient | Blend, count: int
+    ) -> Tensor | None:
+        """Store what a gradient makes of a chunk; None, and nothing stored, when it is not finite.
+
+        One finite but enormous value would make parameters and momentum infinite for good.
+        """
+        master = self._masters[fragment][span.index]
+        assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
+        state, new = self._states[fragment][span.index], self._buffers.like
+        reply = Reply(span, self._reply, self._buffers)
+        outer = self._outer_of(fragment, span) if span.segment is Segment.PARAMETERS else None
+        if isinstance(gradient, Blend):
+            updated = gradient.onto(master, self.share, new)
+        elif outer is None:
+            largest = gradient.whole()
+            updated = largest.clone() if self._is_round else torch.maximum(master, largest)
+        elif isinstance(outer, Nesterov):
+            pieces = gradient.pieces()
+            updated, state = outer.step_by_pieces(master, pieces, state, new, reply.add)
+        else:
+            updated, state = outer.step(master, gradient.whole(), state, count, new)
+        total = state.get(DELAYED)
+        # An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
+        if total is not None and not is_finite(total):
+            return None
+        made = reply.of(updated)
+        if made is not None:
+            self._masters[fragment][span.index] = updated
+            self._states[fragment][span.index] = state
+        return made
+
+    def _empty_buffer(self, fragment: int, span: ChunkSpan, count: int) -> bool:
+        """Take a boundary that has no usable gradient with a gradient of 0, if the buffer holds any.
+
+        The count goes on in any case: what stayed in the buffer would be divided by N together with
+        the N gradients to come. A buffer that overflows even so is thrown away, and False returned.
+        """
+        state = self._states[fragment][span.index]
+        if DELAYED not in state or (count + 1) % self.outer.size:
+            return True
+        nothing = Gradient.of(torch.zeros(span.elements))
+        if self._apply(fragment, span, nothing, count) is not None:
+            return True
+        kept = {name: tensor for name, tensor in state.items() if name != DELAYED}
+        self._states[fragment][span.index] = kept
+        return False
+
+    def _outer_of(self, fragment: int, span: ChunkSpan) -> ChunkOuter:
+        outer = self.outer
+        if not isinstance(outer, TorchOuter):
+            return outer
+        # Only lr and momentum are the torch optimizer's; the step is made chunk by chunk.
+        rates = self._wholes[fragment].rates(span.index)
+        return DelayedNesterovByGroup(rates, outer.size, outer.c)
+
+    def _is_whole(self, fragment: int, index: int) -> bool:
+        """Whether a torch optimizer steps this chunk, with the others of its fragment."""
+        outer = self.outer
+        is_stepped = isinstance(outer, TorchOuter) and outer.rule != "paper"
+        return is_stepped and self._is_parameters(fragment, index)
+
+    def _make_whole(self, fragment: int, index: int) -> None:
+        """Give a fragment its torch optimizer once all its parameters are there."""
+        if not isinstance(self.outer, TorchOuter) or not self._is_parameters(fragment, index):
+            return
+        layout, masters = self._layouts[fragment], self._masters[fragment]
+        if fragment in self._wholes:
+            self._wholes[fragment].place(index, masters)
+        elif all(
+            masters[span.index] is not None
+            for span in layout.spans
+            if span.segment is Segment.PARAMETERS
+        ):
+            self._wholes[fragment] = WholeTensors(self.outer, layout, masters)
+
+    def _is_parameters(self, fragment: int, index: int) -> bool:
+        return self._layouts[fragment].spans[index].segment is Segment.PARAMETERS
+
+    def _fits(self, span: ChunkSpan, values: Tensor) -> bool:
+        """Whether a chunk of trained parameters can be sent."""
+        return Reply(span, self._reply, self._buffers).of(values) is not None
+
+    def _in_wire_form(self, fragment: int, span: ChunkSpan, values: Tensor) -> Tensor | None:
+        is_frozen = fragment == self.layout.frozen.fragment
+        return Reply(span, self._reply, self._buffers, frozen=is_frozen).of(values)
+
+    def _from_file(self, layout: FragmentLayout, span: ChunkSpan) -> Tensor:
+        assert self._initial is not None
+        dtype = segment_dtype(span.segment, torch.float32)
+        values = self._buffers.take(span.elements, dtype)
+        for place in layout.places:
+            start, stop = max(place.start, span.start), min(place.stop, span.stop)
+            if place.segment is span.segment and start < stop:
+                names = (place.entry.name, *place.entry.aliases)
+                tensor = next(self._initial[name] for name in names if name in self._initial)
+                part = tensor.reshape(-1)[start - place.start : stop - place.start]
+                values[start - span.start : stop - span.start].copy_(part)
+        return values
+
+
+def _bytes_of(span: ChunkSpan) -> int:
+    """Of a chunk at the broker."""
+    return span.elements * segment_dtype(span.segment, torch.float32).itemsize

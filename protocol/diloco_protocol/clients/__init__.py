@@ -1,0 +1,1 @@
+"""What asks a broker over a socket without taking part in its run."""

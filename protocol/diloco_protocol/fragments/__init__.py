@@ -1,0 +1,1 @@
+"""How a model is split into fragments, which one is due when, and how a split is shown."""

@@ -1,0 +1,103 @@
+"""The daemon's command line: what it refuses, in one sentence each, and that it agrees with the API."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import logging
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco_broker import BrokerConfig
+from diloco_broker.cli.app import app, serve
+from diloco_broker.shell.process_memory import keep_what_is_there
+from diloco_protocol.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--bind", "tcp://0.0.0.0:8512"], "--insecure"),
+        (["--bind", "localhost"], "must be an address like"),
+        (["--bind", "tcp://127.0.0.1:99999"], "must be an address like"),
+        (["--bind", "tcp://[::1:5"], "must be an address like"),
+        (["--feed", "tcp://::1:5"], "must be an address like"),
+        (["--workers", "0"], "at least 1"),
+        (["--workers", "2", "--quorum", "3"], "--quorum is 3; it must be at most --workers"),
+        (["--fragment-update-alpha", "1.5"], "--fragment-update-alpha is 1.5; it must be in [0"),
+        (
+            ["--sync-every", "10", "--num-fragments", "3", "--fragment-sync-delay", "3"],
+            "--fragment-sync-delay is 3; it must be below 3",
+        ),
+        (["--sync-every", "3", "--num-fragments", "4"], "--sync-every is 3; it must be at least"),
+        (["--dylu"], "--dylu is on; it must be left out, or --mode async given"),
+        (["--outer", "adam"], "--outer is adam; it must be nesterov, dn, fedbuff or sgd"),
+        (["--workers", "2", "--min-workers", "3"], "at most --workers, which is 2"),
+        (["--sync-every", "0"], "at least 1"),
+        (["--outer-lr", "nan"], "a finite number above 0"),
+        (["--outer-momentum", "1"], "in [0, 1)"),
+        (["--wire-dtype", "int3"], "fp32, bf16, fp16"),
+        (["--heartbeat-timeout", "-1"], "at least 0"),
+        (["--no-save", "--resume", "old-run"], "--resume old-run and --no-save exclude each other"),
+        (["--model", "/nowhere/model.pt"], "does not exist"),
+        (["--model", str(Path(__file__))], "cannot be read"),
+        (["--model", str(Path(__file__).parent)], "cannot be read"),
+    ],
+)
+def test_wrong_option_is_one_sentence_and_exit_2(options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *options])
+    assert result.exit_code == 2
+    assert words in result.output
+    assert result.output.count("\n") == 1, result.output
+
+
+def test_options_equal_the_fields_of_the_configuration() -> None:
+    options = set(inspect.signature(serve).parameters) - {
+        "model",
+        "verbose",
+        "no_save",
+        "dashboard",
+    }
+    defaults = {field.name: field.default for field in fields(BrokerConfig)}
+    assert options == set(defaults) - {"chunk_elements"}
+    for name, parameter in inspect.signature(serve).parameters.items():
+        if name in options - {"save_dir"}:  # the daemon saves by itself, a Broker where it is told
+            assert parameter.default == defaults[name], name
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://127.0.0.1:0", "tcp://localhost:*", "tcp://127.3.4.5:1", "tcp://[::1]:8512"]
+)
+def test_loopback_needs_no_keys(bind: str) -> None:
+    assert BrokerConfig(bind=bind).bind == bind
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://10.0.0.1:1", "tcp://host:1"]
+)
+def test_other_addresses_are_refused_unless_insecure(bind: str) -> None:
+    for option in ("bind", "feed"):
+        with pytest.raises(UsageError, match="--insecure"):
+            BrokerConfig(**{option: bind})  # type: ignore[arg-type]
+        BrokerConfig(**{option: bind}, insecure=True)  # type: ignore[arg-type]
+
+
+def test_collector_passes_over_what_was_there_when_serving_begins() -> None:
+    """Modules are some 100,000 objects; to look through them all is a turn far too long."""
+    try:
+        keep_what_is_there()
+        assert len(gc.get_objects()) < 10_000 < gc.get_freeze_count()
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,368 @@
+"""Steering a broker that serves: the operator's socket, the commands, the logs, and the numbers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
+from typer.testing import CliRunner
+from whole_runs.test_processes import a_free_address
+
+from diloco_broker import Broker, FragmentParameters
+from diloco_broker.cli.app import app
+from diloco_broker.storage.history import ACTIONS, HISTORY
+from diloco_protocol.clients.operator import Operator
+from diloco_protocol.errors import Unreachable, UsageError
+from diloco_protocol.frames import pack, unpack
+from diloco_protocol.messages import Control, Result
+from diloco_worker import DiLoCoWorker
+from kit.reference import ByTorch, Plan, State, streaming
+from kit.uniform_model import until
+from kit.whole_run import assert_same, joined, make_config, mlp, run, strided, trainees
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    with Broker(make_config(workers=2, sync_every=4, save_dir=str(tmp_path / "run"))) as broker:
+        yield broker
+
+
+def invoke(broker: Broker, *words: str) -> tuple[int, str]:
+    """Run a command at this broker; its exit code, and all it said."""
+    result = CliRunner().invoke(app, [*words, "--address", broker.address])
+    return result.exit_code, result.output
+
+
+def lines_of(broker: Broker, name: str) -> list[dict[str, Any]]:
+    assert broker.config.save_dir is not None
+    path = Path(broker.config.save_dir) / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Tuned(ByTorch):
+    """torch's own SGD whose learning rate is another one from its third step on."""
+
+    def __init__(self) -> None:
+        super().__init__(self._sgd)
+        self.calls = 0
+
+    def _sgd(self, parameters: dict[str, nn.Parameter]) -> Optimizer:
+        return SGD(parameters.values(), lr=0.7, momentum=0.9, nesterov=True)
+
+    def __call__(self, values: State, gradient: State) -> State:
+        self.calls += 1
+        if self.calls == 3 and self.optimizer is not None:
+            self.optimizer.param_groups[0].update(lr=0.25, momentum=0.5)
+        return super().__call__(values, gradient)
+
+
+def test_learning_rate_and_momentum_hold_from_the_version_that_was_named() -> None:
+    said = []
+    broker = Broker(make_config(sync_every=4))
+
+    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        if step == 8:  # two rounds have been released, the third is open
+            with Operator(broker.address) as operator:
+                said.append(operator.ask("set", outer_lr=0.25, outer_momentum=0.5).text)
+
+    with broker:
+        got = run(broker, trainees(1), 20, before=tune)
+    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: Tuned())
+    assert_same(got, wanted)
+    assert "Outer learning rate 0.7 -> 0.25; outer momentum 0.9 -> 0.5 from version 3." in said[0]
+    unchanged = streaming(trainees(1), 20, Plan(4, strided(1)))
+    with pytest.raises(AssertionError):  # the comparison would notice
+        assert_same(got, unchanged)
+
+
+def by_groups(parameters: FragmentParameters) -> Optimizer:
+    first, *others = parameters
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.1}, {"params": others}]
+    return SGD(groups, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class TunedByGroups(ByTorch):
+    """The same, where both groups get the new settings at the third step."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: by_groups(FragmentParameters(0, parameters)))
+        self.calls = 0
+
+    def __call__(self, values: State, gradient: State) -> State:
+        self.calls += 1
+        if self.calls == 3 and self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                group.update(lr=0.25, momentum=0.5)
+        return super().__call__(values, gradient)
+
+
+def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> None:
+    said: list[Any] = []
+    broker = Broker(make_config(sync_every=4), outer_optimizer_factory=by_groups)
+
+    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        if step == 8:
+            with Operator(broker.address) as operator:
+                said.append(operator.ask("status").data["outer"])
+                said.append(operator.ask("set", outer_lr=0.25, outer_momentum=0.5).text)
+                said.append(operator.ask("status").data["outer"])
+
+    with broker:
+        with Operator(broker.address) as operator:
+            early = operator.ask("set", outer_lr=0.25)
+        got = run(broker, trainees(1), 20, before=tune)
+    assert not early.ok
+    assert "once the run has parameters" in early.text
+    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: TunedByGroups())
+    assert_same(got, wanted)
+    before, text, after = said
+    groups = [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.7, "momentum": 0.9}]
+    assert (before["lr"], before["momentum"], list(before["groups"])) == (None, 0.9, groups)
+    assert "Outer learning rate 0.1, 0.7 -> 0.25; outer momentum 0.9 -> 0.5" in text
+    assert "All 2 groups of the outer optimizer have it." in text
+    assert (after["lr"], after["momentum"]) == (0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("make", "setting", "is_there"),
+    [
+        (lambda parameters: Adam(parameters, lr=0.1), "outer_momentum", True),
+        (lambda parameters: RMSprop(parameters, lr=0.1, momentum=0.2), "outer_momentum", True),
+        (lambda parameters: Adagrad(parameters, lr=0.1), "outer_momentum", False),
+        (lambda parameters: Adagrad(parameters, lr=0.1), "outer_lr", True),
+    ],
+    ids=["Adam", "RMSprop", "Adagrad", "Adagrad's rate"],
+)
+def test_torch_optimizer_without_a_momentum_refuses_one(
+    make: Any, setting: str, is_there: bool
+) -> None:
+    results: list[Result] = []
+    broker = Broker(make_config(sync_every=4), outer_optimizer_factory=make)
+
+    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        if step == 4:
+            with Operator(broker.address) as operator:
+                results.append(operator.ask("set", **{setting: 0.5}))
+                results.append(operator.ask("status"))
+
+    with broker:
+        run(broker, trainees(1), 8, before=tune)
+    assert results[0].ok is is_there
+    if is_there:
+        assert results[1].data["outer"][setting.removeprefix("outer_")] == 0.5
+    else:
+        assert "has no outer momentum" in results[0].text
+
+
+def test_new_h_holds_from_the_next_cycle_of_each_worker() -> None:
+    seen: list[int | None] = []
+    broker = Broker(make_config(sync_every=4))
+
+    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        seen.append(hook.sync_every)
+        if step == 6:
+            with Operator(broker.address) as operator:
+                assert operator.ask("set", sync_every=2).ok
+            link = hook._link
+            assert link is not None
+            until(lambda: link.config is not None and link.config.sync_every == 2)
+
+    with broker:
+        run(broker, trainees(1), 12, before=tune)
+    assert seen == [4] * 8 + [2] * 4, "the cycle at hand is finished"
+
+
+def test_paused_run_stands_still_and_goes_on_where_it_was() -> None:
+    """Every bit is that of a run that was never paused."""
+    is_paused = threading.Event()
+    options: dict[str, Any] = {"workers": 2, "sync_every": 4, "deterministic": True}
+    broker = Broker(make_config(**options))
+
+    def pause(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        if step == 6 and worker == 0:
+            with Operator(broker.address) as operator:
+                assert operator.ask("pause").ok
+            is_paused.set()
+
+    def watch() -> None:
+        assert is_paused.wait(PATIENCE_S)
+        state = broker._core.state
+        until(lambda: state.round is not None and len(state.round.begun) == 2)
+        assert state.round is not None
+        number = state.round.number
+        with Operator(broker.address) as operator:
+            assert operator.ask("status").data["state"] == "paused"
+            assert state.round.number == number
+            assert operator.ask("resume").ok
+
+    with broker:
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        got = run(broker, trainees(2), 20, before=pause)
+        watcher.join(PATIENCE_S)
+    assert_same(got, streaming(trainees(2), 20, Plan(4, strided(1))))
+    with Broker(make_config(**options)) as calm:
+        assert_same(got, run(calm, trainees(2), 20), exact=True)
+
+
+def test_every_action_is_in_the_log_of_actions_and_in_the_history(broker: Broker) -> None:
+    with Operator(broker.address, who="ann@desk") as operator:
+        operator.ask("set", outer_lr=0.5, workers=3)
+        operator.ask("pause")
+        operator.ask("resume")
+        operator.ask("set", outer_lr=-1)  # refused: no action
+        data = operator.ask("status").data
+    assert any("ann@desk: workers 2 -> 3" in event["text"] for event in data["events"])
+    until(lambda: len(lines_of(broker, ACTIONS)) == 4)
+    first = lines_of(broker, ACTIONS)[0]
+    assert (first["who"], first["what"]) == ("ann@desk", "set outer_lr")
+    assert (first["before"], first["after"]) == (0.7, 0.5)
+    assert [line["what"] for line in lines_of(broker, ACTIONS)[1:]] == [
+        "set workers", "pause", "resume",
+    ]  # fmt: skip
+    until(
+        lambda: sum("ann@desk" in line.get("text", "") for line in lines_of(broker, HISTORY)) == 4
+    )
+
+
+def test_history_has_the_start_each_round_each_event_and_the_end(tmp_path: Path) -> None:
+    with Broker(make_config(sync_every=4, save_dir=str(tmp_path))) as broker:
+        run(broker, trainees(1), 12)
+    lines = lines_of(broker, HISTORY)
+    assert lines[0]["kind"] == "start"
+    assert lines[-1]["kind"] == "stop"
+    rounds = [line for line in lines if line["kind"] == "round"]
+    assert [(line["number"], line["version"]) for line in rounds] == [(0, 1), (1, 2), (2, 3)]
+    assert rounds[-1]["workers"][0]["id"] == "w0"
+    assert rounds[-1]["averaged"] == 1
+    assert rounds[-1]["bytes_up"] > rounds[0]["bytes_up"] > 0
+    assert any(line["kind"] == "event" and "joins" in line["text"] for line in lines)
+    assert len({line["epoch"] for line in lines}) == 1
+    models = [line["model"] for line in lines if line["kind"] == "start"]
+    assert models[-1] is not None, "written again once the model is known"
+
+
+def test_commands_do_what_they_say(broker: Broker) -> None:
+    with joined(broker, mlp(), 2):
+        code, said = invoke(broker, "status")
+        assert code == 0
+        assert "2 alive" in said
+        assert "w1" in said
+        code, said = invoke(broker, "status", "--json")
+        assert json.loads(said)["counts"]["alive"] == 2
+        code, said = invoke(broker, "set", "--outer-lr", "0.5", "--json")
+        assert (code, json.loads(said)["changes"][0]["after"]) == (0, 0.5)
+        code, said = invoke(broker, "save")
+        assert (code, "A checkpoint is being written" in said) == (0, True)
+        code, said = invoke(broker, "pause")
+        assert (code, "No round closes" in said) == (0, True)
+        code, said = invoke(broker, "resume")
+        assert (code, "goes on" in said) == (0, True)
+        code, said = invoke(broker, "kick", "w1", "--yes")
+        assert (code, "w1 was removed; 1 worker is left" in said) == (0, True)
+        assert [m.worker_id for m in broker._core.state.members] == ["w0"]
+        code, said = invoke(broker, "shutdown", "--yes")
+        assert (code, "The run is over" in said) == (0, True)
+        until(lambda: broker._core.state.stopping is not None)
+        assert broker._thread is not None
+        broker._thread.join(PATIENCE_S)
+        assert not broker._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["kick", "nobody", "--yes"], 1, "No worker named 'nobody' is here"),
+        (["kick", "nobody"], 2, "give --yes"),
+        (["shutdown"], 2, "give --yes"),
+        (["set"], 2, "There is nothing to set"),
+        (["set", "--outer-lr", "-1"], 1, "--outer-lr is -1.0"),
+        (["set", "--quorum", "1"], 1, "settled at the start"),
+        (["save"], 1, "There is nothing to save yet"),
+        (["status", "--timeout", "0"], 2, "no time to wait"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_one_sentence_and_an_exit_code(
+    broker: Broker, words: list[str], code: int, sentence: str
+) -> None:
+    got, said = invoke(broker, *words)
+    assert (got, sentence in said, said.count("\n")) == (code, True, 1), said
+    assert broker._core.state.config.outer_lr == 0.7
+
+
+@pytest.mark.parametrize("words", [["status"], ["status", "--json"]], ids=str)
+def test_status_that_is_refused_is_no_status(
+    broker: Broker, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a broker of another version, which answers with an error."""
+    monkeypatch.setattr(Operator, "ask", lambda *_, **__: Result(1, False, "another version"))
+    code, said = invoke(broker, *words)
+    assert (code, "another version" in said) == (1, True)
+
+
+def test_programs_get_json_also_when_nobody_answers() -> None:
+    words = ["pause", "--json", "--address", a_free_address(), "--timeout", "0.2"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert json.loads(result.stdout)["ok"] is False
+
+
+@pytest.mark.parametrize("command", ["status", "save", "pause", "resume"])
+def test_broker_that_is_not_there_is_one_sentence_and_exit_2(command: str) -> None:
+    address = a_free_address()
+    result = CliRunner().invoke(app, [command, "--address", address, "--timeout", "0.2"])
+    assert result.exit_code == 2
+    assert f"No answer from {address}" in result.output
+    assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "address", ["foo", "tcp://127.0.0.1", "tcp://host:99999", "", "tcp://a b:1"]
+)
+def test_address_that_is_none_is_refused_at_once(address: str) -> None:
+    with pytest.raises(UsageError, match="is not a control address"):
+        Operator(address)
+
+
+def test_operator_hears_only_the_answer_to_its_own_request() -> None:
+    """What is no message, and an answer to something else, are passed over."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 0
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+    def answer() -> None:
+        assert socket.poll(int(1000 * PATIENCE_S))
+        route, *frames = socket.recv_multipart()
+        message, _ = unpack(frames)
+        assert isinstance(message, Control)
+        assert message.arguments["who"] == "me"
+        assert list(message.arguments["deep"]) == [1]
+        socket.send_multipart([route, b"no message"])
+        socket.send_multipart([route, *pack(Result(message.request + 7, True, "another's"))])
+        socket.send_multipart([route, *pack(Result(message.request, True, "its own"))])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        with Operator(f"tcp://127.0.0.1:{port}", timeout=PATIENCE_S, who="me") as operator:
+            assert operator.ask("anything", deep=[1]).text == "its own"
+            operator.timeout = 0.05
+            with pytest.raises(Unreachable, match="may still carry out 'kick'"):
+                operator.ask("kick", worker="a")
+            with pytest.raises(UsageError, match="cannot be sent"):
+                operator.ask("set", outer_lr=object())
+    finally:
+        thread.join(PATIENCE_S)
+        socket.close()
+        context.term()

@@ -1,0 +1,65 @@
+"""The web page that the daemon starts beside itself: it is there, and gone when the daemon is."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from whole_runs.test_processes import Site
+
+from kit.uniform_model import until
+
+pytest.importorskip("uvicorn", reason="the extra `dashboard` is not installed")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    for process in site.processes:
+        process.close()
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
+def test_page_is_there_and_ends_with_the_broker(site: Site, end: signal.Signals) -> None:
+    broker, _ = site.broker("--dashboard", "0", "--no-save")
+    address = broker.waits_for("Dashboard: ").split()[-1]
+    assert answers(address)
+    broker.child.send_signal(end)
+    broker.child.wait(20)
+    until(lambda: not answers(address))
+
+
+def test_port_in_use_costs_the_page_and_nothing_else(site: Site) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        broker, _ = site.broker("--dashboard", str(port), "--no-save")
+        assert "another --port" in broker.waits_for("cannot listen on")
+        broker.waits_for("the run goes on without it")
+        broker.child.send_signal(signal.SIGTERM)
+        assert broker.ends(20) == 0
+
+
+def test_dashboard_takes_a_port_or_none(site: Site) -> None:
+    """`--dashboard` alone means the usual port: another option behind it is not taken for one."""
+    for words in (["--dashboard", "--workers", "x"], ["--dashboard", "70000"]):
+        process = site.run("-m", "diloco_broker", "serve", *words)
+        assert process.ends(20) == 2
+        named = "--workers" if "--workers" in words else "--dashboard"
+        assert named in process.output

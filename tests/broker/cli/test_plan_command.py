@@ -1,0 +1,281 @@
+"""What a fragment plan means to people: `FragmentPlan.view`, `diloco-broker plan` of models and runs."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from protocol.test_fragment_plan import MODELS, gpt2, tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from diloco_broker import Broker
+from diloco_broker.cli.app import app
+from diloco_protocol import FragmentPlan, Kind, Manifest, UsageError, lay_out
+from diloco_protocol.codecs import WIRE_DTYPES, span_bytes
+from diloco_protocol.fragments.plan import PATTERNS
+from diloco_worker import DiLoCoClient, manifest_of
+from kit.whole_run import PATIENCE_S, make_config, mlp
+
+LAYERS = 12
+WIDTH = 8
+
+
+def planned(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def as_json(*arguments: object) -> Any:
+    return json.loads(planned(*arguments, "--json"))
+
+
+def llama_state(vocabulary: int = 40) -> dict[str, Tensor]:
+    """Twelve layers, so that sorting by text would put layers.10 before layers.2."""
+    state = {"model.embed_tokens.weight": torch.zeros(vocabulary, WIDTH)}
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        for x in "qkvo":
+            state[f"{layer}.self_attn.{x}_proj.weight"] = torch.zeros(WIDTH, WIDTH)
+        state[f"{layer}.input_layernorm.weight"] = torch.zeros(WIDTH)
+    state["model.norm.weight"] = torch.zeros(WIDTH)
+    return {**state, "lm_head.weight": torch.zeros(vocabulary, WIDTH)}
+
+
+# The view.
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", MODELS)
+def test_view_has_the_bytes_that_travel_and_the_steps_that_are_due(name: str, pattern: str) -> None:
+    extra = (
+        tensor("running_mean", 5, kind=Kind.BUFFER),
+        tensor("frozen", 7, kind=Kind.FROZEN),
+    )
+    manifest = Manifest((*MODELS[name].entries, *extra))
+    pieces, every = 3, 10
+    plan = FragmentPlan.of(manifest, pieces, pattern)
+    view = plan.view(manifest, every, "fp16", "fp32")
+    layout = lay_out(manifest, plan.fragment_of, num_fragments=pieces, chunk_elements=16)
+    for each, part in zip(view.fragments, layout.fragments, strict=True):
+        assert tuple(p.name for p in each.parameters) == plan.parameters(each.fragment)
+        assert each.bytes_up == sum(span_bytes(s, WIRE_DTYPES["fp16"]) for s in part.spans)
+        assert each.bytes_down == sum(span_bytes(s, WIRE_DTYPES["fp32"]) for s in part.spans)
+        assert plan.due(each.due, every) == each.fragment
+    assert sum(each.elements for each in view.fragments) == manifest.trainable_elements
+    assert 1 <= view.imbalance <= pieces
+
+
+def test_view_of_a_module_in_three_lines() -> None:
+    manifest = manifest_of(mlp())
+    view = FragmentPlan.of(manifest, 3).view(manifest, sync_every=6)
+    assert [
+        (each.due, each.elements, each.bytes_up, each.bytes_down) for each in view.fragments
+    ] == [
+        (2, 30, 60, 120),
+        (4, 35, 70, 140),
+        (6, 18, 36, 72),
+    ]
+    assert view.imbalance == pytest.approx(35 * 3 / 83)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sync_every": 2}, "sync_every 2 is below num_fragments 3"),
+        ({"sync_every": 9, "wire_dtype": "int3"}, "Unknown wire dtype 'int3'"),
+    ],
+)
+def test_view_that_cannot_be_is_one_sentence(options: dict[str, Any], words: str) -> None:
+    manifest = gpt2(6)
+    with pytest.raises(UsageError, match=words):
+        FragmentPlan.of(manifest, 3).view(manifest, **options)
+    with pytest.raises(UsageError, match="The plan and the model differ"):
+        FragmentPlan.of(manifest, 3).view(gpt2(5), 9)
+
+
+# Model files.
+
+
+def test_every_kind_of_model_file_gives_the_same_plan(tmp_path: Path) -> None:
+    state = llama_state()
+    save_file(state, tmp_path / "llama.safetensors")
+    torch.save(state, tmp_path / "llama.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    folder = tmp_path / "hub"
+    folder.mkdir()
+    parts = [dict(list(state.items())[:20]), dict(list(state.items())[20:])]
+    for number, part in enumerate(parts):
+        save_file(part, folder / f"model-{number}.safetensors")
+    index = {
+        name: f"model-{number}.safetensors" for number, part in enumerate(parts) for name in part
+    }
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+    def fragments(name: str) -> list[set[str]]:
+        told = as_json(tmp_path / name, "--num-fragments", 3)
+        return [{each["name"] for each in part["parameters"]} for part in told["fragments"]]
+
+    wanted = fragments("llama.pt")
+    assert set().union(*wanted) == set(state)
+    assert "lm_head.weight" in wanted[(LAYERS - 1) % 3]
+    assert {f"model.layers.{i}.input_layernorm.weight" for i in (1, 4, 7, 10)} <= wanted[1]
+    for name in ("llama.safetensors", "old.pt", "hub"):
+        assert fragments(name) == wanted, name
+
+
+def test_tied_weights_count_once_and_buffers_and_frozen_ones_are_not_trained(
+    tmp_path: Path,
+) -> None:
+    state = llama_state()
+    trained = sum(each.numel() for each in state.values())
+    head = state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    buffers = {"bn.running_var": torch.ones(3), "bn.num_batches_tracked": torch.tensor(4)}
+    torch.save({**state, **buffers}, tmp_path / "model.pt")
+    told = as_json(tmp_path / "model.pt", "--num-fragments", 2, "--frozen", "model.layers.0.*")
+    frozen = 4 * WIDTH * WIDTH + WIDTH
+    assert told["trainable_parameters"] == trained - head.numel() - frozen
+    names = {each["name"] for part in told["fragments"] for each in part["parameters"]}
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    up = sum(part["bytes_up"] for part in told["fragments"])
+    assert up == 2 * told["trainable_parameters"] + 4 * 3 + 8 * 1
+
+
+def test_only_the_header_of_a_file_is_read(tmp_path: Path) -> None:
+    """A file of 160 GB, none of which is there."""
+    each = 40 * 10**9
+    header, names = {}, [f"model.layers.{i}.weight" for i in range(4)]
+    for i, name in enumerate(names):
+        offsets = [i * each, (i + 1) * each]
+        header[name] = {"dtype": "BF16", "shape": [each // 2], "data_offsets": offsets}
+    raw = json.dumps(header).encode()
+    path = tmp_path / "huge.safetensors"
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + 4 * each)
+    shown = planned(path, "--num-fragments", 2, "--sync-every", 1000)
+    assert "80,000,000,000 trainable parameters in 4 tensors" in shown
+    assert " 80.0 GB  160.0 GB  500, 1500, ..." in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("every", [500, 10**6])
+@pytest.mark.parametrize("options", [(), ("--fragment-pattern", "balanced")])
+@pytest.mark.parametrize("pieces", [1, 4, 12])
+def test_table_fits_80_columns(
+    tmp_path: Path, pieces: int, options: tuple[str, ...], every: int
+) -> None:
+    torch.save(llama_state(10**4), tmp_path / "model.pt")
+    shown = planned(
+        tmp_path / "model.pt", "--num-fragments", pieces, "--sync-every", every, *options
+    )
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = [line.split() for line in lines if line[:8].strip().isdigit() and "%" in line]
+    assert [row[0] for row in rows] == [str(number) for number in range(pieces)]
+
+
+def test_layers_of_a_fragment_are_named_and_with_the_flag_every_parameter(tmp_path: Path) -> None:
+    torch.save(llama_state(), tmp_path / "model.pt")
+    shown = planned(tmp_path / "model.pt", "--num-fragments", 3)
+    assert "  0  model.embed_tokens, model.layers.0 3 6 9\n" in shown
+    assert "  2  model.layers.2 5 8 11, model.norm, lm_head\n" in shown
+    shown = planned(tmp_path / "model.pt", "--num-fragments", 3, "--parameters")
+    assert shown.count("_proj.weight\n") == 4 * LAYERS
+
+
+def test_uneven_split_is_told_which_pattern_is_better_and_how_many_fragments_make_sense(
+    tmp_path: Path,
+) -> None:
+    torch.save(llama_state(vocabulary=300), tmp_path / "model.pt")
+    told = as_json(tmp_path / "model.pt", "--num-fragments", 6)
+    assert told["imbalance"] > 1.5
+    assert "--fragment-pattern contiguous would be more even" in " ".join(told["advice"])
+    assert "model.embed_tokens.weight alone is 1.81 times" in " ".join(told["advice"])
+    assert "more fragments than 3 make the largest no smaller" in " ".join(told["advice"])
+    even = as_json(tmp_path / "model.pt", "--num-fragments", 2, "--fragment-pattern", "balanced")
+    assert even["imbalance"] < 1.01
+    assert even["advice"][1] == "That is even enough."
+
+
+def test_split_of_ones_own_is_shown(tmp_path: Path) -> None:
+    torch.save(llama_state(), tmp_path / "model.pt")
+    split = tmp_path / "split.json"
+    split.write_text('{"model.[en]*": 1, "lm_head*": 1, "model.layers.*": 0}')
+    told = as_json(tmp_path / "model.pt", "--fragment-plan", split)
+    assert (told["num_fragments"], told["pattern"]) == (2, "own")
+    assert len(told["fragments"][1]["parameters"]) == 3
+    split.write_text('{"model.*": 0}')
+    shown = planned(tmp_path / "model.pt", "--fragment-plan", split, code=2)
+    assert "says nothing of 1 trainable parameter(s): lm_head.weight" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.pt"], "nowhere.pt does not exist"),
+        (["model.pt", "--num-fragments", "0"], "num_fragments is 0; use 1 or more"),
+        (["model.pt", "--num-fragments", "900"], "too few for num_fragments 900"),
+        (["model.pt", "--fragment-pattern", "odd"], "There is no fragment pattern 'odd'"),
+        (["model.pt", "--frozen", "x*"], "--frozen matches no tensor of "),
+        (["model.pt", "--frozen", "*"], "it has no trainable parameters"),
+        (["bad.safetensors"], "cannot be read: it must be a .safetensors file"),
+        (["list.pt"], "cannot be read: it must be a .safetensors file"),
+        (["."], "cannot be read: it must be a .safetensors file"),
+        (["model.pt", "--fragment-plan", "none.json"], "none.json cannot be read: No such file"),
+        (
+            ["model.pt", "--fragment-plan", "s.json", "--fragment-pattern", "strided"],
+            "left out with --fragment-plan",
+        ),
+        (
+            ["model.pt", "--fragment-plan", "s.json", "--num-fragments", "3"],
+            "s.json has 1 fragments, and --num-fragments is 3",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence_and_exit_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(llama_state(), "model.pt")
+    torch.save([1, 2], "list.pt")
+    Path("bad.safetensors").write_bytes(b"\xff" * 20)
+    Path("s.json").write_text('{"*": 0}')
+    shown = planned(*arguments, code=2)
+    assert words in shown
+    assert shown.count("\n") == 1, shown
+
+
+# Runs.
+
+
+def test_plan_of_a_run_is_shown_from_its_broker_and_from_its_checkpoints(tmp_path: Path) -> None:
+    model: nn.Module = mlp()
+    model[1].weight = nn.Parameter(torch.zeros(3), requires_grad=False)  # type: ignore[index]
+    config = make_config(sync_every=8, num_fragments=2, save_dir=str(tmp_path), reply_dtype="bf16")
+    with (
+        Broker(config, fragment_plan=lambda name, shape: name[0] == "2") as broker,
+        DiLoCoClient(broker.address, worker_id="w", timeout=PATIENCE_S) as client,
+    ):
+        start = dict(client.join(model).tensors)
+        live = as_json(broker.address)
+        client.push({name: 0 * start[name] for name in start if name[0] in "04"}, fragment=0)
+        client.pull()
+        other = as_json(broker.address, "--fragment-pattern", "balanced", "--sync-every", 20)
+    saved = as_json(tmp_path)
+    for told in (live, saved):
+        assert (told["pattern"], told["sync_every"], told["wire_dtype"]) == ("own", 8, "fp32")
+        assert told["reply_dtype"] == "bf16"
+        assert told["trainable_parameters"] == 83
+        first, second = told["fragments"]
+        assert [each["name"] for each in second["parameters"]] == ["2.weight", "2.bias"]
+        assert (first["due"], second["due"]) == (4, 8)
+        assert (second["bytes_up"], second["bytes_down"]) == (4 * 35, 2 * 35)
+    assert (other["pattern"], other["num_fragments"], other["sync_every"]) == ("balanced", 2, 20)
+    assert "--frozen is for model files" in planned(tmp_path, "--frozen", "*", code=2)

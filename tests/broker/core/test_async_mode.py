@@ -1,0 +1,457 @@
+"""Asynchronous mode: no barrier, slots, staleness, grace windows, Dynamic Local Updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_broker.core.state.dylu import averaged, sync_every
+from diloco_protocol.messages import (
+    Error,
+    Grant,
+    Heartbeat,
+    Join,
+    Notice,
+    Released,
+    Standing,
+    Welcome,
+)
+from kit.core_harness import Puppet, Stage, a_stage
+
+
+def a_run(*worker_ids: str, **fields: Any) -> tuple[Stage, list[Puppet]]:
+    stage = a_stage(workers=len(worker_ids), mode="async", **fields)
+    return stage, stage.joined(*worker_ids)
+
+
+def who(stage: Stage) -> list[list[str]]:
+    """Workers applied in each version, by the merges of chunk 0."""
+    return [
+        [group[0].worker_id for group in merge.groups] for merge in stage.merges if not merge.index
+    ]
+
+
+def test_submission_is_applied_at_once_and_its_sender_gets_the_version_right_after() -> None:
+    stage, (a, _) = a_run("a", "b")
+    a.pulls(after=0)
+    a.pushes(1)
+    assert stage.version().counter == 1
+    released = a.last(Released)
+    assert released is not None
+    assert (released.version.counter, released.staleness) == (1, 0)
+    assert released.ledger.names_whole("a", 1)
+    assert a.holds() == stage.version()
+
+
+def test_each_submission_makes_a_version_of_its_own() -> None:
+    stage, (a, b) = a_run("a", "b")
+    for number in range(3):
+        a.pushes(10 + number)
+        b.pushes(20 + number)
+    assert stage.version().counter == 6
+    assert who(stage) == [["a"], ["b"]] * 3
+    assert [m.count for m in stage.merges if not m.index] == [0, 1, 2, 3, 4, 5]
+
+
+def test_staleness_is_recorded_with_the_push_and_sent_with_the_version() -> None:
+    stage, (a, b) = a_run("a", "b")
+    first = stage.version()
+    for number in range(3):
+        a.pushes(10 + number, base=stage.version())
+    b.pulls(after=3)
+    b.pushes(1, base=first)
+    assert stage.state.members.named("b").staleness == 3
+    assert stage.state.last_report.staleness == 3
+    released = b.last(Released)
+    assert released is not None
+    assert released.staleness == 3
+
+
+def test_old_submission_counts_less_with_poly_weights() -> None:
+    stage, (a, b) = a_run("a", "b", staleness_weight="poly")
+    first = stage.version()
+    for number in range(3):
+        a.pushes(10 + number, base=stage.version())
+    b.pushes(1, base=first)
+    scales = [m.groups[0][0].scale for m in stage.merges if not m.index]
+    assert scales == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_too_old_submission_is_refused_before_a_byte_is_sent() -> None:
+    stage, (a, b) = a_run("a", "b", max_staleness=2)
+    first = stage.version()
+    for number in range(3):
+        a.pushes(10 + number, base=stage.version())
+    b.begins(1, base=first)
+    error = b.error()
+    assert (error.code, error.push_id) == ("stale", 1)
+    assert "3 versions old" in error.text
+    assert "at most 2" in error.text
+
+
+def test_submission_that_grows_too_old_on_its_way_is_refused_then() -> None:
+    stage, (a, b) = a_run("a", "b", max_staleness=1)
+    b.begins(1)
+    b.delivers([0, 1])
+    for number in range(2):
+        a.pushes(10 + number, base=stage.version())
+    b.delivers([2])
+    b.commits()
+    assert b.error().code == "stale"
+    assert who(stage) == [["a"], ["a"]]
+    assert stage.version().counter == 2
+
+
+def test_slots_are_handed_out_in_the_order_of_asking() -> None:
+    _, (a, b, c, d) = a_run("a", "b", "c", "d", staging_slots=2)
+    grants = [p.begins(n + 1) for n, p in enumerate((a, b, c, d))]
+    standings = [g.standing for g in grants if g is not None]
+    assert standings == [Standing.NEW, Standing.NEW, Standing.WAIT, Standing.WAIT]
+    b.delivers([0, 1, 2])
+    b.commits()
+    grant = c.last(Grant)
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+    assert [g.standing for g in d.all(Grant)] == [Standing.WAIT]
+    a.leaves()
+    grant = d.last(Grant)
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+
+
+def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> None:
+    stage, (a, b) = a_run("a", "b", staging_slots=1, staging_deadline=10.0)
+    a.begins(1)
+    a.delivers([0])
+    b.begins(2)
+    stage.passes(9.0)
+    assert [g.standing for g in b.all(Grant)] == [Standing.WAIT]
+    stage.passes(2.0)
+    assert [g.standing for g in b.all(Grant)] == [Standing.WAIT, Standing.NEW]
+    assert [g.standing for g in a.all(Grant) if g.push_id == 1] == [Standing.NEW, Standing.WAIT]
+    a.delivers([1])  # under way when its slot was taken: ignored
+    b.delivers([0, 1, 2])
+    b.commits()
+    last = a.last(Grant)
+    assert last is not None
+    assert (last.standing, last.held) == (Standing.NEW, None)
+    a.delivers([0, 1, 2])
+    a.commits()
+    assert who(stage) == [["b"], ["a"]]
+
+
+def test_slow_submission_keeps_its_slot_while_nobody_waits() -> None:
+    stage, (a, _) = a_run("a", "b", staging_slots=1, staging_deadline=10.0)
+    a.begins(1)
+    a.delivers([0])
+    stage.passes(60.0)
+    a.delivers([1, 2])
+    a.commits()
+    assert who(stage) == [["a"]]
+
+
+def test_worker_that_waits_for_a_slot_and_dies_is_passed_over() -> None:
+    _, (a, b, c) = a_run("a", "b", "c", staging_slots=1)
+    a.begins(1)
+    b.begins(2)
+    c.begins(3)
+    b.dies()
+    a.delivers([0, 1, 2])
+    a.commits()
+    grant = c.last(Grant)
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+
+
+def test_reconnected_worker_in_line_asks_again_and_loses_nothing() -> None:
+    stage, (a, b) = a_run("a", "b", staging_slots=1)
+    a.begins(1)
+    b.begins(2)
+    b.loses_connection()
+    b.joins()
+    b.begins(2)
+    a.delivers([0, 1, 2])
+    a.commits()
+    b.delivers([0, 1, 2])
+    b.commits()
+    assert who(stage) == [["a"], ["b"]]
+
+
+def test_submission_waits_while_another_is_being_applied() -> None:
+    stage, (a, b) = a_run("a", "b")
+    stage.by_hand = True
+    a.pushes(1)
+    b.pushes(2)
+    stage.work(3 + 3)  # all chunks of both are looked at
+    assert stage.version().counter == 0
+    stage.work()
+    assert who(stage) == [["a"], ["b"]]
+    assert stage.version().counter == 2
+
+
+def test_grace_window_applies_together_what_is_whole_within_it() -> None:
+    stage, (a, b, c) = a_run("a", "b", "c", grace=2.0, staging_slots=1)
+    for puppet in (a, b, c):
+        puppet.pulls(after=0)
+    a.pushes(1)
+    stage.passes(1.0)
+    b.pushes(2)
+    assert stage.version().counter == 0
+    stage.passes(1.2)
+    assert who(stage) == [["a", "b"]]
+    versions = {p.worker_id: p.last(Released) for p in (a, b)}
+    assert {r.version for r in versions.values() if r} == {stage.version()}
+    assert stage.state.shelf.stocks[0].gradients == 2
+
+
+def test_window_holds_one_whole_submission_of_each_worker_and_fragment() -> None:
+    stage, (a, b) = a_run("a", "b", grace=100.0, staging_slots=2)
+    a.pushes(1)
+    for push_id in range(2, 50):
+        grant = a.begins(push_id)
+        assert grant is not None
+        assert grant.standing is Standing.WAIT
+    b.pushes(100)
+    assert len(list(stage.state.staging)) == 2
+    assert len(stage.state.staging.waiting) == 1
+    stage.passes(101.0)
+    last = a.last(Grant)
+    assert last is not None
+    assert (last.push_id, last.standing) == (49, Standing.NEW)
+
+
+def test_chunks_of_a_slot_that_was_taken_back_do_not_end_the_push() -> None:
+    """They were allowed when they were sent, and arrive after the slot has been given again."""
+    stage = a_stage(2, 9, mode="async", staging_slots=1, staging_deadline=10.0)
+    a, b = stage.joined("a", "b")
+    a.begins(1)
+    b.begins(2)
+    stage.passes(11.0)
+    b.delivers(range(9))
+    b.commits()
+    stage.by_hand = True
+    a.delivers(range(8))  # of the first grant
+    a.delivers(range(8))  # of the second
+    assert not [e for e in a.all(Error) if e.push_id == 1]
+    stage.work()
+    stage.by_hand = False
+    a.delivers([8])
+    a.commits()
+    assert who(stage) == [["b"], ["a"]]
+
+
+def test_push_that_grew_too_old_while_it_waited_is_refused_before_a_byte_is_sent() -> None:
+    stage, (a, b) = a_run("a", "b", max_staleness=0, staging_slots=1)
+    a.begins(1)
+    b.begins(2)
+    a.delivers([0, 1, 2])
+    a.commits()
+    assert (b.error().code, b.error().push_id) == ("stale", 2)
+    assert not list(stage.state.staging)
+
+
+def test_more_workers_than_planned_are_named_with_the_remedy() -> None:
+    stage, _ = a_run("a")
+    stage.worker("b").joins()
+    (said,) = [line for line in stage.logs if "planned for 1" in line]
+    assert "--workers 2" in said
+
+
+def test_asynchronous_run_never_waits_for_workers() -> None:
+    stage, _ = a_run("a", "b")
+    assert not stage.round.below_floor
+    assert stage.round.expected == set()
+    assert [stage.worker(name).joins().last(Welcome).first_round for name in "cd"] == [0, 0]  # type: ignore[union-attr]
+
+
+def test_duplicates_of_an_applied_submission_change_nothing() -> None:
+    stage, (a, _) = a_run("a", "b")
+    a.pushes(1)
+    grant = a.begins(1)
+    assert grant is not None
+    assert grant.standing is Standing.COUNTED
+    a.commits()
+    assert stage.version().counter == 1
+    assert all(chunk["a", 1] == 1 for chunk in stage.counted())
+
+
+def test_non_finite_submission_frees_its_slot_and_is_not_applied() -> None:
+    stage, (a, b) = a_run("a", "b", staging_slots=1)
+    a.begins(1)
+    b.begins(2)
+    a.delivers([0], is_finite=False)
+    assert a.error().code == "non_finite"
+    grant = b.last(Grant)
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+    assert stage.version().counter == 0
+
+
+def test_worker_may_have_its_own_h_and_wire_dtype_without_a_barrier() -> None:
+    stage, _ = a_run("a", "b", sync_every=10)
+    other = stage.worker("c").joins(wants={"sync_every": 5, "wire_dtype": "bf16"})
+    assert other.last(Welcome) is not None
+    grant = other.begins(7, wire_dtype="bf16", base=stage.version())
+    assert grant is not None
+    assert grant.standing is Standing.NEW
+    refused = stage.worker("d").joins(wants={"sync_every": 0})
+    assert refused.error().code == "config_differs"
+    assert any(line.startswith(f"Refused a join of {refused.worker_id}: ") for line in stage.logs)
+    again = stage.worker("e").joins(wants={"num_fragments": 3})
+    assert again.error().code == "config_differs"
+
+
+@pytest.mark.parametrize(("runs", "asked"), [("auto", 0), ("auto", 2), (2, "auto"), (0, "auto")])
+def test_worker_that_asks_for_another_delay_is_refused_with_both(
+    runs: int | str, asked: int | str
+) -> None:
+    stage, _ = a_run("a", "b", num_fragments=2, sync_every=10, fragment_sync_delay=runs)
+    error = stage.worker("c").joins(wants={"fragment_sync_delay": asked}).error()
+    assert error.code == "config_differs"
+    assert f"asks for fragment_sync_delay={asked}, the run has fragment_sync_delay={runs};" in (
+        error.text
+    )
+    assert stage.worker("d").joins(wants={"fragment_sync_delay": runs}).last(Welcome) is not None
+
+
+def test_fragments_are_applied_in_any_order() -> None:
+    stage, (a, b) = a_run("a", "b", num_fragments=2, sync_every=10)
+    a.pushes(1, fragment=1)
+    b.pushes(2, fragment=0)
+    b.pushes(3, fragment=1)
+    counters = [stock.version.counter for stock in stage.state.shelf.stocks[:2]]
+    assert counters == [1, 2]
+    assert stage.round.number == 3
+
+
+def test_joiner_is_told_the_fragment_to_begin_with() -> None:
+    stage, (a, _) = a_run("a", "b", num_fragments=2, sync_every=10)
+    a.pushes(1, fragment=0)
+    late = stage.worker("c").joins()
+    welcome = late.last(Welcome)
+    assert welcome is not None
+    assert welcome.first_round == 1
+    assert welcome.plan == (0, 1)
+
+
+def test_heartbeats_are_answered_with_the_steps_that_fit_the_speed() -> None:
+    _, (a, b) = a_run("a", "b", dylu=True, sync_every=100, dylu_min_steps=10)
+
+    def answer(puppet: Puppet, speed: float | None) -> int | None:
+        puppet.sends(Heartbeat(puppet.token(), 1, steps_per_s=speed))
+        notice = puppet.last(Notice)
+        assert notice is not None
+        return notice.sync_every
+
+    assert answer(a, 4.0) == 100
+    assert answer(b, 1.0) == 25
+    assert answer(b, 0.5) == 16  # 1.5 seconds a step on the average, against 0.25
+    assert answer(b, 0.001) == 10
+    assert answer(a, 4.0) == 100
+    a.dies()
+    assert answer(b, 0.5) == 100, "the dead leave the fastest speed"
+
+
+def test_absurd_speed_of_one_report_is_soon_forgotten() -> None:
+    speed = averaged(1.0, 1e12)
+    for _ in range(3):
+        speed = averaged(speed, 1.0)
+    assert speed is not None
+    assert speed < 1.1
+
+
+def test_steps_are_floored_bounded_and_independent_of_rounding() -> None:
+    assert sync_every({"a": 0.58, "b": 0.29}, "b", 100, 1) == 50
+    assert sync_every({"a": 3.0, "b": 1.0}, "b", 10, 1) == 3
+    assert sync_every({"a": 3.0, "b": 0.01}, "b", 10, 4) == 4
+    assert sync_every({"a": 3.0}, "b", 10, 4) == 10
+    assert averaged(None, 3.0) == 3.0
+    assert averaged(3.0, 1.0) == pytest.approx(1.5)  # 1/3 and 1 second a step
+    assert averaged(3.0, float("nan")) == 3.0
+    assert averaged(3.0, None) == 3.0
+
+
+def test_worker_that_insists_on_dylu_is_refused_where_there_is_none() -> None:
+    stage, _ = a_run("a")
+    other = stage.worker("b")
+    other.control, other.bulk = stage.route(), stage.route()
+    other.sends(Join("b", stage.manifest, wants={"dylu": True}))
+    assert other.error().code == "config_differs"
+
+
+# What the log says.
+
+
+def version_lines(stage: Stage) -> list[str]:
+    return [line for line in stage.logs if "contain" in line]
+
+
+def test_each_version_has_a_line_with_the_staleness() -> None:
+    stage, (a, b) = a_run("a", "b")
+    base = stage.version()
+    a.pushes(1)
+    stage.passes(2.0)
+    b.pushes(2, base=base)
+    assert version_lines(stage) == [
+        "Version 1 contains the push of a (0 versions old).",
+        "Version 2 contains the push of b (1 version old).",
+    ]
+
+
+def test_hundreds_of_versions_a_minute_have_a_line_a_second() -> None:
+    stage, (a, b) = a_run("a", "b", num_fragments=2, sync_every=8)
+    bases = [stage.version(fragment) for fragment in range(2)]
+    for push_id in range(1, 31):
+        fragment = push_id % 2
+        if push_id % 10:
+            a.pushes(push_id, fragment=fragment, base=stage.version(fragment))
+        else:
+            b.pushes(push_id, fragment=fragment, base=bases[fragment])
+        stage.now += 0.125
+    told = version_lines(stage)
+    assert len(told) == 4
+    assert told[0] == "Version 1 of fragment 1 contains the push of a (0 versions old)."
+    assert told[1] == (
+        "8 versions, the last of them version 5 of fragment 1, contain pushes of a, at most 0 versions "
+        "old."
+    )
+    assert "contain pushes of a, b, at most 4 versions old." in told[2]
+    stage.passes(1.0)
+    assert version_lines(stage)[4].startswith(
+        "5 versions, the last of them version 15 of fragment 0"
+    )
+    stage.passes(5.0)
+    assert len(version_lines(stage)) == 5, "nothing is told twice"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"mode": "async"}, {}, {"deterministic": True}, {"num_fragments": 2, "sync_every": 8}],
+    ids=str,
+)
+def test_worker_that_learns_nothing_is_named_once_until_it_moves(fields: dict[str, Any]) -> None:
+    stage = a_stage(workers=1, **fields)
+    (a,) = stage.joined("a")
+    pieces, told = stage.config.num_fragments, []
+    for turn, norm in enumerate([0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]):
+        for fragment in range(pieces):
+            length = 1.0 if fragment else norm
+            push_id = 10 * turn + fragment + 1
+            base = stage.version(fragment)
+            a.begins(push_id, fragment=fragment, base=base, steps=5, norm=length)
+            a.pushes(push_id, fragment=fragment, base=base, steps=5, norm=length)  # comes again
+        told.append(len([line for line in stage.logs if "all zeros" in line]))
+    assert told == [0, 0, 0, 1, 1, 1, 1, 2]
+    (line, _) = [line for line in stage.logs if "all zeros" in line]
+    where = "for fragment 0 " * (pieces > 1)
+    assert line.startswith(
+        f"a has sent a pseudo-gradient of all zeros {where}twice in a row, the last time after 5 steps"
+    )
+
+
+def test_zeros_of_no_steps_are_no_news() -> None:
+    stage, (a,) = a_run("a")
+    for push_id in range(1, 5):
+        a.pushes(push_id, norm=0.0)
+    assert not [line for line in stage.logs if "all zeros" in line]

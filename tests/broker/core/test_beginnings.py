@@ -1,0 +1,241 @@
+"""Whose parameters a run begins with.
+
+A run that exists comes before a new one, and a donor that is slow is better than none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from broker.core.test_liveness import feed
+from broker.core.test_recovery import holding
+
+from diloco_broker.core.rules.donation import RETURN_WITHIN_S
+from diloco_broker.core.state.model_source import DONOR_PATIENCE_S, InitialModel
+from diloco_protocol.messages import Error, Push
+from diloco_protocol.version import VersionId
+from diloco_worker.core.timeouts import LONGEST_BACKOFF_S
+from kit.core_harness import RUN, Puppet, Stage, a_stage, layered
+
+# Where workers of an earlier life of the broker look for it.
+KNOWN = "tcp://127.0.0.1:8512"
+
+
+def a_broker(workers: int = 1, **options: Any) -> Stage:
+    """One without a checkpoint, at an address that workers know, started a moment ago."""
+    return a_stage(workers, chunks=2, **{"bind": KNOWN, **options})
+
+
+def with_a_file(workers: int = 1, *, by_hand: bool = False, bind: str = KNOWN) -> Stage:
+    config = a_broker(workers, bind=bind).config
+    return Stage(config, layered(1, 2), by_hand, initial=InitialModel({"layers.0.weight": (8,)}))
+
+
+def run_of(stage: Stage) -> str | None:
+    return stage.version().run if stage.state.round is not None else None
+
+
+def alive(stage: Stage, seconds: float, *puppets: Puppet) -> None:
+    """Time passes, and these send heartbeats."""
+    for _ in range(round(seconds)):
+        stage.passes(1.0)
+        for puppet in puppets:
+            puppet.beats()
+
+
+# Workers that may be on their way.
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_newcomer_does_not_wipe_a_run_whose_worker_is_on_its_way(has_file: bool) -> None:
+    stage = with_a_file() if has_file else a_broker()
+    new = stage.worker("new").joins()
+    stage.passes(LONGEST_BACKOFF_S + 0.5)
+    assert not new.asked_for
+    a = stage.worker("a").comes_with(holding(10))
+    assert (a.asked_for, new.asked_for) == ([0], [])
+    a.donates()
+    assert stage.version() == VersionId(RUN, 10, 5_010)
+    new.pulls()
+    assert new.holds() == stage.version()
+
+
+def test_longest_back_off_and_joining_fit_into_the_time_that_is_given() -> None:
+    assert RETURN_WITHIN_S >= LONGEST_BACKOFF_S + 0.5
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_new_run_says_what_it_waits_for_and_begins(has_file: bool) -> None:
+    stage = with_a_file() if has_file else a_broker()
+    new = stage.worker("new").joins()
+    whom = "for workers that may come back with an earlier run"
+    assert sum(f"Waiting 3.0 s at most {whom}; then" in text for text in stage.logs) == 1
+    assert feed(stage)["waiting_for"] == whom
+    stage.passes(RETURN_WITHIN_S + 0.1)
+    assert (new.asked_for == [0]) is not has_file
+    stage.provide()
+    assert stage.round.number == 0
+    assert sum("then a new run begins" in text for text in stage.logs) == 1
+
+
+def test_broker_that_is_up_for_longer_than_a_return_takes_begins_at_once() -> None:
+    stage = a_broker()
+    stage.passes(RETURN_WITHIN_S)
+    assert stage.worker("new").joins().asked_for == [0]
+
+
+def test_new_run_begins_once_all_its_workers_are_there_and_a_return_would_have_come() -> None:
+    stage = a_broker(workers=2)
+    first = stage.worker("a").joins()
+    stage.passes(RETURN_WITHIN_S)
+    assert not first.asked_for
+    stage.worker("b").joins()
+    assert first.asked_for == [0]
+
+
+def test_newcomers_as_many_as_are_needed_do_not_wipe_a_run_that_had_more_workers() -> None:
+    stage = a_broker(workers=2)
+    newcomers = [stage.worker(name).joins() for name in ("b", "c")]
+    stage.passes(RETURN_WITHIN_S - 0.2)
+    assert not any(each.asked_for for each in newcomers)
+    holder = stage.worker("a").comes_with(holding(12))
+    assert holder.asked_for == [0]
+    holder.donates(0)
+    assert stage.version().counter == 12
+
+
+def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -> None:
+    stage = a_broker(workers=3, recover_wait=8.0)
+    new = stage.worker("new").joins()
+    assert any("8.0 s at most" in t and "and for 3 workers to be here" in t for t in stage.logs)
+    stage.passes(7.8)
+    assert not new.asked_for
+    stage.passes(0.3)
+    assert new.asked_for == [0]
+    stage.provide()
+    assert "Round 0 waits for 3 workers; 1 is here." in stage.logs
+
+
+@pytest.mark.parametrize("options", [{"recover_wait": 0.0}, {"bind": "tcp://127.0.0.1:0"}], ids=str)
+def test_run_begins_at_once_where_nobody_is_given_time_or_can_be_on_the_way(
+    options: dict[str, Any],
+) -> None:
+    stage = a_broker(**options)
+    assert stage.worker("new").joins().asked_for == [0]
+
+
+def test_holder_that_comes_while_the_model_file_is_loaded_comes_first() -> None:
+    stage = with_a_file(by_hand=True, bind="tcp://127.0.0.1:*")
+    stage.worker("new").joins()
+    stage.work(1)
+    a = stage.worker("a").comes_with(holding(10))
+    assert a.asked_for == [0]
+    a.donates()
+    stage.work()
+    assert stage.version() == VersionId(RUN, 10, 5_010)
+    assert [chunk["lost", 10] for chunk in stage.counted()] == [1, 1]
+
+
+def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back() -> None:
+    stage = a_broker(recover_wait=10.0)
+    stage.passes(RETURN_WITHIN_S)
+    a = stage.worker("a").comes_with(holding(10))
+    a.donates(indexes=[0])
+    new = stage.worker("new").joins()
+    a.dies()
+    assert "a" not in stage.state.members
+    alive(stage, 8, new)
+    assert not new.asked_for
+    assert any("the worker that holds the run" in text for text in stage.logs)
+    a = stage.worker("a").comes_with(holding(10))
+    a.donates()
+    assert run_of(stage) == RUN
+
+
+def test_holder_that_is_gone_for_good_stops_nobody() -> None:
+    stage = a_broker(recover_wait=5.0)
+    stage.worker("a").comes_with(holding(10)).dies()
+    new = stage.worker("new").joins()
+    alive(stage, 6, new)
+    stage.provide()
+    assert run_of(stage) not in (None, RUN)
+
+
+# Donors that take long.
+
+
+def test_slow_donor_without_another_is_waited_for() -> None:
+    stage = a_stage(workers=1, chunks=2)
+    a = stage.worker("a").joins()
+    alive(stage, 5 * DONOR_PATIENCE_S, a)
+    assert any("nobody else has them; waiting for it" in text for text in stage.logs)
+    a.donates()
+    assert stage.version().counter == 0
+
+
+def test_donor_without_another_that_pauses_half_way_loses_nothing_of_it() -> None:
+    stage = a_stage(workers=1, chunks=2)
+    a = stage.worker("a").joins()
+    a.donates(indexes=[0])
+    alive(stage, 5 * DONOR_PATIENCE_S, a)
+    a.donates(indexes=[1])
+    assert stage.version().counter == 0
+
+
+def test_slow_donor_is_told_that_another_one_is_asked() -> None:
+    stage = a_stage(workers=2, chunks=2)
+    a, b = stage.worker("a").joins(), stage.worker("b").joins()
+    a.donates(indexes=[0])
+    alive(stage, DONOR_PATIENCE_S + 1, a, b)
+    error = a.last(Error)
+    assert error is not None
+    assert (error.push_id, error.retry) == (a.push_id, False)
+    assert b.asked_for == [0]
+    b.donates()
+    assert stage.version().counter == 0
+
+
+def test_donors_that_are_all_slow_are_asked_again_with_more_patience() -> None:
+    """Copying takes each of them longer than the first patience, and shorter than the second."""
+    stage = a_stage(workers=2, chunks=2)
+    a, b = stage.worker("a").joins(), stage.worker("b").joins()
+    alive(stage, 2 * DONOR_PATIENCE_S + 2, a, b)
+    assert (a.asked_for, b.asked_for) == ([0], [0])
+    alive(stage, DONOR_PATIENCE_S * 1.5, a, b)
+    b.donates()
+    assert stage.version().counter == 0
+
+
+def test_slow_holder_of_a_run_is_not_replaced_by_a_newcomer() -> None:
+    stage = a_stage(workers=2, chunks=2)
+    a, new = stage.worker("a").comes_with(holding(10)), stage.worker("new").joins()
+    alive(stage, 5 * DONOR_PATIENCE_S, a, new)
+    assert not new.asked_for
+    a.donates()
+    assert run_of(stage) == RUN
+
+
+def test_donor_of_values_that_are_not_finite_is_asked_again_once_it_has_joined_again() -> None:
+    stage = a_stage(workers=1, chunks=2)
+    a = stage.worker("a").joins()
+    a.donates(is_finite=False)
+    alive(stage, 2 * DONOR_PATIENCE_S, a)
+    assert a.asked_for == [0], "not while it is the same"
+    a.loses_connection()
+    a.joins()
+    assert a.asked_for == [0]
+    a.donates()
+    assert stage.version().counter == 0
+
+
+def test_offer_of_a_donor_that_was_passed_over_costs_it_nothing() -> None:
+    stage = a_stage(workers=2, chunks=2)
+    a, b = stage.worker("a").joins(), stage.worker("b").joins()
+    alive(stage, DONOR_PATIENCE_S + 1, a, b)
+    a.donates(indexes=[])
+    assert (a.error().code, a.error().about) == ("not_allowed", Push.kind)
+    b.leaves()
+    assert a.asked_for == [0, 0]
+    a.donates()
+    assert stage.version().counter == 0

@@ -1,0 +1,110 @@
+"""Branches of a run, in the core alone: rounds that a worker has and its broker has not are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from broker.core.test_recovery import a_round, a_run, ahead
+
+from diloco_broker.core.state.versions import NAMES_KEPT, NAMES_SAVED
+from diloco_protocol.version import VersionId
+from kit.core_harness import Holdings, Stage
+
+
+def left_behind() -> tuple[Stage, Holdings, Stage]:
+    """A broker that was killed; what one worker had newer; the next life, three rounds on without it."""
+    crashed = a_run("a", "b", rounds=1)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=0.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    for number in range(3):
+        stage.passes(0.2)
+        a.pushes(20 + number, base=stage.version())
+    return crashed, theirs, stage
+
+
+def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal() -> None:
+    """Killed before a save; the broker makes the round again without the one that had it."""
+    crashed = a_run("a", "b", rounds=2)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=5.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    stage.passes(5.1)
+    a.pushes(21)
+    stage.passes(5.1)
+    b_held, ours = theirs[0], stage.version()
+    assert b_held is not None
+    assert (b_held.version.counter, ours.counter) == (3, 3)
+    stage.worker("b").comes_with(theirs)
+    words = f"b holds version {b_held.version}, which is of another branch of run {ours.run}"
+    assert sum(words in text for text in stage.logs) == 1
+    assert sum(f"now at {ours}, has version {ours} in its place" in t for t in stage.logs) == 1
+
+
+def test_branch_that_the_broker_has_left_behind_is_named_too() -> None:
+    _, theirs, stage = left_behind()
+    assert stage.version().counter == 4
+    stage.worker("b").comes_with(theirs)
+    assert sum("b holds version 2#" in t and "has version 2#" in t for t in stage.logs) == 1
+
+
+def test_branch_that_was_left_behind_in_an_earlier_life_is_named_too() -> None:
+    crashed, theirs, stage = left_behind()
+    again = stage.restarted()
+    again.worker("a").comes_with(stage.holdings())
+    again.passes(0.2)
+    again.worker("c").comes_with(crashed.holdings())
+    assert not any("branch" in text for text in again.logs), "c is merely behind"
+    again.worker("b").comes_with(theirs)
+    assert sum("b holds version 2#" in t and "has version 2#" in t for t in again.logs) == 1
+
+
+def test_worker_that_is_ahead_of_a_broker_from_an_older_copy_is_told_that_its_branch_is_lost() -> (
+    None
+):
+    crashed = a_run("a", "b", rounds=1)
+    theirs = ahead(crashed.holdings(), f0=7)
+    stage = crashed.restarted(recover_wait=0.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    a.pushes(21, base=stage.version())
+    stage.passes(0.2)
+    stage.worker("b").comes_with(theirs)
+    (text,) = (text for text in stage.logs if "b holds version 8#" in text)
+    assert f"this broker is at {stage.version()} and has gone on without it" in text
+
+
+def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
+    crashed = a_run("a", "b", rounds=2)
+    of_a = ahead(crashed.holdings(), f0=1)
+    held = of_a[0]
+    assert held is not None
+    of_b = (replace(held, version=VersionId(held.version.run, 3, 77)), None)
+    stage = crashed.restarted()
+    a = stage.worker("a").comes_with(of_a)
+    stage.worker("b").comes_with(of_b)
+    a.donates()
+    assert stage.version() == held.version
+    named = [t for t in stage.logs if "another branch" in t]
+    assert len(named) == 1
+    assert named[0].startswith(f"b holds version {of_b[0].version}")
+
+
+def test_worker_that_is_merely_behind_is_of_no_other_branch() -> None:
+    crashed = a_run("a", "b", rounds=1)
+    held = crashed.holdings()
+    stage = crashed.restarted()
+    a, b = (stage.worker(name).comes_with(held) for name in "ab")
+    a_round([a, b], 1)
+    b.loses_connection()
+    b.comes_with(held)
+    assert not any("branch" in text for text in stage.logs)
+
+
+def test_names_of_versions_are_remembered_up_to_a_bound() -> None:
+    stage = a_run("a", rounds=1)
+    stock = stage.state.shelf.stocks[0]
+    run, ledger, wires = stage.version().run, stock.ledger, stock.wires
+    for counter in range(2, NAMES_KEPT + 100):
+        stock.put(VersionId(run, counter, counter), wires, ledger)
+    assert len(stock.tags) == NAMES_KEPT and max(stock.tags) == NAMES_KEPT + 99
+    assert list(stock.newest_tags()) == list(stock.tags)[-NAMES_SAVED:]

@@ -1,0 +1,138 @@
+"""What a worker may have for itself, and what it is refused; in the core alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
+from diloco_protocol.messages import Error, Notice, Welcome
+from kit.core_harness import Stage, a_stage
+
+
+def steps_shown(stage: Stage) -> dict[str, int]:
+    """H of each worker, as displays show it."""
+    figures = LoopFigures("tcp://x:1", 0.0, 0.0, 0)
+    workers = snapshot(stage.state, EventLog(), figures, 1, stage.now)["workers"]
+    return {worker["id"]: worker["sync_every"] for worker in workers}
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_worker_may_have_a_smaller_h_of_its_own(mode: str) -> None:
+    fields: dict[str, Any] = {"num_fragments": 2, "fragment_sync_delay": 3}
+    stage = a_stage(workers=2, mode=mode, sync_every=100, **fields)
+    a = stage.worker("a").joins(wants={"sync_every": 8})
+    assert a.last(Welcome) is not None
+    stage.worker("b").joins()
+    assert steps_shown(stage) == {"a": 8, "b": 100}
+    c = stage.worker("c").joins(wants={"sync_every": 7})
+    assert "sync_every=7" in c.error().text
+    assert "at least 8" in c.error().text
+
+
+def test_larger_h_is_refused_where_the_others_would_wait() -> None:
+    stage = a_stage(workers=2, sync_every=100)
+    a = stage.worker("a").joins(wants={"sync_every": 101})
+    assert "sync_every=101, the run has sync_every=100" in a.error().text
+    assert "the others would wait" in a.error().text
+    free = a_stage(workers=2, mode="async", sync_every=100)
+    assert free.worker("a").joins(wants={"sync_every": 101}).last(Welcome) is not None
+    assert steps_shown(free) == {"a": 101}
+
+
+@pytest.mark.parametrize("asked", [0, -1, 2.5, True, "8", 1e300])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_h_that_is_no_number_of_steps_is_refused(mode: str, asked: Any) -> None:
+    stage = a_stage(workers=2, mode=mode, sync_every=100)
+    assert stage.worker("a").joins(wants={"sync_every": asked}).error().code == "config_differs"
+
+
+def test_shorter_cycle_that_counts_like_a_whole_one_gets_a_word() -> None:
+    stage = a_stage(workers=2, sync_every=100)
+    a = stage.worker("a").joins(wants={"sync_every": 40})
+    (said,) = [text for text in stage.logs if "--weight-by" in text]
+    assert "a makes 40 steps a cycle, the run has 100" in said
+    a.loses_connection()
+    a.joins(wants={"sync_every": 40}, session=a.session)
+    assert len([text for text in stage.logs if "--weight-by" in text]) == 1
+    weighed = a_stage(workers=2, sync_every=100, weight_by="tokens")
+    weighed.worker("a").joins(wants={"sync_every": 40})
+    assert not [text for text in weighed.logs if "--weight-by" in text]
+
+
+# H and the floor are changed while the run goes on.
+
+
+def test_new_h_is_told_to_every_worker_and_to_those_who_join() -> None:
+    stage = a_stage(workers=2, sync_every=100)
+    stage.worker("own").joins(wants={"sync_every": 40})
+    a = stage.worker("a").joins()
+    stage.provide()
+    result = stage.asks("set", sync_every=60)
+    assert result.ok
+    assert "Sync-every 100 -> 60" in result.text
+    assert "Each worker takes sync-every up with its next cycle" in result.text
+    assert "own: with an H of its own, where that is smaller" in result.text
+    told = [notice.sync_every for notice in a.all(Notice) if notice.what == "sync_every"]
+    assert told == [60]
+    welcome = stage.worker("late").joins().last(Welcome)
+    assert welcome is not None and welcome.config.sync_every == 60
+    assert steps_shown(stage) == {"own": 40, "a": 60, "late": 60}
+    stage.asks("set", sync_every=20)
+    assert steps_shown(stage)["own"] == 20, "the others would wait for it"
+
+
+def test_worker_whose_h_became_the_larger_one_may_come_back() -> None:
+    stage = a_stage(workers=1, sync_every=100)
+    (a,) = stage.joined("a")
+    a.loses_connection()
+    a.joins(wants={"sync_every": 80})
+    stage.asks("set", sync_every=50)
+    a.loses_connection()
+    a.joins(wants={"sync_every": 80})
+    assert a.last(Error) is None
+    assert steps_shown(stage) == {"a": 50}
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (1, "--sync-every is 1; it must be at least --num-fragments, which is 2"),
+        (6, "--fragment-sync-delay is 3; it must be below 3"),
+        (2.5, "--sync-every is 2.5; it must be a whole number"),
+    ],
+)
+def test_h_that_does_not_fit_the_fragments_is_refused(asked: float, sentence: str) -> None:
+    stage = a_stage(workers=1, sync_every=100, num_fragments=2, fragment_sync_delay=3)
+    result = stage.asks("set", sync_every=asked)
+    assert (result.ok, sentence in result.text) == (False, True)
+
+
+def test_floor_that_is_lowered_lets_the_open_round_close() -> None:
+    stage = a_stage(workers=3, min_workers=3)
+    a, b, c = stage.joined("a", "b", "c")
+    for number, puppet in enumerate((a, b, c), start=1):
+        puppet.pushes(number)
+    assert stage.version().counter == 1
+    c.dies()
+    a.pushes(11)
+    b.pushes(12)
+    assert stage.version().counter == 1, "two are too few"
+    assert "Min-workers 3 -> 2 from version 2" in stage.asks("set", min_workers=2).text
+    assert stage.version().counter == 2
+    assert not stage.asks("set", min_workers=4).ok, "more than --workers"
+
+
+def test_floor_that_is_raised_holds_from_the_open_round_on() -> None:
+    stage = a_stage(workers=2)
+    a, b = stage.joined("a", "b")
+    a.pushes(1)
+    b.pushes(2)
+    b.leaves()
+    assert stage.asks("set", min_workers=2).ok
+    a.pushes(11)
+    assert stage.version().counter == 1
+    b = stage.worker("b").joins()
+    b.pushes(12, base=stage.version())
+    assert stage.version().counter == 2

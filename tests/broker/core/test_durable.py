@@ -1,0 +1,373 @@
+"""Checkpoints as the core asks for them: when, what waits for one, what goes on without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_broker.core.events import Received, Stop
+from diloco_broker.storage.checkpoint import Image
+from diloco_protocol.messages import Control, Grant, Notice, Released, Result, Standing, Welcome
+from kit.core_harness import Puppet, Stage, a_stage
+
+MODES: dict[str, dict[str, Any]] = {
+    "streaming": {},
+    "staged": {"deterministic": True},
+    "async": {"mode": "async"},
+}
+
+
+def a_run(mode: str = "streaming", **options: Any) -> tuple[Stage, Puppet, Puppet]:
+    """Two workers, the first checkpoint (before round 0) on the disk."""
+    options = {"workers": 2, "chunks": 2, "save_dir": "run", **MODES[mode], **options}
+    stage = a_stage(**options)
+    a, b = stage.joined("a", "b")
+    stage.is_saved()
+    return stage, a, b
+
+
+def a_round(a: Puppet, b: Puppet, number: int, **fields: Any) -> None:
+    a.pushes(10 * number + 1, **fields)
+    b.pushes(10 * number + 2, **fields)
+
+
+def asks(stage: Stage, action: str) -> Result:
+    """What an operator is answered."""
+    desk = stage.route()
+    stage.happens(Received(desk, Control(action, 1)))
+    result = stage.inbox[desk][-1]
+    assert isinstance(result, Result)
+    return result
+
+
+def released(puppet: Puppet) -> list[int]:
+    return [message.version.counter for message in puppet.all(Released)]
+
+
+def versions(image: Image) -> list[int]:
+    return [each.version.counter for each in image.fragments.values()]
+
+
+# A durable run.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None:
+    stage, a, b = a_run(mode, durable=True)
+    a.pulls(after=0)
+    b.pulls(after=0)
+    a.pushes(1)
+    if mode != "async":
+        b.pushes(2)
+    assert stage.saves == [0, 1]
+    eye = stage.worker("c").joins()
+    eye.pulls()
+    welcome = eye.last(Welcome)
+    assert welcome is not None
+    assert welcome.versions[0] == stage.version()
+    assert stage.version().counter == 0
+    assert stage.state.totals.rounds == 0
+    assert released(a) == [0]
+    assert released(b) == [0]
+    assert released(eye) == [0]
+    grant = a.begins(1)
+    assert grant is not None
+    assert grant.standing is not Standing.COUNTED
+    stage.is_saved()
+    assert stage.version().counter == 1
+    assert released(a)[-1] == 1
+    assert a.last(Released).ledger.names_whole("a", 1)  # type: ignore[union-attr]
+    grant = a.begins(1)
+    assert grant is not None
+    assert grant.standing is Standing.COUNTED
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_image_of_a_version_that_waits_has_it_and_its_ledger(mode: str) -> None:
+    stage, a, b = a_run(mode, durable=True)
+    a.pushes(1)
+    if mode != "async":
+        b.pushes(2)
+    image = stage.images[-1]
+    assert (image.number, versions(image)) == (1, [1])
+    each = image.fragments[0]
+    assert each.ledger.names_whole("a", 1)
+    assert (each.round, each.gradients) == (0, 1)
+    assert each.averaged == (1 if mode == "async" else 2)
+    assert all(("a", 1) in wire.contents for wire in each.chunks)  # type: ignore[attr-defined]
+    stage.is_saved()
+    assert stage.version() == each.version, "what was saved is what is told"
+    assert stage.state.shelf.stocks[0].ledger == each.ledger
+
+
+def test_image_of_a_version_that_waits_has_the_other_fragments_as_they_are() -> None:
+    stage, a, b = a_run(durable=True, num_fragments=2, sync_every=8)
+    a_round(a, b, 0)
+    stage.is_saved()
+    a_round(a, b, 1, fragment=1)
+    assert versions(stage.images[-1]) == [1, 1]
+    assert stage.version(1).counter == 0
+    assert stage.images[-1].fragments[0].ledger == stage.state.shelf.stocks[0].ledger
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_broker_that_is_killed_while_a_version_waits_counts_it_when_it_was_saved(mode: str) -> None:
+    stage, a, b = a_run(mode, durable=True)
+    a.pushes(1)
+    if mode != "async":
+        b.pushes(2)
+    before, after = stage.images[-2], stage.images[-1]
+    held = stage.holdings()
+    for image, is_in in ((after, True), (before, False)):
+        again = stage.restarted(image)
+        a = again.worker("a").comes_with(held)
+        again.worker("b").comes_with(held)
+        grant = a.begins(1)
+        assert grant is not None
+        assert (grant.standing is Standing.COUNTED) == is_in
+
+
+def test_pushes_for_the_next_round_wait_while_a_version_waits() -> None:
+    stage, a, b = a_run(durable=True)
+    a_round(a, b, 0)
+    grant = a.begins(11, base=stage.version())
+    assert grant is not None
+    assert (grant.standing, grant.round) == (Standing.WAIT, 1)
+    stage.is_saved()
+    grant = a.last(Grant)
+    assert grant is not None
+    assert (grant.standing, grant.round) == (Standing.NEW, 1)
+
+
+def test_worker_that_dies_while_its_version_waits_is_in_it() -> None:
+    stage, a, b = a_run(durable=True)
+    a_round(a, b, 0)
+    a.dies()
+    b.beats()
+    stage.is_saved()
+    assert stage.version().counter == 1
+    assert stage.state.shelf.stocks[0].ledger.names_whole("a", 1)
+    assert stage.round.expected == {"b"}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_release_is_tried_again_each_second_and_said_once_while_the_disk_is_full(mode: str) -> None:
+    stage, a, b = a_run(mode, durable=True)
+    a.pushes(1)
+    if mode != "async":
+        b.pushes(2)
+    for _ in range(5):
+        asked = len(stage.saves)
+        stage.cannot_save()
+        stage.passes(0.8)
+        assert len(stage.saves) == asked, "not before a second has passed"
+        stage.passes(0.4)
+        assert stage.saves[asked:] == [1]
+    assert stage.version().counter == 0
+    said = [text for text in stage.logs if "No space left on device" in text]
+    assert len(said) == 1
+    assert "The round waits for it (--durable)" in said[0]
+    stage.is_saved()
+    assert stage.version().counter == 1
+    assert sum("written again" in text for text in stage.logs) == 1
+    assert stage.state.saving.error is None
+
+
+def test_outcome_of_an_older_checkpoint_releases_nothing() -> None:
+    stage, a, b = a_run(durable=True)
+    asks(stage, "save")
+    a_round(a, b, 0)
+    assert stage.saves == [0, 0, 1]
+    stage.is_saved(0)
+    assert stage.version().counter == 0
+    stage.is_saved(1)
+    assert stage.version().counter == 1
+
+
+def test_retry_of_one_round_is_not_made_in_the_next() -> None:
+    """An older save, which an operator asked for, fails before the one that matters is written."""
+    stage, a, b = a_run(durable=True)
+    asks(stage, "save")
+    a_round(a, b, 0)
+    stage.cannot_save(number=0)
+    stage.is_saved(1)
+    a_round(a, b, 1)
+    assert stage.saves == [0, 0, 1, 2]
+    for puppet in (a, b):
+        puppet.beats()
+    stage.passes(3.0)
+    assert stage.saves == [0, 0, 1, 2], "it is being written"
+
+
+def test_round_opens_when_its_predecessor_is_saved_and_takes_what_came_early() -> None:
+    stage, a, b = a_run(durable=True)
+    a_round(a, b, 0)
+    for puppet, push_id in ((a, 11), (b, 12)):
+        puppet.begins(push_id, base=stage.version())
+    stage.is_saved()
+    for puppet in (a, b):
+        puppet.delivers([0, 1])
+        puppet.commits()
+    assert stage.saves == [0, 1, 2]
+    assert stage.version().counter == 1
+    stage.is_saved()
+    assert stage.version().counter == 2
+
+
+def test_stop_waits_for_the_release_that_waits_for_its_checkpoint() -> None:
+    stage, a, b = a_run(durable=True)
+    a.pulls(after=0)
+    a_round(a, b, 0)
+    stage.happens(Stop("it is time"))
+    assert a.last(Notice).what == "shutdown"  # type: ignore[union-attr]
+    assert not stage.core.may_end()
+    stage.cannot_save()
+    stage.passes(1.2)
+    assert stage.saves == [0, 1, 1], "it is tried again although the broker is stopping"
+    stage.is_saved()
+    assert released(a) == [0, 1]
+    assert stage.core.may_end()
+
+
+# A run that is not durable.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_run_that_is_not_durable_never_waits_for_its_checkpoints(mode: str) -> None:
+    stage, a, b = a_run(mode)
+    a.pulls(after=0)
+    a.pushes(1)
+    b.pushes(2)
+    assert released(a) == [0, 1]
+    last = 2 if mode == "async" else 1
+    assert stage.version().counter == last
+    assert stage.saves == list(range(last + 1))
+
+
+def test_failure_is_said_once_and_so_is_its_end() -> None:
+    stage, a, b = a_run()
+    for number in range(4):
+        a_round(a, b, number)
+        stage.cannot_save()
+    assert stage.version().counter == 4
+    assert stage.saves == [0, 1, 2, 3, 4]
+    failures = [text for text in stage.logs if "could not be written" in text]
+    assert len(failures) == 1
+    assert "before round 1" in failures[0]
+    assert "Training goes on" in failures[0]
+    a_round(a, b, 4)
+    stage.is_saved()
+    a_round(a, b, 5)
+    stage.is_saved()
+    again = [text for text in stage.logs if "written again" in text]
+    assert again == ["Checkpoints are written again; the newest is run/checkpoint-5."]
+    stage.cannot_save("Read-only file system")
+    assert "Read-only file system" in stage.logs[-1]
+
+
+def test_failed_checkpoint_is_tried_again_after_the_next_round_whatever_save_every_says() -> None:
+    stage, a, b = a_run(save_every=3)
+    for number in range(3):
+        a_round(a, b, number)
+    assert stage.saves == [0, 3]
+    stage.cannot_save()
+    a_round(a, b, 3)
+    assert stage.saves == [0, 3, 4]
+    stage.is_saved()
+    a_round(a, b, 4)
+    assert stage.saves == [0, 3, 4]
+    a_round(a, b, 5)
+    assert stage.saves == [0, 3, 4, 6]
+
+
+def test_another_failure_is_said() -> None:
+    stage, a, b = a_run()
+    a_round(a, b, 0)
+    stage.cannot_save("No space left on device")
+    a_round(a, b, 1)
+    stage.cannot_save("Input/output error")
+    assert sum("could not be written" in text for text in stage.logs) == 2
+
+
+@pytest.mark.parametrize(
+    ("every", "saves"), [(1, [0, 1, 2, 3, 4, 5, 6, 7]), (3, [0, 3, 6]), (9, [0])]
+)
+def test_checkpoints_are_asked_for_every_so_many_rounds(every: int, saves: list[int]) -> None:
+    stage, a, b = a_run(save_every=every)
+    for number in range(7):
+        a_round(a, b, number)
+    assert stage.saves == saves
+
+
+def test_checkpoints_count_rounds_of_all_fragments() -> None:
+    stage, a, b = a_run(save_every=2, num_fragments=3, sync_every=12)
+    for number in range(7):
+        a_round(a, b, number, fragment=number % 3)
+    assert stage.saves == [0, 2, 4, 6]
+    assert [versions(image) for image in stage.images] == [
+        [0, 0, 0],
+        [1, 1, 0],
+        [2, 1, 1],
+        [2, 2, 2],
+    ]
+
+
+def test_applications_are_what_counts_in_asynchronous_mode() -> None:
+    stage, a, b = a_run("async", save_every=2)
+    a.pushes(1)
+    b.pushes(2)
+    a.pushes(3)
+    assert stage.saves == [0, 2]
+
+
+# By an operator.
+
+
+def test_operator_gets_a_checkpoint_at_once_between_rounds() -> None:
+    stage, a, b = a_run(save_every=5)
+    a_round(a, b, 0)
+    assert stage.saves == [0]
+    a.begins(11)
+    assert asks(stage, "save").ok
+    assert stage.saves == [0, 1]
+    assert versions(stage.images[-1]) == [1]
+    assert ("a", 11) not in stage.images[-1].fragments[0].chunks[0].contents  # type: ignore[attr-defined]
+
+
+def test_operator_gets_a_checkpoint_of_the_round_that_is_closing_when_it_is_whole() -> None:
+    stage, a, b = a_run(save_every=5)
+    a.begins(1)
+    b.begins(2)
+    a.delivers([0, 1])
+    b.delivers([0])
+    assert stage.round.phase.value == "closing"
+    assert asks(stage, "save").ok
+    assert stage.saves == [0], "half of the version is made"
+    b.delivers([1])
+    assert stage.saves == [0, 1]
+    assert versions(stage.images[-1]) == [1]
+    a_round(a, b, 1)
+    assert stage.saves == [0, 1], "once"
+
+
+def test_operator_is_told_why_nothing_is_saved() -> None:
+    stage = a_stage(workers=1, chunks=2)
+    stage.joined("a")
+    result = asks(stage, "save")
+    assert (result.ok, "--save-dir" in result.text) == (False, True)
+    stage = a_stage(workers=1, chunks=2, save_dir="run")
+    result = asks(stage, "save")
+    assert (result.ok, "no parameters" in result.text) == (False, True)
+    assert not stage.saves
+
+
+def test_operator_of_a_durable_run_gets_the_version_that_waits() -> None:
+    stage, a, b = a_run(durable=True)
+    a_round(a, b, 0)
+    assert asks(stage, "save").ok
+    stage.is_saved()
+    assert stage.version().counter == 1
+    a_round(a, b, 1)
+    stage.is_saved()
+    assert stage.saves == [0, 1, 2]

@@ -1,0 +1,233 @@
+"""Fragments in the core: one sequence of rounds, each with the versions of its own fragment."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from diloco_broker.cli.status_text import as_text
+from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.messages import (
+    Grant,
+    Heartbeat,
+    Pull,
+    Rejoin,
+    Released,
+    Standing,
+    Welcome,
+    decode,
+    encode,
+)
+from kit.core_harness import Puppet, Stage, a_stage
+
+
+def counters(stage: Stage) -> list[int]:
+    return [stage.version(fragment).counter for fragment in range(stage.config.num_fragments)]
+
+
+def a_run(*worker_ids: str, pieces: int = 3, **fields: Any) -> tuple[Stage, list[Puppet]]:
+    stage = a_stage(len(worker_ids), 2, num_fragments=pieces, sync_every=12, **fields)
+    return stage, stage.joined(*worker_ids)
+
+
+@pytest.mark.parametrize("fields", [{}, {"deterministic": True}], ids=["streaming", "staged"])
+def test_round_n_concerns_fragment_n_mod_p(fields: dict[str, Any]) -> None:
+    stage, (a, b) = a_run("a", "b", **fields)
+    seen = []
+    for number in range(7):
+        seen.append(stage.round.fragment)
+        a.pushes(10 + number, fragment=number % 3)
+        b.pushes(50 + number, fragment=number % 3)
+    assert seen == [0, 1, 2, 0, 1, 2, 0]
+    assert counters(stage) == [3, 2, 2]
+
+
+def test_push_before_its_round_waits_and_is_told_its_number() -> None:
+    stage, (a, b) = a_run("a", "b")
+    a.pushes(1, fragment=0)
+    grant = a.begins(2, fragment=1)
+    assert grant is not None
+    assert (grant.standing, grant.round) == (Standing.WAIT, 1)
+    a.begins(3, fragment=2)
+    b.pushes(4, fragment=0)
+    numbers = [(g.push_id, g.standing, g.round) for g in a.all(Grant) if g.push_id < 9]
+    assert numbers == [
+        (1, Standing.NEW, 0),
+        (2, Standing.WAIT, 1),
+        (3, Standing.WAIT, 2),
+        (2, Standing.NEW, 1),
+    ]
+    assert stage.round.number == 1
+
+
+def test_push_of_another_fragment_does_not_abandon_the_one_under_way() -> None:
+    stage, (a, b) = a_run("a", "b")
+    a.begins(1, fragment=0)
+    a.delivers([0])
+    a.begins(2, fragment=1)
+    a.push_id, a.fragment = 1, 0
+    a.delivers([1])
+    a.commits()
+    b.pushes(3, fragment=0)
+    assert stage.counted(0) == [{("a", 1): 1, ("b", 3): 1}] * 2
+
+
+def test_second_push_of_a_fragment_in_its_round_is_for_the_round_p_later() -> None:
+    _, (a, _) = a_run("a", "b")
+    a.pushes(1, fragment=0)
+    grant = a.begins(2, fragment=0)
+    assert grant is not None
+    assert (grant.standing, grant.round) == (Standing.WAIT, 3)
+
+
+def test_step_of_a_fragment_leaves_the_others_untouched() -> None:
+    stage, (a, b) = a_run("a", "b")
+    before = [stage.version(fragment) for fragment in range(3)]
+    a.pushes(1, fragment=0)
+    b.pushes(2, fragment=0)
+    assert [stage.version(f) == before[f] for f in range(3)] == [False, True, True]
+    assert {step.fragment for step in stage.steps} == {0}
+    assert [stock.gradients for stock in stage.state.shelf.stocks[:3]] == [1, 0, 0]
+
+
+def test_joiner_is_told_its_first_round_and_the_plan() -> None:
+    stage, (a, b) = a_run("a", "b")
+    for number in range(4):
+        a.pushes(10 + number, fragment=number % 3)
+        b.pushes(50 + number, fragment=number % 3)
+    late = stage.worker("c").joins()
+    welcome = late.last(Welcome)
+    assert welcome is not None
+    assert (welcome.first_round, welcome.plan) == (5, (0, 1, 2))
+    assert [v.counter for v in welcome.versions if v] == [2, 1, 1]
+    a.pushes(80, fragment=1)
+    b.pushes(81, fragment=1)
+    assert stage.round.expected == {"a", "b", "c"}
+    assert stage.round.number == 5
+
+
+def test_version_of_one_fragment_is_pulled_while_another_is_being_made() -> None:
+    _, (a, b) = a_run("a", "b")
+    a.pushes(1, fragment=0)
+    b.begins(2, fragment=0)
+    b.delivers([0])
+    a.sends(Pull(1, -1, a.token()))
+    a.sends(Pull(0, 0, a.token()))
+    released = a.last(Released)
+    assert released is not None
+    assert released.fragment == 1
+    b.delivers([1])
+    b.commits()
+    released = a.last(Released)
+    assert released is not None
+    assert (released.fragment, released.version.counter) == (0, 1)
+
+
+def test_late_push_of_a_fragment_is_carried_to_the_round_p_later() -> None:
+    stage, (a, b, c) = a_run("a", "b", "c", quorum=2, grace=1.0)
+    for push_id, puppet in enumerate((a, b, c)):
+        puppet.pushes(push_id + 1, fragment=0)
+    c.begins(30, fragment=1)
+    c.delivers([0])
+    a.pushes(11, fragment=1)
+    b.pushes(12, fragment=1)
+    stage.passes(2.0)
+    assert stage.round.number == 2
+    for number in (2, 3):
+        c.begins(40 + number, fragment=number % 3)
+        c.delivers([0, 1])
+        c.commits()
+        a.pushes(100 + number, fragment=number % 3)
+        b.pushes(200 + number, fragment=number % 3)
+    assert stage.round.number == 4
+    assert ("c", 30) in stage.round.pool
+    c.push_id, c.fragment = 30, 1
+    c.delivers([1])
+    c.commits()
+    a.pushes(111, fragment=1)
+    b.pushes(112, fragment=1)
+    assert stage.counted(1)[0]["c", 30] == 1
+    assert stage.round.number == 5
+
+
+def test_model_with_too_few_tensors_for_the_fragments_is_refused_with_both_numbers() -> None:
+    stage = a_stage(workers=1, num_fragments=3, sync_every=12)
+    stage.manifest = Manifest(
+        tuple(TensorEntry(name, (4,), "float32", Kind.TRAINABLE) for name in ("a", "b"))
+    )
+    error = stage.worker("a").joins().error()
+    assert error.code == "model_differs"
+    assert "3" in error.text
+    assert "2" in error.text
+
+
+@pytest.mark.parametrize("how", [{}, {"deterministic": True}], ids=["streaming", "staged"])
+def test_round_that_falls_below_its_floor_needs_those_who_joined_before(
+    how: dict[str, Any],
+) -> None:
+    stage, (a, b) = a_run("a", "b", pieces=2, **how)
+    (c,) = stage.joined("c")
+    assert c.last(Welcome).first_round == 1  # type: ignore[union-attr]
+    b.dies()
+    assert stage.round.expected == {"a", "c"}
+    assert c.last(Rejoin) is not None
+    c.joins()
+    assert c.last(Welcome).first_round == 0  # type: ignore[union-attr]
+    a.pushes(1, fragment=0)
+    c.pushes(2, fragment=0)
+    assert stage.round.number == 1
+
+
+def test_worker_that_dies_between_fragments_is_not_waited_for_in_any() -> None:
+    stage, (a, b) = a_run("a", "b")
+    a.pushes(1, fragment=0)
+    b.pushes(2, fragment=0)
+    b.dies()
+    for number in (1, 2, 3):
+        a.pushes(10 + number, fragment=number % 3)
+    assert counters(stage) == [2, 1, 1]
+
+
+def status(stage: Stage) -> dict[str, Any]:
+    figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+    return snapshot(stage.state, EventLog(), figures, 1, stage.now)
+
+
+def fragments_line(text: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith("fragments ")]
+    return line
+
+
+def test_feed_and_status_show_how_long_after_its_slot_each_worker_merges() -> None:
+    stage, (a, b, _) = a_run("a", "b", "c")
+    before = as_text(status(stage))
+    assert "merged when the reply is here" in before
+    assert "at most 4" in before
+    assert "last" not in fragments_line(before), "nobody has merged yet"
+    for worker, told in ((a, 2), (b, 3), (a, None)):
+        worker.sends(Heartbeat(worker.token(), 5, merge_delay=told))
+    shown = status(stage)
+    assert [each["merge_delay"] for each in shown["workers"]] == [2, 3, None]
+    assert (shown["fragment_delay_auto"], shown["fragment_max_delay"]) == (True, 4)
+    assert shown["fragment_sync_delay"] == 0
+    assert re.search(r"last 2.{1,4}3 steps", fragments_line(as_text(shown)))
+
+
+@pytest.mark.parametrize(("told", "shown"), [(1 << 62, (1 << 53) - 1), (-5, 0)])
+def test_delay_that_makes_no_sense_is_shown_as_one_that_does(told: int, shown: int) -> None:
+    stage, (a,) = a_run("a")
+    a.sends(decode(encode(Heartbeat(a.token(), 5, merge_delay=told))))
+    assert status(stage)["workers"][0]["merge_delay"] == shown
+
+
+def test_delay_that_is_a_number_is_shown_as_one() -> None:
+    stage, _ = a_run("a", fragment_sync_delay=2)
+    shown = status(stage)
+    assert (shown["fragment_delay_auto"], shown["fragment_sync_delay"]) == (False, 2)
+    assert shown["fragment_max_delay"] == 2
+    assert "merged 2 steps after the push" in fragments_line(as_text(shown))
+    single = as_text({**shown, "fragment_sync_delay": 1})
+    assert "merged 1 step after the push" in fragments_line(single)

@@ -1,0 +1,253 @@
+"""Whatever a member or a stranger says, the core never raises: it answers, or ignores it.
+
+Well-formed messages with unexpected values, in a run that is going on: from a member with a valid
+session, in any order. The loop would end with an exception of the core, and the run with it. Numbers
+come as the wire lets them through; after each the feed is made, and the run has to go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_broker.core.events import Received, Tick
+from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
+from diloco_broker.storage.history import round_line
+from diloco_protocol.errors import ProtocolError
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.messages import (
+    KINDS,
+    Chunk,
+    Commit,
+    Control,
+    Credit,
+    Heartbeat,
+    Join,
+    Message,
+    Pull,
+    Purpose,
+    Push,
+    Result,
+    RunConfig,
+    Standing,
+    decode,
+    encode,
+)
+from diloco_protocol.version import Counted, Ledger, VersionId
+from kit.core_harness import CHUNK_ELEMENTS, RUN, Payload, Puppet, Stage, a_stage
+
+SIZES = [1, 4 * CHUNK_ELEMENTS, 4096]  # of payloads: one of them is right
+SESSION = object()  # stands for the member's own token
+numbers = st.sampled_from([-(2**63), -1, 0, 1, 2, 3, 7, 2**63, 2**64 - 1])
+versions = st.builds(VersionId, st.sampled_from([RUN, "", "x"]), numbers, numbers)
+ledgers = st.dictionaries(
+    st.sampled_from(["a", "b", ""]),
+    st.lists(
+        st.builds(Counted, numbers, st.sampled_from([None, b"", b"\x01", b"\xff\xff"])), max_size=2
+    ).map(tuple),
+    max_size=2,
+).map(Ledger)
+tensors = st.builds(
+    TensorEntry,
+    st.sampled_from(["weight", "x", ""]),
+    st.sampled_from([(12,), (), (0,), (-1,), (2**40, 2**40), (3, 4)]),
+    st.sampled_from(["float32", "int64", "complex64", ""]),
+    st.sampled_from(Kind),
+)
+BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    "int": numbers,
+    "float": st.floats(),
+    "str": st.sampled_from(["a", "b", "", "fp32", "bf16", "status", "manifest", "x" * 500, "\x1b"]),
+    "bytes": st.sampled_from([b"", b"\x05", b"\xff", b"x" * 16]),
+    "bool": st.booleans(),
+    "Purpose": st.sampled_from(Purpose),
+    "Standing": st.sampled_from(Standing),
+    "VersionId": versions,
+    "Ledger": ledgers,
+    "Manifest": st.lists(tensors, max_size=2).map(lambda t: Manifest(tuple(t))),
+    "RunConfig": st.just(RunConfig("sync", 1)),
+    "Mapping[str, Any]": st.dictionaries(
+        st.sampled_from(["sync_every", "__class__", ""]), st.none() | numbers | st.floats()
+    ),
+    "tuple[int, ...]": st.lists(numbers, max_size=3).map(tuple),
+    "tuple[VersionId | None, ...]": st.lists(st.none() | versions, max_size=2).map(tuple),
+}
+
+
+def field_values(annotation: str) -> st.SearchStrategy[Any]:
+    if annotation in BY_TYPE:
+        return BY_TYPE[annotation]
+    return st.none() | BY_TYPE[annotation.removesuffix(" | None")]
+
+
+def messages() -> st.SearchStrategy[Message]:
+    strategies = []
+    for record in KINDS.values():
+        fields = {f.name: field_values(str(f.type)) for f in dataclasses.fields(record)}
+        if "session" in fields:  # mostly a member: strangers get no further than `rejoin`
+            fields["session"] = st.just(SESSION) | fields["session"]
+        strategies.append(st.builds(record, **fields))
+    return st.one_of(strategies)
+
+
+def a_run() -> Stage:
+    """A run with two members: a is half-way through a push, b has not begun."""
+    stage = a_stage(workers=2)
+    a, _ = stage.joined("a", "b")
+    a.begins(1)
+    a.delivers([0])
+    return stage
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.tuples(messages(), st.booleans(), st.sampled_from(SIZES)), max_size=12),
+    st.booleans(),
+)
+def test_no_message_makes_the_core_raise(
+    said: list[tuple[Message, bool, int]], has_parameters: bool
+) -> None:
+    stage = a_run() if has_parameters else a_stage(workers=1)
+    member = stage.worker("a") if not has_parameters else None
+    if member is not None:
+        member.joins()
+    known = stage.state.members.named("a")
+    assert known is not None
+    for drawn, on_bulk, size in said:
+        here = stage.state.members.named("a") or known
+        fields = vars(drawn)
+        if fields.get("session") is SESSION:
+            fields = {**fields, "session": here.session}
+        message = type(drawn)(**fields)
+        route = (here.bulk if on_bulk else here.control) or stage.route()
+        stage.happens(Received(route, message, Payload(size)))
+    stage.now += 0.5
+    stage.happens(Tick())
+    for inbox in stage.inbox.values():
+        for answer in inbox:
+            encode(answer)
+    is_shown(stage)
+
+
+def is_shown(stage: Stage) -> dict[str, Any]:
+    """The feed, the status and the history can be made of it. Returns the snapshot."""
+    figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+    shown = snapshot(stage.state, EventLog(), figures, 1, stage.now)
+    assert len(json.dumps(shown, allow_nan=False)) < 20_000, "a message swamps the displays"
+    encode(Result(1, True, "status", shown))
+    for report in stage.reports:
+        round_line(stage.state, report, {})
+    return shown
+
+
+# Numbers at the extremes.
+
+WHOLE = [-(2**63), -1, 0, 1, 2**31, 2**32, 2**53, 2**63, 2**64 - 1]
+TINY, HUGE = [5e-324, 1e-310, 2.3e-308, 1e-30], [1e30, 1e308, float("inf")]
+REAL = [0.0, -0.0, float("nan"), 2**63, 2**64 - 1, *TINY, *HUGE, *(-x for x in TINY + HUGE)]
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "tokens": {"weight_by": "tokens"},
+    "staged": {"deterministic": True},
+    "clipped": {"aggregate": "clip-median-norm"},
+    "quorum": {"quorum": 1, "grace": 1.0},
+    "dropped": {"quorum": 1, "grace": 0.0, "late": "drop"},
+    "fragments": {"num_fragments": 2, "sync_every": 8, "fragment_sync_delay": 1},
+    "async": {"mode": "async", "max_staleness": 4, "staleness_weight": "poly"},
+    "dylu": {"mode": "async", "dylu": True, "grace": 1.0},
+    "async-fragments": {"mode": "async", "num_fragments": 2, "sync_every": 8},
+}
+
+
+def members_say(worker: Puppet) -> Iterator[Message]:
+    """Every kind of message that has numbers, each as a well-behaved worker would say it."""
+    token, base = worker.token(), worker.stage.version()
+    chunks = worker.stage.state.shelf.stocks[0].layout.chunks
+    figures: dict[str, Any] = {"tokens": 5, "samples": 5, "loss": 1.0, "norm": 1.0}
+    yield Heartbeat(token, 7, 3, "training", 2.0, 1.5, 100)
+    yield Push(token, 99, 0, chunks, "fp32", base, 1.0, 4, **figures)
+    yield Chunk(0, 1, session=token, push_id=99)
+    yield Commit(token, 99, 0)
+    yield Pull(0, 0, token, 2, base, b"\x01")
+    yield Pull(0, 0, None, 2)
+    yield Credit(2, token)
+    yield Credit(2)
+    held = (base,) * worker.stage.config.num_fragments
+    yield Join(worker.worker_id, worker.stage.manifest, RUN, token, held, {"sync_every": 8}, pid=5)
+    yield Join("new", worker.stage.manifest, wants={"fragment_update_alpha": 0.5}, extra={"x": 1.5})
+    for setting in ("outer_lr", "outer_momentum", "workers", "quorum", "grace", "save_every"):
+        yield Control("set", 1, {setting: 1.0 if setting in ("outer_lr", "grace") else 1})
+
+
+def with_extremes(plain: Any) -> Iterator[Any]:
+    """The same with one number in it changed, for each number and each extreme."""
+    if isinstance(plain, dict):
+        for key, value in plain.items():
+            if key != "v":
+                yield from ({**plain, key: other} for other in with_extremes(value))
+    elif isinstance(plain, list):
+        for place, value in enumerate(plain):
+            head, tail = plain[:place], plain[place + 1 :]
+            yield from ([*head, other, *tail] for other in with_extremes(value))
+    elif isinstance(plain, float):
+        yield from REAL
+    elif isinstance(plain, int) and not isinstance(plain, bool):
+        yield from WHOLE
+
+
+def trains(stage: Stage, *workers: Puppet) -> None:
+    """Whoever else came is removed, a and b join again, and push until versions are made."""
+    for stranger in {member.worker_id for member in stage.state.members} - {"a", "b"}:
+        stage.kicks(stranger)
+    for worker in workers:
+        worker.joins()
+    stage.asks("set", outer_lr=0.5, outer_momentum=0.5, workers=2, grace=1.0)
+    before = stage.state.totals.rounds
+    for _ in range(stage.config.num_fragments):
+        fragment = stage.round.fragment
+        for worker in workers:
+            worker.base = stage.version(fragment)
+            worker.pushes(stage.state.draw(), fragment=fragment, tokens=3, samples=3)
+        stage.passes(1.2)
+    assert stage.state.totals.rounds > before, "no version is made any more"
+
+
+def hears(stage: Stage, worker: Puppet, plain: dict[str, Any]) -> None:
+    """What is in the header comes from the worker; the wire may refuse it, the core may not raise."""
+    try:
+        message = decode(msgpack.packb(plain))
+    except ProtocolError:
+        return
+    route = worker.control
+    if isinstance(message, Chunk) or (isinstance(message, Credit) and message.session):
+        route = worker.bulk
+    elif isinstance(message, Join | Control) or message.session is None:  # type: ignore[attr-defined]
+        route = stage.route()
+    stage.happens(Received(route, message, Payload(4 * CHUNK_ELEMENTS)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_number_at_an_extreme_stops_the_run_or_its_displays(mode: str) -> None:
+    stage = a_stage(workers=2, heartbeat_timeout=0.0, **MODES[mode])
+    a, b = stage.joined("a", "b")
+    for kind in range(len(list(members_say(a)))):
+        trains(stage, a, b)
+        sound = msgpack.unpackb(encode(list(members_say(a))[kind]))
+        if sound["kind"] in ("chunk", "commit"):
+            a.begins(99, tokens=5)
+        for plain in with_extremes(sound):
+            hears(stage, a, plain)
+            is_shown(stage)
+            hears(stage, a, sound)
+            stage.now += 0.5
+            stage.happens(Tick())
+            is_shown(stage)
+    trains(stage, a, b)

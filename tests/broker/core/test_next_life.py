@@ -1,0 +1,321 @@
+"""What a broker that came back does once it has its parameters: rounds, optimizer, counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from broker.core.test_recovery import MODES, a_round, a_run, ahead, counters
+
+from diloco_broker.core.events import ForgetBuffer
+from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.messages import Released, Standing
+from kit.core_harness import (
+    CHUNK_ELEMENTS,
+    Held,
+    Puppet,
+    Stage,
+    a_config,
+    a_stage,
+)
+
+# The first round of the new life.
+
+
+def test_first_round_waits_for_all_workers_and_then_goes_on_with_those_that_came() -> None:
+    crashed = a_run("a", "b", "c", rounds=1)
+    stage = crashed.restarted(recover_wait=5.0)
+    a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
+    stage.passes(5.2)
+    assert stage.round.number == 1
+    a_round([a, b], 1)
+    assert stage.version().counter == 2
+    assert stage.state.last_report.averaged == 2
+
+
+def test_workers_that_left_before_the_checkpoint_are_not_waited_for() -> None:
+    crashed = a_run("a", "b", "c")
+    a, b, c = (Puppet(crashed, name) for name in "abc")
+    for puppet in (a, b, c):
+        member = crashed.state.members.named(puppet.worker_id)
+        puppet.session, puppet.control, puppet.bulk = member.session, member.control, member.bulk
+    a_round([a, b, c], 0)
+    c.leaves()
+    a_round([a, b], 1)
+    stage = crashed.restarted()
+    a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
+    stage.passes(0.2)
+    a_round([a, b], 2)
+    assert stage.version().counter == 3, "all that the checkpoint knows are back: no wait"
+
+
+def test_no_wait_for_workers_is_no_wait_for_ever() -> None:
+    crashed = a_run("a", "b", rounds=1)
+    stage = crashed.restarted(recover_wait=0.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    stage.passes(0.3)
+    a.pushes(11)
+    stage.passes(0.3)
+    assert stage.version().counter == 2
+
+
+def test_round_one_waits_for_all_workers_after_a_restart_too() -> None:
+    """The first checkpoint is of the parameters that the first worker gave: nobody has trained."""
+    crashed = a_stage(workers=2, chunks=2, save_dir="run")
+    crashed.joined("a")
+    assert crashed.saves == [0]
+    stage = crashed.restarted(recover_wait=2.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    stage.passes(5.0)
+    a.pushes(1)
+    stage.passes(5.0)
+    assert stage.version().counter == 0
+    stage.worker("b").joins().pushes(2)
+    assert stage.version().counter == 1
+
+
+def test_floor_of_the_run_holds_after_a_restart() -> None:
+    crashed = a_run("a", "b", "c", rounds=1, min_workers=2)
+    stage = crashed.restarted(recover_wait=5.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    stage.passes(5.2)
+    a.pushes(11)
+    for _ in range(5):
+        a.beats()
+        stage.passes(20.0)
+    assert stage.version().counter == 1
+    b = stage.worker("b").comes_with(crashed.holdings())
+    b.pushes(12)
+    assert stage.version().counter == 2
+
+
+# Deltas of the life before.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_delta_frozen_for_another_wire_dtype_counts_after_the_restart(mode: str) -> None:
+    crashed = a_run("a", "b", rounds=1, **MODES[mode])
+    stage = crashed.restarted(wire_dtype="bf16")
+    a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
+    a.pushes(11, wire_dtype="fp32")
+    b.begins(12, wire_dtype="bf16")
+    b.delivers([0, 1], size=2 * CHUNK_ELEMENTS)
+    b.commits()
+    assert stage.state.totals.rejected == 0
+    assert [(chunk["a", 11], chunk["b", 12]) for chunk in stage.counted()] == [(1, 1), (1, 1)]
+
+
+# What the outer optimizer remembers.
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("lost", [1, 2, 3, 5])
+@pytest.mark.parametrize("had", [1, 2, 3, 4])
+def test_buffer_is_thrown_away_exactly_when_it_was_applied_in_what_is_adopted(
+    had: int, lost: int, size: int
+) -> None:
+    crashed = a_run("a", rounds=had, outer="dn", dn_buffer=size)
+    stage = crashed.restarted()
+    a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=lost))
+    a.donates()
+    crossed = any(count % size == 0 for count in range(had + 1, had + lost + 1))
+    assert (stage.restored == [ForgetBuffer(0)]) == crossed
+    assert bool(stage.restored) == crossed
+    assert stage.state.shelf.stocks[0].gradients == had + lost
+    a.pushes(999, base=stage.version())
+    assert stage.steps[-1].count == had + lost
+
+
+def test_buffer_of_a_fragment_that_nobody_has_newer_is_kept() -> None:
+    """With a grace window a version has several gradients, so crossing is not known: only there."""
+    options: dict[str, Any] = {"mode": "async", "grace": 1.0, "outer": "dn", "dn_buffer": 4}
+    crashed = a_run("a", pieces=2, **options)
+    member = crashed.state.members.named("a")
+    a = Puppet(crashed, "a", member.session, member.control, member.bulk)
+    for number in range(2):
+        a.pushes(number, fragment=number)
+        crashed.passes(1.5)
+        a.beats()
+    assert counters(crashed) == [1, 1]
+    stage = crashed.restarted()
+    a = stage.worker("a").comes_with(ahead(crashed.holdings(), f1=1))
+    a.donates(1)
+    assert stage.restored == [ForgetBuffer(1)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpoint_counts_the_gradients_of_the_versions_in_it_and_no_more(mode: str) -> None:
+    """Whatever the next round has begun with by the time the image is taken."""
+    crashed = a_run("a", "b", pieces=2, **MODES[mode])
+    puppets = []
+    for name in "ab":
+        member = crashed.state.members.named(name)
+        puppets.append(Puppet(crashed, name, member.session, member.control, member.bulk))
+    crashed.by_hand = True
+    for puppet in puppets:
+        for fragment in range(2):
+            grant = puppet.begins(10 + fragment, fragment=fragment)
+            assert grant is not None
+            if grant.standing is Standing.NEW:
+                puppet.delivers(range(2))
+                puppet.commits()
+    while crashed.work_queue:
+        crashed.work()
+    assert crashed.saves, "a round has closed"
+    for image in crashed.images:
+        for each in image.fragments.values():
+            made = each.version.counter  # one gradient for each version, in all these modes
+            assert each.gradients == made, f"checkpoint {image.number}"
+
+
+def test_what_was_recovered_and_what_was_lost_is_said() -> None:
+    crashed = a_run("a", "b", rounds=4, pieces=2)
+    held = crashed.holdings()
+    stage = crashed.restarted()
+    a = stage.worker("a").comes_with(ahead(held, f0=1))
+    b = stage.worker("b").comes_with(ahead(held, f1=2))
+    a.donates(0)
+    b.donates(1)
+    text = "\n".join(stage.logs)
+    assert "a is ahead of the checkpoint; taking fragment 0 at version 3#" in text
+    assert "b is ahead of the checkpoint; taking fragment 1 at version 4#" in text
+    assert "Recovered the parameters from a." in text
+    assert "since the checkpoint before round 4 is lost: 1 round of fragment 0." in text
+    assert "since the checkpoint before round 4 is lost: 2 rounds of fragment 1." in text
+    goes_on = (
+        "goes on with round 7, from the checkpoint before round 4 and what its workers had newer"
+    )
+    assert goes_on in text
+
+
+def test_run_that_goes_on_from_its_checkpoint_alone_says_so_and_no_loss() -> None:
+    crashed = a_run("a", rounds=2)
+    stage = crashed.restarted()
+    stage.worker("a").comes_with(crashed.holdings())
+    text = "\n".join(stage.logs)
+    assert "goes on with round 2, from the checkpoint before round 2." in text
+    assert "lost" not in text
+
+
+# What goes on.
+
+
+def test_totals_ledgers_and_counters_go_on() -> None:
+    crashed = a_run("a", "b", rounds=3)
+    before = crashed.state
+    stage = crashed.restarted()
+    a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
+    after = stage.state
+    assert (after.totals.rounds, after.totals.pushes) == (3, 6)
+    stock = after.shelf.stocks[0]
+    assert stock.ledger == before.shelf.stocks[0].ledger
+    assert (stock.round, stock.averaged, stock.gradients) == (2, 2, 3)
+    a.pulls()
+    released = a.last(Released)
+    assert released is not None
+    assert (released.round, released.averaged, released.ledger) == (2, 2, stock.ledger)
+    a_round([a, b], 3)
+    assert after.totals.pushes == 8
+    assert stage.audits[-1].after == crashed.version(), "the history hangs together"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("adopts", [False, True])
+def test_contribution_counts_exactly_once_across_a_restart(mode: str, adopts: bool) -> None:
+    """Two are in the checkpoint, one is in what a worker has newer, one is in neither."""
+    crashed = a_run("a", "b", workers=1, **MODES[mode])
+    a, b = again(crashed, "a"), again(crashed, "b")
+    a.pushes(1)
+    b.pushes(2)
+    b.pushes(12)
+    a.pushes(11)
+    image = crashed.images[-1]
+    assert image.number == crashed.round.number
+    a.pushes(21)
+    b.pushes(22)
+    newer = crashed.holdings()
+    assert newer[0] is not None
+    assert newer[0].version.counter > image.fragments[0].version.counter
+    stage = crashed.restarted(image)
+    older = tuple(
+        Held(each.version, each.ledger, tuple(each.chunks))  # type: ignore[arg-type]
+        for each in image.fragments.values()
+    )
+    b = stage.worker("b").comes_with(older)
+    a = stage.worker("a").comes_with(newer if adopts else older)
+    if adopts:
+        a.donates()
+    # Everything is offered again, as after a lost answer.
+    for puppet, offers in ((a, (1, 11, 21)), (b, (2, 12, 22))):
+        for push_id in offers:
+            grant = puppet.begins(push_id)
+            assert grant is not None
+            is_there = adopts or push_id < 20
+            assert (grant.standing is Standing.COUNTED) == is_there, push_id
+    if not adopts:
+        a.pushes(21)
+        b.pushes(22)
+    everything = {("a", 1), ("b", 2), ("b", 12), ("a", 11), ("a", 21), ("b", 22)}
+    for chunk in stage.counted():
+        assert dict(chunk) == dict.fromkeys(everything, 1)
+
+
+def again(stage: Stage, worker_id: str) -> Puppet:
+    """The puppet of a worker that has joined."""
+    member = stage.state.members.named(worker_id)
+    return Puppet(stage, worker_id, member.session, member.control, member.bulk)
+
+
+def test_part_of_a_push_that_a_checkpoint_has_is_not_asked_for_again() -> None:
+    """Its worker died half-way, the round counted what it had sent; the same delta comes back."""
+    crashed = a_run("a", "b")
+    a, b = again(crashed, "a"), again(crashed, "b")
+    a.begins(1)
+    b.begins(2)
+    a.delivers([0])
+    a.dies()
+    b.delivers([0, 1])
+    assert crashed.version().counter == 1
+    stage = crashed.restarted()
+    b = stage.worker("b").comes_with(crashed.holdings())
+    a = stage.worker("a").comes_with(crashed.holdings())
+    grant = a.begins(1)
+    assert grant is not None
+    assert (grant.standing, grant.held) == (Standing.RESUME, b"\x01")
+    a.delivers([1])
+    b.pushes(12)
+    assert [chunk["a", 1] for chunk in stage.counted()] == [1, 1]
+
+
+def test_frozen_parameters_come_from_the_checkpoint() -> None:
+    frozen = TensorEntry("table", (CHUNK_ELEMENTS,), "float32", Kind.FROZEN)
+    trained = TensorEntry("weight", (CHUNK_ELEMENTS,), "float32", Kind.TRAINABLE)
+    crashed = Stage(a_config(1, save_dir="run"), Manifest((trained, frozen)))
+    (a,) = crashed.joined("a")
+    a.pushes(1)
+    stage = crashed.restarted()
+    fresh = stage.worker("new").joins()
+    a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=1))
+    assert a.asked_for == [0]
+    a.donates()
+    assert stage.version(1) == crashed.version(1)
+    fresh.pulls(fragment=1)
+    assert {chunk.fragment for chunk, _ in fresh.chunks} == {1}
+
+
+def test_counters_that_are_shown_begin_together_with_the_broker() -> None:
+    """A checkpoint has the run's totals, but not how often work was refused for which reason."""
+    crashed = a_run("a", "b", rounds=3)
+    assert shown_totals(crashed)["contributions"] == 6
+    after = crashed.restarted()
+    assert after.state.totals.contributions == 6
+    shown = shown_totals(after)
+    assert shown.pop("refused") == {}
+    assert set(shown.values()) == {0}
+
+
+def shown_totals(stage: Stage) -> dict[str, Any]:
+    figures = LoopFigures("tcp://x:1", 0.0, 0.0, 0)
+    totals: dict[str, Any] = snapshot(stage.state, EventLog(), figures, 1, stage.now)["totals"]
+    return dict(totals)

@@ -1,0 +1,341 @@
+"""What an operator may change while a run goes on, and from which version it holds: the core alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_broker.core.events import End, Stop
+from diloco_broker.core.state.streaming_round import Phase
+from diloco_protocol.messages import Notice
+from kit.core_harness import Puppet, Stage, a_stage
+
+
+def a_run(*worker_ids: str, **options: Any) -> tuple[Stage, list[Puppet]]:
+    """Workers past round zero."""
+    stage = a_stage(**{"workers": len(worker_ids), "chunks": 2, **options})
+    puppets = stage.joined(*worker_ids)
+    for place, puppet in enumerate(puppets, start=1):
+        puppet.pushes(place)
+    return stage, puppets
+
+
+def test_set_says_what_changes_and_from_which_version() -> None:
+    stage, _ = a_run("a")
+    assert stage.version().counter == 1
+    result = stage.asks("set", outer_lr=0.5, who="ann@desk")
+    assert result.ok
+    assert "Outer learning rate 0.7 -> 0.5 from version 2." in result.text
+    assert result.data["changes"] == [{"name": "outer_lr", "before": 0.7, "after": 0.5}]
+    assert [config.outer_lr for config in stage.tunes] == [0.5]
+    (act,) = stage.acts
+    assert (act.who, act.what, act.before, act.after) == ("ann@desk", "set outer_lr", 0.7, 0.5)
+    assert stage.logs[-1] == "ann@desk: outer learning rate 0.7 -> 0.5 from version 2."
+
+
+def test_version_that_is_being_made_is_finished_with_the_old_setting() -> None:
+    stage = a_stage(workers=1, chunks=3, by_hand=True)
+    worker = stage.worker("a").joins()
+    stage.work()
+    worker.donates(0)
+    stage.work()
+    worker.pulls()
+    worker.pushes(1)
+    while stage.round.phase is Phase.OPEN:
+        stage.work(1)
+    assert stage.work_queue, "some of its chunks have not been stepped yet"
+    result = stage.asks("set", outer_lr=0.5)
+    assert "from version 2" in result.text
+    assert not stage.tunes
+    assert stage.state.config.outer_lr == 0.7
+    stage.work()
+    assert [config.outer_lr for config in stage.tunes] == [0.5]
+    assert stage.state.config.outer_lr == 0.5
+
+
+def test_changes_asked_for_while_a_version_is_made_add_up() -> None:
+    stage = a_stage(workers=1, chunks=3, by_hand=True)
+    worker = stage.worker("a").joins()
+    stage.work()
+    worker.donates(0)
+    stage.work()
+    worker.pulls()
+    worker.pushes(1)
+    while stage.round.phase is Phase.OPEN:
+        stage.work(1)
+    assert stage.asks("set", outer_lr=0.5).ok
+    assert "0.5 -> 0.25" in stage.asks("set", outer_lr=0.25).text
+    assert stage.asks("set", outer_momentum=0.8).ok
+    stage.work()
+    (config,) = stage.tunes
+    assert (config.outer_lr, config.outer_momentum) == (0.25, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"outer_lr": -1.0}, "--outer-lr is -1.0; it must be a finite number above 0."),
+        ({"outer_lr": float("nan")}, "--outer-lr is nan"),
+        ({"outer_lr": "fast"}, "--outer-lr is fast"),
+        ({"outer_lr": True}, "--outer-lr is True"),
+        ({"outer_momentum": 1.0}, "--outer-momentum is 1.0; it must be in [0, 1)."),
+        ({"workers": 0}, "--workers is 0"),
+        ({"workers": [1]}, "--workers is [1]"),
+        ({"save_every": 0}, "--save-every is 0"),
+        ({"save_every": 2}, "saves nothing"),
+        ({"grace": 1.0}, "--grace is 1.0; it must be left out, or --quorum given"),
+        ({"quorum": 1}, "settled at the start"),
+        ({"mode": "async"}, "no setting named 'mode'"),
+        ({"num_fragments": 3}, "what can be set while the run goes on: outer_lr"),
+        ({}, "nothing to set"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_set_gets_a_sentence_and_changes_nothing(
+    arguments: dict[str, Any], sentence: str
+) -> None:
+    stage, _ = a_run("a")
+    before = stage.state.config
+    result = stage.asks("set", **{"outer_momentum": 0.5, **arguments} if arguments else {})
+    assert not result.ok
+    assert sentence in result.text
+    assert stage.state.config == before, "all of it, or nothing"
+    assert not stage.tunes
+    assert not stage.acts
+
+
+def test_setting_what_is_set_already_is_no_action() -> None:
+    stage, _ = a_run("a")
+    result = stage.asks("set", outer_lr=0.7)
+    assert (result.ok, "that is how it is set already" in result.text) == (True, True)
+    assert not stage.acts
+
+
+def test_fewer_workers_let_round_one_begin_to_close() -> None:
+    stage = a_stage(workers=3, chunks=2)
+    a, b = stage.joined("a", "b")
+    a.pushes(1)
+    b.pushes(2)
+    assert stage.version().counter == 0, "it waits for a third"
+    assert stage.asks("set", workers=2).ok
+    assert stage.version().counter == 1
+
+
+def test_smaller_quorum_ends_a_wait() -> None:
+    stage, (a, b, _) = a_run("a", "b", "c", quorum=3)
+    a.pushes(11)
+    b.pushes(12)
+    assert stage.version().counter == 1
+    assert stage.asks("set", quorum=2).ok
+    stage.passes(0.2)
+    assert stage.version().counter == 2
+
+
+def test_grace_can_be_set_and_the_quorum_taken_away() -> None:
+    stage, (a, b) = a_run("a", "b", quorum=1, deterministic=True)
+    assert stage.asks("set", grace=5.0).ok
+    a.pushes(11)
+    stage.passes(4.0)
+    assert stage.version().counter == 1
+    assert stage.asks("set", quorum=None, grace=0).ok
+    stage.passes(60.0)
+    assert stage.version().counter == 1, "now everybody is waited for"
+    b.pushes(12)
+    assert stage.version().counter == 2
+
+
+def test_workers_of_an_asynchronous_run_do_not_change_the_size_of_a_buffer() -> None:
+    """With two gradients in the buffer a new N would divide them by what they were not."""
+    stage = a_stage(workers=4, mode="async", outer="dn")
+    (a,) = stage.joined("a")
+    a.pushes(1)
+    assert stage.asks("set", workers=2).ok
+    (config,) = stage.tunes
+    assert (config.workers, config.dn_size) == (2, 4)
+
+
+def test_save_every_can_be_set() -> None:
+    stage, (a,) = a_run("a", save_dir="x", save_every=100)
+    saved = len(stage.saves)
+    a.pushes(11)
+    assert len(stage.saves) == saved
+    assert stage.asks("set", save_every=1).ok
+    a.pushes(12)
+    assert len(stage.saves) == saved + 1
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"mode": "async"}], ids=str)
+def test_paused_run_makes_no_version_and_loses_nothing(options: dict[str, Any]) -> None:
+    stage, (a, b) = a_run("a", "b", **options)
+    before = stage.version().counter
+    result = stage.asks("pause")
+    assert result.ok
+    assert "workers train to their next boundary and wait there" in result.text
+    a.pushes(11)
+    b.pushes(12)
+    stage.passes(60.0)
+    assert stage.version().counter == before
+    result = stage.asks("resume")
+    assert "paused for 60 s" in result.text
+    assert stage.version().counter > before
+    # In asynchronous mode each is a version of its own; either way both are in, once.
+    for index in range(2):
+        counts = stage.counted()[index]
+        assert counts["a", 11] == counts["b", 12] == 1
+    assert [act.what for act in stage.acts] == ["pause", "resume"]
+
+
+def test_version_that_is_being_made_is_released_though_the_run_is_paused() -> None:
+    stage = a_stage(workers=1, chunks=3, by_hand=True)
+    worker = stage.worker("a").joins()
+    stage.work()
+    worker.donates(0)
+    stage.work()
+    worker.pulls()
+    worker.pushes(1)
+    while stage.round.phase is Phase.OPEN:
+        stage.work(1)
+    assert "Round 0 is being finished" in stage.asks("pause").text
+    stage.work()
+    assert stage.version().counter == 1
+    worker.pushes(2)
+    stage.work()
+    assert stage.version().counter == 1
+
+
+def test_death_in_a_pause_is_seen_and_changes_nothing_else() -> None:
+    stage, (a, b) = a_run("a", "b", disconnect_grace=0.0)
+    stage.asks("pause")
+    a.pushes(11)
+    b.dies()
+    stage.passes(1.0)
+    assert [m.worker_id for m in stage.state.members] == ["a"]
+    assert stage.version().counter == 1
+    stage.asks("resume")
+    assert stage.version().counter == 2
+
+
+def test_pausing_twice_and_resuming_twice_say_so() -> None:
+    stage, _ = a_run("a")
+    assert "not paused" in stage.asks("resume").text
+    stage.asks("pause")
+    assert "paused already" in stage.asks("pause").text
+    stage.asks("resume")
+    assert "not paused" in stage.asks("resume").text
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+def test_shutdown_is_handed_on_with_who_asked_and_whether_the_run_is_over(restarting: bool) -> None:
+    stage, (a,) = a_run("a")
+    result = stage.asks("shutdown", who="ann@desk", **({"restarting": True} if restarting else {}))
+    assert (result.ok, stage.ends) == (True, [End("ann@desk asked for it", restarting)])
+    assert "saves nothing" in result.text
+    assert ("The run is over" in result.text) is not restarting
+    assert stage.acts[-1].what == ("restart" if restarting else "shutdown")
+    notices = {"shutdown", "restarting"}
+    assert not [n for n in a.all(Notice) if n.what in notices], "the loop stops in its own way"
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+def test_workers_are_told_whether_the_broker_is_coming_back(restarting: bool) -> None:
+    stage, (a,) = a_run("a")
+    stage.happens(Stop("it received SIGTERM", restarting))
+    notice = a.last(Notice)
+    assert notice is not None
+    wanted = "The broker restarts" if restarting else "The run is over"
+    assert notice == Notice(
+        "restarting" if restarting else "shutdown", f"{wanted}: it received SIGTERM."
+    )
+    late = stage.worker("b").joins()
+    assert (late.error().code, late.error().retry) == ("stopping", True)
+    assert stage.asks("shutdown", restarting=restarting).ok
+    other = stage.asks("shutdown", restarting=not restarting)
+    assert not other.ok
+    assert "is stopping already" in other.text
+    assert not stage.ends
+
+
+@pytest.mark.parametrize("odd", [1, "yes", None, [True]])
+def test_shutdown_that_does_not_say_which_is_refused(odd: object) -> None:
+    stage, _ = a_run("a")
+    result = stage.asks("shutdown", restarting=odd)
+    assert (result.ok, stage.ends) == (False, [])
+    assert "must be true or false" in result.text
+
+
+def test_unknown_action_names_those_there_are() -> None:
+    stage, _ = a_run("a")
+    result = stage.asks("reboot")
+    assert not result.ok
+    assert "set, pause, resume and shutdown" in result.text
+
+
+def test_name_of_an_operator_cannot_forge_lines_of_the_log() -> None:
+    stage, _ = a_run("a")
+    stage.asks("pause", who="x\n12:00:00 INFO all is well" + "y" * 500)
+    (act,) = stage.acts
+    assert "\n" not in act.who
+    assert len(act.who) <= 100
+
+
+def test_round_that_has_ended_is_reported_with_its_workers() -> None:
+    stage, (a, b) = a_run("a", "b")
+    a.pushes(11)
+    b.pushes(12)
+    report = stage.reports[-1]
+    assert (report.number, report.fragment, report.version, report.averaged) == (1, 0, 2, 2)
+    assert sorted(report.workers) == ["a", "b"]
+    assert stage.state.totals.contributions == 4
+    assert stage.state.shelf.stocks[0].contributions == 4
+
+
+def test_refused_work_is_counted_by_its_reason() -> None:
+    stage, (a,) = a_run("a")
+    a.begins(11, fragment=7)
+    assert sum(stage.state.refused.values()) == stage.state.totals.rejected == 1
+    (rejection,) = stage.state.rejections
+    assert (rejection.worker_id, rejection.code) == ("a", next(iter(stage.state.refused)))
+
+
+def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() -> None:
+    """It was to begin with the next one; the round would else wait for somebody who never comes."""
+    stage = a_stage(workers=2, num_fragments=2, sync_every=8)
+    stage.joined("a", "b")
+    c = stage.worker("c").joins()
+    c.pulls()
+    assert stage.round.number == 0
+    assert "c" not in stage.round.expected
+    assert stage.asks("set", workers=3).ok
+    assert stage.round.expected == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "Round one is over: later ones wait for all who are here"),
+        ({"mode": "async", "outer": "dn"}, "The buffer of the outer optimizer goes on taking 2"),
+    ],
+    ids=str,
+)
+def test_what_workers_do_not_change_is_said(options: dict[str, Any], sentence: str) -> None:
+    stage, _ = a_run("a", "b", **options)
+    assert sentence in stage.asks("set", workers=5).text
+
+
+def test_saving_rarer_needs_something_that_is_saved() -> None:
+    stage, _ = a_run("a")
+    result = stage.asks("set", save_every=5)
+    assert (result.ok, "saves nothing" in result.text) == (False, True)
+
+
+def test_quorum_of_nobody_means_all() -> None:
+    stage, _ = a_run("a", "b", quorum=1, deterministic=True)
+    assert stage.asks("set", quorum=0).ok
+    assert stage.state.config.quorum is None
+
+
+def test_what_a_worker_says_of_itself_is_fit_for_a_terminal() -> None:
+    stage, (a,) = a_run("a")
+    a.beats(state="\x1b[31mtraining")
+    assert stage.state.members.named("a").state == "?[31mtraining"

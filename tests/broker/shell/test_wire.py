@@ -1,0 +1,499 @@
+"""The broker over real sockets, spoken to by a worker written from the specification.
+
+Numbers are compared with a reference written from the formulas; bad input is sent raw, and a normal
+round is finished after each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+from diloco_broker import Broker, BrokerConfig, FragmentParameters
+from diloco_protocol.errors import Unreachable, UsageError
+from diloco_worker import DiLoCoClient
+from kit.raw_worker import DTYPES, RawWorker, one_tensor
+
+ELEMENTS = 50  # seven chunks of 8, the last one shorter
+
+
+def a_broker(workers: int = 2, initial: Any = None, **fields: Any) -> Broker:
+    fields = {"chunk_elements": 8, "wire_dtype": "fp32", "outer_lr": 0.7, **fields}
+    config = BrokerConfig(
+        workers=workers, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", **fields
+    )
+    return Broker(config, initial)
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with a_broker() as running:
+        yield running
+
+
+def reference(
+    theta: Tensor,
+    deltas: list[list[Tensor]],
+    wire: str,
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+) -> list[Tensor]:
+    """Synchronous DiLoCo in one process: torch.optim.SGD over the mean of what travels."""
+    parameter = torch.nn.Parameter(theta.clone())
+    optimizer = torch.optim.SGD([parameter], lr=lr, momentum=momentum, nesterov=nesterov)
+    history = []
+    for of_workers in deltas:
+        travelled = [delta.to(DTYPES[wire]).float() for delta in of_workers]
+        parameter.grad = torch.stack(travelled).sum(0) / len(travelled)
+        optimizer.step()
+        history.append(parameter.detach().clone())
+    return history
+
+
+def play(
+    address: str, worker_id: str, theta: Tensor, deltas: list[Tensor], donor_is_in: threading.Event
+) -> list[Tensor]:
+    """One worker's whole run: the global parameters after each round. w0 provides the first."""
+    with RawWorker(address, worker_id) as worker:
+        if worker_id != "w0":
+            assert donor_is_in.wait(20)
+        worker.join(one_tensor(len(theta)))
+        donor_is_in.set()
+        if worker_id == "w0":
+            worker.donate(theta)
+        got = [worker.pull(len(theta))]
+        for number, delta in enumerate(deltas):
+            worker.push(1000 + number, delta)
+            got.append(worker.pull(len(theta), after=number))
+            assert [p["push_id"] for p in worker.ledger["pushes"][worker_id]][-1] == 1000 + number
+        return got
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, False)])
+def test_rounds_equal_the_single_process_reference(
+    wire: str, workers: int, momentum: float, nesterov: bool
+) -> None:
+    generator = torch.Generator().manual_seed(workers)
+    theta = torch.randn(ELEMENTS, generator=generator)
+    deltas = [
+        [torch.randn(ELEMENTS, generator=generator) for _ in range(workers)] for _ in range(4)
+    ]
+    donor_is_in = threading.Event()
+    options = {"outer_momentum": momentum, "nesterov": nesterov, "wire_dtype": wire}
+    with a_broker(workers, **options) as broker, ThreadPoolExecutor(workers) as pool:
+        runs = [
+            pool.submit(play, broker.address, f"w{i}", theta, [of[i] for of in deltas], donor_is_in)
+            for i in range(workers)
+        ]
+        histories = [run.result(60) for run in runs]
+    expected = reference(theta, deltas, wire, lr=0.7, momentum=momentum, nesterov=nesterov)
+    for history in histories:
+        assert torch.equal(history[0], theta)
+        for got, wanted in zip(history[1:], expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
+    for of_round in zip(*histories, strict=True):
+        assert all(torch.equal(of_round[0], other) for other in of_round)
+    if workers == 1 and wire == "fp32":
+        assert all(torch.equal(a, b) for a, b in zip(histories[0][1:], expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"deterministic": True}, {"quorum": 3}, {"aggregate": "clip-median-norm"}]
+)
+def test_workers_of_a_round_may_each_have_their_own_wire_dtype(options: dict[str, Any]) -> None:
+    theta, delta = torch.randn(ELEMENTS), torch.randn(ELEMENTS)
+    names = list(DTYPES)
+    with (
+        a_broker(3, outer_lr=1.0, outer_momentum=0.0, **options) as broker,
+        contextlib.ExitStack() as stack,
+    ):
+        workers = [stack.enter_context(RawWorker(broker.address, name)) for name in names]
+        for worker in workers:
+            worker.join(one_tensor(ELEMENTS), wants={"wire_dtype": worker.worker_id})
+            if worker is workers[0]:
+                worker.donate(theta)
+        starts = [worker.pull(ELEMENTS) for worker in workers]
+        assert all(torch.equal(start, theta) for start in starts)
+        for number, worker in enumerate(workers):
+            worker.push(number, delta, worker.worker_id)
+        got = [worker.pull(ELEMENTS, after=0) for worker in workers]
+    travelled = [delta.to(DTYPES[name]).float() for name in sorted(names)]
+    assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
+    if (
+        "aggregate" in options
+    ):  # rounding makes them differ in length, and the longer ones are clipped
+        norms = torch.stack([part.norm() for part in travelled])
+        factors = (norms.median() / norms).clamp(max=1.0)
+        travelled = [part * factor for part, factor in zip(travelled, factors, strict=True)]
+    wanted = theta - torch.stack(travelled).mean(0)
+    torch.testing.assert_close(got[0], wanted, rtol=1e-6, atol=1e-6)
+    if "deterministic" in options:
+        total = travelled[0].clone()
+        for part in travelled[1:]:
+            total.add_(part)
+        assert torch.equal(got[0], theta - total.div_(3)), "folded in the order of worker ids"
+
+
+@pytest.mark.parametrize("reply", ["bf16", "fp16"])
+def test_reply_dtype_rounds_the_reply_and_not_the_master(reply: str) -> None:
+    theta, delta = torch.randn(ELEMENTS), torch.randn(ELEMENTS) * 1e-4
+    with a_broker(1, reply_dtype=reply, outer_lr=1.0, outer_momentum=0.0) as broker:
+        history = play(broker.address, "w0", theta, [delta] * 8, threading.Event())
+    expected = reference(theta, [[delta]] * 8, "fp32", lr=1.0, momentum=0.0, nesterov=False)
+    assert torch.equal(history[-1], expected[-1].to(DTYPES[reply]).float())
+
+
+def finish_a_round(broker: Broker) -> None:
+    """Two well-behaved workers bring the run one version further."""
+    theta, donor_is_in = torch.zeros(ELEMENTS), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        names = ("w0", "w1")
+        runs = [pool.submit(_one_round, broker.address, n, theta, donor_is_in) for n in names]
+        got = [run.result(60) for run in runs]
+    assert torch.equal(got[0], got[1])
+    assert torch.isfinite(got[0]).all()
+    assert not torch.equal(got[0], theta)
+
+
+def _one_round(address: str, worker_id: str, theta: Tensor, donor_is_in: threading.Event) -> Tensor:
+    with RawWorker(address, worker_id) as worker:
+        if worker_id != "w0":
+            assert donor_is_in.wait(20)
+        welcome = worker.join(one_tensor(ELEMENTS))
+        donor_is_in.set()
+        if worker_id == "w0" and welcome.get("run") is None:
+            worker.donate(theta)
+        worker.pull(ELEMENTS)
+        assert worker.version is not None
+        worker.push(7, torch.ones(ELEMENTS))
+        after = worker.pull(ELEMENTS, after=worker.version["counter"])
+        worker.send("leave", session=worker.session)
+        return after
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([b"\xff\xfe garbage"], "bad_header"),
+        ([b""], "bad_header"),
+        ([msgpack.packb([1, 2, 3])], "bad_header"),
+        ([msgpack.packb({"v": 99, "kind": "join"})], "protocol_version"),
+        ([msgpack.packb({"v": 1, "kind": "join"})], "bad_header"),
+        ([msgpack.packb({"v": 1, "kind": "welcome", "session": b"", "epoch": ""})], "bad_header"),
+        ([msgpack.packb({"v": 1, "kind": "chunk", "fragment": 0, "index": 0})], "bad_frames"),
+        ([msgpack.packb({"v": 1, "kind": "chunk", "fragment": 0, "index": 0}), b""], "bad_frames"),
+        ([b"x"] * 50, "bad_frames"),
+    ],
+)
+def test_garbage_gets_a_sentence_and_the_run_goes_on(
+    broker: Broker, frames: list[bytes], code: str
+) -> None:
+    with RawWorker(broker.address, "vandal") as vandal:
+        vandal.control.send_multipart(frames)
+        error = vandal.receive("error")
+        assert error["code"] == code
+        assert error["text"].endswith(".")
+        finish_a_round(broker)
+
+
+def test_frame_over_the_limit_costs_only_its_sender_the_connection(broker: Broker) -> None:
+    with RawWorker(broker.address, "vandal") as vandal:
+        vandal.control.send(bytes(9 << 20))
+        finish_a_round(broker)
+
+
+@pytest.mark.parametrize(
+    ("payload", "fields", "code"),
+    [
+        (bytes(12), {}, "bad_chunk"),
+        (bytes(8 * 4 + 1), {}, "bad_chunk"),
+        (bytes(8 * 4), {"index": 99}, "bad_chunk"),
+        (bytes(8 * 4), {"push_id": 5}, "bad_chunk"),
+        (bytes(8 * 4), {"fragment": 3}, "bad_chunk"),
+        (b"\x00\x00\xc0\x7f" * 8, {}, "non_finite"),
+        (b"\x00\x00\x80\x7f" * 8, {}, "non_finite"),
+    ],
+)
+def test_bad_chunk_gets_a_sentence_and_the_round_goes_on(
+    payload: bytes, fields: dict[str, int], code: str
+) -> None:
+    with a_broker(3) as broker, RawWorker(broker.address, "vandal") as vandal:
+        vandal.join(one_tensor(ELEMENTS))
+        vandal.donate(torch.zeros(ELEMENTS))
+        vandal.pull(ELEMENTS)
+        vandal.send(
+            "push",
+            session=vandal.session,
+            push_id=1,
+            fragment=0,
+            chunks=7,
+            wire_dtype="fp32",
+            base=vandal.version,
+        )
+        vandal.receive("grant")
+        vandal.send_chunk(1, 0, payload, fields)
+        error = vandal.receive("error")
+        assert error["code"] == code
+        if code == "non_finite":
+            vandal.send("leave", session=vandal.session)
+            with RawWorker(broker.address, "third") as third:
+                third.join(one_tensor(ELEMENTS))
+                third.pull(ELEMENTS)
+                third.push(3, torch.ones(ELEMENTS))
+                finish_a_round(broker)
+        else:
+            for index in range(7):
+                size = 8 if index < 6 else 2
+                vandal.send_chunk(1, index, bytes(4 * size))
+                vandal.receive("ack")
+            finish_a_round(broker)
+
+
+def test_model_that_differs_is_told_how(broker: Broker) -> None:
+    finish_a_round(broker)
+    with RawWorker(broker.address, "other") as other:
+        manifest = {"entries": one_tensor(ELEMENTS + 1)}
+        other.send("join", worker_id="other", manifest=manifest)
+        error = other.receive("error")
+    assert error["code"] == "model_differs"
+    assert "weight is shaped [51] instead of [50]" in error["text"]
+
+
+def test_second_worker_with_the_same_id_is_refused_and_the_first_trains_on() -> None:
+    with a_broker(1) as broker, RawWorker(broker.address, "w0") as first:
+        first.join(one_tensor(ELEMENTS))
+        first.donate(torch.zeros(ELEMENTS))
+        first.pull(ELEMENTS)
+        with RawWorker(broker.address, "w0") as second:
+            manifest = {"entries": one_tensor(ELEMENTS)}
+            second.send("join", worker_id="w0", manifest=manifest)
+            assert second.receive("error")["retry"] is True
+            assert first.receive("notice")["what"] == "ping"
+            first.send("heartbeat", session=first.session, step=0)
+            assert first.receive("notice")["what"] == "alive"
+            second.send("join", worker_id="w0", manifest=manifest)
+            error = second.receive("error")
+            assert (error["code"], error["retry"]) == ("id_taken", False)
+        first.push(1, torch.ones(ELEMENTS))
+        torch.testing.assert_close(first.pull(ELEMENTS, after=0), torch.full((ELEMENTS,), -1.33))
+
+
+def test_worker_that_vanishes_is_noticed_without_a_heartbeat_timeout() -> None:
+    with a_broker(2, heartbeat_timeout=0.0) as broker, RawWorker(broker.address, "w0") as stays:
+        stays.join(one_tensor(ELEMENTS))
+        stays.donate(torch.zeros(ELEMENTS))
+        stays.pull(ELEMENTS)
+        with RawWorker(broker.address, "w1") as vanishes:
+            vanishes.join(one_tensor(ELEMENTS))
+            vanishes.pull(ELEMENTS)
+            vanishes.push(2, torch.ones(ELEMENTS))
+            stays.push(1, torch.ones(ELEMENTS))
+            stays.pull(ELEMENTS, after=0)
+        stays.push(3, torch.ones(ELEMENTS))
+        stays.pull(ELEMENTS, after=1)
+
+
+def test_initial_state_dict_is_what_workers_get() -> None:
+    initial = {"weight": torch.arange(ELEMENTS, dtype=torch.float64)}
+    with a_broker(1, initial) as broker, RawWorker(broker.address, "w0") as worker:
+        worker.join(one_tensor(ELEMENTS))
+        assert torch.equal(worker.pull(ELEMENTS), torch.arange(float(ELEMENTS)))
+
+
+@pytest.mark.parametrize("initial", [{}, {"weight": 3}, {"weight": torch.tensor([float("nan")])}])
+def test_initial_that_is_no_state_dict_is_refused(initial: Any) -> None:
+    with pytest.raises(UsageError, match=r"initial (holds|has)"):
+        a_broker(1, initial)
+
+
+def test_port_in_use_is_one_sentence() -> None:
+    with a_broker() as broker, pytest.raises(UsageError, match="cannot be bound: something else"):
+        Broker(BrokerConfig(bind=broker.address, feed="tcp://127.0.0.1:*"))
+
+
+def test_feed_carries_whole_snapshots_that_name_the_control_address(broker: Broker) -> None:
+    import json
+
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.SUB)
+        socket.linger = 0
+        socket.subscribe(b"status ")
+        socket.connect(broker.feed_address)
+        seen: list[dict[str, Any]] = []
+        while len(seen) < 2:
+            assert socket.poll(10_000), "no feed"
+            seen.append(json.loads(socket.recv().removeprefix(b"status ")))
+    finally:
+        context.destroy(linger=0)
+    assert seen[0]["control"] == broker.address
+    assert seen[1]["sequence"] == seen[0]["sequence"] + 1
+    assert seen[0]["state"] == "waiting"
+
+
+def test_status_is_answered_on_the_control_socket(broker: Broker) -> None:
+    finish_a_round(broker)
+    with RawWorker(broker.address, "eye") as eye:
+        eye.send("control", action="status", request=5)
+        result = eye.receive("result")
+    assert (result["request"], result["ok"]) == (5, True)
+    assert result["data"]["totals"]["rounds"] == 1
+    assert result["data"]["totals"]["bytes_up"] == ELEMENTS * 4 * 3  # donation and two pushes
+    assert result["data"]["last_round"]["averaged"] == 2
+
+
+def test_numbers_that_are_not_finite_never_stop_the_feed(broker: Broker) -> None:
+    nan, inf = float("nan"), float("inf")
+    with RawWorker(broker.address, "odd") as worker:
+        extra = {"gpu": nan, "site": "here"}
+        worker.join(one_tensor(ELEMENTS), extra=extra)
+        worker.send("heartbeat", session=worker.session, step=3, loss=nan, steps_per_s=inf)
+        worker.receive("notice")
+        worker.send("control", action="status", request=1)
+        shown = worker.receive("result")["data"]["workers"][0]
+    assert (shown["loss"], shown["loss_is_finite"], shown["steps_per_s"]) == (None, False, None)
+    assert shown["extra"] == {"gpu": None, "site": "here"}
+    finish_a_round(broker)
+
+
+def test_extra_that_would_swamp_the_displays_is_refused(broker: Broker) -> None:
+    with RawWorker(broker.address, "w0") as worker:
+        manifest = {"entries": one_tensor(ELEMENTS)}
+        worker.send("join", worker_id="w0", manifest=manifest, extra={"x": "y" * 5000})
+        assert "send less" in worker.receive("error")["text"]
+
+
+def test_mistake_of_ours_costs_one_message_and_not_the_run(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = broker._core.handle
+
+    def stumble(event: Any, now: float) -> Any:
+        if getattr(getattr(event, "message", None), "request", 0) == 666:
+            raise KeyError("a mistake of ours")
+        return handle(event, now)
+
+    monkeypatch.setattr(broker._core, "handle", stumble)
+    with RawWorker(broker.address, "unlucky") as unlucky:
+        unlucky.send("control", action="manifest", request=666)
+        assert "could not handle" in unlucky.receive("error")["text"]
+        finish_a_round(broker)
+    assert "a mistake of ours" in caplog.text
+
+
+def test_megabytes_of_nonsense_are_not_repeated_in_every_snapshot(broker: Broker) -> None:
+    with RawWorker(broker.address, "vandal") as vandal:
+        for field in ("v", "kind"):
+            header = {"v": 1, "kind": "leave"} | {field: "x" * 6_000_000}
+            vandal.control.send(msgpack.packb(header))
+            assert len(vandal.receive("error")["text"]) < 1100
+        vandal.send("control", action="status", request=1)
+        events = vandal.receive("result")["data"]["events"]
+    assert max(len(event["text"]) for event in events) < 600
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+def test_stop_tells_the_workers_and_ends_in_time(restarting: bool) -> None:
+    broker = a_broker(1).start()
+    with RawWorker(broker.address, "w0") as worker:
+        worker.join(one_tensor(ELEMENTS))
+        worker.donate(torch.zeros(ELEMENTS))
+        stopper = threading.Thread(target=lambda: broker.stop(restarting=restarting))
+        stopper.start()
+        while worker.receive("notice")["what"] != ("restarting" if restarting else "shutdown"):
+            pass
+        stopper.join(10)
+        assert not stopper.is_alive()
+    assert broker.run_is_over is not restarting
+
+
+def test_worker_trains_on_where_the_broker_ended_by_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broker = a_broker(1).start()
+
+    def fails(_now: float) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    with RawWorker(broker.address, "w0") as worker:
+        worker.join(one_tensor(ELEMENTS))
+        worker.donate(torch.zeros(ELEMENTS))
+        monkeypatch.setattr(broker, "_turn", lambda: fails(0.0))
+        while (notice := worker.receive("notice"))["what"] != "restarting":
+            assert notice["what"] != "shutdown"
+        assert "a mistake of ours" in notice["text"]
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        broker.stop()
+
+
+def test_broker_that_never_ran_can_be_stopped() -> None:
+    a_broker().stop()
+
+
+@pytest.mark.parametrize("host", ["localhost", "[::1]"])
+def test_broker_listens_where_it_was_told(host: str) -> None:
+    config = BrokerConfig(bind=f"tcp://{host}:*", feed=f"tcp://{host}:0", chunk_elements=8)
+    with Broker(config) as broker, RawWorker(broker.address, "w0") as worker:
+        worker.join(one_tensor(ELEMENTS))
+        worker.donate(torch.ones(ELEMENTS))
+        assert worker.pull(ELEMENTS).sum() == ELEMENTS
+
+
+def test_broker_that_ends_by_an_error_tells_workers_and_whoever_stops_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def leaves_one_out(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters[:1], lr=0.1)
+
+    config = BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*")
+    broker = Broker(config, outer_optimizer_factory=leaves_one_out).start()
+    with DiLoCoClient(broker.address, timeout=3) as client, pytest.raises(Unreachable):
+        client.join(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="outer_optimizer_factory"):
+        broker.stop()
+    broker.stop()
+    assert "The broker ends because of an error" in caplog.text
+
+
+def test_loop_rests_between_heartbeats_and_never_before_those_that_are_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two thousand wait when it begins; with a rest after each slice of time it would be dozens."""
+    rests: list[float] = []
+    sleep = time.sleep
+
+    def rest(seconds: float) -> None:
+        if threading.current_thread().name == "diloco-broker":
+            rests.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr("diloco_broker.shell.loop.QUIET_S", 0.0)
+    monkeypatch.setattr("diloco_broker.shell.loop.time.sleep", rest)
+    broker, beats = a_broker(), 2000
+    try:
+        with RawWorker(broker.address, "nobody") as nobody:
+            for _ in range(beats):
+                nobody.send("heartbeat", session=bytes(16), step=1)
+            broker.start()
+            for _ in range(beats):
+                nobody.receive("rejoin")
+            assert len(rests) < 20
+            while not rests:  # with nothing left it does rest
+                nobody.send("heartbeat", session=bytes(16), step=1)
+                nobody.receive("rejoin")
+    finally:
+        broker.stop()

@@ -1,0 +1,101 @@
+"""The history of a run: lines that are bounded, survive a crash, and hold nobody up."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_broker.storage import history
+from diloco_broker.storage.history import ACTIONS, FORMER, HISTORY, HistoryWriter
+from kit.uniform_model import until
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_lines_are_stamped_and_in_order(tmp_path: Path) -> None:
+    writer = HistoryWriter(tmp_path / "run", "abc")
+    for number in range(100):
+        writer.add({"kind": "event", "text": str(number)})
+    writer.act({"what": "save"})
+    writer.close()
+    lines = read(tmp_path / "run" / HISTORY)
+    assert [line["text"] for line in lines] == [str(n) for n in range(100)]
+    assert all(line["epoch"] == "abc" and line["at"] > 1e9 for line in lines)
+    assert read(tmp_path / "run" / ACTIONS)[0]["what"] == "save"
+
+
+def test_history_is_bounded_and_the_log_of_actions_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "LONGEST_FILE", 2000)
+    writer = HistoryWriter(tmp_path, "abc")
+    writer.add({"kind": "start", "mode": "sync", "text": "line -1"})
+    for number in range(200):
+        writer.add({"kind": "event", "text": f"line {number}"})
+        writer.act({"what": f"act {number}"})
+        until(lambda: not writer._lines)
+    writer.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([ACTIONS, HISTORY, FORMER])
+    assert (tmp_path / FORMER).stat().st_size < 2200
+    former, newest = read(tmp_path / FORMER), read(tmp_path / HISTORY)
+    assert former[0]["kind"] == newest[0]["kind"] == "start", "each says of what run it is"
+    lines = former[1:] + newest[1:]
+    numbers = [int(line["text"].split()[1]) for line in lines]
+    assert numbers == list(range(numbers[0], 200)), "the newest, without a gap"
+    assert len(read(tmp_path / ACTIONS)) == 200
+
+
+def test_line_that_a_crash_has_cut_costs_only_itself(tmp_path: Path) -> None:
+    (tmp_path / HISTORY).write_text('{"kind": "event", "te')
+    writer = HistoryWriter(tmp_path, "abc")
+    writer.add({"kind": "event", "text": "after"})
+    writer.close()
+    last = (tmp_path / HISTORY).read_text().splitlines()[-1]
+    assert json.loads(last)["text"] == "after"
+
+
+def test_folder_that_cannot_be_written_is_counted_and_mended(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file, where the folder should be")
+    writer = HistoryWriter(tmp_path / "run", "abc")
+    writer.add({"kind": "event", "text": "lost"})
+    until(lambda: writer.lost == 1)
+    assert writer.error
+    (tmp_path / "run").unlink()
+    writer.add({"kind": "event", "text": "kept"})
+    until(lambda: writer.error is None)
+    writer.close()
+    assert [line["text"] for line in read(tmp_path / "run" / HISTORY)] == ["kept"]
+
+
+def test_disk_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "LINES_WAITING", 10)
+    monkeypatch.setattr(history, "FINISH_WITHIN_S", 0.05)
+    hangs = threading.Event()
+    real = HistoryWriter._append
+
+    def append(self: HistoryWriter, name: str, lines: list[dict[str, Any]]) -> None:
+        hangs.wait(20)
+        real(self, name, lines)
+
+    monkeypatch.setattr(HistoryWriter, "_append", append)
+    writer = HistoryWriter(tmp_path, "abc")
+    for number in range(100):
+        writer.add({"kind": "event", "text": str(number)})
+    assert writer.lost >= 89, "what nobody can take is counted, not kept"
+    writer.close()  # for a bounded time
+    hangs.set()
+    writer._thread.join(20)
+    assert not writer._thread.is_alive()
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    writer = HistoryWriter(tmp_path, "abc")
+    writer.add({"kind": "round", "loss": float("nan")})
+    writer.close()
+    assert read(tmp_path / HISTORY)[0]["loss"] is None

@@ -1,0 +1,236 @@
+"""A broker that is stopped or killed goes on from its checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from whole_runs.test_processes import Site
+from whole_runs.test_training import State, assert_same, mlp, one_step, reference, sgd, state_of
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.storage.checkpoint import found, load
+from diloco_protocol import FragmentPlan, UsageError
+from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker.model.flat_state import ModelTensors
+
+LOCAL: dict[str, Any] = {
+    "bind": "tcp://127.0.0.1:*",
+    "feed": "tcp://127.0.0.1:*",
+    "chunk_elements": 16,
+    "wire_dtype": "fp32",
+}
+
+
+def a_config(folder: Path, **options: Any) -> BrokerConfig:
+    return BrokerConfig(**{**LOCAL, "save_dir": str(folder), **options})
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Look until it is so, at most so many seconds."""
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, "it did not happen in time"
+        threading.Event().wait(0.01)
+
+
+def gradients(number: int, like: State) -> State:
+    generator = torch.Generator().manual_seed(number)
+    return {name: torch.randn(t.shape, generator=generator) for name, t in like.items()}
+
+
+OUTERS: dict[str, dict[str, Any]] = {
+    "nesterov": {},
+    "dn": {"mode": "async", "workers": 3, "outer": "dn"},
+    "fedbuff": {"mode": "async", "workers": 3, "outer": "fedbuff"},
+    "two fragments": {"num_fragments": 2, "sync_every": 8},
+}
+
+
+@pytest.mark.parametrize("name", OUTERS)
+def test_run_that_is_stopped_and_resumed_is_bit_for_bit_the_run_that_is_not(
+    tmp_path: Path, name: str
+) -> None:
+    torch.manual_seed(3)
+    model = mlp()
+    options = OUTERS[name]
+    pieces = options.get("num_fragments", 1)
+
+    def pushes(broker: Broker, first: int, last: int) -> State:
+        with DiLoCoClient(broker.address, worker_id="w", timeout=20) as client:
+            start = client.join(model)
+            plan = FragmentPlan.of(ModelTensors.of_module(model).manifest, pieces)
+            for number in range(first, last):
+                trained = dict(start.tensors)
+                if pieces == 1:
+                    client.push(gradients(number, trained))
+                else:
+                    fragment = number % pieces
+                    part = {n: trained[n] for n in plan.parameters(fragment)}
+                    client.push(gradients(number, part), fragment=fragment)
+                client.pull()
+            return dict(client.pull().tensors)
+
+    with Broker(a_config(tmp_path / "calm", **options)) as broker:
+        calm = pushes(broker, 0, 8)
+    for first in range(0, 8, 3):
+        with Broker(a_config(tmp_path / "broken", **options)) as broker:
+            broken = pushes(broker, first, min(8, first + 3))
+    assert all(torch.equal(calm[key], broken[key]) for key in calm)
+    newest = [load(found(tmp_path / each)[0]) for each in ("calm", "broken")]
+    assert newest[0].number == newest[1].number == 8
+    assert newest[1].life == 3
+    assert newest[1].run != newest[0].run
+    assert newest[0].totals["rounds"] == newest[1].totals["rounds"] == 8
+
+
+def test_workers_outlive_a_killed_broker_and_the_run_is_as_if_it_had_lived(tmp_path: Path) -> None:
+    """Killed between two rounds, once the checkpoint is on the disk: momentum and all are there."""
+    torch.manual_seed(4)
+    first = mlp()
+    rounds, h = 6, 3
+    options = ("--workers", "2", "--sync-every", str(h), "--wire-dtype", "fp32")
+    site = Site(tmp_path)
+    broker, address = site.broker(*options)
+
+    def train(worker: int) -> list[State]:
+        model = copy.deepcopy(first)
+        optimizer = sgd(model)
+        history = []
+        with DiLoCoWorker(model, optimizer, server=address, worker_id=f"w{worker}") as diloco:
+            for step in range(rounds * h):
+                one_step(model, optimizer, worker, step)
+                history.append(state_of(model))
+                if worker == 0 and step == 3 * h - 1:
+                    restart()
+            assert diloco.sync_metrics.unsynced_steps == 0
+            assert diloco.sync_metrics.reconnections == 1
+        return history
+
+    def restart() -> None:
+        wait_for(lambda: [p.name[-1:] for p in found(tmp_path / "diloco-run")][:1] == ["3"])
+        broker.child.kill()
+        broker.child.wait(10)
+        again, _ = site.broker(*options, bind=address)
+        again.waits_for("goes on with round 3")
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            histories = [run.result(90) for run in [pool.submit(train, w) for w in range(2)]]
+    finally:
+        for process in site.processes:
+            process.close()
+    wanted = reference(lambda: copy.deepcopy(first), sgd, 2, rounds, h)
+    assert_same(histories, wanted, rtol=2e-5, atol=1e-6)
+
+
+def test_delta_in_flight_outlives_a_restart_with_another_wire_dtype(tmp_path: Path) -> None:
+    model = torch.nn.Linear(7, 5)
+    exact = [gradients(number, state_of(model)) for number in range(2)]
+    deltas = [{name: t.bfloat16().float() for name, t in each.items()} for each in exact]
+    plain = {"workers": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
+    with ExitStack() as stack:
+        broker = stack.enter_context(Broker(a_config(tmp_path, **plain, wire_dtype="bf16")))
+        clients = [
+            stack.enter_context(DiLoCoClient(broker.address, worker_id=name, timeout=20))
+            for name in "ab"
+        ]
+        start, _ = [client.join(model) for client in clients]
+        clients[0].push(deltas[0])
+        broker.stop()
+        config = a_config(tmp_path, **plain, bind=broker.address, wire_dtype="fp32")
+        again = stack.enter_context(Broker(config))
+        wait_for(lambda: len(again._core.state.members) == 2)
+        clients[1].push(deltas[1])
+        final = clients[0].pull()
+    for name, before in start.tensors.items():
+        mean = (deltas[0][name] + deltas[1][name]) / 2
+        torch.testing.assert_close(before - final.tensors[name], mean, rtol=1e-6, atol=1e-6)
+
+
+def test_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(5)
+    model = mlp()
+    with (
+        Broker(a_config(tmp_path)) as broker,
+        DiLoCoClient(broker.address, timeout=20) as client,
+    ):
+        start = client.join(model)
+        for number in range(4):
+            client.push(gradients(number, dict(start.tensors)))
+            client.pull()
+    newest, before = found(tmp_path)[:2]
+    damaged = newest / "fragment-0.safetensors"
+    damaged.unlink()  # it may be a link to the file of the one before
+    damaged.write_bytes(b"nothing")
+    with Broker(a_config(tmp_path)) as broker, DiLoCoClient(broker.address, timeout=20) as client:
+        client.join(model)
+        assert client.pull().version.counter == load(before).number
+    assert f"Skipped a checkpoint: {newest}" in caplog.text
+
+
+def test_folder_without_a_sound_checkpoint_stops_the_start_with_a_way_out(tmp_path: Path) -> None:
+    bad = tmp_path / "checkpoint-0001-000000000001"
+    bad.mkdir()
+    with pytest.raises(UsageError, match="Give --resume none to begin afresh"):
+        Broker(a_config(tmp_path))
+    with pytest.raises(UsageError, match="there is no checkpoint at that place"):
+        Broker(a_config(tmp_path, resume=str(tmp_path / "nowhere")))
+    Broker(a_config(tmp_path, resume="none")).close()
+
+
+def test_other_model_is_refused_and_told_that_a_run_is_gone_on_with(tmp_path: Path) -> None:
+    torch.manual_seed(6)
+    model = mlp()
+    with Broker(a_config(tmp_path)) as broker, DiLoCoClient(broker.address, timeout=20) as client:
+        start = client.join(model)
+        client.push(gradients(0, dict(start.tensors)))
+        client.pull()
+    with (
+        Broker(a_config(tmp_path)) as broker,
+        DiLoCoClient(broker.address, timeout=20) as client,
+        pytest.raises(Exception, match="goes on from the checkpoint before round 1"),
+    ):
+        client.join(torch.nn.Linear(2, 2))
+
+
+def test_gradients_collected_for_a_buffer_of_another_size_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With N = 3, two gradients are in the buffer; a mean of four would divide them by four."""
+    torch.manual_seed(7)
+    model = mlp()
+    options: dict[str, Any] = {"mode": "async", "outer": "fedbuff"}
+
+    def pushes(first: int, last: int, **more: Any) -> None:
+        with (
+            Broker(a_config(tmp_path, **options, **more)) as broker,
+            DiLoCoClient(broker.address, worker_id="w", timeout=20) as client,
+        ):
+            start = client.join(model)
+            for number in range(first, last):
+                client.push(gradients(number, dict(start.tensors)))
+                client.pull()
+
+    pushes(0, 2, dn_buffer=3)
+    assert "delayed" in load(found(tmp_path)[0]).fragments[0].outer
+    pushes(2, 3, dn_buffer=3)  # the third: a momentum step
+    pushes(3, 5, dn_buffer=3)
+    pushes(5, 5, dn_buffer=4)
+    assert "took 3 gradients" in caplog.text
+    assert "takes 4 now (--dn-buffer)" in caplog.text
+    pushes(5, 6, dn_buffer=4)
+    collected = load(found(tmp_path)[0]).fragments[0].outer["delayed"]
+    alone = dict(gradients(5, model.state_dict()))
+    total = sum(float(t.double().sum()) for t in collected if t is not None)
+    assert total == pytest.approx(sum(float(t.double().sum()) for t in alone.values()), rel=1e-4)

@@ -1,0 +1,430 @@
+"""Any optimizer of torch as the outer one, by factory; and which one the options choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from broker.tensors.test_outer_optimizers import (  # noqa: F401 - `seed` is a fixture of all tests
+    ALL_SHAPES,
+    ETA,
+    EVERY,
+    MU,
+    N,
+    adamw,
+    by_group,
+    dn_step,
+    exact,
+    near,
+    nesterov_step,
+    seed,
+    several_seeds,
+    sgd,
+)
+from torch import Tensor
+from torch.nn import Parameter
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.tensors.outer.chunked import (
+    DelayedNesterov,
+    DirectDelayed,
+    FedBuff,
+    Nesterov,
+    Outer,
+    Sgd,
+    make_outer,
+)
+from diloco_broker.tensors.outer.torch_optim import (
+    FragmentParameters,
+    OuterOptimizerFactory,
+    TorchOuter,
+)
+from diloco_protocol.codecs import as_bytes
+from diloco_protocol.errors import UsageError
+from kit.chunked_model import MANIFEST, SHAPES, ChunkedModel, same, shaped
+
+# Torch optimizers by factory.
+
+
+class Whole:
+    """A torch optimizer on whole tensors of a fragment, as its user would write it."""
+
+    def __init__(self, model: ChunkedModel, fragment: int, factory: OuterOptimizerFactory) -> None:
+        self.shapes = SHAPES[fragment] if len(model.start) == 2 else ALL_SHAPES
+        start = shaped(model.start[fragment], self.shapes)
+        named = {name: Parameter(values) for name, values in start.items()}
+        self.parameters = FragmentParameters(fragment, named)
+        self.optimizer = factory(self.parameters)
+
+    def step(self, flat: Tensor) -> None:
+        for name, gradient in shaped(flat, self.shapes).items():
+            self.parameters.named[name].grad = gradient
+        self.optimizer.step()
+
+    def descend(self, flat: Tensor) -> None:
+        with torch.no_grad():
+            rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
+            for name, gradient in shaped(flat, self.shapes).items():
+                parameter = self.parameters.named[name]
+                parameter.sub_(rates[id(parameter)] * gradient)
+
+    def put(self, flat: Tensor) -> None:
+        with torch.no_grad():
+            for name, values in shaped(flat, self.shapes).items():
+                self.parameters.named[name].copy_(values)
+
+    @property
+    def flat(self) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
+
+
+FACTORIES: dict[str, OuterOptimizerFactory] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=ETA),
+    "nesterov": sgd,
+    "groups": by_group,
+    "adamw": adamw,
+}
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 4, 7, 64])
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("name", FACTORIES)
+def test_torch_optimizer_steps_whole_tensors_bit_for_bit(
+    name: str, fragments: int, chunk_elements: int
+) -> None:
+    factory = FACTORIES[name]
+    outer = TorchOuter(factory)
+    model = ChunkedModel(outer, fragments=fragments, chunk_elements=chunk_elements)
+    wholes = [Whole(model, fragment, factory) for fragment in range(fragments)]
+    for _ in range(4):
+        for fragment, whole in enumerate(wholes):
+            gradient = torch.randn_like(model.start[fragment])
+            model.merges(gradient, fragment=fragment)
+            whole.step(gradient)
+            assert torch.equal(model.theta(fragment), whole.flat)
+
+
+@several_seeds
+@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("rule", ["fedbuff", "direct"])
+def test_torch_optimizer_steps_on_the_mean_of_a_buffer(rule: Any, name: str) -> None:
+    factory = FACTORIES[name]
+    model = ChunkedModel(TorchOuter(factory, rule, N))
+    whole = Whole(model, 0, factory)
+    for _ in range(3):
+        gradients = [torch.randn_like(model.start[0]) for _ in range(N)]
+        for gradient in gradients:
+            model.merges(gradient)
+        if rule == "direct":
+            for gradient in gradients[:-1]:
+                whole.descend(gradient)
+        whole.step(torch.stack(gradients).mean(dim=0))
+        torch.testing.assert_close(model.theta(), whole.flat, rtol=1e-4, atol=1e-5)
+
+
+@several_seeds
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("lr", [0.1, ETA])
+def test_paper_s_form_takes_rate_and_momentum_of_each_group(fragments: int, lr: float) -> None:
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        made = by_group(parameters)
+        made.param_groups[1]["lr"] = lr
+        return made
+
+    model = ChunkedModel(TorchOuter(factory, "paper", N, 0.2), fragments=fragments)
+    for fragment, start in enumerate(model.start):
+        first = 15 if fragment == 0 else 12
+        eta = np.where(np.arange(start.numel()) < first, lr, ETA)
+        mu = np.where(np.arange(start.numel()) < first, 0.5, MU)
+        theta = exact(start)
+        m, buffer = np.zeros_like(theta), np.zeros_like(theta)
+        for t in range(3 * N + 1):
+            gradient = torch.randn_like(start)
+            model.merges(gradient, fragment=fragment)
+            buffer, boundary = buffer + exact(gradient), (t + 1) % N == 0
+            theta, m = dn_step(theta, exact(gradient), m, buffer, boundary, 0.2, eta, mu)
+            buffer = buffer * (not boundary)
+            near(model.theta(fragment), theta)
+
+
+def test_paper_s_form_reads_the_groups_at_each_step_and_never_steps_the_optimizer() -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        made.append(torch.optim.Adam(parameters, lr=0.5, betas=(0.6, 0.9)))
+        return made[-1]
+
+    model = ChunkedModel(TorchOuter(factory, "paper", 1))
+    theta = exact(model.start[0])
+    m = np.zeros_like(theta)
+    for lr, mu in ((0.5, 0.6), (0.25, 0.7), (0.125, 0.8)):
+        made[0].param_groups[0].update(lr=lr, betas=(mu, 0.9))
+        gradient = torch.randn_like(model.start[0])
+        model.merges(gradient)
+        theta, m = nesterov_step(theta, exact(gradient), m, lr, mu)
+        near(model.theta(), theta)
+    assert not made[0].state
+
+
+@pytest.mark.parametrize("rule", ["each", "direct"])
+def test_learning_rate_that_changes_later_is_used(rule: Any) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        made.append(torch.optim.SGD(parameters, lr=1.0))
+        return made[-1]
+
+    model = ChunkedModel(TorchOuter(factory, rule, N))
+    made[0].param_groups[0]["lr"] = 0.25
+    gradient = torch.randn_like(model.start[0])
+    model.merges(gradient)
+    torch.testing.assert_close(model.theta(), model.start[0] - 0.25 * gradient)
+
+
+def test_factory_is_called_once_for_each_fragment_with_its_parameters_in_order() -> None:
+    calls: list[FragmentParameters] = []
+    values: list[list[Tensor]] = []
+
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        calls.append(parameters)
+        values.append([parameter.detach().clone() for parameter in parameters])
+        return torch.optim.SGD(parameters, lr=1.0 + parameters.fragment)
+
+    model = ChunkedModel(TorchOuter(factory), fragments=2)
+    assert [parameters.fragment for parameters in calls] == [0, 1]
+    for fragment, parameters in enumerate(calls):
+        wanted = shaped(model.start[fragment], SHAPES[fragment])
+        assert list(parameters.named) == [e.name for e in MANIFEST.entries if e.name in wanted]
+        assert list(map(id, parameters)) == list(map(id, parameters.named.values()))
+        assert all(p.dtype is torch.float32 for p in parameters)
+        assert same(values[fragment], list(wanted.values()))
+    model.place(0, torch.randn_like(model.start[0]))  # another worker provides the first version
+    starts = [model.theta(fragment) for fragment in range(2)]
+    for _ in range(2):
+        gradients = [torch.randn_like(start) for start in starts]
+        for fragment, gradient in enumerate(gradients):
+            model.merges(gradient, fragment=fragment)
+            starts[fragment] -= (1.0 + fragment) * gradient
+            torch.testing.assert_close(model.theta(fragment), starts[fragment])
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("name", ["torch", "torch-fedbuff", "torch-direct"])
+def test_whole_tensors_wait_for_the_last_chunk_in_any_order(name: str) -> None:
+    model, twin = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
+    twin.place(0, model.start[0])
+    spans = model.layout.fragments[0].spans
+    for count in range(N):
+        gradient = torch.randn_like(model.start[0])
+        twin.merges(gradient)
+        order = torch.randperm(len(spans)).tolist()
+        last = max(order, key=lambda i: order.index(i) if spans[i].segment == "parameters" else -1)
+        answered: list[int] = []
+        for index in order:
+            span = spans[index]
+            if span.segment == "parameters":
+                payload = bytearray(as_bytes(gradient[span.start : span.stop].clone()))
+            else:
+                payload = bytearray(span.elements * (8 if span.segment == "integers" else 4))
+            model.tensors.fold(0, index, payload, 1.0)
+            done = [one.index for one in model.tensors.step(0, index, 1.0, count)]
+            if span.segment != "parameters":
+                assert done == [index], "buffers do not wait"
+            else:
+                assert bool(done) == (index == last)
+            answered += done
+        assert sorted(answered) == list(range(len(spans)))
+        assert torch.equal(model.theta(), twin.theta())
+
+
+def test_optimizer_sees_no_gradient_where_nobody_delivered() -> None:
+    model = ChunkedModel(TorchOuter(adamw))
+    whole = Whole(model, 0, adamw)
+    for lacks in ([], [1, 3], [0], []):
+        gradient = torch.randn_like(model.start[0])
+        model.merges(gradient, lacks=lacks)
+        before = whole.flat
+        is_lacking = torch.zeros_like(before, dtype=torch.bool)
+        for index in lacks:
+            is_lacking[4 * index : 4 * index + 4] = True
+        whole.step(gradient.masked_fill(is_lacking, 0.0))
+        whole.put(torch.where(is_lacking, before, whole.flat))
+        assert torch.equal(model.theta(), whole.flat)
+
+
+def test_gradients_that_wait_for_other_chunks_are_not_folded_over() -> None:
+    model, twin = ChunkedModel(TorchOuter(adamw)), ChunkedModel(TorchOuter(adamw))
+    twin.place(0, model.start[0])
+    gradient = torch.randn_like(model.start[0])
+    for span in model.spans(0):
+        payload = as_bytes(gradient[span.start : span.stop].clone())
+        model.tensors.fold(0, span.index, payload, 1.0)
+        model.tensors.step(0, span.index, 1.0, 0)
+        model.tensors.fold(0, span.index, bytearray(payload.nbytes), 1.0)  # of the next round
+    twin.merges(gradient)
+    assert torch.equal(model.theta(), twin.theta())
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps by the sign of the gradient, which is finite where the gradient is not."""
+
+    def __init__(self, parameters: FragmentParameters) -> None:
+        super().__init__(parameters, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(0.5 * parameter.grad.sign())
+
+
+def test_gradient_that_is_not_finite_never_reaches_the_optimizer() -> None:
+    model = ChunkedModel(TorchOuter(Signs))
+    poison = torch.full_like(model.start[0], float("inf"))
+    assert all(done.overflow for done in model.merges(poison, count=0))
+    assert torch.equal(model.theta(), model.start[0])
+    model.merges(torch.ones_like(poison))
+    torch.testing.assert_close(model.theta(), model.start[0] - 0.5)
+
+
+def test_enormous_gradient_does_not_stop_adam_for_good() -> None:
+    """g squared overflows: the second moment would be infinite, the parameters stay finite."""
+    model, twin = ChunkedModel(TorchOuter(adamw)), ChunkedModel(TorchOuter(adamw))
+    twin.place(0, model.start[0])
+    poison = torch.zeros_like(model.start[0])
+    poison[3] = 1e20
+    assert all(done.overflow for done in model.merges(poison, count=0))
+    gradient = torch.randn_like(poison)
+    model.merges(gradient)
+    twin.merges(gradient)
+    assert same(model.memory(), twin.memory())
+
+
+class Stubborn(torch.optim.SGD):
+    """Cannot step."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("closure is None")
+
+
+def test_optimizer_that_cannot_step_is_named() -> None:
+    model = ChunkedModel(TorchOuter(lambda parameters: Stubborn(parameters, lr=0.1)))
+    with pytest.raises(UsageError, match=r"Stubborn of fragment 0 failed .*closure is None"):
+        model.merges(torch.randn_like(model.start[0]))
+
+
+def no_optimizer(parameters: FragmentParameters) -> Any:
+    return list(parameters)
+
+
+def leaves_out(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameters.named["layer"]], lr=0.1)
+
+
+def with_a_tensor(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=torch.tensor(0.1))
+
+
+def of_copies(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([Parameter(p.detach().clone()) for p in parameters], lr=0.1)
+
+
+def raises(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameters.named["nothing"]], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("factory", "sentence"),
+    [
+        (no_optimizer, "returned list for fragment 0; it must return a torch.optim.Optimizer"),
+        (leaves_out, "left 4 of 5 parameters of fragment 0 out, the first is embedding;"),
+        (of_copies, "left 5 of 5 parameters"),
+        (with_a_tensor, "settings cannot be saved .*give plain numbers, such as lr=0.1"),
+        (raises, r"failed for fragment 0 with 5 parameters: KeyError\('nothing'\)"),
+    ],
+)
+def test_factory_that_cannot_be_used_is_refused_with_a_sentence(
+    factory: Callable[[FragmentParameters], Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        ChunkedModel(TorchOuter(factory))
+
+
+def test_paper_s_form_names_the_group_that_has_no_momentum() -> None:
+    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad([{"params": parameters[:2]}, {"params": parameters[2:]}])
+
+    with pytest.raises(UsageError, match="Group 0 of Adagrad of fragment 0 has neither momentum"):
+        ChunkedModel(TorchOuter(factory, "paper", N))
+    ChunkedModel(TorchOuter(factory, "direct", N))  # it needs the learning rate only
+
+
+# Choosing one.
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, Nesterov(0.7, 0.9)),
+        ({"nesterov": False, "outer_lr": 0.5}, Nesterov(0.5, 0.9, nesterov=False)),
+        ({"outer": "sgd", "workers": 4}, Sgd(0.7, 1.0)),
+        ({"outer": "sgd", "workers": 4, "mode": "async"}, Sgd(0.7, 0.25)),
+        ({"outer": "nesterov", "workers": 4, "mode": "async"}, Nesterov(0.7, 0.9)),
+        ({"workers": 4, "mode": "async"}, DelayedNesterov(0.7, 0.9, 4)),
+        (
+            {"workers": 4, "mode": "async", "dn_buffer": 2, "dn_c": 0.5},
+            DelayedNesterov(0.7, 0.9, 2, 0.5),
+        ),
+        (
+            {"workers": 4, "mode": "async", "dn_variant": "direct"},
+            DirectDelayed(Nesterov(0.7, 0.9), 4),
+        ),
+        ({"outer": "fedbuff", "dn_buffer": 3}, FedBuff(Nesterov(0.7, 0.9), 3)),
+        ({"outer": "dn"}, DelayedNesterov(0.7, 0.9, 1)),
+    ],
+)
+def test_configuration_chooses_the_optimizer(options: dict[str, Any], wanted: Outer) -> None:
+    assert make_outer(BrokerConfig(**options)) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, TorchOuter(adamw)),
+        ({"mode": "async", "workers": 4}, TorchOuter(adamw)),
+        ({"outer": "fedbuff", "dn_buffer": 3}, TorchOuter(adamw, "fedbuff", 3)),
+        (
+            {"outer": "dn", "mode": "async", "workers": 4, "dn_c": 0.1},
+            TorchOuter(adamw, "paper", 4, 0.1),
+        ),
+        (
+            {"outer": "dn", "mode": "async", "workers": 4, "dn_variant": "direct"},
+            TorchOuter(adamw, "direct", 4),
+        ),
+    ],
+)
+def test_factory_is_combined_with_the_configuration(options: dict[str, Any], wanted: Outer) -> None:
+    assert make_outer(BrokerConfig(**options), adamw) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"outer": "sgd"}, "--outer sgd and outer_optimizer_factory exclude each other"),
+        ({"outer": "nesterov"}, "--outer nesterov and outer_optimizer_factory exclude"),
+        ({"outer_lr": 0.5}, "outer_lr is 0.5, which outer_optimizer_factory leaves without effect"),
+        ({"mode": "async", "dn_buffer": 2}, "dn_buffer is 2, .* choose --outer dn or fedbuff"),
+    ],
+)
+def test_factory_that_contradicts_the_configuration_is_refused(
+    options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        make_outer(BrokerConfig(**options), adamw)
+
+
+def test_delayed_nesterov_has_no_classical_form() -> None:
+    with pytest.raises(UsageError, match="--no-nesterov does not go with Delayed Nesterov"):
+        make_outer(BrokerConfig(mode="async", workers=2, nesterov=False))

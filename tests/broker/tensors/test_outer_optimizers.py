@@ -1,0 +1,515 @@
+"""Outer optimizers against their formulas, over several chunks and fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from diloco_broker.tensors.outer.chunked import (
+    DelayedNesterov,
+    DirectDelayed,
+    FedBuff,
+    Nesterov,
+    Outer,
+    Sgd,
+)
+from diloco_broker.tensors.outer.torch_optim import (
+    FragmentParameters,
+    State,
+    TorchOuter,
+)
+from diloco_broker.tensors.parameters import Done
+from diloco_protocol.codecs import as_bytes
+from kit.chunked_model import SHAPES, ChunkedModel, read, same, wire
+
+ETA, MU, N = 0.7, 0.9, 3
+SEEDS = [1, 2, 3]
+ALL_SHAPES = SHAPES[0] | SHAPES[1]
+
+
+def sgd(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=ETA, momentum=MU, nesterov=True)
+
+
+def adamw(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.1, betas=(0.8, 0.95), weight_decay=0.3)
+
+
+def by_group(parameters: FragmentParameters) -> torch.optim.Optimizer:
+    """The embedding (its fragment's layer in the other one) learns at a rate of its own."""
+    first, *others = parameters
+    groups: list[dict[str, Any]] = [
+        {"params": others},
+        {"params": [first], "lr": 0.1, "momentum": 0.5},
+    ]
+    return torch.optim.SGD(groups, lr=ETA, momentum=MU, nesterov=True)
+
+
+OUTERS: dict[str, Outer] = {
+    "nesterov": Nesterov(ETA, MU),
+    "classical": Nesterov(ETA, MU, nesterov=False),
+    "plain": Nesterov(ETA, 0.0),
+    "sgd": Sgd(ETA, 1 / N),
+    "dn": DelayedNesterov(ETA, MU, N),
+    "dn-c": DelayedNesterov(ETA, MU, N, 0.2),
+    "direct": DirectDelayed(Nesterov(ETA, MU), N),
+    "fedbuff": FedBuff(Nesterov(ETA, MU), N),
+}
+BY_FACTORY: dict[str, Outer] = {
+    "torch": TorchOuter(adamw),
+    "torch-groups": TorchOuter(by_group),
+    "torch-fedbuff": TorchOuter(adamw, "fedbuff", N),
+    "torch-direct": TorchOuter(adamw, "direct", N),
+    "torch-paper": TorchOuter(by_group, "paper", N, 0.2),
+}
+EVERY = OUTERS | BY_FACTORY
+BUFFERED = [name for name, outer in EVERY.items() if outer.size > 1]
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(getattr(request, "param", 0))
+        yield
+
+
+several_seeds = pytest.mark.parametrize("seed", SEEDS, indirect=True)
+
+
+# References: numpy in fp64, whole fragments, straight from the formulas.
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def nesterov_step(theta: Array, g: Array, m: Array, eta: Any, mu: Any) -> tuple[Array, Array]:
+    m = mu * m + g
+    return theta - eta * (g + mu * m), m
+
+
+def reference(name: str, theta: Array, gradients: list[Array]) -> list[Array]:
+    """Parameters after each gradient."""
+    m, buffer = np.zeros_like(theta), np.zeros_like(theta)
+    found = []
+    for t, g in enumerate(gradients):
+        buffer = buffer + g
+        boundary = (t + 1) % N == 0
+        match name:
+            case "nesterov":
+                theta, m = nesterov_step(theta, g, m, ETA, MU)
+            case "classical":
+                m = MU * m + g
+                theta = theta - ETA * m
+            case "plain":
+                theta = theta - ETA * g
+            case "sgd":
+                theta = theta - ETA * g / N
+            case "dn" | "dn-c":
+                theta, m = dn_step(theta, g, m, buffer, boundary, 0.2 if name == "dn-c" else 0.0)
+            case "direct" if not boundary:
+                theta = theta - ETA * g
+            case "direct" | "fedbuff" if boundary:
+                theta, m = nesterov_step(theta, buffer / N, m, ETA, MU)
+        buffer = buffer * (not boundary)
+        found.append(theta)
+    return found
+
+
+def dn_step(
+    theta: Array,
+    g: Array,
+    m: Array,
+    buffer: Array,
+    boundary: bool,
+    c: float,
+    eta: Any = ETA,
+    mu: Any = MU,
+    n: int = N,
+) -> tuple[Array, Array]:
+    if boundary:
+        m = mu * m + buffer / n
+        return theta - eta * ((1 - c * n + c) * mu * m + g / n), m
+    return theta - eta * (c * mu * m + g / n), m
+
+
+def exact(values: Tensor) -> Array:
+    return values.double().numpy()
+
+
+def near(got: Tensor, wanted: Array) -> None:
+    np.testing.assert_allclose(exact(got), wanted, rtol=2e-5, atol=2e-5)
+
+
+# The element-wise optimizers.
+
+
+@pytest.mark.parametrize(
+    ("momentum", "nesterov"), [(0.0, False), (0.5, False), (0.5, True), (0.9, False), (0.9, True)]
+)
+def test_nesterov_is_torch_s_sgd_bit_for_bit(momentum: float, nesterov: bool) -> None:
+    theta = torch.randn(1000)
+    parameter = Parameter(theta.clone())
+    wanted = torch.optim.SGD([parameter], lr=0.7, momentum=momentum, nesterov=nesterov)
+    outer = Nesterov(0.7, momentum, nesterov)
+    state: State = {}
+    for count in range(5):
+        gradient = torch.randn(1000)
+        parameter.grad = gradient.clone()
+        wanted.step()
+        before = theta.clone()
+        stepped, state = outer.step(theta, gradient, state, count)
+        assert torch.equal(theta, before), "the old parameters must not change"
+        assert torch.equal(stepped, parameter)
+        theta = stepped
+
+
+@several_seeds
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("name", OUTERS)
+def test_optimizer_follows_its_formula(name: str, fragments: int) -> None:
+    model = ChunkedModel(OUTERS[name], fragments=fragments)
+    for fragment, start in enumerate(model.start):
+        gradients = [torch.randn_like(start) for _ in range(3 * N + 1)]
+        wanted = reference(name, exact(start), [exact(g) for g in gradients])
+        for gradient, theta in zip(gradients, wanted, strict=True):
+            assert not any(done.overflow for done in model.merges(gradient, fragment=fragment))
+            near(model.theta(fragment), theta)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_streamed_and_staged_steps_are_the_same(name: str) -> None:
+    streamed, staged = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
+    staged.place(0, streamed.start[0])
+    for _ in range(2 * N + 1):
+        gradient = torch.randn_like(streamed.start[0])
+        chunks = [streamed.steps(gradient), staged.merges(gradient)]
+        assert [bytes(one.wire) for one in chunks[0]] == [bytes(one.wire) for one in chunks[1]]
+    assert not torch.equal(streamed.theta(), streamed.start[0])
+
+
+@several_seeds
+def test_delayed_nesterov_from_one_base_is_one_synchronous_step_on_the_mean() -> None:
+    model = ChunkedModel(DelayedNesterov(ETA, MU, N))
+    theta = exact(model.start[0])
+    m = np.zeros_like(theta)
+    for _ in range(4):
+        gradients = [torch.randn_like(model.start[0]) for _ in range(N)]
+        for gradient in gradients:
+            model.merges(gradient)
+        mean = np.mean([exact(gradient) for gradient in gradients], axis=0)
+        theta, m = nesterov_step(theta, mean, m, ETA, MU)
+        near(model.theta(), theta)
+
+
+@several_seeds
+def test_delayed_nesterov_with_a_buffer_of_one_is_nesterov_for_each_push() -> None:
+    delayed, plain = ChunkedModel(DelayedNesterov(ETA, MU, 1)), ChunkedModel(Nesterov(ETA, MU))
+    delayed.place(0, plain.start[0])
+    for _ in range(6):
+        gradient = torch.randn_like(plain.start[0])
+        delayed.merges(gradient)
+        plain.merges(gradient)
+        torch.testing.assert_close(delayed.theta(), plain.theta(), rtol=1e-6, atol=1e-6)
+
+
+@several_seeds
+def test_c_of_one_nth_spreads_the_momentum_evenly() -> None:
+    model = ChunkedModel(DelayedNesterov(ETA, MU, N, 1 / N))
+    gradient = torch.randn_like(model.start[0])
+    for _ in range(N):
+        model.merges(gradient)  # m is now the gradient
+    moves = []
+    for _ in range(2 * N):
+        before = model.theta()
+        model.merges(torch.zeros_like(gradient))
+        moves.append(exact(before - model.theta()))
+    g = exact(gradient)
+    m = [g] * (N - 1) + [MU * g] * N + [MU * MU * g]
+    for move, momentum in zip(moves, m, strict=True):
+        np.testing.assert_allclose(move, ETA * MU / N * momentum, rtol=1e-4, atol=1e-5)
+
+
+def test_direct_counts_gradients_twice() -> None:
+    """N equal gradients g, no momentum: the paper's form moves by eta g, direct by eta N g."""
+    outers: dict[Outer, int] = {
+        DelayedNesterov(ETA, 0.0, N): 1,
+        DirectDelayed(Nesterov(ETA, 0.0), N): N,
+    }
+    for outer, times in outers.items():
+        model = ChunkedModel(outer)
+        gradient = torch.randn_like(model.start[0])
+        for _ in range(N):
+            model.merges(gradient)
+        near(model.theta(), exact(model.start[0]) - ETA * times * exact(gradient))
+
+
+@pytest.mark.parametrize("name", ["fedbuff", "torch-fedbuff"])
+def test_fedbuff_keeps_the_parameters_between_boundaries(name: str) -> None:
+    model = ChunkedModel(EVERY[name])
+    before = model.theta()
+    for t in range(2 * N):
+        model.merges(torch.randn_like(before))
+        stays = torch.equal(model.theta(), before)
+        assert stays == ((t + 1) % N != 0)
+        before = model.theta()
+
+
+# Promises that every optimizer keeps.
+
+
+@pytest.mark.parametrize("reply", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", EVERY)
+def test_what_was_handed_out_or_is_being_saved_never_changes(name: str, reply: str) -> None:
+    model = ChunkedModel(EVERY[name], reply=reply)
+    held: list[Tensor] = []
+    sums: list[bytes] = []
+    for _ in range(2 * N + 1):
+        model.merges(torch.randn_like(model.start[0]))
+        state = model.tensors.outer_state(0)
+        held += [t for t in model.tensors.masters(0) if t is not None]
+        held += [t for tensors in state.values() for t in tensors if t is not None]
+        sums = sums + [bytes(as_bytes(t)) for t in held[len(sums) :]]
+        wires = [bytes(chunk) for chunk in model.handed_out]
+        model.steps(torch.randn_like(model.start[0]))
+        assert [bytes(as_bytes(t)) for t in held] == sums
+        assert [bytes(chunk) for chunk in model.handed_out][: len(wires)] == wires
+
+
+@pytest.mark.parametrize("name", BY_FACTORY)
+def test_copy_of_the_optimizer_s_state_does_not_change(name: str) -> None:
+    model = ChunkedModel(EVERY[name])
+    for _ in range(N):
+        model.merges(torch.randn_like(model.start[0]))
+    saved = model.tensors.optimizer_state(0)
+    before = model.memory()[2]
+    for _ in range(N):
+        model.merges(torch.randn_like(model.start[0]))
+    assert same(saved, before)
+    moves = name != "torch-paper"
+    assert same(model.tensors.optimizer_state(0), before) != moves
+
+
+ENORMOUS = {"inf": float("inf"), "nan": float("nan"), "largest": 3e38}
+
+
+@pytest.mark.parametrize("kind", ENORMOUS)
+@pytest.mark.parametrize("name", EVERY)
+def test_step_that_is_not_finite_leaves_no_trace(name: str, kind: str) -> None:
+    """Before each gradient that no buffer is due at, one that cannot be used comes in; a twin never
+    sees those."""
+    model, twin = (ChunkedModel(EVERY[name], reply="fp16") for _ in range(2))
+    twin.place(0, model.start[0])
+    for count in range(2 * N + 1):
+        gradient = torch.randn_like(model.start[0])
+        poison = gradient.clone()
+        poison[5] = ENORMOUS[kind]  # in the second of the chunks
+        # An enormous value fits a buffer that is only filled; what it leads to overflows later.
+        is_only_kept = "fedbuff" in name and (count + 1) % N and kind == "largest"
+        is_due = name in BUFFERED and (count + 1) % N == 0
+        if not is_only_kept and not is_due:
+            before = model.memory()
+            done = model.merges(poison, lacks=[0, 2, 3, 4, 5, 6, 7, 8, 9], count=count)
+            assert [one.index for one in done if one.overflow] == [1]
+            assert same(model.memory(), before)
+        wires = [[one.wire for one in each.merges(gradient)] for each in (model, twin)]
+        assert [bytes(w) for w in wires[0]] == [bytes(w) for w in wires[1]]
+    assert same(model.memory(), twin.memory())
+
+
+@pytest.mark.parametrize("name", ["fedbuff", "direct", "dn", "torch-fedbuff", "torch-direct"])
+def test_sum_that_overflows_leaves_the_buffer_as_it_was(name: str) -> None:
+    outers: dict[str, Outer] = {
+        "fedbuff": FedBuff(Nesterov(1e-20, MU), N),
+        "direct": DirectDelayed(Nesterov(1e-20, MU), N),
+        "dn": DelayedNesterov(1e-20, MU, N),
+        "torch-fedbuff": TorchOuter(lambda p: torch.optim.SGD(p, lr=1e-20), "fedbuff", N),
+        "torch-direct": TorchOuter(lambda p: torch.optim.SGD(p, lr=1e-20), "direct", N),
+    }
+    model = ChunkedModel(outers[name])
+    large = torch.full_like(model.start[0], 3e38)
+    assert not any(done.overflow for done in model.merges(large))
+    before = model.memory()
+    assert all(done.overflow for done in model.merges(large))
+    assert same(model.memory(), before)
+
+
+@pytest.mark.parametrize("turn", range(N))
+@pytest.mark.parametrize("kind", [*ENORMOUS, "absent"])
+@pytest.mark.parametrize("name", BUFFERED)
+def test_boundary_without_a_usable_gradient_is_a_boundary_with_a_gradient_of_zero(
+    name: str, kind: str, turn: int
+) -> None:
+    """In three buffers running the gradient of one turn cannot be used; a twin has zeros at a boundary
+    and nothing between them."""
+    model, twin = (ChunkedModel(EVERY[name], reply="fp16") for _ in range(2))
+    twin.place(0, model.start[0])
+    if "fedbuff" in name and turn < N - 1 and kind == "largest":
+        return  # it fits the buffer; see the test of buffers that are thrown away
+    for count in range(3 * N):
+        gradient = torch.randn_like(model.start[0])
+        if count % N != turn:
+            done = model.merges(gradient)
+            assert not any(one.overflow for one in done)
+            twin.merges(gradient)
+        else:
+            poison = None if kind == "absent" else torch.full_like(gradient, ENORMOUS[kind])
+            done = model.merges(poison)
+            assert all(one.overflow == (kind != "absent") for one in done)
+            twin.merges(torch.zeros_like(gradient) if turn == N - 1 else None)
+        assert same(model.memory(), twin.memory())
+        theta = torch.cat([read(one, torch.float16) for one in model.handed_out[-len(done) :]])
+        assert torch.equal(theta, model.theta().half()), "what is handed out is what is kept"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("name", BUFFERED)
+def test_chunk_that_nobody_delivered_at_a_boundary_applies_its_buffer(
+    name: str, streamed: bool
+) -> None:
+    model, twin = (ChunkedModel(EVERY[name]) for _ in range(2))
+    twin.place(0, model.start[0])
+    for count in range(3 * N):
+        gradient = torch.randn_like(model.start[0])
+        is_due = (count + 1) % N == 0
+        if not is_due:
+            model.merges(gradient)
+        elif streamed:
+            steps_lacking_one(model, gradient, count)
+        else:
+            model.merges(gradient, lacks=[1], count=count)
+        gradient[4:8] *= not is_due
+        twin.merges(gradient, count=count)
+        model.counts[0] = count + 1
+        assert same(model.memory(), twin.memory())
+
+
+@pytest.mark.parametrize("kind", ["usable", "nan", "absent"])
+@pytest.mark.parametrize("name", ["dn", "direct", "fedbuff", "torch-fedbuff", "torch-direct"])
+def test_buffer_that_does_not_fit_is_thrown_away_and_momentum_kept(name: str, kind: str) -> None:
+    outers = EVERY | {
+        "torch-fedbuff": TorchOuter(sgd, "fedbuff", N),
+        "torch-direct": TorchOuter(sgd, "direct", N),
+    }
+    model = ChunkedModel(outers[name], reply="fp16")
+    model.place(0, torch.full_like(model.start[0], 6e4))
+    for _ in range(N):
+        model.merges(torch.ones_like(model.start[0]))
+    momentum = model.memory()[1:]
+    assert "delayed" not in momentum[0]
+    for _ in range(N - 1):  # what fits as it comes and, with the momentum, not in the end
+        large = torch.full_like(model.start[0], 8e4 if "direct" in name else 2e5)
+        assert not any(done.overflow for done in model.merges(large))
+    theta = model.theta()
+    last = {"usable": torch.ones_like(theta), "nan": theta * float("nan"), "absent": None}[kind]
+    assert all(done.overflow for done in model.merges(last)), "it is never lost silently"
+    assert torch.equal(model.theta(), theta)
+    assert same(model.memory()[1:], momentum)
+
+
+@pytest.mark.parametrize("name", ["fedbuff", "torch-fedbuff"])
+def test_buffer_that_can_never_be_applied_is_thrown_away(name: str) -> None:
+    outers: dict[str, Outer] = {
+        "fedbuff": FedBuff(Nesterov(ETA, MU), N),
+        "torch-fedbuff": TorchOuter(sgd, "fedbuff", N),
+    }
+    model, twin = (ChunkedModel(outers[name], reply="fp16") for _ in range(2))
+    twin.place(0, model.start[0])
+    gradients = [torch.randn_like(model.start[0]) for _ in range(N)]
+    for count, gradient in enumerate(gradients):
+        done = model.merges(gradient * (1e9 if count == 0 else 1))
+        assert any(one.overflow for one in done) == (count == N - 1)
+    assert torch.equal(model.theta(), model.start[0])
+    for gradient in gradients:
+        done = model.merges(gradient)
+        twin.merges(gradient)
+    assert not any(one.overflow for one in done)
+    assert torch.equal(model.theta(), twin.theta())
+    assert not torch.equal(model.theta(), model.start[0])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_several_groups_are_applied_one_after_the_other(name: str) -> None:
+    together, alone = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
+    together.place(0, alone.start[0])
+    for groups in (2, 1, 4):
+        gradients = [torch.randn_like(alone.start[0]) for _ in range(groups)]
+        together.merges(*gradients)
+        for gradient in gradients:
+            alone.merges(gradient)
+    assert same(together.memory(), alone.memory())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_empty_group_takes_no_step_and_counts_all_the_same(name: str) -> None:
+    model, twin = ChunkedModel(EVERY[name]), ChunkedModel(EVERY[name])
+    twin.place(0, model.start[0])
+    first, second = torch.randn(2, model.elements(0))
+    model.merges(first, None)
+    model.merges(None, None, second, None)
+    twin.merges(first, count=0)
+    if name in BUFFERED:
+        twin.merges(torch.zeros_like(first), count=2)  # the buffer is due whatever comes
+    twin.merges(second, count=4)
+    if name in BUFFERED:
+        twin.merges(torch.zeros_like(first), count=5)
+    assert same(model.memory(), twin.memory())
+    before = model.memory()
+    assert not any(done.overflow for done in model.merges(*[None] * 2 * N))
+    assert same(model.memory(), before), "no buffer, no step, at boundaries too"
+
+
+def steps_lacking_one(model: ChunkedModel, gradient: Tensor, count: int) -> list[Done]:
+    """A streamed step in which nobody delivered chunk 1."""
+    done = []
+    for span in model.spans(0):
+        if span.index != 1:
+            model.tensors.fold(0, span.index, wire(gradient[span.start : span.stop]), 1.0)
+        done += model.tensors.step(0, span.index, float(span.index != 1), count)
+    assert len(done) == len(model.spans(0))
+    return done
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("name", EVERY)
+def test_chunk_that_nobody_delivered_keeps_its_value(name: str, streamed: bool) -> None:
+    model = ChunkedModel(EVERY[name])
+    for _ in range(N):
+        model.merges(torch.randn_like(model.start[0]))
+    before = model.theta()
+    for count in range(N, 2 * N):
+        gradient = torch.randn_like(before)
+        if streamed:
+            done = steps_lacking_one(model, gradient, count)
+        else:
+            done = model.merges(gradient, lacks=[1], count=count)
+        assert not any(one.overflow for one in done)
+        assert torch.equal(model.theta()[4:8], before[4:8])
+    assert not torch.equal(model.theta()[:4], before[:4])
+    model.merges(torch.randn_like(before), count=2 * N - 1)
+    assert not torch.equal(model.theta()[4:8], before[4:8])
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("name", EVERY)
+def test_training_goes_on_from_what_was_exported(name: str, fragments: int) -> None:
+    model = ChunkedModel(EVERY[name], fragments=fragments)
+    for _ in range(N + 1):
+        for fragment, start in enumerate(model.start):
+            model.merges(torch.randn_like(start), fragment=fragment)
+    again = ChunkedModel(EVERY[name], fragments=fragments)
+    for fragment in range(fragments):
+        masters, state, optimizer = model.memory(fragment)
+        again.tensors.restore(fragment, masters, state, optimizer)
+        again.counts[fragment] = model.counts[fragment]
+    for _ in range(N + 1):
+        for fragment, start in enumerate(model.start):
+            gradient = torch.randn_like(start)
+            model.merges(gradient, fragment=fragment)
+            again.merges(gradient, fragment=fragment)
+    for fragment in range(fragments):
+        assert same(again.memory(fragment), model.memory(fragment))

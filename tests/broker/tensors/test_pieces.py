@@ -1,0 +1,151 @@
+"""Chunks worked on piece by piece, and contributions that are held as they came: the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from diloco_broker.tensors import aggregate
+from diloco_broker.tensors.aggregate import PIECE_ELEMENTS, Gradient, StreamingMean
+from diloco_broker.tensors.outer.chunked import Nesterov
+from diloco_broker.tensors.parameters import Parameters
+from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
+from diloco_protocol.chunks import ModelLayout
+from kit.chunked_model import read, wire
+from kit.raw_worker import DTYPES
+
+ELEMENTS = 2 * PIECE_ELEMENTS + 77  # three pieces, the last one short
+CHUNKS = 3
+
+
+def a_layout() -> ModelLayout:
+    entry = TensorEntry("w", (CHUNKS * ELEMENTS,), "float32", Kind.TRAINABLE)
+    return lay_out(Manifest((entry,)), chunk_elements=ELEMENTS)
+
+
+def added_up(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted mean, of whole chunks and one contribution after the other."""
+    total = deltas[0].float() * weights[0]
+    for delta, weight in zip(deltas[1:], weights[1:], strict=True):
+        total.add_(delta.float(), alpha=weight)
+    return total / sum(weights)
+
+
+@pytest.mark.parametrize("held", [0, 1, 4, 100])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_mean_has_the_same_bits_however_many_contributions_are_held(
+    held: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregate, "HELD", held)
+    dice = random.Random(held)
+    mean = StreamingMean(a_layout().fragments[0], DTYPES[name])
+    weights = [1.0, 0.3, 7.0, 1.0]
+    deltas = [[torch.randn(ELEMENTS).to(DTYPES[name]) for _ in weights] for _ in range(CHUNKS)]
+    comes = [(index, n) for index in range(CHUNKS) for n in range(len(weights))]
+    dice.shuffle(comes)
+    order: list[list[int]] = [[] for _ in range(CHUNKS)]
+    for index, n in comes:
+        assert mean.fold(index, wire(deltas[index][n], DTYPES[name]), weights[n])
+        order[index].append(n)
+        assert mean.held <= held
+    for index in range(CHUNKS):
+        gradient = mean.take(index, sum(weights))
+        assert isinstance(gradient, Gradient)
+        got = gradient.whole() if index else torch.cat([p.clone() for p in gradient.pieces()])
+        in_order = order[index]
+        wanted = added_up([deltas[index][n] for n in in_order], [weights[n] for n in in_order])
+        assert torch.equal(got, wanted)
+    assert mean.held == 0
+
+
+@pytest.mark.parametrize("held", [0, 1, 100])
+@pytest.mark.parametrize("order", list(itertools.permutations(("fp32", "bf16", "fp16"))))
+def test_contributions_to_one_mean_may_differ_in_wire_dtype(
+    held: int, order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregate, "HELD", held)
+    mean = StreamingMean(a_layout().fragments[0], torch.bfloat16)
+    weights = [1.0, 0.3, 7.0]
+    deltas = [torch.randn(ELEMENTS).to(DTYPES[name]) for name in order]
+    for delta, weight in zip(deltas, weights, strict=True):
+        assert mean.fold(0, wire(delta, delta.dtype), weight, delta.dtype)
+    gradient = mean.take(0, sum(weights))
+    assert gradient is not None
+    assert torch.equal(gradient.whole(), added_up(deltas, weights))
+
+
+@pytest.mark.parametrize("held", [0, 100])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("reply", ["fp32", "bf16"])
+def test_rounds_of_long_chunks_are_those_of_torch_sgd_bit_for_bit(
+    reply: str, nesterov: bool, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregate, "HELD", held)
+    start = torch.randn(CHUNKS * ELEMENTS)
+    tensors = Parameters(
+        a_layout(),
+        Nesterov(0.7, 0.9, nesterov),
+        wire="bf16",
+        reply=reply,
+        initial={"w": start.clone()},
+    )
+    for index in range(CHUNKS):
+        tensors.place(0, index)
+    parameter = torch.nn.Parameter(start.clone())
+    sgd = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=nesterov)
+    for count in range(3):
+        deltas = [torch.randn(CHUNKS * ELEMENTS).bfloat16() for _ in range(2)]
+        for index in range(CHUNKS):
+            for delta in deltas:
+                part = delta[index * ELEMENTS : (index + 1) * ELEMENTS]
+                assert tensors.fold(0, index, wire(part, torch.bfloat16), 1.0)
+        sent = [tensors.step(0, index, 2.0, count)[0].wire for index in range(CHUNKS)]
+        parameter.grad = added_up(deltas, [1.0, 1.0])
+        sgd.step()
+        got = torch.cat([read(each, DTYPES[reply]) for each in sent])
+        assert torch.equal(got, parameter.detach().to(DTYPES[reply]))
+        masters = [each for each in tensors.masters(0) if each is not None]
+        assert torch.equal(torch.cat(masters), parameter.detach())
+
+
+@pytest.mark.parametrize("place", [0, PIECE_ELEMENTS, ELEMENTS - 1])
+@pytest.mark.parametrize("reply", ["fp32", "bf16", "fp16"])
+def test_overflow_in_any_piece_leaves_no_trace_of_the_others(reply: str, place: int) -> None:
+    tensors = Parameters(
+        a_layout(),
+        Nesterov(0.7, 0.9),
+        wire="fp32",
+        reply=reply,
+        initial={"w": torch.randn(CHUNKS * ELEMENTS)},
+    )
+    tensors.place(0, 0)
+    assert tensors.fold(0, 0, wire(torch.randn(ELEMENTS)), 1.0)
+    tensors.step(0, 0, 1.0, 0)
+    before, remembered = tensors.masters(0)[0], tensors.outer_state(0)["momentum"][0]
+    assert before is not None and remembered is not None
+    kept = before.clone(), remembered.clone()
+    huge = torch.randn(ELEMENTS)
+    huge[place] = 3.4e38
+    assert tensors.fold(0, 0, wire(huge), 1.0), "it is finite, and still too large to step with"
+    (done,) = tensors.step(0, 0, 1.0, 1)
+    assert done.overflow
+    assert torch.equal(read(done.wire, DTYPES[reply]), kept[0].to(DTYPES[reply]))
+    assert tensors.masters(0)[0] is before
+    assert torch.equal(before, kept[0]) and torch.equal(remembered, kept[1])
+    assert tensors.outer_state(0)["momentum"][0] is remembered
+
+
+@pytest.mark.parametrize("place", [0, PIECE_ELEMENTS, ELEMENTS - 1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_contribution_with_a_bad_value_anywhere_is_not_held(bad: float, place: int) -> None:
+    mean = StreamingMean(a_layout().fragments[0], torch.bfloat16)
+    delta = torch.randn(ELEMENTS)
+    delta[place] = bad
+    assert not mean.fold(0, wire(delta.bfloat16(), torch.bfloat16), 1.0)
+    assert mean.held == 0
+    assert mean.take(0, 1.0) is None

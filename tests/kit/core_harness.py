@@ -1,0 +1,585 @@
+"""A stage for the broker's core: a fake clock, puppets for workers, and tensor work that is only noted.
+
+Instead of adding tensors the stage keeps, for every chunk of every version, which pushes are in it. So a
+test can ask the one question that matters: was each contribution counted exactly once?
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.events import (
+    Acted,
+    Audit,
+    DropPlaces,
+    End,
+    Ended,
+    Event,
+    Fold,
+    Folded,
+    FoldRefused,
+    ForgetBuffer,
+    Inspect,
+    Inspected,
+    InspectRefused,
+    Log,
+    Merge,
+    PeerGone,
+    Place,
+    Placed,
+    PlaceRefused,
+    Received,
+    Revert,
+    RoundReport,
+    Save,
+    Saved,
+    SaveFailed,
+    Send,
+    Step,
+    Stepped,
+    StoodStill,
+    Tick,
+    Tune,
+    Work,
+)
+from diloco_broker.core.machine import Core
+from diloco_broker.core.state.model_source import InitialModel, Restored, Resumption
+from diloco_broker.shell.served_time import ServedTime
+from diloco_broker.storage.checkpoint import Image
+from diloco_broker.storage.writer import image_of
+from diloco_protocol.chunks import Bitmap
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.messages import (
+    Chunk,
+    Commit,
+    Control,
+    Credit,
+    Error,
+    Grant,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Notice,
+    Pull,
+    Purpose,
+    Push,
+    Released,
+    Result,
+    Welcome,
+)
+from diloco_protocol.version import Ledger, VersionId
+
+M = TypeVar("M", bound=Message)
+
+CHUNK_ELEMENTS = 4
+RUN = "00000000000000aa"
+
+
+def a_manifest(chunks: int = 3, **others: TensorEntry) -> Manifest:
+    """A model whose one trainable tensor takes so many chunks of the stage's size."""
+    entries = [TensorEntry("weight", (chunks * CHUNK_ELEMENTS,), "float32", Kind.TRAINABLE)]
+    return Manifest((*entries, *others.values()))
+
+
+def layered(layers: int, chunks: int = 2) -> Manifest:
+    """A model of so many layers, each of so many chunks of the stage's size."""
+    size = (chunks * CHUNK_ELEMENTS,)
+    names = [f"layers.{number}.weight" for number in range(layers)]
+    return Manifest(tuple(TensorEntry(name, size, "float32", Kind.TRAINABLE) for name in names))
+
+
+class Payload:
+    """A buffer of which only the length and a mark matter; a donated one says what it contains."""
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        is_finite: bool = True,
+        squares: float = 1.0,
+        contents: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        self.nbytes = nbytes
+        self.is_finite = is_finite
+        self.squares = squares
+        self.contents = contents
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A finished chunk: the (worker, push id) pairs that it has ever averaged, with multiplicity."""
+
+    contents: tuple[tuple[str, int], ...]
+    nbytes: int = 4 * CHUNK_ELEMENTS
+
+
+@dataclass(frozen=True)
+class Held:
+    """One fragment as a worker holds it."""
+
+    version: VersionId
+    ledger: Ledger
+    wires: tuple[Wire, ...]
+
+
+Holdings = tuple[Held | None, ...]
+
+
+@dataclass
+class Stage:
+    """The core under a fake clock. With `by_hand`, tensor work waits until `work()` is called."""
+
+    config: BrokerConfig
+    manifest: Manifest = field(default_factory=a_manifest)
+    by_hand: bool = False
+    initial: InitialModel | None = None
+    resumption: Resumption | None = None
+    life: int = 1
+
+    def __post_init__(self) -> None:
+        self.now = 1000.0
+        self._draws = iter(range(self.life << 40, (self.life + 1) << 40))
+        self.core = Core(
+            self.config, lambda: next(self._draws), self.now, self.initial, self.resumption
+        )
+        self.inbox: dict[bytes, list[Message]] = {}
+        self.received: dict[bytes, list[tuple[Chunk, Any]]] = {}
+        self.logs: list[str] = []
+        self.saves: list[int] = []  # numbers of the checkpoints asked for
+        self.images: list[Image] = []  # what each of them would have in it
+        self.audits: list[Audit] = []
+        self.acts: list[Acted] = []
+        self.reports: list[RoundReport] = []
+        self.tunes: list[BrokerConfig] = []
+        self.ends: list[End] = []
+        self.restored: list[Revert | ForgetBuffer] = []
+        self.work_queue: deque[Work] = deque()
+        self.gone: set[bytes] = set()
+        self.chunks: dict[tuple[int, int], Wire] = {}
+        self.sums: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
+        self.steps: list[Step] = []
+        self.merges: list[Merge] = []
+        self._routes = 0
+        for fragment in self.resumption.fragments if self.resumption else ():
+            self._put_back(fragment)
+
+    # The world.
+
+    @property
+    def state(self) -> Any:
+        return self.core.state
+
+    def route(self) -> bytes:
+        self._routes += 1
+        return b"route-%d" % self._routes
+
+    def passes(self, seconds: float) -> None:
+        """Time goes on, with a tick at least every tenth of a second of it."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + max(0.1, seconds / 50))
+            self.happens(Tick())
+
+    def stands_still(self, seconds: float) -> None:
+        """The broker's process is stopped for so long, or its machine sleeps; then it serves again."""
+        readings = iter((self.now, self.now + seconds))
+        clock = ServedTime(readings.__next__)
+        self.now = clock()
+        if left_out := clock.stood_still():
+            self.happens(StoodStill(left_out))
+        self.happens(Tick())
+
+    def happens(self, event: Event) -> None:
+        """Feed the core and carry out what it asks for; invariants are checked after each event."""
+        pending = deque([event])
+        while pending:
+            for effect in self.core.handle(pending.popleft(), self.now):
+                match effect:
+                    case Send(route, message, payload):
+                        if route in self.gone:
+                            pending.append(PeerGone(route))
+                        elif isinstance(message, Chunk):
+                            self.received.setdefault(route, []).append((message, payload))
+                        else:
+                            self.inbox.setdefault(route, []).append(message)
+                    case Log():
+                        self.logs.append(effect.text)
+                    case Fold() | Step() | Inspect() | Merge() | Place():
+                        self.work_queue.append(effect)
+                    case Save(number, books):
+                        self.saves.append(number)
+                        self.images.append(image_of(self.state, self, books, self.life))  # type: ignore[arg-type]
+                    case Audit():
+                        self.audits.append(effect)
+                    case Revert(fragment):
+                        self.restored.append(effect)
+                        self._put_back(fragment)
+                    case ForgetBuffer():
+                        self.restored.append(effect)
+                    case Acted(who=who, text=text):
+                        self.acts.append(effect)
+                        self.logs.append(f"{who}: {text}.")
+                    case Ended(report):
+                        self.reports.append(report)
+                    case Tune(config):
+                        assert not any(isinstance(w, Step | Merge) for w in self.work_queue)
+                        self.tunes.append(config)
+                    case End():
+                        self.ends.append(effect)
+                    case DropPlaces():
+                        kept = (w for w in self.work_queue if not isinstance(w, Place))
+                        self.work_queue = deque(kept)
+            self.core.check_invariants()
+            waiting = [work for work in self.work_queue if isinstance(work, Fold | Inspect)]
+            assert self.state.waiting == len(waiting), "chunks that wait are miscounted"
+        if not self.by_hand:
+            self.work()
+
+    def work(self, pieces: int | None = None) -> None:
+        """Carry out queued tensor work."""
+        done = 0
+        while self.work_queue and (pieces is None or done < pieces):
+            done += 1
+            self.happens_by_hand(self._carry_out(self.work_queue.popleft()))
+
+    def happens_by_hand(self, event: Event) -> None:
+        by_hand, self.by_hand = self.by_hand, True
+        try:
+            self.happens(event)
+        finally:
+            self.by_hand = by_hand
+
+    def _carry_out(self, work: Work) -> Event:
+        match work:
+            case Place(fragment, index, payload):
+                if payload is not None and not payload.is_finite:
+                    return PlaceRefused(work)
+                contents = () if payload is None else payload.contents
+                self.chunks[fragment, index] = Wire(contents)
+                return Placed(work, self.chunks[fragment, index])
+            case Fold(fragment, index, worker, push_id, weight, _, payload):
+                if not payload.is_finite:
+                    return FoldRefused(work)
+                self.sums.setdefault((fragment, index), []).append((worker, push_id, weight))
+                return Folded(work)
+            case Step(fragment, index, weight):
+                self.steps.append(work)
+                parts = self.sums.pop((fragment, index), [])
+                total = sum(part[2] for part in parts)
+                assert abs(total - weight) < 1e-9, "the mean is divided by what was not added"
+                added = tuple((worker, push_id) for worker, push_id, _ in parts)
+                return self._added(fragment, index, added)
+            case Inspect(payload=payload):
+                if not payload.is_finite:
+                    return InspectRefused(work)
+                return Inspected(work, payload.squares)
+            case Merge(fragment, index, groups):
+                self.merges.append(work)
+                assert all(p.payload is not None for group in groups for p in group)
+                added = tuple((p.worker_id, p.push_id) for group in groups for p in group)
+                return self._added(fragment, index, added)
+
+    def _added(self, fragment: int, index: int, added: tuple[tuple[str, int], ...]) -> Stepped:
+        self.chunks[fragment, index] = Wire(self.chunks[fragment, index].contents + added)
+        return Stepped(fragment, index, self.chunks[fragment, index])
+
+    # The disk.
+
+    def is_saved(self, number: int | None = None) -> None:
+        """A checkpoint is written: that of this number, or the one asked for last."""
+        number = self.saves[-1] if number is None else number
+        self.happens(Saved(number, f"run/checkpoint-{number}"))
+
+    def cannot_save(
+        self, error: str = "No space left on device", number: int | None = None
+    ) -> None:
+        self.happens(SaveFailed(self.saves[-1] if number is None else number, error))
+
+    def _put_back(self, fragment: int) -> None:
+        if self.resumption is not None:
+            for index, wire in enumerate(self.resumption.fragments[fragment].wires):
+                self.chunks[fragment, index] = wire
+
+    def restarted(self, image: Image | None = None, **options: Any) -> Stage:
+        """A broker that was killed and goes on from a checkpoint, the last one asked for."""
+        image = image or self.images[-1]
+        config = replace(self.config, **options)
+        return Stage(
+            config, self.manifest, self.by_hand, resumption=resumption(image), life=self.life + 1
+        )
+
+    # Read by `saving.image_of`.
+
+    def masters(self, fragment: int) -> list[Wire]:
+        chunks = self.state.shelf.stocks[fragment].layout.chunks
+        return [self.chunks[fragment, index] for index in range(chunks)]
+
+    def outer_state(self, fragment: int) -> dict[str, Any]:
+        return {}
+
+    def optimizer_state(self, fragment: int) -> None:
+        return None
+
+    # What came of it.
+
+    @property
+    def round(self) -> Any:
+        assert self.state.round is not None, "no round is open: there are no parameters yet"
+        return self.state.round
+
+    def version(self, fragment: int = 0) -> VersionId:
+        version = self.state.shelf.stocks[fragment].version
+        assert isinstance(version, VersionId)
+        return version
+
+    def counted(self, fragment: int = 0) -> list[Counter[tuple[str, int]]]:
+        """For each chunk of the current version: how often each push is in it."""
+        return [Counter(wire.contents) for wire in self.state.shelf.stocks[fragment].wires]
+
+    def holdings(self) -> Holdings:
+        """What a worker holds that has the newest version of every fragment."""
+        return tuple(
+            Held(stock.version, stock.ledger, stock.wires) if stock.version else None
+            for stock in self.state.shelf.stocks
+        )
+
+    def worker(self, worker_id: str) -> Puppet:
+        return Puppet(self, worker_id)
+
+    def kicks(self, worker_id: str) -> Result:
+        """An operator removes a worker; returns the answer."""
+        return self.asks("kick", worker=worker_id)
+
+    def asks(self, action: str, **arguments: Any) -> Result:
+        """An operator asks for something; returns the answer."""
+        desk = self.route()
+        self.happens(Received(desk, Control(action, 1, arguments)))
+        results = [m for m in self.inbox.get(desk, ()) if isinstance(m, Result)]
+        return results[-1]
+
+    def joined(self, *worker_ids: str) -> list[Puppet]:
+        """Workers that have joined and hold the current parameters."""
+        puppets = [self.worker(worker_id) for worker_id in worker_ids]
+        for puppet in puppets:
+            puppet.joins()
+        self.provide()
+        for puppet in puppets:
+            puppet.pulls()
+        return puppets
+
+    def provide(self) -> None:
+        """Let the parameters come from a donor, if one was asked."""
+        donor = self.state.members.named(self.state.bootstrap.donor or "")
+        for fragment in self.state.bootstrap.wanted if donor else ():
+            layout = self.state.shelf.stocks[fragment].layout
+            push = Push(
+                donor.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION
+            )
+            self.happens(Received(donor.control, push))
+            for span in layout.spans:
+                size = span.elements * (8 if span.segment.value == "integers" else 4)
+                chunk = Chunk(fragment, span.index, session=donor.session, push_id=77)
+                self.happens(Received(donor.control, chunk, Payload(size)))
+                self.work()
+
+
+@dataclass
+class Puppet:
+    """A worker on the stage: does as it is told, by the protocol or against it."""
+
+    stage: Stage
+    worker_id: str
+    session: bytes | None = None
+    control: bytes = b""
+    bulk: bytes = b""
+    push_id: int = 0
+    fragment: int = 0
+    base: VersionId | None = None
+    held: Holdings = ()
+
+    def sends(self, message: Message, payload: Any = None, *, on: bytes | None = None) -> None:
+        self.stage.happens(Received(self.control if on is None else on, message, payload))
+
+    def joins(self, **fields: Any) -> Puppet:
+        """Join on new connections; with the last session, if there is one."""
+        self.control, self.bulk = self.stage.route(), self.stage.route()
+        fields = {"manifest": self.stage.manifest, "session": self.session, **fields}
+        self.sends(Join(self.worker_id, **fields))
+        welcome = self.last(Welcome)
+        if welcome is not None:
+            self.session = welcome.session
+            self.sends(Credit(1000, self.session), on=self.bulk)
+        return self
+
+    def comes_with(self, held: Holdings, **fields: Any) -> Puppet:
+        """Join a broker that was started again, holding these versions."""
+        self.held = held
+        versions = tuple(each.version if each else None for each in held)
+        runs = (version.run for version in versions if version)
+        return self.joins(run=next(runs, None), versions=versions, **fields)
+
+    @property
+    def asked_for(self) -> list[int]:
+        """The fragments that it was asked to donate, in order."""
+        return [n.fragment for n in self.all(Notice) if n.what == "donate"]
+
+    def donates(
+        self, fragment: int = 0, indexes: Iterable[int] | None = None, **fields: Any
+    ) -> None:
+        """Offer what it holds of a fragment and send these chunks of it, all by default."""
+        held = self.held[fragment] if self.held else None
+        layout = self.stage.state.shelf.stocks[fragment].layout
+        is_finite = fields.pop("is_finite", True)
+        fields = {"base": held.version, "ledger": held.ledger, **fields} if held else fields
+        self.push_id, self.fragment = 7_000 + fragment, fragment
+        push = Push(
+            self.token(),
+            self.push_id,
+            fragment,
+            layout.chunks,
+            "fp32",
+            purpose=Purpose.DONATION,
+            **fields,
+        )
+        self.sends(push)
+        for index in range(layout.chunks) if indexes is None else indexes:
+            contents = held.wires[index].contents if held else ()
+            payload = Payload(4 * CHUNK_ELEMENTS, is_finite=is_finite, contents=contents)
+            chunk = Chunk(fragment, index, session=self.session, push_id=self.push_id)
+            self.sends(chunk, payload, on=self.bulk)
+
+    def token(self) -> bytes:
+        assert self.session is not None, f"{self.worker_id} has not joined"
+        return self.session
+
+    def pulls(self, after: int = -1, fragment: int = 0, credit: int = 0) -> None:
+        self.sends(Pull(fragment, after, self.token(), credit))
+        released = self.last(Released)
+        if released is not None:
+            self.base = released.version
+
+    def begins(self, push_id: int, *, weight: float = 1.0, **fields: Any) -> Grant | None:
+        """Offer a push; returns the grant."""
+        self.push_id = push_id
+        fragment = self.fragment = fields.setdefault("fragment", 0)
+        there = fragment if 0 <= fragment < len(self.stage.state.shelf.stocks) else 0
+        base = self.base if there == 0 and self.base else self.stage.version(there)
+        fields = {"base": base, "wire_dtype": "fp32", **fields}
+        chunks = self.stage.state.shelf.stocks[there].layout.chunks
+        self.sends(Push(self.token(), push_id, chunks=chunks, weight=weight, **fields))
+        return self.last(Grant)
+
+    def delivers(
+        self,
+        indexes: Iterable[int],
+        *,
+        is_finite: bool = True,
+        size: int = 0,
+        squares: float = 1.0,
+    ) -> None:
+        for index in indexes:
+            chunk = Chunk(self.fragment, index, session=self.session, push_id=self.push_id)
+            nbytes = size or 4 * CHUNK_ELEMENTS
+            payload = Payload(nbytes, is_finite=is_finite, squares=squares)
+            self.sends(chunk, payload, on=self.bulk)
+
+    def commits(self) -> None:
+        self.sends(Commit(self.token(), self.push_id, self.fragment))
+
+    def pushes(
+        self, push_id: int, *, weight: float = 1.0, squares: float = 1.0, **fields: Any
+    ) -> None:
+        """A whole push, as a well-behaved worker makes it: what is held is not sent again."""
+        grant = self.begins(push_id, weight=weight, **fields)
+        assert grant is not None
+        assert grant.standing.value in ("new", "resume"), grant
+        size = self.stage.state.shelf.stocks[self.fragment].layout.chunks
+        held = Bitmap.from_bytes(grant.held, size) if grant.held else Bitmap(size)
+        self.delivers(held.missing(), squares=squares)
+        self.commits()
+
+    def beats(self, step: int = 1, state: str = "training") -> None:
+        self.sends(Heartbeat(self.token(), step, state=state))
+
+    def leaves(self) -> None:
+        self.sends(Leave(self.token()))
+
+    def loses_connection(self) -> None:
+        """Its connections are gone, as the broker finds out when it sends something."""
+        self.stage.gone |= {self.control, self.bulk}
+        self.stage.happens(PeerGone(self.control))
+
+    def dies(self) -> None:
+        self.loses_connection()
+        self.stage.passes(self.stage.config.disconnect_grace + 0.2)
+
+    def last(self, kind: type[M]) -> M | None:
+        """The last message of a kind that came in on the control connection."""
+        messages = [m for m in self.stage.inbox.get(self.control, ()) if isinstance(m, kind)]
+        return messages[-1] if messages else None
+
+    def all(self, kind: type[M]) -> list[M]:
+        return [m for m in self.stage.inbox.get(self.control, ()) if isinstance(m, kind)]
+
+    def error(self) -> Error:
+        error = self.last(Error)
+        assert error is not None, f"{self.worker_id} got no error"
+        return error
+
+    @property
+    def chunks(self) -> list[tuple[Chunk, Any]]:
+        return self.stage.received.get(self.bulk, [])
+
+    def holds(self) -> VersionId | None:
+        """The version of which it has every chunk and the `released`, if there is one."""
+        released = self.last(Released)
+        if released is None:
+            return None
+        size = self.stage.state.shelf.stocks[released.fragment].layout.chunks
+        indexes = {c.index for c, _ in self.chunks if c.version == released.version}
+        return released.version if indexes == set(range(size)) else None
+
+
+def a_config(workers: int = 2, **fields: Any) -> BrokerConfig:
+    # At a new address a run begins at once: nobody can be on the way with an older one.
+    usual: dict[str, Any] = {"bind": "tcp://127.0.0.1:*", "wire_dtype": "fp32"}
+    fields = {"chunk_elements": CHUNK_ELEMENTS, **usual, **fields}
+    return BrokerConfig(workers=workers, **fields)
+
+
+def a_stage(workers: int = 2, chunks: int = 3, *, by_hand: bool = False, **fields: Any) -> Stage:
+    config = a_config(workers, **fields)
+    pieces = config.num_fragments
+    return Stage(config, a_manifest(chunks) if pieces == 1 else layered(pieces, chunks), by_hand)
+
+
+def resumption(image: Image) -> Resumption:
+    """What `saving.take_up` makes of a checkpoint, here without tensors."""
+    fragments = {
+        fragment: Restored(
+            each.version,
+            each.ledger,
+            each.gradients,
+            each.round,
+            each.averaged,
+            tuple(each.chunks),
+            each.tags,
+        )
+        for fragment, each in image.fragments.items()
+    }
+    return Resumption(
+        f"the checkpoint before round {image.number}",
+        image.run,
+        image.manifest,
+        image.number,
+        image.plan,
+        image.layout,
+        fragments,
+        image.workers,
+        image.totals,
+    )

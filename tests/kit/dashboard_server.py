@@ -1,0 +1,209 @@
+"""A stage for the dashboard: a feed without a broker, the real server in a thread, plain HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+from tools.test_top_once import status, worker
+
+from diloco_tools.dashboard.app import Dashboard, application
+from diloco_tools.dashboard.security import Policy
+from diloco_tools.dashboard.serving import Server, listen
+from diloco_tools.dashboard.source import FeedSource, ReplaySource
+from diloco_tools.dashboard.streams import Streams
+from diloco_tools.feed.model import TOPIC
+
+PATIENCE_S = 20.0  # for what ought to happen at once
+TOKEN = "the-token-of-these-tests"
+
+
+def a_worker(name: str, **keys: Any) -> dict[str, Any]:
+    """A worker as the feed shows it."""
+    return worker(name, **{"sync_age_s": 31.0, **keys})
+
+
+def a_status(**keys: Any) -> dict[str, Any]:
+    """What a broker in the middle of a synchronous run says: all that the page has a place for."""
+    more = {
+        "epoch": "ab12cd34",
+        "run": "3fa2c1d09b11aaaa",
+        "save_every": 1,
+        "min_workers": 1,
+        "checkpoint": {"folder": "diloco-run", "round": 411, "age_s": 12.0, "error": None},
+        "counts": {"alive": 4, "participating": 3, "averaged": 4},
+        "fragments": [{"fragment": 0, "version": 411, "tag": "deadbeef", "contributions": 1644}],
+        "workers": [a_worker("a100-0", state="waiting"), a_worker("rtx")],
+        "totals": {
+            "rounds": 411,
+            "pushes": 1650,
+            "rejected": 6,
+            "malformed": 9,
+            "contributions": 1644,
+            "refused": {"bad_push": 2, "non_finite": 4},
+            "bytes_up": 150_000_000_000,
+            "bytes_down": 300_000_000_000,
+            "deaths": 1,
+        },
+        "rejections": [
+            {"age_s": 40.0, "worker": "rtx", "code": "non_finite", "text": "Chunk 3 has a NaN."}
+        ],
+        "events": [
+            {"sequence": 1, "age_s": 90.0, "level": "info", "text": "round 411 closed"},
+            {"sequence": 2, "age_s": 41.0, "level": "warning", "text": "mac-mini left"},
+        ],
+    }
+    return status(**{**more, **keys})
+
+
+class Publisher:
+    """A broker's feed without a broker; sends only once somebody has subscribed."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
+        self._socket.linger = 0
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._has_subscriber = False
+
+    def says(self, **keys: Any) -> None:
+        if not self._has_subscriber:
+            assert self._socket.poll(int(1000 * PATIENCE_S)), "nobody subscribed"
+            assert self._socket.recv() == b"\x01" + TOPIC
+            self._has_subscriber = True
+        self._socket.send(TOPIC + json.dumps(a_status(**keys)).encode())
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Answer:
+    """Status, headers and body of one answer."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.status = response.status
+        self.headers = {name.lower(): value for name, value in response.getheaders()}
+        self.body = response.read()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class Events:
+    """An open event stream, read message by message."""
+
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self._connection = connection
+        self.response = connection.getresponse()
+
+    def next(self, kind: str) -> Any:
+        """The data of the next message of this kind; others are passed over."""
+        for _ in range(1000):
+            event, data, end = (self.response.readline().decode() for _ in range(3))
+            assert event, "the stream has ended"
+            assert (event[:7], data[:6], end) == ("event: ", "data: ", "\n")
+            if event == f"event: {kind}\n":
+                return json.loads(data[6:])
+        raise AssertionError(f"no {kind} came")
+
+    def close(self) -> None:
+        self.response.close()
+        self._connection.close()
+
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Site:
+    """A dashboard that is served, and requests to it."""
+
+    def __init__(self, port: int, server: Server, streams: Streams | None) -> None:
+        self.port, self.server, self.streams = port, server, streams
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        connection = self.connection()
+        try:
+            shown = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, shown)
+            return Answer(connection.getresponse())
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.request("GET", path, **headers)
+
+    def orders(self, document: Any, token: str | None = TOKEN, **headers: str) -> Answer:
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        headers = {"Content_Type": "application/json"} | headers
+        return self.request("POST", "/api/control", json.dumps(document), **headers)
+
+    def events(self, every: str = "1", headers: Mapping[str, str] | None = None) -> Events:
+        connection = self.connection()
+        connection.request("GET", f"/api/events?every={every}", headers=dict(headers or {}))
+        return Events(connection)
+
+    def await_state(self, **wanted: Any) -> Any:
+        """The first state in which the snapshot says all of `wanted`."""
+        deadline = time.monotonic() + PATIENCE_S
+        with self.events() as events:
+            while time.monotonic() < deadline:
+                state = events.next("state")
+                snapshot = (state["picture"] or {}).get("snapshot", {})
+                if all(snapshot.get(name) == value for name, value in wanted.items()):
+                    return state
+        raise AssertionError(f"no snapshot says {wanted}")
+
+
+@contextmanager
+def serving(
+    feed: str | None = None,
+    *,
+    policy: Policy | None = None,
+    control: str | None = None,
+    replay: ReplaySource | None = None,
+    most_streams: int = 16,
+) -> Iterator[Site]:
+    """The dashboard as the command serves it, in a thread and on a free port."""
+    source = FeedSource(feed) if feed is not None else None
+    streams = Streams(source, most_streams) if source is not None else None
+    made = Dashboard(policy or Policy("127.0.0.1", TOKEN), source, replay, control)
+    server = Server(application(made, streams), streams)
+    listening = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+    if source is not None:
+        source.start()
+    thread.start()
+    try:
+        yield Site(listening.getsockname()[1], server, streams)
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+        listening.close()
+        if source is not None:
+            source.close()
+        assert not thread.is_alive(), "the server does not end"

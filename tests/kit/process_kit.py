@@ -1,0 +1,232 @@
+"""Processes that can be killed for real and cost no import: forked from one that has torch already.
+
+Each function here is what such a process does. They are started by `Nursery`, of which there is one for
+each test that needs processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.cli import app
+from diloco_broker.shell.process_memory import keep_freed_memory
+from diloco_broker.storage import checkpoint
+from diloco_worker import DiLoCoClient, DiLoCoWorker
+
+PATIENCE_S = 40.0
+
+
+def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
+    """Look until there is something, at most so many seconds; returns it."""
+    until = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < until, "it did not happen in time"
+        threading.Event().wait(0.005)
+    return found
+
+
+class Child:
+    """A process and what it has written to its standard output and error."""
+
+    def __init__(self, process: ForkServerProcess, output: Connection) -> None:
+        self.process = process
+        self._output = bytearray()
+        self._reader = threading.Thread(target=self._read, args=(output,), daemon=True)
+        self._reader.start()
+
+    def _read(self, output: Connection) -> None:
+        with output:
+            while data := os.read(output.fileno(), 1 << 16):
+                self._output += data
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        return bytes(self._output).decode(errors="replace")
+
+    def says(self, words: str) -> str:
+        """The first line that contains these words; waits for it."""
+
+        def line() -> str | None:
+            assert self.process.is_alive() or words in self.output, f"it ended:\n{self.output}"
+            return next((line for line in self.output.splitlines() if words in line), None)
+
+        return str(wait_for(line))
+
+    def address(self) -> str:
+        """Of a broker."""
+        return self.says("control ").split()[1]
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.process.join(PATIENCE_S)
+
+    def ends(self, within: float = PATIENCE_S) -> int:
+        """Its exit code."""
+        self.process.join(within)
+        assert self.process.exitcode is not None, f"it has not ended in {within} s:\n{self.output}"
+        self._reader.join(PATIENCE_S)
+        return self.process.exitcode
+
+    def may_write(self, size: int) -> None:
+        """No file of it may grow beyond so many bytes: a full disk. -1: any size, as before."""
+        limit = resource.RLIM_INFINITY if size < 0 else size
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+
+class Nursery:
+    """Starts processes, and ends those that are left."""
+
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["diloco_broker.cli.app", "diloco_worker", "pytest"])
+
+    def start(self, work: Callable[..., None], *arguments: Any) -> Child:
+        output, end = self._context.Pipe(duplex=False)
+        with end:
+            process = self._context.Process(target=_run, args=(end, work, *arguments), daemon=True)
+            process.start()
+        self._children.append(Child(process, output))
+        return self._children[-1]
+
+    def broker(self, **options: Any) -> Child:
+        """A broker on a free port, unless `bind` says otherwise."""
+        address = "tcp://127.0.0.1:*"
+        local = {"bind": address, "feed": address, "wire_dtype": "fp32", "chunk_elements": 16}
+        return self.start(serve, {**local, **options})
+
+    def close(self) -> None:
+        for child in self._children:
+            if child.process.is_alive():
+                child.kill()
+            child.ends()
+            child.process.close()
+
+
+def _run(output: Connection, work: Callable[..., None], *arguments: Any) -> None:
+    with output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    torch.set_num_threads(1)
+    work(*arguments)
+
+
+# What processes do.
+
+
+def serve(options: dict[str, Any]) -> None:
+    """A broker as the daemon is, with options that the command line does not have."""
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    broker = Broker(BrokerConfig(**options))
+    keep_freed_memory()
+    app._end_on_signals(broker)
+    print("control", broker.address, flush=True)
+    broker.run()
+
+
+def command(*arguments: str) -> None:
+    """The daemon's own command line."""
+    sys.argv = ["diloco-broker", *arguments]
+    app.app()
+
+
+def command_with_a_disk_that_hangs(*arguments: str) -> None:
+    """The same, where the second checkpoint is never written."""
+    save = checkpoint.save
+    saves = iter(range(1000))
+
+    def hang(folder: Path, image: checkpoint.Image, keep: int) -> Path:
+        if next(saves):
+            print("hangs", flush=True)
+            threading.Event().wait()
+        return save(folder, image, keep)
+
+    checkpoint.save = hang
+    command(*arguments)
+
+
+def command_on_a_full_disk(*arguments: str) -> None:
+    """The same, where no file may grow from the start."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    command(*arguments)
+
+
+def stay(address: str, worker_id: str, model: torch.nn.Module) -> None:
+    """A worker that has joined and trains for ever."""
+    with DiLoCoClient(address, worker_id=worker_id, timeout=PATIENCE_S) as client:
+        client.join(model)
+        print("joined", flush=True)
+        threading.Event().wait()
+
+
+def save_for_ever(folder: Path, life: int) -> None:
+    """Checkpoint after checkpoint of what `an_image(number, number)` is."""
+    from broker.storage.test_checkpoint import an_image
+
+    for number in itertools.count(1):
+        image = replace(an_image(number, seed=number), life=life)
+        checkpoint.save(folder, image, keep=2)
+        print(f"saved {number} of {life}", flush=True)
+
+
+def a_line(width: int = 24) -> torch.nn.Linear:
+    """One layer, the same in each process: 576 parameters, 36 chunks of 16."""
+    model = torch.nn.Linear(width, width, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.randn(width, width, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+def step_of_a_line(model: torch.nn.Linear, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """One optimizer step on the batch of this number."""
+    x = torch.randn(8, model.in_features, generator=torch.Generator().manual_seed(100 + number))
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    optimizer.step()
+
+
+def train_from_checkpoint(address: str, path: Path, save_at: int, steps: int) -> None:
+    """A script that goes on from its checkpoint, if there is one, and writes one at a step."""
+    model = a_line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    diloco = DiLoCoWorker(model, optimizer, server=address, worker_id="a")
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "diloco": diloco}
+    done = 0
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        done = saved["done"]
+    with diloco:
+        print(f"begins at {done}", flush=True)
+        while done < steps:
+            step_of_a_line(model, optimizer, done)
+            done += 1
+            if done == save_at and not path.exists():
+                saved = {name: part.state_dict() for name, part in parts.items()}
+                torch.save({**saved, "done": done}, path)
+    print("done", flush=True)

@@ -1,0 +1,270 @@
+"""A full screen of diloco-top without a terminal: fake time, a fake feed, a fake broker to steer."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import math
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from textual.pilot import Pilot
+from tools.test_top_once import frame, status, worker
+
+from diloco_tools.feed.model import Snapshot, parse_snapshot
+from diloco_tools.top import palette
+from diloco_tools.top.application import Top
+from diloco_tools.top.canvas import Canvas
+from diloco_tools.top.steering import Answer
+from kit.paths import ROOT
+
+SNAPSHOTS = ROOT / "tests" / "tools" / "snapshots"
+UPDATE = "DILOCO_UPDATE_SNAPSHOTS"  # set it to write what is drawn now, and look at the difference
+FEED = "tcp://10.0.0.1:8513"
+PATIENCE_S = 20.0
+SMALL, LARGE = (80, 24), (140, 40)
+SIZES = (SMALL, LARGE)
+# Titles of the columns that are there at any width.
+ESSENTIAL = (
+    "WORKER",
+    "HEALTH",
+    "HOST",
+    "ROUND",
+    "INNER/H",
+    "ST/S",
+    "LOSS",
+    "BEAT",
+    "OLD",
+    "TX/S",
+    "RX/S",
+)
+
+CREW = (
+    worker("a100-0", host="cellar", state="waiting", inner_step=500, steps_per_s=12.4),
+    worker("a100-1", host="cellar", state="waiting", inner_step=500, steps_per_s=12.1),
+    worker("mac-mini", host="attic", health="lost", round=407, beat_age_s=41.0, staleness=5),
+    worker("rtx-home", host="desk", health="slow", inner_step=212, beat_age_s=80.0, rejected=2),
+    worker("xeon", host="rack-7", sync_every=320, inner_step=96, steps_per_s=2.2, loss=2.9),
+)
+
+
+def document(sequence: int = 1, **keys: Any) -> dict[str, Any]:
+    """The run that the pictures show, `sequence` seconds into its life."""
+    crew = [
+        each
+        | {
+            "bytes_up": each["bytes_up"] + sequence * speed,
+            "bytes_down": each["bytes_down"] + sequence * 2 * speed,
+            "sync_age_s": 53.6,
+        }
+        for each, speed in zip(CREW, (19_000_000, 19_000_000, 0, 2_000_000, 7_500_000), strict=True)
+    ]
+    whole = status(
+        sequence=sequence,
+        uptime_s=8000.0 + sequence,
+        round={
+            "number": 412,
+            "phase": "open",
+            "age_s": 12.2,
+            "expected": ["a100-0", "a100-1", "rtx-home", "xeon"],
+            "arrived": ["a100-0", "a100-1"],
+            "missing": ["rtx-home", "xeon"],
+            "floor": 2,
+        },
+        counts={"alive": 4, "participating": 2, "averaged": 3},
+        outer={"optimizer": "dn", "lr": 0.7, "momentum": 0.9, "variant": "paper", "buffer": 4},
+        fragments=[
+            {
+                "fragment": 0,
+                "version": 411,
+                "tag": "deadbeef",
+                "gradients": 411,
+                "buffered": 3,
+                "contributions": 1644,
+            }
+        ],
+        workers=crew,
+        totals={
+            "rounds": 411,
+            "pushes": 1644,
+            "rejected": 3,
+            "malformed": 1,
+            "bytes_up": 150_000_000_000 + sequence * 47_500_000,
+            "bytes_down": 300_000_000_000 + sequence * 95_000_000,
+            "deaths": 1,
+            "contributions": 1641,
+            "refused": {"late": 2, "non_finite": 1},
+        },
+        last_round={
+            "number": 370 + sequence,
+            "seconds": 41.24 + 4 * math.sin(sequence),
+            "averaged": 3,
+            "weight": 3.0,
+            "loss": 2.4131 + math.exp(-sequence / 12),
+            "delta_norm": 0.0131 * math.exp(-sequence / 40),
+        },
+        checkpoint={"folder": "/data/run", "round": 411, "age_s": 13.1, "error": None},
+        rejections=[
+            {
+                "age_s": 72.0,
+                "worker": "rtx-home",
+                "code": "late",
+                "text": "Round 410 closed without this push, and late work is dropped.",
+            },
+            {
+                "age_s": 4000.0,
+                "worker": "xeon",
+                "code": "non_finite",
+                "text": "Element 77 of chunk 3 is not finite.",
+            },
+        ],
+        events=[
+            {"sequence": 1, "age_s": 90.0, "level": "info", "text": "Round 410 closed in 41.0 s."},
+            {"sequence": 2, "age_s": 53.6, "level": "info", "text": "Round 411 closed in 40.1 s."},
+            {
+                "sequence": 3,
+                "age_s": 41.0,
+                "level": "warning",
+                "text": "mac-mini (attic) is lost: its connection broke and it did not come back "
+                "within the 30 s of grace; the round goes on without it.",
+            },
+            {"sequence": 4, "age_s": 12.2, "level": "info", "text": "a100-1 has pushed."},
+        ],
+        loop={"longest_turn_ms": 4.81, "cpu_s": 312.0 + sequence / 8, "rss_bytes": 31e7},
+    )
+    return whole | keys
+
+
+def snapshot(sequence: int = 1, **keys: Any) -> Snapshot:
+    return parse_snapshot(frame(document(sequence, **keys)))
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeBroker:
+    """Answers requests as told; while `busy` it does not answer at all."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str, dict[str, object]]] = []
+        self.answer = Answer(True, "It was done.")
+        self.is_free = threading.Event()
+        self.is_free.set()
+
+    def __call__(self, address: str, action: str, arguments: Mapping[str, object]) -> Answer:
+        self.requests.append((address, action, dict(arguments)))
+        assert self.is_free.wait(PATIENCE_S)
+        return self.answer
+
+
+class Stage:
+    """One screen under test. Its methods say what somebody at the keyboard does and sees."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = Clock()
+        self.broker = FakeBroker()
+        options = {"address": FEED, "ask": self.broker, "clock": self.clock, **options}
+        self.app = Top(**options)
+        self._pilot: Pilot[None] | None = None
+
+    @property
+    def pilot(self) -> Pilot[None]:
+        assert self._pilot is not None
+        return self._pilot
+
+    def play(
+        self,
+        script: Callable[[Stage], Awaitable[None]],
+        size: tuple[int, int] = SMALL,
+        fill: bool = True,
+    ) -> None:
+        """Run the script against the screen, filled with some seconds of a run first."""
+
+        async def run() -> None:
+            async with self.app.run_test(size=size) as pilot:
+                self._pilot = pilot
+                if fill:
+                    for sequence in range(1, 42):
+                        self.clock.now += 1.0
+                        self.app.heard(snapshot(sequence))
+                await pilot.pause()
+                await script(self)
+
+        asyncio.run(asyncio.wait_for(run(), 60))
+
+    async def hears(self, news: Snapshot, after_s: float = 0.0) -> None:
+        self.clock.now += after_s
+        self.app.heard(news)
+        await self.pilot.pause()
+
+    async def waits(self, seconds: float) -> None:
+        """Time passes in which nothing comes."""
+        self.clock.now += seconds
+        self.app.redraw()
+        await self.pilot.pause()
+
+    async def press(self, *keys: str) -> None:
+        await self.pilot.press(*keys)
+        await self.pilot.pause()
+
+    async def types(self, text: str) -> None:
+        await self.press(*text)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Let the screen work on what other threads tell it, until something holds."""
+        for _ in range(int(PATIENCE_S / 0.01)):
+            if holds():
+                return
+            await self.pilot.pause(0.01)
+        raise AssertionError(f"it never came to that:\n{self.text()}")
+
+    async def sees(self, *parts: str) -> None:
+        await self.until(lambda: all(part in self.text() for part in parts))
+
+    def lines(self) -> list[str]:
+        """What stands on the screen, dialogs included."""
+        strips = self.app.screen._compositor.render_strips()
+        return [strip.text.rstrip() for strip in strips]
+
+    def text(self) -> str:
+        return "\n".join(self.lines())
+
+    def flat(self) -> str:
+        """The dialog, or if there is none the screen, in one line: sentences break anywhere."""
+        inside = [line.split("│")[1] for line in self.lines() if line.count("│") == 2]
+        return " ".join(" ".join(inside or self.lines()).split())
+
+    def workers(self) -> list[str]:
+        """Ids in the window of the table, in their order."""
+        drawn = self.app.screen_stack[0].query_one(Canvas).picture
+        return [worker.id for worker in drawn.rows[drawn.first : drawn.first + drawn.shown]]
+
+    def header_colour(self) -> str | None:
+        """The colour that the whole first line has turned to, as it is on the screen."""
+        strip = self.app.screen._compositor.render_strips()[0]
+        styles = {segment.style for segment in strip if segment.text.strip()}
+        (style,) = styles if len(styles) == 1 else (None,)
+        if style is None or not style.reverse or style.color is None:
+            return None
+        return style.color.get_truecolor(palette.COLOURS).hex
+
+
+def matches(name: str, lines: list[str]) -> None:
+    """The lines are those of the stored picture."""
+    path = SNAPSHOTS / name
+    text = "\n".join(lines) + "\n"
+    if UPDATE in os.environ:
+        SNAPSHOTS.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    stored = path.read_text(encoding="utf-8") if path.exists() else ""
+    difference = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "drawn")
+    assert stored == text, f"{name}, see {UPDATE}:\n" + "\n".join(difference)

@@ -1,0 +1,183 @@
+"""Whole runs over real sockets: a broker and hooks in threads, recorded step by step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_worker import DiLoCoClient, DiLoCoWorker
+from kit.reference import Outcome, State, Trainee, one_thread, state_of
+
+# The longest that any of these runs may take; they take a second or two.
+PATIENCE_S = 40.0
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+Event = Callable[[DiLoCoWorker, int, int], None]  # hook, worker, step
+
+
+def mlp() -> nn.Module:
+    """Three blocks, 83 parameters: with chunks of 16 no tensor begins where a chunk does."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+LAYERS = [["0.weight", "0.bias"], ["2.weight", "2.bias"], ["4.weight", "4.bias"]]
+
+
+def strided(pieces: int) -> list[list[str]]:
+    """The fragments of `mlp`: layer i is in fragment i mod P."""
+    return [[name for layer in LAYERS[first::pieces] for name in layer] for first in range(pieces)]
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05, momentum=0.5)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=0.01)
+
+
+def batch(worker: int, number: int, width: int = 4) -> torch.Tensor:
+    """Each worker has its own data."""
+    seed = 1000 * worker + number
+    return torch.randn(6, width, generator=torch.Generator().manual_seed(seed))
+
+
+def trainee(model: nn.Module, optimizer: Optimizer, worker: int) -> Trainee:
+    number = 0
+
+    def step() -> None:
+        nonlocal number
+        x = batch(worker, number)
+        number += 1
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True).sin()).pow(2).mean().backward()
+        optimizer.step()
+
+    return Trainee(model, optimizer, step)
+
+
+def trainees(workers: int, make_optimizer: MakeOptimizer = sgd, seed: int = 0) -> list[Trainee]:
+    """Workers that begin with the same model; called again, they begin again."""
+    made = []
+    for worker in range(workers):
+        torch.manual_seed(seed)
+        model = mlp()
+        made.append(trainee(model, make_optimizer(model), worker))
+    return made
+
+
+def make_config(**options: Any) -> BrokerConfig:
+    """Free ports, tiny chunks, an exact wire."""
+    exact: dict[str, Any] = {"wire_dtype": "fp32", "chunk_elements": 16, "disconnect_grace": 30.0}
+    address = "tcp://127.0.0.1:*"
+    return BrokerConfig(bind=address, feed=address, **exact | options)
+
+
+@one_thread()
+def run(
+    broker: Broker,
+    workers: Sequence[Trainee],
+    steps: int,
+    *,
+    server: str | None = None,
+    restored: dict[str, Any] | None = None,
+    before: Event | None = None,
+    after: Event | None = None,
+    done: Event | None = None,
+    **options: Any,
+) -> Outcome:
+    """Train all workers through a broker that is serving, each in a thread of its own.
+
+    Args:
+        steps: optimizer steps of each.
+        server: where the workers find the broker, if not at its address.
+        restored: what each hook loads before it starts, over the state of a new one.
+        before, after: called at each step (0, 1, ...), before it and after it.
+        done: called when a worker has made all steps, before it leaves.
+        options: of the hooks.
+    """
+
+    def train(worker: int) -> list[State]:
+        each = workers[worker]
+        hook = DiLoCoWorker(
+            each.model,
+            each.optimizer,
+            server=server or broker.address,
+            worker_id=f"w{worker}",
+            **{"timeout": PATIENCE_S / 2} | options,
+        )
+        if restored is not None:
+            hook.load_state_dict(hook.state_dict() | restored)
+        history = []
+        with hook:
+            for step in range(steps):
+                if before is not None:
+                    before(hook, worker, step)
+                each.step()
+                if after is not None:
+                    after(hook, worker, step)
+                history.append(state_of(each.model))
+            if done is not None:
+                done(hook, worker, steps)
+        return history
+
+    futures = [_begin(train, worker) for worker in range(len(workers))]
+    histories = [future.result(PATIENCE_S) for future in futures]
+    with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
+        return Outcome(histories, dict(client.pull().tensors))
+
+
+def _begin(function: Callable[[int], list[State]], worker: int) -> Future[list[State]]:
+    """In a thread that keeps nobody waiting: one that hangs fails its own test only."""
+    future: Future[list[State]] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(worker))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=f"worker {worker}", daemon=True).start()
+    return future
+
+
+@contextmanager
+def joined(broker: Broker, model: nn.Module, workers: int) -> Iterator[list[DiLoCoClient]]:
+    """Clients w0, w1, ... that have joined with the same model, to be driven from one thread."""
+    with ExitStack() as stack:
+        clients = []
+        for worker in range(workers):
+            client = DiLoCoClient(broker.address, worker_id=f"w{worker}", timeout=PATIENCE_S)
+            clients.append(stack.enter_context(client))
+            client.join(model)
+        yield clients
+
+
+def assert_same(got: Outcome, wanted: Outcome, *, exact: bool = False, rtol: float = 2e-5) -> None:
+    """Every tensor of every worker after every step, and the global ones at the end."""
+    for worker, (ours, theirs) in enumerate(zip(got.histories, wanted.histories, strict=True)):
+        for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            _compare(a, b, f"of worker {worker} after step {step + 1} (1, 2, ...)", exact, rtol)
+    _compare(got.final, wanted.final, "at the end", exact, rtol)
+
+
+def _compare(got: State, wanted: State, where: str, exact: bool, rtol: float) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        ours = got[name].to(tensor.dtype)
+        if exact:
+            far = (ours.double() - tensor.double()).abs().max()
+            assert torch.equal(ours, tensor), f"{name} {where} is off by up to {far:.3g}"
+        else:
+            torch.testing.assert_close(
+                ours, tensor, rtol=rtol, atol=1e-6, msg=partial("{} {}: {}".format, name, where)
+            )

@@ -1,0 +1,100 @@
+"""An address without tcp:// means the same everywhere; what is none is quoted as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.cli.app import app as broker_app
+from diloco_protocol.addresses import with_scheme
+from diloco_protocol.clients.operator import Operator
+from diloco_tools.dashboard.source import FeedSource
+from diloco_tools.feed.subscriber import FeedSubscriber
+from diloco_tools.top.cli import app as top_app
+from diloco_worker import DiLoCoClient, DiLoCoWorker
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    """Bound by addresses without tcp://, with parameters."""
+    weights = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
+    config = BrokerConfig(workers=1, bind="127.0.0.1:*", feed="localhost:0")
+    with Broker(config, initial=weights) as made:
+        yield made
+
+
+def bare(address: str) -> str:
+    assert address.startswith("tcp://")
+    return address.removeprefix("tcp://")
+
+
+def test_worker_and_client_join_at_host_and_port(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with DiLoCoClient(bare(broker.address), timeout=PATIENCE_S) as client:
+        assert client.status()["counts"]["alive"] == 0
+        assert client.server == broker.address
+    model = nn.Linear(2, 1)
+    monkeypatch.setenv("DILOCO_SERVER", bare(broker.address))
+    with DiLoCoWorker(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        assert model.weight.tolist() == [[1.0, 1.0]]
+
+
+def test_operator_and_the_broker_commands_ask_at_host_and_port(
+    broker: Broker, tmp_path: Path
+) -> None:
+    with Operator(bare(broker.address), timeout=PATIENCE_S) as operator:
+        assert operator.ask("status").ok
+    run = CliRunner().invoke
+    asked = run(broker_app, ["status", "--address", bare(broker.address)])
+    assert asked.exit_code == 0, asked.output
+    file = tmp_path / "model.safetensors"
+    with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
+        client.join(nn.Linear(2, 1))
+    exported = run(broker_app, ["export", bare(broker.address), "--to", str(file)])
+    assert exported.exit_code == 0, exported.output
+    assert file.exists()
+
+
+def test_displays_listen_at_host_and_port(broker: Broker) -> None:
+    with FeedSubscriber(bare(broker.feed_address)) as feed:
+        assert feed.receive(PATIENCE_S) is not None
+        assert feed.address == broker.feed_address
+    source = FeedSource(bare(broker.feed_address))
+    source.close()
+    assert source.address == broker.feed_address
+    shown = CliRunner().invoke(
+        top_app, [bare(broker.feed_address), "--once", "--timeout", f"{PATIENCE_S:g}"]
+    )
+    assert broker.feed_address in shown.output
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("10.0.0.1:8512", "tcp://10.0.0.1:8512"),
+        ("localhost:*", "tcp://localhost:*"),
+        ("[::1]:8512", "tcp://[::1]:8512"),
+        ("tcp://host:1", "tcp://host:1"),
+        ("ipc:///run/broker", "ipc:///run/broker"),
+        # What nobody can guess stays as it was written, to be complained about.
+        ("host", "host"),
+        ("host:port", "host:port"),
+        (":8512", ":8512"),
+        ("::1:8512", "::1:8512"),
+        ("//10.0.0.1:8512", "//10.0.0.1:8512"),
+        ("a/b:1", "a/b:1"),
+        ("host:\u0661", "host:\u0661"),
+        ("", ""),
+    ],
+)
+def test_only_host_and_port_get_the_scheme(written: str, meant: str) -> None:
+    assert with_scheme(written) == meant

@@ -1,0 +1,260 @@
+"""A user's own split of the model: a file of names and patterns, or a function; its runs and resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from protocol.test_fragment_plan import gpt2, model, tensor
+from torch import nn
+
+from diloco_broker import Broker
+from diloco_broker.storage.checkpoint import found, load
+from diloco_protocol import FragmentPlan, Kind, Manifest, Refused, UsageError
+from diloco_protocol.clients.operator import Operator
+from diloco_protocol.fragments.own_split import OwnSplit
+from diloco_worker import DiLoCoClient
+from kit.reference import Plan, streaming
+from kit.whole_run import LAYERS, PATIENCE_S, assert_same, make_config, mlp, run, trainees
+
+# A split of `mlp` that no pattern gives: the layer in the middle by itself.
+OWN = {"[04].*": 0, "2.weight": 1, "2.bias": 1}
+FRAGMENTS = [[*LAYERS[0], *LAYERS[2]], LAYERS[1]]
+STREAMING: dict[str, Any] = {"workers": 2, "sync_every": 6, "num_fragments": 2}
+
+
+def split_of(fragments: Mapping[str, Any]) -> OwnSplit:
+    return OwnSplit.from_json(json.dumps(fragments), "--fragment-plan own.json")
+
+
+def a_file(folder: Path, fragments: Mapping[str, Any] = OWN, name: str = "own.json") -> str:
+    path = folder / name
+    path.write_text(json.dumps(fragments))
+    return str(path)
+
+
+def by_layer(name: str, shape: tuple[int, ...]) -> int:
+    assert name.startswith(("0.", "2.", "4.")) and len(shape) in (1, 2)
+    return int(name.startswith("2."))
+
+
+# What a file means.
+
+
+def test_each_parameter_goes_where_its_pattern_says() -> None:
+    split = split_of(
+        {"*.wte.*": 0, "*.wpe.*": 1, "transformer.h.[0-2].*": 2, "*.h.[345].*": 1, "*ln_f*": 2}
+    )
+    plan = split.plan(gpt2(6))
+    assert plan.num_fragments == split.num_fragments == 3
+    assert plan.parameters(0) == ("transformer.wte.weight",)
+    assert plan.parameters(1)[0] == "transformer.wpe.weight"
+    assert {name.split(".")[2] for name in plan.parameters(1)[1:]} == {"3", "4", "5"}
+    assert plan.parameters(2)[-2:] == ("transformer.ln_f.weight", "transformer.ln_f.bias")
+
+
+@pytest.mark.parametrize(
+    ("fragments", "words"),
+    [
+        ({"a.*": 0}, "says nothing of 2 trainable parameter(s): b.weight; b.bias; give each"),
+        (
+            {"*": 0, "b.weight": 1},
+            "names 1 parameter(s) more than once: b.weight by '*' and 'b.weight'",
+        ),
+        (
+            {"a.*": 0, "b.*": 0, "c.*": 0},
+            "1 pattern(s) that match no trainable parameter: 'c.*'; corr",
+        ),
+        ({"?.*": 0, "tied": 0}, "match no trainable parameter: 'tied' (tied to a.weight)"),
+        ({"?.*": 0, "run*": 0}, "'run*' (running is a buffer tensor)"),
+        ({"?.weight": 0, "?.bias": 0, "n*": 1}, "leaves fragment 1 without trainable elements"),
+    ],
+)
+def test_file_that_does_not_fit_the_model_is_one_sentence_that_names_the_parameters(
+    fragments: dict[str, int], words: str
+) -> None:
+    entries = list(model(a__weight=4, a__bias=2, b__weight=4, b__bias=2).entries)
+    entries[0] = type(entries[0])("a.weight", (4,), "float32", Kind.TRAINABLE, aliases=("tied",))
+    if "n*" in fragments:
+        entries.append(tensor("none", 0))
+    manifest = Manifest((*entries, tensor("running", 3, kind=Kind.BUFFER)))
+    with pytest.raises(UsageError) as caught:
+        split_of(fragments).plan(manifest)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "own.json is no JSON: "),
+        ("[" * 100_000, "own.json is no JSON: "),
+        ("[1]", "must hold an object like"),
+        ("{}", "must hold an object like"),
+        ('{"a": 0, "b": 1.5, "c": -1, "d": true}', "'b' has 1.5; 'c' has -1; 'd' has True"),
+        ('{"a": 0, "b": 2}', "has a fragment 2 and none numbered 1; number them from 0"),
+        ('{"a": 1000000000000}', "and none numbered 0; number them"),
+        ('{"a": 0, "b": 0, "a": 1}', "has a more than once"),
+    ],
+)
+def test_file_that_is_no_split_is_one_sentence(text: str, words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        OwnSplit.from_json(text, "--fragment-plan own.json")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("choose", "words"),
+    [
+        (lambda name, shape: 2, "puts a.weight in 2; a.bias in 2; b.weight in 2; b.bias in 2."),
+        (lambda name, shape: 0, "leaves fragment 1 without"),
+        (lambda name, shape: None, "The fragment of a.weight [4] is not known"),
+        (lambda name, shape: {}[name], "KeyError('a.weight')"),
+    ],
+)
+def test_function_that_does_not_fit_the_model_is_one_sentence(choose: Any, words: str) -> None:
+    manifest = model(a__weight=4, a__bias=2, b__weight=4, b__bias=2)
+    with pytest.raises(UsageError) as caught:
+        FragmentPlan.by(manifest, 2, choose)
+    assert words in str(caught.value)
+
+
+# Runs.
+
+
+@pytest.mark.parametrize("how", ["file", "function"])
+def test_run_with_a_split_of_ones_own_equals_the_loop_bit_for_bit(tmp_path: Path, how: str) -> None:
+    options: dict[str, Any] = {**STREAMING, "deterministic": True, "fragment_sync_delay": 1}
+    if how == "file":
+        broker = Broker(make_config(**options, fragment_plan=a_file(tmp_path)))
+    else:
+        broker = Broker(make_config(**options), fragment_plan=by_layer)
+    with broker:
+        got = run(broker, trainees(2), 20)
+    assert_same(got, streaming(trainees(2), 20, Plan(6, FRAGMENTS, delay=1)), exact=True)
+
+
+def test_worker_whose_model_does_not_fit_the_file_is_told_and_the_next_one_is_taken(
+    tmp_path: Path,
+) -> None:
+    path = a_file(tmp_path, {"0.*": 0, "2.*": 1})
+    with Broker(make_config(**STREAMING, fragment_plan=path)) as broker:
+        with (
+            DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
+            pytest.raises(Refused, match=r"says nothing of 2 trainable parameter\(s\): 4.weight"),
+        ):
+            client.join(mlp())
+        with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
+            client.join(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)))
+
+
+def test_error_in_the_function_refuses_the_worker_and_the_broker_goes_on() -> None:
+    known: dict[str, int] = {}
+    with (
+        Broker(make_config(**STREAMING), fragment_plan=lambda name, _: known[name]) as broker,
+        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
+    ):
+        with pytest.raises(Refused, match=r"KeyError\('0.weight'\)"):
+            client.join(mlp())
+        with Operator(broker.address) as operator:
+            assert operator.ask("status").ok
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"fragment_plan": "/nowhere.json"},
+            "--fragment-plan /nowhere.json cannot be read: No such",
+        ),
+        ({"num_fragments": 3}, "has 2 fragments, and --num-fragments is 3; give --num-fragments 2"),
+        ({"fragment_pattern": "balanced"}, "must be left out with --fragment-plan"),
+    ],
+)
+def test_options_that_contradict_the_file_stop_the_start(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        Broker(make_config(**{**STREAMING, "fragment_plan": a_file(tmp_path), **options}))
+
+
+def test_file_and_function_exclude_each_other(tmp_path: Path) -> None:
+    config = make_config(**STREAMING, fragment_plan=a_file(tmp_path))
+    with pytest.raises(UsageError, match="leave one of them out"):
+        Broker(config, fragment_plan=by_layer)
+
+
+# Going on from a checkpoint.
+
+
+def one_round(folder: Path, choose: Any = None, **options: Any) -> FragmentPlan:
+    """A broker that makes a version of each fragment; returns the plan of the run."""
+    config = make_config(**{**STREAMING, "workers": 1, **options}, save_dir=folder)
+    with (
+        Broker(config, fragment_plan=choose) as broker,
+        DiLoCoClient(broker.address, worker_id="w", timeout=PATIENCE_S) as client,
+    ):
+        start = dict(client.join(mlp()).tensors)
+        with Operator(broker.address) as operator:
+            numbers = operator.ask("manifest").data["plan"]
+            shown = operator.ask("status").data["fragment_pattern"]
+        parts = [
+            tuple(n for n, k in zip(start, numbers, strict=True) if k == part) for part in (0, 1)
+        ]
+        plan = FragmentPlan(2, tuple(parts))
+        for fragment, names in enumerate(plan.fragments):
+            client.push({name: 0 * start[name] + 1 for name in names}, fragment=fragment)
+            client.pull()
+    is_own = choose is not None or "fragment_plan" in options
+    assert shown == ("own" if is_own else options.get("fragment_pattern", "strided"))
+    return plan
+
+
+def test_run_goes_on_with_its_own_split_after_a_restart(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    path = a_file(tmp_path)
+    plans = [
+        one_round(folder, fragment_plan=path),
+        one_round(folder, by_layer),  # the same split, said otherwise
+        one_round(
+            folder, fragment_plan=a_file(tmp_path, {"0*": 0, "4*": 0, "2*": 1}, "other.json")
+        ),
+    ]
+    assert [list(map(list, plan.fragments)) for plan in plans] == [FRAGMENTS] * 3
+    image = load(found(folder)[0])
+    assert (image.number, image.config["fragment_pattern"]) == (6, "own")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "--fragment-pattern strided splits .* 4.weight in fragment"),
+        ({"fragment_pattern": "balanced"}, "--fragment-pattern balanced splits"),
+        (
+            {"fragment_plan": {"0.*": 0, "[24].*": 1}},
+            r"own-2.json splits .* 2.weight in fragment 1 instead of 0; 2.bias",
+        ),
+    ],
+)
+def test_another_split_than_the_checkpoints_is_refused(
+    tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    folder = tmp_path / "run"
+    one_round(folder, fragment_plan=a_file(tmp_path, {"0.*": 0, "2.*": 0, "4.*": 1}))
+    if "fragment_plan" in options:
+        options = {"fragment_plan": a_file(tmp_path, options["fragment_plan"], "own-2.json")}
+    with pytest.raises(UsageError, match=words) as caught:
+        one_round(folder, **options)
+    assert "give the same --fragment-plan, or --resume none to begin afresh" in str(caught.value)
+
+
+def test_another_pattern_than_the_checkpoints_is_refused_where_it_splits_otherwise(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    one_round(folder)
+    with pytest.raises(UsageError, match="give --fragment-pattern strided, or --resume none"):
+        one_round(folder, fragment_pattern="contiguous")

@@ -1,0 +1,239 @@
+"""The broker's loop in a simulated run: it feeds the core and carries out what the core asks for.
+
+Tensor work is done in its order, a piece at a time; checkpoints are written meanwhile by a helper that
+is as slow as it is told to be, on a disk that outlives the broker.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from diloco_broker.core.events import (
+    Acted,
+    Audit,
+    DropPlaces,
+    End,
+    Ended,
+    Event,
+    ForgetBuffer,
+    Log,
+    PeerGone,
+    Received,
+    Revert,
+    Save,
+    Saved,
+    SaveFailed,
+    Send,
+    Stop,
+    Tick,
+    Tune,
+)
+from diloco_broker.core.machine import Core
+from diloco_broker.core.state.run_record import Books, books_of
+from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.shell.ack_batch import Acks
+from diloco_broker.shell.work_queue import WorkQueue
+from diloco_broker.storage import writer
+from diloco_broker.tensors.parameters import Parameters
+from diloco_protocol.messages import Ack, Message
+from simulation.disk import Disk, Saver
+from simulation.network import Connection, World
+from simulation.referee import Referee
+from simulation.tensors import Tensors
+
+if TYPE_CHECKING:
+    from simulation.simulator import Scenario
+
+# How long an orderly end may take: to finish a closing round, and to write the last checkpoint.
+STOP_WITHIN_S = 5.0
+SAVE_WITHIN_S = 60.0
+# How often a turn of the loop is over after an event, so that acknowledgements go out.
+TURN_ENDS = 0.5
+
+
+class BrokerHost:
+    """One life of the broker; see the head of this module.
+
+    Args:
+        disk: with the checkpoints, of which the newest is gone on from; None where nothing is saved.
+
+    Attributes:
+        is_alive: until it is killed or has stopped.
+        messages: that have come in.
+    """
+
+    def __init__(
+        self, world: World, scenario: Scenario, referee: Referee, disk: Disk | None = None
+    ) -> None:
+        self.world = world
+        self.referee = referee
+        self.tensors = Tensors(scenario.config, referee.records)
+        self.is_alive = True
+        self.messages = 0
+        self._scenario = scenario
+        self._life = 1 if disk is None else disk.next_life
+        self._image = None if disk is None else disk.newest
+        resumption = None
+        if self._image is not None:
+            source = f"the checkpoint before round {self._image.number}"
+            resumption = writer.take_up(
+                self._image, self._image.layout, self._as_parameters, scenario.config, source
+            )
+        draw = partial(world.dice.getrandbits, 64)
+        self.core = Core(scenario.config, draw, world.now, resumption=resumption)
+        self._saver = None if disk is None else Saver(world, disk, scenario.save_s, self._is_saved)
+        self._routes: dict[bytes, Connection] = {}
+        self._queue = WorkQueue()
+        self._acks = Acks()
+        self._is_working = False
+        self._lost_a_connection = False
+        self._is_deaf = False  # it writes its last checkpoint
+        self._ended: Callable[[], None] | None = None  # called at the end of an orderly stop
+        self._stop_by = 0.0
+        referee.begins_life(self.tensors, self._image, self.owner_of)
+        self._tick()
+
+    @property
+    def _as_parameters(self) -> Parameters:
+        """The simulated tensors, which do for checkpoints what the real ones do."""
+        return cast(Parameters, self.tensors)
+
+    @property
+    def is_stopping(self) -> bool:
+        """It was asked to end in an orderly way."""
+        return self.core.state.stopping is not None
+
+    # Connections.
+
+    def connects(self, connection: Connection) -> None:
+        self._routes[connection.route] = connection
+        connection.on_gone = self._loses_a_connection
+
+    def hears(self, connection: Connection, message: Message, payload: Any) -> None:
+        if self.is_alive and not self._is_deaf and connection.route in self._routes:
+            self.messages += 1
+            self._feed(Received(connection.route, message, payload))
+
+    def owner_of(self, route: bytes) -> str:
+        """The name of the process at the other end."""
+        return self._routes[route].owner
+
+    def _loses_a_connection(self) -> None:
+        self._lost_a_connection = True
+
+    # Life.
+
+    def dies(self) -> None:
+        """Killed: its connections break, what it knew is lost."""
+        self.is_alive = False
+        if self._saver is not None:
+            self._saver.dies()
+        for connection in self._routes.values():
+            connection.sever()
+
+    def stops(self, ended: Callable[[], None]) -> None:
+        """It ends in an orderly way, to be started again, and calls `ended` when it is gone."""
+        self._ended = ended
+        self._stop_by = self.world.now + STOP_WITHIN_S
+        self._feed(Stop("it was asked to", restarting=True))
+
+    def _tick(self) -> None:
+        if self.is_alive and not self._is_deaf:
+            lost, self._lost_a_connection = self._lost_a_connection, False
+            self._feed(Tick(lost))
+            self.world.after(self._scenario.tick_s, self._tick)
+
+    def _stop_if_due(self) -> None:
+        """Once the closing round is finished, or time is up, write what the last image lacks."""
+        world, ended = self.world, self._ended
+        if ended is None or not (self.core.may_end() or world.now >= self._stop_by):
+            return
+        self._ended, self._is_deaf = None, True
+        state, saver = self.core.state, self._saver
+        if saver is None:
+            ended()
+            return
+        round_ = state.round
+        is_open = round_ is not None and round_.phase is Phase.OPEN
+        if round_ is not None and is_open and state.saving.number != round_.number:
+            self._save(books_of(state, round_.number))
+        until = world.now + SAVE_WITHIN_S
+
+        def look() -> None:
+            if saver.is_idle or world.now >= until:
+                ended()
+            else:
+                world.after(0.1, look)
+
+        look()
+
+    # Events and effects.
+
+    def _feed(self, event: Event) -> None:
+        pending = deque([event])
+        self.referee.now = self.world.now
+        while pending:
+            event = pending.popleft()
+            for effect in self.core.handle(event, self.world.now):
+                match effect:
+                    case Send(route, Ack() as ack):
+                        self._acks.add(route, ack)
+                    case Send():
+                        if effect.payload is None:
+                            pending += self._acknowledge()
+                        if not self._say(effect):
+                            pending.append(PeerGone(effect.route))
+                    case Log(level, text):
+                        if level != "debug":
+                            self.world.tell("broker", text)
+                    case Save(_, books):
+                        self._save(books)
+                    case Audit():
+                        self.referee.audited(effect)
+                    case Revert(fragment):
+                        if self._image is not None:
+                            image = self._image.fragments[fragment]
+                            writer.restore(self._as_parameters, fragment, image)
+                    case ForgetBuffer(fragment):
+                        self.tensors.forget_buffer(fragment)
+                    case DropPlaces():
+                        self._queue.drop_places()
+                    case Ended() | Acted() | Tune() | End():
+                        pass  # nobody operates a simulated broker, and its history is the referee's
+                    case _:
+                        self._queue.add(effect)
+            self.referee.after(self.core, event, self._queue)
+            if not pending and (isinstance(event, Tick) or self.world.dice.random() < TURN_ENDS):
+                pending += self._acknowledge()
+        self._plan_work()
+        self._stop_if_due()
+
+    def _acknowledge(self) -> list[Event]:
+        return [PeerGone(send.route) for send in self._acks.take() if not self._say(send)]
+
+    def _say(self, send: Send) -> bool:
+        self.referee.lives.says(self.core, send.message)
+        return self._routes[send.route].down(send.message, send.payload)
+
+    def _save(self, books: Books) -> None:
+        assert self._saver is not None, "a checkpoint is asked for where nothing is saved"
+        image = writer.image_of(self.core.state, self._as_parameters, books, self._life)
+        self._saver.save(image)
+
+    def _is_saved(self, number: int, error: str | None) -> None:
+        if self.is_alive:
+            failed = error is not None
+            self._feed(SaveFailed(number, error or "") if failed else Saved(number, "a checkpoint"))
+
+    def _plan_work(self) -> None:
+        if self._queue and not self._is_working:
+            self._is_working = True
+            self.world.after(self.world.dice.uniform(0, self._scenario.work_s), self._do_work)
+
+    def _do_work(self) -> None:
+        self._is_working = False
+        if self._queue and self.is_alive:
+            self._feed(self.tensors.carry_out(self._queue.take()))

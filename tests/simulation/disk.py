@@ -1,0 +1,112 @@
+"""The folder of checkpoints in a simulated run, and the thread that writes into it.
+
+The images are the product's own (`saving.image_of`), with the contents of chunks in the place of
+tensors. The folder outlives brokers. An image is there whole or not at all; which one is the newest, and
+how many are kept, is as `checkpoint` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diloco_broker.storage.checkpoint import Image
+from simulation.network import World
+
+# Longest time between the thread that writes and the loop.
+BETWEEN_THREADS_S = 0.01
+
+
+class Disk:
+    """See the head of this module.
+
+    Attributes:
+        images: by (life of the broker, number of the next round).
+        is_full: nothing more can be written.
+        writes, failures: how many images were written and not.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self.images: dict[tuple[int, int], Image] = {}
+        self.is_full = False
+        self.writes = 0
+        self.failures = 0
+        self._keep = keep
+
+    @property
+    def newest(self) -> Image | None:
+        """What the next broker goes on from."""
+        return self.images[max(self.images)] if self.images else None
+
+    @property
+    def next_life(self) -> int:
+        """The number of the next life of the broker."""
+        return 1 + max((life for life, _ in self.images), default=0)
+
+    def write(self, image: Image) -> str | None:
+        """Keep an image; returns what is wrong if that cannot be."""
+        if self.is_full:
+            self.failures += 1
+            return "No space left on device"
+        self.writes += 1
+        self.images[image.life, image.number] = image
+        for old in sorted(self.images)[: -self._keep]:
+            del self.images[old]
+        return None
+
+
+class Saver:
+    """As `saving.Saver`: one image at a time, and of those that wait only the newest is written.
+
+    Args:
+        save_s: longest time that it takes.
+        report: told the number of an image and what is wrong, if something is.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        disk: Disk,
+        save_s: float,
+        report: Callable[[int, str | None], None],
+    ) -> None:
+        self._world = world
+        self._disk = disk
+        self._save_s = save_s
+        self._report = report
+        self._next: Image | None = None
+        self._is_busy = False
+        self._is_dead = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Everything is written and reported."""
+        return self._next is None and not self._is_busy
+
+    def save(self, image: Image) -> None:
+        """Write this image as soon as the one at hand is done."""
+        self._next = image
+        self._go_on()
+
+    def dies(self) -> None:
+        """Killed: what is half written is nothing."""
+        self._is_dead = True
+
+    def _go_on(self) -> None:
+        if self._next is None or self._is_busy:
+            return
+        image, self._next = self._next, None
+        self._is_busy = True
+        self._world.after(self._world.dice.uniform(0, self._save_s), lambda: self._write(image))
+
+    def _write(self, image: Image) -> None:
+        if not self._is_dead:
+            error = self._disk.write(image)
+            between = self._world.dice.uniform(0, BETWEEN_THREADS_S)
+            self._world.after(between, lambda: self._is_done(image.number, error))
+
+    def _is_done(self, number: int, error: str | None) -> None:
+        """The loop hears of it; killed in between, it never does though the image is there."""
+        if not self._is_dead:
+            self._is_busy = False
+            self._report(number, error)
+            self._go_on()

@@ -1,0 +1,221 @@
+"""What one life of a broker owes to those before it, checked when it begins and in all that it says.
+
+- It begins with versions that existed, under their names, with their contents and their ledgers, and
+  with an outer optimizer that knows how many gradients these have had.
+- It adopts what is newest with those who are there, after it has waited for those whom it knows.
+- What a worker that is there was told to be counted is not lost. Where the run is durable nothing is
+  that anybody was told of, whoever died: a version is on the disk before the first word about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.machine import Core
+from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.versions import Stock
+from diloco_broker.storage.checkpoint import FragmentImage, Image
+from diloco_protocol.messages import Grant, Message, Released, Standing
+from diloco_protocol.version import Ledger, VersionId
+from simulation.contents import Contents, Key
+from simulation.disk import Disk
+from simulation.tensors import Record, Tensors, Wire, demand
+
+
+@dataclass(frozen=True)
+class Published:
+    """A version as it was released."""
+
+    wires: tuple[Wire, ...]
+    ledger: Ledger
+
+
+class Lives:
+    """See the head of this module.
+
+    Args:
+        records: all pushes that were ever offered.
+        disk: with the checkpoints; None where nothing is saved.
+
+    Attributes:
+        tensors: of the life at hand.
+        number: of the life at hand, from 1.
+        adoptions: fragments that a life took from a worker although a run existed.
+        forks: times that a worker's work was lost since another branch of the run was longer.
+    """
+
+    def __init__(self, config: BrokerConfig, records: dict[Key, Record], disk: Disk | None) -> None:
+        self.config = config
+        self.tensors = Tensors(config, records)
+        self.number = 0
+        self.adoptions = 0
+        self.forks = 0
+        self._records = records
+        self._keys: dict[int, Key] = {}
+        self._counted_at: dict[Key, int] = {}  # in which life its worker was told so
+        self._heard: dict[str, int] = {}  # the last life that had a run when it welcomed a process
+        self._disk = disk
+        self._image: Image | None = None
+        self._owner_of: Callable[[bytes], str] = str
+        self._first: dict[int, VersionId] = {}  # what this life began with, by fragment
+        self._told: dict[int, list[Contents]] = {}  # the newest that anybody was told of
+
+    def begins(
+        self, tensors: Tensors, image: Image | None, owner_of: Callable[[bytes], str]
+    ) -> None:
+        """A broker starts. What it goes on with is settled later, fragment by fragment."""
+        self.number += 1
+        self.tensors, self._image, self._owner_of = tensors, image, owner_of
+        self._first.clear()
+        for record in self._records.values():
+            record.taken.clear()
+            record.whole_at = record.counted_in = None
+
+    def offered(self, key: Key) -> None:
+        """A worker has frozen a delta."""
+        self._keys[key[1]] = key
+
+    def counted(self, key: Key) -> None:
+        """A worker was told that its push is counted."""
+        self._counted_at[key] = self.number
+
+    def heard_of(self, process: str) -> None:
+        """A worker is welcome in a run that goes on: it knows the versions that count."""
+        self._heard[process] = self.number
+
+    # The beginning.
+
+    def fragment_begins(
+        self,
+        core: Core,
+        stock: Stock,
+        published: Mapping[tuple[int, VersionId], Published],
+        processes: frozenset[str],
+    ) -> None:
+        """The first version of a fragment in this life.
+
+        Args:
+            published: all versions that there have been.
+            processes: names of those that are alive.
+        """
+        fragment, version = stock.layout.fragment, stock.version
+        assert version is not None
+        same = self.tensors.masters(fragment) == [wire.contents for wire in stock.wires]
+        demand(same, "fragment {} has other parameters than its version {}", fragment, version)
+        known = published.get((fragment, version))
+        ours = self._image.fragments[fragment] if self._image is not None else None
+        # A durable run may have died with a version on the disk that nobody was told of.
+        is_saved = ours is not None and ours.version == version
+        was = known is not None or is_saved or version.counter == 0
+        demand(was, "version {} never was", version)
+        if known is not None:
+            demand(known.wires == stock.wires, "{} has other chunks than it had", version)
+            demand(known.ledger == stock.ledger, "{} has another ledger than it had", version)
+        here = [m for m in core.state.members if fragment < len(m.versions)]
+        self._check_choice(core, fragment, version, ours, here)
+        self.adoptions += version.counter > (ours.version.counter if ours else 0)
+        self._first[fragment] = version
+        self._check_losses(core, stock, here, processes)
+
+    def _check_choice(
+        self,
+        core: Core,
+        fragment: int,
+        version: VersionId,
+        ours: FragmentImage | None,
+        here: Iterable[Member],
+    ) -> None:
+        config, state = self.config, core.state
+        if ours is not None:
+            follows = version.run == ours.version.run and version.counter >= ours.version.counter
+            demand(follows, "the checkpoint has {} and it goes on from {}", ours.version, version)
+            stays = config.durable or config.recover == "rewind"
+            right = version == ours.version or not stays
+            demand(right, "the checkpoint has {}, and {} is adopted", ours.version, version)
+            if stays:
+                return
+        best = max(
+            (
+                held.counter
+                for held in (member.versions[fragment] for member in here)
+                if held is not None and held.run == version.run
+            ),
+            default=0,
+        )
+        right = version.counter >= best
+        demand(right, "somebody here has version {}, and it goes on from {}", best, version)
+        away = set(self._image.workers if self._image else ()) - {
+            m.worker_id for m in state.members
+        }
+        waited = state.now - state.started_at >= config.recover_wait
+        waits = bool(away) if self._image else len(state.members) < config.workers
+        is_run = self._image is not None or version.counter > 0
+        demand(waited or not (is_run and waits), "it did not wait for {}", sorted(away))
+
+    def _check_losses(
+        self, core: Core, stock: Stock, here: Iterable[Member], processes: frozenset[str]
+    ) -> None:
+        """What was counted before and is not in the version that this life begins with."""
+        fragment = stock.layout.fragment
+        chunks = [wire.contents for wire in stock.wires]
+        if self.config.durable:
+            for before, now in zip(self._told.get(fragment, ()), chunks, strict=False):
+                kept = before.leads_to(now) or not before.depth
+                demand(kept, "a version that was told of is not in {}", stock.version)
+        owners = {self._owner_of(member.control): member for member in here}
+        for record in self._records.values():
+            if record.ending != "counted" or record.is_lost or record.push.fragment != fragment:
+                continue
+            key = self._keys[record.push.push_id]
+            if all(key in each for each in chunks):
+                continue
+            record.is_lost = True
+            demand(not self.config.durable, "it was counted, and is lost: {}", record)
+            member = owners.get(record.process)
+            adopts = self._image is None or self.config.recover == "adopt"
+            if not adopts or member is None or record.process not in processes:
+                continue
+            held, chosen = member.versions[fragment], stock.version
+            assert chosen is not None
+            if held is None or held.run != chosen.run:
+                continue
+            # Another branch of the run may be as long. Who has heard of a broker that went on
+            # without its branch must not bring that back.
+            donors = [o for o, m in owners.items() if m.versions[fragment] == chosen]
+            knew = [o for o in donors if self._heard.get(o, 0) >= self._counted_at[key]]
+            self.forks += 1
+            demand(not knew, "{} brought {} back, {} had gone on: {}", knew, chosen, held, record)
+
+    # What is said.
+
+    def says(self, core: Core, message: Message) -> None:
+        """A message goes out."""
+        match message:
+            case Released(fragment=fragment, version=version):
+                stock = core.state.shelf.stocks[fragment]
+                right = stock.version == version
+                demand(right, "{} is told of while {} is current", version, stock.version)
+                if self.config.durable:
+                    self._is_on_disk(stock)
+            case Grant(push_id=push_id, fragment=fragment, standing=Standing.COUNTED):
+                stock, key = core.state.shelf.stocks[fragment], self._keys[push_id]
+                inside = self._records[key].is_whole_in(key, stock.wires)
+                demand(inside, "{} is said to be counted in {}", key, stock.version)
+                if self.config.durable:
+                    self._is_on_disk(stock)
+            case _:
+                pass
+
+    def _is_on_disk(self, stock: Stock) -> None:
+        """A durable run says nothing of a version that a crash could still take away."""
+        fragment = stock.layout.fragment
+        image = self._disk.newest if self._disk is not None else None
+        chunks = [wire.contents for wire in stock.wires]
+        if fragment in self._first and stock.version != self._first[fragment]:
+            saved: Sequence[Any] = image.fragments[fragment].chunks if image is not None else ()
+            there = bool(saved) and all(map(Contents.leads_to, chunks, saved))
+            demand(there, "{} is told of and is not on the disk", stock.version)
+        self._told[fragment] = chunks

@@ -1,0 +1,302 @@
+"""Whole runs, simulated: one real broker core, many real worker sessions, a network that breaks.
+
+    outcome = Simulation(Scenario(a_config(workers=4, num_fragments=2)), seed=7).run()
+
+A run has two parts. While there are *troubles*, workers are killed, come back, leave, join, lose single
+connections or the whole network. Then it is *calm*, and everyone who is left must get on: each worker
+has to see some of its pushes end, or the run fails. The referee checks every promise all the time. The
+same seed gives the same run; a failure names the seed and tells the story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_broker.config import BrokerConfig
+from diloco_protocol.messages import Message
+from kit.core_harness import layered
+from simulation.broker import BrokerHost
+from simulation.disk import Disk
+from simulation.network import Connection, Weather, World
+from simulation.referee import Referee
+from simulation.tensors import Violation
+from simulation.training import Habits
+from simulation.troubles import NO_TROUBLES, Accidents, Troubles
+from simulation.worker import Listener, Worker
+
+__all__ = ["NO_TROUBLES", "Outcome", "Scenario", "Simulation", "Troubles"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is simulated.
+
+    Attributes:
+        config: of the broker.
+        workers: processes at the beginning; they come within the first seconds.
+        most: processes at a time.
+        chunks: of each fragment.
+        steps_per_s: of a worker of speed 1.
+        speeds: slowest and fastest worker, relative to that.
+        wants, timeouts: drawn from for each worker; see `Habits`.
+        weights, forces, blunders, repeats: of every worker; see `Habits`.
+        goal: pushes of each fragment that each worker must see end when it is calm.
+        troubles, weather: what goes wrong with workers, and how the network behaves.
+        habits: what is the same for all workers; by the names of `Habits`.
+        work_s, save_s: longest time that a piece of tensor work takes at the broker, and a checkpoint.
+        tick_s: between two ticks of the core; the loop's own are closer, which only costs more.
+        watch_s: how often the referee looks whether everybody gets on.
+        thoroughness: see `Referee`.
+    """
+
+    config: BrokerConfig
+    workers: int = 4
+    most: int = 12
+    chunks: int = 3
+    steps_per_s: float = 4.0
+    speeds: tuple[float, float] = (0.3, 3.0)
+    wants: tuple[dict[str, Any], ...] = ({},)
+    weights: tuple[float, ...] = (1.0, 1.0, 2.5)
+    forces: float = 0.01
+    blunders: float = 0.01
+    repeats: float = 0.02
+    timeouts: tuple[float, ...] = (600.0, 20.0)
+    goal: int = 2
+    troubles: Troubles = field(default_factory=Troubles)
+    weather: Weather = field(default_factory=Weather)
+    habits: dict[str, Any] = field(default_factory=dict)
+    work_s: float = 0.002
+    save_s: float = 0.5
+    tick_s: float = 0.2
+    watch_s: float = 1.0
+    thoroughness: int = 1
+
+    @property
+    def cycle_s(self) -> float:
+        """Seconds in which the slowest worker makes its H steps."""
+        return self.config.sync_every / (self.steps_per_s * self.speeds[0])
+
+    @property
+    def patience(self) -> float:
+        """Seconds in which everything that depends on others comes to an end.
+
+        Others may be a slow worker that has just joined, goes through several cycles until it has
+        caught up, and dies unnoticed. In asynchronous mode they may all be in line for a slot.
+        """
+        config = self.config
+        windows = config.grace + config.staging_deadline + config.recover_wait
+        if self.troubles.hangs:
+            windows += config.stall_timeout + config.heartbeat_timeout
+        if config.durable:
+            windows += 4 * self.troubles.full_s * bool(self.troubles.fulls) + 2 * self.save_s
+        waits = 60.0 + 6 * self.cycle_s + 4 * config.heartbeat_timeout + windows
+        if config.is_async:
+            upload = self.chunks * self.weather.chunk_s[1]
+            in_line = self.most * config.num_fragments * upload / config.staging_slots
+            waits += in_line * (config.num_fragments if self.forces else 1)
+        return waits
+
+
+@dataclass
+class Outcome:
+    """What a run came to. `fingerprint` is the same for the same seed.
+
+    Attributes:
+        rounds: versions made; in synchronous mode, rounds.
+        endings: pushes by how they ended, as their workers heard.
+        lost: pushes whose process was gone before it heard anything.
+        processes: that took part, one after the other or together.
+        seconds: simulated.
+        events: things that happened.
+    """
+
+    rounds: int
+    endings: dict[str, int]
+    lost: int
+    processes: int
+    seconds: float
+    events: int
+    fingerprint: tuple[Any, ...] = field(repr=False, default=())
+
+
+class Simulation:
+    """One run; see the head of this module."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.scenario = scenario
+        self.seed = seed
+        self.world = World(seed)
+        config = scenario.config
+        self.disk = None if config.save_dir is None else Disk(config.keep)
+        self.referee = Referee(
+            config, scenario.patience, scenario.thoroughness, self.disk, lambda: self.alive
+        )
+        self.broker = BrokerHost(self.world, scenario, self.referee, self.disk)
+        self.accidents = Accidents(self)
+        self.processes: list[Worker] = []
+        self._manifest = layered(scenario.config.num_fragments, scenario.chunks)
+        self._alive: list[Worker] = []
+        self._routes = 0
+        self.broker_up_at = 0.0
+        self._calm_since: float | None = None
+        self._goals: dict[str, list[int]] = {}
+        self._watch()
+
+    def run(self) -> Outcome:
+        """Simulate it all; raises Violation, with the seed and the story, when a promise is broken."""
+        world, scenario = self.world, self.scenario
+        for _ in range(scenario.workers):
+            world.after(world.dice.uniform(0, 3), self.newcomer_if_room)
+        self.accidents.begin()
+        self.passes(scenario.troubles.seconds)
+        self.accidents.end()
+        world.tell("", "from here on it is calm")
+        self._calm_since = world.now
+        self.newcomer()
+        with self._telling():
+            hung_s = max((each.hangs_until - world.now for each in self.alive), default=0.0)
+            long = scenario.goal * scenario.patience + max(hung_s, 0.0)
+            world.run(world.now + long, self._is_enough)
+            slow = self._laggards()
+            if slow:
+                raise Violation(f"no end within {long:.0f} s of calm: {slow}")
+            self.referee.at_the_end(self.broker.core)
+        return self._outcome()
+
+    def passes(self, seconds: float) -> None:
+        """Time goes on; raises Violation as `run` does."""
+        with self._telling():
+            self.world.run(self.world.now + seconds)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Whatever goes wrong in here is told with the seed and what led to it."""
+        try:
+            yield
+        except Exception as error:
+            what = f"At {self.world.now:.3f} s: {type(error).__name__}: {error}"
+            named = [p.name for p in self.processes if p.name in what or p.worker_id in what]
+            chapters = [self.world.story(name, lines=20) for name in named[-3:]]
+            told = "\n\n".join((*chapters, self.world.story(lines=60), what))
+            raise Violation(f"seed {self.seed}, {self.scenario}\n{told}") from error
+
+    # Who takes part.
+
+    @property
+    def alive(self) -> list[Worker]:
+        if not all(process.is_alive for process in self._alive):
+            self._alive = [process for process in self._alive if process.is_alive]
+        return self._alive
+
+    def newcomer(self, worker_id: str | None = None, **habits: Any) -> Worker:
+        """A new process begins, by default with an id of its own and habits that are drawn."""
+        scenario, dice = self.scenario, self.world.dice
+        number = len(self.processes)
+        worker_id = worker_id or f"w{number}"
+        slowest, fastest = scenario.speeds
+        drawn = {
+            "speed": scenario.steps_per_s * slowest * (fastest / slowest) ** dice.random(),
+            "first_step": dice.choice((0, dice.randrange(scenario.config.sync_every))),
+            "wants": dice.choice(scenario.wants),
+            "weights": scenario.weights,
+            "timeout": dice.choice(scenario.timeouts),
+            "forces": scenario.forces,
+            "blunders": scenario.blunders,
+            "repeats": scenario.repeats,
+            **scenario.habits,
+        }
+        process = Worker(
+            self.world,
+            self.referee,
+            f"{worker_id}/{number}",
+            worker_id,
+            self._manifest,
+            Habits(**{**drawn, **habits}),
+            self._connect,
+        )
+        self.world.tell(process.name, f"begins: {process.habits}")
+        self.processes.append(process)
+        self._alive.append(process)
+        process.start()
+        return process
+
+    def newcomer_if_room(self) -> None:
+        if len(self.alive) < self.scenario.most:
+            self.newcomer()
+
+    def comes_again(self, worker_id: str) -> None:
+        """A new process with the id of one that is gone."""
+        if not any(process.worker_id == worker_id for process in self.alive):
+            self.newcomer(worker_id)
+
+    def _connect(self, worker: Worker, to_worker: Listener) -> Connection:
+        self._routes += 1
+        route = b"route-%d" % self._routes
+        world = self.world
+
+        def to_broker(connection: Connection, message: Message, payload: Any) -> None:
+            self.broker.hears(connection, message, payload)
+
+        connection = Connection(
+            world, self.scenario.weather, route, worker.name, to_broker, to_worker
+        )
+        reachable = max(world.now, worker.offline_until, self.broker_up_at)
+        connection.comes_up(reachable + world.dice.expovariate(1 / 0.1))
+        world.after(connection.is_up_at - world.now, lambda: self.broker.connects(connection))
+        return connection
+
+    def _fill_up(self) -> None:
+        """In calm there are as many workers as a round needs."""
+        config, state = self.scenario.config, self.broker.core.state
+        floor = config.workers if state.first_round_pending else config.min_workers
+        staying = sum(not process.training.leaving for process in self.alive)
+        for _ in range(floor - staying):
+            self.newcomer()
+
+    def begin_anew(self) -> None:
+        """Another broker in the place of one that is gone."""
+        if not self.broker.is_alive:
+            self.broker = BrokerHost(self.world, self.scenario, self.referee, self.disk)
+
+    # Getting on.
+
+    def _watch(self) -> None:
+        self.referee.now = self.world.now
+        self.referee.watch(self.broker.core)
+        if self._calm_since is not None:
+            self._fill_up()
+        self.world.after(self.scenario.watch_s, self._watch)
+
+    def _is_enough(self) -> bool:
+        return self.world.now > (self._calm_since or 0.0) + 2.0 and not self._laggards()
+
+    def _laggards(self) -> list[str]:
+        """Who has not seen enough of its pushes end since it is calm."""
+        pieces, slow = self.scenario.config.num_fragments, []
+        for process in self.alive:
+            endings = [process.training.endings.get(piece, 0) for piece in range(pieces)]
+            goal = self._goals.setdefault(process.name, [n + self.scenario.goal for n in endings])
+            if any(n < wanted for n, wanted in zip(endings, goal, strict=True)):
+                slow.append(f"{process.name} {endings} of {goal}")
+        return slow
+
+    def _outcome(self) -> Outcome:
+        endings: dict[str, int] = {}
+        for record in self.referee.records.values():
+            name = str(record.ending or "")
+            endings[name] = endings.get(name, 0) + 1
+        lost = endings.pop("", 0)
+        stocks = self.broker.core.state.shelf.stocks
+        tags = tuple(stock.version for stock in stocks)
+        return Outcome(
+            self.referee.versions_made,
+            endings,
+            lost,
+            len(self.processes),
+            self.world.now,
+            self.world.events,
+            (tags, self.world.events, self.broker.messages, self.world.now),
+        )

@@ -1,0 +1,298 @@
+"""Tensor work in a simulated run: instead of adding numbers, it keeps which pushes are in which chunk.
+
+The *contents* of a chunk are the pushes that it has ever averaged, so each piece of work can be checked
+for what matters: that a push is added once, with its weight, and that a sum is divided by what is in it.
+What the outer optimizer remembers is how many gradients it has had, and which are still in its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.events import (
+    Event,
+    Fold,
+    Folded,
+    FoldRefused,
+    Inspect,
+    Inspected,
+    InspectRefused,
+    Merge,
+    Part,
+    Place,
+    Placed,
+    Step,
+    Stepped,
+    Work,
+)
+from diloco_protocol.messages import Push
+from diloco_protocol.version import VersionId
+from simulation.contents import Contents, Key
+
+Spot = tuple[int, int]  # (fragment, chunk)
+
+# Bytes of a chunk of parameters on its way down, as the stage cuts them: four elements in fp32.
+CHUNK_BYTES = 16
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+def demand(holds: bool, sentence: str, *values: object) -> None:
+    """Raise Violation unless it holds; the values are put into the sentence only then."""
+    if not holds:
+        raise Violation(sentence.format(*values))
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One chunk of a push on its way up. `squares` is the sum of its squared values."""
+
+    key: Key
+    spot: Spot
+    nbytes: int
+    is_finite: bool = True
+    squares: float = 1.0
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One finished chunk: the pushes it has averaged."""
+
+    spot: Spot
+    contents: Contents
+    nbytes: int = CHUNK_BYTES
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the outer optimizer remembers of one chunk.
+
+    Attributes:
+        gradients: how many it has had.
+        buffer: those that it has collected and not applied yet, each by a push that is in it.
+    """
+
+    gradients: int = 0
+    buffer: tuple[Key, ...] = ()
+
+
+@dataclass
+class Record:
+    """What became of one push.
+
+    Attributes:
+        process: the name of the worker's process.
+        weight: what it counts in a mean.
+        offered_at: seconds.
+        taken: its chunks that the broker has found finite.
+        spared: its chunks that need not come: an earlier push of its worker has its vote there.
+        whole_at: when the broker had all of it; None before.
+        counted_in: the version that contains it whole, if this life of the broker made it.
+        ending: "counted", or the code it was refused with, as its worker was told.
+        is_lost: a broker came back without the version that it was counted in.
+    """
+
+    process: str
+    push: Push
+    weight: float
+    offered_at: float
+    taken: set[int] = field(default_factory=set)
+    spared: dict[int, Key] = field(default_factory=dict)
+    whole_at: float | None = None
+    counted_in: VersionId | None = None
+    ending: str | None = None
+    is_lost: bool = False
+
+    def is_in(self, key: Key, index: int, wire: Wire) -> bool:
+        """Whether a chunk of this push, or the one in its place, is in a version."""
+        return key in wire.contents or self.spared.get(index, key) in wire.contents
+
+    def is_whole_in(self, key: Key, wires: Iterable[Wire]) -> bool:
+        return all(self.is_in(key, index, wire) for index, wire in enumerate(wires))
+
+    def __str__(self) -> str:
+        push = self.push
+        return (
+            f"push {push.push_id:#x} of {self.process}, fragment {push.fragment}, base {push.base}, "
+            f"offered at {self.offered_at:.2f}, whole at {self.whole_at}, in {self.counted_in}, its "
+            f"worker heard {self.ending}"
+        )
+
+
+class Tensors:
+    """The tensors of one life of a broker; it has what `Parameters` has for checkpoints.
+
+    Attributes:
+        records: all pushes that were ever offered.
+        versions: the current version of each fragment.
+        added: by fragment, what its coming version has more than its current one: chunks by push.
+    """
+
+    def __init__(self, config: BrokerConfig, records: dict[Key, Record]) -> None:
+        self.config = config
+        self.records = records
+        self.versions: dict[int, VersionId] = {}
+        self.added: dict[int, dict[Key, set[int]]] = {}
+        self._contents: dict[Spot, Contents] = {}
+        self._memories: dict[Spot, Memory] = {}
+        self._sums: dict[Spot, dict[Key, float]] = {}  # accumulators: the weight of each push
+
+    # Checkpoints.
+
+    def masters(self, fragment: int) -> list[Contents]:
+        """The contents of the fragment's chunks, which never change."""
+        return [self._contents[spot] for spot in sorted(self._contents) if spot[0] == fragment]
+
+    def outer_state(self, fragment: int) -> dict[str, list[Memory]]:
+        """What the outer optimizer remembers of each chunk."""
+        chunks = range(len(self.masters(fragment)))
+        return {"memory": [self._memories.get((fragment, index), Memory()) for index in chunks]}
+
+    def optimizer_state(self, fragment: int) -> None:
+        """There is no optimizer of torch's here."""
+
+    def wires(self, fragment: int) -> list[Wire]:
+        """The fragment's chunks as they are sent."""
+        return [Wire((fragment, i), contents) for i, contents in enumerate(self.masters(fragment))]
+
+    def restore(
+        self,
+        fragment: int,
+        masters: Sequence[Contents],
+        outer_state: Mapping[str, Sequence[Memory]],
+        optimizer_state: Any = None,
+    ) -> None:
+        """Put back what the functions above gave."""
+        for index, contents in enumerate(masters):
+            self._contents[fragment, index] = contents
+            self._memories[fragment, index] = outer_state["memory"][index]
+
+    def forget_buffer(self, fragment: int) -> None:
+        """Throw away the gradients that the outer optimizer has collected of a fragment."""
+        for spot in [spot for spot in self._memories if spot[0] == fragment]:
+            self._memories[spot] = Memory(self._memories[spot].gradients)
+
+    # Work.
+
+    def carry_out(self, work: Work) -> Event:
+        """Do a piece of work; raises Violation when it must not be done."""
+        spot = (work.fragment, work.index)
+        match work:
+            case Place(payload=payload):
+                if payload is not None:
+                    demand(payload.spot == spot, "chunk {} is placed as {}", payload.spot, spot)
+                return Placed(work, self._place(spot, payload.contents if payload else Contents()))
+            case Fold(worker_id=worker_id, push_id=push_id, weight=weight, payload=payload):
+                key = (worker_id, push_id)
+                if not self._is_good(spot, key, payload):
+                    return FoldRefused(work)
+                self._weighs(key, weight)
+                sums = self._sums.setdefault(spot, {})
+                demand(key not in sums, "{} is added twice to chunk {}", key, spot)
+                sums[key] = weight
+                return Folded(work)
+            case Step(weight=weight, count=count):
+                parts = self._sums.pop(spot, {})
+                total = sum(parts.values())
+                fits = abs(total - weight) <= 1e-9 * max(1.0, total)
+                demand(fits, "chunk {} is divided by {}, its weight is {}", spot, weight, total)
+                voters = [worker_id for worker_id, _ in parts]
+                once = len(set(voters)) == len(voters)
+                demand(once, "a worker has two votes on chunk {}: {}", spot, voters)
+                return self._step(spot, [list(parts)], count)
+            case Inspect(worker_id=worker_id, push_id=push_id, payload=payload):
+                if not self._is_good(spot, (worker_id, push_id), payload):
+                    return InspectRefused(work)
+                return Inspected(work, payload.squares)
+            case Merge(groups=groups, count=count):
+                self._check_merge(work)
+                keys = [[(part.worker_id, part.push_id) for part in group] for group in groups]
+                return self._step(spot, keys, count)
+
+    def release(self, fragment: int, version: VersionId) -> dict[Key, set[int]]:
+        """A version is whole; returns what it has more than the one before: chunks by push."""
+        self.versions[fragment] = version
+        return self.added.pop(fragment, {})
+
+    def staleness(self, record: Record) -> int:
+        """Versions between a push's base and the current one of its fragment."""
+        base, current = record.push.base, self.versions[record.push.fragment]
+        return max(0, current.counter - base.counter) if base else 0
+
+    def _place(self, spot: Spot, contents: Contents) -> Wire:
+        """Parameters take the place of those from a checkpoint, which are some gradients behind."""
+        memory = self._memories.get(spot)
+        if memory is not None:
+            steps = contents.depth - self._contents[spot].depth
+            self._memories[spot] = Memory(memory.gradients + steps, memory.buffer)
+        self._contents[spot] = contents
+        return Wire(spot, contents)
+
+    def _is_good(self, spot: Spot, key: Key, payload: Delta) -> bool:
+        right = payload.key == key and payload.spot == spot
+        demand(right, "{} is taken for chunk {} of {}", payload, spot, key)
+        if payload.is_finite:
+            self.records[key].taken.add(spot[1])
+        return payload.is_finite
+
+    def _weighs(self, key: Key, weight: float) -> None:
+        right = self.records[key].weight
+        demand(weight == right, "{} weighs {} instead of {}", key, weight, right)
+
+    def _check_merge(self, work: Merge) -> None:
+        everyone = [part for group in work.groups for part in group]
+        if not self.config.is_async:
+            order = [part.worker_id for part in everyone]
+            demand(order == sorted(set(order)), "merged out of order: {}", order)
+            demand(len(work.groups) == 1, "a round of {} gradients", len(work.groups))
+        elif not self.config.grace:
+            demand(len(everyone) == 1, "{} pushes merged at a time", len(everyone))
+        for part in everyone:
+            self._check_part((work.fragment, work.index), part)
+
+    def _check_part(self, spot: Spot, part: Part) -> None:
+        key = (part.worker_id, part.push_id)
+        record = self.records[key]
+        self._weighs(key, part.weight)
+        is_here = part.payload is not None and part.payload.spot == spot
+        demand(is_here, "{} is merged without its chunk {}", key, spot)
+        demand(record.whole_at is not None, "half a push is merged: {}", record)
+        length = float(record.push.chunks) ** 0.5  # each chunk has squares 1
+        demand(abs(part.norm - length) < 1e-9, "{} has norm {}, not {}", key, part.norm, length)
+        stale, limit = self.staleness(record), self.config.max_staleness
+        demand(limit is None or stale <= limit, "{} versions old and merged: {}", stale, record)
+        scale = (1 + stale) ** -0.5 if self.config.staleness_weight == "poly" else 1.0
+        demand(abs(part.scale - scale) < 1e-9, "{} is scaled by {}, not {}", key, part.scale, scale)
+
+    def _step(self, spot: Spot, groups: Sequence[Sequence[Key]], count: int) -> Stepped:
+        """Apply one gradient of each group; `count` is how many there were before, as the core says."""
+        fragment, index = spot
+        memory, before = self._memories.get(spot, Memory()), self._contents[spot]
+        had = memory.gradients
+        demand(
+            count == had, "the optimizer of {} is told {} gradients, it had {}", spot, count, had
+        )
+        keys = [key for group in groups for key in group]
+        demand(len(keys) == len(set(keys)), "{} merges one push twice: {}", spot, keys)
+        for key in keys:
+            demand(key not in before, "{} is counted twice in {}", key, spot)
+            self.added.setdefault(fragment, {}).setdefault(key, set()).add(index)
+        buffer = memory.buffer
+        applied: list[Key] = []
+        if self.config.dn_size > 1:
+            for number, group in enumerate(groups, start=count + 1):
+                buffer += tuple((f"buffer with {who}", push) for who, push in group[:1])
+                if number % self.config.dn_size == 0:
+                    applied += buffer
+                    buffer = ()
+        for gradient in applied:
+            once = gradient not in before
+            demand(once, "the optimizer of {} applies its {} a second time", spot, gradient)
+        self._memories[spot] = Memory(had + len(groups), buffer)
+        self._contents[spot] = before.plus([*keys, *applied])
+        return Stepped(fragment, index, Wire(spot, self._contents[spot]))

@@ -1,0 +1,481 @@
+"""Whole runs in all modes: workers die, come back, leave and join, and the network breaks.
+
+Every run is one real core and many real sessions in virtual time (`simulator`), and every promise is
+checked after everything that happens (`referee`). A failure names its seed and tells what happened last.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_broker.core.events import Effect, Step
+from diloco_broker.core.machine import Core
+from diloco_broker.core.rules import (
+    async_reducer,
+    initial_model,
+    rounds,
+    staged_reducer,
+    streaming_reducer,
+)
+from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.model_source import Bootstrap, Resumption
+from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run_record import books_of
+from diloco_broker.core.state.staged_round import StagedRound, Submission
+from diloco_broker.core.state.streaming_round import Round
+from diloco_broker.storage import writer
+from diloco_protocol.chunks import Bitmap
+from diloco_protocol.version import Ledger
+from kit.core_harness import a_config
+from simulation.network import Weather
+from simulation.simulator import NO_TROUBLES, Scenario, Simulation, Troubles
+from simulation.tensors import Violation
+
+MODES: dict[str, dict[str, Any]] = {
+    "streaming": {},
+    "deterministic": {"deterministic": True},
+    "clip": {"aggregate": "clip-median-norm"},
+    "carry": {"grace": 1.0},
+    "drop": {"grace": 1.0, "late": "drop"},
+    "async": {"mode": "async"},
+    "async-grace": {"mode": "async", "grace": 0.5},
+    "async-stale": {"mode": "async", "max_staleness": 3, "staleness_weight": "poly"},
+    "async-dylu": {"mode": "async", "dylu": True},
+}
+SEEDS = range(3)
+# How a run is saved: not at all; each round or now and then; each round before anybody is told of it.
+SAVING: tuple[dict[str, Any], ...] = (
+    {},
+    {"save_dir": "folder", "recover": "adopt"},
+    {"save_dir": "folder", "durable": True},
+    {"save_dir": "folder", "recover": "rewind"},
+)
+# Uploads are quick; or they take seconds, so that much happens in the middle of them, and some stand
+# still until their slot is taken from them.
+WEATHERS = (Weather(), Weather(chunk_s=(0.05, 0.4), stall=0.02, stall_s=8.0))
+
+
+def a_scenario(mode: str, streams: bool, seed: int, saved: int | None = None) -> Scenario:
+    """A run of a mode, with everything else drawn: 1 to 12 workers of speeds 0.3 to 3.
+
+    `saved` is one of the ways above; by default most runs are saved, and some with each seed are not.
+    """
+    dice = random.Random(f"{mode} {streams} {seed}")
+    pieces = dice.randint(2, 6) if streams else 1
+    steps = dice.randint(max(4, pieces), 16)
+    delay = dice.randrange(steps // pieces)
+    latest = dice.choice((None, min(steps - 1, delay + dice.randint(0, 4))))
+    workers = dice.randint(1, 6)
+    fields: dict[str, Any] = {
+        **MODES[mode],
+        "num_fragments": pieces,
+        "sync_every": steps,
+        "fragment_sync_delay": delay,
+        "fragment_max_delay": latest,
+        "heartbeat_timeout": 12.0,
+    }
+    wants: tuple[dict[str, Any], ...] = ({},)
+    if mode.startswith("async"):
+        fields |= {"staging_slots": dice.randint(1, 3), "staging_deadline": 5.0}
+        own = {"sync_every": dice.randint(pieces * (delay + 1), 20)}
+        wants = ({}, {"wire_dtype": "bf16"}, own)
+    else:
+        own = {"sync_every": dice.randint(pieces * (delay + 1), steps)}
+        wants = ({}, {"wire_dtype": "bf16"}, own)
+        fields["min_workers"] = dice.randint(1, workers)
+        fields["weight_by"] = dice.choice(("equal", "tokens", "samples"))
+    if mode in ("carry", "drop"):
+        fields["quorum"] = dice.randint(fields["min_workers"], workers)
+    fields |= SAVING[seed % len(SAVING) if saved is None else saved]
+    troubles = Troubles(hangs=0.03, freezes=0.02, fulls=0.03, full_s=6.0)
+    if "save_dir" in fields:
+        every = 1 if "durable" in fields else dice.choice((1, 1, 4))
+        fields |= {"save_every": every, "recover_wait": dice.choice((1.0, 4.0))}
+        troubles = replace(troubles, restarts=0.05)
+    if mode.startswith("async") or dice.random() < 0.3:
+        fields |= {"outer": "dn", "dn_buffer": dice.randint(1, 4)}
+    config = a_config(workers, stall_timeout=8.0, **fields)
+    return Scenario(
+        config,
+        troubles=troubles,
+        save_s=dice.choice((0.1, 2.0)),
+        workers=dice.randint(2, 8),
+        chunks=dice.choice((1, 2, 3, 9)),
+        wants=wants,
+        weather=WEATHERS[seed % len(WEATHERS)],
+        thoroughness=5 if seed else 1,
+    )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_promise_holds_through_troubles(mode: str, streams: bool, seed: int) -> None:
+    outcome = Simulation(a_scenario(mode, streams, seed), seed).run()
+    assert outcome.rounds > 0
+    assert outcome.endings.get("counted", 0) > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", ["streaming", "carry", "async", "async-dylu"])
+def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
+    mode: str, seed: int
+) -> None:
+    scenario = a_scenario(mode, True, seed)
+    config = replace(scenario.config, fragment_sync_delay="auto", fragment_max_delay=None)
+    outcome = Simulation(replace(scenario, config=config), seed).run()
+    assert outcome.endings.get("counted", 0) > 0
+
+
+# Worker, round and chunk have to meet in odd ways for these: each seed once showed a run that stood
+# still for good, with a worker that waited for a round that waited for a worker.
+STOOD_STILL = [("streaming", 19), ("streaming", 33), ("streaming", 39)]
+STOOD_STILL += [("deterministic", 19), ("deterministic", 46), ("deterministic", 59)]
+
+
+@pytest.mark.parametrize(("mode", "seed"), STOOD_STILL)
+def test_runs_that_once_stood_still_get_on(mode: str, seed: int) -> None:
+    assert Simulation(a_scenario(mode, True, seed), seed).run().rounds > 0
+
+
+def with_restarts(scenario: Scenario) -> Scenario:
+    config = replace(scenario.config, recover_wait=3.0)
+    return replace(scenario, config=config, troubles=replace(scenario.troubles, restarts=0.06))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
+def test_run_goes_on_from_what_workers_hold_when_the_broker_is_replaced(
+    mode: str, seed: int
+) -> None:
+    scenario = with_restarts(a_scenario(mode, seed % 2 == 0, seed, saved=0))
+    assert Simulation(scenario, seed).run().rounds > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
+def test_five_hundred_workers_get_on(mode: str) -> None:
+    own: dict[str, Any] = {"async": {"staging_slots": 16}, "carry": {"quorum": 200}}.get(mode, {})
+    fields = {**MODES[mode], **own, "num_fragments": 2, "sync_every": 4}
+    config = a_config(250, **fields, heartbeat_timeout=12.0)
+    scenario = Scenario(
+        config,
+        workers=500,
+        most=500,
+        chunks=2,
+        steps_per_s=1.0,
+        speeds=(0.5, 2.0),
+        goal=1,
+        troubles=Troubles(10.0, kills=2.0, breaks=5.0, outages=1.0, leaves=0.5, joins=1.0),
+        thoroughness=5000,
+    )
+    outcome = Simulation(scenario, seed=1).run()
+    assert outcome.processes > 500
+    assert outcome.endings["counted"] > 1000
+
+
+# Single things, each in a calm network.
+
+
+def calm(workers: int, pieces: int = 2, **fields: Any) -> Scenario:
+    """Nobody dies, nothing breaks, everyone has the same speed and never forces or blunders."""
+    config = a_config(workers, num_fragments=pieces, sync_every=8, heartbeat_timeout=12.0, **fields)
+    return Scenario(
+        config,
+        workers=0,
+        speeds=(1.0, 1.0),
+        forces=0.0,
+        blunders=0.0,
+        repeats=0.0,
+        timeouts=(600.0,),
+        troubles=NO_TROUBLES,
+    )
+
+
+def test_floor_above_the_number_alive_is_reached_when_a_joiner_comes() -> None:
+    for fields in ({}, {"quorum": 4, "grace": 1.0}, {"deterministic": True}):
+        run = Simulation(calm(4, min_workers=4, **fields), seed=1)
+        for _ in range(4):
+            run.newcomer()
+        run.passes(20.0)
+        run.processes[0].leaves()
+        run.passes(30.0)
+        made = run.referee.versions_made
+        run.passes(30.0)
+        assert run.referee.versions_made == made, "fewer than the floor have closed a round"
+        run.newcomer()
+        run.passes(20.0)
+        assert run.referee.versions_made > made + 5
+
+
+@pytest.mark.parametrize("mode", ["streaming", "deterministic", "carry", "drop"])
+def test_joiner_three_times_slower_is_waited_for_or_carried_and_stops_nobody(mode: str) -> None:
+    quorum = {"quorum": 2} if mode in ("carry", "drop") else {}
+    run = Simulation(calm(2, pieces=3, **MODES[mode], **quorum), seed=2)
+    run.newcomer()
+    run.newcomer()
+    run.passes(20.0)
+    made = run.referee.versions_made
+    slow = run.newcomer(speed=1.3)
+    run.passes(60.0)
+    assert run.referee.versions_made > made + 20
+    endings = [slow.training.endings.get(fragment, 0) for fragment in range(3)]
+    assert min(endings) > 1, f"pushes of the slow worker that ended, by fragment: {endings}"
+
+
+def test_worker_that_is_always_late_moves_on_in_every_fragment() -> None:
+    run = Simulation(calm(2, late="drop", quorum=1, grace=0.2), seed=2)
+    run.newcomer(speed=12.0)
+    run.newcomer(speed=12.0)
+    run.passes(20.0)
+    slow = run.newcomer(speed=1.5)
+    run.passes(60.0)
+    behind = [
+        run.referee.tensors.versions[fragment].counter - slow.training.versions[fragment].counter
+        for fragment in range(2)
+    ]
+    assert max(behind) < 15, f"versions that it is behind, by fragment: {behind}"
+
+
+def test_slow_worker_loses_nothing_where_late_work_is_carried() -> None:
+    run = Simulation(calm(2, quorum=2, grace=0.5), seed=3)
+    run.newcomer()
+    run.newcomer()
+    slow = run.newcomer(speed=0.7)
+    run.passes(120.0)
+    its = [r for (worker, _), r in run.referee.records.items() if worker == slow.worker_id]
+    assert len([r for r in its if r.counted_in is not None]) >= len(its) - 2
+    assert not [r for r in its if r.ending not in (None, "counted")]
+
+
+def test_fast_workers_make_more_versions_without_a_barrier() -> None:
+    run = Simulation(calm(2, pieces=1, mode="async"), seed=4)
+    fast, slow = run.newcomer(speed=8.0), run.newcomer(speed=2.0)
+    run.passes(60.0)
+    assert fast.training.endings[0] > 3 * slow.training.endings[0] > 30
+
+
+def test_dynamic_local_updates_bring_unequal_workers_to_one_pace() -> None:
+    run = Simulation(calm(2, pieces=1, mode="async", dylu=True), seed=5)
+    fast, slow = run.newcomer(speed=8.0), run.newcomer(speed=2.0)
+    run.passes(60.0)
+    assert slow.training.turns is not None and slow.training.turns.sync_every == 2
+    assert 0.8 < fast.training.endings[0] / slow.training.endings[0] < 1.25
+
+
+def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
+    scenario = a_scenario("streaming", True, 0)
+    first, again, other = (Simulation(scenario, seed).run() for seed in (11, 11, 12))
+    assert first.fingerprint == again.fingerprint
+    assert first.fingerprint != other.fingerprint
+
+
+# Can it fail?
+
+
+def merges_twice(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(staged_reducer, "released", lambda *_: None)
+
+
+def forgets_weights(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(State, "weight_of", lambda *_: 1.0)
+
+
+def waits_for_the_dead(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(rounds, "leave", lambda *_: iter(()))
+
+
+def forgets_early_pushes(broken: pytest.MonkeyPatch) -> None:
+    def open_round(state: State, round_: Round) -> Iterator[Effect]:
+        state.round = round_
+        yield from ()
+
+    broken.setattr(streaming_reducer, "open_round", open_round)
+
+
+def keeps_no_ledger(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(Ledger, "with_push", lambda ledger, *_: ledger)
+
+
+def hands_out_any_number_of_slots(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(async_reducer, "_may_send", lambda *_: True)
+
+
+def takes_work_of_any_age(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(async_reducer, "_too_old", lambda *_: None)
+
+
+def counts_half_a_push(broken: pytest.MonkeyPatch) -> None:
+    def settle(submission: Submission, now: float) -> None:
+        submission.whole_at = now
+
+    broken.setattr(Submission, "_settle", settle)
+
+
+def forgets_what_is_counted(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(Ledger, "standing", lambda ledger, worker, push, size: Bitmap(size))
+
+
+def divides_by_what_was_promised(broken: pytest.MonkeyPatch) -> None:
+    def step(state: State, round_: Round, indexes: list[int]) -> Iterator[Effect]:
+        count = state.shelf.stocks[round_.fragment].gradients - 1
+        weight = sum(c.weight for c in round_.contributions.values())
+        for index in indexes:
+            yield Step(round_.fragment, index, weight, count)
+
+    broken.setattr(streaming_reducer, "step", step)
+
+
+STUCK = "no version was released|has a push in flight|stands still|no end within"
+
+
+@pytest.mark.parametrize(
+    ("mode", "sabotage", "complaint"),
+    [
+        ("carry", merges_twice, "is counted twice"),
+        ("streaming", forgets_weights, "weighs 1.0 instead of"),
+        ("streaming", waits_for_the_dead, STUCK),
+        ("streaming", forgets_early_pushes, STUCK),
+        ("streaming", keeps_no_ledger, "lacks"),
+        ("async", hands_out_any_number_of_slots, "are kept in"),
+        ("async-stale", takes_work_of_any_age, "versions old and merged"),
+        ("deterministic", counts_half_a_push, "without its chunk|half a push|but [0-9] workers"),
+        ("streaming", forgets_what_is_counted, "is counted twice|more than once"),
+        ("streaming", divides_by_what_was_promised, "is divided by"),
+    ],
+)
+def test_broken_broker_is_found_out(
+    mode: str,
+    sabotage: Callable[[pytest.MonkeyPatch], None],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Core, "check_invariants", lambda _: None)  # the referee has eyes of its own
+    sabotage(monkeypatch)
+    runs = (Simulation(a_scenario(mode, seed % 2 == 0, seed), seed) for seed in range(12))
+    with pytest.raises(Violation, match=complaint):
+        all(run.run() for run in runs)
+
+
+# Can it fail when the broker comes back?
+
+
+def tells_before_it_is_saved(broken: pytest.MonkeyPatch) -> None:
+    complete = rounds._complete
+
+    def hasty(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
+        yield from complete(state, ended)
+        made, state.made = state.made, None
+        if made is not None:
+            yield from rounds._release(state, made)
+
+    broken.setattr(rounds, "_complete", hasty)
+
+
+def saves_without_the_version_that_waits(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(rounds, "books_of", lambda state, n: books_of(replace(state, made=None), n))
+
+
+def adopts_nothing(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(Bootstrap, "sources", lambda *_: {})
+
+
+def adopts_the_oldest(broken: pytest.MonkeyPatch) -> None:
+    def sources(boot: Bootstrap, members: Iterable[Member]) -> dict[int, Member]:
+        holders = [member for member in members if all(member.versions[:1])]
+        oldest = min(holders, key=lambda m: sum(v.counter for v in m.versions if v), default=None)
+        pieces = [f for f in boot.all_fragments if f not in boot.restored]
+        return dict.fromkeys(pieces, oldest) if oldest and oldest.versions else {}
+
+    broken.setattr(Bootstrap, "sources", sources)
+
+
+def goes_on_without_those_it_knows(broken: pytest.MonkeyPatch) -> None:
+    def wait(_: State) -> Generator[Effect, None, bool]:
+        yield from ()
+        return False
+
+    broken.setattr(initial_model, "_wait_for_others", wait)
+
+
+def loses(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """A broker that takes up everything of a checkpoint but one thing."""
+
+    def sabotage(broken: pytest.MonkeyPatch) -> None:
+        take_up = writer.take_up
+
+        def lose(*of: Any) -> Resumption:
+            whole = take_up(*of)
+            poor = {f: replace(each, **{name: value}) for f, each in whole.fragments.items()}
+            return replace(whole, fragments=poor)
+
+        broken.setattr(writer, "take_up", lose)
+
+    return sabotage
+
+
+def waits_for_who_hangs(broken: pytest.MonkeyPatch) -> None:
+    broken.setattr(rounds, "stall", lambda *_: iter(()))
+
+
+ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
+
+
+@pytest.mark.parametrize(
+    ("mode", "saving_as", "sabotage", "complaint"),
+    [
+        ("streaming", DURABLE, tells_before_it_is_saved, "is told of and is not on the disk"),
+        (
+            "async",
+            DURABLE,
+            saves_without_the_version_that_waits,
+            "is told of and is not on the disk|has other chunks than it had|and .* is adopted",
+        ),
+        ("streaming", ADOPT, adopts_nothing, "stands still"),
+        ("async", 0, adopts_the_oldest, "somebody here has version|stands still"),
+        ("carry", ADOPT, goes_on_without_those_it_knows, "it did not wait for"),
+        ("streaming", REWIND, loses("ledger", Ledger()), "has another ledger"),
+        ("async", DURABLE, loses("gradients", 0), "is told 0 gradients"),
+        ("streaming", ADOPT, waits_for_who_hangs, "and is waited for"),
+    ],
+)
+def test_broker_that_comes_back_broken_is_found_out(
+    mode: str,
+    saving_as: int,
+    sabotage: Callable[[pytest.MonkeyPatch], None],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Core, "check_invariants", lambda _: None)
+    sabotage(monkeypatch)
+    runs = (Simulation(crashing(mode, seed, saving_as), seed) for seed in range(12))
+    with pytest.raises(Violation, match=complaint):
+        all(run.run() for run in runs)
+
+
+def crashing(mode: str, seed: int, saving_as: int) -> Scenario:
+    """Brokers that die often, slow donations, and long hangs."""
+    scenario = a_scenario(mode, seed % 2 == 0, seed, saving_as)
+    return replace(
+        scenario,
+        chunks=9,
+        weather=WEATHERS[1],
+        troubles=replace(
+            scenario.troubles, restarts=0.12, kills=0.2, joins=0.2, hangs=0.1, hang_s=30.0
+        ),
+    )
+
+
+def test_failure_names_the_seed_and_tells_the_story(monkeypatch: pytest.MonkeyPatch) -> None:
+    merges_twice(monkeypatch)
+    with pytest.raises(Violation) as caught:
+        Simulation(a_scenario("deterministic", False, 7), seed=7).run()
+    text = str(caught.value)
+    assert "seed 7" in text
+    assert "deterministic=True" in text
+    assert "freezes" in text

@@ -1,0 +1,41 @@
+"""A week of 32 workers and 125 faults an hour: how much of the work done counts, and does anybody wait?
+
+The figures of `simulated_week`, in all modes; `PYTHONPATH=tests python -m simulation.week` prints them as a table,
+and so does `pytest -s`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from simulation.week import FAULTS_AN_HOUR, MODES, H, a_week, simulate, table
+
+
+def check(mode: str, days: float) -> None:
+    week, wanted = simulate(mode, days=days), FAULTS_AN_HOUR * 24 * days
+    print(f"\n{table([week])}")
+    # They come at random, one independent of the other: four standard deviations, or a tenth.
+    spread = max(4 * math.sqrt(wanted), 0.1 * wanted)
+    assert sum(week.faults.values()) == pytest.approx(wanted, abs=spread)
+    assert week.useful_unharmed == 1.0
+    mean, most = week.lost_a_kill
+    assert mean < H / 2
+    # Its last push may still be on its way while a worker trains on, up to another H steps.
+    assert most <= 2 * H
+    assert week.lost_more <= 0.01 * week.faults["kill"]
+    assert week.averaged >= 0.95
+    assert week.to_next_round_s[1] < 4 * a_week(mode).cycle_s
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_quarter_of_a_day_of_faults_costs_only_what_the_killed_had_not_sent(mode: str) -> None:
+    check(mode, days=0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", MODES)
+def test_week_of_faults_costs_only_what_the_killed_had_not_sent(mode: str) -> None:
+    check(mode, days=7.0)

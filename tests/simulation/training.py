@@ -1,0 +1,407 @@
+"""The training thread of a simulated worker: when it freezes, waits and merges, without a tensor.
+
+It does after each step what `training.boundary` does, with the real `Turns`. Where that waits,
+this is a generator that yields: seconds of training, or None until there may be something new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from diloco_protocol.errors import Code
+from diloco_protocol.fragments.plan import longest_delay
+from diloco_protocol.messages import Heartbeat, Push, Released, RunConfig
+from diloco_protocol.version import VersionId
+from diloco_worker.core.events import Carried, Depart, Granted, Joined, Offer, Pulse, Want
+from diloco_worker.core.schedule import Turn, Turns
+from diloco_worker.core.session import Phase
+from diloco_worker.shell.inbox import Turning
+
+if TYPE_CHECKING:
+    from simulation.worker import Worker
+
+# What a worker reports with each step.
+TOKENS_A_STEP, SAMPLES_A_STEP = 32, 2
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How a worker trains.
+
+    Attributes:
+        speed: optimizer steps per second.
+        first_step: where its count begins: it shifts the schedule, as a restart from a checkpoint does.
+        wants: what it insists on, by the names of `RunConfig`.
+        weights: of its pushes, drawn anew for each.
+        timeout: seconds of silence after which it trains on.
+        max_sync_retries: broken connections at one boundary after which it trains on.
+        forces: probability, at a step, that it forces a synchronisation.
+        blunders: probability that a chunk of a push is not finite.
+        repeats: probability that a chunk is sent twice.
+        look_s: seconds after which it looks around by itself while it waits.
+        heartbeat_interval: seconds; None: as the broker has it.
+    """
+
+    speed: float = 4.0
+    first_step: int = 0
+    wants: dict[str, Any] = field(default_factory=dict)
+    weights: tuple[float, ...] = (1.0,)
+    timeout: float = 600.0
+    max_sync_retries: int = 3
+    forces: float = 0.0
+    blunders: float = 0.0
+    repeats: float = 0.0
+    look_s: float = 5.0
+    heartbeat_interval: float | None = None
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A whole version and the pushes in flight that it contains."""
+
+    released: Released
+    counted: frozenset[int]
+
+
+@dataclass
+class News:
+    """What has come for the training thread since it last looked."""
+
+    turns: list[Turning] = field(default_factory=list)
+    arrivals: dict[int, Arrival] = field(default_factory=dict)  # by fragment
+    rejections: dict[int, str] = field(default_factory=dict)  # code by push id
+
+    def __bool__(self) -> bool:
+        return bool(self.turns or self.arrivals or self.rejections)
+
+
+@dataclass
+class Flight:
+    """A frozen delta under way; see `training.fragment_sync.Flight`. `offered_at` is in seconds."""
+
+    push_id: int
+    began: int
+    apply_at: int
+    wait_at: int
+    offered_at: float
+    reconnections: int
+    let_go: bool = False
+    reply: Arrival | None = None
+    rejection: str | None = None
+
+
+class Training:
+    """See the head of this module.
+
+    Attributes:
+        step: optimizer steps so far.
+        flights: by fragment.
+        versions: the bases, by fragment.
+        endings: how many pushes have ended, by fragment.
+        leaving: it was asked to finish.
+        waiting_since: when it began to stand still; None while it trains.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.step = worker.habits.first_step
+        self.flights: dict[int, Flight] = {}
+        self.versions: dict[int, VersionId] = {}
+        self.endings: dict[int, int] = {}
+        self.leaving = False
+        self.waiting_since: float | None = None
+        self.turns: Turns | None = None
+        self._frozen_at: dict[int, int] = {}
+        self._thread = self._train()
+
+    def goes_on(self) -> float | None:
+        """Let the thread run to its next pause; returns for how many seconds it trains."""
+        pause = next(self._thread, self.worker.habits.look_s)
+        if pause is not None:
+            self.waiting_since = None
+        elif self.waiting_since is None:
+            self.waiting_since = self.worker.world.now
+        return pause
+
+    def heartbeat(self, session: bytes, *, uploading: bool) -> Heartbeat:
+        """What the link says of it."""
+        state = "training" if self.waiting_since is None else "waiting"
+        return Heartbeat(
+            session,
+            self.step,
+            state="pushing" if uploading else state,
+            steps_per_s=self.worker.habits.speed if self.turns is not None else None,
+        )
+
+    def wire_dtype(self) -> str:
+        """What its pseudo-gradients travel in."""
+        return str(self.worker.habits.wants.get("wire_dtype") or self._config.wire_dtype)
+
+    @property
+    def _config(self) -> RunConfig:
+        config = self.worker.session.config
+        assert config is not None
+        return config
+
+    @property
+    def frozen_steps(self) -> int:
+        """Steps up to the last freeze of each fragment, summed up over the fragments."""
+        return sum(at - self.worker.habits.first_step for at in self._frozen_at.values())
+
+    # The thread.
+
+    def _train(self) -> Generator[float | None, None, None]:
+        habits, world = self.worker.habits, self.worker.world
+        yield from self._await_model()
+        turns = self.turns = Turns(
+            self._sync_every(),
+            self._config.num_fragments,
+            common=self._config.mode == "sync",
+            step=self.step,
+        )
+        while not self.leaving:
+            yield world.dice.uniform(0.8, 1.2) / habits.speed
+            self.step += 1
+            yield from self._after_step(turns)
+            if world.dice.random() < habits.forces:
+                yield from self._force(turns)
+        until = world.now + habits.timeout
+        for fragment in self._by_age():
+            yield from self._wait_for(turns, fragment, until)
+        self.worker.command(Depart())
+        while True:
+            yield None
+
+    def _await_model(self) -> Generator[float | None, None, None]:
+        worker = self.worker
+        while True:
+            layout, arrivals = worker.session.layout, worker.news.arrivals
+            if layout is not None and all(p.fragment in arrivals for p in layout.all if p.chunks):
+                break
+            if self.leaving:
+                worker.command(Depart())
+            yield None
+        for fragment in list(arrivals):
+            self._stand_on(arrivals.pop(fragment))
+
+    def _after_step(self, turns: Turns) -> Generator[float | None, None, None]:
+        self._look(turns)
+        for fragment in self._by_age():
+            flight = self.flights.get(fragment)
+            if flight is not None and self.step >= flight.wait_at and not flight.let_go:
+                yield from self._wait_for(turns, fragment)
+        turns.pace(self._sync_every(), self.step)
+        if not turns.is_due(self.step):
+            return
+        turn = yield from self._take_turn(turns)
+        if turn is None:
+            return  # it stays due
+        turns.use_slot(self.step)
+        for fragment in turn:
+            if fragment in self.flights and self.step >= self.flights[fragment].wait_at:
+                yield from self._wait_for(turns, fragment)
+        turns.pace(self._sync_every(), self.step)
+
+    def _force(self, turns: Turns) -> Generator[float | None, None, None]:
+        """The next P turns now, each waited for."""
+        for _ in range(turns.num_fragments):
+            self._look(turns)
+            turn = yield from self._take_turn(turns)
+            if turn is None:
+                break
+            for fragment in turn:
+                yield from self._wait_for(turns, fragment)
+        turns.restart(self.step)
+
+    def _take_turn(self, turns: Turns) -> Generator[float | None, None, list[int] | None]:
+        """Push the fragment whose turn it is.
+
+        Returns the fragment, if it is in flight for this turn now; None when the turn cannot be taken.
+        """
+        while turns.turn() is Turn.BUSY:
+            fragment = turns.fragment
+            if self._why_not_wait(fragment) or not (yield from self._wait_for(turns, fragment)):
+                return None
+        fragment = turns.fragment
+        match turns.turn():
+            case Turn.PAST:
+                turns.pass_by()
+                return []
+            case Turn.TAKEN:
+                flight = self.flights[fragment]
+                flight.let_go = False
+                flight.wait_at = self.step + self._delays()[1]
+                flight.reconnections = self.worker.session.reconnections
+                turns.pass_by()
+                return [fragment]
+            case _:
+                self._settle(fragment, now=True)
+                self._freeze(fragment)
+                turns.push()
+                return [fragment]
+
+    def _freeze(self, fragment: int) -> None:
+        worker, session, dice = self.worker, self.worker.session, self.worker.world.dice
+        assert session.layout is not None
+        assert fragment not in self.flights, "no second delta grows over a first"
+        steps = self.step - self._frozen_at.get(fragment, worker.habits.first_step)
+        self._frozen_at[fragment] = self.step
+        push = Push(
+            session=b"",
+            push_id=dice.getrandbits(64),
+            fragment=fragment,
+            chunks=session.layout.all[fragment].chunks,
+            wire_dtype=self.wire_dtype(),
+            base=self.versions[fragment],
+            weight=dice.choice(worker.habits.weights),
+            steps=steps,
+            tokens=TOKENS_A_STEP * max(1, steps),
+            samples=SAMPLES_A_STEP * max(1, steps),
+        )
+        if dice.random() < worker.habits.blunders:
+            worker.bad_chunks.add((push.push_id, dice.randrange(push.chunks)))
+        tau, latest = self._delays()
+        self.flights[fragment] = Flight(
+            push.push_id,
+            self.step,
+            self.step + tau,
+            self.step + latest,
+            worker.world.now,
+            session.reconnections,
+        )
+        worker.world.tell(worker.name, f"step {self.step}: freezes {push.push_id:#x} of {fragment}")
+        worker.referee.offered(worker.name, worker.worker_id, push)
+        worker.command(Pulse())
+        worker.command(Offer(push))
+
+    def _delays(self) -> tuple[int, int]:
+        """Steps from the freeze to the apply point, and to where the reply is waited for."""
+        tau, latest = self._config.fragment_sync_delay, self._config.fragment_max_delay
+        if latest is None and self._config.fragment_delay_auto:
+            assert self.turns is not None
+            latest = longest_delay(self.turns.sync_every, self.turns.num_fragments)
+        return tau, tau if latest is None else max(tau, latest)
+
+    def _sync_every(self) -> int:
+        """H: the worker's own, what the broker has worked out for it, or the run's."""
+        own, worked_out = self.worker.habits.wants.get("sync_every"), self.worker.sync_every
+        if own is not None:
+            barrier = self._config.mode == "sync"
+            return min(int(own), self._config.sync_every) if barrier else int(own)
+        if self._config.dylu and worked_out is not None:
+            return worked_out
+        return self._config.sync_every
+
+    # News and waiting.
+
+    def _by_age(self) -> list[int]:
+        """The fragments in flight, the oldest flight first."""
+        return sorted(self.flights, key=lambda fragment: (self.flights[fragment].began, fragment))
+
+    def _look(self, turns: Turns) -> None:
+        """Take in what has come, and merge what is due."""
+        self._absorb(turns)
+        for fragment in list(self.flights):
+            self._settle(fragment)
+
+    def _absorb(self, turns: Turns) -> None:
+        news, self.worker.news = self.worker.news, News()
+        if not news:
+            return
+        for fragment, arrival in news.arrivals.items():
+            flight = self.flights.get(fragment)
+            if flight is None:
+                if arrival.released.version != self.versions.get(fragment):
+                    self._stand_on(arrival)
+            elif flight.push_id in arrival.counted or flight.reply is not None:
+                flight.reply = arrival
+        over = set()
+        for fragment, flight in self.flights.items():
+            flight.rejection = news.rejections.get(flight.push_id, flight.rejection)
+            has_ended = flight.reply is not None or flight.rejection is not None
+            if has_ended and fragment in turns.rounds:
+                over.add(fragment)
+        for event in news.turns:
+            match event:
+                case Joined(welcome):
+                    turns.welcomed(welcome.first_round, over)
+                case Granted(push_id, fragment, standing, round_):
+                    its = self.flights.get(fragment)
+                    if its is not None and its.push_id == push_id:
+                        turns.granted(fragment, standing, round_)
+                case Carried(fragment, round_):
+                    turns.carried(fragment, round_)
+                case Released(averaged=averaged, round=round_):
+                    if averaged:
+                        turns.made(round_)
+        for fragment in sorted(over):
+            flight = self.flights[fragment]
+            if flight.reply is not None:
+                turns.landed(fragment)
+            else:
+                turns.dropped(fragment, too_late=flight.rejection == Code.LATE)
+        turns.check_invariants()
+
+    def _settle(self, fragment: int, *, now: bool = False) -> bool:
+        """Merge the reply of a fragment if it is its time. Returns whether its flight has counted."""
+        flight = self.flights.get(fragment)
+        if flight is None:
+            return False
+        if flight.reply is not None and (now or self.step >= flight.apply_at):
+            self._end(fragment)
+            self._stand_on(flight.reply)
+            return True
+        if flight.reply is None and flight.rejection is not None:
+            self._end(fragment)
+            if flight.rejection in (Code.LATE, Code.STALE):
+                self.worker.command(Want(fragment))
+        return False
+
+    def _end(self, fragment: int) -> None:
+        del self.flights[fragment]
+        self.endings[fragment] = self.endings.get(fragment, 0) + 1
+
+    def _stand_on(self, arrival: Arrival) -> None:
+        """This version is the base of its fragment now."""
+        self.versions[arrival.released.fragment] = arrival.released.version
+
+    def _wait_for(
+        self, turns: Turns, fragment: int, until: float | None = None
+    ) -> Generator[float | None, None, bool]:
+        """Wait until the flight of a fragment has counted; returns whether it has."""
+        flight = self.flights.get(fragment)
+        if flight is None:
+            return False
+        while True:
+            self._absorb(turns)
+            counted = self._settle(fragment, now=True)
+            if fragment not in self.flights:
+                return counted
+            late = until is not None and self.worker.world.now >= until
+            leads_on = turns.may_wait(fragment) or (
+                until is not None and self._is_going_up(fragment)
+            )
+            if late or self._why_not_wait(fragment) or not leads_on:
+                flight.let_go = True
+                return False
+            yield None
+
+    def _is_going_up(self, fragment: int) -> bool:
+        """Does the broker take chunks of this flight, and lack some? Who leaves waits for that."""
+        upload = self.worker.session.pushes.uploads.get(self.flights[fragment].push_id)
+        return upload is not None and not (upload.is_in or upload.is_put_off)
+
+    def _why_not_wait(self, fragment: int) -> bool:
+        """Is there a reason, other than whose turn it is, to train on?"""
+        session, habits = self.worker.session, self.worker.habits
+        heard = session.last_heard
+        if session.phase is Phase.REFUSED or self.worker.broker_stops:
+            return True
+        if heard is not None and self.worker.world.now - heard >= habits.timeout:
+            return True
+        flight = self.flights.get(fragment)
+        if flight is None or flight.let_go:
+            return False
+        return session.reconnections - flight.reconnections > habits.max_sync_retries

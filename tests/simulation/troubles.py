@@ -1,0 +1,249 @@
+"""What goes wrong in a simulated run: who is struck when, and what follows from it at both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diloco_protocol.errors import Code
+from simulation.network import Connection
+from simulation.worker import Worker
+
+if TYPE_CHECKING:
+    from simulation.simulator import Simulation
+
+
+@dataclass(frozen=True)
+class Troubles:
+    """What goes wrong, as the mean number of times a second, and for how long.
+
+    Attributes:
+        seconds: how long there are troubles.
+        kills: a process dies; mostly one with the same id comes back after a while.
+        breaks: a single connection breaks.
+        outages: a worker is cut off for some seconds, and nobody is told.
+        leaves, joins: a worker finishes; a new one comes.
+        hangs: a training loop stands still, heartbeats go on.
+        freezes: a whole process stands still.
+        restarts: the broker is killed, or stopped in an orderly way; another one comes in its place,
+            with what is on the disk.
+        fulls: the disk is full for a while.
+        silent: share of the kills that nobody hears of.
+        returns: share of the killed whose id comes back; half of the others are replaced by new ones.
+        back_s, outage_s, hang_s, freeze_s, restart_s, full_s: mean seconds until a killed process is
+            back, and that each of these lasts.
+        orderly: share of the restarts that are orderly.
+    """
+
+    seconds: float = 60.0
+    kills: float = 0.1
+    breaks: float = 0.3
+    outages: float = 0.05
+    leaves: float = 0.04
+    joins: float = 0.06
+    hangs: float = 0.0
+    freezes: float = 0.0
+    restarts: float = 0.0
+    fulls: float = 0.0
+    silent: float = 0.3
+    returns: float = 0.6
+    orderly: float = 0.2
+    back_s: float = 3.0
+    outage_s: float = 6.0
+    hang_s: float = 15.0
+    freeze_s: float = 4.0
+    restart_s: float = 2.0
+    full_s: float = 10.0
+
+
+NO_TROUBLES = Troubles(seconds=0.0)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that was done to the run, at that second; `victim` is the name of a process."""
+
+    at: float
+    kind: str
+    victim: str = ""
+
+
+class Accidents:
+    """Strikes a simulation at the rates of its troubles, until it is told to stop.
+
+    Attributes:
+        faults: what has been done.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.faults: list[Fault] = []
+        self._run = simulation
+        self._world = simulation.world
+        self._dice = simulation.world.dice
+        self._troubles = simulation.scenario.troubles
+        self._is_over = False
+
+    def begin(self) -> None:
+        for action, rate in self._rates():
+            self._repeat(action, rate)
+
+    def end(self) -> None:
+        """Nothing goes wrong from here on. What is going on ends in its time."""
+        self._is_over = True
+
+    def _rates(self) -> Iterator[tuple[Callable[[], None], float]]:
+        troubles = self._troubles
+        yield self._kill, troubles.kills
+        yield self._break, troubles.breaks
+        yield self._outage, troubles.outages
+        yield self._leave, troubles.leaves
+        yield self._join, troubles.joins
+        yield self._hang, troubles.hangs
+        yield self._freeze, troubles.freezes
+        yield self._restart, troubles.restarts
+        yield self._fill_disk, troubles.fulls
+
+    def _repeat(self, action: Callable[[], None], rate: float) -> None:
+        if rate <= 0:
+            return
+
+        def again() -> None:
+            if not self._is_over:
+                action()
+                self._repeat(action, rate)
+
+        self._world.after(self._dice.expovariate(rate), again)
+
+    def _victim(self) -> Worker | None:
+        alive = self._run.alive
+        return self._dice.choice(alive) if alive else None
+
+    def _strikes(self, kind: str, victim: Worker | None = None) -> None:
+        self.faults.append(Fault(self._world.now, kind, victim.name if victim else ""))
+
+    # Processes.
+
+    def _kill(self) -> None:
+        """A process dies; its host may die with it, and then nobody hears of it."""
+        victim, dice, troubles = self._victim(), self._dice, self._troubles
+        if victim is None:
+            return
+        self._strikes("kill", victim)
+        victim.dies()
+        silent = dice.random() < troubles.silent
+        for connection in victim.connections or ():
+            if silent or dice.random() < 0.5:
+                connection.sever()
+            if not silent:
+                connection.is_found_gone(dice.expovariate(1 / 0.2))
+        again = dice.random()
+        back = dice.expovariate(1 / troubles.back_s)
+        if again < troubles.returns:
+            self._world.after(back, lambda: self._run.comes_again(victim.worker_id))
+        elif again < (1 + troubles.returns) / 2:
+            self._world.after(back, self._run.newcomer_if_room)
+
+    def _leave(self) -> None:
+        victim = self._victim()
+        if victim is not None:
+            self._strikes("leave", victim)
+            victim.leaves()
+
+    def _join(self) -> None:
+        self._strikes("join")
+        self._run.newcomer_if_room()
+
+    def _hang(self) -> None:
+        victim = self._victim()
+        if victim is not None:
+            self._strikes("hang", victim)
+            victim.hangs(self._dice.expovariate(1 / self._troubles.hang_s))
+
+    def _freeze(self) -> None:
+        victim = self._victim()
+        if victim is not None:
+            self._strikes("freeze", victim)
+            victim.freezes(self._dice.expovariate(1 / self._troubles.freeze_s))
+
+    # The network.
+
+    def _break(self) -> None:
+        """One of a worker's two connections breaks, and both ends find out in their own time."""
+        victim, dice = self._victim(), self._dice
+        if victim is None or victim.connections is None:
+            return
+        self._strikes("break", victim)
+        which = dice.randrange(2)
+        connection = victim.connections[which]
+        self._world.tell(
+            victim.name, f"loses {'bulk' if which else 'control'} {connection.route!r}"
+        )
+        connection.sever()
+        connection.is_found_gone(dice.choice((0.0, 0.1, 3.0, 30.0)) * dice.random())
+        self._finds_out(victim, connection, dice.choice((0.0, 0.1, 3.0, 10.0)) * dice.random())
+
+    def _finds_out(self, victim: Worker, connection: Connection, seconds: float) -> None:
+        def find_out() -> None:
+            if victim.connections is not None and connection in victim.connections:
+                victim.loses_touch("The connection broke.")
+
+        self._world.after(seconds, find_out)
+
+    def _outage(self) -> None:
+        """A worker is cut off. Either end finds out by the silence, or the worker when it is over."""
+        victim, dice = self._victim(), self._dice
+        if victim is None:
+            return
+        self._strikes("outage", victim)
+        seconds = dice.expovariate(1 / self._troubles.outage_s)
+        self._world.tell(victim.name, f"is cut off for {seconds:.1f} s")
+        victim.offline_until = max(victim.offline_until, self._world.now + seconds)
+        victim.online_since = max(victim.online_since, victim.offline_until)
+        for connection in victim.connections or ():
+            connection.sever()
+        if victim.connections is not None and dice.random() < 0.7:
+            self._finds_out(victim, victim.connections[0], seconds)
+
+    # The broker.
+
+    def _restart(self) -> None:
+        broker = self._run.broker
+        if not broker.is_alive or broker.is_stopping:
+            return
+        if self._dice.random() < self._troubles.orderly:
+            self._strikes("stop")
+            self._world.tell("broker", "is asked to stop")
+            broker.stops(self._crash)
+        else:
+            self._strikes("restart")
+            self._crash()
+
+    def _crash(self) -> None:
+        """The broker is gone; another one comes up after a while."""
+        world, dice, run = self._world, self._dice, self._run
+        world.tell("broker", "is gone")
+        run.broker.dies()
+        run.broker_up_at = world.now + dice.expovariate(1 / self._troubles.restart_s)
+        world.at(run.broker_up_at, run.begin_anew)
+        for process in run.alive:
+            process.online_since = max(process.online_since, run.broker_up_at)
+            if run.disk is None or run.disk.newest is None:
+                # A run that nobody has brought back goes on under another name.
+                process.may_be_refused |= {(Code.RUN_DIFFERS, True), (Code.RUN_DIFFERS, False)}
+            if process.connections is not None and dice.random() < 0.8:
+                self._finds_out(process, process.connections[0], dice.uniform(0, 0.5))
+
+    def _fill_disk(self) -> None:
+        disk, world = self._run.disk, self._world
+        if disk is None or disk.is_full:
+            return
+        seconds = self._dice.expovariate(1 / self._troubles.full_s)
+        self._strikes("disk full")
+        world.tell("disk", f"is full for {seconds:.1f} s")
+        disk.is_full = True
+
+        def make_room() -> None:
+            disk.is_full = False
+
+        world.after(seconds, make_room)

@@ -1,0 +1,278 @@
+"""A week of a run in the simulator: 32 workers, 125 faults an hour, a broker that is restarted.
+
+    PYTHONPATH=tests python -m simulation.week            # sync, async and streaming: a table
+
+The figures are those of the chaos drill (`make chaos`), which has real processes and minutes. What is
+coarser here than elsewhere, so that a week takes less than a minute: heartbeats and probes come every
+few minutes, a version is one chunk, and H is a few long steps.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from diloco_broker.core.rules import admission
+from kit.core_harness import a_config
+from simulation.network import Weather
+from simulation.simulator import Scenario, Simulation, Troubles
+from simulation.worker import Worker
+
+HOUR, DAY = 3600.0, 24 * 3600.0
+WORKERS, FAULTS_AN_HOUR = 32, 125.0
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {"min_workers": 4},
+    "async": {"mode": "async", "staging_slots": 4},
+    "streaming": {"min_workers": 4, "num_fragments": 2},
+}
+H, STEP_S = 4, 225.0  # a worker of speed 1 makes its H steps in a quarter of an hour
+SPEEDS = (0.85, 1.2)
+# How often the broker sends a silent worker a word; it is a second in earnest.
+PROBE_S = 600.0
+
+
+def troubles(days: float) -> Troubles:
+    """125 faults an hour, of all kinds."""
+    shares = {
+        "kills": 50.0,
+        "breaks": 40.0,
+        "outages": 8.0,
+        "hangs": 8.0,
+        "freezes": 4.0,
+        "leaves": 5.0,
+        "joins": 9.5,
+        "restarts": 0.2,
+        "fulls": 0.3,
+    }
+    assert sum(shares.values()) == FAULTS_AN_HOUR
+    return Troubles(
+        seconds=days * DAY,
+        **{kind: an_hour / HOUR for kind, an_hour in shares.items()},
+        silent=0.001,
+        returns=1.0,
+        back_s=180.0,
+        outage_s=60.0,
+        hang_s=600.0,
+        freeze_s=60.0,
+        restart_s=30.0,
+        full_s=1200.0,
+    )
+
+
+def a_week(mode: str, days: float = 7.0) -> Scenario:
+    config = a_config(
+        WORKERS,
+        sync_every=H,
+        heartbeat_timeout=1200.0,
+        stall_timeout=900.0,
+        save_dir="folder",
+        **MODES[mode],
+    )
+    return Scenario(
+        config,
+        workers=WORKERS,
+        most=WORKERS,
+        chunks=1,
+        steps_per_s=1 / STEP_S,
+        speeds=SPEEDS,
+        forces=0.0,
+        blunders=0.0,
+        repeats=0.0,
+        timeouts=(HOUR,),
+        goal=1,
+        troubles=troubles(days),
+        weather=Weather(stall=0.0, chunk_s=(0.5, 3.0)),
+        habits={"look_s": 600.0, "heartbeat_interval": 400.0},
+        save_s=5.0,
+        tick_s=10.0,
+        watch_s=120.0,
+        thoroughness=5000,
+    )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a week came to.
+
+    Attributes:
+        faults: by kind.
+        rounds: versions released, without those that a crash took back.
+        pushes: that were counted.
+        useful: inner steps inside the final versions, of all that were trained; a step counts for each
+            fragment as its share of them.
+        useful_unharmed: the same for workers that were never killed, up to the push that was open.
+        lost_a_kill: steps lost with each killed process: mean and most.
+        lost_more: killed processes that lost more than H: their push was on its way, or waited for its
+            round, and they trained on.
+        averaged: share of the workers alive throughout a round that were averaged in it.
+        to_next_round_s: seconds from a fault to the next version: median and longest.
+        restarts: of the broker.
+        adopted: fragments that a restarted broker took from a worker.
+        taken_back: pushes that had been counted in a version that no broker could bring back.
+        events, cpu_s: of the simulation.
+    """
+
+    mode: str
+    faults: dict[str, int]
+    rounds: int
+    pushes: int
+    useful: float
+    useful_unharmed: float
+    lost_a_kill: tuple[float, float]
+    lost_more: int
+    averaged: float
+    to_next_round_s: tuple[float, float]
+    restarts: int
+    adopted: int
+    taken_back: int
+    events: int
+    cpu_s: float
+
+
+@contextmanager
+def coarse() -> Iterator[None]:
+    """For a week: few probes, and no search for garbage among what is all still needed."""
+    gc.disable()
+    try:
+        with patch.object(admission, "PROBE_AFTER_S", PROBE_S):
+            yield
+    finally:
+        gc.enable()
+
+
+def simulate(mode: str, seed: int = 1, days: float = 7.0) -> Figures:
+    """Simulate it; raises Violation when a promise is broken."""
+    began = time.process_time()
+    with coarse():
+        run = Simulation(a_week(mode, days), seed)
+        run.referee.rounds = []
+        run.run()
+    return figures(mode, run, time.process_time() - began)
+
+
+def figures(mode: str, run: Simulation, cpu_s: float) -> Figures:
+    faults: dict[str, int] = {}
+    for fault in run.accidents.faults:
+        faults[fault.kind] = faults.get(fault.kind, 0) + 1
+    killed = {fault.victim for fault in run.accidents.faults if fault.kind == "kill"}
+    applied, flying = steps_by_process(run)
+    pieces = run.scenario.config.num_fragments
+    trained = {p.name: pieces * (p.training.step - p.habits.first_step) for p in run.processes}
+    unharmed = [p for p in run.processes if p.name not in killed]
+    closed = sum(up_to_open_push(p, flying) for p in unharmed)
+    lost = [(trained[name] - applied.get(name, 0)) / pieces for name in killed]
+    rounds = run.referee.rounds or []
+    ends = [made.ended_at for made in rounds]
+    waits = [
+        ends[after] - fault.at
+        for fault in run.accidents.faults
+        for after in [bisect.bisect(ends, fault.at)]
+        if after < len(ends)
+    ]
+    return Figures(
+        mode,
+        faults,
+        sum(v.counter for v in run.referee.tensors.versions.values()),
+        sum(record.ending == "counted" for record in run.referee.records.values()),
+        sum(applied.values()) / sum(trained.values()),
+        sum(applied.get(p.name, 0) for p in unharmed) / closed,
+        (statistics.mean(lost), max(lost)),
+        sum(steps > H for steps in lost),
+        share_averaged(run),
+        (statistics.median(waits), max(waits)),
+        run.referee.lives.number - 1,
+        run.referee.lives.adoptions,
+        sum(record.is_lost for record in run.referee.records.values()),
+        run.world.events,
+        cpu_s,
+    )
+
+
+def steps_by_process(run: Simulation) -> tuple[dict[str, int], dict[str, int]]:
+    """Steps inside the final versions, and in flight at the end, summed over fragments."""
+    applied: dict[str, int] = {}
+    flying: dict[str, int] = {}
+    stocks = run.broker.core.state.shelf.stocks
+    for key, record in run.referee.records.items():
+        wires = stocks[record.push.fragment].wires
+        if record.is_whole_in(key, wires):
+            applied[record.process] = applied.get(record.process, 0) + record.push.steps
+        elif record.ending is None:
+            flying[record.process] = flying.get(record.process, 0) + record.push.steps
+    return applied, flying
+
+
+def up_to_open_push(process: Worker, flying: dict[str, int]) -> int:
+    """Steps up to the last freeze of each fragment, without those still in flight; summed up."""
+    return process.training.frozen_steps - flying.get(process.name, 0)
+
+
+def share_averaged(run: Simulation) -> float:
+    """Of the workers alive throughout a round, the share that was averaged in it.
+
+    Without common rounds: of those alive throughout a span in which the slowest worker makes a cycle
+    and its upload has its turn, the share of which a push was applied.
+    """
+    spans: Sequence[tuple[float, float, frozenset[str]]]
+    rounds = run.referee.rounds or []
+    if run.scenario.config.is_async:
+        length = 1.25 * run.scenario.cycle_s
+        names: dict[int, set[str]] = {}
+        for made in rounds:
+            names.setdefault(int(made.ended_at // length), set()).update(made.processes)
+        spans = [(n * length, (n + 1) * length, frozenset(names[n])) for n in sorted(names)][:-1]
+    else:
+        spans = [(made.opened_at, made.ended_at, made.processes) for made in rounds]
+    there = averaged = 0
+    for process in run.processes:
+        ended_at = process.ended_at if process.ended_at is not None else run.world.now
+        if process.welcome_at is None:
+            continue
+        first = bisect.bisect_left(spans, process.welcome_at, key=lambda span: span[0])
+        for _, end, names_ in spans[first:]:
+            if end > ended_at:
+                break
+            there += 1
+            averaged += process.name in names_
+    return averaged / there
+
+
+def table(found: Sequence[Figures]) -> str:
+    """The figures side by side."""
+    rows: list[tuple[str, list[str]]] = [
+        ("", [each.mode for each in found]),
+        ("faults", [str(sum(each.faults.values())) for each in found]),
+    ]
+    for kind in sorted({kind for each in found for kind in each.faults}):
+        rows.append((f"  {kind}", [str(each.faults.get(kind, 0)) for each in found]))
+    rows += [
+        ("rounds", [str(each.rounds) for each in found]),
+        ("pushes counted", [str(each.pushes) for each in found]),
+        ("  taken back by a crash", [str(each.taken_back) for each in found]),
+        ("restarts of the broker", [str(each.restarts) for each in found]),
+        ("  fragments adopted", [str(each.adopted) for each in found]),
+        ("useful work, all", [f"{each.useful:.4f}" for each in found]),
+        ("useful work, never killed", [f"{each.useful_unharmed:.4f}" for each in found]),
+        (f"steps lost a kill (H = {H})", [f"{each.lost_a_kill[0]:.2f}" for each in found]),
+        ("  most", [f"{each.lost_a_kill[1]:g}" for each in found]),
+        ("  kills that lost more than H", [str(each.lost_more) for each in found]),
+        ("alive and averaged", [f"{each.averaged:.4f}" for each in found]),
+        ("fault to next round, median s", [f"{each.to_next_round_s[0]:.0f}" for each in found]),
+        ("  longest", [f"{each.to_next_round_s[1]:.0f}" for each in found]),
+        ("events", [str(each.events) for each in found]),
+        ("CPU seconds", [f"{each.cpu_s:.1f}" for each in found]),
+    ]
+    return "\n".join(f"{name:32}" + "".join(f"{v:>12}" for v in values) for name, values in rows)
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:] or list(MODES)
+    print(table([simulate(mode) for mode in chosen]))

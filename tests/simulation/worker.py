@@ -1,0 +1,409 @@
+"""One process of a worker in a simulated run: the real session, and around it what the link does.
+
+It carries out what the session asks for, on connections of the simulated network, and passes on between
+the session and the training thread what each wants of the other, with a short delay, as threads do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from diloco_protocol.codecs import span_bytes, wire_dtype
+from diloco_protocol.errors import Code
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.messages import Chunk, Join, Message
+from diloco_worker.core.compatibility import heartbeat_interval
+from diloco_worker.core.events import (
+    Beat,
+    Begin,
+    Carried,
+    Close,
+    Connected,
+    Deliver,
+    Discard,
+    Disconnected,
+    DropParts,
+    Effect,
+    Event,
+    Granted,
+    Hold,
+    Joined,
+    JoinRefused,
+    Open,
+    Paced,
+    Prepared,
+    PrepareDonation,
+    PushOver,
+    Received,
+    Restarting,
+    Say,
+    Send,
+    SendChunk,
+    Start,
+    Stopping,
+    Store,
+    Tick,
+)
+from diloco_worker.core.session import Phase, Session
+from simulation.contents import Contents
+from simulation.network import INSTANT_S, Connection, World
+from simulation.referee import Referee
+from simulation.tensors import Delta, Violation, Wire
+from simulation.training import Arrival, Habits, News, Training
+
+# Longest time between the two threads of a worker.
+BETWEEN_THREADS_S = 0.002
+# Wake-ups of one session at one moment after which it is spinning.
+SPINNING = 1000
+
+Listener = Callable[[Connection, Message, Any], None]
+
+
+class Worker:
+    """A worker's process: see the head of this module.
+
+    Args:
+        name: of the process, for the story; `worker_id` may be that of an earlier one.
+        connect: opens a connection; the listener is called with what comes down on it.
+
+    Attributes:
+        offline_until: until then no connection comes up.
+        welcome_at: when it was welcome first; None before.
+        ended_at: when it was killed or had left; None while it is alive.
+        online_since: since then it has been welcome and connected, as far as anybody knows.
+        hangs_from, hangs_until: its training takes no step in between; its heartbeats go on. From:
+            infinite while it trains, or waits for others.
+        frozen_until: until then the whole process stands still.
+        broker_stops: it was told that the broker is about to stop.
+        may_be_refused: codes, and whether finally, with which a join may be refused.
+        news: for the training thread.
+        sync_every: H that the broker has worked out for it.
+        bad_chunks: (push id, chunk) of those that are not finite.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        referee: Referee,
+        name: str,
+        worker_id: str,
+        manifest: Manifest,
+        habits: Habits,
+        connect: Callable[[Worker, Listener], Connection],
+    ) -> None:
+        self.world = world
+        self.referee = referee
+        self.name = name
+        self.worker_id = worker_id
+        self.habits = habits
+        self.is_alive = True
+        self.welcome_at: float | None = None
+        self.ended_at: float | None = None
+        self.offline_until = 0.0
+        self.online_since = world.now
+        self.hangs_until = self.frozen_until = -1.0
+        self.hangs_from = math.inf
+        self.broker_stops = False
+        # An earlier process with this id may still have been heard when this one asked.
+        self.may_be_refused: set[tuple[str, bool]] = {(Code.ID_TAKEN, True)}
+        self.session = Session(
+            worker_id,
+            manifest,
+            lambda: world.dice.getrandbits(64),
+            wants=habits.wants,
+            heartbeat_interval=habits.heartbeat_interval,
+        )
+        self.connections: tuple[Connection, Connection] | None = None  # control, bulk
+        self.news = News()
+        self.sync_every: int | None = None
+        self.training = Training(self)
+        self.bad_chunks: set[tuple[int, int]] = set()
+        self._connect = connect
+        self._states: dict[int, tuple[Wire, ...]] = {}  # what is held, by fragment
+        self._assembly: dict[int, dict[int, Wire]] = {}  # chunks by fragment and index
+        self._donations: dict[int, tuple[Wire, ...]] = {}  # by push id; empty: a fresh model
+        self._payload: Any = None  # of the message at hand
+        self._tick_at: float | None = None
+        self._ticks: tuple[float, int] = (0.0, 0)  # how many at the latest moment
+        self._command_at = 0.0
+        self._plan = 0  # number of the latest plan to let the training thread go on
+        self._is_nudged = False
+
+    @property
+    def waiting_since(self) -> float | None:
+        """When training began to stand still; None while it goes on."""
+        return self.training.waiting_since
+
+    @property
+    def oldest_flight(self) -> float | None:
+        """When the oldest delta in flight was frozen."""
+        return min((f.offered_at for f in self.training.flights.values()), default=None)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two heartbeats."""
+        config = self.session.config
+        return heartbeat_interval(config, self.habits.heartbeat_interval) if config else 0.0
+
+    # Life.
+
+    def start(self) -> None:
+        self._feed(Start())
+        self._train_on(after=0.0)
+
+    def dies(self) -> None:
+        """Killed: nothing is said to anybody. What becomes of its connections is not decided here."""
+        self.world.tell(self.name, "is killed")
+        self._is_gone()
+
+    def _is_gone(self) -> None:
+        self.is_alive = False
+        self.ended_at = self.world.now
+
+    def leaves(self) -> None:
+        """Asked to finish: it waits for what is in flight, says goodbye and ends."""
+        self.world.tell(self.name, "is asked to leave")
+        self.training.leaving = True
+        self._nudge()
+
+    def hangs(self, seconds: float) -> None:
+        """Its training loop stands still for so long, between two steps; nothing else does."""
+        self.world.tell(self.name, f"hangs for {seconds:.1f} s")
+        self.hangs_until = max(self.hangs_until, self.world.now + seconds)
+
+    def freezes(self, seconds: float) -> None:
+        """The whole process stands still for so long; its connections do not break."""
+        self.world.tell(self.name, f"is stopped for {seconds:.1f} s")
+        self.frozen_until = max(self.frozen_until, self.world.now + seconds)
+        self.online_since = max(self.online_since, self.frozen_until)
+
+    def _awake(self, action: Callable[[], None]) -> None:
+        """Do something at once, or when the process goes on."""
+        if self.world.now >= self.frozen_until:
+            action()
+        else:
+            self.world.at(self.frozen_until, lambda: self._awake(action))
+
+    def loses_touch(self, reason: str) -> None:
+        """It finds out that one of its connections is broken."""
+
+        def find_out() -> None:
+            if self.connections is not None:
+                self._feed(Disconnected(reason))
+
+        self._awake(find_out)
+
+    # The session.
+
+    def command(self, event: Event) -> None:
+        """The training thread wants something of the session."""
+        between = self.world.dice.uniform(0, BETWEEN_THREADS_S)
+        self._command_at = max(self._command_at, self.world.now + between)
+        self.world.at(self._command_at, lambda: self._awake(lambda: self._feed(event)))
+
+    def hears(self, connection: Connection, message: Message, payload: Any) -> None:
+        """Something came down on a connection."""
+        if self.world.now < self.frozen_until:
+            self._awake(lambda: self.hears(connection, message, payload))
+        elif self.connections is not None and connection in self.connections:
+            self._payload = payload
+            self._feed(Received(message))
+            self._payload = None
+
+    def _feed(self, event: Event) -> None:
+        if not self.is_alive:
+            return
+        effects = self.session.handle(event, self.world.now)
+        for effect in effects:
+            self._do(effect)
+        if self.session.phase is Phase.LEFT:
+            self._ends()
+            return
+        if self.world.events % self.referee.thoroughness == 0:
+            self.session.check_invariants()
+        if effects or self._tick_at is None or not isinstance(event, Received):
+            self._plan_tick()  # of a message that changes nothing it would wake no earlier
+        if self.news:
+            self._nudge()
+
+    def _ends(self) -> None:
+        self._hang_up()
+        self._is_gone()
+
+    def _plan_tick(self) -> None:
+        at = self.session.wakes_at(self.world.now)
+        if at is None or (self._tick_at is not None and self._tick_at <= at):
+            return
+        # Sums of floats are inexact: a deadline has passed for sure an instant later.
+        self._tick_at = at = max(at, self.world.now) + INSTANT_S
+
+        def tick() -> None:
+            if self._tick_at != at:
+                return
+            self._tick_at = None
+            moment, times = self._ticks
+            self._ticks = (self.world.now, times + 1 if moment == self.world.now else 1)
+            if times > SPINNING:
+                raise Violation(f"the session of {self.name} wakes up again and again")
+            self._feed(Tick())
+
+        self.world.after(at - self.world.now, lambda: self._awake(tick))
+
+    def _do(self, effect: Effect) -> None:
+        match effect:
+            case Open():
+                self._open()
+            case Close():
+                self._hang_up()
+            case Send(message, bulk):
+                if isinstance(message, Join) and not self.session.pulls.held:
+                    self.news.arrivals.clear()  # part of a model, of a run that may be over
+                self._say(message, bulk=bulk)
+            case SendChunk(session, push_id, fragment, index):
+                chunk = Chunk(fragment, index, session=session, push_id=push_id)
+                for _ in range(self._times(push_id)):
+                    self._say(chunk, self._outgoing(push_id, fragment, index), bulk=True)
+            case Beat(session, uploading):
+                self._say(self.training.heartbeat(session, uploading=uploading))
+            case Begin(fragment):
+                self._assembly[fragment] = {}
+            case Store(fragment, index):
+                self._assembly[fragment][index] = self._payload
+            case Discard(fragment):
+                self._assembly.pop(fragment, None)
+            case Deliver():
+                self._deliver(effect)
+            case PrepareDonation(push_id, fragment):
+                self._donations[push_id] = self._states.get(fragment, ())
+                self._feed(Prepared(push_id))
+            case PushOver(push_id, code):
+                if code is not None:
+                    self.world.tell(self.name, f"hears that push {push_id:#x} is over: {code}")
+                    self.referee.told(self.worker_id, push_id, code)
+                    self.news.rejections[push_id] = code
+            case Joined(welcome):
+                self.world.tell(self.name, f"is welcome from round {welcome.first_round}")
+                self.news.turns[:] = [effect]  # what came before it has no meaning any more
+                self.online_since = self.world.now
+                if self.welcome_at is None:
+                    self.welcome_at = self.world.now
+                self.broker_stops = False
+                if welcome.run is not None:
+                    self.referee.lives.heard_of(self.name)
+            case DropParts():
+                self._states.clear()
+                self.news.arrivals.clear()
+            case Stopping(text) | Restarting(text):
+                self.world.tell(self.name, f"hears: {text}")
+                self.broker_stops = True
+                self._nudge()
+            case JoinRefused(code, text, final):
+                self.world.tell(self.name, f"is refused: {text}")
+                if (code, final) not in self.may_be_refused:
+                    raise Violation(f"{self.name} is refused: {text}")
+                self._ends()
+            case Granted() | Carried():
+                self.world.tell(self.name, effect)
+                self.news.turns.append(effect)
+            case Paced(sync_every):
+                self.sync_every = sync_every
+            case Say(text, trouble):
+                if trouble:
+                    self.world.tell(self.name, text)
+            case _:
+                pass
+
+    # Connections.
+
+    def _open(self) -> None:
+        control, bulk = self._connect(self, self.hears), self._connect(self, self.hears)
+        self.connections = (control, bulk)
+
+        def connected() -> None:
+            if self.connections is not None and self.connections[0] is control:
+                self._feed(Connected())
+
+        self.world.at(control.is_up_at, lambda: self._awake(connected))
+
+    def _hang_up(self) -> None:
+        connections, self.connections = self.connections, None
+        for connection in connections or ():
+            connection.hang_up()
+
+    def _say(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
+        if self.connections is not None:
+            self.connections[bulk].up(message, payload)
+
+    def _times(self, push_id: int) -> int:
+        """How often a chunk is sent: once; sometimes twice, if its credit allows."""
+        upload = self.session.pushes.uploads[push_id]
+        if self.world.dice.random() >= self.habits.repeats or upload.credit < 1:
+            return 1
+        upload.credit -= 1  # it comes back with the second `ack`
+        return 2
+
+    # Payloads.
+
+    def _outgoing(self, push_id: int, fragment: int, index: int) -> Delta | Wire:
+        assert self.session.layout is not None
+        spot, span = (fragment, index), self.session.layout.all[fragment].spans[index]
+        if push_id in self._donations:
+            state = self._donations[push_id]
+            contents = state[index].contents if state else Contents()
+            return Wire(spot, contents, span_bytes(span, wire_dtype("fp32")))
+        nbytes = span_bytes(span, wire_dtype(self.training.wire_dtype()))
+        is_finite = (push_id, index) not in self.bad_chunks
+        return Delta((self.worker_id, push_id), spot, nbytes, is_finite)
+
+    def _deliver(self, effect: Deliver) -> None:
+        released, counted = effect.released, effect.counted
+        fragment = released.fragment
+        wires = None
+        if not effect.unchanged:
+            parts = self._assembly.pop(fragment)
+            wires = tuple(parts[index] for index in sorted(parts))
+        held = self.session.pulls.held.get(fragment)
+        version = held.version if held else None
+        self.referee.delivered(self.worker_id, released, counted, wires, version)
+        if wires is not None:
+            self._states[fragment] = wires
+            self._feed(Hold(fragment, released.version, released.ledger))
+        ids: frozenset[int] = frozenset()
+        if counted is not None:
+            self.world.tell(self.name, f"has {released.version}, which contains {counted:#x}")
+            self.referee.told(self.worker_id, counted, "counted")
+            ids = frozenset({counted})
+        earlier = self.news.arrivals.get(fragment)
+        self.news.arrivals[fragment] = Arrival(
+            released, ids | (earlier.counted if earlier else ids)
+        )
+        self.news.turns.append(released)
+
+    # The training thread.
+
+    def _nudge(self) -> None:
+        """There is something new for the training thread; it looks at it if it waits."""
+        if self.training.waiting_since is not None and not self._is_nudged:
+            self._is_nudged = True
+            self._train_on(after=self.world.dice.uniform(0, BETWEEN_THREADS_S))
+
+    def _train_on(self, *, after: float) -> None:
+        """Let the training thread go on then. A later plan replaces an earlier one."""
+        self._plan += 1
+        plan = self._plan
+
+        def go_on() -> None:
+            if not self.is_alive or self._plan != plan:
+                return
+            if self.world.now < self.hangs_until and self.training.waiting_since is None:
+                self.hangs_from = min(self.hangs_from, self.world.now)
+                self.world.at(self.hangs_until, go_on)
+                return
+            self.hangs_from = math.inf
+            self._is_nudged = False
+            pause = self.training.goes_on()
+            self._train_on(after=self.habits.look_s if pause is None else pause)
+
+        self.world.after(after, lambda: self._awake(go_on))

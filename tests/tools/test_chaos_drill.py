@@ -1,0 +1,472 @@
+"""The chaos drill itself: its report, proxy, disk and workers, and a short one for real."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tools.test_chaos import LEFT, RUN, WITHIN_S, fault, frozen, push, release, version
+
+from diloco_protocol import Ledger, VersionId
+from diloco_tools.chaos import stage as stage_module
+from diloco_tools.chaos.audit import (
+    BROKER_LOG,
+    Findings,
+)
+from diloco_tools.chaos.crew import Crew, allowed_loss
+from diloco_tools.chaos.disk import SizeLimit, Tmpfs
+from diloco_tools.chaos.drill import empty
+from diloco_tools.chaos.faults import Kind
+from diloco_tools.chaos.figures import (
+    Aftermath,
+    Averaged,
+    Work,
+)
+from diloco_tools.chaos.proxy import Proxy
+from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
+from diloco_tools.chaos.stage import Broken, Stage
+from diloco_tools.chaos.table import faults_table, figures_table
+from diloco_tools.chaos.worker import Job, StepCount, bring_in, checksum, steps_in
+from diloco_worker import GlobalParameters
+
+# The report.
+
+
+def sound() -> ModeReport:
+    """A run in which every promise was kept."""
+    return ModeReport(
+        "sync",
+        allowed=8,
+        least_rounds=40,
+        disk="tmpfs",
+        aftermaths=[
+            Aftermath(fault(Kind.KILL_WORKER), 1.0, 1.1, True),
+            Aftermath(fault(Kind.KILL_BROKER, "broker"), 5.0, 4.0, True),
+        ],
+        findings=Findings(),
+        ending=Ending([version(9)], "c0ffee", {"a.1": "c0ffee"}, 2.0, {"a.1": 0}, 0, 1.0),
+        rounds=40,
+        contributions=150,
+        all_work=Work(100, 95),
+        sturdy_work=Work(80, 80),
+        kill_costs=[KillCost("w0.1", 20, 5.0)],
+        averaged=Averaged(100, 97),
+        calm=Calm(1.99, 150, 20.0),
+    )
+
+
+def test_run_that_kept_every_promise_has_no_problem() -> None:
+    assert sound().problems == []
+    json.dumps(sound().plain(), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sturdy_work": Work(80, 79)}, "trained 80 steps and 79"),
+        ({"kill_costs": [KillCost("w0.1", 20, 9.0)]}, "kill of w0.1 cost 9"),
+        ({"averaged": Averaged(100, 94)}, "94 of 100 workers alive"),
+        ({"rounds": 39.0}, "39 rounds"),
+        ({"calm": Calm(1.9, 150, 20.0)}, "5.3% above the calm run's"),
+        ({"broken": ["w0 did not join."]}, "w0 did not join"),
+        ({"findings": Findings(lost=["a.1 saw p1."])}, "a.1 saw p1"),
+        ({"aftermaths": [Aftermath(fault(Kind.CUT), 3.0, None, False)]}, "did not get over"),
+        ({"aftermaths": [Aftermath(fault(Kind.CUT), None, None, False)]}, "never carried out"),
+        ({"aftermaths": [Aftermath(fault(Kind.KILL_BROKER), 3.0, 60.0, True)]}, "in 60.0 s"),
+    ],
+)
+def test_broken_promise_is_one_sentence_with_its_values(change: dict[str, Any], words: str) -> None:
+    problems = dataclasses.replace(sound(), **change).problems
+    assert len(problems) == 1 and words in problems[0] and problems[0].startswith("sync: ")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"checksums": {"a.1": "decade"}}, "a.1 pulled other parameters"),
+        ({"exits": {"a.1": -9}}, "a.1 ended with exit code -9"),
+        ({"broker_exit": None}, "The broker ended with exit code None"),
+    ],
+)
+def test_bad_ending_is_a_broken_promise(change: dict[str, Any], words: str) -> None:
+    report = sound()
+    assert report.ending is not None
+    ending = dataclasses.replace(report.ending, **change)
+    problems = dataclasses.replace(report, ending=ending).problems
+    assert len(problems) == 1 and words in problems[0]
+
+
+def test_remarks_are_the_pushes_that_ended_for_a_reason() -> None:
+    findings = Findings(dropped=["d"], in_flight=["i"], forgotten=["f"])
+    report = dataclasses.replace(sound(), findings=findings)
+    assert report.remarks == ["d", "i", "f"] and report.problems == []
+
+
+def test_tables_show_every_mode_also_one_that_broke_off() -> None:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    reports = [sound(), ModeReport("async", 8, 40, broken=["It hung."])]
+    console.print(faults_table(reports))
+    console.print(figures_table(reports))
+    shown = console.export_text()
+    assert "80 / 80 = 1.0000" in shown and "1 of 1  4.0  4.0" in shown
+    assert "not audited" in shown and "async" in shown
+
+
+# The proxy.
+
+
+@pytest.fixture
+def echo() -> Iterator[tuple[str, int]]:
+    """A server that sends back what it gets."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve(end: socket.socket) -> None:
+            with end:
+                while data := end.recv(4096):
+                    end.sendall(data)
+
+        def accept() -> None:
+            while True:
+                try:
+                    end, _ = server.accept()
+                except OSError:
+                    return
+                threading.Thread(target=serve, args=(end,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[:2]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def connect(proxy: Proxy) -> socket.socket:
+    host, _, port = proxy.address.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), WITHIN_S)
+
+
+def receive(end: socket.socket, count: int) -> bytes:
+    """So many bytes, or fewer if the connection ends."""
+    data = b""
+    while len(data) < count and (piece := end.recv(count - len(data))):
+        data += piece
+    return data
+
+
+def ends(end: socket.socket) -> bool:
+    """Whether the connection is over; waits for it."""
+    try:
+        return end.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_proxy_forwards_until_it_is_told_to_cut(echo: tuple[str, int]) -> None:
+    with Proxy(*echo) as proxy, connect(proxy) as one, connect(proxy) as two:
+        for end in (one, two):
+            end.sendall(b"x" * 100_000)
+            assert receive(end, 100_000) == b"x" * 100_000
+        proxy.cut()
+        assert ends(one) and ends(two)
+        assert proxy.cuts == 2
+        with connect(proxy) as three:
+            three.sendall(b"again")
+            assert receive(three, 5) == b"again"
+
+
+def test_proxy_cuts_behind_the_byte_it_was_told(echo: tuple[str, int]) -> None:
+    with Proxy(*echo) as proxy, connect(proxy) as end:
+        end.sendall(b"0123456789")
+        assert receive(end, 10) == b"0123456789"
+        proxy.cut_within(15)
+        end.sendall(b"0123456789")
+        assert receive(end, 10) == b"01234", "ten bytes up and five down"
+        assert not proxy.is_armed
+
+
+def test_shut_proxy_lets_nobody_through_until_it_is_opened(echo: tuple[str, int]) -> None:
+    with Proxy(*echo) as proxy, connect(proxy) as before:
+        before.sendall(b"x")
+        assert receive(before, 1) == b"x"
+        proxy.shut()
+        assert ends(before)
+        with connect(proxy) as during:
+            assert ends(during)
+        proxy.open()
+        with connect(proxy) as after:
+            after.sendall(b"y")
+            assert receive(after, 1) == b"y"
+
+
+def test_proxy_outlives_what_is_behind_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        target = probe.getsockname()[:2]
+    with Proxy(*target) as proxy, connect(proxy) as end:
+        assert ends(end)
+        with socket.create_server(target) as server, connect(proxy) as again:
+            server.settimeout(WITHIN_S)
+            behind, _ = server.accept()
+            with behind:
+                again.sendall(b"z")
+                behind.settimeout(WITHIN_S)
+                assert behind.recv(1) == b"z"
+
+
+# The disk.
+
+
+def test_small_tmpfs_is_full_until_there_is_room(tmp_path: Path) -> None:
+    disk = Tmpfs.mounted(tmp_path)
+    if disk is None:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+
+    def writes(name: str) -> bool:
+        command = [*disk.prefix, "sh", "-c", f"echo something > {tmp_path}/{name}"]
+        quiet = subprocess.DEVNULL
+        return subprocess.run(command, check=False, timeout=WITHIN_S, stderr=quiet).returncode == 0
+
+    try:
+        assert writes("before")
+        disk.fill(0)
+        assert not writes("while")
+        disk.make_room(0)
+        assert writes("after")
+    finally:
+        disk.close()
+    assert list(tmp_path.iterdir()) == [], "it was nobody else's disk, and it is gone"
+    assert disk.holder.returncode is not None
+
+
+WRITER = """
+import sys
+for line in sys.stdin:
+    try:
+        with open(sys.argv[1], "wb") as file:
+            file.write(bytes(2 << 20))
+        print("written", flush=True)
+    except OSError as error:
+        print(type(error).__name__, error.errno, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
+def test_limit_on_file_sizes_is_an_error_in_the_process_and_can_be_lifted(tmp_path: Path) -> None:
+    disk = SizeLimit()
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path / "file")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+
+        def tries() -> str:
+            assert process.stdin is not None and process.stdout is not None
+            print("go", file=process.stdin, flush=True)
+            return process.stdout.readline().strip()
+
+        assert tries() == "written"
+        disk.fill(process.pid)
+        assert tries().startswith("OSError")
+        disk.make_room(process.pid)
+        assert tries() == "written"
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(WITHIN_S) == 0
+
+
+# The stage.
+
+
+def a_stage(folder: Path, **more: Any) -> Stage:
+    """Of a run in sync mode whose processes are all well."""
+    process: Any = SimpleNamespace(running=True)
+    crew: Any = SimpleNamespace(folder=folder, mode="sync", lives=[], broker=process)
+    for name, value in more.items():
+        setattr(crew, name, value)
+    return Stage(crew, time.monotonic() + WITHIN_S)
+
+
+def append(folder: Path, *records: dict[str, Any]) -> None:
+    with (folder / BROKER_LOG).open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def test_rounds_are_counted_from_the_log_without_the_first_version(tmp_path: Path) -> None:
+    stage = a_stage(tmp_path)
+    append(tmp_path, release(0), release(1, push("p1")), release(2, push("p2"), push("q")))
+    stage.look()
+    assert stage.rounds == 2 and stage.contributions == 3
+    append(tmp_path, release(3))
+    stage.wait_rounds(0, "nothing")
+    stage.look()
+    assert stage.rounds == 3
+
+
+def test_run_that_stands_still_is_broken_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stage_module, "STANDSTILL_S", 0.05)
+    with pytest.raises(Broken, match=r"No round closed for 0.05 s after w0 was killed."):
+        a_stage(tmp_path).wait_rounds(1, "w0 was killed")
+
+
+def test_deadline_ends_every_wait(tmp_path: Path) -> None:
+    stage = a_stage(tmp_path)
+    stage.deadline = time.monotonic()
+    with pytest.raises(Broken, match="ran out of time"):
+        stage.wait_until(lambda: False, 60.0, "It never came.")
+
+
+def test_what_was_put_off_is_done_once_while_somebody_waits(tmp_path: Path) -> None:
+    stage = a_stage(tmp_path)
+    done: list[str] = []
+    stage.when(lambda: "first" in done, lambda: done.append("second"))
+    stage.later(0.0, lambda: done.append("first"))
+    assert not stage.is_quiet
+    stage.wait_until(lambda: stage.is_quiet, WITHIN_S, "Something is still put off.")
+    stage.look()
+    assert done == ["first", "second"]
+
+
+def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
+    child = SimpleNamespace(running=False, failure=lambda: "w0.1 died with exit code 1")
+    one: Any = SimpleNamespace(
+        name="w0.1", audit=tmp_path / "w0.1.jsonl", child=child, joined_at=None, ended_at=None
+    )
+    stage = a_stage(tmp_path, lives=[one])
+    with pytest.raises(Broken, match="died with exit code"):
+        stage.look()
+    one.audit.write_text(json.dumps({"event": "joined"}) + "\n" + json.dumps(LEFT) + "\n")
+    stage.look()
+    assert one.joined_at == one.ended_at is not None
+
+
+# The worker.
+
+
+def test_each_step_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "w0.1.steps"
+    assert steps_in(path) == 0
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.register_step_post_hook(StepCount(path))
+    for expected in (1, 2, 3):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        assert steps_in(path) == expected
+
+
+class Hook:
+    """Stands for DiLoCoWorker: each force makes the next fragments' pushes, if the run lets it."""
+
+    def __init__(self, log: Path, fragments: int, step: int, works: bool = True) -> None:
+        self.config = SimpleNamespace(num_fragments=fragments)
+        self.local_step = step
+        self.forced = 0
+        self._log = log
+        self._works = works
+        log.touch()
+
+    def writes(self, *records: dict[str, Any]) -> None:
+        with self._log.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+
+    def force_sync(self) -> bool:
+        self.forced += 1
+        if self._works:
+            for fragment in range(self.config.num_fragments):
+                self.writes(frozen(f"f{fragment}", step=self.local_step, fragment=fragment))
+        return self._works
+
+
+@pytest.mark.parametrize(
+    ("fragments", "step", "sent", "forces"),
+    [(1, 12, [12], 0), (1, 13, [12], 1), (2, 12, [12, 9], 1), (2, 0, [], 0), (1, 4, [], 1)],
+)
+def test_worker_leaves_nothing_unsent(
+    tmp_path: Path, fragments: int, step: int, sent: list[int], forces: int
+) -> None:
+    log = tmp_path / "log"
+    hook: Any = Hook(log, fragments, step)
+    hook.writes(*(frozen(f"p{f}", step=at, fragment=f) for f, at in enumerate(sent)))
+    bring_in(hook, log)
+    assert hook.forced == forces
+
+
+def test_worker_does_not_force_for_ever(tmp_path: Path) -> None:
+    hook: Any = Hook(tmp_path / "log", 1, 5, works=False)
+    bring_in(hook, tmp_path / "log")
+    assert 1 < hook.forced < 10
+
+
+def test_checksum_tells_values_names_and_versions_apart() -> None:
+    def parameters(counter: int = 1, name: str = "a", value: float = 1.0) -> GlobalParameters:
+        at = VersionId(RUN, counter, 7)
+        return GlobalParameters(at, {name: torch.full((2, 2), value)}, Ledger(), {0: at})
+
+    same = {checksum(parameters()), checksum(parameters())}
+    assert len(same) == 1
+    others = [parameters(counter=2), parameters(name="b"), parameters(value=1.0 + 2**-23)]
+    assert len(same | {checksum(other) for other in others}) == 4
+
+
+def test_job_survives_its_file(tmp_path: Path) -> None:
+    job = Job("w0", "tcp://h:1", "s", 1, 0.5, "t", "a", "f", "p", 9.0, "r")
+    job.write(tmp_path / "job.json")
+    assert Job.read(tmp_path / "job.json") == job
+
+
+# The crew, and the drill.
+
+
+def test_crew_leaves_no_process_behind(tmp_path: Path) -> None:
+    with Crew(tmp_path, "sync", None, {}, seed=0, pause=0.0) as crew:
+        crew.start_broker()
+        process = crew.broker.process
+    try:
+        assert process.poll() == -9
+    finally:
+        process.kill()
+
+
+def test_kill_may_cost_tau_steps_more_where_fragments_are_delayed() -> None:
+    assert allowed_loss("sync") == allowed_loss("async") < allowed_loss("streaming")
+
+
+def test_drill_removes_nothing_but_what_a_drill_has_left(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(FileExistsError, match="not of a drill"):
+        empty(tmp_path)
+    (tmp_path / BROKER_LOG).touch()
+    empty(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # half a minute on two idle cores
+def test_short_drill_keeps_every_promise(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "diloco_tools.chaos", "--short", "--modes", "streaming"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path), "--minutes", "4"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "streaming.json").read_text())
+    assert report["problems"] == []
+    assert report["useful_work"]["not_killed"]["share"] == 1.0
+    assert {each["kind"] for each in report["faults"]} >= {"kill_worker", "kill_broker", "cut"}
+    assert len(report["ending"]["checksums"]) == 4

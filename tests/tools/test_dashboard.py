@@ -1,0 +1,550 @@
+"""The dashboard without a browser: who may ask for what, what is sent, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_tools.dashboard import app, orders, streams
+from diloco_tools.dashboard.orders import BadOrderError, control_address, read_order
+from diloco_tools.dashboard.picture import encoded, history, thinned
+from diloco_tools.dashboard.security import Policy, is_loopback
+from diloco_tools.dashboard.streams import Streams
+from diloco_tools.feed.model import TOPIC, Snapshot, parse_snapshot
+from diloco_tools.feed.series import RunSeries
+from kit.dashboard_server import PATIENCE_S, TOKEN, Publisher, Site, a_status, a_worker, serving
+
+
+def snapshot(**keys: Any) -> Snapshot:
+    return parse_snapshot(TOPIC + json.dumps(a_status(**keys)).encode())
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    with Publisher() as made:
+        yield made
+
+
+@pytest.fixture
+def site(publisher: Publisher) -> Iterator[Site]:
+    """A dashboard that has heard one snapshot, whose control address nobody answers at."""
+    with serving(publisher.address, control="tcp://127.0.0.1:1") as made:
+        publisher.says()
+        made.await_state(sequence=7)
+        yield made
+
+
+class TestPolicy:
+    @pytest.mark.parametrize(
+        ("bound", "host", "is_let_in"),
+        [
+            ("127.0.0.1", "127.0.0.1:8514", True),
+            ("127.0.0.1", "localhost:9999", True),
+            ("127.0.0.1", "LocalHost.", True),
+            ("127.0.0.1", "[::1]:8514", True),
+            ("127.0.0.1", "evil.example:8514", False),
+            ("127.0.0.1", "127.0.0.1.evil.example", False),
+            ("127.0.0.1", "localhost.evil.example", False),
+            ("127.0.0.1", "evil.example@localhost", False),
+            ("127.0.0.1", "localhost:x", False),
+            ("127.0.0.1", "10.0.0.5:8514", False),
+            ("127.0.0.1", "", False),
+            ("10.0.0.5", "10.0.0.5:8514", True),
+            ("0.0.0.0", "10.0.0.5:8514", True),
+            ("0.0.0.0", "evil.example", False),
+            ("gpu-box", "GPU-box:8514", True),
+        ],
+    )
+    def test_only_names_of_this_machine_are_let_in(
+        self, bound: str, host: str, is_let_in: bool
+    ) -> None:
+        assert (Policy(bound).of_request({"host": host}) is None) == is_let_in
+
+    @pytest.mark.parametrize(
+        ("headers", "is_let_in"),
+        [
+            ({}, True),
+            ({"origin": "http://localhost:8514"}, True),
+            ({"origin": "http://localhost:8515"}, False),
+            ({"origin": "http://evil.example"}, False),
+            ({"origin": "null"}, False),
+            ({"origin": "file://localhost:8514"}, False),
+            ({"sec-fetch-site": "same-origin"}, True),
+            ({"sec-fetch-site": "none"}, True),
+            ({"sec-fetch-site": "same-site"}, False),
+            ({"sec-fetch-site": "cross-site"}, False),
+        ],
+    )
+    def test_only_the_own_page_may_ask(self, headers: dict[str, str], is_let_in: bool) -> None:
+        refusal = Policy("127.0.0.1").of_api({"host": "localhost:8514"} | headers)
+        assert (refusal is None) == is_let_in
+
+    @pytest.mark.parametrize(
+        ("given", "is_let_in"),
+        [
+            ("Bearer secret", True),
+            ("bearer secret", True),
+            ("Bearer secret2", False),
+            ("Bearer ", False),
+            ("Bearer", False),
+            ("secret", False),
+            ("Basic secret", False),
+            ("Bearer gehe\u00efm", False),
+        ],
+    )
+    def test_steering_takes_the_token(self, given: str, is_let_in: bool) -> None:
+        refusal = Policy("127.0.0.1", "secret").of_steering({"authorization": given})
+        assert (refusal is None) == is_let_in
+
+    def test_nobody_has_a_token_that_does_not_exist(self) -> None:
+        for given in ("Bearer ", "Bearer None", "Bearer null"):
+            assert Policy("127.0.0.1").of_steering({"authorization": given}) is not None
+
+    def test_looking_takes_the_token_where_others_can_look(self) -> None:
+        assert Policy("127.0.0.1", "secret").of_reading({}) is None
+        assert Policy("10.0.0.5", "secret").of_reading({}) is not None
+        assert Policy("10.0.0.5", "secret").of_reading({"authorization": "Bearer secret"}) is None
+
+    def test_loopback(self) -> None:
+        hosts = ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "10.0.0.5", "gpu-box")
+        assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 3
+
+
+class TestOrders:
+    @pytest.mark.parametrize(
+        ("document", "why"),
+        [
+            ([], "not a JSON object"),
+            ({}, "no action 'None'"),
+            ({"action": 3}, "no action '3'"),
+            ({"action": "reboot"}, "no action 'reboot'"),
+            ({"action": "manifest"}, "no action 'manifest'"),
+            ({"action": "save", "folder": "/etc"}, "'save' has no argument 'folder'"),
+            ({"action": "kick"}, "'kick' needs worker"),
+            ({"action": "kick", "worker": ""}, "'kick' needs worker"),
+            ({"action": "kick", "worker": ["a"]}, "'kick' needs worker"),
+            ({"action": "kick", "worker": "a" * 1001}, "'kick' needs worker"),
+            ({"action": "set"}, "'set' needs a setting"),
+            ({"action": "set", "outer_lr": "0.5"}, "'set' needs outer_lr"),
+            ({"action": "set", "outer_lr": True}, "'set' needs outer_lr"),
+            ({"action": "set", "outer_lr": math.inf}, "'set' needs outer_lr"),
+            ({"action": "set", "workers": 1.5}, "'set' needs workers"),
+            ({"action": "set", "who": "me", "outer_lr": 1}, "'set' has no argument 'who'"),
+            ({"action": "shutdown"}, "'shutdown' needs confirm"),
+            ({"action": "shutdown", "confirm": "another"}, "not the name of this run"),
+        ],
+        ids=str,
+    )
+    def test_what_is_no_order_is_refused_by_name(self, document: object, why: str) -> None:
+        with pytest.raises(BadOrderError, match=re.escape(why)):
+            read_order(document, snapshot())
+
+    def test_arguments_have_the_types_of_the_broker(self) -> None:
+        order = read_order({"action": "set", "outer_lr": 1, "workers": 3.0}, snapshot())
+        assert [(type(v), v) for v in order.arguments.values()] == [(float, 1.0), (int, 3)]
+
+    def test_the_end_of_a_run_is_confirmed_by_its_name(self) -> None:
+        order = read_order({"action": "shutdown", "confirm": "3fa2c1d0"}, snapshot())
+        assert (order.action, dict(order.arguments)) == ("shutdown", {})
+        nameless = snapshot(run=None)
+        assert read_order({"action": "shutdown", "confirm": "shutdown"}, nameless).arguments == {}
+
+    @pytest.mark.parametrize(
+        ("given", "bound", "wanted"),
+        [
+            (None, "tcp://127.0.0.1:8512", "tcp://127.0.0.1:8512"),
+            (None, "tcp://0.0.0.0:8512", "tcp://gpu-box:8512"),
+            (None, "tcp://*:8512", "tcp://gpu-box:8512"),
+            (None, "tcp://[::]:8512", "tcp://gpu-box:8512"),
+            (None, "tcp://[fe80::1]:8512", "tcp://[fe80::1]:8512"),
+            ("tcp://here:1", "tcp://there:2", "tcp://here:1"),
+            (None, "", None),
+        ],
+    )
+    def test_broker_is_steered_where_its_feed_says(
+        self, given: str | None, bound: str, wanted: str | None
+    ) -> None:
+        found = control_address(given, snapshot(control=bound), "tcp://gpu-box:8513")
+        assert found == wanted
+
+    def test_nobody_is_steered_before_the_first_snapshot(self) -> None:
+        assert control_address(None, None, "tcp://gpu-box:8513") is None
+
+
+class TestPicture:
+    def test_numbers_that_are_not_finite_are_null(self) -> None:
+        said = (
+            TOPIC
+            + b'{"feed": 1, "sequence": 1, "epoch": "a", "workers": [{"id": "w", "loss": NaN}]}'
+        )
+        document = json.loads(encoded(parse_snapshot(said)))
+        assert document["workers"][0]["loss"] is None
+
+    def test_what_nobody_shows_is_not_sent(self) -> None:
+        said = snapshot(workers=[a_worker("a", extra={"gpu": "x" * 9999})], weather="fine")
+        document = json.loads(encoded(said))
+        assert "raw" not in document
+        assert "extra" not in document["workers"][0]
+
+    def test_history_has_only_what_is_later(self) -> None:
+        series = RunSeries()
+        for second in range(5):
+            said = snapshot(
+                sequence=second,
+                uptime_s=float(second),
+                last_round={"number": second},
+                totals={"bytes_up": 1000 * second, "bytes_down": 0},
+            )
+            series.update(said, now=100.0 + second)
+        whole = history(series, 105.0, -math.inf)
+        assert [(t, number) for t, number, *_ in whole["rounds"]] == [
+            (-5.0, 0),
+            (-4.0, 1),
+            (-3.0, 2),
+            (-2.0, 3),
+            (-1.0, 4),
+        ]
+        assert whole["network"][-1] == (-1.0, 1000.0, 0.0)
+        assert len(whole["speeds"]["rtx"]) == 5
+        rest = history(series, 105.0, 103.0)
+        assert [len(rest[name]) for name in ("rounds", "network")] == [1, 1]
+        assert rest["speeds"].keys() == {"a100-0", "rtx"}
+        assert history(series, 106.0, 104.0) == {"rounds": [], "network": [], "speeds": {}}
+
+    def test_thinned_points_end_with_the_newest(self) -> None:
+        for count in range(1, 40):
+            kept = thinned(range(count), 10)
+            assert len(kept) <= 10
+            assert kept[-1] == count - 1
+        assert thinned(range(10), 10) == list(range(10))
+
+
+class TestPage:
+    def test_page_is_served_whole_from_its_package(self, site: Site) -> None:
+        page = site.get("/")
+        assert page.status == 200
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        html = page.body.decode()
+        named = re.findall(r'(?:src|href)="([^"#]+)"', html)
+        assert {"/assets/app.js", "/assets/style.css"} <= set(named)
+        for path in named:
+            assert site.get(path).status == 200, path
+        script = site.get("/assets/app.js")
+        assert script.headers["content-type"] == "text/javascript; charset=utf-8"
+        for module in re.findall(r'from "\./([a-z]+\.js)"', script.body.decode()):
+            assert site.get(f"/assets/{module}").status == 200, module
+
+    def test_page_has_nothing_inline_and_nothing_of_others(self, site: Site) -> None:
+        folder = Path(app.__file__).parent / "assets"
+        html = (folder / "index.html").read_text()
+        assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son[a-z]+=", html)
+        for path in folder.iterdir():
+            text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+            assert not re.search(r"https?://|//[a-z]+\.[a-z]", text.replace("http://127", "")), path
+            code = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function"
+            assert not re.search(code, text), path
+        policy = site.get("/").headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+
+    @pytest.mark.parametrize(
+        "path", ["/nothing", "/assets/../app.py", "/assets/%2e%2e/app.py", "/assets/", "/api/"]
+    )
+    def test_no_other_file_is_served(self, site: Site, path: str) -> None:
+        assert site.get(path).status == 404
+
+    @pytest.mark.parametrize("path", ["/", "/api/state", "/api/session", "/nothing"])
+    def test_every_answer_has_the_headers_that_protect_it(self, site: Site, path: str) -> None:
+        headers = site.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["x-frame-options"] == "DENY"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cache-control"] == "no-store"
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert "set-cookie" not in headers
+        assert not any(name.startswith("access-control-") for name in headers)
+
+
+class TestReading:
+    def test_state_is_one_object_for_programs(self, site: Site) -> None:
+        answer = site.get("/api/state")
+        assert answer.headers["content-type"] == "application/json"
+        state = answer.json
+        assert state["picture"]["snapshot"]["round"]["missing"] == ["mac", "rtx", "xeon"]
+        assert state["missed"] == 0
+        assert 0 <= state["age_s"] < PATIENCE_S
+        assert state["series"]["rounds"][-1][1] == 411
+
+    def test_foreign_host_names_are_refused(self, site: Site) -> None:
+        for path in ("/", "/api/state", "/api/events"):
+            assert site.get(path, Host="evil.example:8514").status == 421
+        assert site.get("/", Host=f"localhost:{site.port}").status == 200
+
+    def test_pages_of_other_sites_are_refused(self, site: Site) -> None:
+        for path in ("/api/state", "/api/events", "/api/session"):
+            assert site.get(path, Sec_Fetch_Site="cross-site").status == 403
+            assert site.get(path, Origin="http://evil.example").status == 403
+        assert site.get("/", Sec_Fetch_Site="cross-site").status == 200, "a link may lead here"
+
+    def test_where_others_can_look_looking_takes_the_token(self, publisher: Publisher) -> None:
+        with serving(publisher.address, policy=Policy("0.0.0.0", TOKEN)) as site:
+            publisher.says()
+            assert site.get("/").status == 200, "there are no figures in the page"
+            for path in ("/api/state", "/api/events"):
+                assert site.get(path).status == 401
+            assert site.get("/api/session").json["reading"] is False
+            assert site.get("/api/state", Authorization=f"Bearer {TOKEN}").status == 200
+
+
+class TestSteering:
+    def test_nobody_steers_without_the_token(self, site: Site) -> None:
+        order = {"action": "pause"}
+        missing = site.orders(order, token=None)
+        assert (missing.status, missing.json["ok"]) == (401, False)
+        assert "needs the token" in missing.json["text"]
+        wrong = site.orders(order, token="a" + TOKEN)
+        assert wrong.status == 401
+        assert "not the one of this dashboard" in wrong.json["text"]
+        in_address = site.request(
+            "POST",
+            f"/api/control?token={TOKEN}",
+            json.dumps(order),
+            Content_Type="application/json",
+        )
+        assert in_address.status == 401
+        in_cookie = site.orders(order, token=None, Cookie=f"token={TOKEN}")
+        assert in_cookie.status == 401
+
+    def test_session_says_what_a_token_is_good_for(self, site: Site) -> None:
+        good = site.get("/api/session", Authorization=f"Bearer {TOKEN}").json
+        assert (good["steering"], good["needs_token"], good["reason"]) == (True, False, None)
+        bad = site.get("/api/session", Authorization="Bearer guess").json
+        assert (bad["steering"], bad["needs_token"]) == (False, True)
+        assert "not the one of this dashboard" in bad["reason"]
+
+    def test_posts_of_other_sites_are_refused_token_or_not(self, site: Site) -> None:
+        order = {"action": "pause"}
+        for headers in (
+            {"Origin": "http://evil.example"},
+            {"Origin": "null"},
+            {"Origin": f"http://127.0.0.1:{site.port + 1}"},
+            {"Sec_Fetch_Site": "cross-site"},
+            {"Sec_Fetch_Site": "same-site"},
+        ):
+            assert site.orders(order, **headers).status == 403, headers
+        assert site.orders(order, Host="evil.example").status == 421
+
+    @pytest.mark.parametrize(
+        "kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data"]
+    )
+    def test_orders_are_json_and_not_what_a_form_sends(self, site: Site, kind: str) -> None:
+        assert site.orders({"action": "pause"}, Content_Type=kind).status == 415
+
+    def test_orders_are_posts(self, site: Site) -> None:
+        for method in ("GET", "PUT", "DELETE", "OPTIONS"):
+            answer = site.request(method, "/api/control", Authorization=f"Bearer {TOKEN}")
+            assert answer.status == 405, method
+
+    def test_a_long_body_is_refused(self, site: Site) -> None:
+        long = {"action": "kick", "worker": "a" * app.LONGEST_BODY}
+        assert site.orders(long).status == 413
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        connection = site.connection()
+        try:  # in chunks, so that no length is announced
+            body = (b" " * 1024 for _ in range(5))
+            connection.request("POST", "/api/control", body, headers, encode_chunked=True)
+            assert connection.getresponse().status == 413
+        finally:
+            connection.close()
+
+    def test_a_body_that_does_not_come_is_not_waited_for(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(app, "BODY_S", 0.05)
+        head = (
+            f"POST /api/control HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n"
+            "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        with socket.create_connection(("127.0.0.1", site.port), PATIENCE_S) as client:
+            client.sendall(head.encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 408 ")
+
+    @pytest.mark.parametrize("body", ["", "{", "[" * 4000, '{"action": "reboot"}', "\xff"])
+    def test_what_is_no_order_is_refused(self, site: Site, body: str) -> None:
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content_Type": "application/json"}
+        answer = site.request("POST", "/api/control", body.encode("latin-1"), **headers)
+        assert answer.status == 400
+        assert answer.json["ok"] is False
+
+    def test_readonly_steers_nothing(self, publisher: Publisher) -> None:
+        policy = Policy("127.0.0.1", TOKEN, readonly=True)
+        with serving(publisher.address, policy=policy) as site:
+            publisher.says()
+            assert site.orders({"action": "save"}).status == 403
+            session = site.get("/api/session", Authorization=f"Bearer {TOKEN}").json
+            assert (session["steering"], session["needs_token"]) == (False, False)
+            assert "--readonly" in session["reason"]
+
+    def test_broker_that_does_not_answer_is_a_sentence(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(app, "carry_out", lambda order, to: orders.carry_out(order, to, 0.05))
+        answer = site.orders({"action": "pause"})
+        assert answer.status == 504
+        assert "No answer from tcp://127.0.0.1:1" in answer.json["text"]
+
+    def test_only_so_many_orders_wait_at_once(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(app, "MOST_ORDERS", 0)
+        assert site.orders({"action": "pause"}).status == 429
+
+    def test_orders_reach_the_broker_and_its_sentences_come_back(self) -> None:
+        config = BrokerConfig(
+            workers=2, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=None
+        )
+        with Broker(config) as broker, serving(broker.feed_address) as site:
+            site.await_state(mode="sync")
+            done = site.orders({"action": "set", "outer_lr": 0.5})
+            assert (done.status, done.json["ok"]) == (200, True)
+            assert "uter learning rate 0.7 -> 0.5" in done.json["text"]
+            refused = site.orders({"action": "save"})
+            assert (refused.status, refused.json["ok"]) == (200, False)
+            assert "--save-dir" in refused.json["text"]
+            nobody = site.orders({"action": "kick", "worker": "nobody"})
+            assert "No worker named 'nobody'" in nobody.json["text"]
+            assert site.orders({"action": "shutdown", "confirm": "no"}).status == 400
+            paused = site.orders({"action": "pause"})
+            assert paused.json["ok"] is True
+            state = site.await_state(state="paused")
+            assert state["picture"]["snapshot"]["outer"]["lr"] == 0.5
+
+
+class TestEvents:
+    def test_first_the_whole_then_what_is_new(self, publisher: Publisher) -> None:
+        with serving(publisher.address) as site:
+            publisher.says(sequence=7, uptime_s=10.0)
+            site.await_state(sequence=7)
+            with site.events() as events:
+                assert events.response.getheader("content-type") == (
+                    "text/event-stream; charset=utf-8"
+                )
+                first = events.next("state")
+                assert first["whole"] is True
+                assert len(first["series"]["rounds"]) == 1
+                publisher.says(sequence=9, uptime_s=11.0, last_round={"number": 412})
+                second = events.next("state")
+                assert second["whole"] is False
+                assert [point[1] for point in second["series"]["rounds"]] == [412]
+                assert second["missed"] == 1
+
+    def test_between_two_states_pulses_say_how_old_the_feed_is(self, publisher: Publisher) -> None:
+        with serving(publisher.address) as site, site.events("30") as events:
+            publisher.says(sequence=1)
+            assert events.next("state")["picture"]["snapshot"]["sequence"] == 1
+            publisher.says(sequence=2)
+            ages = [events.next("pulse")["age_s"] for _ in range(2)]
+            assert 0 <= ages[0] < ages[1]
+            assert site.streams is not None
+            assert site.streams.source.serial == 2, "heard, but not due"
+
+    @pytest.mark.parametrize("every", ["0", "0.5", "30.5", "nan", "inf", "-1", "often", ""])
+    def test_refresh_interval_is_1_to_30_s(self, site: Site, every: str) -> None:
+        assert site.get(f"/api/events?every={every}").status == 400
+
+    def test_pulses_say_that_nothing_was_ever_heard(self) -> None:
+        with serving("tcp://127.0.0.1:1") as site, site.events() as events:
+            assert events.next("pulse")["age_s"] is None
+            assert site.get("/api/state").json["picture"] is None
+
+    def test_unreadable_feed_is_said(self, publisher: Publisher) -> None:
+        with serving(publisher.address) as site, site.events() as events:
+            publisher.says(feed=9)
+            for _ in range(20):
+                problem = events.next("pulse")["problem"]
+                if problem:
+                    break
+            assert "feed version 9" in problem
+
+    def test_places_are_few_and_a_page_that_goes_leaves_its_own(self, publisher: Publisher) -> None:
+        with serving(publisher.address, most_streams=2) as site:
+            publisher.says()
+            with site.events() as first, site.events() as second:
+                first.next("state")
+                second.next("state")
+                refused = site.get("/api/events")
+                assert refused.status == 503
+                assert "2 pages look at this dashboard already" in refused.json["text"]
+            deadline = time.monotonic() + PATIENCE_S
+            while True:
+                with site.events() as third:
+                    if third.response.status == 200:
+                        break
+                assert time.monotonic() < deadline, "no place became free"
+
+    def test_page_that_reads_nothing_holds_one_message_and_loses_its_place(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Source:
+            """A feed that has something new, and large, at each look."""
+
+            serial = property(lambda self: self.states + 1)
+            states = 0
+
+            def state(self, after: float) -> tuple[str, float]:
+                self.states += 1
+                return "x" * (1 << 20), after
+
+        monkeypatch.setattr(streams, "PATIENCE_S", 0.2)
+        monkeypatch.setattr(streams, "EARLY_S", math.inf)
+        source = Source()
+        places = Streams(source)  # type: ignore[arg-type]
+
+        async def scene() -> None:
+            never = asyncio.Event()
+
+            async def receive() -> dict[str, Any]:
+                await never.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                if message["type"] == "http.response.body":
+                    await never.wait()
+
+            following = asyncio.ensure_future(places.follow(1.0, receive, send))
+            await asyncio.sleep(0)
+            assert places.open == 1
+            await asyncio.wait_for(following, PATIENCE_S)
+
+        asyncio.run(scene())
+        assert source.states == 1
+        assert places.open == 0
+
+
+class TestEnd:
+    def test_server_ends_at_once_though_pages_are_open_and_one_reads_nothing(
+        self, publisher: Publisher
+    ) -> None:
+        with serving(publisher.address) as site:
+            many = [a_worker(f"w{n}", host="h" * 500) for n in range(2000)]
+            publisher.says(workers=many)
+            silent = socket.create_connection(("127.0.0.1", site.port), PATIENCE_S)
+            silent.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            with silent, site.events() as events:
+                events.next("state")
+                began = time.monotonic()
+                site.server.should_exit = True
+                assert events.response.read() == b"", "the stream is ended, not cut off"
+                while site.server.server_state.connections and time.monotonic() < began + 10:
+                    time.sleep(0.01)
+                assert time.monotonic() - began < 5

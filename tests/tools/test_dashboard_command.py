@@ -1,0 +1,278 @@
+"""diloco-dashboard as a command: what it prints, when it ends, and a recorded run."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_tools.dashboard.source import ReplaySource
+from diloco_tools.feed.model import FeedError
+from kit.dashboard_server import PATIENCE_S, Publisher, serving
+
+COMMAND = [sys.executable, "-m", "diloco_tools.dashboard"]
+NOBODY = "tcp://127.0.0.1:1"
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The running command and the address that it printed."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", *arguments], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("dashboard http://"), (line, process.poll())
+        yield process, line.split()[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refused(*arguments: str) -> str:
+    """What a command says that does not start; exit code 2."""
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 2, done
+    assert done.stdout == ""
+    return done.stderr
+
+
+def fetch(address: str, token: str | None = None) -> Any:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    request = urllib.request.Request(address, headers=headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        return json.loads(answer.read())
+
+
+class TestStart:
+    def test_it_prints_one_address_that_steers(self) -> None:
+        with Publisher() as publisher, started("--feed", publisher.address) as (process, address):
+            base, token = address.split("/?token=")
+            assert re.fullmatch(r"http://127\.0\.0\.1:\d+", base)
+            assert len(token) >= 40
+            publisher.says()
+            session = fetch(f"{base}/api/session", token)
+            assert (session["steering"], session["feed"]) == (True, publisher.address)
+            assert fetch(f"{base}/api/session")["steering"] is False
+            process.terminate()
+            out, err = process.communicate(timeout=PATIENCE_S)
+            assert (out, err, process.returncode) == ("", "", 0)
+
+    def test_token_is_another_after_each_start(self) -> None:
+        tokens = set()
+        for _ in range(2):
+            with started("--feed", NOBODY) as (_, address):
+                tokens.add(address.split("=")[1])
+        assert len(tokens) == 2
+
+    def test_readonly_prints_no_token(self) -> None:
+        with started("--feed", NOBODY, "--readonly") as (_, address):
+            assert address.endswith("/")
+            assert "--readonly" in fetch(f"{address}api/session")["reason"]
+
+    def test_addresses_that_others_reach_take_insecure_and_then_the_token_to_look(self) -> None:
+        said = refused("--host", "0.0.0.0")
+        assert "0.0.0.0 can be reached from other machines" in said
+        assert "--insecure" in said
+        with started("--feed", NOBODY, "--host", "0.0.0.0", "--insecure", "--readonly") as (
+            _,
+            address,
+        ):
+            base, token = address.split("/?token=")
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                fetch(f"{base}/api/state")
+            assert fetch(f"{base}/api/state", token)["picture"] is None
+
+    def test_what_cannot_be_is_one_sentence(self, tmp_path: Path) -> None:
+        assert "is not a feed address" in refused("--feed", "localhost")
+        assert "nothing to steer" in refused("--replay", "x", "--control", NOBODY)
+        assert str(tmp_path / "none") in refused("--replay", str(tmp_path / "none"))
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            said = refused("--feed", NOBODY, "--port", str(port))
+        assert f"cannot listen on 127.0.0.1 port {port}" in said
+
+    @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
+    def test_missing_packages_are_named(self, package: str) -> None:
+        script = (
+            f"import sys; sys.modules[{package!r}] = None; "
+            "from diloco_tools.dashboard.cli import app; app()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert done.stderr == (
+            f"diloco-dashboard: {package} is not installed: "
+            "pip install 'diloco-broker[dashboard]'\n"
+        )
+
+
+class TestEnd:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_ends_it_with_0_though_a_page_is_open(self, number: signal.Signals) -> None:
+        with started("--feed", NOBODY) as (process, address):
+            events = f"{address.split('?')[0]}api/events"
+            with urllib.request.urlopen(events, timeout=PATIENCE_S) as stream:
+                assert stream.readline() == b"event: pulse\n"
+                process.send_signal(number)
+                out, err = process.communicate(timeout=5)
+            assert (out, err, process.returncode) == ("", "", 0)
+
+    def test_lifeline_ends_it_with_the_program_that_started_it(self) -> None:
+        with started("--feed", NOBODY, "--lifeline") as (process, _):
+            out, err = process.communicate(timeout=PATIENCE_S)  # closes its standard input
+            assert (out, err, process.returncode) == ("", "", 0)
+
+    def test_without_a_lifeline_standard_input_means_nothing(self) -> None:
+        with started("--feed", NOBODY) as (process, address):
+            assert process.stdin is not None
+            process.stdin.close()
+            process.stdin = None
+            assert fetch(f"{address.split('?')[0]}api/session")["mode"] == "live"
+            assert process.poll() is None
+
+
+def a_history(rounds: int) -> str:
+    """What a broker writes: its start, so many rounds, one event, its end."""
+    common = {"epoch": "ab12", "at": 1_700_000_000.0}
+    lines: list[dict[str, Any]] = [
+        {
+            "kind": "start",
+            **common,
+            "version": "0.1.0",
+            "run": "3fa2c1d09b11aaaa",
+            "mode": "sync",
+            "control": "tcp://127.0.0.1:8512",
+            "feed": "tcp://127.0.0.1:8513",
+            "settings": {
+                "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9, "nesterov": True},
+                "sync_every": 500,
+                "num_fragments": 1,
+                "workers_wanted": 2,
+                "min_workers": 1,
+            },
+            "model": {"parameters": 151_200_000, "tensors": 291, "bytes": 604_800_000},
+        }
+    ]
+    for number in range(rounds):
+        lines.append(
+            {
+                "kind": "round",
+                "epoch": "ab12",
+                "at": common["at"] + 40.0 * (number + 1),  # type: ignore[operator]
+                "number": number,
+                "fragment": 0,
+                "version": number + 1,
+                "seconds": 40.0,
+                "averaged": 2,
+                "weight": 2.0,
+                "loss": 4.0 - 0.01 * number,
+                "delta_norm": 0.5,
+                "staleness": 0,
+                "alive": 2,
+                "bytes_up": 1_000_000 * (number + 1),
+                "bytes_down": 2_000_000 * (number + 1),
+                "cpu_s": 1.0 * number,
+                "rss_bytes": 300_000_000,
+                "longest_turn_ms": 4.0,
+                "workers": [
+                    {
+                        "id": name,
+                        "host": "h",
+                        "step": 500 * number,
+                        "steps_per_s": 12.0,
+                        "loss": 4.0,
+                        "staleness": 0,
+                        "bytes_up": 500_000 * number,
+                        "bytes_down": 1_000_000 * number,
+                    }
+                    for name in ("a", "b")
+                ],
+            }
+        )
+    after = common["at"] + 40.0 * rounds + 1  # type: ignore[operator]
+    lines.append({"kind": "event", **common, "at": after, "level": "info", "text": "all is well"})
+    lines.append({"kind": "stop", **common, "at": after + 1, "text": "it was asked to"})
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+class TestReplay:
+    @pytest.fixture
+    def past(self, tmp_path: Path) -> ReplaySource:
+        path = tmp_path / "history.jsonl"
+        path.write_text(a_history(rounds=30))
+        return ReplaySource.of_file(path)
+
+    def test_outline_has_the_whole_run(self, past: ReplaySource) -> None:
+        outline = json.loads(past.outline())
+        assert outline["moments"] == 33
+        assert outline["last_at"] - outline["first_at"] == pytest.approx(1202.0)
+        rounds = outline["series"]["rounds"]
+        assert [point[1] for point in rounds] == list(range(30))
+        assert rounds[0][0] == pytest.approx(40.0), "seconds since the start"
+        assert outline["series"]["speeds"].keys() == {"a", "b"}
+
+    def test_a_long_run_is_thinned_and_keeps_its_end(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("diloco_tools.dashboard.source.REPLAY_POINTS", 10)
+        path = tmp_path / "history.jsonl"
+        path.write_text(a_history(rounds=95))
+        rounds = json.loads(ReplaySource.of_file(path).outline())["series"]["rounds"]
+        assert len(rounds) <= 11
+        assert rounds[-1][1] == 94
+
+    def test_moments_are_as_they_were(self, past: ReplaySource) -> None:
+        body = past.moment(11)
+        assert body is not None
+        moment = json.loads(body)
+        said = moment["picture"]["snapshot"]
+        assert said["last_round"]["number"] == 10
+        assert [worker["id"] for worker in said["workers"]] == ["a", "b"]
+        assert past.moment(-1) is None
+        assert past.moment(33) is None
+
+    def test_it_is_served_and_nothing_can_be_changed(self, past: ReplaySource) -> None:
+        with serving(replay=past) as site:
+            session = site.get("/api/session").json
+            assert (session["mode"], session["steering"]) == ("replay", False)
+            assert "recorded run" in session["reason"]
+            assert site.get("/api/replay").json["moments"] == 33
+            assert site.get("/api/replay/3").json["index"] == 3
+            assert site.get("/api/replay/33").status == 404
+            assert site.get("/api/replay/x").status == 404
+            assert site.get("/api/events").status == 404
+            assert site.orders({"action": "pause"}).status == 409
+
+    def test_command_prints_no_token(self, tmp_path: Path) -> None:
+        path = tmp_path / "history.jsonl"
+        path.write_text(a_history(rounds=3))
+        with started("--replay", str(path)) as (_, address):
+            assert address.endswith("/")
+            assert fetch(f"{address}api/replay")["moments"] == 6
+
+    def test_file_that_is_no_history_is_a_sentence(self, tmp_path: Path) -> None:
+        path = tmp_path / "notes.txt"
+        path.write_text("nothing\n")
+        with pytest.raises(FeedError, match=re.escape(path.name)):
+            ReplaySource.of_file(path)

@@ -1,0 +1,379 @@
+"""The demo: what it trains on, what it reports, and how it treats bad input and dying children."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from diloco_tools.demo.cli import app
+from diloco_tools.demo.data import (
+    DataError,
+    Document,
+    load_shard,
+    read_documents,
+    split_documents,
+    training_batches,
+    validation_windows,
+)
+from diloco_tools.demo.experiment import broker_command, rounds_to_pull, single_command
+from diloco_tools.demo.model import GPTConfig, build_model
+from diloco_tools.demo.plot import draw
+from diloco_tools.demo.recipe import WARMUP, Recipe, learning_rate_factor
+from diloco_tools.demo.results import (
+    Point,
+    Results,
+    Settings,
+    WorkerResult,
+    data_parallel_bytes,
+    data_parallel_formula,
+    summary,
+    table,
+)
+from diloco_tools.demo.train import train
+from diloco_tools.experiments.tune import Outer, outer_step
+from diloco_tools.processes import (
+    ChildFailed,
+    Children,
+    JsonLines,
+    environment,
+    wait_for_line,
+)
+
+SETTINGS = Settings(steps=100, workers=2, sync_every=25, wire_dtype="bf16", reply_dtype="fp32")
+RESULTS = Results(
+    settings=SETTINGS,
+    parameters=1000,
+    rounds=4,
+    workers=(
+        WorkerResult("worker-0", seconds=5.0, seconds_waited=1.0, bytes_up=10, bytes_down=20),
+        WorkerResult("worker-1", seconds=6.0, seconds_waited=3.0, bytes_up=12, bytes_down=22),
+    ),
+    diloco_curve=(Point(50, 3.0), Point(100, 2.0)),
+    single_curve=(Point(50, 3.5), Point(100, 2.5)),
+    single_seconds=4.0,
+)
+
+
+def documents(count: int, size: int = 100) -> list[Document]:
+    return [Document(f"file{i:03}", bytes([i % 251 + 1]) * size) for i in range(count)]
+
+
+def a_text(tmp_path: Path, size: int) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_bytes((b"the quick brown fox jumps over the lazy dog. " * (size // 45 + 1))[:size])
+    return path
+
+
+# The text.
+
+
+def test_no_document_is_in_two_parts_and_none_is_lost() -> None:
+    given = documents(200)
+    split = split_documents(given, 3)
+    parts = [split.held_out, *split.shards]
+    names = [document.name for part in parts for document in part]
+    assert sorted(names) == [document.name for document in given]
+
+
+def test_about_a_twentieth_is_held_out_and_shards_are_of_equal_size() -> None:
+    split = split_documents(documents(200), 2)
+    assert len(split.held_out) == 10
+    assert [len(shard) for shard in split.shards] == [95, 95]
+
+
+def test_what_is_held_out_does_not_depend_on_the_number_of_shards() -> None:
+    assert split_documents(documents(50), 1).held_out == split_documents(documents(50), 4).held_out
+
+
+def test_a_single_file_is_split_in_pieces_that_make_it_up_again() -> None:
+    text = bytes(range(256)) * 40
+    split = split_documents([Document("book", text)], 2)
+    parts = [split.held_out, *split.shards]
+    pieces = {document.name: document.text for part in parts for document in part}
+    in_order = sorted(pieces, key=lambda name: int(name.split("[")[1].split(":")[0]))
+    assert b"".join(pieces[name] for name in in_order) == text
+    assert all(parts)
+
+
+def test_standard_library_is_there_and_without_tests_or_installed_packages() -> None:
+    found = read_documents()
+    names = {document.name for document in found}
+    assert {"argparse.py", "json/decoder.py"} <= names
+    assert not any(name.startswith(("test/", "site-packages/")) for name in names)
+    assert found == read_documents()
+
+
+def test_a_folder_gives_its_text_files_in_order_without_hidden_and_binary_ones(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "one.txt").write_text("one")
+    (tmp_path / "a.md").write_text("two")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    assert [document.name for document in read_documents(tmp_path)] == ["a.md", "b/one.txt"]
+
+
+def test_missing_empty_and_small_text_each_get_one_sentence(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    for path, words in [
+        (tmp_path / "missing", "does not exist"),
+        (empty, "holds no text"),
+        (a_text(tmp_path, 2000), "the held-out text has only 134 bytes and needs 520"),
+    ]:
+        with pytest.raises(DataError) as caught:
+            load_shard(path, 0, 2, 64)
+        assert words in str(caught.value)
+        assert "--data" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_batches_are_windows_of_the_text_and_targets_are_one_byte_later() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    tokens, targets = next(training_batches(text, batch=4, context=8, seed=1))
+    assert tokens.shape == targets.shape == (4, 8)
+    assert torch.equal(targets, tokens + 1)
+    again, _ = next(training_batches(text, batch=4, context=8, seed=1))
+    other, _ = next(training_batches(text, batch=4, context=8, seed=2))
+    assert torch.equal(tokens, again)
+    assert not torch.equal(tokens, other)
+
+
+def test_batches_reach_the_first_and_the_last_byte() -> None:
+    text = torch.arange(10, dtype=torch.uint8)
+    tokens, targets = next(training_batches(text, batch=200, context=8, seed=1))
+    assert tokens.min() == 0
+    assert targets.max() == 9
+
+
+def test_validation_windows_do_not_overlap() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    tokens, targets = validation_windows(text, 1000, 9)
+    assert len(tokens) == 20
+    assert torch.equal(torch.cat([tokens, targets[:, -1:]], 1).flatten(), text.long())
+
+
+# The model and its training.
+
+
+def test_model_has_the_promised_size_and_the_seed_decides_it() -> None:
+    one, same, other = (build_model(seed, GPTConfig()) for seed in (0, 0, 1))
+    assert 300_000 <= sum(p.numel() for p in one.parameters()) <= 1_000_000
+    assert torch.equal(one.embedding.weight, same.embedding.weight)
+    assert not torch.equal(one.embedding.weight, other.embedding.weight)
+
+
+def test_model_does_not_see_the_future() -> None:
+    model = build_model(0, GPTConfig(context=8, width=16, heads=2))
+    tokens = torch.arange(8)[None]
+    changed = tokens.clone()
+    changed[0, 5] = 99
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    recipe = Recipe(1000, 8, 64, 1e-3, "cosine")
+    assert learning_rate_factor(recipe, 0) == pytest.approx(1 / WARMUP)
+    assert learning_rate_factor(recipe, WARMUP) == pytest.approx(1.0)
+    assert learning_rate_factor(recipe, 1000) == pytest.approx(0.1)
+    assert learning_rate_factor(replace(recipe, schedule="constant"), 999) == 1.0
+
+
+def test_simulated_outer_step_is_nesterov_sgd_on_the_mean_pseudo_gradient() -> None:
+    theta = {"w": torch.tensor([1.0, 2.0])}
+    momentum = {"w": torch.zeros(2)}
+    expected = torch.nn.Parameter(theta["w"].clone())
+    oracle = torch.optim.SGD([expected], lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(3):
+        reached = [{"w": theta["w"] - step}, {"w": theta["w"] * 0.5}]
+        expected.grad = torch.stack([theta["w"] - each["w"] for each in reached]).mean(0)
+        oracle.step()
+        outer_step(theta, momentum, reached, Outer(2, 1, lr=0.7, momentum=0.9))
+    torch.testing.assert_close(theta["w"], expected.detach())
+
+
+def test_training_script_trains_alone_without_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DILOCO_SERVER", raising=False)
+    log = tmp_path / "log.jsonl"
+    train(
+        argparse.Namespace(
+            log=log,
+            server=None,
+            worker_id=None,
+            data=a_text(tmp_path, 10_000),
+            shard=0,
+            shards=1,
+            steps=12,
+            batch=4,
+            context=16,
+            lr=3e-3,
+            schedule="cosine",
+            seed=0,
+            eval_every=6,
+        )
+    )
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [record["step"] for record in records] == [5, 6, 10, 12, 12]
+    assert [record["step"] for record in records if "val_loss" in record] == [6, 12]
+    assert records[3]["val_loss"] < records[1]["val_loss"]
+    assert records[-1]["done"]
+    assert records[-1]["sync_metrics"]["bytes_up"] == 0
+
+
+# What is reported.
+
+
+def test_data_parallel_bytes_are_steps_workers_parameters_and_both_ways() -> None:
+    assert data_parallel_bytes(SETTINGS, 1000) == 100 * 2 * 1000 * (2 + 4)
+    wide = replace(SETTINGS, wire_dtype="fp32", reply_dtype="fp32")
+    assert data_parallel_bytes(wide, 1000) == 100 * 2 * 1000 * (4 + 4)
+    assert "100 x 2 x 1,000 x (2 in bf16 + 4 in fp32) = 1,200,000" in data_parallel_formula(
+        SETTINGS, 1000
+    )
+
+
+def test_summary_has_the_final_losses_and_the_bytes_of_all_workers() -> None:
+    found = json.loads(json.dumps(summary(RESULTS)))
+    assert found["single"]["val_loss"] == 2.5
+    assert found["diloco"]["val_loss"] == 2.0
+    assert found["diloco"]["workers"] == 2
+    assert found["diloco"]["rounds"] == 4
+    assert found["diloco"]["seconds"] == 6.0
+    assert found["diloco"]["seconds_waited"] == 2.0
+    assert found["bytes"]["up"] == 22
+    assert found["bytes"]["down"] == 42
+    assert found["bytes"]["data_parallel"] == 1_200_000
+    assert found["settings"]["sync_every"] == 25
+
+
+def test_table_shows_both_losses_and_the_bytes() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(table(RESULTS))
+    shown = console.export_text()
+    for words in ("2.5000", "2.0000", "4 (every 25 steps)", "1.2 MB"):
+        assert words in shown
+
+
+def test_picture_is_a_png(tmp_path: Path) -> None:
+    draw(RESULTS, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_worker_result_comes_from_the_last_record() -> None:
+    record = {
+        "seconds": 9.5,
+        "sync_metrics": {"bytes_up": 3, "bytes_down": 4, "seconds_waited": 0.5, "rounds": 2},
+    }
+    assert WorkerResult.from_record("a", record) == WorkerResult("a", 9.5, 0.5, 3, 4)
+
+
+def test_the_global_model_is_looked_at_a_dozen_times_and_after_the_last_round() -> None:
+    assert rounds_to_pull(3) == [1, 2, 3]
+    assert len(rounds_to_pull(60)) == 12
+    assert rounds_to_pull(61)[-1] == 61
+
+
+def test_defaults_are_those_the_demo_promises() -> None:
+    defaults = Settings()
+    assert defaults.complaint() is None
+    assert defaults.workers == 2
+    assert defaults.sync_every >= 20
+    assert defaults.rounds >= 10
+
+
+# Commands and children.
+
+
+def test_commands_name_their_settings() -> None:
+    settings = replace(SETTINGS, lr=0.5, single_lr=0.25, outer_lr=0.75)
+    broker = " ".join(broker_command(settings))
+    assert "diloco_broker serve --no-save --workers 2" in broker
+    assert "--sync-every 25 --outer-lr 0.75" in broker
+    single = " ".join(single_command(settings, Path("log")))
+    assert "--lr 0.25" in single
+    assert "--server" not in single
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--steps", "110", "--sync-every", "25"], "take 100 steps"),
+        (["--workers", "0"], "--workers is 0"),
+        (["--data", "/nonexistent"], "does not exist"),
+    ],
+)
+def test_bad_options_give_one_sentence_and_exit_code_2(
+    arguments: list[str], words: str, tmp_path: Path
+) -> None:
+    answer = CliRunner().invoke(app, ["--out", str(tmp_path / "out"), *arguments])
+    assert answer.exit_code == 2
+    assert words in answer.stderr
+    assert answer.stderr.startswith("diloco-demo: ")
+    assert answer.stderr.count("\n") == 1
+
+
+def test_a_child_that_dies_is_named_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
+    script = "import sys; print('step 1'); sys.exit('the disk is full')"
+    with Children(tmp_path) as children:
+        child = children.start("worker-1", [sys.executable, "-c", script])
+        child.process.wait(20)
+        message = str(child.failure())
+    assert message.startswith("worker-1 died with exit code 1")
+    assert "step 1" in message
+    assert "the disk is full" in message
+
+
+def test_children_are_ended_when_something_goes_wrong(tmp_path: Path) -> None:
+    forever = [sys.executable, "-c", "import time; print('ready now'); time.sleep(600)"]
+
+    def go_wrong(children: Children) -> None:
+        with children:
+            child = children.start("broker", forever)
+            assert wait_for_line(child, "ready", 20) == "now"
+            raise RuntimeError("anything")
+
+    children = Children(tmp_path)
+    with pytest.raises(RuntimeError, match="anything"):
+        go_wrong(children)
+    assert [child.running for child in children.all] == [False]
+
+
+def test_a_child_that_ends_before_it_prints_its_address_has_failed(tmp_path: Path) -> None:
+    with Children(tmp_path) as children:
+        child = children.start("broker", [sys.executable, "-c", "print('port in use')"])
+        with pytest.raises(ChildFailed, match="port in use"):
+            wait_for_line(child, "control", 20)
+
+
+def test_children_do_not_inherit_settings_of_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_SERVER", "tcp://10.0.0.1:8512")
+    monkeypatch.setenv("SOMETHING_ELSE", "stays")
+    assert "DILOCO_SERVER" not in environment()
+    assert environment()["SOMETHING_ELSE"] == "stays"
+
+
+def test_a_line_is_read_when_it_is_whole_and_only_once(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    lines = JsonLines(path)
+    assert lines.new() == []
+    path.write_text('{"step": 1}\n{"st')
+    assert lines.new() == [{"step": 1}]
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert lines.new() == [{"step": 2}]
+    assert lines.new() == []

@@ -1,0 +1,438 @@
+"""diloco-exporter over HTTP: scrapes, clients that are slow or hostile, and the command."""
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+import zmq
+from tools.test_exporter import (
+    HOSTILE,
+    PATIENCE_S,
+    exported,
+    fetch,
+    frame,
+    parsed,
+    problems,
+    scrape,
+    status,
+    until,
+    values,
+    worker,
+)
+from typer.testing import CliRunner, Result
+
+from diloco_tools.exporter import catalogue, server
+from diloco_tools.exporter.cli import app
+from diloco_tools.exporter.labels import Places, label_value
+from diloco_tools.exporter.metrics import Family, families
+from diloco_tools.exporter.reader import FeedReader
+from diloco_tools.exporter.server import FamilyCollector, MetricsServer
+from diloco_tools.feed import model
+from diloco_tools.feed.model import TOPIC
+from diloco_tools.feed.subscriber import FeedSubscriber
+
+
+class Publisher:
+    """A broker's feed without a broker; sends only to somebody who has subscribed."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
+        self._socket.linger = 0
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+
+    def await_subscriber(self) -> None:
+        assert self._socket.poll(int(1000 * PATIENCE_S))
+        assert self._socket.recv() == b"\x01" + TOPIC
+
+    def send(self, payload: bytes) -> None:
+        self._socket.send(payload)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    made = Publisher()
+    yield made
+    made.close()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    output = process.stdout
+    assert output is not None
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.append(output.readline()), daemon=True)
+    reader.start()
+    reader.join(PATIENCE_S)
+    assert lines, "the exporter said nothing"
+    return lines[0]
+
+
+@contextmanager
+def running(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command in a process of its own; gives it and the address of its metrics."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "diloco_tools.exporter.cli", "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", **environment},
+    )
+    try:
+        line = first_line(process)
+        found = re.search(r"http://\S+/metrics", line)
+        assert found, line
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def exporter(publisher: Publisher) -> Iterator[str]:
+    """The address of a running exporter that has subscribed to `publisher`."""
+    with running("--feed", publisher.address, "--max-workers", "20") as (_, url):
+        publisher.await_subscriber()
+        yield url
+
+
+class TestScrape:
+    def test_both_formats_say_what_the_snapshot_says(
+        self, publisher: Publisher, exporter: str
+    ) -> None:
+        publisher.send(frame(status()))
+        until(exporter, "diloco_feed_snapshots_received_total", 1)
+        text, content_type = fetch(exporter)
+        assert content_type.startswith("text/plain")
+        accept = "application/openmetrics-text; version=1.0.0"
+        opened, content_type = fetch(exporter, Accept=accept, Accept_Encoding="gzip")
+        assert content_type.startswith("application/openmetrics-text")
+        plain, strict = values(parsed(text)), values(parsed(opened, openmetrics=True))
+        age = ("diloco_feed_age_seconds", frozenset[tuple[str, str]]())
+        ages = {key for key in plain if key[0].endswith("_age_seconds")}
+        assert age in ages
+        assert plain.keys() == strict.keys()
+        assert {key: plain[key] for key in plain.keys() - ages} == {
+            key: strict[key] for key in strict.keys() - ages
+        }
+        expected = exported(status(), received=1)
+        by_name = {metric.name: metric for metric in catalogue.catalogue()}
+        for (name, labels), value in expected.items():
+            if name == "diloco_exporter_build_info":
+                continue
+            key = (name, frozenset(zip(by_name[name].labels, labels, strict=True)))
+            if key in ages:
+                assert value <= plain[key] < value + PATIENCE_S
+            else:
+                assert plain[key] == value, key
+        assert len(plain) == len(expected)
+
+    def test_what_is_scraped_keeps_the_rules_of_promtool(
+        self, publisher: Publisher, exporter: str
+    ) -> None:
+        publisher.send(frame(status(paused_for_s=1.0)))
+        until(exporter, "diloco_feed_snapshots_received_total", 1)
+        text, _ = fetch(exporter)
+        seen = set()
+        for metric in parsed(text):
+            name = metric.name + ("_total" if metric.type == "counter" else "")
+            labels = {label for sample in metric.samples for label in sample.labels}
+            assert problems(name, metric.type, metric.documentation, labels) == set(), name
+            seen.add(name)
+        assert seen == {metric.name for metric in catalogue.catalogue()}
+        accept = "application/openmetrics-text"
+        for metric in parsed(fetch(exporter, Accept=accept)[0], openmetrics=True):
+            for unit in ("seconds", "bytes"):
+                assert (metric.unit == unit) == metric.name.endswith(f"_{unit}"), metric.name
+
+    def test_series_of_workers_are_bounded(self, publisher: Publisher, exporter: str) -> None:
+        publisher.send(frame(status(workers=[worker(f"w{n:03}") for n in range(500)])))
+        found = until(exporter, "diloco_feed_snapshots_received_total", 1)
+        labels = {dict(key[1]).get("worker") for key in found} - {None}
+        assert labels == {f"w{number:03}" for number in range(20)}
+        assert found["diloco_workers_without_series", frozenset()] == 480
+        assert found["diloco_workers", frozenset({("health", "ok")})] == 500
+
+    def test_hostile_worker_ids_are_only_labels(self, publisher: Publisher, exporter: str) -> None:
+        document = status(workers=[worker(name) for name in HOSTILE])
+        publisher.send(frame(document))
+        found = until(exporter, "diloco_feed_snapshots_received_total", 1)
+        assert found["diloco_feed_up", frozenset()] == 1
+        labels = {dict(labels).get("worker") for _, labels in found} - {None}
+        assert labels == {label_value(name) for name in HOSTILE}
+        opened, _ = fetch(exporter, Accept="application/openmetrics-text")
+        assert values(parsed(opened, openmetrics=True)).keys() == found.keys()
+
+    def test_garbage_and_a_newer_feed_are_counted_and_survived(self, publisher: Publisher) -> None:
+        with running("--feed", publisher.address) as (process, url):
+            publisher.await_subscriber()
+            # One after the other: of two at once only the newer one would be kept.
+            for number, payload in enumerate((TOPIC + b"{", frame(status(feed=2))), 1):
+                publisher.send(payload)
+                found = until(url, "diloco_feed_frames_unreadable_total", number)
+                assert found["diloco_feed_up", frozenset()] == 0
+            publisher.send(frame(status()))
+            assert until(url, "diloco_feed_up", 1)["diloco_workers_alive", frozenset()] == 5
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=PATIENCE_S)
+        (sentence,) = errors.splitlines()
+        assert "feed version 2 and this program reads version 1" in sentence
+
+    def test_a_scrape_may_ask_for_some_metrics_only(
+        self, publisher: Publisher, exporter: str
+    ) -> None:
+        publisher.send(frame(status()))
+        until(exporter, "diloco_feed_snapshots_received_total", 1)
+        asked = "diloco_workers_alive", "diloco_rounds_total"
+        text, _ = fetch(exporter + "?" + "&".join(f"name[]={name}" for name in asked))
+        assert {name for name, _ in values(parsed(text))} == set(asked)
+
+    def test_other_paths_say_where_the_metrics_are(self, exporter: str) -> None:
+        home = exporter.removesuffix("metrics")
+        assert "/metrics" in fetch(home)[0]
+        with pytest.raises(urllib.error.HTTPError, match="404") as raised:
+            fetch(home + "favicon.ico")
+        raised.value.close()
+
+    def test_stale_takes_the_workers_away_and_news_bring_them_back(
+        self, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(model, "STALE_ABOVE_S", 0.3)
+        monkeypatch.setattr(model, "LIVE_BELOW_S", 0.2)
+        with FeedSubscriber(publisher.address) as subscriber:
+            reader = FeedReader(subscriber, complain=pytest.fail)
+            places = Places(9)
+
+            def collect() -> list[Family]:
+                reading, now = reader.read()
+                return families(reading, now, "9.9", lambda ids: places.take(ids, now))
+
+            with serving(collect) as url, reader:
+                publisher.await_subscriber()
+                publisher.send(frame(status(sequence=1)))
+                until(url, "diloco_feed_up", 1)
+                gone = until(url, "diloco_feed_up", 0)
+                assert not [labels for _, labels in gone if "worker" in dict(labels)]
+                assert ("diloco_workers_alive", frozenset()) not in gone
+                publisher.send(frame(status(sequence=4)))
+                back = until(url, "diloco_workers_alive", 5)
+                assert back["diloco_feed_snapshots_missed_total", frozenset()] == 2
+
+
+@contextmanager
+def serving(collect: Callable[[], Sequence[Family]]) -> Iterator[str]:
+    with MetricsServer("127.0.0.1", 0, FamilyCollector(collect)) as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield made.url
+        finally:
+            made.shutdown()
+            thread.join()
+
+
+def port_of(url: str) -> int:
+    found = re.search(r":(\d+)/", url)
+    assert found
+    return int(found[1])
+
+
+def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
+    made = socket.socket()
+    if receive_buffer is not None:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    made.settimeout(PATIENCE_S)
+    made.connect(("127.0.0.1", port_of(url)))
+    return made
+
+
+UP = Family(catalogue.UP, (((), 1.0),))
+# So long that no buffer of a socket takes it whole.
+ENDLESS = Family(replace(catalogue.HEALTHY, help="x" * (32 << 20)), (((), 1.0),))
+
+
+class TestSlowClients:
+    def test_those_who_say_nothing_keep_nobody_from_scraping(self) -> None:
+        with serving(lambda: [UP]) as url:
+            silent = [connect(url) for _ in range(3 * server.MOST_CONNECTIONS)]
+            began = time.monotonic()
+            assert scrape(url) == {("diloco_feed_up", frozenset()): 1.0}
+            assert time.monotonic() - began < server.LONGEST_CONNECTION_S / 2
+            assert silent[0].recv(1) == b"", "the oldest had to go"
+            for each in silent:
+                each.close()
+
+    def test_one_who_never_reads_keeps_nobody_from_scraping(self) -> None:
+        answers = iter([[ENDLESS], *([[UP]] * 9)])
+        with serving(lambda: next(answers)) as url, connect(url, receive_buffer=4096) as greedy:
+            greedy.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert greedy.recv(12) == b"HTTP/1.0 200"  # it has its answer, and does not take it
+            assert ("diloco_feed_up", frozenset()) in scrape(url)
+
+    def test_one_who_never_reads_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = threading.active_count()
+        with serving(lambda: [ENDLESS]) as url, connect(url, receive_buffer=4096) as greedy:
+            greedy.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert greedy.recv(12) == b"HTTP/1.0 200"
+            monkeypatch.setattr(server, "LONGEST_CONNECTION_S", 0.0)
+            await_threads(before + 1)  # that of the server alone
+
+    def test_one_who_drips_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(server, "LONGEST_CONNECTION_S", 0.2)
+        with serving(lambda: [UP]) as url, connect(url) as dripping:
+            dripping.sendall(b"GET /metrics HTTP/1.0\r\n")
+            dripping.settimeout(0.02)
+            deadline = time.monotonic() + PATIENCE_S
+            with suppress(ConnectionError):
+                while not is_ended(dripping):
+                    assert time.monotonic() < deadline
+                    dripping.sendall(b"X: y\r\n")
+
+    def test_nonsense_gets_an_answer_and_leaves_no_thread(self) -> None:
+        before = threading.active_count()
+        with serving(lambda: [UP]) as url:
+            for nonsense in (
+                b"\x00\xff\n\n",
+                b"GET\r\n\r\n",
+                b"POST /metrics HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n",
+                b"GET /metrics HTTP/9.9\r\n\r\n",
+                b"GET /" + b"x" * 70_000 + b" HTTP/1.0\r\n\r\n",
+                b"GET / HTTP/1.0\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+            ):
+                # It may hang up before it has read all.
+                with suppress(ConnectionError), connect(url) as client:
+                    client.sendall(nonsense)
+                    client.shutdown(socket.SHUT_WR)
+                    while client.recv(65536):
+                        pass
+            assert scrape(url) == {("diloco_feed_up", frozenset()): 1.0}
+            await_threads(before + 1)
+
+    def test_a_fault_of_ours_is_told_and_the_next_scrape_works(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        answers = iter([[], [UP]])
+
+        def collect() -> list[Family]:
+            answer = next(answers)
+            assert answer, "a fault of ours"
+            return answer
+
+        with serving(collect) as url:
+            with pytest.raises(OSError, match="without response"):
+                fetch(url)
+            assert ("diloco_feed_up", frozenset()) in scrape(url)
+        assert "AssertionError: a fault of ours" in capsys.readouterr().err
+
+
+def is_ended(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def await_threads(count: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    assert threading.active_count() <= count
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner(env={"DILOCO_FEED": None, **environment}).invoke(app, list(arguments))
+
+
+def failed(*arguments: str, **environment: str) -> str:
+    """The one sentence of a start that failed with exit code 2."""
+    result = run(*arguments, **environment)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (sentence,) = result.stderr.splitlines()
+    assert sentence.startswith("diloco-exporter: ")
+    return sentence
+
+
+class TestCommand:
+    @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_ends_it_with_0_whatever_clients_do(self, sign: signal.Signals) -> None:
+        with running("--feed", "tcp://127.0.0.1:1") as (process, url), connect(url) as silent:
+            silent.sendall(b"GET /met")
+            process.send_signal(sign)
+            process.send_signal(sign)
+            output, errors = process.communicate(timeout=PATIENCE_S)
+            assert (process.returncode, output, errors) == (0, "", "")
+
+    def test_the_address_may_come_from_the_environment(self, publisher: Publisher) -> None:
+        with running(DILOCO_FEED=publisher.address) as (_, url):
+            publisher.await_subscriber()
+            publisher.send(frame(status()))
+            until(url, "diloco_workers_alive", 5)
+
+    def test_a_port_in_use_is_one_sentence(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            sentence = failed("--port", str(port))
+        assert f"127.0.0.1' port {port} (Address already in use)" in sentence
+
+    @pytest.mark.parametrize("host", ["192.0.2.1", "", "x" * 300, "256.1.1.1", "a b", "\x00"])
+    def test_an_address_that_is_not_of_this_machine_is_one_sentence(self, host: str) -> None:
+        assert "give an address of this machine" in failed("--port", "0", "--host", host)
+
+    @pytest.mark.parametrize("port", ["-1", "65536", "99999999999"])
+    def test_what_is_no_port_is_one_sentence(self, port: str) -> None:
+        assert f"--port {port} is no port" in failed(f"--port={port}")
+
+    def test_a_negative_number_of_workers_is_one_sentence(self) -> None:
+        assert "--max-workers -1" in failed("--max-workers=-1")
+
+    @pytest.mark.parametrize("address", ["foo", "tcp://h:0", "localhost"])
+    def test_what_is_no_feed_address_is_one_sentence(self, address: str) -> None:
+        assert "tcp://HOST:PORT" in failed("--feed", address)
+        assert "tcp://HOST:PORT" in failed(DILOCO_FEED=address)
+
+    def test_a_missing_package_is_one_sentence_that_says_what_to_install(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "prometheus_client", None)
+        monkeypatch.delitem(sys.modules, "diloco_tools.exporter.server")
+        assert 'pip install "diloco-broker[prometheus]"' in failed("--port", "0")
+        assert run("--help").exit_code == 0
+
+    def test_signals_are_as_before_once_it_has_failed(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        failed("--port=-1")
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+    def test_help_tells_defaults_and_exit_codes(self) -> None:
+        text = " ".join(re.sub("[│ \n]+", " ", run("--help").stdout).split())
+        for told in ("9512", "127.0.0.1", "DILOCO_FEED", "--max-workers", "200", "2 it could not"):
+            assert told in text
+
+    def test_starts_without_torch(self) -> None:
+        code = "import sys, diloco_tools.exporter.cli; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+    def test_an_ipv6_address_is_written_with_brackets(self) -> None:
+        if not socket.has_ipv6:
+            pytest.skip("this machine has no IPv6")
+        try:
+            with MetricsServer("::1", 0, FamilyCollector(lambda: [UP])) as made:
+                assert made.url.startswith("http://[::1]:")
+        except OSError as error:
+            pytest.skip(f"this machine has no IPv6 loopback: {error}")

@@ -1,0 +1,181 @@
+"""Inner steps between two reports: how old the last report is, and what displays make of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from broker.core.test_liveness import a_run, feed
+from tools.test_top_once import Publisher, drawn, frame, publisher, status, top_of, worker
+from tools.test_top_picture import drawn as full_screen
+from torch import nn
+from worker.training.test_overlap import has_news, layers
+
+from diloco_protocol.messages import Heartbeat
+from diloco_tools.feed.estimate import inner_step_now
+from diloco_tools.feed.model import FeedModel, parse_snapshot
+from kit.core_harness import Stage
+from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
+from kit.uniform_model import Make, filled
+
+pytest_plugins = ("kit.worker_fixtures",)
+__all__ = ["publisher"]
+
+
+# The worker reports when training goes on.
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_worker_tells_at_once_that_it_trains_on_from_a_new_version(
+    broker: ScriptedBroker, beside: Beside, begin: Make, delay: int
+) -> None:
+    """Half a minute may pass until its next heartbeat, and a round may be over by then."""
+    broker.config = run_config(sync_every=4, fragment_sync_delay=delay, heartbeat_timeout=600.0)
+    _, descent = begin(nn.Linear(2, 2))
+    descent.steps(3 + delay)
+    steps = beside(descent.steps, 1)
+    push, _ = broker.takes_push(0)
+    broker.serves(filled(descent, 1000, broker), version(1), push.push_id)
+    steps()
+    told = broker.hears(Heartbeat)
+    while told.inner_step != delay:
+        told = broker.hears(Heartbeat)
+    assert (told.step, told.state) == (4 + delay, "training")
+
+
+def test_worker_without_heartbeats_tells_nothing(broker: ScriptedBroker, begin: Make) -> None:
+    broker.config = run_config(sync_every=4, fragment_sync_delay=2, heartbeat_timeout=0.0)
+    worker, descent = begin(layers(1), heartbeat_interval=0)
+    descent.steps(4)
+    push, _ = broker.takes_push(0)
+    broker.serves(filled(descent, 1000, broker), version(1), push.push_id)
+    has_news(worker)
+    descent.steps(2)
+    assert worker.sync_metrics.rounds == 1
+    broker.hears_nothing_of(Heartbeat, 0.1)
+
+
+# The broker tells how old the report is.
+
+
+def told(stage: Stage, name: str = "a") -> tuple[int, float | None]:
+    (found,) = (each for each in feed(stage)["workers"] if each["id"] == name)
+    return found["inner_step"], found["inner_age_s"]
+
+
+def test_report_ages_by_the_brokers_clock() -> None:
+    stage, (a, _) = a_run("a", "b")
+    a.sends(Heartbeat(a.token(), 7, inner_step=7))
+    assert told(stage) == (7, 0.0)
+    stage.passes(12.0)
+    assert told(stage) == (7, 12.0)
+
+
+def test_what_the_broker_concludes_is_no_report() -> None:
+    stage, (a, b) = a_run("a", "b")
+    assert told(stage) == (0, None), "a version is on its way; nobody knows when it is merged"
+    a.sends(Heartbeat(a.token(), 7, inner_step=7))
+    a.begins(11, steps=10)
+    assert told(stage) == (10, None), "it waits for the round"
+    a.sends(Heartbeat(a.token(), 10, inner_step=10, state="waiting"))
+    a.delivers([0, 1])
+    b.pushes(12)
+    assert told(stage) == (0, None)
+
+
+def test_worker_that_trains_while_its_push_is_under_way_keeps_its_count() -> None:
+    stage, (a, b) = a_run("a", "b")
+    a.pushes(11)
+    a.sends(Heartbeat(a.token(), 13, inner_step=3))
+    b.pushes(12)
+    assert stage.version().counter == 2
+    assert told(stage) == (3, 0.0)
+
+
+# Displays move it by the worker's own pace.
+
+
+def told_of(**keys: Any) -> dict[str, Any]:
+    """A worker at 5 steps a second that reported step 212 of 500 ten seconds ago."""
+    one = {"inner_step": 212, "inner_age_s": 10.0, "steps_per_s": 5.0, "beat_age_s": 10.0, **keys}
+    return status(workers=[worker("a", **one)], liveness={"heartbeat_timeout_s": 120.0})
+
+
+def estimate(after_s: float = 0.0, **keys: Any) -> int | None:
+    model = FeedModel()
+    model.update(parse_snapshot(frame(told_of(**keys))), 100.0)
+    snapshot = model.at(100.0 + after_s)
+    assert snapshot is not None
+    return inner_step_now(snapshot, snapshot.workers[0], model.freshness(100.0 + after_s))
+
+
+def test_steps_are_the_report_and_what_the_pace_makes_since() -> None:
+    assert estimate() == 262
+    assert estimate(after_s=2.1) == 272, "time goes on between two snapshots"
+    assert estimate(steps_per_s=0.01) is None, "no step since: the report is as good"
+
+
+def test_estimate_never_passes_the_boundary() -> None:
+    assert estimate(steps_per_s=1000.0) == 500
+    assert estimate(inner_step=499, steps_per_s=1e308, inner_age_s=40.0) == 500
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"state": "waiting"},
+        {"state": "pushing"},
+        {"health": "lost"},
+        {"health": "stalled"},
+        {"health": "slow"},
+        {"steps_per_s": None},
+        {"inner_age_s": None},
+        {"inner_age_s": -5.0},
+        {"inner_age_s": 46.0},
+        {"beat_age_s": 46.0},
+        {"sync_every": 0},
+        {"steps_per_s": float("inf")},
+        {"steps_per_s": float("nan")},
+        {"steps_per_s": -1.0},
+    ],
+    ids=str,
+)
+def test_nothing_is_estimated_of_a_worker_that_may_not_train(keys: dict[str, Any]) -> None:
+    assert estimate(**keys) is None
+
+
+def test_nothing_is_estimated_from_a_stale_feed() -> None:
+    assert estimate(after_s=9.9) is not None
+    assert estimate(after_s=10.1) is None
+
+
+@pytest.mark.parametrize(("timeout", "silent"), [(120.0, 45.0), (30.0, 15.0), (0.0, 45.0)])
+def test_silence_beyond_the_usual_interval_ends_the_estimate(timeout: float, silent: float) -> None:
+    """Heartbeats come every 30 s, or every third of what the broker tolerates."""
+    for age, is_known in ((silent - 1, True), (silent + 1, False)):
+        news = told_of(inner_age_s=age, steps_per_s=1.0)
+        snapshot = parse_snapshot(frame(news | {"liveness": {"heartbeat_timeout_s": timeout}}))
+        model = FeedModel()
+        model.update(snapshot, 0.0)
+        made = inner_step_now(snapshot, snapshot.workers[0], model.freshness(0.0))
+        assert (made is not None) == is_known
+
+
+def test_screens_mark_an_estimate() -> None:
+    for news, shown in (
+        (told_of(), " ~262/500 "),
+        (told_of(state="waiting"), " 212/500 "),
+        (told_of(inner_age_s=None), " 212/500 "),
+    ):
+        assert shown in drawn(news, width=120)
+        assert shown in "\n".join(line.plain for line in full_screen(news, 100, 24).lines)
+    assert " 212/500 " in drawn(told_of(), width=120, later_s=11.0), "a stale feed"
+
+
+def test_json_keeps_the_report_and_has_the_estimate_beside_it(publisher: Publisher) -> None:
+    document = json.loads(top_of(publisher, told_of(), "--json").stdout)
+    assert document["workers"][0]["inner_step"] == 212
+    assert document["monitor"]["inner_steps"] == {"a": 262}
+    document = json.loads(top_of(publisher, told_of(state="waiting"), "--json").stdout)
+    assert document["monitor"]["inner_steps"] == {}

@@ -1,0 +1,433 @@
+"""A past run from its history: every line a moment, damaged lines counted, figures of the last round."""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diloco_tools.feed import replay
+from diloco_tools.feed.model import TOPIC, FeedError, FeedModel, Snapshot, parse_snapshot
+from diloco_tools.feed.replay import History, Moment, read_history
+from diloco_tools.feed.series import RunSeries
+
+
+def start(at: float, epoch: str = "a0", **keys: Any) -> dict[str, Any]:
+    wanted = {
+        "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9},
+        "sync_every": 500,
+        "num_fragments": 1,
+        "workers_wanted": 2,
+        **keys.pop("settings", {}),
+    }
+    return {
+        "kind": "start",
+        "at": at,
+        "epoch": epoch,
+        "version": "0.1.0",
+        "run": "3fa2c1d09b11",
+        "mode": "sync",
+        "control": "tcp://127.0.0.1:8512",
+        "feed": "tcp://127.0.0.1:8513",
+        "settings": wanted,
+        "model": {"parameters": 1000, "tensors": 4, "bytes": 4000},
+        **keys,
+    }
+
+
+def closed(at: float, number: int, *names: str, epoch: str = "a0", **keys: Any) -> dict[str, Any]:
+    return {
+        "kind": "round",
+        "at": at,
+        "epoch": epoch,
+        "number": number,
+        "fragment": 0,
+        "version": number + 1,
+        "seconds": 40.0,
+        "averaged": len(names),
+        "weight": float(len(names)),
+        "loss": 2.5,
+        "delta_norm": 0.01,
+        "staleness": 0,
+        "alive": len(names),
+        "bytes_up": 1000 * number,
+        "bytes_down": 2000 * number,
+        "cpu_s": 1.5,
+        "rss_bytes": 10**8,
+        "longest_turn_ms": 4.0,
+        "workers": [
+            {
+                "id": name,
+                "host": f"host-of-{name}",
+                "step": 500 * number,
+                "steps_per_s": 12.5,
+                "loss": 2.4,
+                "staleness": 0,
+                "bytes_up": 500 * number,
+                "bytes_down": 1000 * number,
+            }
+            for name in names
+        ],
+        **keys,
+    }
+
+
+def event(at: float, text: str, epoch: str = "a0", level: str = "info") -> dict[str, Any]:
+    return {"kind": "event", "at": at, "epoch": epoch, "level": level, "text": text}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"".join(text + b"\n" for text in texts))
+    return path
+
+
+def _is_finite(line: Any) -> bool:
+    try:
+        json.dumps(line, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+def past(folder: Path, *lines: Any) -> Sequence[Moment]:
+    history = read_history(write(folder / "history.jsonl", *lines))
+    assert history.skipped == 0
+    assert len(history.moments) == len(lines)
+    return history.moments
+
+
+def names(snapshot: Snapshot) -> list[str]:
+    return [worker.id for worker in snapshot.workers]
+
+
+class TestMoments:
+    def test_a_round_is_shown_with_all_that_was_written_down(self, tmp_path: Path) -> None:
+        moments = past(tmp_path, start(100.0), closed(160.0, 7, "a", "b", loss=None))
+        moment = moments[1]
+        seen = moment.snapshot
+        assert moment.at == 160.0
+        assert (seen.run, seen.version, seen.mode) == ("3fa2c1d09b11", "0.1.0", "sync")
+        assert (seen.state, seen.uptime_s, seen.sync_every) == ("training", 60.0, 500)
+        assert seen.model is not None
+        assert seen.model.parameters == 1000
+        assert (seen.outer.lr, seen.workers_wanted) == (0.7, 2)
+        assert seen.last_round is not None
+        assert (seen.last_round.number, seen.last_round.seconds) == (7, 40.0)
+        assert (seen.last_round.loss, seen.last_round.delta_norm) == (None, 0.01)
+        assert seen.round is not None
+        assert (seen.round.number, seen.round.phase, seen.round.arrived) == (
+            7,
+            "closed",
+            ("a", "b"),
+        )
+        assert (seen.counts.alive, seen.counts.participating, seen.counts.averaged) == (2, 2, 2)
+        assert [(each.fragment, each.version) for each in seen.fragments] == [(0, 8)]
+        assert (seen.totals.rounds, seen.totals.bytes_up, seen.totals.bytes_down) == (
+            1,
+            7000,
+            14000,
+        )
+        assert (seen.loop.cpu_s, seen.loop.rss_bytes, seen.loop.longest_turn_ms) == (
+            1.5,
+            10**8,
+            4.0,
+        )
+        assert names(seen) == ["a", "b"]
+        worker = seen.workers[0]
+        assert (worker.host, worker.step, worker.steps_per_s) == ("host-of-a", 3500, 12.5)
+        assert (worker.round, worker.sync_every, worker.bytes_up) == (7, 500, 3500)
+        assert json.loads(json.dumps(seen.raw, allow_nan=False))["num_fragments"] == 1
+
+    def test_ages_go_on_between_rounds_and_figures_do_not(self, tmp_path: Path) -> None:
+        moments = past(
+            tmp_path,
+            start(100.0),
+            event(130.0, "b joined"),
+            closed(160.0, 0, "a"),
+            event(175.0, "b left", level="warning"),
+        )
+        seen = moments[3].snapshot
+        assert seen.round is not None
+        assert (seen.round.age_s, seen.workers[0].beat_age_s, seen.uptime_s) == (15.0, 15.0, 60.0)
+        assert [(each.age_s, each.level, each.text) for each in seen.events] == [
+            (45.0, "info", "b joined"),
+            (0.0, "warning", "b left"),
+        ]
+        assert [each.sequence for each in seen.events] == [1, 2]
+        assert moments[0].snapshot.events == ()
+
+    def test_before_its_first_round_a_run_waits(self, tmp_path: Path) -> None:
+        seen = past(tmp_path, start(100.0, run=None, model=None))[0].snapshot
+        assert (seen.run, seen.model, seen.last_round, seen.round) == (None, None, None, None)
+        assert (seen.state, seen.waiting_for) == ("waiting", "for the first round to close")
+        assert not seen.workers
+        assert not seen.fragments
+
+    def test_settings_are_those_that_held_then(self, tmp_path: Path) -> None:
+        moments = past(
+            tmp_path,
+            event(99.0, "listening"),
+            start(100.0),
+            closed(110.0, 0, "a"),
+            start(115.0, settings={"outer": {"optimizer": "nesterov", "lr": 0.5}}),
+            closed(120.0, 1, "a"),
+        )
+        assert [moment.snapshot.outer.lr for moment in moments] == [0.7, 0.7, 0.7, 0.5, 0.5]
+        assert moments[3].snapshot.last_round is not None
+        assert moments[3].snapshot.last_round.number == 0
+
+    def test_what_was_pending_when_settings_were_written_down_is_not_a_setting(
+        self, tmp_path: Path
+    ) -> None:
+        reducer = {"quorum": 2, "submissions": 3, "waiting": 1}
+        seen = past(tmp_path, start(0.0, settings={"reducer": reducer}))[0].snapshot
+        assert (seen.reducer.quorum, seen.reducer.submissions, seen.reducer.waiting) == (2, 0, 0)
+
+    def test_the_last_twenty_events_are_in_it(self, tmp_path: Path) -> None:
+        lines = [event(float(number), f"event {number}") for number in range(30)]
+        seen = past(tmp_path, start(0.0), *lines)[-1].snapshot
+        assert [each.text for each in seen.events] == [f"event {n}" for n in range(10, 30)]
+        assert [each.sequence for each in seen.events] == list(range(11, 31))
+
+    def test_the_end_is_an_event_and_a_state(self, tmp_path: Path) -> None:
+        stop = {"kind": "stop", "at": 9.0, "epoch": "a0", "text": "SIGTERM"}
+        seen = past(tmp_path, start(0.0), closed(5.0, 0, "a"), stop)[-1].snapshot
+        assert seen.state == "stopping"
+        assert seen.events[-1].text == "The broker stopped: SIGTERM."
+        assert names(seen) == ["a"]
+
+    def test_a_restart_shows_nothing_of_the_life_before_but_its_events(
+        self, tmp_path: Path
+    ) -> None:
+        moments = past(
+            tmp_path,
+            start(0.0),
+            closed(5.0, 0, "a", "b"),
+            event(6.0, "b died"),
+            start(100.0, epoch="b1"),
+            closed(130.0, 1, "c", epoch="b1"),
+        )
+        fresh, later = moments[3].snapshot, moments[4].snapshot
+        assert (fresh.epoch, fresh.workers, fresh.last_round) == ("b1", (), None)
+        assert (fresh.totals.rounds, fresh.uptime_s) == (0, 0.0)
+        assert [each.text for each in fresh.events] == ["b died"]
+        assert (names(later), later.totals.rounds, later.uptime_s) == (["c"], 1, 30.0)
+
+    def test_a_feed_model_takes_them_in_order_without_a_gap(self, tmp_path: Path) -> None:
+        model = FeedModel()
+        for moment in past(
+            tmp_path,
+            start(0.0),
+            closed(5.0, 0, "a"),
+            event(6.0, "x"),
+            start(9.0, epoch="b1"),
+            closed(12.0, 1, "a", epoch="b1"),
+        ):
+            assert model.update(moment.snapshot, moment.at)
+        assert (model.missed, model.restarts) == (0, 1)
+
+    def test_series_of_a_past_run_are_those_of_its_rounds(self, tmp_path: Path) -> None:
+        series = RunSeries()
+        for moment in past(
+            tmp_path,
+            start(0.0),
+            closed(10.0, 1, "a"),
+            event(19.9, "almost"),  # must not turn 2 KB in 10 s into 2 KB in 0.1 s
+            closed(20.0, 2, "a"),
+        ):
+            series.update(moment.snapshot, moment.at)
+        assert [point.number for point in series.rounds] == [1, 2]
+        assert [(rate.at, rate.up, rate.down) for rate in series.network] == [
+            (10.0, 100.0, 200.0),
+            (20.0, 100.0, 200.0),
+        ]
+        assert series.speeds == {"a": [(10.0, 12.5), (20.0, 12.5)]}
+
+    def test_they_are_a_sequence(self, tmp_path: Path) -> None:
+        moments = past(tmp_path, start(0.0), closed(5.0, 0, "a"), closed(9.0, 1, "a"))
+        assert [moment.at for moment in moments[1:]] == [5.0, 9.0]
+        assert moments[-1] == moments[2]
+        with pytest.raises(IndexError):
+            moments[3]
+
+
+class TestWorkers:
+    def test_those_that_contributed_last_are_shown_as_many_as_were_alive(
+        self, tmp_path: Path
+    ) -> None:
+        """In asynchronous mode each line has one contributor."""
+        lines = [closed(float(n), n, name, alive=3) for n, name in enumerate("abcabd")]
+        seen = past(tmp_path, start(0.0, mode="async"), *lines)[-1].snapshot
+        assert names(seen) == ["a", "b", "d"], "c was here longest ago"
+        assert [worker.round for worker in seen.workers] == [3, 4, 5]
+        assert [worker.sync_age_s for worker in seen.workers] == [2.0, 1.0, 0.0]
+
+    def test_all_contributors_of_the_last_round_are_shown_whoever_left_since(
+        self, tmp_path: Path
+    ) -> None:
+        seen = past(tmp_path, start(0.0), closed(1.0, 0, "a", "b", "c", alive=1))[-1].snapshot
+        assert names(seen) == ["a", "b", "c"]
+
+    def test_each_fragment_has_its_newest_version(self, tmp_path: Path) -> None:
+        lines = [closed(float(n), n, "a", fragment=n % 3, version=n // 3 + 1) for n in range(5)]
+        seen = past(tmp_path, start(0.0, settings={"num_fragments": 3}), *lines)[-1].snapshot
+        versions = [(each.fragment, each.version) for each in seen.fragments]
+        assert versions == [(0, 2), (1, 2), (2, 1)]
+
+    def test_the_search_for_them_is_bounded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(replay, "LOOK_BACK", 3)
+        lines = [closed(float(n), n, name, alive=9) for n, name in enumerate("abcdef")]
+        seen = past(tmp_path, start(0.0, mode="async"), *lines)[-1].snapshot
+        assert names(seen) == ["d", "e", "f"]
+        assert seen.totals.rounds == 6
+
+
+class TestFiles:
+    def test_the_older_file_comes_first(self, tmp_path: Path) -> None:
+        write(tmp_path / "history.1.jsonl", start(0.0), closed(5.0, 0, "a"))
+        history = read_history(write(tmp_path / "history.jsonl", closed(9.0, 1, "a")))
+        assert [moment.at for moment in history.moments] == [0.0, 5.0, 9.0]
+        assert history.moments[2].snapshot.mode == "sync"
+
+    def test_a_folder_and_a_file_just_rotated_will_do(self, tmp_path: Path) -> None:
+        write(tmp_path / "history.1.jsonl", start(0.0))
+        assert len(read_history(tmp_path).moments) == 1
+        write(tmp_path / "history.jsonl", closed(5.0, 0, "a"))
+        assert len(read_history(tmp_path).moments) == 2
+
+    def test_a_file_rotated_while_it_is_read_counts_once(self, tmp_path: Path) -> None:
+        write(tmp_path / "history.jsonl", start(0.0), closed(5.0, 0, "a"))
+        os.link(tmp_path / "history.jsonl", tmp_path / "history.1.jsonl")
+        assert len(read_history(tmp_path / "history.jsonl").moments) == 2
+
+    @pytest.mark.parametrize(
+        "damaged",
+        [
+            b'{"kind": "round", "at": 1.0, "epo',
+            b"\xff\xfe\x00\x01",
+            b"null",
+            b"[]",
+            b"[" * 100_000,
+            b'{"kind": "event"}',
+            {"kind": "event", "at": 1.0, "epoch": 5, "text": "x"},
+            {"kind": ["event"], "at": 1.0, "epoch": "a0", "text": "x"},
+            event(math.nan, "x"),
+            event(math.inf, "x"),
+            event(-1.0, "x"),
+            {**event(1.0, "x"), "at": True},
+            {**event(1.0, "x"), "text": 7},
+            {**start(1.0), "settings": [1]},
+            {**start(1.0), "settings": {"sync_every": "often"}},
+            {**start(1.0), "model": 5},
+            {**closed(1.0, 0, "a"), "number": None},
+            closed(1.0, 0, "a", loss="low"),
+            closed(1.0, 0, "a", workers=5),
+            closed(1.0, 0, "a", workers=[{"host": "h"}]),
+            closed(1.0, 0, "a", workers=["a"]),
+            closed(1.0, 0, "a", workers={"a": {}}),
+            closed(1.0, 0, "a", fragment="first"),
+            closed(1.0, 0, "a", alive=1 << 70),
+            b'{"kind": "event", "at": 1, "epoch": "a0", "text": "' + b"x" * (5 << 20) + b'"}',
+        ],
+        ids=lambda damaged: repr(damaged)[:40],
+    )
+    def test_a_damaged_line_is_counted_and_passed_over(self, tmp_path: Path, damaged: Any) -> None:
+        path = write(
+            tmp_path / "history.jsonl", start(0.0), damaged, closed(5.0, 0, "a"), event(6.0, "x")
+        )
+        history = read_history(path)
+        assert history.skipped == 1
+        assert [moment.at for moment in history.moments] == [0.0, 5.0, 6.0]
+        assert history.moments[-1].snapshot.last_round is not None
+
+    def test_a_last_line_that_was_cut_and_empty_ones_cost_nothing_else(
+        self, tmp_path: Path
+    ) -> None:
+        path = write(tmp_path / "history.jsonl", start(0.0), b"", b"  ", closed(5.0, 0, "a"))
+        with path.open("ab") as file:
+            file.write(b'{"kind": "round", "at": 9')
+        history = read_history(path)
+        assert (len(history.moments), history.skipped) == (2, 1)
+
+    def test_lines_of_a_newer_broker_are_passed_over(self, tmp_path: Path) -> None:
+        weather = {"kind": "weather", "at": 2.0, "epoch": "a0", "sky": "blue"}
+        round_ = closed(5.0, 0, "a", mood="good")
+        history = read_history(write(tmp_path / "history.jsonl", start(0.0), weather, round_))
+        assert (len(history.moments), history.skipped) == (2, 0)
+
+    def test_a_clock_that_was_set_back_makes_no_age_negative(self, tmp_path: Path) -> None:
+        seen = past(tmp_path, start(100.0), closed(50.0, 0, "a"), event(20.0, "x"))[-1].snapshot
+        assert seen.round is not None
+        ages = (seen.round.age_s, seen.uptime_s, seen.workers[0].beat_age_s, seen.events[0].age_s)
+        assert ages == (0.0, 0.0, 0.0, 0.0)
+
+    @given(
+        kind=st.sampled_from(["start", "round", "event", "stop"]),
+        key=st.sampled_from([*replay.OF_ROUND, *replay.OF_EVENT, *replay.OF_START, "workers"]),
+        of_worker=st.sampled_from([None, *replay.OF_WORKER]),
+        value=st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(-(1 << 70), 1 << 70),
+            st.floats(),
+            st.text(max_size=3),
+            st.lists(st.integers(), max_size=2),
+            st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+        ),
+    )
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+    def test_whatever_a_line_holds_is_counted_as_damaged_or_shown(
+        self, tmp_path: Path, kind: str, key: str, of_worker: str | None, value: Any
+    ) -> None:
+        line = {"start": start(1.0), "round": closed(1.0, 0, "a")}.get(kind, event(1.0, "x"))
+        line |= {"kind": kind}
+        if of_worker is not None and kind == "round":
+            line["workers"][0][of_worker] = value
+        else:
+            line[key] = value
+        history = read_history(write(tmp_path / "history.jsonl", start(0.0), line))
+        assert len(history.moments) + history.skipped == 2
+        seen = history.moments[-1].snapshot
+        again = parse_snapshot(TOPIC + json.dumps(seen.raw, allow_nan=False).encode())
+        assert replace(again, raw={}) == replace(seen, raw={}) or not _is_finite(line)
+
+    @pytest.mark.parametrize("content", [None, b"", b"hello\nworld\n"])
+    def test_no_history_is_one_sentence(self, tmp_path: Path, content: bytes | None) -> None:
+        path = tmp_path / "history.jsonl"
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(FeedError) as raised:
+            read_history(path)
+        sentence = str(raised.value)
+        assert str(path) in sentence
+        assert "in the folder that diloco-broker serve saves to" in sentence
+        assert "\n" not in sentence
+
+    def test_what_is_no_plain_file_is_refused_at_once(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "history.jsonl")
+        assert stat.S_ISFIFO((tmp_path / "history.jsonl").stat().st_mode)
+        with pytest.raises(FeedError, match="it is not a file"):
+            read_history(tmp_path / "history.jsonl")
+
+    def test_a_file_that_no_broker_wrote_is_not_read_into_memory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(replay, "MAX_FILE_BYTES", 100)
+        path = write(tmp_path / "history.jsonl", start(0.0))
+        with pytest.raises(FeedError, match="bytes, more than the broker ever"):
+            read_history(path)
+
+
+def test_a_history_can_be_made_by_hand() -> None:
+    moment = Moment(1.0, Snapshot(1, 1, "a0"))
+    assert History([moment]).moments[0] is moment

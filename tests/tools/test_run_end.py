@@ -1,0 +1,186 @@
+"""Nobody is here: has the run not begun, has it ended, or have its workers died? Core to displays."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from broker.core.test_liveness import a_run, feed
+from tools.test_exporter import exported
+from tools.test_top_once import Publisher, drawn, frame, publisher, status, top_of
+from tools.test_top_picture import drawn as full_screen
+
+from diloco_broker.cli.status_text import as_text
+from diloco_protocol.messages import Leave
+from diloco_tools.feed.model import FeedModel, Verdict, parse_snapshot
+from diloco_tools.top.notation import Glyphs
+from kit.core_harness import Stage, a_stage
+
+__all__ = ["publisher"]
+MODES = pytest.mark.parametrize("options", [{}, {"mode": "async"}], ids=["sync", "async"])
+
+
+def verdict_on(news: dict[str, Any], after_s: float = 0.0) -> Verdict:
+    model = FeedModel()
+    model.update(parse_snapshot(frame(news)), 100.0)
+    return model.verdict(100.0 + after_s)
+
+
+def of(stage: Stage) -> tuple[str, str]:
+    """The verdict's word on what the broker says now, and what it waits for."""
+    said = feed(stage)
+    return verdict_on(said).word, said["waiting_for"] or ""
+
+
+@MODES
+def test_run_has_ended_once_all_workers_are_done(options: dict[str, Any]) -> None:
+    stage, (a, b) = a_run("a", "b", **options)
+    a.leaves()
+    assert of(stage)[0] == "healthy"
+    b.leaves()
+    assert of(stage) == ("ended", "for workers to join: all have left")
+    assert feed(stage)["ended"] is True
+    assert feed(stage)["state"] == "waiting", "as it always was: others may join"
+
+
+@MODES
+def test_run_goes_on_when_somebody_joins_after_its_end(options: dict[str, Any]) -> None:
+    stage, (a, b) = a_run("a", "b", **options)
+    a.leaves()
+    b.leaves()
+    stage.worker("c").joins()
+    assert of(stage)[0] == "healthy"
+    assert feed(stage)["ended"] is False
+
+
+@pytest.mark.parametrize(
+    ("news", "sentence"),
+    [
+        ({"totals": {"rounds": 1}}, "all workers have left, after 1 round"),
+        ({"totals": {}}, "all workers have left"),
+        (
+            {"mode": "async", "totals": {"contributions": 9}},
+            "all workers have left, after 9 pushes",
+        ),
+    ],
+)
+def test_end_says_what_was_made(news: dict[str, Any], sentence: str) -> None:
+    assert verdict_on(ENDED | news).reasons == (sentence,)
+
+
+def test_run_that_somebody_finishes_has_ended_though_others_died_before() -> None:
+    stage, (a, b) = a_run("a", "b")
+    b.dies()
+    a.leaves()
+    assert of(stage)[0] == "ended"
+
+
+def test_run_whose_last_worker_died_is_degraded() -> None:
+    stage, (a, b) = a_run("a", "b")
+    a.leaves()
+    b.dies()
+    word, waiting = of(stage)
+    assert word == "degraded"
+    assert waiting == (
+        "for workers to join: nobody is left; b went last: its connection closed and it did not "
+        "come back"
+    )
+
+
+def test_run_whose_last_worker_failed_or_was_ended_is_degraded() -> None:
+    stage, (a, _) = a_run("a", "b")
+    stage.kicks("b")
+    a.sends(Leave(a.token(), "its training ended with an error"))
+    word, waiting = of(stage)
+    assert word == "degraded"
+    assert waiting.endswith("a went last: its training ended with an error")
+
+
+def test_run_whose_last_worker_was_kicked_is_degraded() -> None:
+    stage, _ = a_run("a")
+    stage.kicks("a")
+    word, waiting = of(stage)
+    assert (word, waiting.endswith("a went last: an operator removed it")) == ("degraded", True)
+
+
+def test_run_below_its_floor_is_degraded_however_the_others_went() -> None:
+    stage, (_, b) = a_run("a", "b", min_workers=2)
+    b.leaves()
+    assert of(stage)[0] == "degraded"
+
+
+def test_run_that_has_not_begun_waits() -> None:
+    stage = a_stage(workers=2)
+    assert of(stage) == ("waiting", "for workers to join; round one needs 2")
+    (a,) = stage.joined("a")
+    assert of(stage) == ("waiting", "for workers to join: 1 here, the round needs 2")
+    a.leaves()
+    assert of(stage)[0] == "waiting", "no round was made, so nothing has ended"
+
+
+def test_run_whose_workers_die_before_the_first_round_is_degraded() -> None:
+    stage = a_stage(workers=2)
+    stage.joined("a")[0].dies()
+    assert of(stage)[0] == "degraded"
+
+
+def test_broker_that_has_ended_with_its_run_is_no_end_of_a_run() -> None:
+    news = status(state="waiting", ended=True, waiting_for="for workers to join: all have left")
+    assert verdict_on(news).word == "ended"
+    assert verdict_on(news, after_s=30.0).word == "degraded", "the broker is silent"
+    full = {"folder": "run", "round": 3, "age_s": 7.0, "error": "No space left on device"}
+    assert verdict_on(news | {"checkpoint": full}).word == "degraded"
+
+
+ENDED = status(
+    state="waiting",
+    ended=True,
+    waiting_for="for workers to join: all have left",
+    workers=[],
+    counts={"alive": 0, "participating": 0, "averaged": 3},
+    checkpoint=None,
+)
+NOT_BEGUN = status(
+    state="waiting",
+    waiting_for="for workers to join; round one needs 2",
+    workers=[],
+    counts={},
+    fragments=[],
+    totals={},
+    last_round=None,
+    round={"number": 0, "floor": 2},
+)
+
+
+@pytest.mark.parametrize("glyphs", [Glyphs.for_encoding("utf-8"), Glyphs.ascii()])
+def test_displays_say_the_word(glyphs: Glyphs) -> None:
+    for news, word, sentence in (
+        (ENDED, "ENDED", "all workers have left, after 411 rounds"),
+        (NOT_BEGUN, "WAITING", "the run waits for workers to join; round one needs 2"),
+    ):
+        shown = (
+            drawn(news, glyphs=glyphs),
+            "\n".join(line.plain for line in full_screen(news, glyphs=glyphs).lines),
+        )
+        for text in shown:
+            assert f"{word}  {sentence}" in text
+            assert "DEGRADED" not in text and "HEALTHY" not in text
+    assert "state       ended: all workers have left" in as_text(ENDED)
+
+
+def test_ended_run_alarms_nobody_who_scrapes_it() -> None:
+    seen = exported(ENDED)
+    assert (seen["diloco_run_ended", ()], seen["diloco_run_healthy", ()]) == (1, 1)
+    seen = exported(NOT_BEGUN)
+    assert (seen["diloco_run_ended", ()], seen["diloco_run_healthy", ()]) == (0, 0)
+
+
+def test_exit_code_is_0_once_all_have_left_and_1_before_it_begins(publisher: Publisher) -> None:
+    result = top_of(publisher, ENDED, "--json")
+    said = json.loads(result.stdout)["monitor"]
+    assert (result.exit_code, said["verdict"]) == (0, "ended")
+    assert said["reasons"] == ["all workers have left, after 411 rounds"]
+    result = top_of(publisher, NOT_BEGUN, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["monitor"]["verdict"] == "waiting"

@@ -1,0 +1,229 @@
+"""What the run was told is shown: in the feed, in `status`, by every display and by the exporter."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from broker.core.test_liveness import a_run, feed
+from hypothesis import given
+from hypothesis import strategies as st
+from tools.test_top_once import drawn, frame, worker
+from tools.test_top_picture import drawn as full_screen
+
+from diloco_broker.cli.status_text import as_text
+from diloco_broker.config import BrokerConfig
+from diloco_broker.storage.history import start_line
+from diloco_tools.feed.model import Asynchronous, Liveness, parse_snapshot
+from kit.core_harness import a_stage
+from kit.top_screen import document
+
+PIECES: dict[str, Any] = {"num_fragments": 2, "sync_every": 100}
+ASYNC: dict[str, Any] = {"mode": "async"}
+QUORUM: dict[str, Any] = {"quorum": 1}
+# Each option that shapes a run: another value than the usual one, and the options that it needs.
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mode": ("async", {}),
+    "workers": (3, {}),
+    "min_workers": (2, {}),
+    "sync_every": (77, {}),
+    "outer": ("sgd", {}),
+    "outer_lr": (0.3, {}),
+    "outer_momentum": (0.5, {}),
+    "nesterov": (False, {}),
+    "dn_buffer": (5, {"outer": "dn"}),
+    "dn_c": (0.125, {"outer": "dn", "dn_buffer": 4}),
+    "dn_variant": ("direct", {"outer": "dn"}),
+    "staleness_weight": ("poly", ASYNC),
+    "max_staleness": (7, ASYNC),
+    "dylu": (True, ASYNC),
+    "dylu_min_steps": (40, ASYNC | {"dylu": True}),
+    "num_fragments": (2, {}),
+    "fragment_pattern": ("balanced", PIECES),
+    "fragment_sync_delay": (3, PIECES | {"fragment_max_delay": 5}),
+    "fragment_update_alpha": (0.5, PIECES),
+    "fragment_merge": ("rebase", PIECES),
+    "fragment_max_delay": (9, PIECES | {"fragment_sync_delay": 3}),
+    "deterministic": (True, {}),
+    "weight_by": ("tokens", {}),
+    "aggregate": ("clip-median-norm", {}),
+    "quorum": (1, {}),
+    "grace": (4.0, QUORUM),
+    "late": ("drop", QUORUM),
+    "staging_slots": (3, ASYNC),
+    "staging_deadline": (60.0, ASYNC),
+    "save_dir": ("run", {}),
+    "save_every": (5, {}),
+    "durable": (True, {"save_dir": "run"}),
+    "wire_dtype": ("fp16", {}),
+    "reply_dtype": ("bf16", {}),
+    "heartbeat_timeout": (90.0, {}),
+    "stall_timeout": (30.0, {}),
+    "disconnect_grace": (4.0, {}),
+}
+# What is no matter of the run: addresses, files, how a broker comes back. A plan of one's own is shown
+# as the pattern, and its test is where its file is.
+ELSEWHERE = {
+    "bind", "feed", "insecure", "resume", "recover", "recover_wait", "keep", "audit", "chunk_elements",
+    "fragment_plan",
+}  # fmt: skip
+
+
+def said_by(**options: Any) -> dict[str, Any]:
+    """The feed of a run with these options, without what differs from run to run."""
+    stage = a_stage(**options)
+    return {key: value for key, value in feed(stage).items() if key not in ("epoch", "uptime_s")}
+
+
+def test_every_option_is_shown_or_is_no_matter_of_the_run() -> None:
+    assert {field.name for field in fields(BrokerConfig)} == OPTIONS.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_feed_shows_what_the_run_was_told(name: str) -> None:
+    value, needs = OPTIONS[name]
+    assert said_by(**needs, **{name: value}) != said_by(**needs)
+
+
+def test_settings_of_a_run_are_read_by_the_tools() -> None:
+    stage, _ = a_run(
+        "a", "b", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6, heartbeat_timeout=90.0
+    )
+    read = parse_snapshot(frame(feed(stage)))
+    assert read.liveness == Liveness(90.0, 60.0, stage.config.disconnect_grace)
+    assert read.asynchronous == Asynchronous(True, 8, "none", 6, 2, 30.0)
+    assert parse_snapshot(frame(feed(a_stage(**PIECES)))).fragment_pattern == "strided"
+    assert parse_snapshot(frame(feed(a_stage()))).asynchronous is None
+
+
+def test_history_begins_with_what_the_run_was_told() -> None:
+    stage, _ = a_run("a", mode="async", num_fragments=2)
+    settings = start_line(feed(stage))["settings"]
+    for key in ("liveness", "asynchronous", "fragment_pattern", "fragment_max_delay", "reducer"):
+        assert settings[key] == feed(stage)[key]
+
+
+# The displays.
+
+TOLD = {
+    "num_fragments": 2,
+    "fragment_pattern": "balanced",
+    "fragment_sync_delay": 3,
+    "fragment_max_delay": 9,
+    "fragment_update_alpha": 0.5,
+    "liveness": {"heartbeat_timeout_s": 90.0, "stall_timeout_s": 0.0, "disconnect_grace_s": 4.0},
+}
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_screens_show_what_the_run_was_told(size: tuple[int, int]) -> None:
+    pieces = [{"fragment": number, "version": 9} for number in range(2)]
+    news = document(1, fragments=pieces, workers=[worker("a")], **TOLD)
+    full = "\n".join(line.plain for line in full_screen(news, *size).lines)
+    for text in (full, drawn(news)):
+        told = " ".join(text.split())
+        assert "balanced merged after 3 steps at most 9 alpha 0.5" in told
+        assert "silent 90s: dead no step: not stalled 4s to reconnect" in told
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_screens_show_what_an_asynchronous_run_was_told(size: tuple[int, int]) -> None:
+    stage, _ = a_run(
+        "a", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6, staleness_weight="poly"
+    )
+    full = "\n".join(line.plain for line in full_screen(feed(stage), *size).lines)
+    for text in (full, drawn(feed(stage))):
+        assert "DyLU from 8 steps  staleness to 6, weight poly  2 slots" in text
+
+
+def test_limits_give_way_before_anything_else_on_a_full_screen() -> None:
+    pieces = [{"fragment": number, "version": 9} for number in range(2)]
+    full = document(1, fragments=pieces, **TOLD)
+    text = "\n".join(line.plain for line in full_screen(full, 80, 24).lines)
+    assert "silent 90s" not in text
+    assert "balanced  merged after 3 steps  at most 9  alpha 0.5" in text
+    assert "rtx-home: Round 410 closed without this push" in text
+
+
+# `diloco-broker status`.
+
+
+def test_status_has_what_people_look_for() -> None:
+    text = as_text(
+        document(
+            1,
+            num_fragments=2,
+            fragment_pattern="balanced",
+            fragment_sync_delay=3,
+            fragment_max_delay=9,
+            fragment_update_alpha=0.5,
+            liveness={
+                "heartbeat_timeout_s": 90.0,
+                "stall_timeout_s": 600.0,
+                "disconnect_grace_s": 4.0,
+            },
+        )
+    )
+    for words in (
+        "2 of 4 here, needs 2, missing rtx-home xeon",
+        "dn paper, lr 0.7, momentum 0.9, buffer 3 of 4",
+        "2 balanced, merged 3 steps after the push, at most 9, alpha 0.5",
+        "silent 90 s: dead, no step 600 s: stalled, 4 s to reconnect",
+        "4 alive, 2 participating, 3 averaged, 2 wanted, 1 died",
+        "3: 2 late 1 non_finite, 1 malformed",
+    ):
+        assert words in text
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
+    assert rows["worker"] == (
+        ["worker", "host", "health", "doing", "step", "inner", "steps/s", "loss", "stale", "heard"]
+    )
+    assert rows["mac-mini"][1:] == (
+        ["attic", "lost", "-", "205712", "-", "-", "2.413", "5", "41.0", "s"]
+    )
+    assert rows["xeon"][5:9] == ["96/320", "2.2", "2.900", "0"]
+    assert max(map(len, text.splitlines())) <= 82, text
+
+
+def test_status_of_an_asynchronous_run_says_what_it_was_told() -> None:
+    stage, _ = a_run("a", "b", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6)
+    text = as_text(feed(stage))
+    assert "pushes      2 applied, 0 under way" in text
+    assert "DyLU from 8 steps, staleness up to 6, not weighed, 2 slots of 30 s" in text
+    assert "round  " not in text
+
+
+def test_status_leaves_out_what_an_older_broker_does_not_say() -> None:
+    news = feed(a_stage())
+    for key in (
+        "liveness",
+        "asynchronous",
+        "reducer",
+        "fragment_pattern",
+        "ended",
+        "num_fragments",
+    ):
+        del news[key]
+    text = as_text(news)
+    assert "state       waiting for workers to join" in text
+    assert "timeouts" not in text
+
+
+@pytest.mark.parametrize("room", [24, 40])
+def test_status_of_many_workers_fits_a_screen_and_keeps_those_that_are_not_well(room: int) -> None:
+    crew = [
+        worker(f"w{n:03}", host="h" * 60, health="ok" if n % 50 else "lost") for n in range(200)
+    ]
+    text = as_text(document(1, workers=crew), room)
+    assert len(text.splitlines()) <= room
+    assert [line.split()[0] for line in text.splitlines() if " lost " in line] == (
+        ["w000", "w050", "w100", "w150"]
+    )
+    assert text.endswith("more; diloco-top and --json have all")
+    assert "w199" in as_text(document(1, workers=crew)), "a file takes all"
+
+
+@given(st.floats() | st.none(), st.floats() | st.none(), st.text(max_size=40))
+def test_status_never_fails(loss: float | None, pace: float | None, name: str) -> None:
+    one = worker(name, loss=loss, steps_per_s=pace, host=name)
+    assert as_text(document(1, workers=[one]))

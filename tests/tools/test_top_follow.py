@@ -1,0 +1,280 @@
+"""diloco-top as it goes on: --follow, the listening thread, connecting again; and without textual."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+from tools.test_top_once import (
+    LOST,
+    PATIENCE_S,
+    Publisher,
+    drawn,
+    frame,
+    status,
+    top,
+    top_of,
+    worker,
+)
+
+from diloco_tools.feed.model import FeedAddressError, FeedVersionError, Snapshot, parse_snapshot
+from diloco_tools.feed.subscriber import FeedSubscriber
+from diloco_tools.top.listening import Listener
+from diloco_tools.top.notation import Glyphs
+from kit.top_screen import Stage
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    made = Publisher()
+    yield made
+    made.close()
+
+
+class Follower:
+    """diloco-top as a process of its own, whose output is a pipe."""
+
+    def __init__(self, *arguments: str) -> None:
+        clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "diloco_tools.top.cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            env=clean | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
+        )
+        # A pipe that says nothing for ever must not hold the test up.
+        self.guard = threading.Timer(PATIENCE_S, self.process.kill)
+        self.guard.start()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def until(self, wanted: str) -> str:
+        seen = ""
+        while wanted not in seen:
+            line = self.line()
+            assert line, f"the output ended: {seen}"
+            seen += line
+        return seen
+
+    def end(self) -> None:
+        self.guard.cancel()
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_json_follow_is_a_line_for_each_snapshot_and_again_after_a_restart(
+    publisher: Publisher,
+) -> None:
+    address = publisher.address
+    follower = Follower(address, "--json", "--follow", "--timeout", str(PATIENCE_S))
+    try:
+        publisher.await_subscriber()
+        publisher.send(frame(status(sequence=1)))
+        assert json.loads(follower.line())["sequence"] == 1
+        publisher.send(frame(status(sequence=1)), frame(LOST | {"sequence": 2}))
+        second = json.loads(follower.line())
+        assert (second["sequence"], second["monitor"]["verdict"]) == (2, "degraded")
+        publisher.close()
+        with zmq.Context() as context, context.socket(zmq.XPUB) as again:
+            again.linger = 0
+            again.bind(address)
+            assert again.poll(int(1000 * PATIENCE_S))
+            again.send(frame(status(sequence=1, epoch="cd34")))
+            assert json.loads(follower.line())["epoch"] == "cd34"
+    finally:
+        follower.end()
+
+
+def test_text_follow_is_a_screen_after_another_and_tells_of_silence(publisher: Publisher) -> None:
+    follower = Follower(publisher.address, "--once", "--follow", "--timeout", str(PATIENCE_S))
+    try:
+        publisher.await_subscriber()
+        publisher.send(frame(status(sequence=1)))
+        assert "● LIVE" in follower.until("round 20 closed")
+        publisher.send(frame(LOST | {"sequence": 2}))
+        assert "◐ DEGRADED" in follower.until("round 20 closed")
+        late = follower.until("round 20 closed")
+        assert "◐ LATE" in late
+    finally:
+        follower.end()
+
+
+def test_follow_without_a_feed_exits_2() -> None:
+    result = top("tcp://127.0.0.1:1", "--follow", "--json", "--timeout", "0.1")
+    assert result.exit_code == 2
+    assert "no feed from" in result.stderr
+
+
+def test_ascii_prints_no_other_sign(publisher: Publisher) -> None:
+    result = top_of(publisher, LOST, "--ascii")
+    assert result.stdout.isascii()
+    assert "x lost" in result.stdout
+
+
+@pytest.mark.parametrize("options", [("--once",), ("--json",), ()])
+def test_text_and_json_do_without_textual(publisher: Publisher, options: tuple[str, ...]) -> None:
+    code = "import sys; sys.modules['textual'] = None; from diloco_tools.top.cli import app; app()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, publisher.address, *options, "--timeout", str(PATIENCE_S)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        encoding="utf-8",
+    )
+    try:
+        publisher.await_subscriber()
+        publisher.send(frame(status()))
+        output, _ = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 0
+    assert "3fa2c1d0" in output
+
+
+def test_full_screen_without_textual_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco_tools.top.cli._is_terminal", lambda: True)
+    monkeypatch.setattr("diloco_tools.top.cli._has_textual", lambda: False)
+    result = top("tcp://127.0.0.1:1")
+    assert result.exit_code == 2
+    (sentence,) = result.stderr.splitlines()
+    assert "pip install 'diloco-broker[top]'" in sentence
+    assert "--once" in sentence
+
+
+def test_one_screen_tells_of_checkpoints_and_refusals() -> None:
+    text = drawn(
+        status(
+            checkpoint={"folder": "/d", "round": 411, "age_s": 13.0, "error": None},
+            rejections=[{"age_s": 72.0, "worker": "rtx", "code": "late", "text": "Too late."}],
+            totals={"rejected": 3, "refused": {"late": 2, "non_finite": 1}},
+        )
+    )
+    assert re.search(r"disk +saved round 411 13s ago", text)
+    assert re.search(r"refused +2 late, 1 non finite", text)
+    assert "  72s ago rtx: Too late." in text
+    full = status(checkpoint={"folder": "/d", "round": 4, "error": "No space left on device"})
+    assert "NOT SAVED: No space left on device" in drawn(full)
+    assert "no save folder" in drawn(status(checkpoint=None))
+    assert "no save folder" not in drawn(status()), "an older broker does not say"
+    paused = drawn(status(state="paused", paused_for_s=7.0, workers=[worker("a")]))
+    assert "paused for 7.0s" in paused
+
+
+class FakeFeed:
+    """Gives what it was told to, then nothing."""
+
+    def __init__(self, *news: Snapshot | FeedVersionError) -> None:
+        self.news = list(news)
+        self.malformed, self.last_error = 0, ""
+        self.is_closed = False
+
+    def receive(self, timeout_s: float) -> Snapshot | None:
+        if not self.news:
+            return None
+        first = self.news.pop(0)
+        if isinstance(first, FeedVersionError):
+            raise first
+        return first
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class TestListener:
+    def run(self, opened: Callable[[], FakeFeed], wanted: int) -> tuple[list[Snapshot], list[str]]:
+        """Listen until so many snapshots or complaints came."""
+        heard: list[Snapshot] = []
+        said: list[str] = []
+        enough = threading.Event()
+
+        def take(news: Snapshot) -> None:
+            heard.append(news)
+            check()
+
+        def complain(text: str) -> None:
+            said.append(text)
+            check()
+
+        def check() -> None:
+            if len(heard) + len(said) >= wanted:
+                enough.set()
+
+        listener = Listener(opened, take, complain, renew_after_s=0.02)
+        listener.start()
+        assert enough.wait(PATIENCE_S)
+        listener.stop()
+        listener.join(PATIENCE_S)
+        assert not listener.is_alive()
+        return heard, said
+
+    def test_connects_anew_after_silence_and_closes_what_it_had(self) -> None:
+        news = parse_snapshot(frame(status()))
+        feeds: list[FakeFeed] = []
+
+        def opened() -> FakeFeed:
+            feeds.append(FakeFeed(news))
+            return feeds[-1]
+
+        heard, _ = self.run(opened, 3)
+        assert len(heard) >= 3
+        assert all(feed.is_closed for feed in feeds)
+
+    def test_another_feed_version_is_a_complaint_and_not_the_end(self) -> None:
+        news = parse_snapshot(frame(status()))
+        feed = FakeFeed(FeedVersionError("version 9"), FeedVersionError("version 9"), news)
+        heard, said = self.run(lambda: feed, 2)
+        assert heard == [news]
+        assert said == ["version 9"], "once is enough"
+
+    def test_unreadable_snapshots_are_a_complaint(self) -> None:
+        feed = FakeFeed()
+        feed.malformed, feed.last_error = 3, "not JSON"
+        _, said = self.run(lambda: feed, 1)
+        assert said[0] == "3 unreadable snapshots, the last: not JSON"
+
+    def test_what_cannot_be_opened_ends_it_with_a_sentence(self) -> None:
+        def opened() -> FakeFeed:
+            raise FeedAddressError("no such address")
+
+        _, said = self.run(opened, 1)
+        assert said == ["no such address"]
+
+
+def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -> None:
+    address = publisher.address
+
+    async def script(stage: Stage) -> None:
+        await stage.until(lambda: publisher._socket.poll(0) != 0)
+        publisher.await_subscriber()
+        publisher.send(frame(status()))
+        await stage.sees("run 3fa2c1d0", "● LIVE")
+        publisher.close()
+        await stage.waits(30.0)
+        assert "○ STALE 30s" in stage.lines()[0]
+        with zmq.Context() as context, context.socket(zmq.XPUB) as again:
+            again.linger = 0
+            again.bind(address)
+            await stage.until(lambda: again.poll(0) != 0)
+            again.send(frame(status(sequence=1, epoch="cd34", run="4444aaaa")))
+            await stage.sees("run 4444aaaa", "● LIVE", "1 restart")
+
+    stage = Stage(address=address, open_feed=lambda: FeedSubscriber(address))
+    stage.play(script, fill=False)
+
+
+def test_signs_follow_the_encoding() -> None:
+    assert Glyphs.for_encoding("ascii").levels.isascii()
+    assert Glyphs.for_encoding("utf-8").levels == "▁▂▃▄▅▆▇█"

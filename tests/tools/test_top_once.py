@@ -1,0 +1,596 @@
+"""diloco-top on one screen: a real PUB socket on loopback, the real command, the text it prints."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from typer.testing import CliRunner, Result
+
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
+from diloco_tools.feed.model import (
+    MAX_FRAME_BYTES,
+    TOPIC,
+    FeedModel,
+    FeedVersionError,
+    parse_snapshot,
+)
+from diloco_tools.feed.subscriber import FeedSubscriber
+from diloco_tools.top.cli import app
+from diloco_tools.top.notation import Glyphs, byte_size, duration, number, scaled
+from diloco_tools.top.screen import screen
+
+UTF8 = Glyphs.for_encoding("utf-8")
+PATIENCE_S = 20.0  # for what ought to happen at once
+
+
+def worker(name: str, **keys: Any) -> dict[str, Any]:
+    return {
+        "id": name,
+        "host": f"host-of-{name}",
+        "pid": 4242,
+        "state": "training",
+        "health": "ok",
+        "round": 412,
+        "inner_step": 212,
+        "sync_every": 500,
+        "step": 205_712,
+        "steps_per_s": 5.23,
+        "loss": 2.4131,
+        "tokens": 420_000_000,
+        "beat_age_s": 0.4,
+        "staleness": 0,
+        "bytes_up": 38_000_000,
+        "bytes_down": 76_400_000,
+        "pushes": 411,
+        "rejected": 0,
+        "extra": {},
+        **keys,
+    }
+
+
+def status(**keys: Any) -> dict[str, Any]:
+    return {
+        "feed": 1,
+        "sequence": 7,
+        "epoch": "ab12",
+        "run": "3fa2c1d09b11",
+        "version": "0.1.0",
+        "control": "tcp://127.0.0.1:8512",
+        "uptime_s": 8000.0,
+        "mode": "sync",
+        "state": "training",
+        "waiting_for": None,
+        "round": {
+            "number": 412,
+            "fragment": 0,
+            "phase": "open",
+            "age_s": 12.2,
+            "expected": ["a100-0", "mac", "rtx", "xeon"],
+            "arrived": ["a100-0"],
+            "missing": ["mac", "rtx", "xeon"],
+            "floor": 1,
+        },
+        "counts": {"alive": 5, "participating": 4, "averaged": 3},
+        "model": {"parameters": 151_200_000, "tensors": 291, "bytes": 604_800_000},
+        "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9, "nesterov": True},
+        "sync_every": 500,
+        "wire_dtype": "bf16",
+        "reply_dtype": "fp32",
+        "workers_wanted": 2,
+        "fragments": [{"fragment": 0, "version": 411, "tag": "deadbeef"}],
+        "workers": [worker("a100-0", state="waiting"), worker("rtx")],
+        "totals": {
+            "rounds": 411,
+            "pushes": 1644,
+            "rejected": 6,
+            "malformed": 9,
+            "bytes_up": 150_000_000_000,
+            "bytes_down": 300_000_000_000,
+            "deaths": 1,
+        },
+        "last_round": {
+            "number": 411,
+            "seconds": 41.24,
+            "averaged": 3,
+            "weight": 3.0,
+            "loss": 2.4131,
+            "delta_norm": 0.0131,
+        },
+        "events": [
+            {"sequence": n, "age_s": 90.0 - n, "level": "info", "text": f"round {n} closed"}
+            for n in range(1, 21)
+        ],
+        "loop": {"longest_turn_ms": 4.81, "cpu_s": 312.0, "rss_bytes": 310_000_000},
+        **keys,
+    }
+
+
+def frame(document: Any) -> bytes:
+    return TOPIC + json.dumps(document).encode()
+
+
+LOST = status(
+    workers=[
+        worker("mac-mini-of-the-second-floor", health="lost", beat_age_s=41.0, staleness=5),
+        worker("rtx", health="slow", beat_age_s=3.1),
+        worker("a100-0"),
+    ]
+)
+
+
+class Publisher:
+    """A broker's feed without a broker. Sends only once somebody has subscribed: no sleeps."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of each subscriber, not only the first
+        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{port}"
+
+    def await_subscriber(self) -> None:
+        while self._socket.poll(int(1000 * PATIENCE_S)):
+            if self._socket.recv() == b"\x01" + TOPIC:
+                return
+        raise TimeoutError("nobody subscribed")
+
+    def send(self, *payloads: bytes) -> None:
+        for payload in payloads:
+            self._socket.send(payload)
+
+    def close(self, deliver: bool = False) -> None:
+        self._socket.close(linger=int(1000 * PATIENCE_S) if deliver else 0)
+        self._context.term()
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    made = Publisher()
+    yield made
+    made.close()
+
+
+@contextmanager
+def sending(publisher: Publisher, *payloads: bytes) -> Iterator[str]:
+    """A thread sends `payloads` to the next subscriber; gives the address to subscribe to."""
+    failures: list[Exception] = []
+
+    def send() -> None:
+        try:
+            publisher.await_subscriber()
+            publisher.send(*payloads)
+        except TimeoutError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield publisher.address
+    finally:
+        thread.join()
+    assert not failures
+
+
+def top(*arguments: str, charset: str = "utf-8", **environment: str) -> Result:
+    clean: dict[str, str | None] = dict.fromkeys(
+        ("NO_COLOR", "FORCE_COLOR", "DILOCO_FEED", "TTY_COMPATIBLE"), None
+    )
+    plain = clean | {"COLUMNS": "80", "TERM": "xterm-256color"} | environment
+    return CliRunner(charset=charset, env=plain).invoke(app, list(arguments))
+
+
+def top_of(publisher: Publisher, document: Any, *arguments: str, **environment: str) -> Result:
+    with sending(publisher, frame(document)) as address:
+        return top(address, "--once", "--timeout", str(PATIENCE_S), *arguments, **environment)
+
+
+def drawn(document: Any, width: int = 80, glyphs: Glyphs = UTF8, later_s: float = 0.0) -> str:
+    model = FeedModel()
+    model.update(parse_snapshot(frame(document)), now=5.0)
+    return screen(model, 5.0 + later_s, "tcp://127.0.0.1:8513", width, glyphs).plain
+
+
+class TestCommand:
+    def test_a_healthy_run_exits_0_and_shows_everything_at_80_columns(
+        self, publisher: Publisher
+    ) -> None:
+        result = top_of(publisher, status())
+        assert result.exit_code == 0, result.output
+        for shown in (
+            publisher.address,
+            "run 3fa2c1d0  sync",
+            "● LIVE 0.0s",
+            "● HEALTHY",
+            "412 open 12s  1/4 arrived ██░░░░░░░░  missing mac, rtx, xeon",
+            "5 alive  4 participating  3 averaged  2 wanted  1 died",
+            "round 411  took 41.2 s  3 averaged  loss 2.413  delta norm 0.0131",
+            "nesterov  lr 0.7  momentum 0.9  every 500 steps  bf16 up, fp32 down",
+            "151M parameters  291 tensors  605 MB  version 411",
+            "150 GB up  300 GB down  1644 pushes  6 rejected  9 malformed",
+            "training  up 2h  411 rounds  turn 4.8 ms  cpu 5m  rss 310 MB",
+            "WORKER HEALTH STATE    ROUND   INNER STEP/S  LOSS BEAT STALE    UP  DOWN",
+            "rtx    ● ok   training   412 212/500    5.2 2.413 0.4s     0 38 MB 76 MB",
+            "  70s ago round 20 closed",
+        ):
+            assert shown in result.stdout
+        assert "round 15 closed" not in result.stdout, "older than the last five"
+        assert max(cell_len(line) for line in result.stdout.splitlines()) <= 80
+        assert result.stderr == ""
+
+    def test_a_degraded_run_exits_1_and_says_why(self, publisher: Publisher) -> None:
+        result = top_of(publisher, LOST)
+        assert result.exit_code == 1, result.output
+        assert "◐ DEGRADED  mac-mini-of-the-second-floor is lost, last heard 41 s ago" in (
+            result.stdout
+        )
+        assert "            rtx is slow, last heard 3.1 s ago" in result.stdout
+        assert "○ lost" in result.stdout
+        assert "◐ slow" in result.stdout
+        assert max(cell_len(line) for line in result.stdout.splitlines()) <= 80
+
+    def test_without_once_it_does_the_same(self, publisher: Publisher) -> None:
+        with sending(publisher, frame(status())) as address:
+            result = top(address, "--timeout", str(PATIENCE_S))
+        assert result.exit_code == 0, result.output
+        assert "● HEALTHY" in result.stdout
+
+    def test_json_is_the_snapshot_with_the_verdict_beside_it(self, publisher: Publisher) -> None:
+        result = top_of(publisher, LOST | {"weather": "fine"}, "--json")
+        assert result.exit_code == 1, result.output
+        (line,) = result.stdout.splitlines()
+        printed = json.loads(line)
+        assert printed.pop("monitor") == {
+            "verdict": "degraded",
+            "reasons": [
+                "mac-mini-of-the-second-floor is lost, last heard 41 s ago",
+                "rtx is slow, last heard 3.1 s ago",
+            ],
+            "inner_steps": {},
+        }
+        assert printed == LOST | {"weather": "fine"}
+
+    def test_json_exits_0_for_a_healthy_run(self, publisher: Publisher) -> None:
+        result = top_of(publisher, status(), "--json")
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["monitor"] == {
+            "verdict": "healthy",
+            "reasons": [],
+            "inner_steps": {},
+        }
+
+    def test_the_address_may_come_from_the_environment(self, publisher: Publisher) -> None:
+        with sending(publisher, frame(status())) as address:
+            result = top("--once", "--timeout", str(PATIENCE_S), DILOCO_FEED=address)
+        assert result.exit_code == 0, result.output
+
+    def test_no_feed_exits_2_with_one_sentence(self) -> None:
+        with zmq.Context() as context, context.socket(zmq.PUB) as held:
+            port = held.bind_to_random_port("tcp://127.0.0.1")  # bound and silent
+            address = f"tcp://127.0.0.1:{port}"
+            for output in ("--once", "--json"):
+                result = top(address, output, "--timeout", "0.1")
+                assert result.exit_code == 2
+                assert result.stdout == ""
+                (sentence,) = result.stderr.splitlines()
+                assert address in sentence
+                assert "start diloco-broker serve" in sentence
+
+    @pytest.mark.parametrize(
+        "address",
+        [
+            "foo",
+            "",
+            "localhost",
+            "tcp://foo",
+            "tcp://h:0",
+            "tcp://h:65536",
+            "udp://h:1",
+            "ipc:///tmp/\x1bx",
+            "é",
+        ],
+    )
+    def test_what_is_no_address_exits_2_with_one_sentence(self, address: str) -> None:
+        result = top(address, "--once")
+        assert result.exit_code == 2
+        (sentence,) = result.stderr.splitlines()
+        assert ascii(address) in sentence
+        assert "tcp://HOST:PORT" in sentence
+
+    @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+    def test_a_timeout_that_is_no_time_exits_2(self, seconds: str) -> None:
+        result = top("--timeout", seconds)
+        assert result.exit_code == 2
+        assert f"--timeout {seconds} is no time to wait" in result.stderr
+
+    def test_a_feed_of_garbage_exits_2_and_says_so(self, publisher: Publisher) -> None:
+        with sending(publisher, TOPIC + b"{garbage") as address:
+            result = top(address, "--timeout", "1.5")
+        assert result.exit_code == 2
+        assert f"no snapshot from {address} within 1.5 s: 1 unreadable" in result.stderr
+
+    def test_a_newer_feed_exits_2_and_names_both_versions(self, publisher: Publisher) -> None:
+        result = top_of(publisher, status(feed=2))
+        assert result.exit_code == 2
+        assert "feed version 2 and this program reads version 1" in result.stderr
+
+    def test_help_tells_exit_codes_and_defaults(self) -> None:
+        text = " ".join(re.sub("[│ \n]+", " ", top("--help").stdout).split())
+        for told in (DEFAULT_FEED_ADDRESS, "DILOCO_FEED", "0 the run is healthy", "1 it is degr"):
+            assert told in text
+
+    def test_starts_without_torch(self) -> None:
+        code = "import sys, diloco_tools.top.cli; sys.exit('torch' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+class TestColour:
+    COLOUR = re.compile(r"\x1b\[[0-9;]*3[0-7]m")
+
+    def test_a_terminal_gets_colour(self, publisher: Publisher) -> None:
+        result = top_of(publisher, LOST, FORCE_COLOR="1")
+        assert "\x1b[31m○ lost\x1b[0m" in result.stdout
+        assert "\x1b[33m◐ slow\x1b[0m" in result.stdout
+        assert "\x1b[32m● ok  \x1b[0m" in result.stdout
+
+    def test_no_color_is_respected(self, publisher: Publisher) -> None:
+        result = top_of(publisher, LOST, FORCE_COLOR="1", NO_COLOR="1")
+        assert "○ lost" in result.stdout
+        assert not self.COLOUR.search(result.stdout)
+
+    def test_a_pipe_gets_neither_colour_nor_escapes(self, publisher: Publisher) -> None:
+        assert "\x1b" not in top_of(publisher, LOST).stdout
+
+    def test_an_encoding_without_the_signs_gets_ascii(self, publisher: Publisher) -> None:
+        odd = status(workers=[worker("café", health="lost"), worker("b", health="slow")])
+        result = top_of(publisher, odd, charset="ascii")
+        assert result.exit_code == 1, result.output
+        assert result.stdout_bytes.isascii()
+        for shown in ("+ LIVE", "! DEGRADED", "x lost", "! slow", "##........", "caf?"):
+            assert shown in result.stdout
+
+
+class TestScreen:
+    def test_a_wide_screen_uses_the_room(self) -> None:
+        text = drawn(LOST, width=160)
+        for more in ("PUSHES", "REJ", "TOKENS", "HOST", "host-of-rtx", "420M"):
+            assert more in text
+            assert more not in drawn(LOST)
+        assert "mac-mini-of-the-second-floor ○ lost" in text
+
+    def test_a_long_name_is_cut_in_the_middle(self) -> None:
+        assert "mac-mi…d-floor ○ lost" in drawn(LOST)
+
+    def test_of_a_lost_worker_only_what_is_known_is_shown(self) -> None:
+        assert re.search(r"○ lost — +412 +— +— +2.413 +41s +5 ", drawn(LOST))
+
+    @pytest.mark.parametrize("document", [status(), LOST], ids=["healthy", "degraded"])
+    def test_lines_break_at_every_width(self, document: dict[str, Any]) -> None:
+        wordy = {"sequence": 21, "age_s": 1.0, "text": "a bc " * 60}
+        for width in range(80, 161):
+            lines = drawn(document | {"events": [wordy]}, width).splitlines()
+            assert cell_len(lines[0]) == width
+            assert max(cell_len(line) for line in lines) <= width
+
+    def test_workers_are_in_the_order_of_their_names(self) -> None:
+        text = drawn(LOST)
+        table = text[text.index("WORKER") :]
+        assert table.index("a100-0") < table.index("mac-mi") < table.index("rtx")
+
+    def test_every_worker_is_shown(self) -> None:
+        text = drawn(status(workers=[worker(f"w{n:02}") for n in range(60)]))
+        assert len(re.findall(r"^w\d\d ", text, re.MULTILINE)) == 60
+
+    def test_ages_and_header_turn_with_time(self) -> None:
+        assert "◐ LATE 4.0s" in drawn(status(), later_s=4.0)
+        stale = drawn(status(), later_s=30.0)
+        assert "○ STALE 30s" in stale
+        assert "the broker has sent nothing for 30 s" in stale
+        assert "412 open 42s" in stale
+
+    def test_before_the_first_snapshot_there_is_a_screen(self) -> None:
+        text = screen(FeedModel(), 0.0, DEFAULT_FEED_ADDRESS, 80, UTF8).plain
+        assert "no snapshot has arrived yet" in text
+
+    def test_a_bare_snapshot_is_drawn(self) -> None:
+        text = drawn({"feed": 1, "sequence": 1, "epoch": "a0"})
+        assert "no run yet" in text
+        assert "no workers yet" in text
+
+    def test_before_the_first_round_none_is_shown(self) -> None:
+        assert "\nround " in drawn(status())
+        assert "\nround " not in drawn(status(round={"number": 0, "expected": [], "floor": 2}))
+        assert "\nround " in drawn(status(round={"number": 0, "expected": ["a"]}))
+
+    def test_names_of_strangers_cannot_move_the_cursor(self) -> None:
+        event = {"sequence": 1, "text": "left\r\x1b]0;x\x07 [red]now[/red]", "level": "error"}
+        text = drawn(status(workers=[worker("a\x1b[2J\nb\u202e")], events=[event]))
+        assert "a?[2J?b?" in text
+        assert "error: left??]0;x? [red]now[/red]" in text
+        assert all(line.isprintable() for line in text.splitlines())
+
+    def test_each_troubled_worker_is_named_up_to_a_limit(self) -> None:
+        text = drawn(status(workers=[worker(f"w{n}", health="lost") for n in range(9)]))
+        assert "w5 is lost" in text
+        assert "w6 is lost" not in text
+        assert "and 3 more" in text
+
+    names = st.text(max_size=40)
+    ages = st.floats() | st.floats(0, 1e6)
+    counters = st.integers(-5, (1 << 63) - 1)
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        workers=st.lists(
+            st.builds(
+                worker,
+                name=names,
+                state=names,
+                health=st.sampled_from(["ok", "slow", "lost"]) | names,
+                loss=ages | st.none(),
+                steps_per_s=ages,
+                beat_age_s=ages,
+                inner_step=counters,
+                bytes_up=counters,
+                staleness=counters,
+            ),
+            max_size=4,
+        ),
+        keys=st.fixed_dictionaries(
+            {
+                "run": names,
+                "mode": names,
+                "uptime_s": ages,
+                "waiting_for": names | st.none(),
+                "state": st.sampled_from(["waiting", "training"]),
+                "events": st.lists(st.builds(dict, text=names, level=names, age_s=ages)),
+                "round": st.builds(dict, number=counters, missing=st.lists(names), age_s=ages),
+                "counts": st.builds(dict, alive=counters),
+            }
+        ),
+        width=st.sampled_from([20, 80, 100, 140]),
+        encoding=st.sampled_from(["utf-8", "ascii", "latin-1", "no-such-encoding"]),
+    )
+    def test_no_line_is_ever_wider_than_the_screen(
+        self, workers: list[dict[str, Any]], keys: dict[str, Any], width: int, encoding: str
+    ) -> None:
+        glyphs = Glyphs.for_encoding(encoding)
+        text = drawn(status(workers=workers, **keys), width, glyphs)
+        assert max(cell_len(line) for line in text.split("\n")) <= max(width, 80)
+        if encoding != "no-such-encoding":
+            text.encode(encoding)
+
+
+class TestSubscriber:
+    def test_garbage_is_counted_and_the_next_snapshot_read(self, publisher: Publisher) -> None:
+        with FeedSubscriber(publisher.address) as feed:
+            publisher.await_subscriber()
+            for count, garbage in enumerate((b"", b"\xff", b"[]", b'{"feed": 1}'), start=1):
+                publisher.send(TOPIC + garbage)
+                for _ in range(int(PATIENCE_S / 0.01)):
+                    assert feed.receive(timeout_s=0.01) is None
+                    if feed.malformed == count:
+                        break
+                assert feed.malformed == count
+            assert "snapshot.sequence is missing" in feed.last_error
+            publisher.send(b"gossip {}", frame(status()))
+            received = feed.receive(timeout_s=PATIENCE_S)
+        assert received is not None
+        assert received.sequence == 7
+        assert feed.malformed == 4, "what has another topic is not for us"
+
+    def test_a_slow_reader_gets_the_newest_and_only_that(self, publisher: Publisher) -> None:
+        with FeedSubscriber(publisher.address) as feed:
+            publisher.await_subscriber()
+            arrived = feed._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            try:
+                publisher.send(*(frame(status(sequence=n)) for n in range(1, 101)))
+                publisher.close(deliver=True)
+                assert arrived.poll(int(1000 * PATIENCE_S)), "the connection ends after the last"
+            finally:
+                feed._socket.disable_monitor()
+                arrived.close()
+            newest = feed.receive(timeout_s=PATIENCE_S)
+            assert newest is not None
+            assert newest.sequence == 100
+            assert feed.receive(timeout_s=0.0) is None
+
+    def test_a_flood_of_garbage_does_not_outlast_the_timeout(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Flood:
+            frames = 0
+
+            def poll(self, _timeout_ms: int) -> int:
+                return zmq.POLLIN
+
+            def recv(self) -> bytes:
+                self.frames += 1
+                assert self.frames < 1_000_000, "still reading, long after the timeout"
+                return TOPIC
+
+        with FeedSubscriber("tcp://127.0.0.1:1") as feed:
+            with monkeypatch.context() as flooded:
+                flooded.setattr(feed, "_socket", Flood())
+                assert feed.receive(timeout_s=0.01) is None
+            assert feed.malformed > 0
+
+    def test_an_enormous_frame_does_not_end_the_feed(self, publisher: Publisher) -> None:
+        with FeedSubscriber(publisher.address) as feed:
+            publisher.await_subscriber()
+            publisher.send(TOPIC + b" " * MAX_FRAME_BYTES)
+            for _ in range(int(PATIENCE_S / 0.05)):
+                assert feed.receive(timeout_s=0.05) is None
+                if feed.malformed:
+                    break
+            assert "no snapshot is that long" in feed.last_error
+            publisher.send(frame(status()))
+            assert feed.receive(timeout_s=PATIENCE_S) is not None
+
+    def test_an_unknown_feed_version_is_refused(self, publisher: Publisher) -> None:
+        with FeedSubscriber(publisher.address) as feed:
+            publisher.await_subscriber()
+            publisher.send(frame(status(feed=9)))
+            with pytest.raises(FeedVersionError, match="version 9"):
+                feed.receive(timeout_s=PATIENCE_S)
+
+    def test_it_may_start_before_the_broker(self, publisher: Publisher) -> None:
+        address = publisher.address
+        publisher.close()
+        with FeedSubscriber(address) as feed:
+            assert feed.receive(timeout_s=0.0) is None
+            with zmq.Context() as context, context.socket(zmq.XPUB) as late:
+                late.bind(address)
+                assert late.poll(int(1000 * PATIENCE_S))
+                late.send(frame(status()))
+                assert feed.receive(timeout_s=PATIENCE_S) is not None
+
+    def test_close_twice_does_no_harm(self) -> None:
+        feed = FeedSubscriber("tcp://127.0.0.1:1")
+        feed.close()
+        feed.close()
+
+
+class TestNotation:
+    def test_bytes(self) -> None:
+        sizes = (0, 9, 999, 1000, 9_960, 38_000_000, 999_600_000, 1_500_000_000_000)
+        shown = ["0 B", "9 B", "999 B", "1.0 kB", "10 kB", "38 MB", "1.0 GB", "1.5 TB"]
+        assert [byte_size(size) for size in sizes] == shown
+
+    def test_durations(self) -> None:
+        times = (0.04, 0.44, 9.94, 9.96, 41.4, 99.6, 3600 * 1.9, 3600 * 50, 86400 * 400)
+        shown = ["0.0s", "0.4s", "9.9s", "10s", "41s", "2m", "2h", "50h", "400d"]
+        assert [duration(seconds) for seconds in times] == shown
+        strange = (float("inf"), float("nan"), -1.0, 1e79)
+        assert [duration(seconds) for seconds in strange] == ["?"] * 4
+
+    def test_numbers(self) -> None:
+        assert [scaled(value) for value in (0, 0.41, 5.23, 1500, 820_000)] == [
+            "0",
+            "0.41",
+            "5.2",
+            "1.5k",
+            "820k",
+        ]
+        shown = [number(value) for value in (None, 0.0, 2.4131, 1234.5, float("nan"))]
+        assert shown == ["-", "0.000", "2.413", "1.23e+03", "nan"]
+
+    def test_cutting_counts_columns_not_characters(self) -> None:
+        for cells in range(1, 20):
+            assert cell_len(UTF8.clip("東京の大きな計算機です", cells)) <= cells
+        assert UTF8.clip("abcdefgh", 5) == "ab…gh"
+        assert UTF8.clip("abcdefgh", 8) == "abcdefgh"
+
+    def test_a_bar_is_full_only_when_all_have_arrived(self) -> None:
+        bars = [UTF8.bar(part, whole, 4) for part, whole in ((0, 0), (0, 9), (8, 9), (9, 9))]
+        assert bars == ["░░░░", "░░░░", "███░", "████"]

@@ -1,0 +1,318 @@
+"""What the full screen is drawn from, piece by piece: no terminal, no event loop."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.text import Text
+from tools.test_top_once import frame, status, worker
+
+from diloco_tools.feed.model import FeedModel, Freshness, Worker, parse_snapshot
+from diloco_tools.feed.series import RunSeries
+from diloco_tools.top.keys import KEYS, footer, keys_for
+from diloco_tools.top.lines import apart, beside, one_line
+from diloco_tools.top.load import CpuUse
+from diloco_tools.top.notation import Glyphs
+from diloco_tools.top.picture import Picture, picture
+from diloco_tools.top.scene import Said, Scene
+from diloco_tools.top.view import ORDERS, View
+from kit.top_screen import ESSENTIAL, document, snapshot
+
+UTF8, ASCII = Glyphs.for_encoding("utf-8"), Glyphs.ascii()
+
+
+def drawn(
+    news: dict[str, Any],
+    width: int = 80,
+    height: int = 24,
+    glyphs: Glyphs = UTF8,
+    view: View | None = None,
+    series: RunSeries | None = None,
+    **keys: Any,
+) -> Picture:
+    model, series = FeedModel(), series or RunSeries()
+    read = parse_snapshot(frame(news))
+    model.update(read, 5.0)
+    series.update(read, 5.0)
+    scene = Scene(
+        model=model,
+        series=series,
+        now=5.0,
+        fresh=Freshness.LIVE,
+        age_s=0.0,
+        address="tcp://127.0.0.1:8513",
+        keys=keys_for(readonly=False, replay=False),
+        **keys,
+    )
+    return picture(scene, view or View(), width, height, glyphs)
+
+
+class TestPicture:
+    @pytest.mark.parametrize("size", [(80, 24), (80, 31), (100, 32), (140, 40), (240, 70)])
+    def test_fills_every_window_exactly(self, size: tuple[int, int]) -> None:
+        for many in (0, 1, 5, 40):
+            crew = [worker(f"w{n}") for n in range(many)]
+            for said in ("", "It was done.", "word " * 60):
+                news = document(1, workers=crew)
+                lines = drawn(news, *size, said=Said(said)).lines
+                assert len(lines) == size[1]
+                assert max(line.cell_len for line in lines) <= size[0]
+                assert "q Quit" in lines[-1].plain
+
+    def test_more_room_shows_more(self) -> None:
+        crew = [worker(f"w{n:02}") for n in range(40)]
+        shown = [drawn(document(1, workers=crew), 140, height).shown for height in (24, 40, 70)]
+        assert shown == sorted(set(shown))
+        wide = "\n".join(line.plain for line in drawn(document(1), 150, 40).lines)
+        for title in ("STATE", "SPEED", "SYNC", "SENT", "GOT", "PUSHES", "REJ", "STEP", "TOKENS"):
+            assert title in wide
+
+    def test_line_tells_its_worker(self) -> None:
+        made = drawn(document(1))
+        by_line = {n: made.worker_at(n) for n in range(24)}
+        named = {n: name for n, name in by_line.items() if name is not None}
+        assert list(named.values()) == ["a100-0", "a100-1", "mac-mini", "rtx-home", "xeon"]
+        for n, name in named.items():
+            assert name in made.lines[n].plain
+
+    names = st.text(max_size=40)
+    ages = st.floats() | st.floats(0, 1e6)
+    counters = st.integers(-5, (1 << 63) - 1)
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        workers=st.lists(
+            st.builds(
+                worker,
+                name=names,
+                state=names,
+                host=names,
+                health=st.sampled_from(["ok", "slow", "lost"]) | names,
+                loss=ages | st.none(),
+                steps_per_s=ages,
+                beat_age_s=ages,
+                sync_age_s=ages | st.none(),
+                inner_step=counters,
+                sync_every=counters,
+                bytes_up=counters,
+                staleness=counters,
+            ),
+            max_size=4,
+        ),
+        keys=st.fixed_dictionaries(
+            {
+                "run": names,
+                "mode": st.sampled_from(["sync", "async"]) | names,
+                "uptime_s": ages,
+                "state": st.sampled_from(["waiting", "training", "paused"]),
+                "paused_for_s": ages | st.none(),
+                "events": st.lists(st.builds(dict, text=names, level=names, age_s=ages)),
+                "round": st.builds(dict, number=counters, missing=st.lists(names), age_s=ages),
+                "totals": st.builds(dict, refused=st.dictionaries(names, counters | names)),
+                "rejections": st.lists(st.builds(dict, worker=names, text=names, age_s=ages)),
+                "checkpoint": st.builds(
+                    dict, folder=names, round=counters | st.none(), age_s=ages, error=names
+                ),
+                "last_round": st.builds(
+                    dict, number=counters, seconds=ages, loss=ages, delta_norm=ages
+                ),
+                "fragments": st.lists(st.builds(dict, fragment=counters, version=counters)),
+            }
+        ),
+        size=st.sampled_from([(20, 5), (80, 24), (100, 33), (140, 40)]),
+        glyphs=st.sampled_from([UTF8, ASCII, Glyphs.for_encoding("latin-1")]),
+        order=st.integers(0, len(ORDERS) - 1),
+        reverse=st.booleans(),
+    )
+    def test_whatever_the_feed_says_fits(
+        self,
+        workers: list[dict[str, Any]],
+        keys: dict[str, Any],
+        size: tuple[int, int],
+        glyphs: Glyphs,
+        order: int,
+        reverse: bool,
+    ) -> None:
+        view = View(order=order, reverse=reverse)
+        lines = drawn(status(workers=workers, **keys), *size, glyphs, view).lines
+        assert len(lines) == size[1]
+        assert max(line.cell_len for line in lines) <= max(size[0], 80)
+        text = "\n".join(line.plain for line in lines)
+        text.encode(glyphs.encoding)
+        assert all(line.plain.isprintable() for line in lines)
+
+
+class TestTable:
+    def test_a_long_name_leaves_room_for_all_that_is_essential(self) -> None:
+        crew = [worker("mac-mini-of-the-second-floor", host="mac.second.floor.example.org")]
+        text = "\n".join(line.plain for line in drawn(document(1, workers=crew)).lines)
+        for title in ESSENTIAL:
+            assert title in text
+        assert re.search(r"mac\S*…\S*floor", text)
+
+    def test_mark_goes_to_the_neighbour_of_a_worker_that_left(self) -> None:
+        view = View(marked="b")
+        crew = [Worker(name) for name in "abc"]
+        assert view.settle(view.rows(crew), 5) == 1
+        assert view.settle(view.rows([crew[0], crew[2]]), 5) == 1
+        assert view.marked == "c"
+        assert view.settle(view.rows([crew[0]]), 5) == 0
+        assert view.marked == "a"
+        assert view.settle([], 5) == -1
+        assert view.marked is None
+
+    def test_window_follows_the_mark(self) -> None:
+        view = View()
+        rows = [Worker(f"w{n}") for n in range(10)]
+        view.settle(rows, 3)
+        for by, offset in ((2, 0), (1, 1), (6, 7), (-1, 7), (-2, 6), (-9, 0)):
+            view.move(by, rows)
+            view.settle(rows, 3)
+            assert view.offset == offset, (by, view.marked)
+
+    def test_orders(self) -> None:
+        crew = [
+            Worker("a", health="ok", round=5, steps_per_s=2.0, loss=1.0, beat_age_s=1.0),
+            Worker("b", health="lost", round=None, steps_per_s=None, loss=math.nan, staleness=2),
+            Worker("c", health="odd", round=4, steps_per_s=1.0, loss=2.0, bytes_up=9, host="A"),
+            Worker("d", health="slow", round=4, steps_per_s=3.0, loss=None, beat_age_s=9.0),
+        ]
+        found = {
+            order.column: "".join(w.id for w in View(order=n).rows(crew))
+            for n, order in enumerate(ORDERS)
+        }
+        assert found == {
+            "WORKER": "abcd",
+            "HEALTH": "bdca",
+            "HOST": "abdc",
+            "ROUND": "bcda",
+            "ST/S": "bcad",
+            "LOSS": "cabd",
+            "BEAT": "dabc",
+            "OLD": "bacd",
+            "TX/S": "cabd",
+        }
+
+
+class TestNotation:
+    def test_sparkline_spans_its_values(self) -> None:
+        assert UTF8.spark([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
+        assert UTF8.spark([1, 2, 3, 4, 5, 6, 7, 8], 3) == "▁▅█"
+        assert ASCII.spark([0, 1], 4) == "_#  "
+        assert UTF8.spark([5.0, 5.0], 3) == "▄▄ "
+        assert UTF8.spark([1.0, None, math.nan, 2.0], 4) == "▁  █"
+        assert UTF8.spark([0.0, 0.0], 2) == "▁▁"
+        assert UTF8.spark([], 3) == "   "
+        assert UTF8.spark([-1.7e308, 1.7e308], 2) == "▁█"
+        assert UTF8.spark([0.0, 5e-324], 2) == "▅▅", "no room between the two"
+
+    def test_curve_of_several_lines_stacks(self) -> None:
+        assert UTF8.chart([0, 7, 8, 15], 4, 2) == ["  ▁█", "▁███"]
+        assert UTF8.chart([0.0, None], 3, 2) == ["   ", "▁  "]
+
+    def test_values_beyond_a_scale_leave_a_sign(self) -> None:
+        assert UTF8.chart([99.0, 1.0, 8.0, -99.0], 4, 1, (1.0, 8.0)) == ["↑▁█↓"]
+        assert UTF8.chart([99.0, 0.0, 15.0], 3, 2, (0.0, 15.0)) == ["↑ █", "█▁█"]
+        assert ASCII.chart([1e308, 0.0, 1.0, -1e308], 4, 1, (0.0, 1.0)) == ["^_#v"]
+
+    @pytest.mark.parametrize("glyphs", [UTF8, ASCII])
+    def test_first_round_does_not_flatten_the_curve(self, glyphs: Glyphs) -> None:
+        """A loss of 10.8, and then the ones that people want to see."""
+        losses = [10.8, 5.5] + [3.0 - 0.02 * n for n in range(10)]
+        series = RunSeries()
+        for number, loss in enumerate(losses, start=1):
+            closed = {"number": number, "seconds": 40.0, "loss": loss}
+            series.update(snapshot(number, last_round=closed), float(number))
+        news = document(99, last_round=closed)
+        small = "\n".join(line.plain for line in drawn(news, 80, 24, glyphs, series=series).lines)
+        assert "loss " in small
+        curve = re.search(r"loss [\d.]+ (\S+)", small)
+        assert curve is not None
+        assert curve[1].startswith(glyphs.above * 2), (
+            "the first two are off the scale, and it says so"
+        )
+        assert len(set(curve[1][-6:])) >= 4, "the others are told apart"
+        large = "\n".join(line.plain for line in drawn(news, 140, 40, glyphs, series=series).lines)
+        assert f"loss 2.820  2.820 to 3.000{glyphs.above}" in large
+
+    def test_chosen_ascii_has_no_other_sign(self) -> None:
+        text = "\n".join(line.plain for line in drawn(document(1), 140, 40, ASCII).lines)
+        assert text.isascii()
+
+
+class TestLines:
+    def test_parts_fit_or_a_sign_stands_for_them(self) -> None:
+        parts = [Text("one"), Text("two"), Text("three")]
+        shown = [one_line(Text("row"), parts, width, UTF8).plain for width in (26, 24, 19, 15)]
+        assert shown == [
+            "row       one  two  three",
+            "row       one  two …",
+            "row       one …",
+            "row       one …",
+        ]
+
+    def test_ends_stand_apart_and_the_right_one_is_whole(self) -> None:
+        for width in range(8, 30):
+            line = apart(Text("a long beginning"), Text("the end"), width, UTF8).plain
+            assert cell_len(line) == width
+            assert line.endswith("the end")
+
+    def test_blocks_stand_side_by_side(self) -> None:
+        left, right = [Text("a"), Text("bb")], [Text("ccc")]
+        lines = beside([(left, 3), (right, 3)])
+        assert [line.plain for line in lines] == ["a    ccc", "bb"]
+
+
+class TestKeys:
+    @pytest.mark.parametrize("readonly", [False, True])
+    @pytest.mark.parametrize("replay", [False, True])
+    @pytest.mark.parametrize("glyphs", [UTF8, ASCII])
+    def test_footer_fits_80_columns(self, readonly: bool, replay: bool, glyphs: Glyphs) -> None:
+        keys = keys_for(readonly=readonly, replay=replay)
+        for width in (80, 100, 140):
+            for paused in (False, True):
+                line = footer(keys, width, glyphs, paused=paused, frozen=paused)
+                assert line.cell_len <= width
+        assert ("Kick" in line.plain) is not (readonly or replay)
+
+    def test_no_key_means_two_things(self) -> None:
+        for replay in (False, True):
+            names = [
+                name
+                for key in keys_for(readonly=False, replay=replay)
+                for name in key.names.split(",")
+            ]
+            assert len(names) == len(set(names))
+        assert {key.action for key in KEYS} >= {
+            "kick",
+            "save",
+            "rate",
+            "pause",
+            "shutdown",
+            "freeze",
+        }
+
+
+class TestCpu:
+    def test_is_the_share_of_a_core_over_the_last_seconds(self) -> None:
+        cpu = CpuUse()
+        assert cpu.value is None
+        for second in range(20):
+            loop = {"cpu_s": second * (0.1 if second < 10 else 0.5)}
+            cpu.update(snapshot(second + 1, uptime_s=float(second), loop=loop))
+        assert cpu.value == pytest.approx(0.5)
+
+    def test_another_life_of_the_broker_begins_anew(self) -> None:
+        cpu = CpuUse()
+        cpu.update(snapshot(1, uptime_s=1.0))
+        cpu.update(snapshot(2, uptime_s=2.0))
+        cpu.update(snapshot(1, epoch="cd", uptime_s=0.5, loop={"cpu_s": 0.1}))
+        assert cpu.value is None
+        cpu.update(snapshot(2, epoch="cd", uptime_s=0.5, loop={"cpu_s": 0.2}))
+        assert cpu.value is None, "no time has passed"

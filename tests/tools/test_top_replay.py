@@ -1,0 +1,218 @@
+"""A past run in the full screen, and printed: `diloco-top --replay`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timezone
+from pathlib import Path
+
+import pytest
+from tools.test_top_once import top
+
+from diloco_tools.feed.replay import Moment
+from diloco_tools.top.playing import SPEEDS, Player
+from kit.top_screen import SIZES, Stage, matches, snapshot
+
+BEGAN = 1_790_000_000.0
+both = pytest.mark.parametrize("size", SIZES, ids=["80x24", "140x40"])
+
+
+def moments(count: int = 50) -> list[Moment]:
+    """A round every forty seconds."""
+    return [
+        Moment(BEGAN + 40 * n, replace(snapshot(n + 1), uptime_s=40.0 * n)) for n in range(count)
+    ]
+
+
+def history(folder: Path, rounds: int = 6) -> Path:
+    """The lines that a broker writes."""
+    head = {"at": BEGAN, "epoch": "ab12"}
+    worker = {"id": "a100-0", "host": "cellar", "step": 500, "steps_per_s": 12.0, "loss": 2.5}
+    lines = [
+        {
+            "kind": "start",
+            "version": "0.1.0",
+            "run": "3fa2c1d09b11",
+            "mode": "sync",
+            "settings": {"outer": {"optimizer": "nesterov", "lr": 0.7}, "sync_every": 500},
+            "model": {"parameters": 151_200_000},
+        }
+        | head
+    ]
+    for n in range(rounds):
+        at = {"at": BEGAN + 40 * (n + 1), "epoch": "ab12"}
+        lines.append(
+            at
+            | {
+                "kind": "round",
+                "number": n,
+                "fragment": 0,
+                "version": n + 1,
+                "seconds": 40.0,
+                "averaged": 1,
+                "weight": 1.0,
+                "loss": 3.0 - n / 10,
+                "alive": 1,
+                "bytes_up": 10**9 * n,
+                "bytes_down": 10**9 * n,
+                "workers": [worker],
+            }
+        )
+    lines.append({"kind": "stop", "at": BEGAN + 300, "epoch": "ab12", "text": "SIGTERM"})
+    path = folder / "history.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+class TestPlayer:
+    def test_plays_as_time_passes_and_stops_at_the_end(self) -> None:
+        player = Player(moments(), now=0.0)
+        assert (player.index, player.playing, player.speed) == (0, True, 5)
+        player.tick(0.1)
+        assert player.index == 0
+        player.tick(1.0)
+        assert player.index == 5
+        player.tick(1.3)
+        assert player.index == 6
+        player.tick(60.0)
+        assert (player.index, player.playing) == (49, False)
+        player.toggle(60.0)
+        assert (player.index, player.playing) == (0, True), "at the end, from the beginning"
+
+    def test_stops_goes_on_and_steps(self) -> None:
+        player = Player(moments(), now=0.0)
+        player.toggle(0.0)
+        player.tick(100.0)
+        assert player.index == 0
+        player.step(3)
+        player.step(-1)
+        assert player.index == 2
+        player.step(-10)
+        assert player.index == 0
+        player.last()
+        assert player.index == 49
+        player.first()
+        player.toggle(100.0)
+        player.tick(100.2)
+        assert player.index == 1
+
+    def test_speeds_have_bounds(self) -> None:
+        player = Player(moments(), now=0.0)
+        for _ in range(20):
+            player.change_speed(1, 0.0)
+        assert player.speed == SPEEDS[-1]
+        for _ in range(20):
+            player.change_speed(-1, 0.0)
+        assert player.speed == SPEEDS[0]
+
+    def test_curves_are_the_same_from_either_side(self) -> None:
+        forth, back = Player(moments(), now=0.0), Player(moments(), now=0.0)
+        for _ in range(30):
+            forth.step(1)
+            forth.picture()
+        back.last()
+        back.picture()
+        back.step(-19)
+        for player in (forth, back):
+            assert player.index == 30
+            model, series, cpu = player.picture()
+            assert model.snapshot is not None
+            assert model.snapshot.sequence == 31
+            assert [point.number for point in series.rounds] == [371 + n for n in range(31)]
+            assert cpu.value is not None
+        assert forth.picture()[1].rounds == back.picture()[1].rounds
+
+    def test_one_moment_is_shown_and_not_played(self) -> None:
+        player = Player(moments(1), now=0.0)
+        player.tick(10.0)
+        player.toggle(10.0)
+        player.last()
+        assert (player.index, player.playing) == (0, False)
+
+
+class TestScreen:
+    def stage(self, count: int = 50) -> Stage:
+        made = Stage(
+            address="run/history.jsonl", zone=timezone.utc, player=Player([*moments(count)], 0.0)
+        )
+        made.clock.now = 0.0
+        return made
+
+    @both
+    def test_keys_go_through_the_history(self, size: tuple[int, int]) -> None:
+        async def script(stage: Stage) -> None:
+            head = stage.lines()[0]
+            assert "run 3fa2c1d0  151M  sync" in head
+            assert "REPLAY 2026-09-21 14:13:20  1/50 ▶ x5" in head
+            await stage.press("space")
+            assert "1/50 stopped" in stage.lines()[0]
+            await stage.press("right", "right")
+            assert "REPLAY 2026-09-21 14:14:40  3/50 stopped" in stage.lines()[0]
+            await stage.press("left")
+            assert "2/50" in stage.lines()[0]
+            await stage.press("shift+right")
+            assert "12/50" in stage.lines()[0]
+            await stage.press("shift+left", "end")
+            assert "50/50" in stage.lines()[0]
+            matches(f"top_replay_{size[0]}x{size[1]}.txt", stage.lines())
+            await stage.press("home")
+            assert "1/50" in stage.lines()[0]
+            await stage.press("plus", "minus", "minus", "space")
+            assert "▶ x2" in stage.lines()[0]
+            stage.clock.now += 2.0
+            await stage.until(lambda: "5/50" in stage.lines()[0])
+
+        self.stage().play(script, size, fill=False)
+
+    @pytest.mark.parametrize("key", ["k", "s", "l", "p", "S", "ctrl+x"])
+    def test_nothing_can_be_steered(self, key: str) -> None:
+        async def script(stage: Stage) -> None:
+            assert "Kick" not in stage.text()
+            await stage.press(key)
+            assert "This is a history: there is nothing to steer." in stage.text()
+            assert not stage.broker.requests
+
+        self.stage().play(script, fill=False)
+
+    def test_table_may_be_sorted_filtered_and_looked_into(self) -> None:
+        async def script(stage: Stage) -> None:
+            await stage.press("space", "o")
+            assert stage.workers()[0] == "mac-mini"
+            await stage.press("slash", *"xeon", "enter", "enter")
+            assert "Worker xeon" in stage.text()
+            await stage.press("escape", "f", "question_mark")
+            assert "play the history" in stage.text()
+            assert "checkpoint now" not in stage.text()
+
+        self.stage().play(script, fill=False)
+
+
+class TestPrinted:
+    def test_once_prints_the_end(self, tmp_path: Path) -> None:
+        path = history(tmp_path)
+        result = top("--replay", str(path))
+        assert "round 5" in result.stdout
+        assert "loss 2.500" in result.stdout
+        assert "The broker stopped: SIGTERM" in result.stdout
+        assert "history.jsonl  run 3fa2c1d0  sync" in result.stdout
+
+    def test_json_follow_prints_every_moment(self, tmp_path: Path) -> None:
+        result = top("--replay", str(history(tmp_path)), "--json", "--follow")
+        lines = [json.loads(line) for line in result.stdout.splitlines()]
+        assert len(lines) == 8
+        rounds = [line["last_round"]["number"] for line in lines if line.get("last_round")]
+        assert rounds == [0, 1, 2, 3, 4, 5, 5]
+        assert all("monitor" in line for line in lines)
+
+    @pytest.mark.parametrize("text", [None, "", "garbage\n"])
+    def test_what_is_no_history_exits_2_with_one_sentence(
+        self, tmp_path: Path, text: str | None
+    ) -> None:
+        path = tmp_path / "history.jsonl"
+        if text is not None:
+            path.write_text(text)
+        result = top("--replay", str(path))
+        assert result.exit_code == 2
+        (sentence,) = result.stderr.splitlines()
+        assert "history.jsonl" in sentence

@@ -1,0 +1,180 @@
+"""Square brackets of strangers are text: no display takes them for markup, nor ours for theirs."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.text import Text
+from test_architecture import modules
+from tools.test_bench import report
+from tools.test_demo import RESULTS
+from tools.test_exporter import exported
+from tools.test_top_once import drawn, frame, status, worker
+
+import diloco_broker.cli.app
+import diloco_tools.bench.cli
+import diloco_tools.chaos.cli
+import diloco_tools.dashboard.cli
+import diloco_tools.demo.cli
+import diloco_tools.exporter.cli
+import diloco_tools.top.cli
+from diloco_broker.cli.status_text import as_text
+from diloco_tools.bench.figures import figure
+from diloco_tools.bench.table import tables, targets_table
+from diloco_tools.demo.display import Display
+from diloco_tools.exporter.labels import label_value
+from diloco_tools.feed.model import parse_snapshot
+from diloco_tools.terminal import console
+from diloco_tools.top.steering import Answer
+from kit.top_screen import LARGE, Stage
+
+# What Rich or Textual would take for a style, an end of one, a variable of a theme, or an emoji.
+NAMES = ["[red]x", "[RED]x[/]", "[$primary]x", "[/]", "w[0]", "x\\", ":boom:", "[@click=app.quit]x"]
+EVERY_NAME = pytest.mark.parametrize("name", NAMES)
+COMMANDS = {
+    "diloco-broker": diloco_broker.cli.app.app,
+    "diloco-bench": diloco_tools.bench.cli.app,
+    "diloco-dashboard": diloco_tools.dashboard.cli.app,
+    "diloco-demo": diloco_tools.demo.cli.app,
+    "diloco-exporter": diloco_tools.exporter.cli.app,
+    "diloco-top": diloco_tools.top.cli.app,
+    "chaos": diloco_tools.chaos.cli.app,
+}
+
+
+def strangers(name: str) -> dict[str, Any]:
+    """A snapshot in which all that somebody else has chosen is `name`."""
+    return status(
+        run=name,
+        workers=[worker(name, host=name, state=name, health=name, extra={name: name})],
+        round={
+            "number": 3,
+            "expected": [name, "b"],
+            "missing": [name],
+            "phase": "open",
+            "arrived": [],
+            "age_s": 1.0,
+        },
+        rejections=[{"age_s": 1.0, "worker": name, "code": name, "text": name}],
+        events=[{"sequence": 1, "age_s": 1.0, "level": "error", "text": name}],
+        checkpoint={"folder": name, "round": 3, "age_s": 1.0, "error": name},
+    )
+
+
+def without_matplotlib(*_: object) -> bool:
+    raise ImportError("No module named 'matplotlib'")
+
+
+@pytest.mark.parametrize("module", ["demo", "bench"])
+def test_extra_to_install_is_named_whole(
+    module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "[red]runs[bold]"
+    folder.mkdir()
+    out = io.StringIO()
+    shown = console(file=out, width=200)
+    if module == "demo":
+        monkeypatch.setattr(diloco_tools.demo.cli, "draw", without_matplotlib)
+        diloco_tools.demo.cli.write(RESULTS, folder, shown)
+    else:
+        monkeypatch.setattr(diloco_tools.bench.cli, "draw", without_matplotlib)
+        diloco_tools.bench.cli.write(report(skipped=("[red]x",)), folder / "all", shown)
+        assert "[red]x\n" in out.getvalue()
+        assert "[red]x\n" in (folder / "all.txt").read_text()
+    assert "pip install 'diloco-broker[plot]'" in out.getvalue()
+    assert f"are in {folder}\n" in out.getvalue()
+
+
+@EVERY_NAME
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_says_what_it_is_given(name: str, is_terminal: bool) -> None:
+    out = io.StringIO()
+    with Display(console(file=out, width=200, force_terminal=is_terminal)) as display:
+        display.say(f"said {name}")
+        display.show(name, 1, 2, f"loss {name}")
+    assert f"said {name}" in out.getvalue()
+    if is_terminal:  # without one, lines come every few seconds
+        assert out.getvalue().count(name) >= 3
+
+
+@EVERY_NAME
+def test_tables_show_rows_as_they_are(name: str) -> None:
+    out = io.StringIO()
+    figures = [figure(name, name, name, 9.0, "ms", "turn")]
+    for table in (*tables(report(*figures)), targets_table(report(*figures))):
+        console(file=out, width=200).print(table)
+    assert out.getvalue().count(name) == 4
+    assert "NOT MET" in out.getvalue() and "[bold" not in out.getvalue()
+
+
+@EVERY_NAME
+def test_one_screen_and_status_show_names_as_they_are(name: str) -> None:
+    text = drawn(strangers(name), width=200)
+    for line in (f"run {name[:8]}", f"missing {name}", f"NOT SAVED: {name}", f"error: {name}"):
+        assert line in text
+    assert f"{name}: {name}" in text
+    assert f"\n{name} " in text
+    told = as_text(strangers(name))
+    assert f"missing {name}" in told and f"\n{name} " in told and f"NOT WRITTEN: {name}" in told
+
+
+@EVERY_NAME
+def test_full_screen_and_its_dialogs_show_names_as_they_are(name: str) -> None:
+    async def script(stage: Stage) -> None:
+        await stage.hears(parse_snapshot(frame(strangers(name) | {"sequence": 50})), after_s=1.0)
+        await stage.sees(f">{name} ", f"run {name[:8]}", f"error: {name}", f"{name}: {name}")
+        await stage.press("enter")
+        await stage.sees(f"Worker {name} ", f"id             {name}", f"{name[:14]:<15}{name}")
+        await stage.press("escape", "k")
+        await stage.sees(f"Kick {name} on {name}?")
+        stage.broker.answer = Answer(False, f"There is no {name}.")
+        await stage.press("y")
+        await stage.sees(f"There is no {name}.")
+        await stage.press("S")
+        await stage.sees(f"Type {name[:8]} and press enter")
+
+    Stage().play(script, LARGE)
+
+
+@EVERY_NAME
+def test_metrics_have_names_as_they_are(name: str) -> None:
+    labels = {label for _, values in exported(strangers(name)) for label in values}
+    assert label_value(name) == name and name in labels
+
+
+def test_no_console_reads_markup() -> None:
+    """Whoever prints for people takes `terminal.console`, and asks for styles with `Text`."""
+    for _, path in modules():
+        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
+            called = call.func.id if isinstance(call.func, ast.Name) else ""
+            given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+            where = f"{path.name}:{call.lineno}"
+            assert called != "Console" or path.name == "terminal.py", f"{where} makes a console"
+            assert called != "TextColumn" or given.get("markup") == "False", f"{where} reads markup"
+
+
+def commands(app: typer.Typer) -> Iterator[Any]:
+    waiting: list[Any] = [typer.main.get_command(app)]
+    while waiting:
+        each = waiting.pop()
+        waiting += getattr(each, "commands", {}).values()
+        yield each
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_keeps_its_square_brackets(name: str) -> None:
+    """The help of a command is read as markup: what stands there must come out whole."""
+    for command in commands(COMMANDS[name]):
+        said = [command.help, command.epilog, command.short_help]
+        for parameter in command.params:
+            said += [getattr(parameter, "help", None), getattr(parameter, "rich_help_panel", None)]
+        for text in said:
+            plain = inspect.cleandoc(text or "")
+            assert Text.from_markup(plain).plain == plain.replace("\\[", "["), command.name

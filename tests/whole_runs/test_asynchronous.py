@@ -1,0 +1,359 @@
+"""Asynchronous runs over real sockets equal the formulas, with a scripted order and staleness.
+
+One thread drives all workers, so that the order in which pseudo-gradients are applied is known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+
+from diloco_broker import Broker
+from diloco_worker import DiLoCoClient, DiLoCoWorker
+from kit.reference import (
+    Buffered,
+    ByTorch,
+    DelayedNesterov,
+    GlobalModel,
+    MakeOuter,
+    Outcome,
+    Plan,
+    State,
+    Trainee,
+    asynchronous,
+    difference,
+    nesterov,
+    put,
+    state_of,
+    streaming,
+    without_momentum,
+)
+from kit.whole_run import (
+    PATIENCE_S,
+    adamw,
+    assert_same,
+    joined,
+    make_config,
+    mlp,
+    run,
+    sgd,
+    strided,
+    trainee,
+    trainees,
+)
+
+WORKERS = 3
+# Who sends next: each is overtaken now and then, by up to four pseudo-gradients of the others.
+ORDER = [0, 1, 2, 0, 0, 1, 0, 2, 0, 0, 1, 0, 2, 1, 1, 2]
+LR, MU = 0.3, 0.6
+RATES: dict[str, Any] = {"outer_lr": LR, "outer_momentum": MU}
+
+
+def alternating(pieces: int) -> list[tuple[int, int]]:
+    """(worker, fragment) of each push: every worker goes through the fragments, each from another."""
+    pushes = dict.fromkeys(range(WORKERS), 0)
+    order = []
+    for worker in ORDER:
+        order.append((worker, (pushes[worker] + worker) % pieces))
+        pushes[worker] += 1
+    return order
+
+
+def poly(staleness: int) -> float:
+    return float((1 + staleness) ** -0.5)
+
+
+def unweighted(staleness: int) -> float:
+    return 1.0
+
+
+def assert_near(got: State, wanted: State, when: str) -> None:
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        far = (got[name].double() - tensor.double()).abs()
+        assert (far <= 1e-6 + 1e-4 * tensor.abs()).all(), f"{name} {when} is off by {far.max():.3g}"
+
+
+def drive(
+    broker: Broker,
+    order: Sequence[tuple[int, int]],
+    fragments: Sequence[Sequence[str]],
+    make_outer: MakeOuter,
+    make_trainees: Callable[[int], list[Trainee]] = trainees,
+    scale: Callable[[int], float] = unweighted,
+) -> list[int]:
+    """Let a worker train, send a fragment and pull everything, again and again.
+
+    After each pull the global parameters, their versions and the staleness shown are compared.
+
+    Args:
+        order: (worker, fragment) of each push.
+        scale: from the staleness what a pseudo-gradient is multiplied with.
+
+    Returns:
+        The staleness of each push.
+    """
+    ours, twins = make_trainees(WORKERS), make_trainees(WORKERS)
+    world = GlobalModel(twins[0].model, fragments, make_outer, share=1 / WORKERS)
+    held = [list(world.versions) for _ in range(WORKERS)]
+    ages = []
+    with joined(broker, ours[0].model, WORKERS) as clients:
+        for number, (worker, fragment) in enumerate(order):
+            deltas = []
+            for each in (ours[worker], twins[worker]):
+                start = state_of(each.model)
+                each.step()
+                each.step()
+                deltas.append(difference({n: start[n] for n in fragments[fragment]}, each.model))
+            clients[worker].push(deltas[0], fragment=fragment)
+            got = clients[worker].pull()
+            put(ours[worker].model, got.tensors)
+
+            ages.append(world.versions[fragment] - held[worker][fragment])
+            world.advance(fragment, deltas[1:], [1.0], scale(ages[-1]))
+            held[worker] = list(world.versions)
+            put(twins[worker].model, world.values)
+
+            assert_near(got.tensors, world.values, f"after push {number}")
+            assert [each.counter for each in got.versions.values()] == world.versions
+            shown = clients[worker].status()
+            assert shown["last_round"]["staleness"] == ages[-1]
+            assert shown["workers"][worker]["id"] == f"w{worker}"
+            assert shown["workers"][worker]["staleness"] == ages[-1]
+            assert [each["gradients"] for each in shown["fragments"]] == world.versions
+    return ages
+
+
+@pytest.mark.parametrize(
+    ("options", "make_outer"),
+    [
+        (RATES, lambda _: DelayedNesterov(LR, MU, WORKERS)),
+        (RATES | {"dn_c": 1 / WORKERS}, lambda _: DelayedNesterov(LR, MU, WORKERS, 1 / WORKERS)),
+        (
+            RATES | {"dn_variant": "direct"},
+            lambda _: Buffered(nesterov(LR, MU)(0), WORKERS, direct=LR),
+        ),
+        (RATES | {"outer": "fedbuff", "dn_buffer": 4}, lambda _: Buffered(nesterov(LR, MU)(0), 4)),
+        ({"outer_lr": LR, "outer": "sgd"}, without_momentum(LR, WORKERS)),
+        (RATES | {"outer": "nesterov"}, nesterov(LR, MU)),
+    ],
+    ids=["dn", "dn c=1/N", "dn direct", "fedbuff", "sgd", "nesterov"],
+)
+def test_each_outer_optimizer_follows_its_formula_with_stale_work(
+    options: dict[str, Any], make_outer: MakeOuter
+) -> None:
+    with Broker(make_config(mode="async", workers=WORKERS, **options)) as broker:
+        ages = drive(broker, alternating(1), strided(1), make_outer)
+    assert max(ages) == 4 and min(ages) == 0
+
+
+def normed(workers: int) -> list[Trainee]:
+    """With a BatchNorm: float buffers, of which each worker gives its share, and an integer."""
+    made = []
+    for worker in range(workers):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+        made.append(trainee(model, sgd(model), worker))
+    return made
+
+
+NORMED = [
+    ["0.weight", "0.bias", "3.weight", "3.bias"],
+    ["1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"],
+]
+
+
+@pytest.mark.parametrize("weight", ["none", "poly"])
+def test_fragments_have_a_buffer_and_a_staleness_each(weight: str) -> None:
+    """With `poly` a pseudo-gradient that is s versions old counts (1 + s)^-1/2."""
+    config = make_config(
+        mode="async", workers=WORKERS, num_fragments=2, staleness_weight=weight, **RATES
+    )
+    with Broker(config) as broker:
+        ages = drive(
+            broker,
+            alternating(2),
+            NORMED,
+            lambda _: DelayedNesterov(LR, MU, WORKERS),
+            normed,
+            poly if weight == "poly" else unweighted,
+        )
+    assert max(ages) >= 2
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_gradients_from_one_base_make_one_synchronous_step(pieces: int) -> None:
+    """Delayed Nesterov with c = 0: eta (mean g + mu m) over the N pushes of each buffer."""
+    fragments = strided(pieces)
+    ours, twins = trainees(WORKERS), trainees(WORKERS)
+    world = GlobalModel(twins[0].model, fragments, nesterov(LR, MU))
+    config = make_config(mode="async", workers=WORKERS, num_fragments=pieces, **RATES)
+    with Broker(config) as broker, joined(broker, ours[0].model, WORKERS) as clients:
+        for cycle in range(4):
+            start = state_of(ours[0].model)
+            for each in (*ours, *twins):
+                each.step()
+            for fragment, names in enumerate(fragments):
+                for client, each in zip(clients, ours, strict=True):
+                    base = {name: start[name] for name in names}
+                    client.push(difference(base, each.model), fragment=fragment)
+                base = world.base(fragment)
+                deltas = [difference(base, each.model) for each in twins]
+                world.advance(fragment, deltas, [1.0] * WORKERS)
+            for client in clients:
+                client.pull()  # what contains its own pushes; then what contains everybody's
+            for client, each, twin in zip(clients, ours, twins, strict=True):
+                got = client.pull().tensors
+                assert_near(got, world.values, f"after cycle {cycle}")
+                put(each.model, got)
+                put(twin.model, world.values)
+
+
+def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
+    """tau = 0: whoever is at a slot waits until its own work has been applied, and for nobody else."""
+    pieces, alpha = 2, 0.25
+    plan = Plan(3, strided(pieces), alpha=alpha)
+    speeds = [0, 0, 1, 0, 2, 0, 0, 1]  # worker 0 is the fastest
+    order = [speeds[i % len(speeds)] for i in range(8 * len(speeds))]
+    config = make_config(
+        mode="async",
+        workers=WORKERS,
+        sync_every=plan.sync_every,
+        num_fragments=pieces,
+        fragment_sync_delay=0,
+        fragment_update_alpha=alpha,
+        **RATES,
+    )
+    ours = trainees(WORKERS, adamw)
+    histories: list[list[State]] = [[] for _ in ours]
+    pushes: list[tuple[int, int, int]] = []
+    with Broker(config) as broker, ExitStack() as stack:
+        observer = stack.enter_context(DiLoCoClient(broker.address, timeout=PATIENCE_S))
+        hooks = [
+            stack.enter_context(
+                DiLoCoWorker(
+                    each.model,
+                    each.optimizer,
+                    server=broker.address,
+                    worker_id=f"w{worker}",
+                    timeout=PATIENCE_S,
+                )
+            )
+            for worker, each in enumerate(ours)
+        ]
+        versions = [0] * pieces
+        for worker in order:
+            ours[worker].step()
+            histories[worker].append(state_of(ours[worker].model))
+            shown = [each["version"] for each in observer.status()["fragments"]]
+            for fragment in range(pieces):
+                if shown[fragment] > versions[fragment]:
+                    pushes.append((worker, fragment, hooks[worker].sync_metrics.staleness))
+            versions = shown
+        got = Outcome(histories, observer.pull().tensors)
+        rounds = [hook.sync_metrics.rounds for hook in hooks]
+    # The broker says which fragment each begins with.
+    begins = [next(f for w, f, _ in pushes if w == worker) for worker in range(WORKERS)]
+    wanted, sent = asynchronous(
+        trainees(WORKERS, adamw), order, plan, lambda _: DelayedNesterov(LR, MU, WORKERS), begins
+    )
+    assert pushes == sent
+    assert rounds == [sum(w == worker for w, _, _ in sent) for worker in range(WORKERS)]
+    assert max(staleness for _, _, staleness in sent) >= 3
+    assert_same(got, wanted, rtol=1e-4)
+
+
+def test_one_asynchronous_worker_is_a_synchronous_one() -> None:
+    """N = 1, so Delayed Nesterov is Nesterov; fragments, tau and alpha as in rounds."""
+    plan = Plan(7, strided(3), delay=1, alpha=0.25)
+    config = make_config(
+        mode="async",
+        sync_every=plan.sync_every,
+        num_fragments=3,
+        fragment_sync_delay=plan.delay,
+        fragment_update_alpha=plan.alpha,
+    )
+    with Broker(config) as broker:
+        got = run(broker, trainees(1, adamw), 23)
+    assert_same(got, streaming(trainees(1, adamw), 23, plan))
+
+
+Make = Callable[[int, dict[str, nn.Parameter]], Optimizer]  # from fragment and parameters
+
+
+def adam(fragment: int, named: dict[str, nn.Parameter]) -> Optimizer:
+    return Adam(named.values(), lr=0.02 * (1 + fragment))
+
+
+RATE_OF_FIRST = 0.05
+
+
+def grouped(fragment: int, named: dict[str, nn.Parameter]) -> Optimizer:
+    first, *rest = named.values()
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": RATE_OF_FIRST}, {"params": rest}]
+    return SGD(groups, lr=LR, momentum=MU, nesterov=True)
+
+
+def by_torch(make: Make) -> MakeOuter:
+    return lambda fragment: ByTorch(lambda named: make(fragment, named))
+
+
+@pytest.mark.parametrize("make", [adam, grouped])
+def test_any_torch_optimizer_steps_the_fragments_of_a_synchronous_run(make: Make) -> None:
+    plan = Plan(5, strided(2), delay=1, alpha=0.25)
+    config = make_config(
+        workers=2,
+        deterministic=True,
+        sync_every=plan.sync_every,
+        num_fragments=2,
+        fragment_sync_delay=plan.delay,
+        fragment_update_alpha=plan.alpha,
+    )
+    with Broker(config, outer_optimizer_factory=lambda p: make(p.fragment, p.named)) as broker:
+        got = run(broker, trainees(2), 17)
+    assert_same(got, streaming(trainees(2), 17, plan, by_torch(make)), exact=True)
+
+
+def delayed_by_name(fragment: int) -> DelayedNesterov:
+    first, *rest = strided(2)[fragment]
+    return DelayedNesterov({first: RATE_OF_FIRST} | dict.fromkeys(rest, LR), MU, WORKERS)
+
+
+@pytest.mark.parametrize(
+    ("options", "make", "make_outer"),
+    [
+        ({}, grouped, by_torch(grouped)),
+        ({"outer": "fedbuff"}, adam, lambda f: Buffered(by_torch(adam)(f), WORKERS)),
+        ({"outer": "dn"}, grouped, delayed_by_name),
+    ],
+    ids=["groups", "fedbuff adam", "dn groups"],
+)
+def test_any_torch_optimizer_steps_the_fragments_of_an_asynchronous_run(
+    options: dict[str, Any], make: Make, make_outer: MakeOuter
+) -> None:
+    config = make_config(mode="async", workers=WORKERS, num_fragments=2, **options)
+    with Broker(config, outer_optimizer_factory=lambda p: make(p.fragment, p.named)) as broker:
+        drive(broker, alternating(2), strided(2), make_outer)
+
+
+def test_lines_of_versions_are_in_the_log_and_leave_room_for_other_events(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="diloco.broker")
+    model = mlp()
+    zeros = {name: torch.zeros_like(value) for name, value in state_of(model).items()}
+    with Broker(make_config(mode="async")) as broker, joined(broker, model, 1) as (client,):
+        for counter in range(1, 3):
+            client.push(zeros, steps=5)
+            client.pull(after=counter - 1)
+        events = [event["text"] for event in client.status()["events"]]
+    assert "Version 1 contains the push of w0 (0 versions old)." in caplog.messages
+    assert not [text for text in events if "contain" in text]
+    assert [text for text in events if "all zeros twice in a row" in text]

@@ -1,0 +1,366 @@
+"""Nothing is lost: brokers and workers killed for real, disks that are full, checkpoints half-written.
+
+What a run has counted is read from its audit file, and computed again in plain torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from whole_runs.test_processes import a_free_address
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.storage.checkpoint import found, load
+from diloco_worker import DiLoCoClient
+from kit import process_kit
+from kit.process_kit import Nursery, wait_for
+
+LOCAL: dict[str, Any] = {
+    "bind": "tcp://127.0.0.1:*",
+    "feed": "tcp://127.0.0.1:*",
+    "chunk_elements": 16,
+    "wire_dtype": "fp32",
+}
+pytest_plugins = ("kit.process_fixtures",)
+
+SIZE = 24  # of a layer: 576 parameters, 36 chunks
+PATIENCE_S = 40.0
+
+
+class Layers(nn.Module):
+    """So many layers without biases: with as many fragments, layer i is fragment i."""
+
+    def __init__(self, layers: int = 1, size: int = SIZE) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(layers))
+        generator = torch.Generator().manual_seed(1)  # of its own: threads make models as well
+        for weight in self.parameters():
+            weight.data.copy_(torch.randn(size, size, generator=generator))
+
+
+def name_of(fragment: int) -> str:
+    return f"layers.{fragment}.weight"
+
+
+def delta(worker: int, number: int) -> Tensor:
+    """The pseudo-gradient of a worker's push 0, 1, ..."""
+    generator = torch.Generator().manual_seed(1000 * worker + number)
+    return torch.randn(SIZE, SIZE, generator=generator)
+
+
+@dataclass
+class Walker:
+    """A worker that pushes one pseudo-gradient after the other until it is told that it is enough."""
+
+    number: int
+    address: str
+    pieces: int
+    enough: threading.Event = field(default_factory=threading.Event)
+    pushes: dict[str, tuple[int, int]] = field(default_factory=dict)  # push id: fragment, number
+    done: int = 0
+    warned: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"w{self.number}"
+
+    def run(self, least: int) -> None:
+        with DiLoCoClient(self.address, worker_id=self.name, timeout=PATIENCE_S) as client:
+            client.join(Layers(self.pieces))
+            while self.done < least or not self.enough.is_set():
+                fragment = self.done % self.pieces
+                gradient = {name_of(fragment): delta(self.number, self.done)}
+                which = fragment if self.pieces > 1 else None
+                push_id = client.push(gradient, fragment=which, steps=1)
+                self.pushes[f"{push_id:016x}"] = (fragment, self.done)
+                client.pull()
+                self.done += 1
+
+
+def all_go_on(walkers: list[Walker], pushes: int) -> None:
+    """Wait until each of them has made so many more."""
+    wanted = [walker.done + pushes for walker in walkers]
+    wait_for(lambda: all(w.done >= least for w, least in zip(walkers, wanted, strict=True)))
+
+
+def history(audit: Path, fragment: int, version: list[Any] | None) -> list[dict[str, Any]]:
+    """The lines that lead to a version, the first in front."""
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    by_version = {str((each["fragment"], each["version"])): each for each in lines}
+    chain: list[dict[str, Any]] = []
+    while version is not None:
+        chain.insert(0, by_version[str((fragment, version))])
+        version = chain[0]["after"]
+    return chain
+
+
+def replay(
+    lines: list[dict[str, Any]], walkers: list[Walker], start: Tensor, rule: dict[str, float]
+) -> Tensor:
+    """The parameters of a fragment: torch's own SGD on the means of what was counted."""
+    weight = nn.Parameter(start.clone())
+    outer = torch.optim.SGD([weight], **rule, nesterov=rule["momentum"] > 0)  # type: ignore[arg-type]
+    deltas = {i: delta(w.number, n) for w in walkers for i, (_, n) in w.pushes.items()}
+    for line in lines:
+        if line["pushes"]:
+            assert all(push["chunks"] == "all" for push in line["pushes"]), "nobody has died"
+            parts = [deltas[push["push_id"]] for push in line["pushes"]]
+            weight.grad = torch.stack(parts).mean(0)
+            outer.step()
+    return weight.detach()
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "sync": {"outer": "sgd"},
+    "sync durable": {"durable": True},
+    "sync staged durable": {"durable": True, "deterministic": True},
+    "async": {"mode": "async", "outer": "sgd"},
+    "async durable": {"mode": "async", "outer": "nesterov", "durable": True},
+    "two fragments": {"num_fragments": 2, "sync_every": 8, "outer": "sgd"},
+    "two fragments durable": {"num_fragments": 2, "sync_every": 8, "durable": True},
+    "rarely saved": {"outer": "sgd", "save_every": 4},
+    "not saved": {"outer": "sgd", "save_dir": None},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_everything_counts_exactly_once_through_kills_of_the_broker(
+    nest: Nursery, tmp_path: Path, name: str
+) -> None:
+    """Killed at random moments of a round while three workers go on, and started again.
+
+    Without --durable momentum may be lost with a version that was not saved, so there the outer
+    optimizer has none; the rest is the same.
+    """
+    kills = 2
+    draw = random.Random(name)
+    pieces = RUNS[name].get("num_fragments", 1)
+    audit = tmp_path / "audit"
+    options = {"save_dir": str(tmp_path / "run"), "audit": str(audit), "workers": 3, **RUNS[name]}
+    options["bind"] = a_free_address()
+    walkers = [Walker(number, options["bind"], pieces) for number in range(3)]
+    broker = nest.broker(**options)
+    broker.address()
+    times = []
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(walker.run, 2 * pieces) for walker in walkers]
+        try:
+            for _ in range(kills):
+                all_go_on(walkers, 1)
+                threading.Event().wait(draw.uniform(0, 0.15))  # the moment is the fault
+                broker.kill()
+                began = time.monotonic()
+                broker = nest.broker(**options)
+                all_go_on(walkers, 2)  # the first may have been over when it was killed
+                times.append(time.monotonic() - began)
+        finally:
+            for walker in walkers:
+                walker.enough.set()
+        # In rounds the others wait for whoever has one push to make yet.
+        for run in runs:
+            run.result(PATIENCE_S)
+        with DiLoCoClient(options["bind"], timeout=PATIENCE_S) as client:
+            final = client.pull()
+    assert max(times) < 10, f"from the start to the second round that is over: {times} s"
+    rule = {"lr": 0.7, "momentum": 0.9}
+    if RUNS[name].get("outer") == "sgd":  # without a round to average in, each counts 1/workers
+        rule = {"lr": 0.7 / (3 if RUNS[name].get("mode") == "async" else 1), "momentum": 0.0}
+    start = Layers(pieces).state_dict()
+    counted: Counter[str] = Counter()
+    for fragment, version in final.versions.items():
+        named = [version.run, version.counter, f"{version.tag:016x}"]
+        lines = history(audit, fragment, named)
+        counted.update(push["push_id"] for line in lines for push in line["pushes"])
+        key = name_of(fragment)
+        wanted = replay(lines, walkers, start[key], rule)
+        torch.testing.assert_close(final.tensors[key], wanted, rtol=1e-4, atol=1e-4)
+    made = [push_id for walker in walkers for push_id in walker.pushes]
+    assert counted == Counter(made), "each push exactly once"
+    assert len({line["epoch"] for line in map(json.loads, audit.read_text().splitlines())}) >= 2
+
+
+def test_rewound_run_goes_on_with_workers_that_were_ahead(nest: Nursery, tmp_path: Path) -> None:
+    """Checkpoints every eight rounds: what came after the last one is given up, and nothing else."""
+    audit = tmp_path / "audit"
+    options = {"save_dir": str(tmp_path / "run"), "save_every": 8, "recover": "rewind"}
+    options |= {"audit": str(audit), "workers": 2, "bind": a_free_address()}
+    walkers = [Walker(number, str(options["bind"]), 1) for number in range(2)]
+    broker = nest.broker(**options)
+    broker.address()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(walker.run, 12) for walker in walkers]
+        try:
+            all_go_on(walkers, 11)
+            broker.kill()
+            before = {push_id for walker in walkers for push_id in walker.pushes}
+            broker = nest.broker(**options)
+            broker.says("goes on with round 8, from the checkpoint before round 8.")
+            all_go_on(walkers, 3)
+        finally:
+            for walker in walkers:
+                walker.enough.set()
+        for run in runs:
+            run.result(PATIENCE_S)
+        with DiLoCoClient(str(options["bind"]), timeout=PATIENCE_S) as client:
+            final = client.pull()
+    version = final.version
+    lines = history(audit, 0, [version.run, version.counter, f"{version.tag:016x}"])
+    rule = {"lr": 0.7, "momentum": 0.9}
+    start = Layers().state_dict()[name_of(0)]
+    wanted = replay(lines, walkers, start, rule)
+    torch.testing.assert_close(final.tensors[name_of(0)], wanted, rtol=1e-4, atol=1e-4)
+    counted = Counter(push["push_id"] for line in lines for push in line["pushes"])
+    made = {push_id for walker in walkers for push_id in walker.pushes}
+    assert max(counted.values()) == 1
+    assert made - before <= set(counted) <= made
+    assert len(before - set(counted)) >= 4, "rounds 8 and 9 at least"
+
+
+# Processes that end.
+
+
+def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
+    nest: Nursery, tmp_path: Path
+) -> None:
+    seconds = []
+    model = Layers()
+    options = {**LOCAL, "workers": 1}
+    with (
+        Broker(BrokerConfig(**options)) as broker,
+        DiLoCoClient(broker.address, worker_id="other", timeout=PATIENCE_S) as other,
+    ):
+        other.join(model)
+        for number in range(3):
+            victim = nest.start(process_kit.stay, broker.address, f"victim-{number}", model)
+            victim.says("joined")
+            other.push({name_of(0): delta(0, 2 * number)})
+            other.pull()  # a newcomer is expected from the next round
+            other.push({name_of(0): delta(0, 2 * number + 1)})
+            round_ = other.status()["round"]
+            assert (round_["phase"], round_["missing"]) == ("open", (f"victim-{number}",))
+            os.kill(victim.pid, signal.SIGKILL)
+            began = time.monotonic()
+            other.pull()
+            seconds.append(time.monotonic() - began)
+    assert statistics.median(seconds) < 2.0, seconds
+
+
+def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(nest: Nursery) -> None:
+    options = {"bind": a_free_address(), "workers": 1}
+    broker = nest.broker(**options)
+    address = broker.address()
+    with (
+        DiLoCoClient(address, worker_id="old", timeout=PATIENCE_S) as old,
+        DiLoCoClient(address, worker_id="new", timeout=PATIENCE_S) as new,
+    ):
+        old.join(Layers())
+        for number in range(3):
+            old.push({name_of(0): delta(0, number)})
+            version = old.pull().version
+        broker.kill()
+        nest.broker(**options).address()
+        assert new.join(Layers()).version == version
+
+
+def test_broker_that_was_stopped_goes_on_with_all_its_workers(nest: Nursery) -> None:
+    """SIGSTOP for longer than the heartbeat timeout, in the middle of a round."""
+    broker = nest.broker(workers=2, heartbeat_timeout=1.0)
+    model, gone_on = Layers(), threading.Event()
+
+    def trains(worker: int) -> None:
+        with DiLoCoClient(address, worker_id=f"w{worker}", timeout=PATIENCE_S) as client:
+            client.join(model)
+            for number in range(3):
+                if (worker, number) == (1, 1):
+                    assert gone_on.wait(PATIENCE_S)
+                client.push({name_of(0): delta(worker, number)})
+                client.pull()
+
+    def is_half_way(round_: dict[str, Any]) -> bool:
+        return round_["number"] == 1 and list(round_["arrived"]) == ["w0"]
+
+    address = broker.address()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(trains, worker) for worker in range(2)]
+        try:
+            with DiLoCoClient(address, timeout=PATIENCE_S) as observer:
+                wait_for(lambda: is_half_way(observer.status()["round"]))
+                served = observer.status()["uptime_s"]
+                os.kill(broker.pid, signal.SIGSTOP)
+                threading.Event().wait(2.0)
+                os.kill(broker.pid, signal.SIGCONT)
+                wait_for(lambda: observer.status()["uptime_s"] > served + 0.5)
+        finally:
+            gone_on.set()
+        for run in runs:
+            run.result(PATIENCE_S)
+    assert "dead" not in broker.output, broker.output
+    assert broker.output.count("2 of 2 expected workers averaged") == 3, broker.output
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_tells_the_workers_and_ends_with_0(
+    nest: Nursery, tmp_path: Path, how: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    broker = nest.start(process_kit.command, *serve_options(folder, "--save-every", "50"))
+    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
+        client.join(Layers())
+        for number in range(3):
+            client.push({name_of(0): delta(0, number)})
+            final = client.pull()
+        assert [path.name[-1] for path in wait_for(lambda: found(folder))] == ["0"]
+        began = time.monotonic()
+        os.kill(broker.pid, how)
+        assert broker.ends() == 0
+        assert time.monotonic() - began < 10
+        assert client._link is not None
+        wait_for(lambda: client._link.restarting)  # type: ignore[union-attr]
+        assert how.name in str(client._link.restarting)
+    image = load(found(folder)[0])
+    assert (image.number, image.fragments[0].version) == (3, final.version)
+    assert torch.equal(
+        torch.cat(list(image.fragments[0].chunks)), final.tensors[name_of(0)].flatten()
+    )
+
+
+def serve_options(folder: Path, *more: str) -> tuple[str, ...]:
+    """The daemon's command line, on free ports."""
+    address = "tcp://127.0.0.1:*"
+    where = ("--bind", address, "--feed", address, "--save-dir", str(folder))
+    return ("serve", *where, "--wire-dtype", "fp32", *more)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_at_once_though_a_save_hangs(
+    nest: Nursery, tmp_path: Path, second: signal.Signals
+) -> None:
+    options = serve_options(tmp_path / "run")
+    broker = nest.start(process_kit.command_with_a_disk_that_hangs, *options)
+    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
+        client.join(Layers())
+        for number in range(3):
+            client.push({name_of(0): delta(0, number)})
+            assert client.pull().version.counter == number + 1, "a run does not wait for its disk"
+        broker.says("hangs")
+        os.kill(broker.pid, signal.SIGTERM)
+        broker.says("Stopping")
+        began = time.monotonic()
+        os.kill(broker.pid, second)
+        assert broker.ends() == 128 + second
+        assert time.monotonic() - began < 2
+    assert [load(path).number for path in found(tmp_path / "run")] == [0]

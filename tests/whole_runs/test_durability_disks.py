@@ -1,0 +1,337 @@
+"""Disks that are full, slow or damaged: what it costs the run, and what it must not cost."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broker.storage.test_checkpoint import an_image, assert_equal
+from whole_runs.test_durability import LOCAL, PATIENCE_S, Layers, delta, name_of, serve_options
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.storage import checkpoint, writer
+from diloco_broker.storage.checkpoint import Damaged, found, load
+from diloco_broker.storage.folder_lock import LOCK, FolderLock
+from diloco_protocol import UsageError
+from diloco_worker import DiLoCoClient
+from kit import process_kit
+from kit.process_kit import Child, Nursery, wait_for
+
+pytest_plugins = ("kit.process_fixtures",)
+
+
+def test_run_goes_on_while_the_disk_is_full_and_is_saved_when_there_is_room(
+    nest: Nursery, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    broker = nest.broker(save_dir=str(folder), keep=2)
+    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
+        client.join(Layers())
+        pushes_and_pulls(client, 0, 2)
+        wait_for(lambda: client.status()["checkpoint"]["round"] == 2)
+        broker.may_write(1000)
+        pushes_and_pulls(client, 2, 5)
+        problem = wait_for(lambda: client.status()["checkpoint"]["error"])
+        assert "File too large" in problem
+        texts = [event["text"] for event in client.status()["events"]]
+        assert sum("could not be written: File too large" in text for text in texts) == 1
+        broker.says("ERROR The checkpoint before round 3 could not be written")
+        assert load(found(folder)[0]).number == 2
+        # No rubbish: what was begun is cleared away, save for what is tried right now.
+        wait_for(lambda: [path.name[0] for path in folder.iterdir() if path.is_dir()] == ["c", "c"])
+        broker.may_write(-1)
+        final = pushes_and_pulls(client, 5, 6)
+        wait_for(lambda: client.status()["checkpoint"]["round"] == 6)
+        assert client.status()["checkpoint"]["error"] is None
+        broker.says("Checkpoints are written again")
+    assert load(found(folder)[0]).fragments[0].version == final.version
+
+
+def pushes_and_pulls(client: DiLoCoClient, first: int, last: int) -> Any:
+    """These pushes of worker 0, and the parameters after them."""
+    for number in range(first, last):
+        client.push({name_of(0): delta(0, number)})
+        final = client.pull()
+    return final
+
+
+def test_durable_run_waits_for_room_and_loses_nothing(nest: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    broker = nest.broker(save_dir=str(folder), durable=True)
+    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
+        client.join(Layers())
+        pushes_and_pulls(client, 0, 1)
+        broker.may_write(1000)
+        client.push({name_of(0): delta(0, 1)})
+        wait_for(lambda: client.status()["checkpoint"]["error"])
+        assert client.status()["fragments"][0]["version"] == 1
+        broker.says("The round waits for it (--durable)")
+        broker.may_write(-1)
+        assert client.pull().version.counter == 2
+    assert load(found(folder)[0]).number == 2
+
+
+def test_file_in_the_place_of_the_folder_stops_no_run(nest: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.write_text("not a folder")
+    broker = nest.broker(save_dir=str(folder))
+    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
+        client.join(Layers())
+        pushes_and_pulls(client, 0, 3)
+        wait_for(lambda: client.status()["checkpoint"]["error"])
+        folder.unlink()
+        final = pushes_and_pulls(client, 3, 4)
+        wait_for(lambda: client.status()["checkpoint"]["error"] is None)
+    assert load(found(folder)[0]).fragments[0].version == final.version
+
+
+def test_broker_starts_and_ends_on_a_full_disk(nest: Nursery, tmp_path: Path) -> None:
+    """Neither its lock nor its audit log can be written."""
+    audit = tmp_path / "audit"
+    options = serve_options(tmp_path / "run", "--audit", str(audit))
+    broker = nest.start(process_kit.command_on_a_full_disk, *options)
+    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
+        client.join(Layers())
+        pushes_and_pulls(client, 0, 2)
+        texts = " ".join(event["text"] for event in client.status()["events"])
+        assert f"The audit log {audit} cannot be written: File too large." in texts
+        assert "checkpoint" in texts
+    os.kill(broker.pid, signal.SIGTERM)
+    assert broker.ends(20) == 0
+    assert "Traceback" not in broker.output
+
+
+def test_audit_log_says_nothing_wrong_after_a_disk_was_full(nest: Nursery, tmp_path: Path) -> None:
+    """What could not be written may be missing; what is there can be read."""
+    audit = tmp_path / "audit"
+    broker = nest.broker(audit=str(audit))
+    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
+        client.join(Layers())
+        pushes_and_pulls(client, 0, 2)
+        broker.may_write(audit.stat().st_size + 100)  # a line is cut in the middle
+        pushes_and_pulls(client, 2, 4)
+        broker.may_write(-1)
+        pushes_and_pulls(client, 4, 6)
+    broker.kill()
+    again = nest.broker(audit=str(audit))
+    with DiLoCoClient(again.address(), worker_id="w", timeout=PATIENCE_S) as client:
+        client.join(Layers())
+        pushes_and_pulls(client, 0, 1)
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    rounds = [line["round"] for line in lines if line["pushes"]]
+    assert rounds[:2] == [0, 1]
+    assert rounds[-3:] == [4, 5, 0]
+
+
+def test_line_of_the_audit_log_that_a_crash_cut_spoils_no_other(tmp_path: Path) -> None:
+    audit = tmp_path / "audit"
+    audit.write_text('{"version": ["0123", 1, "ab')
+    with (
+        Broker(BrokerConfig(**LOCAL, audit=str(audit))) as broker,
+        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
+    ):
+        client.join(Layers())
+    lines = audit.read_text().splitlines()
+    assert lines[0] == '{"version": ["0123", 1, "ab'
+    assert json.loads(lines[1])["round"] == 0
+
+
+# Checkpoints.
+
+
+def a_config(folder: Path, **options: Any) -> BrokerConfig:
+    """Durable, so that each version is saved, however slow the disk."""
+    return BrokerConfig(**{**LOCAL, "save_dir": str(folder), "durable": True, **options})
+
+
+def some_rounds(config: BrokerConfig, first: int, last: int) -> Any:
+    """A broker's life in which one worker makes these pushes; what there is at the end."""
+    with (
+        Broker(config) as broker,
+        DiLoCoClient(broker.address, worker_id="w", timeout=PATIENCE_S) as client,
+    ):
+        client.join(Layers())
+        assert client.pull().version.counter == first
+        return pushes_and_pulls(client, first, last)
+
+
+def lives_and_numbers(folder: Path) -> list[tuple[int, int]]:
+    images = [load(path) for path in found(folder)]
+    return [(image.life, image.number) for image in images]
+
+
+def test_run_goes_on_from_the_newest_or_the_one_that_is_named(tmp_path: Path) -> None:
+    some_rounds(a_config(tmp_path, keep=2), 0, 5)
+    assert lives_and_numbers(tmp_path) == [(1, 5), (1, 4)]
+    some_rounds(a_config(tmp_path, keep=2), 5, 6)
+    assert lives_and_numbers(tmp_path) == [(2, 6), (1, 5)]
+    named = str(found(tmp_path)[1])
+    some_rounds(a_config(tmp_path, keep=2, resume=named), 5, 7)
+    assert lives_and_numbers(tmp_path) == [(3, 7), (3, 6)]
+    elsewhere = tmp_path / "elsewhere"
+    some_rounds(a_config(elsewhere, resume=str(tmp_path)), 7, 8)
+    assert lives_and_numbers(elsewhere)[0][1] == 8
+    assert lives_and_numbers(tmp_path) == [(3, 7), (3, 6)]
+
+
+def test_run_that_begins_afresh_loses_nothing_of_the_one_before(tmp_path: Path) -> None:
+    one = some_rounds(a_config(tmp_path, keep=2), 0, 4)
+    other = some_rounds(a_config(tmp_path, keep=2, resume="none"), 0, 9)
+    assert one.version.run != other.version.run
+    assert lives_and_numbers(tmp_path) == [(2, 9), (2, 8), (1, 4), (1, 3)]
+    of_one = found(tmp_path)[2]
+    assert load(of_one).fragments[0].version == one.version
+    assert some_rounds(a_config(tmp_path, keep=2), 9, 10).version.run == other.version.run
+    again = some_rounds(a_config(tmp_path, keep=2, resume=str(of_one)), 4, 5)
+    assert again.version.run == one.version.run
+
+
+def test_other_number_of_fragments_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    some_rounds(a_config(tmp_path), 0, 1)
+    config = a_config(tmp_path, num_fragments=2, sync_every=8)
+    with pytest.raises(
+        UsageError, match=r"--num-fragments is 2, the checkpoint .* has 1; give the"
+    ):
+        Broker(config)
+    Broker(replace(config, resume="none")).close()
+
+
+def test_folder_has_one_broker_at_a_time_and_is_free_when_it_is_killed(
+    nest: Nursery, tmp_path: Path
+) -> None:
+    broker = nest.broker(save_dir=str(tmp_path))
+    broker.address()
+    with pytest.raises(UsageError, match=rf"process {broker.pid}\) saves to .*another --save-dir"):
+        Broker(a_config(tmp_path))
+    broker.kill()
+    Broker(a_config(tmp_path)).close()
+
+
+LARGE = {"chunk_elements": 1 << 19, "wire_dtype": "fp32", "keep": 1}
+
+
+def test_saving_each_round_makes_no_turn_of_the_loop_longer(nest: Nursery, tmp_path: Path) -> None:
+    """CPU of the loop's thread in its longest turn, as the feed has it; 5 million parameters."""
+    longest = {}
+    model = Layers(5, size=1000)
+    gradient = {name: 1e-3 * torch.randn(1000, 1000) for name in model.state_dict()}
+    for saves in (False, True):
+        folder = str(tmp_path) if saves else None
+        broker = nest.broker(**LARGE, save_dir=folder)
+        with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
+            client.join(model)
+            turns: dict[int, float] = defaultdict(float)  # by word on the feed, which begins anew
+            while len(turns) < 7:
+                client.push(gradient)
+                client.pull()
+                status = client.status()
+                number, turn = status["sequence"], status["loop"]["longest_turn_ms"]
+                turns[number] = max(turns[number], turn)
+        # Without the first, when memory is touched for the first time. Each has saves in it, so the
+        # shortest tells what they cost, and not what else the machine was busy with.
+        longest[saves] = min(list(turns.values())[2:])
+        broker.kill()
+    assert longest[True] < longest[False] + 5, longest
+    assert 1 <= len(found(tmp_path)) <= 2, "one to keep, and one that it was killed at removing"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_no_copy_of_the_model_is_made_to_save_it(nest: Nursery, tmp_path: Path) -> None:
+    """20 MB of parameters and as much momentum; the peak of the process's memory while it saves."""
+    broker = nest.broker(**LARGE, save_dir=str(tmp_path), save_every=100)
+    model = Layers(5, size=1000)
+    with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
+        client.join(model)
+        for _ in range(2):
+            client.push({name: 1e-3 * torch.randn(1000, 1000) for name in model.state_dict()})
+            client.pull()
+        Path(f"/proc/{broker.pid}/clear_refs").write_text("5")  # the peak begins anew
+        before = peak_bytes(broker)
+        assert client.control("save").ok
+        wait_for(lambda: client.status()["checkpoint"]["round"] == 2)
+        assert peak_bytes(broker) - before < 8e6
+    file = found(tmp_path)[0] / "fragment-0.safetensors"
+    assert file.stat().st_size > 40e6
+
+
+def peak_bytes(child: Child) -> int:
+    lines = Path(f"/proc/{child.pid}/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+def test_save_that_is_killed_at_any_moment_leaves_what_was_there(
+    nest: Nursery, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    draw = random.Random(5)
+    for life in range(1, 9):
+        child = nest.start(process_kit.save_for_ever, folder, life)
+        child.says(f"saved 2 of {life}")
+        threading.Event().wait(draw.uniform(0, 0.05))  # the moment is the fault
+        child.kill()
+        images = [load(path) for path in found(folder)]
+        assert images[0].life == life
+        assert images[0].number >= 2
+        for image in images:
+            assert_equal(image, replace(an_image(image.number, seed=image.number), life=image.life))
+    FolderLock(folder).release()
+    left = {path.name for path in folder.iterdir()}
+    assert left == {LOCK, *(path.name for path in found(folder))}, "rubbish is cleared away"
+
+
+def test_file_that_another_life_has_damaged_is_not_linked_to(tmp_path: Path) -> None:
+    """The newest is damaged, the broker goes on from the one before and is given the same version."""
+    old = an_image(4)
+    checkpoint.save(tmp_path, old, keep=3)
+    fresh = an_image(5, seed=1)
+    newer = checkpoint.save(tmp_path, fresh, keep=3)
+    for file in newer.glob("fragment-*"):
+        whole = file.read_bytes()
+        file.unlink()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(Damaged):
+        load(newer)
+    adopted = replace(fresh, life=old.life + 1)
+    assert_equal(load(checkpoint.save(tmp_path, adopted, keep=3)), adopted)
+
+
+def test_checkpoint_that_is_written_again_is_never_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only one there is, asked for twice: at no moment is there none."""
+    image = an_image(4)
+    checkpoint.save(tmp_path, image, keep=1)
+    rename = Path.rename
+
+    def look(self: Path, target: Path) -> Path:
+        assert found(tmp_path), "a kill at this moment would lose the run"
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", look)
+    assert_equal(load(checkpoint.save(tmp_path, image, keep=1)), image)
+
+
+def test_what_is_wrong_with_the_disk_is_the_same_sentence_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, **_: Any) -> None:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    saver = writer.Saver(FolderLock(tmp_path / "run"), 3, lambda: None)
+    for number in (4, 5):
+        saver.save(an_image(number))
+        assert saver.finish(PATIENCE_S)
+    saver.close()
+    first, second = (outcome.error for outcome in saver.outcomes)
+    assert first == second
+    assert "No space left on device" in str(first)

@@ -1,0 +1,289 @@
+"""Every float buffer of a version lies between the least and the greatest value that went into it.
+
+BatchNorm's variance is the reason: below zero it makes NaN of every evaluation.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+from diloco_broker import Broker
+from diloco_broker.tensors.outer.chunked import Nesterov
+from diloco_broker.tensors.parameters import Parameters
+from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
+from diloco_protocol.chunks import Segment
+from diloco_worker.model.flat_state import FlatState, ModelTensors
+from kit.chunked_model import a_part, read, wire
+from kit.raw_worker import Header, RawWorker
+from kit.reference import Trainee
+from kit.whole_run import joined, make_config, run
+
+MANIFEST = Manifest(
+    (
+        TensorEntry("weight", (1,), "float32", Kind.TRAINABLE),
+        TensorEntry("variance", (3,), "float32", Kind.BUFFER),
+    )
+)
+BUFFERS = 1  # the chunk of them
+
+floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
+values = st.lists(floats, min_size=3, max_size=3).map(torch.tensor)
+weights = st.floats(min_value=1e-300, max_value=1e12)
+scales = st.floats(min_value=1e-3, max_value=1.0)
+shares = st.integers(min_value=1, max_value=100).map(lambda workers: 1 / workers)
+
+
+def the_tensors(old: Tensor, share: float = 1.0) -> Parameters:
+    tensors = Parameters(
+        lay_out(MANIFEST), Nesterov(0.7, 0.9), wire="bf16", reply="bf16", share=share
+    )
+    tensors.place(0, BUFFERS, wire(old))
+    return tensors
+
+
+def assert_between(got: Tensor, among: Sequence[Tensor]) -> None:
+    stack = torch.stack(list(among))
+    assert (stack.min(0).values <= got).all(), f"{got} is below all of {among}"
+    assert (got <= stack.max(0).values).all(), f"{got} is above all of {among}"
+
+
+def several(vectors: list[Tensor]) -> st.SearchStrategy[list[tuple[Tensor, float, float]]]:
+    """Contributions of a few vectors: of equal ones any rounding that is not undone shows."""
+    one = st.tuples(st.sampled_from(vectors), weights, scales)
+    return st.lists(one, min_size=1, max_size=5)
+
+
+pools = st.lists(values, min_size=1, max_size=2)
+Sent = list[tuple[Tensor, float, float]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(old=values, sent=pools.flatmap(several))
+def test_mean_of_a_round_stays_in_the_range_of_what_reached_the_chunk(
+    old: Tensor, sent: Sent
+) -> None:
+    tensors = the_tensors(old)
+    for each, weight, _ in sent:
+        assert tensors.fold(0, BUFFERS, wire(each), weight)
+    (done,) = tensors.step(0, BUFFERS, sum(weight for _, weight, _ in sent), 0)
+    assert_between(read(done.wire), [each for each, _, _ in sent])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    old_and_groups=pools.flatmap(
+        lambda each: st.tuples(st.sampled_from(each), st.lists(several(each), max_size=3))
+    ),
+    share=shares,
+)
+def test_submissions_move_a_buffer_no_further_than_to_what_was_sent(
+    old_and_groups: tuple[Tensor, list[Sent]], share: float
+) -> None:
+    old, groups = old_and_groups
+    tensors = the_tensors(old, share)
+    parts = [[a_part(wire(v), weight=w, scale=s) for v, w, s in group] for group in groups]
+    (done,) = tensors.merge(0, BUFFERS, parts, 0)
+    assert_between(read(done.wire), [old, *(each[0] for group in groups for each in group)])
+
+
+class Gauge(nn.Module):
+    """A buffer whose values jump between 0 and 1 with each forward pass, as far apart as they can be."""
+
+    variance: Tensor
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(2)])
+        self.register_buffer("variance", torch.full((6,), 0.5))
+        self.dice = torch.Generator().manual_seed(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.variance.copy_(torch.randint(0, 2, (6,), generator=self.dice).float())
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def gauge(worker: int) -> Trainee:
+    torch.manual_seed(1)
+    model = Gauge(worker)
+    optimizer = SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
+
+    return Trainee(model, optimizer, step)
+
+
+def assert_in_unit_range(state: Mapping[str, Tensor], where: str) -> None:
+    low, high = state["variance"].aminmax()
+    assert low >= 0 and high <= 1, f"{where} the buffer reaches from {low} to {high}"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    "merge",
+    [
+        {},
+        {"fragment_update_alpha": 0.3},
+        {"fragment_merge": "rebase"},
+        {"fragment_update_alpha": 0.3, "fragment_max_delay": 3},
+        {"fragment_merge": "rebase", "fragment_max_delay": 3},
+    ],
+    ids=["put", "alpha", "rebase", "alpha late", "rebase late"],
+)
+def test_merging_under_way_keeps_buffers_in_range(mode: str, merge: dict[str, Any]) -> None:
+    """At every worker after every step, and in the global model."""
+    delay = 1 if merge else 0
+    config = make_config(
+        mode=mode, workers=3, sync_every=5, num_fragments=2, fragment_sync_delay=delay, **merge
+    )
+    with Broker(config) as broker:
+        got = run(broker, [gauge(worker) for worker in range(3)], 25)
+    for worker, history in enumerate(got.histories):
+        for step, state in enumerate(history):
+            assert_in_unit_range(state, f"at worker {worker} after step {step}")
+    assert_in_unit_range(got.final, "at the end")
+
+
+ADAM = {"outer_optimizer_factory": lambda parameters: Adam(parameters, lr=0.1)}
+STALE: dict[str, dict[str, Any]] = {
+    "sgd": {"mode": "async", "outer": "sgd"},
+    "nesterov": {"mode": "async", "outer": "nesterov"},
+    "dn": {"mode": "async", "outer": "dn", "dn_buffer": 2},
+    "dn direct": {"mode": "async", "outer": "dn", "dn_buffer": 2, "dn_variant": "direct"},
+    "fedbuff": {"mode": "async", "outer": "fedbuff", "dn_buffer": 2},
+    "of torch": {"mode": "async"} | ADAM,
+    "fedbuff of torch": {"mode": "async", "outer": "fedbuff", "dn_buffer": 2} | ADAM,
+    "poly": {"mode": "async", "staleness_weight": "poly"},
+    "window": {"mode": "async", "grace": 0.05, "staging_slots": 3},
+    "fragments": {"mode": "async", "num_fragments": 2},
+    "quorum": {"quorum": 1, "min_workers": 1},
+    "quorum weighted": {"quorum": 1, "min_workers": 1, "weight_by": "tokens"},
+    "quorum clipped": {"quorum": 1, "min_workers": 1, "aggregate": "clip-median-norm"},
+}
+
+
+@pytest.mark.parametrize("options", STALE.values(), ids=STALE.keys())
+def test_stale_and_late_work_keeps_buffers_in_range(options: dict[str, Any]) -> None:
+    """One worker sends all the time; the others now and then, from bases that are old by then."""
+    options = dict(options)
+    factory = options.pop("outer_optimizer_factory", None)
+    dice = random.Random(7)
+    config = make_config(workers=3, **options)
+    pieces = config.num_fragments
+    with (
+        Broker(config, outer_optimizer_factory=factory) as broker,
+        joined(broker, Gauge(), 3) as clients,
+    ):
+        now = clients[0].pull().tensors
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in now.items()}
+        order = [1, 2, 0] + [dice.choice((0, 0, 0, 1, 2)) for _ in range(27)]
+        for number, worker in enumerate(clients[each] for each in order):
+            sent = zeros | {"variance": torch.tensor([float(dice.random() < 0.5)] * 6)}
+            worker.push(sent, fragment=number % pieces, tokens=dice.choice((1, 1000)))
+            if worker is clients[0]:
+                now = worker.pull().tensors
+                assert_in_unit_range(now, f"after push {number}")
+
+
+# What is sent.
+
+
+def entries() -> list[Header]:
+    trained = {"name": "weight", "shape": [4], "dtype": "float32", "kind": "trainable"}
+    return [trained, {**trained, "name": "variance", "kind": "buffer"}]
+
+
+def test_buffers_of_a_push_are_values_whatever_its_base() -> None:
+    """As when a worker was stopped past its heartbeat timeout and comes back with an old delta."""
+    with (
+        Broker(
+            make_config(workers=1, chunk_elements=4, outer_lr=1.0, outer_momentum=0.0)
+        ) as broker,
+        RawWorker(broker.address, "a") as worker,
+    ):
+        welcome = worker.join(entries())
+        assert welcome["config"]["buffers"] == "values"
+        worker.donate(torch.ones(8))
+        worker.pull(8)
+        first = worker.version
+        for push_id, value in enumerate((0.75, 0.25, 0.5)):
+            worker.version = first
+            delta = torch.cat([torch.zeros(4), torch.full((4,), value)])
+            worker.push(push_id, delta, buffers="values")
+            got = worker.pull(8, after=push_id)
+            assert got.tolist() == [1.0] * 4 + [value] * 4
+
+
+@pytest.mark.parametrize("fields", [{}, {"buffers": "differences"}])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_push_of_an_earlier_release_is_refused_where_there_are_float_buffers(
+    mode: str, fields: dict[str, Any]
+) -> None:
+    with (
+        Broker(make_config(mode=mode, workers=1, chunk_elements=4)) as broker,
+        RawWorker(broker.address, "a") as worker,
+    ):
+        worker.join(entries())
+        worker.donate(torch.ones(8))
+        worker.pull(8)
+        push = {"push_id": 1, "fragment": 0, "chunks": 2, "wire_dtype": "fp32", **fields}
+        worker.send("push", session=worker.session, base=worker.version, **push)
+        error = worker.receive("error")
+        assert (error["code"], error["push_id"]) == ("bad_push", 1)
+        assert "install the same release at both ends" in error["text"]
+
+
+# Merging at a worker.
+
+
+def a_model(dtype: torch.dtype) -> tuple[nn.Module, ModelTensors, FlatState]:
+    model = Gauge().to(dtype)
+    tensors = ModelTensors.of_module(model)
+    (part,) = lay_out(tensors.manifest).fragments
+    return model, tensors, tensors.capture(part)
+
+
+six = st.lists(floats, min_size=6, max_size=6).map(torch.tensor)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    new=six,
+    local=six,
+    anchor=six,
+    alpha=st.none() | st.floats(min_value=0, max_value=1),
+    is_late=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_merge_leaves_a_buffer_between_local_and_new(
+    new: Tensor,
+    local: Tensor,
+    anchor: Tensor,
+    alpha: float | None,
+    is_late: bool,
+    dtype: torch.dtype,
+) -> None:
+    model, tensors, state = a_model(dtype)
+    model.get_buffer("variance").copy_(local)
+    start = model.get_buffer("variance").clone()
+    then = tensors.capture(state.layout)
+    state.vectors[Segment.BUFFERS].copy_(new)
+    then.vectors[Segment.BUFFERS].copy_(anchor)
+    if alpha is None:
+        tensors.rebase(state, then)
+    else:
+        tensors.blend(state, alpha, then if is_late else None)
+    assert_between(model.get_buffer("variance"), [start, new.to(dtype)])

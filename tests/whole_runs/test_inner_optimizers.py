@@ -1,0 +1,359 @@
+"""Every optimizer of torch.optim, mixed precision, accumulation, schedules: the loop, bit for bit.
+
+What counts as a step is the optimizer's business: one that the AMP scaler leaves out is none, a closure
+that is called ten times belongs to one, gradients of several batches make one. The loop in `reference`
+knows nothing of the product, so a step counted wrongly moves a boundary and shows in every later value.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer, lr_scheduler
+
+from diloco_broker import Broker
+from kit.reference import Plan, Trainee, streaming
+from kit.whole_run import assert_same, batch, make_config, mlp, run, strided
+
+ROUNDS = 20
+# An AMP scaler halves its scale until nothing overflows, from 2**24 in fp16.
+ATTEMPTS = 40
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+ACCUMULATIONS = (1, 3)
+SCHEDULES = ("constant", "steps", "one cycle", "restarts", "plateau")
+PLANS = {
+    "whole model": Plan(2, strided(1)),
+    "two fragments, delay": Plan(4, strided(2), delay=1, alpha=0.5),
+    "three fragments, rebase": Plan(6, strided(3), delay=1, alpha=None),
+}
+
+
+def several(kind: Callable[..., Optimizer], **options: Any) -> Callable[[nn.Module], Optimizer]:
+    return lambda model: kind(model.parameters(), **options)
+
+
+def in_groups(model: nn.Module) -> Optimizer:
+    weights = [p for p in model.parameters() if p.ndim > 1]
+    biases = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.03}]
+    return optim.AdamW(groups, lr=0.01)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "SGD": several(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "SGD, foreach": several(optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+    # Without momentum: torch begins with whatever lies in memory if the first fused step overflows.
+    "SGD, fused": several(optim.SGD, lr=0.05, fused=True),
+    "SGD, maximize": several(optim.SGD, lr=0.05, momentum=0.5, maximize=True),
+    "Adam, AMSGrad": several(optim.Adam, lr=0.01, amsgrad=True),
+    "Adam, foreach": several(optim.Adam, lr=0.01, foreach=True),
+    "Adam, fused": several(optim.Adam, lr=0.01, fused=True),
+    "AdamW in groups": in_groups,
+    "AdamW, fused": several(optim.AdamW, lr=0.01, fused=True),
+    "AdamW, maximize": several(optim.AdamW, lr=0.01, maximize=True),
+    "NAdam": several(optim.NAdam, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
+    "NAdam, foreach": several(optim.NAdam, lr=0.01, foreach=True),
+    "RAdam": several(optim.RAdam, lr=0.01),
+    "RAdam, foreach": several(optim.RAdam, lr=0.01, foreach=True),
+    "Adamax": several(optim.Adamax, lr=0.01),
+    "Adagrad": several(optim.Adagrad, lr=0.05, lr_decay=0.01),
+    "Adagrad, fused": several(optim.Adagrad, lr=0.05, fused=True),
+    "Adadelta": several(optim.Adadelta, lr=1.0),
+    "RMSprop": several(optim.RMSprop, lr=0.005, momentum=0.5, centered=True),
+    "RMSprop, foreach": several(optim.RMSprop, lr=0.005, foreach=True),
+    "Rprop": several(optim.Rprop, lr=0.01),
+    "ASGD": several(optim.ASGD, lr=0.05, t0=5.0),
+    "Adafactor": several(optim.Adafactor, lr=0.02),
+    "Adafactor, foreach": several(optim.Adafactor, lr=0.02, foreach=True),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How each worker trains."""
+
+    optimizer: str
+    precision: str
+    accumulation: int
+    schedule: str
+    plan: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.optimizer}; {self.precision}, {self.accumulation} batches, {self.schedule}, "
+            f"{self.plan}"
+        )
+
+
+def grid() -> list[Recipe]:
+    """Each optimizer once, and each pair of the other settings at least once."""
+    plans = list(PLANS)
+    return [
+        Recipe(
+            name,
+            PRECISIONS[number % 3],
+            ACCUMULATIONS[number % 2],
+            SCHEDULES[number % 5],
+            plans[number // 4 % 3],
+        )
+        for number, name in enumerate(OPTIMIZERS)
+    ]
+
+
+def test_grid_has_every_pair_of_settings() -> None:
+    settings = [(r.precision, r.accumulation, r.schedule, r.plan) for r in grid()]
+    known = (PRECISIONS, ACCUMULATIONS, SCHEDULES, tuple(PLANS))
+    for a, b in itertools.combinations(range(4), 2):
+        assert {(s[a], s[b]) for s in settings} == set(itertools.product(known[a], known[b]))
+
+
+def schedule_of(name: str, optimizer: Optimizer) -> Any:
+    steps = ROUNDS * 2
+    match name:
+        case "steps":
+            return lr_scheduler.StepLR(optimizer, 7, gamma=0.5)
+        case "one cycle":
+            cycles = any(key in optimizer.defaults for key in ("momentum", "betas"))
+            has_momentum = cycles and optimizer.defaults.get("momentum", 1) != 0
+            return lr_scheduler.OneCycleLR(
+                optimizer, max_lr=0.02, total_steps=steps + 1, cycle_momentum=has_momentum
+            )
+        case "restarts":
+            return lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5)
+        case "plateau":
+            return lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+        case _:
+            return None
+
+
+class Training:
+    """A user's training loop; `step` goes on until the optimizer has made one."""
+
+    def __init__(self, recipe: Recipe, worker: int) -> None:
+        torch.manual_seed(0)
+        self.model = mlp()
+        self.optimizer = OPTIMIZERS[recipe.optimizer](self.model)
+        self.schedule = schedule_of(recipe.schedule, self.optimizer)
+        self.scaler = (
+            GradScaler("cpu", init_scale=2.0**24, growth_interval=4)
+            if recipe.precision == "fp16"
+            else None
+        )
+        self.recipe, self.worker = recipe, worker
+        self.batches = itertools.count()
+        self.left_out = 0
+
+    def trainee(self) -> Trainee:
+        return Trainee(self.model, self.optimizer, self.step)
+
+    def loss(self) -> Tensor:
+        x = batch(self.worker, next(self.batches))
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.recipe.precision)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            y = self.model(x)
+        loss: Tensor = (y.float() - x.sum(1, keepdim=True).sin()).pow(2).mean()
+        return -loss if self.optimizer.defaults.get("maximize") else loss
+
+    def step(self) -> None:
+        for _ in range(ATTEMPTS):
+            self.optimizer.zero_grad()
+            for _ in range(self.recipe.accumulation):
+                loss = self.loss() / self.recipe.accumulation
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+            if self.stepped():
+                break
+            self.left_out += 1
+        else:
+            raise AssertionError("the scaler has found no scale")
+        if self.recipe.schedule == "plateau":
+            self.schedule.step(loss.detach().abs())
+        elif self.schedule is not None:
+            self.schedule.step()
+
+    def stepped(self) -> bool:
+        """Whether the optimizer's step was made, as users of a scaler find it out."""
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        scale = self.scaler.get_scale()
+        if self.recipe.accumulation > 1:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= scale
+
+
+def options_of(plan: Plan) -> dict[str, Any]:
+    merge: dict[str, Any] = {"fragment_merge": "rebase"}
+    return {
+        "workers": 2,
+        "deterministic": True,
+        "sync_every": plan.sync_every,
+        "num_fragments": len(plan.fragments),
+        "fragment_sync_delay": plan.delay,
+        **(merge if plan.alpha is None else {"fragment_update_alpha": plan.alpha}),
+    }
+
+
+def check(make: Callable[[int], Trainee], plan: Plan, **options: Any) -> None:
+    """Twenty rounds and one step of a run, and of the loop, step by step and bit for bit."""
+    steps = ROUNDS * plan.sync_every // len(plan.fragments) + 1
+    with Broker(make_config(**options_of(plan))) as broker:
+        got = run(broker, [make(worker) for worker in range(2)], steps, **options)
+    wanted = streaming([make(worker) for worker in range(2)], steps, plan)
+    assert_same(got, wanted, exact=True)
+
+
+@pytest.mark.parametrize("recipe", grid(), ids=str)
+def test_run_with_any_optimizer_and_recipe_is_the_loop_bit_for_bit(recipe: Recipe) -> None:
+    made: list[Training] = []
+
+    def make(worker: int) -> Trainee:
+        made.append(Training(recipe, worker))
+        return made[-1].trainee()
+
+    check(make, PLANS[recipe.plan])
+    if recipe.precision == "fp16":
+        assert all(each.left_out > 2 for each in made), "the scaler has left nothing out"
+
+
+# Loops of other shapes.
+
+
+PLAN = PLANS["two fragments, delay"]
+
+
+def loss_of(model: nn.Module, worker: int, number: int) -> Tensor:
+    x = batch(worker, number)
+    loss: Tensor = (model(x) - x.sum(1, keepdim=True).sin()).pow(2).mean()
+    return loss
+
+
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_lbfgs_calls_its_closure_many_times_in_one_step(search: str | None) -> None:
+    calls: list[int] = []
+
+    def make(worker: int) -> Trainee:
+        torch.manual_seed(0)
+        model, numbers = mlp(), itertools.count()
+        optimizer = optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
+
+        def step() -> None:
+            number = next(numbers)
+
+            def closure() -> Tensor:
+                calls.append(worker)
+                optimizer.zero_grad()
+                loss = loss_of(model, worker, number)
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss
+
+            optimizer.step(closure)  # type: ignore[no-untyped-call]
+
+        return Trainee(model, optimizer, step)
+
+    check(make, PLAN)
+    assert (
+        len(calls) > 4 * 2 * 2 * ROUNDS
+    )  # the run and the loop, of two workers, two steps a round
+
+
+def test_of_two_optimizers_on_parts_of_a_model_the_one_that_was_given_counts() -> None:
+    """As in a GAN: the critic makes three steps for each of the generator's."""
+
+    def make(worker: int) -> Trainee:
+        torch.manual_seed(0)
+        model, numbers = mlp(), itertools.count()
+        critic = optim.RMSprop([*model.get_submodule("0").parameters()], lr=0.005)
+        generator = optim.Adam(
+            [*model.get_submodule("2").parameters(), *model.get_submodule("4").parameters()]
+        )
+
+        def step() -> None:
+            for optimizer in (critic, critic, critic, generator):
+                model.zero_grad()
+                loss = loss_of(model, worker, next(numbers))
+                (-loss if optimizer is generator else loss).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+
+        return Trainee(model, generator, step)
+
+    check(make, PLAN)
+
+
+def test_muon_for_matrices_beside_sgd_for_the_rest() -> None:
+    def make(worker: int) -> Trainee:
+        torch.manual_seed(0)
+        model, numbers = mlp(), itertools.count()
+        muon = optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01)
+        sgd = optim.SGD([p for p in model.parameters() if p.ndim < 2], lr=0.05)
+
+        def step() -> None:
+            model.zero_grad()
+            loss_of(model, worker, next(numbers)).backward()  # type: ignore[no-untyped-call]
+            sgd.step()
+            muon.step()  # type: ignore[no-untyped-call]
+
+        return Trainee(model, muon, step)
+
+    check(make, PLAN)
+
+
+def test_sparse_gradients_of_an_embedding() -> None:
+    def make(worker: int) -> Trainee:
+        torch.manual_seed(0)
+        model, numbers = nn.Sequential(nn.Embedding(30, 4, sparse=True)), itertools.count()
+        optimizer = optim.SparseAdam(model.parameters(), lr=0.05)
+
+        def step() -> None:
+            tokens = (batch(worker, next(numbers)) * 10).long() % 30
+            optimizer.zero_grad()
+            model(tokens).pow(2).sum().backward()
+            optimizer.step()  # type: ignore[no-untyped-call]
+
+        return Trainee(model, optimizer, step)
+
+    check(make, Plan(2, [["0.weight"]]))
+
+
+class ClippedSGD(optim.SGD):
+    """A user's own optimizer: it does something and calls the step of its parent."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+def test_step_that_calls_the_step_of_its_parent_class_is_one_step() -> None:
+    """Where somebody has made a plain SGD, torch calls the hooks of a ClippedSGD in both."""
+    optim.SGD([torch.zeros(1)])
+
+    def make(worker: int) -> Trainee:
+        torch.manual_seed(0)
+        model, numbers = mlp(), itertools.count()
+        optimizer = ClippedSGD(model.parameters(), lr=0.05)
+        fails = {3}
+
+        def step() -> None:
+            optimizer.zero_grad()
+            number = next(numbers)
+            loss_of(model, worker, number).backward()  # type: ignore[no-untyped-call]
+            if (
+                number in fails
+            ):  # a step that fails must not throw off the count of those that follow
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step(lambda: 1 / 0)
+            optimizer.step()
+
+        return Trainee(model, optimizer, step)
+
+    check(make, PLAN)

@@ -1,0 +1,504 @@
+"""The model as flat vectors: the manifest, the delta in wire form, putting values back, rebasing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError, lay_out
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.codecs import segment_dtype, span_bytes, wire_dtype
+from diloco_worker.model import flat_state
+from diloco_worker.model.flat_state import FlatState, ModelTensors, WireFragment
+
+# From one element a chunk to more than the model has; 7 divides nothing.
+CHUNK_SIZES = [1, 7, 64, 524_288]
+
+
+class Tied(nn.Module):
+    """Tied weights, BatchNorm (float and integer buffers), a bool buffer, a frozen layer, fp64."""
+
+    mask: Tensor
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, dtype=dtype)
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("scratch", torch.zeros(5), persistent=False)
+        self.head = nn.Linear(6, 11, bias=False, dtype=dtype)
+        self.head.weight = self.embedding.weight
+
+
+def model(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tied:
+    torch.manual_seed(seed)
+    return Tied(dtype)
+
+
+def moved(base: nn.Module, by: float = 0.1, seed: int = 1) -> nn.Module:
+    """A copy whose floats are elsewhere and whose integers are larger."""
+    other = copy.deepcopy(base)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(by * torch.randn_like(tensor))
+            elif tensor.dtype is not torch.bool:
+                tensor.add_(3)
+    return other
+
+
+def layouts(
+    tensors: ModelTensors, chunk_elements: int = 64
+) -> tuple[FragmentLayout, FragmentLayout]:
+    layout = lay_out(tensors.manifest, chunk_elements=chunk_elements)
+    return layout.fragments[0], layout.frozen
+
+
+def received(wire: WireFragment, dtype: str) -> FlatState:
+    """What a peer reads from the chunks of a push: fp32 and int64 vectors."""
+    state = FlatState.empty(wire.layout)
+    for vector in state.vectors.values():
+        vector.fill_(-99)
+    for span in reversed(wire.layout.spans):
+        payload = bytearray(wire.chunk(span.index))
+        assert len(payload) == span_bytes(span, wire_dtype(dtype))
+        state.store(span.index, memoryview(payload), wire_dtype(dtype))
+    return state
+
+
+# The manifest.
+
+
+def test_manifest_follows_state_dict_and_lists_tied_weights_once() -> None:
+    entries = ModelTensors.of_module(model()).manifest.entries
+    assert [entry.name for entry in entries] == [
+        name for name in model().state_dict() if name != "head.weight"
+    ]
+    by_name = {entry.name: entry for entry in entries}
+    assert by_name["embedding.weight"].aliases == ("head.weight",)
+    assert by_name["scalar"].shape == ()
+    assert by_name["wide"].dtype == "float64"
+    assert "scratch" not in by_name
+
+
+def test_manifest_tells_trainable_frozen_and_buffers_apart() -> None:
+    kinds = {e.name: e.kind for e in ModelTensors.of_module(model()).manifest.entries}
+    assert kinds["embedding.weight"] is Kind.TRAINABLE
+    assert kinds["frozen.weight"] is Kind.FROZEN
+    assert kinds["norm.running_mean"] is Kind.BUFFER
+    assert kinds["norm.num_batches_tracked"] is Kind.BUFFER
+
+
+def test_equal_tensors_that_are_not_tied_stay_apart() -> None:
+    twins = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    twins["b"].load_state_dict(twins["a"].state_dict())
+    manifest = ModelTensors.of_module(twins).manifest
+    assert [entry.aliases for entry in manifest.entries] == [()] * 4
+
+
+def test_compiled_model_has_the_names_of_the_plain_one() -> None:
+    plain = model()
+    compiled = nn.Module()
+    compiled._orig_mod = plain  # as torch.compile wraps it
+    assert ModelTensors.of_module(compiled).manifest == ModelTensors.of_module(plain).manifest
+
+
+def _all_frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+def _complex_parameter() -> nn.Module:
+    made = nn.Linear(2, 2)
+    made.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return made
+
+
+def _meta() -> nn.Module:
+    return nn.Linear(2, 2, device="meta")
+
+
+def _lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+
+
+def _expanded() -> nn.Module:
+    made = nn.Linear(2, 2)
+    made.register_buffer("scale", torch.ones(1).expand(3))
+    return made
+
+
+def _with_hook(made: nn.Module, change: Callable[[dict[str, Tensor]], object]) -> nn.Module:
+    def hook(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
+        change(state)
+
+    register: Any = made.register_state_dict_post_hook
+    register(hook)
+    return made
+
+
+def _hidden_parameter() -> nn.Module:
+    return _with_hook(nn.Linear(2, 2), lambda state: state.pop("bias"))
+
+
+def _foreign_tensor() -> nn.Module:
+    return _with_hook(nn.Linear(2, 2), lambda state: state.update(extra=torch.zeros(1)))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (_all_frozen, "no trainable parameters"),
+        (_complex_parameter, "phase"),
+        (_meta, "weight is on the meta device"),
+        (_lazy, r"1\.weight belongs to a Lazy module"),
+        (_expanded, "scale was made by expand"),
+        (_hidden_parameter, "'bias'"),
+        (_foreign_tensor, "'extra'"),
+    ],
+)
+def test_model_that_cannot_be_exchanged_is_refused_by_name(make: object, names: str) -> None:
+    assert callable(make)
+    with pytest.raises(UsageError, match=names):
+        ModelTensors.of_module(make())
+
+
+def test_expanding_by_one_shares_no_memory_and_travels() -> None:
+    made = nn.Linear(2, 2)
+    made.register_buffer("position_ids", torch.arange(5).expand(1, -1))
+    names = [entry.name for entry in ModelTensors.of_module(made).manifest.entries]
+    assert names == ["weight", "bias", "position_ids"]
+
+
+# The delta.
+
+
+@pytest.mark.parametrize("chunk_elements", CHUNK_SIZES)
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_delta_is_global_minus_local_as_the_peer_reads_it(
+    dtype: torch.dtype, wire: str, chunk_elements: int
+) -> None:
+    started = model(dtype)
+    reached = moved(started)
+    tensors = ModelTensors.of_module(reached)
+    part, _ = layouts(tensors, chunk_elements)
+    base = ModelTensors.of_module(started).capture(part)
+    delta = tensors.delta(base, wire)
+    assert delta.bad is None
+    peer = received(delta.wire, wire)
+    before, after = started.state_dict(), reached.state_dict()
+    squares = 0.0
+    for place in part.places:
+        name = place.entry.name
+        if place.segment is not Segment.PARAMETERS:
+            assert torch.equal(peer.of(place), after[name].to(peer.of(place).dtype)), "a value"
+            continue
+        difference = before[name].float() - after[name].float()
+        squares += float((difference.double() ** 2).sum())
+        assert torch.equal(peer.of(place), difference.to(wire_dtype(wire)).float()), name
+    assert delta.norm == pytest.approx(squares**0.5, rel=1e-5)
+
+
+def test_delta_is_the_same_in_one_piece_and_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = model()
+    tensors = ModelTensors.of_module(moved(started))
+    part, _ = layouts(tensors)
+    base = ModelTensors.of_module(started).capture(part)
+    at_once = tensors.delta(base, "fp32")
+    monkeypatch.setattr(flat_state, "PIECE_ELEMENTS", 5)
+    in_pieces = tensors.delta(base, "fp32")
+    for segment, vector in at_once.wire.vectors.items():
+        assert torch.equal(vector, in_pieces.wire.vectors[segment])
+    assert in_pieces.norm == pytest.approx(at_once.norm)
+
+
+def test_delta_of_a_transposed_parameter_is_laid_out_row_by_row() -> None:
+    plain = nn.Linear(3, 4, bias=False)
+    plain.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4).T)
+    assert not plain.weight.is_contiguous()
+    tensors = ModelTensors.of_module(plain)
+    part, _ = layouts(tensors)
+    zeros = FlatState(part, {Segment.PARAMETERS: torch.zeros(12)})
+    peer = received(tensors.delta(zeros, "fp32").wire, "fp32")
+    assert torch.equal(peer.of(part.places[0]), -plain.weight.detach())
+    target = copy.deepcopy(plain)
+    nn.init.zeros_(target.weight)
+    ModelTensors.of_module(target).put(tensors.capture(part))
+    assert torch.equal(target.weight, plain.weight)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["scalar", "embedding.weight", "norm.running_var"])
+def test_value_that_is_not_finite_is_found_and_named(name: str, value: float) -> None:
+    started = model()
+    reached = moved(started)
+    tensors = ModelTensors.of_module(reached)
+    with torch.no_grad():
+        reached.state_dict()[name].view(-1)[-1] = value
+    part, _ = layouts(tensors)
+    base = ModelTensors.of_module(started).capture(part)
+    assert tensors.delta(base, "bf16").bad == name
+
+
+def test_overflow_in_the_wire_dtype_is_found_too() -> None:
+    started = model()
+    reached = copy.deepcopy(started)
+    with torch.no_grad():
+        reached.scalar.add_(1e5)  # finite in fp32, above the largest fp16
+    tensors = ModelTensors.of_module(reached)
+    part, _ = layouts(tensors)
+    base = ModelTensors.of_module(started).capture(part)
+    assert tensors.delta(base, "fp16").bad == "scalar"
+    assert tensors.delta(base, "bf16").bad is None
+
+
+def test_delta_leaves_model_and_base_alone() -> None:
+    started = model()
+    reached = moved(started)
+    before = copy.deepcopy(reached.state_dict())
+    tensors = ModelTensors.of_module(reached)
+    part, _ = layouts(tensors)
+    base = ModelTensors.of_module(started).capture(part)
+    kept = {segment: vector.clone() for segment, vector in base.vectors.items()}
+    tensors.delta(base, "bf16")
+    assert all(torch.equal(before[name], value) for name, value in reached.state_dict().items())
+    assert all(torch.equal(kept[segment], vector) for segment, vector in base.vectors.items())
+
+
+# Capturing and putting back.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_captured_values_put_into_another_model_make_it_equal(dtype: torch.dtype) -> None:
+    source, target = model(dtype, seed=1), model(dtype, seed=2)
+    optimizer = torch.optim.SGD([p for p in target.parameters() if p.requires_grad], lr=0.1)
+    held = [p.data_ptr() for group in optimizer.param_groups for p in group["params"]]
+    source.state_dict()["norm.num_batches_tracked"].fill_(7)
+    source.mask.logical_not_()
+    tensors = ModelTensors.of_module(source)
+    for part in layouts(tensors):
+        ModelTensors.of_module(target).put(tensors.capture(part))
+    for name, value in source.state_dict().items():
+        got = target.state_dict()[name]
+        # fp64 travels as fp32.
+        assert torch.equal(got, value.float().to(value.dtype)), name
+        assert got.dtype == value.dtype
+    assert target.head.weight is target.embedding.weight
+    assert held == [p.data_ptr() for p in target.parameters() if p.requires_grad]
+
+
+def test_putting_values_works_under_autograd_and_keeps_gradients() -> None:
+    made = model()
+    torch.autograd.backward(made.scalar * 2)
+    grad = made.scalar.grad
+    tensors = ModelTensors.of_module(made)
+    part, _ = layouts(tensors)
+    tensors.put(ModelTensors.of_module(model(seed=5)).capture(part))
+    assert made.scalar.grad is grad
+    assert made.scalar.requires_grad
+
+
+def test_buffer_that_a_module_replaced_is_found_where_it_is_now() -> None:
+    made = model()
+    tensors = ModelTensors.of_module(made)
+    part, _ = layouts(tensors)
+    made.norm.running_mean = torch.full((6,), 4.0)
+    place = next(p for p in part.places if p.entry.name == "norm.running_mean")
+    assert torch.equal(tensors.capture(part).of(place), torch.full((6,), 4.0))
+
+
+def test_tensor_that_changed_its_shape_is_named() -> None:
+    made = model()
+    tensors = ModelTensors.of_module(made)
+    part, _ = layouts(tensors)
+    made.norm.running_mean = torch.zeros(7)
+    with pytest.raises(UsageError, match=r"norm\.running_mean is float32\[7\]"):
+        tensors.capture(part)
+
+
+def test_donated_values_are_fp32_whatever_the_model_is() -> None:
+    made = model(torch.bfloat16)
+    tensors = ModelTensors.of_module(made)
+    for part in layouts(tensors):
+        captured = tensors.capture(part)
+        peer = received(captured.wire(), "fp32")
+        for place in part.places:
+            dtype = segment_dtype(place.segment, torch.float32)
+            assert torch.equal(peer.of(place), made.state_dict()[place.entry.name].to(dtype))
+
+
+def test_replies_in_bf16_are_widened() -> None:
+    tensors = ModelTensors.of_module(model())
+    part, _ = layouts(tensors, 1000)
+    state = FlatState.empty(part)
+    elements = part.lengths[Segment.PARAMETERS]
+    payload = bytearray(
+        torch.full((elements,), 1.5, dtype=torch.bfloat16).view(torch.uint8).numpy()
+    )
+    state.store(0, memoryview(payload), torch.bfloat16)
+    assert torch.equal(state.vectors[Segment.PARAMETERS], torch.full((elements,), 1.5))
+
+
+def test_tensors_of_a_dict_serve_as_a_model() -> None:
+    manifest = Manifest((TensorEntry("w", (3,), "float32", Kind.TRAINABLE),))
+    state = {"w": torch.arange(3.0)}
+    tensors = ModelTensors.of_state(manifest, state)
+    part, _ = layouts(tensors)
+    assert torch.equal(tensors.capture(part).vectors[Segment.PARAMETERS], torch.arange(3.0))
+    with pytest.raises(UsageError, match="'w'"):
+        ModelTensors.of_state(manifest, {})
+
+
+# Rebasing.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rebase_keeps_the_steps_made_since_the_anchor(dtype: torch.dtype) -> None:
+    anchor_model = model(dtype)
+    local = moved(anchor_model, by=0.01, seed=3)
+    new_model = moved(anchor_model, by=1.0, seed=4)
+    tensors = ModelTensors.of_module(local)
+    part, _ = layouts(tensors)
+    anchor = ModelTensors.of_module(anchor_model).capture(part)
+    new = ModelTensors.of_module(new_model).capture(part)
+    expected: dict[str, Tensor] = {}
+    for place in part.places:
+        name = place.entry.name
+        at_freeze, now, fresh = (
+            made.state_dict()[name].to(torch.float64) for made in (anchor_model, local, new_model)
+        )
+        expected[name] = fresh + (now - at_freeze)
+        if place.segment is Segment.BUFFERS:  # between local and new
+            ends = torch.minimum(now, fresh), torch.maximum(now, fresh)
+            expected[name] = expected[name].clamp(*ends)
+    tensors.rebase(new, anchor)
+    for name, value in expected.items():
+        got = local.state_dict()[name]
+        tolerance = 1e-6 if got.dtype is not torch.bfloat16 else 2e-2
+        torch.testing.assert_close(got.double(), value, rtol=tolerance, atol=tolerance)
+
+
+def test_rebase_without_steps_since_the_anchor_is_the_new_value() -> None:
+    made = model()
+    tensors = ModelTensors.of_module(made)
+    part, _ = layouts(tensors)
+    new = ModelTensors.of_module(moved(made, by=1.0)).capture(part)
+    tensors.rebase(new, tensors.capture(part))
+    again = tensors.capture(part)
+    for segment, vector in new.vectors.items():
+        assert torch.equal(again.vectors[segment], vector)
+
+
+# Blending.
+
+
+def flat(tensor: Tensor) -> list[float]:
+    return [float(value) for value in tensor.flatten().tolist()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("alpha", [0.0, 0.25, 0.5, 1.0])
+def test_blend_weighs_local_and_new_values_in_fp32(dtype: torch.dtype, alpha: float) -> None:
+    local = torch.tensor([1.0, -3.0, 1000.0], dtype=dtype)
+    fresh = torch.tensor([2.0, 0.1, 1001.0])
+    tensors, part = single(local)
+    tensors.blend(FlatState(part, {Segment.PARAMETERS: fresh}), alpha)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    before = torch.tensor([1.0, -3.0, 1000.0], dtype=wide)
+    assert torch.equal(local, torch.lerp(before, fresh.to(wide), 1 - alpha).to(dtype))
+
+
+@pytest.mark.parametrize("alpha", [0.35, 0.6, 0.9])
+def test_blend_of_equal_values_is_exactly_that_value(alpha: float) -> None:
+    local = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    tensors, part = single(local)
+    before = tensors.capture(part)
+    tensors.blend(before, alpha)
+    assert torch.equal(local, before.vectors[Segment.PARAMETERS])
+
+
+def test_blend_with_an_anchor_keeps_later_steps_whole() -> None:
+    local = torch.tensor([10.0, 20.0])
+    tensors, part = single(local)
+    new = FlatState(part, {Segment.PARAMETERS: torch.tensor([100.0, 100.0])})
+    anchor = FlatState(part, {Segment.PARAMETERS: torch.tensor([12.0, 16.0])})
+    tensors.blend(new, 0.25, anchor)
+    assert flat(local) == [0.25 * 12 + 75 - 2, 0.25 * 16 + 75 + 4]
+
+
+def test_blend_with_an_anchor_and_alpha_one_changes_nothing() -> None:
+    local = torch.tensor([10.0, 20.0])
+    tensors, part = single(local)
+    anchor = tensors.capture(part)
+    tensors.blend(FlatState(part, {Segment.PARAMETERS: torch.zeros(2)}), 1.0, anchor)
+    assert flat(local) == [10, 20]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_blend_takes_new_integers_and_mixes_float_buffers(alpha: float) -> None:
+    made = nn.BatchNorm1d(2)
+    tensors = ModelTensors.of_module(made)
+    part, _ = layouts(tensors)
+    made.get_buffer("num_batches_tracked").fill_(7)
+    new = FlatState(
+        part, {s: torch.full_like(v, 5) for s, v in tensors.capture(part).vectors.items()}
+    )
+    tensors.blend(new, alpha)
+    assert made.get_buffer("num_batches_tracked") == 5
+    assert flat(made.get_buffer("running_mean")) == [5 * (1 - alpha)] * 2
+
+
+def test_blend_with_an_anchor_never_lowers_a_counter_below_the_new_value() -> None:
+    made = nn.BatchNorm1d(2)
+    tensors = ModelTensors.of_module(made)
+    part, _ = layouts(tensors)
+    counter = made.get_buffer("num_batches_tracked")
+    counter.fill_(7)
+    anchor = tensors.capture(part)
+    new = FlatState(part, {s: torch.full_like(v, 20) for s, v in anchor.vectors.items()})
+    counter.fill_(9)
+    tensors.blend(new, 0.5, anchor)
+    assert counter == 22
+    counter.fill_(3)
+    tensors.blend(new, 0.5, anchor)
+    assert counter == 20
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_frozen_delta_tells_where_the_model_was(dtype: str) -> None:
+    made = model()
+    tensors = ModelTensors.of_module(moved(made))
+    part, _ = layouts(tensors)
+    base, then = ModelTensors.of_module(made).capture(part), tensors.capture(part)
+    told = tensors.delta(base, dtype).wire.taken_from(base)
+    tolerance = 1e-6 if dtype == "fp32" else 2e-3
+    for segment, vector in then.vectors.items():
+        torch.testing.assert_close(told.vectors[segment], vector, rtol=0, atol=tolerance)
+
+
+def single(tensor: Tensor) -> tuple[ModelTensors, FragmentLayout]:
+    """A model that is one tensor."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    manifest = Manifest((TensorEntry("w", tuple(tensor.shape), name, Kind.TRAINABLE),))
+    tensors = ModelTensors.of_state(manifest, {"w": tensor})
+    return tensors, layouts(tensors)[0]
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e25], ids=str)
+def test_norm_of_a_delta_is_right_also_where_squares_do_not_fit_in_fp32(size: float) -> None:
+    values = size * torch.randn(1000, generator=torch.Generator().manual_seed(3))
+    manifest = Manifest((TensorEntry("w", (1000,), "float32", Kind.TRAINABLE),))
+    layout = lay_out(manifest).fragments[0]
+    delta = flat_state.encode(layout, {"w": values}, torch.bfloat16)
+    assert delta.bad is None
+    assert delta.norm == pytest.approx(float(values.double().norm()), rel=1e-4)

@@ -1,0 +1,222 @@
+"""A model that changes in mid-run: what a run no longer keeps in step is said, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
+from diloco_protocol.messages import Heartbeat
+from diloco_worker.model.model_watch import ModelWatch
+from kit.core_harness import a_stage
+from kit.scripted_broker import Beside, ScriptedBroker, version
+from kit.uniform_model import Make, filled
+
+pytest_plugins = ("kit.worker_fixtures",)
+
+H = 4
+
+
+class Net(nn.Module):
+    """A frozen layer, a trained one, a tied head, and a BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.fc = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 3, bias=False)
+        self.head.weight = self.fc.weight
+
+
+def unfrozen(net: Net) -> None:
+    net.frozen.requires_grad_(True)
+
+
+def frozen(net: Net) -> None:
+    net.fc.bias.requires_grad_(False)
+
+
+def replaced(net: Net) -> None:
+    net.norm = nn.BatchNorm1d(3)
+
+
+def reshaped(net: Net) -> None:
+    net.norm = nn.BatchNorm1d(4)
+
+
+def wrapped(net: Net) -> None:
+    """As LoRA does: the layer is inside another one now, with trained parameters beside it."""
+    layer = nn.ModuleDict({"base": net.fc.requires_grad_(False), "lora": nn.Linear(3, 3)})
+    net.fc = layer  # type: ignore[assignment]
+
+
+def narrowed(net: Net) -> None:
+    net.norm.to(torch.bfloat16)
+
+
+def untied(net: Net) -> None:
+    net.head.weight = nn.Parameter(net.head.weight.detach().clone())
+
+
+def grown(net: Net) -> None:
+    net.adapter = nn.Linear(3, 3, bias=False)
+
+
+CHANGES = [
+    (unfrozen, ["frozen.weight is trained now", "frozen.bias is trained now"]),
+    (frozen, ["fc.bias is frozen now"]),
+    (replaced, ["norm.weight is another parameter", "norm.bias is another parameter"]),
+    (reshaped, ["norm.weight is float32[4] instead of float32[3]"]),
+    (wrapped, ["fc.lora.weight is new", "fc.weight is gone", "fc.bias is gone"]),
+    (narrowed, ["norm.weight is bfloat16[3] instead of float32[3]"]),
+    (
+        untied,
+        ["head.weight is another parameter", "fc.weight and head.weight are not tied any more"],
+    ),
+    (grown, ["adapter.weight is new"]),
+]
+
+
+@pytest.mark.parametrize(("change", "clauses"), CHANGES)
+def test_every_change_is_named_once(change: Callable[[Net], None], clauses: list[str]) -> None:
+    net = Net()
+    watch = ModelWatch(net)
+    assert watch.look() is None
+    change(net)
+    said = watch.look()
+    assert said is not None
+    assert all(clause in said for clause in clauses), said
+    assert watch.look() is None, "it is said once"
+    assert watch.problem == said, "and holds"
+
+
+def test_weights_that_share_memory_are_noticed_when_they_do_no_more() -> None:
+    net = Net()
+    net.head.weight = nn.Parameter(torch.empty(3, 3))
+    net.head.weight.data = net.fc.weight.data
+    watch = ModelWatch(net)
+    assert watch.look() is None
+    net.head.weight.data = net.head.weight.data.clone()
+    assert "fc.weight and head.weight are not tied any more" in str(watch.look())
+
+
+def same_values_elsewhere(net: Net) -> None:
+    for parameter in net.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def new_buffers(net: Net) -> None:
+    net.norm.running_mean = torch.ones(3)
+    net.register_buffer("scratch", torch.ones(3), persistent=False)
+
+
+def another_frozen_layer(net: Net) -> None:
+    net.teacher = nn.Linear(3, 3).requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [same_values_elsewhere, new_buffers, another_frozen_layer])
+def test_what_a_run_does_not_mind_is_not_reported(change: Callable[[Net], None]) -> None:
+    net = Net()
+    watch = ModelWatch(net)
+    change(net)
+    assert (watch.look(), watch.problem) == (None, None)
+
+
+def test_change_that_is_undone_is_no_problem_any_more() -> None:
+    net = Net()
+    watch = ModelWatch(net)
+    unfrozen(net)
+    watch.look()
+    net.frozen.requires_grad_(False)
+    assert (watch.look(), watch.problem) == (None, None)
+    unfrozen(net)
+    assert watch.look() is None, "it has been said"
+    assert watch.problem is not None
+
+
+def test_change_of_the_model_is_said_once_at_the_next_boundary(
+    broker: ScriptedBroker, beside: Beside, begin: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, descent = begin(Net())
+    unfrozen(descent.model)  # type: ignore[arg-type]
+    for round_ in range(2):
+        steps = beside(descent.steps, H)
+        beat = broker.hears(Heartbeat)
+        while beat.step < H * (round_ + 1):
+            beat = broker.hears(Heartbeat)
+        assert "frozen.weight is trained now" in str(beat.warning)
+        push, _ = broker.takes_push(round_)
+        broker.serves(filled(descent, 5, broker), version(round_ + 1), push.push_id)
+        steps()
+    assert caplog.text.count("frozen.weight is trained now") == 1
+    metrics = worker.sync_metrics
+    assert "undo the change, or end the run" in str(metrics.model_change)
+    assert metrics.last_error == metrics.model_change
+    assert "model_change" not in worker.state_dict()["metrics"]
+
+
+@pytest.mark.parametrize("change", [reshaped, wrapped, narrowed])
+def test_state_of_a_changed_model_can_be_saved_and_holds_no_parameters(
+    change: Callable[[Net], None], begin: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, descent = begin(Net())
+    assert worker.state_dict()["resume"] is not None
+    change(descent.model)  # type: ignore[arg-type]
+    assert worker.state_dict()["resume"] is None
+    assert "begins with the run's" in caplog.text
+
+
+def test_warning_of_a_worker_is_in_the_feed_as_long_as_it_holds() -> None:
+    stage = a_stage(1, 2)
+    (a,) = stage.joined("a")
+
+    def shown() -> object:
+        figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+        return snapshot(stage.state, EventLog(), figures, 1, stage.now)["workers"][0]["warning"]
+
+    assert shown() is None
+    for said in ("The model\x1b has changed.", "It has changed again.", "x" * 9999):
+        a.sends(Heartbeat(a.token(), 5, warning=said))
+    assert shown() == "x" * 300
+    assert sum("warns" in line for line in stage.logs) == 1, "a peer cannot fill the log"
+    assert not any("\x1b" in line for line in stage.logs)
+    a.sends(Heartbeat(a.token(), 6))
+    assert shown() is None
+
+
+def steps_of(optimizer: torch.optim.Optimizer, number: int) -> None:
+    for _ in range(number):
+        optimizer.step()
+
+
+def test_steps_of_another_optimizer_are_said_to_be_lost(
+    begin: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when layers are unfrozen in mid-run and a new optimizer is made for them."""
+    worker, descent = begin(sync_every=10_000)
+    parameters = list(descent.model.parameters())
+    descent.steps(1)
+    steps_of(torch.optim.AdamW(parameters), 300)
+    assert caplog.text.count("Another optimizer (AdamW) has made 100 steps") == 1
+    assert "make a new one with the optimizer" in str(worker.sync_metrics.last_error)
+
+
+def test_optimizers_that_take_turns_or_train_something_else_are_left_in_peace(
+    begin: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, descent = begin(sync_every=10_000)
+    other = torch.optim.SGD(descent.model.parameters(), lr=0.0)
+    for _ in range(3):
+        steps_of(other, 99)
+        descent.steps(1)
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.0)
+    steps_of(stranger, 300)
+    worker.close()
+    steps_of(other, 300)
+    assert "Another optimizer" not in caplog.text
+    assert not _global_optimizer_post_hooks

@@ -1,0 +1,475 @@
+"""A worker that is stopped and goes on from the script's own checkpoint, as if it had never stopped.
+
+The whole runs are a broker and hooks in threads. Each *life* is one process of a script: it saves model,
+optimizer and hook with `torch.save`, dies without a word, and the next life loads what it saved. The
+outcome is compared bit for bit with the same run that nobody interrupted. Who decides what, message by
+message, is seen at a scripted broker.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from diloco_broker import Broker
+from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker.core.session import Phase
+from kit.paths import ROOT
+from kit.reference import State, one_thread, state_of
+from kit.uniform_model import until
+from kit.whole_run import PATIENCE_S, adamw, batch, make_config, mlp, sgd
+
+pytest_plugins = ("kit.worker_fixtures",)
+
+SEEDING = threading.Lock()  # torch has one generator for all threads
+MakeModel = Callable[[], nn.Module]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+
+
+# Lives of a script.
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+@dataclass
+class Script:
+    """What a user's program is: how it makes its model, and how its worker is configured."""
+
+    worker: int
+    broker: Broker
+    make_model: MakeModel = mlp
+    make_optimizer: MakeOptimizer = sgd
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+    def starts(self, saved: bytes | None = None) -> Life:
+        """A process of it, from the beginning or from a checkpoint; it has not joined yet."""
+        with SEEDING:
+            torch.manual_seed(0)
+            model = self.make_model()
+        optimizer = self.make_optimizer(model)
+        keywords = {"worker_id": f"w{self.worker}", "timeout": PATIENCE_S / 2, **self.keywords}
+        hook = DiLoCoWorker(model, optimizer, server=self.broker.address, **keywords)
+        done = 0
+        if saved is not None:
+            with torch.no_grad():  # whatever the model was made with is no matter
+                for parameter in model.parameters():
+                    parameter.fill_(7.0)
+            checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            hook.load_state_dict(checkpoint["diloco"])
+            done = checkpoint["done"]
+        return Life(self, model, optimizer, hook, done)
+
+
+@dataclass
+class Life:
+    """One process of a script."""
+
+    script: Script
+    model: nn.Module
+    optimizer: Optimizer
+    hook: DiLoCoWorker
+    done: int
+    history: dict[int, State] = field(default_factory=dict)
+
+    def trains(self, steps: int) -> None:
+        for _ in range(steps):
+            x = batch(self.script.worker, self.done)
+            self.done += 1
+            self.optimizer.zero_grad()
+            (self.model(x) - x.sum(1, keepdim=True).sin()).pow(2).mean().backward()
+            self.hook.report(tokens=self.done % 5 + 1 + self.script.worker)
+            self.optimizer.step()
+            self.history[self.done] = state_of(self.model)
+
+    def saves(self) -> bytes:
+        file = io.BytesIO()
+        checkpoint = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "diloco": self.hook.state_dict(),
+            "done": self.done,
+        }
+        torch.save(checkpoint, file)
+        return file.getvalue()
+
+    def dies(self) -> None:
+        """As by kill -9: nothing is said to anybody, the connections are simply gone."""
+        link, members = self.hook._link, self.script.broker._core.state.members
+        assert link is not None
+        self.hook._hook.remove()
+        link._session.phase = Phase.LEFT
+        link.wake()
+        assert link.wait_for(lambda: link.has_ended, PATIENCE_S)
+        link.close()  # nobody is there any more who could say anything
+        until(lambda: self.hook.worker_id not in members)
+
+
+Plot = Callable[[Script], dict[int, State]]  # what becomes of a worker; its history
+
+
+def plain(steps: int) -> Plot:
+    """Nothing happens."""
+
+    def plot(script: Script) -> dict[int, State]:
+        life = script.starts()
+        with life.hook:
+            life.trains(steps)
+        return life.history
+
+    return plot
+
+
+def interrupted(steps: int, *, saves_at: int, dies_at: int) -> Plot:
+    """A life saves, trains on, and dies; the next one goes on from what it saved."""
+
+    def plot(script: Script) -> dict[int, State]:
+        life = script.starts()
+        life.hook.start()
+        life.trains(saves_at)
+        saved = life.saves()
+        life.trains(dies_at - saves_at)
+        life.dies()
+        history = {step: state for step, state in life.history.items() if step <= saves_at}
+        again = script.starts(saved)
+        with again.hook:
+            history[saves_at] = state_of(again.model)  # joining has changed nothing
+            again.trains(steps - saves_at)
+        return history | again.history
+
+    return plot
+
+
+@one_thread()
+def lived(
+    plots: list[Plot],
+    *,
+    make_model: MakeModel = mlp,
+    make_optimizer: MakeOptimizer = sgd,
+    **options: Any,
+) -> tuple[list[dict[int, State]], State]:
+    """Each worker's state after each step, and the global parameters at the end."""
+    config = make_config(workers=len(plots), **{"disconnect_grace": 0.05} | options)
+    with Broker(config) as broker:
+        histories: dict[int, dict[int, State]] = {}
+        failures: list[BaseException] = []
+
+        def live(worker: int) -> None:
+            try:
+                script = Script(worker, broker, make_model, make_optimizer)
+                histories[worker] = plots[worker](script)
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        threads = [threading.Thread(target=live, args=(w,), daemon=True) for w in range(len(plots))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "a worker did not come to an end"
+        assert not failures
+        with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
+            return [histories[w] for w in range(len(plots))], dict(client.pull().tensors)
+
+
+def assert_same_bits(
+    got: tuple[list[dict[int, State]], State], wanted: tuple[list[dict[int, State]], State]
+) -> None:
+    for worker, (ours, theirs) in enumerate(zip(got[0], wanted[0], strict=True)):
+        assert sorted(ours) == sorted(theirs)
+        for step, state in theirs.items():
+            for name, tensor in state.items():
+                where = f"{name} of worker {worker} after step {step}"
+                assert torch.equal(ours[step][name], tensor), where
+    assert all(torch.equal(got[1][name], tensor) for name, tensor in wanted[1].items())
+
+
+STEPS = 17
+
+
+@pytest.mark.parametrize(("make_model", "make_optimizer"), [(mlp, sgd), (with_norm, adamw)])
+def test_interrupted_run_of_one_worker_is_bit_for_bit_the_uninterrupted_one(
+    make_model: MakeModel, make_optimizer: MakeOptimizer
+) -> None:
+    options: dict[str, Any] = {
+        "make_model": make_model,
+        "make_optimizer": make_optimizer,
+        "sync_every": 5,
+    }
+    wanted = lived([plain(STEPS)], **options)
+    for saves_at in (3, 5, 8):  # before the first boundary, right behind it, in the second cycle
+        plot = interrupted(STEPS, saves_at=saves_at, dies_at=saves_at + 1)
+        assert_same_bits(lived([plot], **options), wanted)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_run_waits_for_a_worker_that_was_interrupted_and_is_the_uninterrupted_one(
+    deterministic: bool,
+) -> None:
+    """The floor makes the round wait. Without a fixed order, two addends commute all the same."""
+    options: dict[str, Any] = {
+        "min_workers": 2,
+        "sync_every": 5,
+        "deterministic": deterministic,
+        "make_optimizer": adamw,
+        "weight_by": "tokens" if deterministic else "equal",
+    }
+    wanted = lived([plain(STEPS), plain(STEPS)], **options)
+    plots = [plain(STEPS), interrupted(STEPS, saves_at=8, dies_at=9)]
+    assert_same_bits(lived(plots, **options), wanted)
+
+
+@pytest.mark.parametrize(("merge", "delay"), [(0.0, 1), (0.25, 2), (None, 1)])
+def test_flight_in_the_air_at_the_checkpoint_lands_as_if_nothing_had_happened(
+    merge: float | None, delay: int
+) -> None:
+    """Slots are after steps 3 and 6 of each cycle. The first life sees it land, and dies later."""
+    options: dict[str, Any] = {
+        "sync_every": 6,
+        "num_fragments": 2,
+        "fragment_sync_delay": delay,
+        "make_optimizer": adamw,
+        "fragment_merge": "rebase" if merge is None else "alpha",
+        "fragment_update_alpha": merge or 0.0,
+    }
+    wanted = lived([plain(STEPS)], **options)
+    for saves_at in (3, 6):
+        plot = interrupted(STEPS, saves_at=saves_at, dies_at=saves_at + delay)
+        assert_same_bits(lived([plot], **options), wanted)
+
+
+def test_flight_that_died_with_its_life_is_offered_again() -> None:
+    """Killed right behind the freeze: some of it is at the broker, or nothing, or all."""
+    options: dict[str, Any] = {
+        "min_workers": 2,
+        "deterministic": True,
+        "sync_every": 6,
+        "num_fragments": 2,
+        "fragment_sync_delay": 2,
+        "fragment_update_alpha": 0.5,
+        "weight_by": "tokens",
+    }
+    wanted = lived([plain(STEPS), plain(STEPS)], **options)
+    for saves_at in (3, 6):
+        plots = [interrupted(STEPS, saves_at=saves_at, dies_at=saves_at), plain(STEPS)]
+        assert_same_bits(lived(plots, **options), wanted)
+
+
+@pytest.mark.parametrize(("pieces", "delay"), [(1, 0), (2, 1)])
+def test_asynchronous_worker_goes_on_bit_for_bit(pieces: int, delay: int) -> None:
+    options: dict[str, Any] = {
+        "mode": "async",
+        "sync_every": 6,
+        "num_fragments": pieces,
+        "fragment_sync_delay": delay,
+    }
+    wanted = lived([plain(STEPS)], **options)
+    for saves_at, dies_at in ((3, 4), (8, 8)):
+        plot = interrupted(STEPS, saves_at=saves_at, dies_at=dies_at)
+        assert_same_bits(lived([plot], **options), wanted)
+
+
+def test_polite_end_and_another_start_are_no_interruption_either() -> None:
+    """The state is taken after the `with`, where a reply has come that is not in the model."""
+    options: dict[str, Any] = {"sync_every": 6, "num_fragments": 2, "fragment_sync_delay": 2}
+
+    def plot(script: Script) -> dict[int, State]:
+        life = script.starts()
+        with life.hook:
+            life.trains(10)  # one step behind a slot: its reply is due after the next
+        again = script.starts(life.saves())
+        with again.hook:
+            again.trains(STEPS - 10)
+        return life.history | again.history
+
+    assert_same_bits(lived([plot], **options), lived([plain(STEPS)], **options))
+
+
+class Loss(nn.Module):
+    """A model as the guide has one: its output has the loss in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.layer(x).pow(2).mean())
+
+
+def test_example_of_the_guide_goes_on_from_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = (ROOT / "worker" / "README.md").read_text()
+    (example,) = [part for part in guide.split("```python\n") if "last.pt" in part]
+    monkeypatch.chdir(tmp_path)
+    begun_at = []
+
+    def loader_from(done: int) -> Iterator[Tensor]:
+        begun_at.append(done)
+        return (batch(0, number) for number in range(done, done + 7))
+
+    with Broker(make_config(sync_every=4)) as broker:
+        code = example.split("```")[0].replace("tcp://10.0.0.1:8512", broker.address)
+        assert "1000" in code
+        for _ in range(2):
+            names: dict[str, Any] = {"make_model": Loss, "loader_from": loader_from}
+            exec(code.replace("1000", "5"), names)
+    assert begun_at == [0, 5]
+    # It had gone on to step 7 without another push, so what it goes on from is 5.
+    assert (names["diloco"].local_step, names["diloco"].sync_count) == (12, 3)
+
+
+# Nothing twice, nothing lost.
+
+
+def in_thread(beside: list[threading.Thread], what: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=what, daemon=True)
+    thread.start()
+    beside.append(thread)
+    return thread
+
+
+def test_steps_that_an_earlier_life_has_sent_are_not_sent_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """eta = 1, mu = 0: the global parameters are what the worker has reached at its last boundary."""
+    config = make_config(sync_every=5, outer_lr=1.0, outer_momentum=0.0, disconnect_grace=0.05)
+    with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as observer:
+        script = Script(0, broker)
+        life = script.starts()
+        life.hook.start()
+        life.trains(3)
+        saved = life.saves()
+        life.trains(4)  # past the boundary: five steps are counted, three of which were saved
+        life.dies()
+        counted = observer.pull()
+        again = script.starts(saved)
+        with again.hook:
+            assert "3 steps of fragment 0 are left out" in caplog.text
+            assert "earlier life" in caplog.text
+            assert equal_states(again.model, counted.tensors), "they are in there already"
+            apart = script.starts(saved)  # the same, alone: what its steps make of these parameters
+            apart.model.load_state_dict(counted.tensors)
+            for each in (again, apart):
+                each.trains(2)  # to the end of the cycle that was saved
+            after = observer.pull()
+            for name, tensor in state_of(apart.model).items():
+                torch.testing.assert_close(after.tensors[name], tensor, rtol=1e-4, atol=1e-6)
+        assert (counted.version.counter, after.version.counter) == (1, 2)
+        assert len(after.ledger.pushes["w0"]) == 2
+        assert again.hook.sync_count == 1
+
+
+def equal_states(model: nn.Module, tensors: Any) -> bool:
+    return all(torch.equal(tensor, tensors[name]) for name, tensor in state_of(model).items())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
+    deterministic: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No version names it when the next life joins: that life finds out before it sends a chunk."""
+    config = make_config(
+        workers=2, min_workers=2, sync_every=5, deterministic=deterministic, disconnect_grace=0.05
+    )
+    threads: list[threading.Thread] = []
+    with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as observer:
+        other = Script(1, broker).starts()
+        started = in_thread(threads, other.hook.start)
+        script = Script(0, broker)
+        life = script.starts()
+        life.hook.start()
+        started.join(20)
+        life.trains(3)
+        saved = life.saves()
+        in_thread(threads, lambda: life.trains(2))  # its boundary waits for the other one
+        until(lambda: bool(life.hook._link and life.hook._link.uploaded))
+        life.dies()
+        again = script.starts(saved)
+        again.hook.start()
+        assert equal_states(again.model, torch.load(io.BytesIO(saved), weights_only=True)["model"])
+        boundary = in_thread(threads, lambda: again.trains(2))
+        until(lambda: bool(again.hook._link and again.hook._link.put_off))
+        other.trains(5)
+        boundary.join(20)
+        assert not boundary.is_alive()
+        assert "earlier life" in caplog.text
+        first_version = observer.pull()
+        assert first_version.version.counter == 1
+        assert [len(first_version.ledger.pushes[w]) for w in ("w0", "w1")] == [1, 1]
+        assert equal_states(other.model, first_version.tensors)
+        assert equal_states(again.model, first_version.tensors)
+        assert again.hook.sync_count == 0
+        rest = [
+            in_thread(threads, lambda: again.trains(5)),
+            in_thread(threads, lambda: other.trains(10)),
+        ]
+        rest[0].join(20)
+        assert not rest[0].is_alive(), "it takes part again"
+        assert again.hook.sync_count == 1
+        last = observer.pull()
+        assert len(last.ledger.pushes["w0"]) == 2
+        again.hook.close(failed=True)
+        other.hook.close(failed=True)
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def test_worker_of_another_run_begins_with_the_parameters_of_this_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = make_config(sync_every=5)
+    with Broker(config) as broker:
+        life = Script(0, broker).starts()
+        with life.hook:
+            life.trains(7)
+            saved = life.saves()
+    with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as observer:
+        with Script(1, broker).starts().hook:
+            assert observer.pull().version.counter == 0
+        again = Script(0, broker).starts(saved)
+        with again.hook:
+            assert equal_states(again.model, observer.pull().tensors)
+            assert caplog.text.count("cannot be used here: this broker serves another run") == 1
+            assert (again.hook.local_step, again.hook.sync_count) == (7, 1)
+            again.trains(3)  # the place in the cycle is kept
+            assert observer.pull().version.counter == 1
+
+
+def test_worker_gives_what_it_goes_on_from_to_a_broker_that_has_lost_its_memory() -> None:
+    """Without momentum at the broker nothing is lost at all."""
+    options: dict[str, Any] = {
+        "sync_every": 5,
+        "outer_momentum": 0.0,
+        "disconnect_grace": 0.05,
+    }
+    wanted = lived([plain(STEPS)], **options)
+    config = make_config(**options)
+    with Broker(config) as broker:
+        life = Script(0, broker).starts()
+        life.hook.start()
+        life.trains(7)
+        saved = life.saves()
+        life.dies()
+    with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as observer:
+        again = Script(0, broker).starts(saved)
+        with one_thread(), again.hook:
+            assert observer.pull().version.counter == 1
+            again.trains(STEPS - 7)
+        history = {step: s for step, s in life.history.items() if step <= 7} | again.history
+        assert_same_bits(([history], dict(observer.pull().tensors)), wanted)

@@ -1,0 +1,318 @@
+"""What the version at the broker means for a saved state, and what a state may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco_protocol import Counted, Ledger, Segment, UsageError, VersionId
+from diloco_protocol.messages import Join, Released
+from diloco_protocol.version import ABSENT_REMEMBERED
+from diloco_worker.shell.inbox import Arrival
+from diloco_worker.training.fragment_sync import Ground, Work
+from diloco_worker.training.saved_state import compared
+from kit.next_life import H, Resume, saved_by, says_current
+from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
+from kit.uniform_model import Make, filled, values
+
+pytest_plugins = ("kit.worker_fixtures", "kit.next_life_fixtures")
+
+
+# What the broker's version means.
+
+
+def ground(*known: int) -> Ground:
+    base = values(Descent())
+    return Ground(version(5), Ledger({"me": tuple(map(Counted, known))}), base, Work(3), None)
+
+
+def arrival(what: VersionId, ledger: Mapping[str, tuple[Counted, ...]]) -> Arrival:
+    return Arrival(Released(0, what, Ledger(ledger)), frozenset(), None)
+
+
+def test_ledger_that_may_have_forgotten_the_worker_drops_its_steps() -> None:
+    others = {f"other {number}": (Counted(number),) for number in range(ABSENT_REMEMBERED)}
+    found = compared("me", ground(1), arrival(version(900), others))
+    assert found is not None
+    assert "no longer knows" in str(found.superseding)
+    del others["other 0"]
+    assert compared("me", ground(1), arrival(version(900), others)) is None, "it remembers all"
+
+
+@pytest.mark.parametrize("partly", [None, b"\1"])
+def test_push_that_is_unknown_is_a_stranger_even_if_only_a_part_of_it_counted(
+    partly: bytes | None,
+) -> None:
+    found = compared("me", ground(1), arrival(version(6), {"me": (Counted(1), Counted(2, partly))}))
+    assert found is not None
+    assert "earlier life" in str(found.superseding)
+    assert compared("me", ground(1), arrival(version(6), {"you": (Counted(2),)})) is None
+
+
+def test_version_of_another_run_takes_the_place_of_what_is_there() -> None:
+    found = compared("me", ground(), arrival(VersionId("b" * 16, 5, 1), {}))
+    assert found is not None
+    assert "b" * 16 in str(found.superseding)
+
+
+# The state itself.
+
+
+def tensors_in(plain: Any) -> list[Tensor]:
+    if isinstance(plain, Tensor):
+        return [plain]
+    parts = plain.values() if isinstance(plain, dict) else plain
+    return [t for part in parts for t in tensors_in(part)] if isinstance(plain, dict | list) else []
+
+
+def test_state_is_one_copy_of_the_model_that_training_never_touches(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    worker, descent = begin()
+    descent.steps(1)
+    state = worker.state_dict()
+    (base,) = tensors_in(state)
+    assert base.dtype == torch.float32
+    assert base.numel() == sum(p.numel() for p in descent.model.parameters())
+    for number in (1, 2, 3):
+        steps = beside(descent.steps, H if number > 1 else H - 1)
+        push, _ = broker.takes_push()
+        broker.serves(filled(descent, number), version(number), push.push_id)
+        steps()
+    assert set(base.tolist()) == {100}
+
+
+def test_dict_that_was_loaded_is_never_written_to(
+    broker: ScriptedBroker, beside: Beside, begin: Make, resume: Resume
+) -> None:
+    worker, descent = begin()
+    descent.steps(1)
+    saved = saved_by(worker, descent)
+    life = resume(saved, version(0))
+    says_current(broker, version(0))
+    life.started()
+    for number in (1, 2, 3):
+        steps = beside(life.descent.steps, H if number > 1 else H - 1)
+        if number == 1:
+            says_current(broker, version(0))
+        push, _ = broker.takes_push()
+        broker.serves(filled(descent, number), version(number), push.push_id)
+        steps()
+    (base,) = tensors_in(saved[0])
+    assert set(base.tolist()) == {100}
+
+
+def test_state_that_was_loaded_can_be_saved_again_before_the_start(begin: Make, make: Make) -> None:
+    worker, descent = begin()
+    descent.steps(1)
+    state = saved_by(worker, descent)[0]
+    again, _ = make()
+    again.load_state_dict(state)
+    assert again.state_dict()["resume"] is state["resume"]
+
+
+def test_model_that_was_not_loaded_is_found_out_before_anything_is_sent(
+    broker: ScriptedBroker, begin: Make, make: Make
+) -> None:
+    worker, descent = begin()
+    descent.steps(3)
+    state = saved_by(worker, descent)[0]
+    again, _ = make()  # the model is as it was made
+    again.load_state_dict(state)
+    with pytest.raises(UsageError, match="load the model's own checkpoint"):
+        again.start()
+    broker.hears_nothing_of(Join, 0.1)
+
+
+def test_flight_of_a_release_that_sent_differences_goes_on_as_the_values_it_meant(
+    broker: ScriptedBroker, beside: Beside, begin: Make, make: Make
+) -> None:
+    broker.config = run_config(fragment_sync_delay=2)
+    worker, descent = begin(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    mean = torch.tensor([1.0, 2.0, 3.0])
+    descent.model.get_buffer("1.running_mean").copy_(mean)
+    descent.steps(H + 1)
+    _, sent = broker.takes_push()
+    state, tensors = saved_by(worker, descent)
+    saved = state["resume"]["fragments"][0]
+    flight, base = saved["flight"], saved["base"]["buffers"]
+    assert flight.pop("buffers") == "values"
+    assert torch.equal(flight["wire"]["buffers"][:3], mean)
+    flight["wire"]["buffers"] = base - flight["wire"]["buffers"]
+    again, other = make(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    other.model.load_state_dict(tensors)
+    again.load_state_dict(state)
+    started = beside(again.start)
+    broker.welcomes(version(0))
+    says_current(broker, version(0))
+    started()
+    says_current(broker, version(0))
+    push, delta = broker.takes_push()
+    assert push.buffers == "values"
+    assert torch.equal(delta.vectors[Segment.BUFFERS], sent.vectors[Segment.BUFFERS])
+
+
+class Kinds(nn.Module):
+    """A layer of 50 by 50, one in bf16, a BatchNorm, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(50, 50)
+        self.narrow = nn.Linear(3, 3, dtype=torch.bfloat16)
+        self.norm = nn.BatchNorm1d(3)
+        self.wide = nn.Linear(3, 3, dtype=torch.float64)
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "name", ["large.weight", "narrow.bias", "norm.running_var", "norm.num_batches_tracked"]
+)
+def test_smallest_change_of_any_tensor_is_found_and_named(
+    begin: Make, make: Make, name: str
+) -> None:
+    """Of a stale file one value would differ by the last bit here, far below 1% of the model's norm."""
+    worker, descent = begin(Kinds())
+    descent.steps(1)
+    state, model = saved_by(worker, descent)
+    raw = model[name].view(-1).view(torch.uint8)
+    raw[0] = raw[0] ^ 1
+    again, next_life = make(Kinds())
+    next_life.model.load_state_dict(model)
+    again.load_state_dict(state)
+    with pytest.raises(
+        UsageError, match=rf"1 of 11 tensors differ \({name}\); load the model's own"
+    ):
+        again.start()
+
+
+def test_frozen_tensors_are_nobodys_progress(begin: Make, resume: Resume) -> None:
+    """A running average of the model that is kept in frozen tensors may have gone on."""
+    state, model = saved_by(*begin(Kinds()))
+    model["frozen.weight"].add_(1)
+    life = resume((state, model), version(0), version(0), model=Kinds())
+    assert life.join.worker_id == "me", "it is taken for the same model, and joins"
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_model_that_was_saved_in_a_narrower_dtype_is_the_same_model(
+    begin: Make, make: Make, resume: Resume, narrow: torch.dtype
+) -> None:
+    worker, descent = begin(Kinds())
+    with torch.no_grad():
+        for parameter in descent.model.parameters():
+            parameter.normal_()
+    state, model = saved_by(worker, descent)
+    for name, value in model.items():
+        if value.dtype in (torch.float32, torch.float64):
+            model[name] = value.to(narrow)
+    life = resume((state, model), version(0), version(0), model=Kinds())
+    assert life.join.worker_id == "me"
+    life.worker.close(failed=True)
+    again, next_life = make(Kinds())
+    model["large.weight"] = model["large.weight"].to(torch.float8_e4m3fn).to(narrow)
+    next_life.model.load_state_dict(model)
+    again.load_state_dict(state)
+    with pytest.raises(UsageError, match=r"\(large.weight\)"):
+        again.start()
+
+
+def in_old_format(state: dict[str, Any], distance: float) -> dict[str, Any]:
+    resume = state["resume"]
+    del resume["checksums"]
+    resume["format"] = 1
+    for fragment in resume["fragments"]:
+        fragment["distance"] = distance
+    return state
+
+
+def test_state_of_the_old_format_is_compared_by_its_distance(
+    broker: ScriptedBroker, begin: Make, resume: Resume, make: Make
+) -> None:
+    worker, descent = begin()
+    descent.steps(3)
+    saved = saved_by(worker, descent)
+    state = in_old_format(saved[0], 3 * 12**0.5)
+    life = resume((state, saved[1]), version(0))
+    says_current(broker, version(0))
+    life.started()
+    assert life.worker.local_step == 3
+    life.worker.close(failed=True)
+    again, _ = make()
+    again.load_state_dict(state)
+    with pytest.raises(UsageError, match="load the model's own checkpoint"):
+        again.start()
+
+
+def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    return lambda state: change(state["resume"])
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (lambda s: s.pop("metrics"), "'metrics'"),
+        (lambda s: s.update(resume=5), "5 is not a dict"),
+        (lambda s: s.update(cycle_start=9), "cycle began at step 9, and it is at step 5"),
+        (broken(lambda r: r.update(format=3)), "format 3, this release reads 2"),
+        (broken(lambda r: r.pop("checksums")), "lacks 'checksums'"),
+        (broken(lambda r: r["checksums"].pop("bias")), "lacks 'bias'"),
+        (broken(lambda r: r["checksums"].update(bias=["x"])), "'x' is not a whole number"),
+        (broken(lambda r: r.pop("fragments")), "lacks 'fragments'"),
+        (broken(lambda r: r.update(fragments=[])), "0 fragments instead of 1"),
+        (broken(lambda r: r["config"].update(colour=1)), "colour"),
+        (broken(lambda r: r["place"].update(slot=1)), "slot 1 of 1"),
+        (broken(lambda r: r["place"].update(cursor="x")), "'x' is not a whole number"),
+        (broken(lambda r: r["model"][0].__setitem__(0, "w")), "another model than this one"),
+        (broken(lambda r: r["fragments"][0].pop("base")), "lacks 'base'"),
+        (broken(lambda r: r["fragments"][0].update(version=["a", 1])), "unpack"),
+        (broken(lambda r: r["fragments"][0].update(steps=None)), "None is not a whole number"),
+        (
+            broken(lambda r: r["fragments"][0]["base"].update(parameters=[1.0])),
+            "a list, not a tensor",
+        ),
+        (
+            broken(lambda r: r["fragments"][0]["base"].update(parameters=torch.zeros(3))),
+            r"torch.float32\[3\], not torch.float32\[12\]",
+        ),
+        (
+            broken(
+                lambda r: r["fragments"][0]["flight"]["wire"].update(
+                    parameters=torch.zeros(12).half()
+                )
+            ),
+            r"torch.float16\[12\], not torch.float32\[12\]",
+        ),
+        (broken(lambda r: r["fragments"][0]["flight"].update(push_id="xyz")), "xyz"),
+        (broken(lambda r: r["fragments"][0]["flight"].update(wire_dtype="int3")), "int3"),
+    ],
+)
+def test_state_that_cannot_be_used_is_refused_with_a_sentence(
+    broker: ScriptedBroker,
+    begin: Make,
+    make: Make,
+    breaks: Callable[[dict[str, Any]], object],
+    words: str,
+) -> None:
+    broker.config = run_config(fragment_sync_delay=2)
+    worker, descent = begin()
+    descent.steps(H + 1)
+    state = saved_by(worker, descent)[0]
+    breaks(state)
+    again, _ = make()
+    before = again.state_dict()
+    with pytest.raises(UsageError, match=words) as refused:
+        again.load_state_dict(state)
+    assert str(refused.value).endswith(".")
+    assert again.state_dict() == before, "nothing has changed"
+
+
+def test_state_of_another_model_names_the_tensors(begin: Make, make: Make) -> None:
+    worker, descent = begin()
+    state = saved_by(worker, descent)[0]
+    other, _ = make(nn.Linear(3, 5))
+    with pytest.raises(UsageError, match=r"weight is shaped \[3, 3\] instead of \[5, 3\]"):
+        other.load_state_dict(state)

@@ -1,0 +1,442 @@
+"""How a training script ends when it is told to: SIGTERM, Ctrl-C, twice, anywhere in the loop.
+
+Most scripts here are processes of their own; the broker is in a thread of this one, so that a test can
+see whether it was told (a worker that only vanishes counts as dead).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from whole_runs.test_processes import Site, a_free_address
+
+from diloco_broker import Broker
+from diloco_broker.core.state.streaming_round import Round
+from diloco_protocol.messages import Leave
+from diloco_worker.shell.sigterm import EXIT_CODE, Termination
+from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
+from kit.uniform_model import Make, filled, until
+from kit.whole_run import make_config
+
+pytest_plugins = ("kit.worker_fixtures",)
+
+# What "at once" and "within 10 s" may take on a machine that is busy with other things.
+SOON_S = 30.0
+
+SCRIPT = """
+import sys, threading, torch
+from torch import nn
+from diloco_worker import DiLoCoWorker
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+manners = sys.argv[1]
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+steps = 0
+try:
+    with DiLoCoWorker(model, optimizer, timeout=600) as diloco:
+        while True:
+            model(torch.randn(8, 4)).pow(2).mean().backward()
+            optimizer.step()
+            steps += 1
+            print("step", steps, flush=True)
+            threading.Event().wait(0.01)
+            if manners != "blind" and diloco.should_stop and manners != "stubborn":
+                print("stops because", diloco.stop_reason, flush=True)
+                break
+    print("after the with", flush=True)
+finally:
+    print("unwound", flush=True)
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    site = Site(tmp_path)
+    yield site
+    for process in site.processes:
+        process.close()
+
+
+def serving(**options: Any) -> Broker:
+    """A broker to which a connection that breaks says nothing for a long time."""
+    return Broker(make_config(**{"sync_every": 4, "disconnect_grace": 60.0} | options))
+
+
+def everybody_has_said_goodbye(broker: Broker) -> bool:
+    state = broker._core.state
+    return len(state.members) == 0 and state.totals.deaths == 0
+
+
+def test_sigterm_is_a_reason_to_stop_for_a_script_that_looks(site: Site) -> None:
+    with serving() as broker:
+        worker = site.run("train.py", "polite", DILOCO_SERVER=broker.address)
+        worker.waits_for("step 6")
+        worker.child.send_signal(signal.SIGTERM)
+        assert worker.ends(SOON_S) == 0
+        until(lambda: everybody_has_said_goodbye(broker))
+    assert "stops because SIGTERM" in worker.output
+    assert "after the with" in worker.output
+    assert worker.output.count("SIGTERM has come") == 1
+
+
+def test_sigterm_ends_a_script_that_never_looks_through_its_with(site: Site) -> None:
+    with serving() as broker:
+        worker = site.run("train.py", "blind", DILOCO_SERVER=broker.address)
+        worker.waits_for("step 6")
+        worker.child.send_signal(signal.SIGTERM)
+        assert worker.ends(SOON_S) == EXIT_CODE == 143
+        until(lambda: everybody_has_said_goodbye(broker))
+    assert "unwound" in worker.output
+    assert "after the with" not in worker.output
+    assert worker.output.count("SIGTERM has come") == 1
+
+
+@pytest.mark.parametrize(("manners", "code"), [("polite", 0), ("blind", 143)])
+def test_sigterm_ends_a_wait_at_a_boundary(site: Site, manners: str, code: int) -> None:
+    """The first round waits for a second worker that never comes."""
+    with serving(workers=2) as broker:
+        worker = site.run("train.py", manners, DILOCO_SERVER=broker.address)
+        worker.waits_for("step 3")
+        until(lambda: any(m.state == "pushing" for m in broker._core.state.members))
+        worker.child.send_signal(signal.SIGTERM)
+        assert worker.ends(SOON_S) == code
+        until(lambda: everybody_has_said_goodbye(broker))
+        round_ = broker._core.state.round
+        assert isinstance(round_, Round)
+        counted = {c.worker_id for c in round_.contributions.values() if c.is_whole}
+        assert len(counted) == 1, "what it had sent counts, though it is gone"
+
+
+def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(site: Site) -> None:
+    worker = site.run("train.py", "polite", DILOCO_SERVER=a_free_address())
+    worker.waits_for("aiting")
+    worker.child.send_signal(signal.SIGTERM)
+    assert worker.ends(SOON_S) == 143
+
+
+def test_second_sigterm_ends_the_process_at_once(site: Site) -> None:
+    with serving() as broker:
+        worker = site.run("train.py", "stubborn", DILOCO_SERVER=broker.address)
+        worker.waits_for("step 6")
+        worker.child.send_signal(signal.SIGTERM)
+        worker.waits_for("SIGTERM has come")  # and the script does not care
+        worker.child.send_signal(signal.SIGTERM)
+        assert worker.ends(SOON_S) == -signal.SIGTERM
+    assert "unwound" not in worker.output
+
+
+def test_sigterm_is_left_alone_where_that_is_asked_for(site: Site) -> None:
+    with serving() as broker:
+        worker = site.run(
+            "train.py", "polite", DILOCO_SERVER=broker.address, DILOCO_HANDLE_SIGNALS="0"
+        )
+        worker.waits_for("step 6")
+        worker.child.send_signal(signal.SIGTERM)
+        assert worker.ends(SOON_S) == -signal.SIGTERM
+    assert "unwound" not in worker.output
+
+
+def test_ctrl_c_tells_the_broker(site: Site) -> None:
+    with serving() as broker:
+        worker = site.run("train.py", "polite", DILOCO_SERVER=broker.address)
+        worker.waits_for("step 6")
+        worker.child.send_signal(signal.SIGINT)
+        assert worker.ends(SOON_S) == -signal.SIGINT
+        until(lambda: everybody_has_said_goodbye(broker))
+    assert "unwound" in worker.output
+    assert "KeyboardInterrupt" in worker.output
+
+
+def test_ctrl_c_ends_a_wait_at_a_boundary(site: Site) -> None:
+    """The first round waits for a second worker that never comes."""
+    with serving(workers=2) as broker:
+        worker = site.run("train.py", "polite", DILOCO_SERVER=broker.address)
+        worker.waits_for("step 3")
+        until(lambda: any(m.state == "pushing" for m in broker._core.state.members))
+        worker.child.send_signal(signal.SIGINT)
+        assert worker.ends(SOON_S) == -signal.SIGINT
+        until(lambda: everybody_has_said_goodbye(broker))
+    assert "unwound" in worker.output
+
+
+def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(site: Site) -> None:
+    broker, address = site.broker("--sync-every", "4", "--heartbeat-timeout", "0")
+    worker = site.run("train.py", "polite", DILOCO_SERVER=address)
+    worker.waits_for("step 6")
+    broker.child.send_signal(signal.SIGSTOP)
+    worker.child.send_signal(signal.SIGINT)
+    assert worker.ends(SOON_S) == -signal.SIGINT
+    assert "unwound" in worker.output
+
+
+def test_second_ctrl_c_does_not_wait(
+    begin: Make, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diloco_worker.training.boundary.HASTY_S", 2 * SOON_S)
+    broker.config = run_config(fragment_sync_delay=3)
+    worker, descent = begin()
+    descent.steps(4)  # a push that nobody answers
+
+    def presses() -> None:
+        until(lambda: worker._boundaries is not None and worker._boundaries._leaving is not None)
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    beside = threading.Thread(target=presses, daemon=True)
+    began = time.monotonic()
+    beside.start()
+    with pytest.raises(KeyboardInterrupt):
+        worker.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert time.monotonic() - began < SOON_S
+    beside.join(SOON_S)
+
+
+def test_process_that_is_about_to_end_waits_only_for_its_chunks(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    broker.config = run_config(fragment_sync_delay=3)
+    worker, descent = begin()
+
+    def training() -> None:
+        try:
+            descent.steps(4)
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            worker.__exit__(type(error), error, None)
+
+    ended = beside(training)
+    push, _ = broker.takes_push()
+    assert push.steps == 4
+    leave = broker.hears(Leave)  # though no version contains it
+    assert "KeyboardInterrupt" in leave.reason
+    ended()
+
+
+def test_script_that_ends_by_itself_waits_for_its_push(
+    broker: ScriptedBroker, beside: Beside, begin: Make
+) -> None:
+    broker.config = run_config(fragment_sync_delay=3)
+    worker, descent = begin()
+
+    def training() -> None:
+        descent.steps(4)
+        worker.__exit__(None, None, None)
+
+    ended = beside(training)
+    push, _ = broker.takes_push()
+    broker.hears_nothing_of(Leave, 0.2)
+    broker.serves(filled(descent, 5), version(1), push.push_id)
+    broker.hears(Leave)
+    ended()
+
+
+# The handler itself.
+
+
+@pytest.fixture
+def default_sigterm() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+TORN = """
+import os, signal, sys, torch
+from torch import nn
+import diloco_worker.model.merging as merging
+from diloco_worker import DiLoCoWorker
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+copy_in, copied = merging._copy_in, []
+
+def then_comes_the_signal(target, values):
+    copy_in(target, values)
+    copied.append(values.clone())
+    if len(copied) == 3:  # the first of the two layers of the second version
+        os.kill(os.getpid(), int(sys.argv[1]))
+
+merging._copy_in = then_comes_the_signal
+try:
+    with DiLoCoWorker(model, optimizer, timeout=600):
+        while True:
+            model(torch.ones(1, 4)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+finally:
+    whole = all(torch.equal(p.detach(), v) for p, v in zip(model.parameters(), copied[-2:]))
+    print("copied", len(copied), "whole", whole, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, -signal.SIGINT)]
+)
+def test_signal_in_a_merge_leaves_no_torn_model(site: Site, number: int, code: int) -> None:
+    """The exit checkpoint of a script would else have one layer of a version and not the other."""
+    (site.folder / "torn.py").write_text(TORN)
+    with serving() as broker:
+        worker = site.run("torn.py", str(int(number)), DILOCO_SERVER=broker.address)
+        assert worker.ends(SOON_S) == code
+    assert "copied 4 whole True" in worker.output
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_handler_is_there_only_inside_the_with(begin: Make) -> None:
+    """The fixture joins in another thread, where no handler can be set; a stay is imitated here."""
+    worker, _ = begin()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    worker._termination.install()
+    assert signal.getsignal(signal.SIGTERM) == worker._termination._handle
+    worker.close(failed=True)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_handler_of_the_script_stays() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    termination = Termination(lambda: False, lambda: None)
+    termination.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    termination.restore()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert heard == [signal.SIGTERM] * 2
+    assert not termination.is_asked
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_handler_that_the_script_sets_later_stays() -> None:
+    termination = Termination(lambda: False, lambda: None)
+    termination.install()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    termination.restore()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_first_signal_wakes_and_tells_or_raises() -> None:
+    woken: list[bool] = []
+    for is_watched in (True, False):
+        termination = Termination(lambda seen=is_watched: seen, lambda: woken.append(True))  # type: ignore[misc]
+        termination.install()
+        if is_watched:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            with pytest.raises(SystemExit) as ended:
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert ended.value.code == 143
+        assert termination.is_asked
+        termination.restore()
+    assert woken == [True, True]
+
+
+@pytest.fixture
+def termination() -> Iterator[Termination]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    made = Termination(lambda: True, lambda: None)
+    made.install()
+    yield made
+    made.restore()
+    signal.signal(signal.SIGINT, before)
+
+
+def presses_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def held(termination: Termination, *actions: Callable[[], object]) -> tuple[int, bool]:
+    """Do these where Ctrl-C is held: how many were done, and whether KeyboardInterrupt was raised."""
+    done = 0
+    try:
+        with termination.held():
+            for action in actions:
+                action()
+                done += 1
+    except KeyboardInterrupt:
+        return done, True
+    return done, False
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_ctrl_c_comes_behind_what_must_not_be_broken_off(termination: Termination) -> None:
+    assert held(termination, presses_ctrl_c, nothing) == (2, True)
+    assert held(termination, nothing) == (1, False), "it comes once"
+    with pytest.raises(KeyboardInterrupt):
+        presses_ctrl_c()
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_ctrl_c_is_not_lost_where_something_fails_meanwhile(termination: Termination) -> None:
+    def fails() -> None:
+        raise MemoryError
+
+    assert held(termination, presses_ctrl_c, fails) == (1, True)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_ctrl_c_ends_waiting_at_once(termination: Termination) -> None:
+    def waits(meanwhile: Callable[[], None]) -> None:
+        with termination.waiting():
+            meanwhile()
+
+    assert held(termination, lambda: waits(presses_ctrl_c), nothing) == (0, True)
+    assert held(termination, presses_ctrl_c, lambda: waits(nothing), nothing) == (1, True)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_second_ctrl_c_breaks_off_what_hangs(termination: Termination) -> None:
+    assert held(termination, presses_ctrl_c, presses_ctrl_c, nothing) == (1, True)
+
+
+@pytest.mark.usefixtures("default_sigterm")
+def test_ctrl_c_that_the_script_handles_is_left_alone(termination: Termination) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    with termination.held():
+        presses_ctrl_c()
+        assert heard == [signal.SIGINT]
+
+
+FORKS = """
+import os, signal, sys, threading
+from diloco_worker.shell.sigterm import Termination
+
+termination = Termination(lambda: True, lambda: None)
+termination.install()
+ready, tell = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(tell, b"!")
+    threading.Event().wait(30)
+    os._exit(0)
+os.read(ready, 1)  # a signal that comes while it is being forked is lost
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+sys.exit(0 if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM else 1)
+"""
+
+
+def test_forked_child_that_inherits_the_handler_dies_of_sigterm() -> None:
+    """A data loader ends its workers so."""
+    done = subprocess.run([sys.executable, "-c", FORKS], timeout=60, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,202 @@
+"""Getting into a run: optimizers inside wrappers, and a start that fails and leaves nothing behind."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_protocol import UsageError
+from diloco_worker import DiLoCoClient, DiLoCoWorker, hook
+from diloco_worker.training import start
+from diloco_worker.training.patience import Patience
+from kit.uniform_model import until
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def nobody_takes_sigterm() -> Iterator[None]:
+    """Commands that other tests have run in this process may have left handlers of theirs."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[Broker]:
+    address = "tcp://127.0.0.1:*"
+    with Broker(BrokerConfig(workers=1, sync_every=2, bind=address, feed=address)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def members(broker: Broker) -> Iterator[Callable[[], list[str]]]:
+    """Asks the broker who is in the run."""
+    with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
+        yield lambda: [worker["id"] for worker in client.status()["workers"]]
+
+
+class Accelerated(torch.optim.Optimizer):
+    """As Accelerate wraps one: an Optimizer by type that has never called `Optimizer.__init__`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.sync_gradients = True
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        if self.sync_gradients:  # else gradients are only accumulated
+            self.optimizer.step(closure)
+
+
+def trains(model: nn.Module, optimizer: Any, steps: int = 1) -> None:
+    for _ in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_inside_a_wrapped_optimizer_are_counted(broker: Broker, depth: int) -> None:
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped: Any = inner
+    for _ in range(depth):
+        wrapped = Accelerated(wrapped)
+    with DiLoCoWorker(model, wrapped, server=broker.address, timeout=PATIENCE_S) as worker:
+        wrapped.sync_gradients = False
+        trains(model, wrapped, 3)
+        assert worker.local_step == 0
+        wrapped.sync_gradients = True
+        trains(model, wrapped, 4)
+        assert (worker.local_step, worker.sync_count) == (4, 2)
+
+
+def test_optimizer_without_hooks_inside_is_refused_at_once() -> None:
+    model = nn.Linear(2, 2)
+    hollow = Accelerated(torch.optim.SGD(model.parameters(), lr=0.1))
+    hollow.optimizer = hollow
+    with pytest.raises(UsageError, match="optimizer is a Accelerated, which has no step hooks"):
+        DiLoCoWorker(model, hollow)
+
+
+class Failure(Exception):
+    """What the tests make a step of starting fail with."""
+
+
+def fails_at(place: int) -> Callable[[FrameType, str, Any], Any]:
+    """A trace function: the line of this number, counted over all that a start runs, raises."""
+    count = 0
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if event == "line":
+            count += 1
+            if count == place:
+                raise Failure(f"{frame.f_code.co_name}, line {frame.f_lineno}")
+        return line
+
+    traced = {hook.__file__, start.__file__}
+    return lambda frame, event, _: line if frame.f_code.co_filename in traced else None
+
+
+def test_start_that_fails_at_any_line_leaves_nothing_behind(
+    broker: Broker, members: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    log = tmp_path / "audit.jsonl"
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    members()
+    others, before = threads(), sys.gettrace()
+    for place in range(1, 1000):
+        worker = DiLoCoWorker(
+            model, optimizer, server=broker.address, worker_id="me", audit=log, timeout=PATIENCE_S
+        )
+        sys.settrace(fails_at(place))
+        try:
+            worker.start()
+            break
+        except Failure as error:
+            where = str(error)
+        finally:
+            sys.settrace(before)
+        assert not optimizer._optimizer_step_post_hooks, where
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, where
+        assert threads() == others, where
+        assert str(log) not in open_files(), where
+        until(lambda: members() == [])
+    else:
+        raise AssertionError("a start has no end")
+    assert place > 30, "not a line of it was made to fail"
+    assert members() == ["me"], "a new worker with the same id may start"
+    worker.close()
+
+
+def threads() -> list[threading.Thread]:
+    """Those that a worker or a client has its sockets in."""
+    return [thread for thread in threading.enumerate() if thread.name == "diloco-link"]
+
+
+def open_files() -> list[str]:
+    return [str(each.readlink()) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+
+
+def test_second_worker_on_a_model_that_is_in_a_run_is_refused(broker: Broker) -> None:
+    """As when the cell of a notebook is run again: the two would wait for each other."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled: Any = torch.compile(model, backend="eager")
+    early = DiLoCoWorker(model, optimizer, broker.address, worker_id="again")
+    with DiLoCoWorker(model, optimizer, broker.address, worker_id="first"):
+        for another in (model, compiled):
+            with pytest.raises(UsageError, match=r"in a run already, as worker 'first'; close\(\)"):
+                DiLoCoWorker(another, optimizer, broker.address)
+        with pytest.raises(UsageError, match="as worker 'first'"):
+            early.start()
+        trains(model, optimizer, 2)  # nobody else is waited for
+    with early:
+        trains(model, optimizer, 2)
+        assert early.sync_metrics.rounds == 1
+
+
+def test_name_that_stands_for_no_machine_is_pointed_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = Patience.say
+
+    def say(patience: Patience, text: str) -> None:
+        patience._say_at = 0.0
+        said(patience, text)
+        raise KeyboardInterrupt  # somebody has read it
+
+    monkeypatch.setattr(Patience, "say", say)
+    with pytest.raises(KeyboardInterrupt):
+        DiLoCoWorker(model, optimizer, "tcp://no-such-host.invalid:8512").start()
+    assert "'no-such-host.invalid'; is it spelt right?" in caplog.text

@@ -1,0 +1,1 @@
+"""Experiments behind the defaults: which outer optimizer, which learning rate."""

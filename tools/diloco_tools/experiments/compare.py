@@ -1,0 +1,396 @@
+"""Asynchronous outer optimizers against synchronous DiLoCo, measured on workers of different speed.
+
+    python -m diloco_tools.experiments.compare --out runs/async.json
+
+The broker and its four clients are the real ones, over TCP on loopback; only the clock is made up. A
+worker of v steps per virtual second needs H / v of them for its H inner steps, and communication takes
+none. Whoever is done next is trained next, so the order of the pushes follows from the speeds alone,
+not from the machine, and the same seed gives the same figures.
+
+Every variant makes the same total number of inner steps. In rounds each worker makes its quarter, and a
+round lasts as long as the slowest; asynchronously the fast ones make more of them, and nobody waits. The
+inner learning rate follows the steps of the whole run for everybody: it depends on the total divided
+by the number of workers, which in rounds is a worker's own count.
+"""
+
+import heapq
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_protocol.errors import Refused
+from diloco_tools.demo.data import (
+    DataError,
+    batch_seed,
+    load_shard,
+    training_batches,
+    validation_windows,
+)
+from diloco_tools.demo.model import GPT, GPTConfig, build_model, validation_loss
+from diloco_tools.demo.recipe import LARGEST_GRADIENT, Recipe, build_optimizer, learning_rate_factor
+from diloco_tools.demo.results import Settings
+from diloco_tools.experiments.compare_report import draw, markdown
+from diloco_worker import DiLoCoClient, GlobalParameters
+
+# Inner steps per second of four devices: the spread of Liu et al. 2024, arXiv 2401.09135.
+SPEEDS = (0.58, 0.75, 1.51, 3.33)
+# Options of the broker for each variant.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "sync": {"mode": "sync", "outer": "nesterov"},
+    "naive": {"mode": "async", "outer": "nesterov"},
+    "dn": {"mode": "async", "outer": "dn", "dn_variant": "paper"},
+    "dn-direct": {"mode": "async", "outer": "dn", "dn_variant": "direct"},
+    "fedbuff": {"mode": "async", "outer": "fedbuff"},
+    "sgd": {"mode": "async", "outer": "sgd"},
+}
+# (eta, mu): as published for DiLoCo (arXiv 2311.08105), and what the demo found best for itself.
+OUTER_SETTINGS = ((0.7, 0.9), (Settings().outer_lr, Settings().outer_momentum))
+TIMEOUT_S = 300.0  # of one call of a client: real seconds, for a busy machine
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all runs of a comparison have in common."""
+
+    steps: int = 300  # inner steps of each worker in rounds; all together make workers x steps
+    sync_every: int = 25
+    speeds: tuple[float, ...] = SPEEDS  # steps per virtual second
+    batch: int = 4
+    lr: float = Settings().lr  # peak of the inner AdamW
+    model: GPTConfig = field(default_factory=GPTConfig)
+    windows: int = 256  # held-out windows of each evaluation
+    data: str | None = None
+
+    def complaint(self) -> str | None:
+        """One sentence about the first setting that cannot work, or None."""
+        return Settings(
+            steps=self.steps,
+            workers=len(self.speeds),
+            sync_every=self.sync_every,
+            batch=self.batch,
+            context=self.model.context,
+        ).complaint()
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps * len(self.speeds)
+
+    @property
+    def recipe(self) -> Recipe:
+        return Recipe(self.steps, self.batch, self.model.context, self.lr, "cosine")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: variant, outer learning rate, outer momentum, seed of parameters and batches."""
+
+    variant: str
+    eta: float
+    mu: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is trained on, one shard for each worker, and the windows that judge."""
+
+    shards: tuple[Tensor, ...]
+    validation: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """These workers have made their H steps at this virtual second, and push before anybody pulls."""
+
+    virtual_s: float
+    workers: tuple[int, ...]
+
+
+class Worker:
+    """One of the workers: its own model, inner optimizer, batches and client."""
+
+    def __init__(self, plan: Plan, text: Text, seed: int, number: int, client: DiLoCoClient):
+        self.plan = plan
+        self.client = client
+        self.model = build_model(seed, plan.model)
+        self.optimizer = build_optimizer(self.model, plan.recipe)
+        self.batches = training_batches(
+            text.shards[number], plan.batch, plan.model.context, batch_seed(seed, number)
+        )
+        self.began_at = 0  # inner steps of the whole run when its base was handed out
+        self.start_from(client.join(self.model), 0)
+
+    def start_from(self, base: GlobalParameters, total_steps: int) -> None:
+        self.base = base
+        self.began_at = total_steps
+        self.model.load_state_dict(base.tensors)
+
+    def train(self, total_steps: int) -> None:
+        """H inner steps, at whose end the whole run has made `total_steps`."""
+        recipe, sync_every = self.plan.recipe, self.plan.sync_every
+        for step in range(sync_every):
+            along = self.began_at + (total_steps - self.began_at) * step / sync_every
+            factor = learning_rate_factor(recipe, int(along / len(self.plan.speeds)))
+            for group in self.optimizer.param_groups:
+                group["lr"] = recipe.lr * factor
+            tokens, targets = next(self.batches)
+            self.model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
+            clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    @torch.no_grad()
+    def pseudo_gradient(self) -> dict[str, Tensor] | None:
+        """Base minus what was reached, by name; None where bf16, which is sent, cannot hold it."""
+        delta = {
+            name: self.base.tensors[name] - parameter
+            for name, parameter in self.model.named_parameters()
+        }
+        fits = all(tensor.bfloat16().isfinite().all() for tensor in delta.values())
+        return delta if fits else None
+
+
+def turns(plan: Plan, *, synchronous: bool) -> Iterator[Turn]:
+    """Who pushes when, without end; of two that are done at once, the lower number goes first."""
+    if synchronous:
+        everybody = tuple(range(len(plan.speeds)))
+        round_s = plan.sync_every / min(plan.speeds)
+        number = 0
+        while True:
+            number += 1
+            yield Turn(number * round_s, everybody)
+    done = [(plan.sync_every / speed, worker, 1) for worker, speed in enumerate(plan.speeds)]
+    heapq.heapify(done)
+    while True:
+        virtual_s, worker, times = done[0]
+        yield Turn(virtual_s, (worker,))
+        following = (times + 1) * plan.sync_every / plan.speeds[worker]
+        heapq.heapreplace(done, (following, worker, times + 1))
+
+
+def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
+    """Train one variant and record how the loss of its global parameters went.
+
+    The loss is looked at each time that so many steps have been made as a round has. A run whose loss is
+    not finite, or above where it began, counts as diverged from there. It goes on as long as loss and
+    pseudo-gradients are finite; what comes after is not comparable with anything.
+
+    Returns:
+        The trial's fields, `curve` of (total inner steps, virtual seconds, loss in nats per byte or None
+        if it is not finite), `final_loss`, `diverged_at` (total steps, or None), `mean_staleness`,
+        `max_staleness` (versions), `pushes`, `refused` (of these, by the broker), `seconds` (real).
+    """
+    began = time.perf_counter()
+    judge = build_model(trial.seed, plan.model)
+    config = BrokerConfig(
+        workers=len(plan.speeds),
+        sync_every=plan.sync_every,
+        outer_lr=trial.eta,
+        outer_momentum=trial.mu,
+        bind="tcp://127.0.0.1:*",
+        feed="tcp://127.0.0.1:*",
+        **VARIANTS[trial.variant],
+    )
+    at_start = validation_loss(judge, *text.validation)
+    curve: list[tuple[int, float, float | None]] = [(0, 0.0, at_start)]
+    diverged_at: int | None = None
+    staleness: list[int] = []
+    pushes = refused = total = 0
+    a_round = plan.sync_every * len(plan.speeds)
+
+    with Broker(config, initial=judge.state_dict()) as broker, ExitStack() as stack:
+        workers = []
+        for number in range(len(plan.speeds)):
+            client = DiLoCoClient(broker.address, worker_id=f"worker-{number}", timeout=TIMEOUT_S)
+            stack.enter_context(client)
+            workers.append(Worker(plan, text, trial.seed, number, client))
+        for turn in turns(plan, synchronous=config.mode == "sync"):
+            pushing = [workers[number] for number in turn.workers]
+            total += plan.sync_every * len(pushing)
+            for worker in pushing:
+                worker.train(total)
+            deltas = [worker.pseudo_gradient() for worker in pushing]
+            loss = math.nan
+            if None not in deltas:
+                for worker, delta in zip(pushing, deltas, strict=True):
+                    assert delta is not None
+                    pushes += 1
+                    refused += not accepted(worker.client, delta)
+                for worker in pushing:
+                    base, (newest, lost) = worker.base, pull(worker.client)
+                    refused += lost
+                    # The versions between the base and the one that contains the push.
+                    staleness.append(newest.version.counter - base.version.counter - 1)
+                    worker.start_from(newest, total)
+                if total % a_round:
+                    continue
+                loss = loss_of(judge, newest, text)
+            curve.append((total, turn.virtual_s, loss if math.isfinite(loss) else None))
+            if diverged_at is None and not loss <= at_start:
+                diverged_at = total
+            if total == plan.total_steps or not math.isfinite(loss):
+                break
+    return {
+        **asdict(trial),
+        "curve": curve,
+        "final_loss": curve[-1][2],
+        "diverged_at": diverged_at,
+        "mean_staleness": statistics.mean(staleness) if staleness else 0.0,
+        "max_staleness": max(staleness, default=0),
+        "pushes": pushes,
+        "refused": refused,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def accepted(client: DiLoCoClient, delta: Mapping[str, Tensor]) -> bool:
+    """Push; False if the broker refuses it, as it may where a run diverges."""
+    try:
+        client.push(delta)
+    except Refused:
+        return False
+    return True
+
+
+def pull(client: DiLoCoClient) -> tuple[GlobalParameters, bool]:
+    """The version that contains the push, or the newest where the push was refused after all: True."""
+    try:
+        return client.pull(), False
+    except Refused:
+        return client.pull(), True
+
+
+def loss_of(judge: GPT, parameters: GlobalParameters, text: Text) -> float:
+    """Validation loss of global parameters, in nats per byte."""
+    judge.load_state_dict(parameters.tensors)
+    return validation_loss(judge, *text.validation)
+
+
+def load_text(plan: Plan) -> Text:
+    """The shards and the held-out windows; DataError if the text is too short."""
+    path = None if plan.data is None else Path(plan.data)
+    workers = len(plan.speeds)
+    parts = [load_shard(path, number, workers, plan.model.context) for number in range(workers)]
+    held_out = parts[0][1]
+    return Text(
+        tuple(shard for shard, _ in parts),
+        validation_windows(held_out, plan.windows, plan.model.context),
+    )
+
+
+def trials(variants: Sequence[str], seeds: int) -> Iterator[Trial]:
+    """All runs, seed by seed, so that what is there at any time can be compared in pairs."""
+    for seed in range(seeds):
+        for eta, mu in OUTER_SETTINGS:
+            for variant in variants:
+                yield Trial(variant, eta, mu, seed)
+
+
+def settings_of(plan: Plan) -> dict[str, Any]:
+    """The plan as it is read back from the file of results."""
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
+    return plain
+
+
+def as_json(report: Mapping[str, Any]) -> str:
+    """The file of results: a run on each line, so that it can be read and compared line by line."""
+    about = json.dumps({name: report[name] for name in report if name != "runs"}, indent=1)
+    runs = ",\n  ".join(json.dumps(run, allow_nan=False) for run in report["runs"])
+    return about.removesuffix("\n}") + f',\n "runs": [\n  {runs}\n ]\n}}\n'
+
+
+def compare(
+    seeds: Annotated[int, typer.Option(help="Runs of each variant, paired by seed.")] = 3,
+    steps: Annotated[
+        int, typer.Option(help="Inner steps for each worker; the fast ones make more of the total.")
+    ] = Plan.steps,
+    sync_every: Annotated[
+        int, typer.Option(help="H: inner steps between two pushes; divides the steps.")
+    ] = Plan.sync_every,
+    batch: Annotated[int, typer.Option(help="Windows in each inner step.")] = Plan.batch,
+    variants: Annotated[
+        str, typer.Option(help="Which to measure, with commas between them.")
+    ] = ",".join(VARIANTS),
+    data: Annotated[
+        Path | None, typer.Option(help="Text file or folder; default: Python's own library.")
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(help="JSON file of results; the plot goes beside it, as .png.")
+    ] = Path("runs/async-comparison.json"),
+) -> None:
+    """Measure asynchronous outer optimizers against synchronous DiLoCo; print a table, draw a plot.
+
+    Each run is kept as soon as it is there. Runs that the file holds already are not made again, so
+    that an interrupted comparison goes on and more variants can be added.
+    """
+    plan = Plan(steps, sync_every, batch=batch, data=None if data is None else str(data))
+    names = [name.strip() for name in variants.split(",")]
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        fail(f"--variants names {unknown[0]!r}; choose from {', '.join(VARIANTS)}")
+    if seeds < 1:
+        fail(f"--seeds is {seeds} but must be at least 1")
+    if complaint := plan.complaint():
+        fail(complaint)
+    torch.set_num_threads(1)  # the clients' threads and the broker's share the machine
+    report: dict[str, Any] = {"settings": settings_of(plan), "commands": [], "runs": []}
+    if out.exists():
+        report = json.loads(out.read_text())
+        if report["settings"] != settings_of(plan):
+            fail(f"{out} holds a comparison with other settings; name another file with --out")
+    try:
+        text = load_text(plan)
+    except DataError as error:
+        fail(str(error))
+    command = (
+        f"python -m diloco_tools.experiments.compare --seeds {seeds} --steps {steps} "
+        f"--sync-every {sync_every} --batch {batch} --variants {','.join(names)}"
+        + (f" --data {data}" if data is not None else "")
+    )
+    report["commands"] += [command] if command not in report["commands"] else []
+    report["versions"] = {name: version(name) for name in ("torch", "diloco-broker")}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    known = [
+        tuple(run[name] for name in ("variant", "eta", "mu", "seed")) for run in report["runs"]
+    ]
+    wanted = [trial for trial in trials(names, seeds) if tuple(asdict(trial).values()) not in known]
+    for number, trial in enumerate(wanted, 1):
+        run = measure(plan, trial, text)
+        report["runs"].append(run)
+        out.write_text(as_json(report))
+        loss = run["final_loss"]
+        typer.echo(
+            f"{number}/{len(wanted)} {trial.variant} eta {trial.eta} mu {trial.mu} "
+            f"seed {trial.seed}: {'not finite' if loss is None else f'{loss:.4f}'}"
+            + (f", diverged at {run['diverged_at']}" if run["diverged_at"] is not None else "")
+            + f" ({run['seconds']:.0f} s)",
+            err=True,
+        )
+    typer.echo(markdown(report["runs"]))
+    try:
+        draw(report, out.with_suffix(".png"))
+    except ImportError:
+        typer.echo("no plot: matplotlib is missing (pip install 'diloco-broker[plot]')", err=True)
+
+
+def fail(message: str) -> NoReturn:
+    """One sentence for the user, and exit code 2."""
+    typer.echo(f"compare: {message}", err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    typer.run(compare)

@@ -1,0 +1,1 @@
+"""The feed as monitors read it: live, or recorded."""

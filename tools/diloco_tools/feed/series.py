@@ -1,0 +1,195 @@
+"""Figures over time, drawn from snapshots: what sparklines and plots show. Pure and bounded.
+
+A snapshot says how things stand; `RunSeries` keeps how they came to it: one point for each round that
+was seen to close, bytes a second at the broker and at each worker, steps a second of each worker.
+
+Rates are differences of the broker's counters over differences of its own uptime, so neither a slow
+network nor a lost snapshot falsifies them. `now` only dates the points: it may come from any clock
+that counts seconds, as long as it is always the same one.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from diloco_tools.feed.model import Snapshot, Worker
+
+_T = TypeVar("_T")
+
+
+LEAST_RECENT = 4  # points that a scale goes by
+
+
+def recent_scale(values: Sequence[float]) -> tuple[float, float]:
+    """The least and the greatest value that a curve of these should have room for.
+
+    Those of the newer half are on it, and older ones that are at most twice as far off as these differ
+    among themselves. What is beyond is off the scale: the loss of a first round would flatten all that
+    follow. `values` are finite, the newest last; not empty.
+    """
+    newer = values[-max(LEAST_RECENT, len(values) - len(values) // 2) :]
+    least, most = min(newer), max(newer)
+    room = 2 * (most - least)
+    if not 0 < room < math.inf:  # the newer ones do not differ, or by more than a float holds
+        return min(values), max(values)
+    near = [value for value in values if least - room <= value <= most + room]
+    return min(near), max(near)
+
+
+@dataclass(frozen=True)
+class RoundPoint:
+    """A round that closed, seen at `at`; wall seconds, workers averaged, staleness in versions."""
+
+    at: float
+    number: int
+    fragment: int
+    seconds: float
+    averaged: int
+    loss: float | None
+    delta_norm: float | None
+    staleness: int
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes a second up to the broker and down from it, over the time that ended at `at`."""
+
+    at: float
+    up: float
+    down: float
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Counters of bytes as they stood when the broker's uptime was `uptime_s`."""
+
+    uptime_s: float
+    up: int
+    down: int
+
+    def rate_to(self, later: "_Counted", at: float) -> Rate | None:
+        """None if no time has passed, or if the counters began anew."""
+        seconds = later.uptime_s - self.uptime_s
+        if seconds <= 0 or later.up < self.up or later.down < self.down:
+            return None
+        return Rate(at, (later.up - self.up) / seconds, (later.down - self.down) / seconds)
+
+
+class RunSeries:
+    """The last `points` of each figure; of at most `workers` workers.
+
+    A restart of the broker begins the rates anew and keeps the rounds. Of the workers those that have
+    gone give way to those that are there, the longest gone first; while all places are taken by
+    workers that are there, further ones get none.
+    """
+
+    def __init__(self, points: int = 512, workers: int = 256) -> None:
+        self._points = points
+        self._workers = workers
+        self._rounds: list[RoundPoint] = []
+        self._network: list[Rate] = []
+        self._speeds: dict[str, list[tuple[float, float]]] = {}  # the longest gone first
+        self._rates: dict[str, Rate] = {}
+        self._epoch = ""
+        self._sequence = -1
+        self._uptime_s: float | None = None
+        self._last_round: int | None = None
+        self._total: _Counted | None = None
+        self._counted: dict[str, _Counted] = {}
+
+    @property
+    def rounds(self) -> Sequence[RoundPoint]:
+        """One point for each closed round that was seen, in the order in which they closed."""
+        return self._rounds
+
+    @property
+    def network(self) -> Sequence[Rate]:
+        """All bytes of parameters and pseudo-gradients at the broker, one rate a snapshot."""
+        return self._network
+
+    @property
+    def speeds(self) -> Mapping[str, Sequence[tuple[float, float]]]:
+        """Worker id -> (at, inner steps a second), as the worker reported it."""
+        return self._speeds
+
+    def rate_of(self, worker_id: str) -> Rate | None:
+        """The newest rate of one worker; None while it is not known, and for one that is gone."""
+        return self._rates.get(worker_id)
+
+    def update(self, snapshot: Snapshot, now: float) -> None:
+        """Take a snapshot; one that is not newer than the last changes nothing."""
+        if snapshot.epoch != self._epoch:
+            self._epoch = snapshot.epoch
+            self._uptime_s = self._total = self._last_round = None
+            self._counted.clear()
+            self._rates.clear()
+        elif snapshot.sequence <= self._sequence:
+            return
+        self._sequence = snapshot.sequence
+        self._note_round(snapshot, now)
+        # A snapshot of a replayed event has the figures, and the uptime, of the round before it.
+        if self._uptime_s is not None and snapshot.uptime_s <= self._uptime_s:
+            return
+        self._uptime_s = snapshot.uptime_s
+        totals = snapshot.totals
+        counted = _Counted(snapshot.uptime_s, totals.bytes_up, totals.bytes_down)
+        if self._total is not None and (rate := self._total.rate_to(counted, now)):
+            self._keep(self._network, rate)
+        self._total = counted
+        self._note_workers(snapshot, now)
+
+    def _note_round(self, snapshot: Snapshot, now: float) -> None:
+        closed = snapshot.last_round
+        if closed is None or closed.number == self._last_round:
+            return
+        self._last_round = closed.number
+        point = RoundPoint(
+            at=now,
+            number=closed.number,
+            fragment=closed.fragment,
+            seconds=closed.seconds,
+            averaged=closed.averaged,
+            loss=closed.loss,
+            delta_norm=closed.delta_norm,
+            staleness=closed.staleness,
+        )
+        self._keep(self._rounds, point)
+
+    def _note_workers(self, snapshot: Snapshot, now: float) -> None:
+        here = {worker.id: worker for worker in snapshot.workers}
+        for gone in self._counted.keys() - here.keys():
+            del self._counted[gone]
+            self._rates.pop(gone, None)
+        for worker in self._placed(here):
+            counted = _Counted(snapshot.uptime_s, worker.bytes_up, worker.bytes_down)
+            before = self._counted.get(worker.id)
+            self._rates.pop(worker.id, None)
+            if before is not None and (rate := before.rate_to(counted, now)):
+                self._rates[worker.id] = rate
+            self._counted[worker.id] = counted
+            if worker.steps_per_s is not None and worker.health != "lost":
+                self._keep(self._speeds[worker.id], (now, worker.steps_per_s))
+
+    def _placed(self, here: Mapping[str, Worker]) -> list[Worker]:
+        """The workers that have a place, each moved behind those that are gone."""
+        placed = []
+        for worker in here.values():
+            if worker.id in self._speeds:
+                self._speeds[worker.id] = self._speeds.pop(worker.id)
+                placed.append(worker)
+        for worker in here.values():
+            if worker.id in self._speeds:
+                continue
+            if len(self._speeds) >= self._workers:
+                oldest = next(iter(self._speeds), None)
+                if oldest is None or oldest in here:
+                    break
+                del self._speeds[oldest]
+            self._speeds[worker.id] = []
+            placed.append(worker)
+        return placed
+
+    def _keep(self, kept: list[_T], new: _T) -> None:
+        kept.append(new)
+        del kept[: -self._points]

@@ -1,0 +1,181 @@
+"""Whether a worker can take part in a run as the broker describes it, and how the model is cut. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco_protocol import Manifest, ModelLayout, ProtocolError, RunConfig, Segment, lay_out
+from diloco_protocol.fragments.plan import FragmentPlan
+from diloco_protocol.messages import BUFFERS, Welcome
+
+# Seconds between heartbeats where neither the worker nor the broker asks for something else.
+HEARTBEAT_S = 30.0
+# What must be the same when a broker comes back: chunks in flight are numbered by it, and deltas in
+# flight are merged by it.
+FIXED = (
+    "mode",
+    "num_fragments",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+    "fragment_merge",
+    "fragment_max_delay",
+    "chunk_elements",
+)
+OTHER_PLAN = (
+    "The broker came back with another plan of fragments than this worker trains with; restart the "
+    "worker, or the broker with its old options."
+)
+MODES = ("sync", "async")
+MERGES = ("alpha", "rebase")
+
+
+def objection(
+    config: RunConfig,
+    earlier: RunConfig | None,
+    asked_interval: float | None,
+    asked_sync_every: int | None = None,
+) -> str | None:
+    """Why this worker cannot take part, as a sentence; None when it can.
+
+    Args:
+        config: what the broker runs.
+        earlier: what this worker has trained with so far, if it has.
+        asked_interval: seconds between heartbeats that the user asked for; None = whatever fits.
+        asked_sync_every: H that the user asked for; None = the broker's.
+    """
+    tolerated = config.heartbeat_timeout
+    if asked_interval == 0 and tolerated > 0:
+        return (
+            f"The broker drops workers that are silent for {tolerated:g} s, and this one has "
+            "heartbeat_interval 0; leave it out, or start the broker with --heartbeat-timeout 0."
+        )
+    if asked_interval is not None and 0 < tolerated <= asked_interval:
+        return (
+            f"heartbeat_interval is {asked_interval:g} s, but the broker drops workers that are "
+            f"silent for {tolerated:g} s; choose at most a third of that."
+        )
+    if config.mode not in MODES or config.fragment_merge not in MERGES:
+        return (
+            f"The run has mode {config.mode!r} and merges by {config.fragment_merge!r}, this release "
+            f"of the worker knows the modes {', '.join(MODES)} and the merges {', '.join(MERGES)}; "
+            "install the release that the broker has."
+        )
+    steps = sync_every(config, asked_sync_every, None)
+    if not 0 < config.num_fragments <= steps:
+        return (
+            f"sync_every is {steps} and the run has {config.num_fragments} fragments, which "
+            "need a step each; use a larger sync_every, or fewer fragments at the broker."
+        )
+    difference = changed(earlier, config)
+    if difference is not None:
+        name, ours, theirs = difference
+        return (
+            f"The broker came back with {name} {theirs}, this worker trains with {ours}; "
+            "restart the worker, or the broker with its old options."
+        )
+    return None
+
+
+def changed(
+    earlier: RunConfig | None,
+    config: RunConfig,
+    plan: Sequence[int] = (),
+    new_plan: Sequence[int] = (),
+) -> tuple[str, object, object] | None:
+    """The first thing that must stay the same and has not: its name, what it was, what it is."""
+    if earlier is None:
+        return None
+    for name in FIXED:
+        ours, theirs = _told(earlier, name), _told(config, name)
+        if ours != theirs:
+            return name, ours, theirs
+    return None if plan == new_plan else ("the plan of fragments", list(plan), list(new_plan))
+
+
+def _told(config: RunConfig, name: str) -> object:
+    """A field of the run's configuration, in the words of the options."""
+    if name == "fragment_sync_delay" and config.fragment_delay_auto:
+        return "auto"
+    return getattr(config, name)
+
+
+def agree(
+    manifest: Manifest,
+    welcome: Welcome,
+    earlier: tuple[RunConfig | None, Sequence[int], ModelLayout | None],
+    asked_interval: float | None,
+    asked_sync_every: int | None,
+) -> ModelLayout | str:
+    """Take a welcome's terms: returns how the model is cut, or why this worker cannot take part.
+
+    Args:
+        earlier: configuration, plan and layout that it has trained with so far.
+    """
+    config, plan, layout = earlier
+    problem = objection(welcome.config, config, asked_interval, asked_sync_every)
+    if problem is not None:
+        return problem
+    if layout is not None:
+        if welcome.plan != plan:
+            return OTHER_PLAN
+    else:
+        try:
+            layout = cut(manifest, welcome.config, welcome.plan)
+        except ProtocolError as error:
+            return str(error)
+    if welcome.config.buffers != BUFFERS and any(
+        part.lengths[Segment.BUFFERS] for part in layout.fragments
+    ):
+        return (
+            f"This worker sends float buffers as {BUFFERS}, the broker takes them as "
+            f"{welcome.config.buffers:.20}; install the same release at both ends."
+        )
+    return layout
+
+
+def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayout:
+    """Cut a model as the broker does.
+
+    Args:
+        plan: the fragment of each manifest entry, in order, as the broker told it; empty where P is 1.
+
+    Raises:
+        ProtocolError: a plan that does not fit the model.
+    """
+    fragment_of = None
+    if config.num_fragments > 1:
+        fragment_of = FragmentPlan.from_numbers(manifest, plan, config.num_fragments).fragment_of
+    return lay_out(
+        manifest,
+        fragment_of,
+        num_fragments=config.num_fragments,
+        chunk_elements=config.chunk_elements,
+    )
+
+
+def sync_every(config: RunConfig, own: int | None, worked_out: int | None) -> int:
+    """H in use: the worker's own, what the broker has worked out for it, or the run's.
+
+    In a run with rounds an own H is never above the run's, which an operator may lower while it goes on:
+    the others would wait.
+    """
+    if own is not None:
+        return own if config.mode == "async" else min(own, config.sync_every)
+    return config.sync_every if worked_out is None or not config.dylu else worked_out
+
+
+def gives_way(config: RunConfig, own: int | None) -> str | None:
+    """What to say where the run's H takes the place of the worker's own; None where it does not."""
+    runs = config.sync_every
+    if own is None or own == sync_every(config, own, None):
+        return None
+    return f"This worker asks for sync_every={own}, the run has {runs} now: it takes {runs}."
+
+
+def heartbeat_interval(config: RunConfig, asked: float | None) -> float:
+    """Seconds between heartbeats; 0 = none."""
+    if asked is not None:
+        return asked
+    if config.heartbeat_timeout > 0:
+        return min(HEARTBEAT_S, config.heartbeat_timeout / 3)
+    return HEARTBEAT_S

@@ -1,0 +1,303 @@
+"""Whose turn it is: the cycle of H steps, the cursor in the sequence of rounds, who may be waited for.
+
+Pure. Rounds form one sequence, round n concerns fragment n mod P (protocol/README.md, section 7). A
+worker goes through it with a *cursor*: the round that its next push is meant for. P *slots* in each
+cycle of H optimizer steps say when (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512). A push
+that is under way is a *flight*; it is in the round that it was pushed at until the broker names another.
+
+The rule that keeps workers from waiting for each other in a circle: **a flight is waited for only if
+its round is not beyond the cursor.** Then this worker has a push in every round that is still to close
+before that one. The cursor therefore never passes a round that may still need this worker:
+
+- A push moves it by one, and so does a round that is over without this worker.
+- A fragment's round n is named only once its round n - P is closing, so the cursor may move to
+  n - P + 1 at once: that is how a late worker catches up. Not further, since a broker may take chunks
+  before their round is open, and the rounds up to it still want theirs.
+- Every round up to the one that a version was made in is over.
+- A flight that has landed without the broker ever having named its round gives back the one it was
+  pushed at: an earlier round may have taken it.
+- A flight that ended without being counted gives its round back, unless it came too late for it: then
+  that round is over.
+- No round is given back that is known to be over.
+
+At a welcome the rounds of the flights are a guess until the broker has answered each of them, which it
+does at once. Until then all of them may be waited for: one may have been counted long ago.
+
+In asynchronous mode there are no common rounds: the cursor only goes through the fragments in order, and
+every flight may be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+
+from diloco_protocol.fragments.plan import slots
+from diloco_protocol.messages import Standing
+
+
+class Turn(str, Enum):
+    """How things stand with the fragment of the cursor's round."""
+
+    FREE = "free"  # nothing in flight: push
+    BUSY = "busy"  # its last push is under way for an earlier round: that comes first
+    TAKEN = "taken"  # what is under way is in this very round
+    PAST = "past"  # what is under way is in a later round: this one is over
+
+
+class Turns:
+    """See the head of this module.
+
+    Args:
+        sync_every: H.
+        num_fragments: P, at most H.
+        common: whether rounds are common to all workers (synchronous mode).
+        step: optimizer steps so far.
+        cycle_start: the step after which the cycle at hand began.
+
+    Attributes:
+        cursor: the round that the next push is meant for.
+        cycle_start: as above; steps since then are the position in the cycle.
+        sync_every: H of the cycle at hand.
+        rounds: by fragment in flight, the round that it is part of; None where that is no matter.
+
+    Raises:
+        UsageError: H below P.
+    """
+
+    def __init__(
+        self,
+        sync_every: int,
+        num_fragments: int,
+        *,
+        common: bool = True,
+        step: int = 0,
+        cycle_start: int = 0,
+    ) -> None:
+        self.num_fragments = num_fragments
+        self.common = common
+        self.cursor = 0
+        self.rounds: dict[int, int | None] = {}
+        self.sync_every = sync_every
+        self._next_sync_every = sync_every
+        self._slots = slots(sync_every, num_fragments)
+        position = (step - cycle_start) % sync_every
+        self.cycle_start = step - position
+        self._slot = sum(1 for slot in self._slots if slot <= position)
+        self._welcomed = False
+        self._first_open = 0  # the first round that is not known to be over
+        # By fragment in flight, the round that the cursor passed for it, until the broker has
+        # named the round that it is part of.
+        self._claims: dict[int, int] = {}
+        self._told: set[int] = set()  # fragments in flight whose round comes from the broker
+        self._unanswered: set[int] = set()  # fragments in flight at a welcome, until their grant
+
+    # The cycle.
+
+    @property
+    def slot(self) -> int:
+        """The next one of this cycle: 0 .. P - 1."""
+        return self._slot
+
+    def position(self, step: int) -> int:
+        """Steps since the cycle began."""
+        return step - self.cycle_start
+
+    def is_due(self, step: int) -> bool:
+        """Whether a slot is here. One that could not be used stays due."""
+        return self.position(step) >= self._slots[self._slot]
+
+    def use_slot(self, step: int) -> None:
+        """The slot that is due has been used; after the last one the next cycle begins.
+
+        Used late, it shifts the rest of the cycle, so that the distance to the next slot stays.
+        """
+        assert self.is_due(step)
+        self.cycle_start += self.position(step) - self._slots[self._slot]
+        self._slot += 1
+        if self._slot == self.num_fragments:
+            self.restart(step)
+
+    def restart(self, step: int) -> None:
+        """A new cycle begins here."""
+        self.cycle_start = step
+        self._slot = 0
+        self._set_pace()
+
+    def go_on(self, step: int, cycle_start: int, slot: int, sync_every: int) -> None:
+        """Take up a cycle exactly where an earlier life of this worker left it."""
+        self.pace(sync_every, step)
+        self.restart(step)
+        self.cycle_start, self._slot = cycle_start, slot
+
+    def pace(self, sync_every: int, step: int) -> None:
+        """Use this H from the next cycle on, and at once in one that has had no step yet."""
+        self._next_sync_every = max(sync_every, self.num_fragments)
+        if self.position(step) == 0 and self._slot == 0:
+            self._set_pace()
+
+    def _set_pace(self) -> None:
+        if self.sync_every != self._next_sync_every:
+            self.sync_every = self._next_sync_every
+            self._slots = slots(self.sync_every, self.num_fragments)
+
+    # The cursor.
+
+    @property
+    def fragment(self) -> int:
+        """The fragment whose turn it is."""
+        return self.cursor % self.num_fragments
+
+    def turn(self) -> Turn:
+        """How things stand with that fragment."""
+        if self.fragment not in self.rounds:
+            return Turn.FREE
+        round_ = self.rounds[self.fragment]
+        if round_ is None or round_ < self.cursor:
+            return Turn.BUSY
+        return Turn.TAKEN if round_ == self.cursor else Turn.PAST
+
+    def push(self) -> int:
+        """The fragment whose turn it is is pushed; returns it."""
+        fragment = self.fragment
+        assert self.turn() is Turn.FREE, "no second delta grows over a first"
+        self.rounds[fragment] = None
+        if self.common:
+            self.rounds[fragment] = self._claims[fragment] = self.cursor
+        self.cursor += 1
+        return fragment
+
+    def pass_by(self) -> None:
+        """Nothing is to be pushed for the cursor's round: what is under way is in it or beyond it."""
+        assert self.turn() in (Turn.TAKEN, Turn.PAST)
+        self.cursor += 1
+
+    def may_wait(self, fragment: int) -> bool:
+        """Whether training may stand still until this fragment's flight has landed."""
+        round_ = self.rounds.get(fragment)
+        return round_ is None or round_ <= self.cursor or fragment in self._unanswered
+
+    # What an earlier life has left.
+
+    def take_up(self, flights: Collection[int], cursor: int) -> None:
+        """These fragments are in flight. The cursor counts where it is the worker's own."""
+        self.rounds.update(dict.fromkeys(flights))
+        if not self.common:
+            self.cursor = cursor
+            self._welcomed = True
+
+    # What the broker says.
+
+    def welcomed(self, first_round: int, over: Collection[int] = ()) -> None:
+        """The broker names the first round that it expects of this worker.
+
+        Args:
+            over: fragments whose flight has ended, though nobody has looked at it yet.
+        """
+        if not self.common and self._welcomed:
+            return  # the order of the fragments is the worker's own
+        self._welcomed = True
+        self.cursor = self._first_open = first_round
+        self._claims.clear()
+        self._told.clear()
+        self._unanswered.clear()
+        for fragment in over:
+            if fragment in self.rounds:
+                self.rounds[fragment] = None
+        if not self.common:
+            return
+        waiting = self.rounds.keys() - set(over)
+        self._unanswered |= waiting
+        while self.fragment in waiting:
+            fragment = self.fragment
+            waiting.remove(fragment)
+            self.rounds[fragment] = self._claims[fragment] = self.cursor
+            self.cursor += 1
+        for fragment in waiting:
+            self.rounds[fragment] = self.cursor + (fragment - self.cursor) % self.num_fragments
+
+    def granted(self, fragment: int, standing: Standing, round_: int | None) -> None:
+        """The broker says how this fragment's flight stands, and which round it is part of."""
+        self._unanswered.discard(fragment)
+        if not self.common or (round_ is None and standing is not Standing.COUNTED):
+            return
+        claim = self._claims.pop(fragment, None)
+        if standing is Standing.COUNTED:
+            round_ = None  # whichever it was, it is over
+            if fragment in self.rounds:
+                self.rounds[fragment] = None
+        else:
+            assert round_ is not None
+            self._tell(fragment, round_)
+            if standing is not Standing.WAIT:
+                self._is_past(round_ - self.num_fragments)
+        if claim is not None and (round_ is None or round_ < claim):
+            self._give_back(claim)
+
+    def carried(self, fragment: int, round_: int) -> None:
+        """Its round closed without this fragment's flight, which is in a later one now."""
+        if self.common and fragment in self.rounds:
+            self._claims.pop(fragment, None)
+            self._unanswered.discard(fragment)
+            self._is_past(round_ - self.num_fragments)
+            self._tell(fragment, round_)
+
+    def made(self, round_: int) -> None:
+        """A version is here that was made in this round: it is over, and so is every one before it."""
+        if self.common:
+            self._is_past(round_)
+
+    def _tell(self, fragment: int, round_: int) -> None:
+        if fragment in self.rounds:
+            self.rounds[fragment] = round_
+            self._told.add(fragment)
+
+    def _is_past(self, round_: int) -> None:
+        self._first_open = max(self._first_open, round_ + 1)
+        self.cursor = max(self.cursor, self._first_open)
+
+    def _give_back(self, round_: int) -> None:
+        before = self.cursor
+        self.cursor = max(self._first_open, min(before, round_))
+        while self.cursor < before and self.turn() is Turn.TAKEN:
+            self.cursor += 1
+
+    # How flights end.
+
+    def landed(self, fragment: int) -> None:
+        """A version contains this fragment's flight."""
+        claim = self._claims.get(fragment)
+        self._end(fragment)
+        if claim is not None:
+            self._give_back(claim)
+
+    def dropped(self, fragment: int, *, too_late: bool = False) -> None:
+        """This fragment's flight has ended without being counted: its round may still want a push.
+
+        Args:
+            too_late: the broker dropped it because a round had closed without it. That was the round
+                that the broker named; where it named none, the newest version tells (`made`).
+        """
+        round_, was_told = self._end(fragment)
+        if round_ is None:
+            return
+        if too_late and was_told:
+            self._is_past(round_)
+        else:
+            self._give_back(round_)
+
+    def _end(self, fragment: int) -> tuple[int | None, bool]:
+        """Take a flight off the books; returns its round, and whether the broker had named it."""
+        round_, was_told = self.rounds.pop(fragment), fragment in self._told
+        self._claims.pop(fragment, None)
+        self._told.discard(fragment)
+        self._unanswered.discard(fragment)
+        return round_, was_told
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when the books do not balance; for tests."""
+        assert 0 <= self._slot < self.num_fragments
+        assert self._claims.keys() | self._told | self._unanswered <= self.rounds.keys()
+        for fragment, round_ in self.rounds.items():
+            assert 0 <= fragment < self.num_fragments
+            assert round_ is None or round_ % self.num_fragments == fragment

@@ -1,0 +1,146 @@
+"""Bringing values into the model so that it may be broken off anywhere, and gone on with.
+
+A merge reads what it overwrites: done twice it would count steps twice, done by half it leaves a torn
+model. So each tensor is worked out beside the model, copied in at one stroke, and remembered. What is
+broken off (memory runs out, Ctrl-C) goes on later with the tensors that are left; they become what they
+would have become then, and the steps that training has made in between stay on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from diloco_protocol import Segment
+from diloco_protocol.chunks import Place
+
+if TYPE_CHECKING:
+    from diloco_worker.model.flat_state import FlatState
+
+
+@dataclass
+class Change:
+    """What is to become of a fragment in the model.
+
+    Attributes:
+        new: the values to bring in.
+        alpha: weight of the local values; 0: they are overwritten.
+        origin: where the model was once; the steps made since are kept whole, on top of what the merge
+            would have been there.
+        is_void: the local values are of no use, so no step is kept that is made while this is broken
+            off.
+    """
+
+    new: FlatState
+    alpha: float = 0.0
+    origin: FlatState | None = None
+    is_void: bool = False
+    _done: set[str] = field(default_factory=set)
+    _next: tuple[str, Tensor] | None = None  # worked out; copied in or not
+    # Of tensors that were not done when it was broken off first: their values then, on the host.
+    _left: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def carry_out(self, live: Mapping[str, Tensor]) -> None:
+        """Change what is not done yet.
+
+        When this returns the host memory of `new` and `origin` may be used again.
+
+        Args:
+            live: the tensors of the model, by name.
+        """
+        try:
+            for place in self.new.layout.places:
+                if place.entry.name not in self._done:
+                    self._change(place, live[place.entry.name])
+            wait_for_copies(live)
+        except BaseException:
+            self._break_off(live)
+            raise
+
+    def _change(self, place: Place, tensor: Tensor) -> None:
+        name, then = place.entry.name, self._left.get(place.entry.name)
+        value = self._merged(place, tensor.detach() if then is None else then)
+        if then is not None:
+            value = _with_steps(place, value, then, tensor.detach())
+        self._next = (name, value)
+        _copy_in(tensor, value)
+        self._done.add(name)
+        self._next = None
+
+    def _merged(self, place: Place, local: Tensor) -> Tensor:
+        """What becomes of a local value. Computed in fp32 (blending fp64 tensors, in fp64)."""
+        fresh, origin = self.new.of(place), self.origin
+        if place.segment is Segment.INTEGERS:
+            if origin is None:
+                return fresh
+            # The larger of both, as a counter would.
+            moved = local.to("cpu", fresh.dtype, copy=True).sub_(origin.of(place)).add_(fresh)
+            return torch.maximum(moved, fresh)
+        if self.alpha == 0:
+            if origin is None:
+                return fresh
+            local = local.to("cpu", fresh.dtype)
+            moved = local - origin.held(place) + self.new.held(place)
+            return moved if place.segment is Segment.PARAMETERS else _between(moved, local, fresh)
+        if self.alpha == 1:
+            return local
+        local = local.to(torch.promote_types(local.dtype, torch.float32))
+        fresh = _beside(fresh, local)
+        if origin is None:
+            moved = local.lerp(fresh, 1 - self.alpha)  # of equal values, exactly that value
+        else:
+            moved = local.add(fresh - _beside(origin.held(place), local), alpha=1 - self.alpha)
+        return moved if place.segment is Segment.PARAMETERS else _between(moved, local, fresh)
+
+    def _break_off(self, live: Mapping[str, Tensor]) -> None:
+        """Remember how things stand. Needs no memory on an accelerator."""
+        if self._next is not None:
+            name, value = self._next
+            now = live[name].detach().cpu()
+            if torch.equal(now, value.detach().cpu().to(now.dtype)):
+                self._done.add(name)
+            self._next = None
+        if self.is_void:
+            return
+        for place in self.new.layout.places:
+            name = place.entry.name
+            if name not in self._done and name not in self._left:
+                self._left[name] = live[name].detach().to("cpu", copy=True)
+
+
+def _with_steps(place: Place, value: Tensor, then: Tensor, now: Tensor) -> Tensor:
+    """A value that a tensor should have had `then`, and the steps made since."""
+    now = now.cpu()
+    if torch.equal(now, then):
+        return value
+    wide = torch.promote_types(now.dtype, value.dtype)
+    held, now = value.cpu().to(now.dtype).to(wide), now.to(wide)
+    moved = held + (now - then.to(wide))
+    return _between(moved, held, now) if place.segment is Segment.BUFFERS else moved
+
+
+def _between(values: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """The values, moved into the range from one to the other where they are outside."""
+    return torch.clamp(values, torch.minimum(one, other), torch.maximum(one, other))
+
+
+def _beside(values: Tensor, other: Tensor) -> Tensor:
+    """Values where another tensor is, in its dtype."""
+    return values.to(other.device, other.dtype, non_blocking=True)
+
+
+def _copy_in(tensor: Tensor, values: Tensor) -> None:
+    if tensor.is_cuda:
+        values = values.to(tensor.device, non_blocking=True)
+    tensor.copy_(values)
+
+
+def wait_for_copies(tensors: Mapping[str, Tensor]) -> None:
+    """Wait until what is queued on their devices is done."""
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

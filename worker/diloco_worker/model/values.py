@@ -1,0 +1,78 @@
+"""What the values of a model must be to begin a run, and the constants among its buffers.
+
+A float buffer that holds an infinity when the worker is made (a causal mask) cannot be averaged. It is
+taken as constant: it belongs to the frozen part, which travels once, as it is. NaN never travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from diloco_protocol import Kind, UsageError
+from diloco_protocol.codecs import has_nan, is_finite
+from diloco_worker.model.flat_state import ModelTensors
+
+
+def check_values(tensors: ModelTensors) -> None:
+    """Raise UsageError, naming the tensor, for values that no run can begin with.
+
+    These are NaN, infinities in what is trained or averaged, and fp64 values beyond the range of fp32,
+    in which they would travel.
+    """
+    for entry, tensor in tensors.live():
+        is_wide = tensor.dtype is torch.float64
+        if not entry.is_floating_point or is_finite(tensor.float() if is_wide else tensor):
+            continue
+        if has_nan(tensor):
+            raise UsageError(
+                f"{entry.name} holds NaN, and no run can begin with it; mend the initialisation of the "
+                "model, or load another checkpoint."
+            )
+        if is_finite(tensor):
+            raise UsageError(
+                f"{entry.name} is {entry.dtype} and holds values beyond the range of fp32, in which "
+                "models travel; scale it down."
+            )
+        if entry.kind is Kind.TRAINABLE:
+            raise UsageError(
+                f"{entry.name} is trained and holds infinities; mend the initialisation of the model, "
+                "or load another checkpoint."
+            )
+        if entry.kind is Kind.BUFFER:
+            raise UsageError(
+                f"{entry.name} is a buffer that is averaged, and holds infinities; one that is meant to "
+                "must hold them when the DiLoCoWorker is made, or be frozen in the client's manifest: "
+                "then it is taken as constant."
+            )
+
+
+class Constants:
+    """Watches the buffers that are taken as constant: what training makes of them reaches nobody.
+
+    Args:
+        tensors: of the model, which has the run's constants by now.
+    """
+
+    def __init__(self, tensors: ModelTensors) -> None:
+        self._tensors = tensors
+        self._values = {
+            entry.name: tensor.clone()
+            for entry, tensor in tensors.live()
+            if entry.kind is Kind.FROZEN and entry.is_floating_point and not is_finite(tensor)
+        }
+
+    def warnings(self) -> Iterator[str]:
+        """A sentence for each that has changed, once."""
+        if not self._values:
+            return
+        for entry, tensor in self._tensors.live():
+            before = self._values.get(entry.name)
+            if before is not None and not torch.equal(before, tensor):
+                del self._values[entry.name]
+                yield (
+                    f"{entry.name} has changed: it held infinities at the start, was taken as constant "
+                    "and is not synchronised. Let it begin with finite values, or make it "
+                    "persistent=False if it is this worker's own."
+                )

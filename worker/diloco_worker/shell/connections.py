@@ -1,0 +1,106 @@
+"""The two DEALER connections of a worker as one thing that is opened and closed as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
+from diloco_worker.shell.forks import Descriptor
+
+# Milliseconds between ZeroMQ's own attempts to connect: it doubles them from the first to the second.
+RECONNECT_MS = 100
+RECONNECT_MAX_MS = 2000
+# And until it gives up one that nothing answers: a machine that was asleep or off is found again soon,
+# where the system itself would ask at ever longer intervals, up to a minute.
+CONNECT_WITHIN_MS = 3000
+
+# As plain numbers: the sums of enum members cost more than the sends.
+NOW = int(zmq.NOBLOCK)
+_MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
+
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class Connections:
+    """Control and bulk to one address, with a monitor for each. Belongs to one thread.
+
+    Connecting to a broker that is not there yet is no error: ZeroMQ goes on trying.
+
+    Attributes:
+        descriptors: of the connections that are up, by name; ZeroMQ's own, for a forked child to close.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self.descriptors: dict[str, Descriptor] = {}
+        self.control, self._control_monitor = self._dealer(context, address)
+        self.bulk, self._bulk_monitor = self._dealer(context, address)
+
+    def _dealer(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str
+    ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        socket = context.socket(zmq.DEALER)
+        self._sockets.append(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_WITHIN_MS)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
+        self._sockets.append(monitor)
+        monitor.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        return socket, monitor
+
+    @property
+    def pollable(self) -> Sequence[zmq.Socket[bytes]]:
+        return self._sockets
+
+    def send(self, frames: Sequence[Any], *, bulk: bool) -> bool:
+        """Send a message. False when the connection takes nothing, and then nothing is sent.
+
+        The last frame is sent from where it lies; it must not change any more.
+        """
+        target = self.bulk if bulk else self.control
+        try:
+            for frame in frames[:-1]:
+                target.send(frame, _MORE)
+            target.send(frames[-1], NOW, copy=len(frames) == 1)
+        except zmq.Again:
+            return False
+        return True
+
+    def may_have_changed(self, ready: Container[object]) -> bool:
+        """Whether a monitor is among the sockets with something to read."""
+        return self._control_monitor in ready or self._bulk_monitor in ready
+
+    def changes(self) -> tuple[bool, str | None]:
+        """What the monitors have seen: whether control came up, and which connection broke."""
+        connected, broken = False, None
+        for name, monitor in (("control", self._control_monitor), ("bulk", self._bulk_monitor)):
+            while monitor.poll(0):
+                event: Any = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
+                if event["event"] == zmq.EVENT_CONNECTED:
+                    found = Descriptor.of(event["value"])
+                    if found is not None:
+                        self.descriptors[name] = found
+                elif event["event"] == zmq.EVENT_DISCONNECTED:
+                    self.descriptors.pop(name, None)
+                    broken = f"The {name} connection to the broker broke."
+                elif name == "control":
+                    connected = True
+        return connected, broken
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close everything. What is queued on control gets so long to leave in the background."""
+        for socket in (self.control, self.bulk):
+            socket.disable_monitor()
+        for socket in self._sockets:
+            socket.close(linger=linger_ms if socket is self.control else 0)

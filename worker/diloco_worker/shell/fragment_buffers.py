@@ -1,0 +1,126 @@
+"""The vectors that the I/O thread has in its hands: deltas being sent, versions arriving, bases.
+
+A version is assembled in memory of its own. Once training stands on it, the memory of the base before
+it is room for the next version: two vectors a fragment take turns.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+import torch
+
+from diloco_protocol import ModelLayout, RunConfig
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.codecs import wire_dtype
+from diloco_protocol.messages import Chunk, Message
+from diloco_worker.model.flat_state import FlatState, WireFragment, require_length
+
+
+def check_length(
+    message: Message, payload: memoryview, layout: ModelLayout | None, config: RunConfig | None
+) -> None:
+    """Raise ProtocolError when a chunk has not the length that its place in the model needs."""
+    if not isinstance(message, Chunk) or layout is None or config is None:
+        return
+    if 0 <= message.fragment < len(layout.all):
+        spans = layout.all[message.fragment].spans
+        if 0 <= message.index < len(spans):
+            require_length(spans[message.index], payload, wire_dtype(config.reply_dtype))
+
+
+class Holdings:
+    """See the head of this module. Belongs to the I/O thread.
+
+    Args:
+        capture: copies a fragment of the model to the host, for a broker that has no parameters; called
+            in a thread of its own, one at a time, and only for fragments that nobody is training.
+        pinned: whether to receive into pinned memory (the model is on a CUDA device).
+        states: by fragment, the values of what is held already. They are room for later versions once
+            training stands on others.
+
+    Attributes:
+        outgoing: by push id, what is being sent.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[FragmentLayout], FlatState] | None,
+        *,
+        pinned: bool,
+        states: Mapping[int, FlatState],
+    ) -> None:
+        self.outgoing: dict[int, WireFragment] = {}
+        self._capture = capture
+        self._pinned = pinned
+        self._assembly: dict[int, FlatState] = {}  # by fragment
+        self._spare: dict[int, FlatState] = {}  # by fragment; room for the next assembly
+        self._states = dict(states)  # by fragment; what is held, merged or not
+        self._bases: dict[int, FlatState] = {}  # by fragment; what training stands on
+        self._copying = threading.Lock()
+
+    def begin(self, layout: FragmentLayout) -> None:
+        """Chunks of a version begin to arrive. What was assembled of another one is overwritten."""
+        fragment = layout.fragment
+        if fragment not in self._assembly:
+            room = self._spare.pop(fragment, None)
+            self._assembly[fragment] = room or FlatState.empty(layout, pinned=self._pinned)
+
+    def store(self, fragment: int, index: int, payload: memoryview, dtype: torch.dtype) -> None:
+        """Decode a chunk into its place; the payload has the right length."""
+        self._assembly[fragment].store(index, payload, dtype)
+
+    def finish(self, fragment: int) -> FlatState:
+        """The version that was assembled is whole, and held from now on."""
+        state = self._states[fragment] = self._assembly.pop(fragment)
+        return state
+
+    def state(self, fragment: int) -> FlatState | None:
+        """The version that is held, if a copy of it is."""
+        return self._states.get(fragment)
+
+    def forget(self) -> None:
+        """Nothing is held any more."""
+        self._states.clear()
+
+    def stand_on(self, fragment: int, state: FlatState | None) -> None:
+        """Training stands on this; the former base is room, unless it is held or being sent.
+
+        With None no copy is kept of what is held: the model itself has it.
+        """
+        if state is None:
+            self._states.pop(fragment, None)
+            return
+        former, self._bases[fragment] = self._bases.get(fragment), state
+        if former is None or former is state or former is self._states.get(fragment):
+            return
+        if all(wire.vectors is not former.vectors for wire in self.outgoing.values()):
+            self._spare[fragment] = former
+
+    def held(self, layout: FragmentLayout) -> WireFragment | None:
+        """A fragment as it is held, to be donated; None where there is no copy of it."""
+        state = self._states.get(layout.fragment)
+        return None if state is None else state.wire()
+
+    def copy(self, layout: FragmentLayout, done: Callable[[Future[WireFragment]], object]) -> None:
+        """Copy a fragment as it is in the model, to be donated. Returns at once.
+
+        A large model takes long, and heartbeats must go on meanwhile.
+
+        Args:
+            done: called in the thread that copied, with the copy or with what went wrong.
+        """
+        copied: Future[WireFragment] = Future()
+        copied.add_done_callback(done)
+
+        def work() -> None:
+            assert self._capture is not None
+            try:
+                with self._copying:  # one after the other
+                    copied.set_result(self._capture(layout).wire())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
+                copied.set_exception(error)
+
+        threading.Thread(target=work, name="diloco-copy", daemon=True).start()

@@ -1,0 +1,1 @@
+"""What belongs to the training thread: boundaries, waiting, merging, saved state."""

@@ -1,0 +1,104 @@
+"""A worker's own record of its pushes, a JSON line for each event, for others to check.
+
+    {"event": "joined", "worker": "a", "epoch": "4f0c..."}
+    {"event": "frozen", "worker": "a", "push_id": "00c1...", "fragment": 0, "steps": 500,
+     "base": ["9a31...", 7, "51d0..."], "step": 4000}
+    {"event": "counted", "worker": "a", "push_id": "00c1...", "fragment": 0,
+     "version": ["9a31...", 8, "e3f1..."]}
+    {"event": "dropped", "worker": "a", "push_id": "00c1...", "fragment": 0, "why": "late"}
+    {"event": "left", "worker": "a", "step": 4213}
+
+A version is run, counter and tag; ids are hexadecimal. "frozen" is written before anything of the push
+is sent. Each line is one write to a file opened for appending, so it is whole, it outlives kill -9, and
+several workers of one host may share a file. A worker that goes on from a checkpoint may say "counted"
+of a push of which its earlier life has said so already.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from diloco_protocol import UsageError, VersionId
+from diloco_worker.shell.forks import keep_from_children
+from diloco_worker.training.fragment_sync import Flight
+from diloco_worker.training.saved_state import version_plain
+
+logger = logging.getLogger("diloco.worker")
+
+
+class Audit:
+    """See the head of this module. Any thread may write.
+
+    Args:
+        path: of the file; None: nothing is written.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path | None, worker_id: str) -> None:
+        self._path = path
+        self._worker_id = worker_id
+        self._file: int | None = None
+        if path is not None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            try:
+                self._file = os.open(path, flags, 0o644)
+            except OSError as error:
+                raise UsageError(
+                    f"The audit log {str(path)!r} cannot be written ({error.strerror}); name a file "
+                    "in a folder that exists and may be written to."
+                ) from None
+            keep_from_children(self)
+
+    def joined(self, epoch: str) -> None:
+        self._write("joined", epoch=epoch)
+
+    def frozen(self, flight: Flight) -> None:
+        push = flight.push
+        self._write(
+            "frozen",
+            **_named(push.push_id, push.fragment),
+            steps=push.steps,
+            base=version_plain(flight.base),
+            step=flight.began,
+        )
+
+    def counted(self, push_id: int, fragment: int, version: VersionId) -> None:
+        self._write("counted", **_named(push_id, fragment), version=version_plain(version))
+
+    def dropped(self, push_id: int, fragment: int, why: str) -> None:
+        self._write("dropped", **_named(push_id, fragment), why=why)
+
+    def left(self, step: int) -> None:
+        self._write("left", step=step)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def leave_to_the_parent(self) -> None:
+        """A forked child writes nothing."""
+        self.close()
+
+    def _write(self, event: str, **fields: object) -> None:
+        if self._file is None:
+            return
+        line = json.dumps({"event": event, "worker": self._worker_id, **fields}) + "\n"
+        try:
+            os.write(self._file, line.encode())
+        except OSError as error:  # a full disk ends no training
+            logger.warning(
+                "The audit log %s could not be written (%s) and is not written any more.",
+                self._path,
+                error.strerror,
+            )
+            self.close()
+
+
+def _named(push_id: int, fragment: int) -> dict[str, object]:
+    return {"push_id": f"{push_id:016x}", "fragment": fragment}

@@ -1,0 +1,426 @@
+"""What a worker needs to go on as if it had not been restarted, as plain values for a checkpoint.
+
+The script keeps model and optimizer; this is the rest. For each fragment: the version that its delta is
+measured from (*base*), with its ledger; what was done since its last freeze; and the delta in flight, if
+there is one, under its push id. Size: one fp32 copy of the model; with a delta in flight, 1/2 (bf16) to
+1 more of its fragment, and 1 more where the merge is "rebase" or training no longer waited for it.
+
+Only texts, numbers, lists, dicts and tensors: `torch.load(..., weights_only=True)` reads it. Ids of 64
+bits are hexadecimal texts. Base tensors are copies; those of a flight are shared, since nobody ever
+writes to them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from diloco_protocol import (
+    Counted,
+    Kind,
+    Ledger,
+    Manifest,
+    ModelLayout,
+    ProtocolError,
+    RunConfig,
+    Segment,
+    TensorEntry,
+    UsageError,
+    VersionId,
+)
+from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.codecs import segment_dtype, wire_dtype
+from diloco_protocol.manifest import differences, summarise
+from diloco_protocol.messages import BUFFERS, Push
+from diloco_protocol.version import ABSENT_REMEMBERED
+from diloco_worker.core.compatibility import cut
+from diloco_worker.core.previous_life import SENT_BEFORE, names_stranger
+from diloco_worker.core.transfers import Held
+from diloco_worker.model.checksums import differing
+from diloco_worker.model.flat_state import FlatState, ModelTensors, WireFragment
+from diloco_worker.shell.inbox import Arrival
+from diloco_worker.training.fragment_sync import Flight, Ground, Work
+
+# Of this layout; another number than these two is refused with a sentence.
+FORMAT = 2
+# Has the model's distance from each base instead of its checksums.
+OLD_FORMAT = 1
+# For a state of the old format: how far the distance may be off, as a part of the base's length: a
+# checkpoint in bf16 has rounded each value by up to 1/256.
+TOLERANCE = 0.01
+
+Plain = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is in its cycle of slots; see `turns`."""
+
+    sync_every: int
+    slot: int
+    cursor: int
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a worker goes on from.
+
+    Attributes:
+        plan: fragment of each manifest entry; empty where there is one.
+        frozen: the version of the frozen parameters, where there are any.
+        grounds: of each fragment.
+        checksums: by name, of the model's tensors; see `checksums`. None in a state of the old format.
+        distances: of each fragment, Euclidean, how far the model's parameters are from its base; only in
+            a state of the old format.
+    """
+
+    worker_id: str
+    config: RunConfig
+    plan: tuple[int, ...]
+    layout: ModelLayout
+    place: Place
+    frozen: Held | None
+    grounds: tuple[Ground, ...]
+    checksums: Mapping[str, tuple[int, ...]] | None
+    distances: tuple[float, ...] = ()
+
+    @property
+    def held(self) -> dict[int, Held]:
+        """By fragment, the versions that are held."""
+        held = {
+            part.fragment: Held(ground.version, ground.ledger)
+            for part, ground in zip(self.layout.fragments, self.grounds, strict=True)
+        }
+        if self.frozen is not None:
+            held[self.layout.frozen.fragment] = self.frozen
+        return held
+
+    @property
+    def states(self) -> dict[int, FlatState]:
+        """By fragment, the values of these versions; frozen ones are in the model."""
+        return {ground.base.layout.fragment: ground.base for ground in self.grounds}
+
+    def check_model(self, tensors: ModelTensors) -> None:
+        """Raise UsageError when this is not the model that the checkpoint was written with.
+
+        Its distance from the base would be pushed as if it had been trained.
+        """
+        if self.checksums is not None:
+            names = differing(tensors, self.checksums)
+            if names:
+                raise UsageError(
+                    "The model is not as it was when this worker's state was taken: "
+                    f"{len(names)} of {len(self.checksums)} tensors differ ({summarise(names)}); load "
+                    "the model's own checkpoint of that moment before the worker starts."
+                )
+            return
+        for ground, then in zip(self.grounds, self.distances, strict=True):
+            now = tensors.distance(ground.base)
+            room = TOLERANCE * max(then, ground.base.norm())
+            if math.isfinite(then) and not abs(now - then) <= room:
+                raise UsageError(
+                    f"The model is {now:.3g} away from the parameters that this worker's state was "
+                    f"measured from, and was {then:.3g} away when the state was taken; load the "
+                    "model's own checkpoint of that moment before the worker starts."
+                )
+
+
+def known_pushes(worker_id: str, ground: Ground) -> frozenset[int]:
+    """The pushes of a worker that the checkpoint takes into account in this fragment."""
+    known = {counted.push_id for counted in ground.ledger.pushes.get(worker_id, ())}
+    if ground.flight is not None:
+        known.add(ground.flight.push_id)
+    return frozenset(known)
+
+
+def compared(worker_id: str, ground: Ground, arrival: Arrival) -> Arrival | None:
+    """What the broker's version means for a worker that goes on from a checkpoint.
+
+    Returns:
+        None where what is in the model stays, with its base and its flight; a version that contains the
+        flight; or one that takes the place of what is in the model.
+    """
+    ledger = arrival.released.ledger
+    if arrival.version == ground.version:
+        return None
+    if arrival.version.run != ground.version.run:
+        return replace(arrival, superseding=f"the run is {arrival.version.run} now")
+    if names_stranger(ledger, worker_id, known_pushes(worker_id, ground)):
+        return replace(arrival, superseding=SENT_BEFORE)
+    if worker_id not in ledger.pushes and len(ledger.pushes) >= ABSENT_REMEMBERED:
+        return replace(arrival, superseding="the broker no longer knows whether they were counted")
+    flight = ground.flight
+    if flight is not None and ledger.names_whole(worker_id, flight.push_id):
+        return replace(arrival, counted=frozenset({flight.push_id}))
+    return None
+
+
+def plan_of(manifest: Manifest, layout: ModelLayout) -> tuple[int, ...]:
+    """The fragment of each manifest entry, as a `welcome` has it; empty where there is one."""
+    if len(layout.fragments) == 1:
+        return ()
+    numbers = {place.entry.name: part.fragment for part in layout.all for place in part.places}
+    return tuple(numbers[entry.name] for entry in manifest.entries)
+
+
+# To plain values.
+
+
+def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
+    """A dict for a checkpoint."""
+    fragments = [
+        {
+            "version": version_plain(ground.version),
+            "ledger": _ledger_plain(ground.ledger),
+            "base": {s.value: vector.clone() for s, vector in ground.base.vectors.items()},
+            "steps": ground.work.steps,
+            "tokens": ground.work.tokens,
+            "samples": ground.work.samples,
+            "flight": None if ground.flight is None else _flight_plain(ground.flight),
+        }
+        for ground in resumption.grounds
+    ]
+    checksums = resumption.checksums
+    assert checksums is not None
+    frozen = resumption.frozen
+    return {
+        "format": FORMAT,
+        "worker_id": resumption.worker_id,
+        "model": [
+            [e.name, list(e.shape), e.dtype, e.kind.value, list(e.aliases)]
+            for e in manifest.entries
+        ],
+        "config": asdict(resumption.config),
+        "plan": list(resumption.plan),
+        "place": asdict(resumption.place),
+        "frozen": None if frozen is None else version_plain(frozen.version),
+        "fragments": fragments,
+        "checksums": {name: list(sums) for name, sums in checksums.items()},
+    }
+
+
+def version_plain(version: VersionId) -> list[Any]:
+    return [version.run, version.counter, f"{version.tag:016x}"]
+
+
+def _ledger_plain(ledger: Ledger) -> Plain:
+    return {
+        worker: [
+            [f"{c.push_id:016x}", None if c.chunks is None else c.chunks.hex()] for c in pushes
+        ]
+        for worker, pushes in ledger.pushes.items()
+    }
+
+
+def _flight_plain(flight: Flight) -> Plain:
+    push = flight.push
+    return {
+        "push_id": f"{push.push_id:016x}",
+        "base": version_plain(flight.base),
+        **{name: getattr(push, name) for name in _OF_PUSH},
+        **{name: getattr(flight, name) for name in _OF_FLIGHT},
+        "buffers": push.buffers,
+        "wire": _shared(flight.wire),
+        "frozen": _shared(flight.frozen),
+        "anchor": _shared(flight.anchor),
+    }
+
+
+_OF_PUSH = ("wire_dtype", "steps", "tokens", "samples", "loss", "norm")
+_OF_FLIGHT = ("began", "apply_at", "wait_at", "let_go")
+
+
+def _shared(state: FlatState | WireFragment | None) -> dict[str, Tensor] | None:
+    return None if state is None else {s.value: vector for s, vector in state.vectors.items()}
+
+
+# From plain values.
+
+
+def from_plain(plain: object, tensors: ModelTensors) -> Resumption:
+    """Read what `to_plain` has written. Base tensors are copied.
+
+    Args:
+        tensors: of the model that is to go on.
+
+    Raises:
+        UsageError: it is of another model or release, or not whole.
+    """
+    try:
+        return _resumption(_dict(plain), tensors)
+    except KeyError as error:
+        raise UsageError(f"This is no state of a DiLoCoWorker: it lacks {error}.") from None
+    except (TypeError, ValueError, AttributeError, ProtocolError) as error:
+        raise UsageError(f"This is no state of a DiLoCoWorker: {error}.") from None
+
+
+def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
+    is_old = plain["format"] == OLD_FORMAT
+    if plain["format"] != FORMAT and not is_old:
+        raise UsageError(
+            f"The worker's state has format {plain['format']!r}, this release reads {FORMAT}; go on "
+            "with the release that wrote it."
+        )
+    _check_model(_manifest(plain["model"]), tensors.manifest)
+    config = RunConfig(**_dict(plain["config"]))
+    plan = tuple(_whole(number) for number in plain["plan"])
+    layout = cut(tensors.manifest, config, plan)
+    place = Place(**{name: _whole(value) for name, value in _dict(plain["place"]).items()})
+    if not 0 <= place.slot < config.num_fragments <= place.sync_every:
+        raise ValueError(f"slot {place.slot} of {config.num_fragments} in {place.sync_every} steps")
+    pinned = tensors.is_on_cuda
+    parts = [_dict(each) for each in plain["fragments"]]
+    if len(parts) != len(layout.fragments):
+        raise ValueError(f"{len(parts)} fragments instead of {len(layout.fragments)}")
+    grounds = tuple(
+        _ground(part, each, pinned=pinned)
+        for part, each in zip(layout.fragments, parts, strict=True)
+    )
+    frozen = Held(_version(plain["frozen"]), Ledger()) if layout.frozen.chunks else None
+    runs = {ground.version.run for ground in grounds}
+    if len(runs | ({frozen.version.run} if frozen else set())) > 1:
+        raise ValueError(f"fragments of several runs, {', '.join(sorted(runs))}")
+    return Resumption(
+        worker_id=_text(plain["worker_id"]),
+        config=config,
+        plan=plan,
+        layout=layout,
+        place=place,
+        frozen=frozen,
+        grounds=grounds,
+        checksums=None if is_old else _checksums(plain["checksums"], tensors.manifest),
+        distances=tuple(float(each["distance"]) for each in parts) if is_old else (),
+    )
+
+
+def _checksums(plain: object, manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    given = _dict(plain)
+    names = [entry.name for entry in manifest.entries if entry.kind is not Kind.FROZEN]
+    return {name: tuple(_whole(each) for each in given[name]) for name in names}
+
+
+def _check_model(theirs: Manifest, ours: Manifest) -> None:
+    clauses = differences(ours, theirs)
+    if clauses:
+        raise UsageError(
+            f"The worker's state is of another model than this one: {summarise(clauses)}."
+        )
+
+
+def _ground(part: FragmentLayout, plain: Plain, *, pinned: bool) -> Ground:
+    base = FlatState.empty(part, pinned=pinned)
+    for segment, vector in _vectors(part, plain["base"], "fp32").items():
+        base.vectors[segment].copy_(vector)
+    work = Work(*(_whole(plain[name]) for name in ("steps", "tokens", "samples")))
+    flight = None if plain["flight"] is None else _flight(base, _dict(plain["flight"]))
+    return Ground(_version(plain["version"]), _ledger(plain["ledger"]), base, work, flight)
+
+
+def _flight(base: FlatState, plain: Plain) -> Flight:
+    part, dtype = base.layout, _text(plain["wire_dtype"])
+    push = Push(
+        session=b"",
+        push_id=_number(plain["push_id"]),
+        fragment=part.fragment,
+        chunks=part.chunks,
+        wire_dtype=dtype,
+        base=_version(plain["base"]),
+        steps=_whole(plain["steps"]),
+        tokens=_whole(plain["tokens"]),
+        samples=_whole(plain["samples"]),
+        loss=_figure(plain["loss"]),
+        norm=_figure(plain["norm"]),
+        buffers=BUFFERS,
+    )
+    wire = _vectors(part, plain["wire"], dtype)
+    if Segment.BUFFERS in wire and plain.get("buffers") != BUFFERS:
+        # Of a release that sent float buffers as differences: these are the values it meant.
+        wire[Segment.BUFFERS] = base.vectors[Segment.BUFFERS] - wire[Segment.BUFFERS]
+
+    def copy_of(name: str) -> FlatState | None:
+        given = plain[name]
+        return None if given is None else FlatState(part, _vectors(part, given, "fp32"))
+
+    return Flight(
+        push,
+        began=_whole(plain["began"]),
+        apply_at=_whole(plain["apply_at"]),
+        wait_at=_whole(plain["wait_at"]),
+        wire=WireFragment(part, wire),
+        let_go=bool(plain["let_go"]),
+        frozen=copy_of("frozen"),
+        anchor=copy_of("anchor"),
+    )
+
+
+def _vectors(part: FragmentLayout, plain: object, dtype: str) -> dict[Segment, Tensor]:
+    """Flat tensors on the host by segment, of the right length and dtype."""
+    given, found = _dict(plain), {}
+    for segment, length in part.lengths.items():
+        if not length:
+            continue
+        vector, wanted = given[segment.value], segment_dtype(segment, wire_dtype(dtype))
+        if not isinstance(vector, Tensor):
+            raise TypeError(f"{segment.value} is a {type(vector).__name__}, not a tensor")
+        if tuple(vector.shape) != (length,) or vector.dtype != wanted:
+            raise ValueError(
+                f"{segment.value} is {vector.dtype}{list(vector.shape)}, not {wanted}[{length}]"
+            )
+        found[segment] = vector.detach().cpu().contiguous()
+    return found
+
+
+def _manifest(plain: Sequence[Any]) -> Manifest:
+    return Manifest(
+        tuple(
+            TensorEntry(name, tuple(shape), dtype, Kind(kind), tuple(aliases))
+            for name, shape, dtype, kind, aliases in plain
+        )
+    )
+
+
+def _version(plain: Sequence[Any]) -> VersionId:
+    run, counter, tag = plain
+    return VersionId(_text(run), _whole(counter), _number(tag))
+
+
+def _ledger(plain: object) -> Ledger:
+    return Ledger(
+        {
+            _text(worker): tuple(
+                Counted(_number(push_id), None if chunks is None else bytes.fromhex(chunks))
+                for push_id, chunks in pushes
+            )
+            for worker, pushes in _dict(plain).items()
+        }
+    )
+
+
+def _of(kind: type, what: str) -> Callable[[object], Any]:
+    def check(value: object) -> Any:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{value!r:.60} is not {what}")
+        return value
+
+    return check
+
+
+_whole = _of(int, "a whole number")
+_text = _of(str, "a text")
+_dict = _of(Mapping, "a dict")
+
+
+def _figure(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _number(text: object) -> int:
+    """An id of 64 bits from its hexadecimal text."""
+    number = int(_text(text), 16)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"{text!r} is no number of 64 bits")
+    return number

@@ -1,0 +1,97 @@
+"""What comes before the first step: a model and an optimizer that fit, and the run's parameters."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+from torch import nn
+
+from diloco_protocol import Unreachable, UsageError
+from diloco_worker.core.session import Phase
+from diloco_worker.shell.link import Link
+from diloco_worker.training.patience import Patience
+
+# Optimizers around optimizers, at most.
+DEEPEST = 10
+# Where torch keeps what `register_step_post_hook` was given; made by `Optimizer.__init__`.
+HOOKS = "_optimizer_step_post_hooks"
+
+
+def check_pair(model: object, optimizer: object) -> torch.optim.Optimizer:
+    """Raise UsageError unless this optimizer trains this model.
+
+    Returns:
+        The optimizer whose steps can be counted: this one, or the one that it wraps.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer."
+        )
+    counted = _with_hooks(optimizer)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trainable and not any(id(parameter) in stepped for parameter in trainable):
+        raise UsageError(
+            "The optimizer holds none of the model's parameters; make it from model.parameters(), "
+            "after the model has been moved or wrapped."
+        )
+    return counted
+
+
+def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The first that has step hooks of its own, from the outermost wrapper inwards.
+
+    Wrappers like Accelerate's are an Optimizer by type, hand each real step to `.optimizer`, and have
+    never called `Optimizer.__init__`.
+    """
+    inner: object = optimizer
+    for _ in range(DEEPEST):
+        if isinstance(inner, torch.optim.Optimizer) and HOOKS in vars(inner):
+            return inner
+        inner = getattr(inner, "optimizer", None)
+    raise UsageError(
+        f"optimizer is a {type(optimizer).__name__}, which has no step hooks and wraps no optimizer "
+        "that has; give the torch.optim.Optimizer that makes the steps."
+    )
+
+
+def await_model(link: Link, patience: Patience) -> None:
+    """Wait until every fragment has arrived at the link, for as long as it takes, and say so.
+
+    Raises:
+        Refused: the broker does not take this worker.
+        Unreachable: the link has ended.
+    """
+
+    def settled() -> bool:
+        if link.layout is None or link.refused_for_good:
+            return link.refused_for_good
+        arrivals = [link.arrivals.get(p.fragment) for p in link.layout.all if p.chunks]
+        # What came before the connection broke may be of a run that the broker has lost since.
+        return all(arrivals) and len({each.version.run for each in arrivals if each}) == 1
+
+    while not link.wait_for(settled, patience.pause()):
+        if link.has_ended:
+            raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
+        if link.phase is Phase.JOINED:
+            patience.say(f"Joined at {link.address}; waiting for its parameters.")
+        else:
+            patience.say(f"Waiting to join the run: {link.describe()}{_advice(link)}.")
+    if link.refused_for_good:
+        assert link.refusal is not None
+        raise link.refusal
+
+
+def _advice(link: Link) -> str:
+    """What to do about a broker that does not answer, or what is wrong with the name of its machine."""
+    host = link.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if link.phase in (Phase.JOINING, Phase.JOINED):
+        return ""
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        return f" (no address is known for the name {host!r}; is it spelt right?)"
+    return "; start diloco-broker serve, or give the control address that it printed"

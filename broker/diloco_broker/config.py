@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS, with_scheme
 from diloco_protocol.chunks import CHUNK_ELEMENTS
-from diloco_protocol.codecs import wire_dtype
+from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments.plan import PATTERNS, longest_delay
 from diloco_protocol.messages import BUFFERS, RunConfig
@@ -308,8 +308,8 @@ class BrokerConfig:
             self.chunk_elements,
             f"from 1 to {CHUNK_ELEMENTS}",
         )
-        wire_dtype(self.wire_dtype)
-        wire_dtype(self.reply_dtype)
+        check_wire_dtype(self.wire_dtype)
+        check_wire_dtype(self.reply_dtype)
 
     def _check_rounds(self) -> None:
         for name in ("min_workers", "quorum"):

@@ -13,23 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_protocol.chunks import ChunkSpan, Segment
-from diloco_protocol.errors import UsageError
+from diloco_protocol.chunks import Segment
+from diloco_protocol.dtypes import check_wire_dtype
 
-WIRE_DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def wire_dtype(name: str) -> torch.dtype:
     """The torch dtype of a wire dtype's name; raises UsageError for an unknown one."""
-    try:
-        return WIRE_DTYPES[name]
-    except KeyError:
-        known = ", ".join(WIRE_DTYPES)
-        raise UsageError(f"Unknown wire dtype {name!r}; choose one of {known}.") from None
+    check_wire_dtype(name)
+    return TORCH_DTYPES[name]
 
 
 def segment_dtype(segment: Segment, parameters: torch.dtype) -> torch.dtype:
@@ -41,11 +34,6 @@ def segment_dtype(segment: Segment, parameters: torch.dtype) -> torch.dtype:
             return torch.float32
         case Segment.INTEGERS:
             return torch.int64
-
-
-def span_bytes(span: ChunkSpan, parameters: torch.dtype) -> int:
-    """Bytes of a chunk on the wire."""
-    return span.elements * segment_dtype(span.segment, parameters).itemsize
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

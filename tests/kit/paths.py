@@ -4,3 +4,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 KIT = ROOT / "tests" / "kit"
+PACKAGES = {
+    f"diloco_{name}": ROOT / name / f"diloco_{name}"
+    for name in ("protocol", "broker", "worker", "tools")
+}
+
+
+def modules() -> dict[str, Path]:
+    """All modules of ours, by dotted name; a package by its own."""
+    found = {}
+    for folder in PACKAGES.values():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()

@@ -215,7 +215,7 @@ class ScriptedBroker:
         state = FlatState.empty(self.layout.all[push.fragment])
         assert sorted(chunks) == list(range(push.chunks))
         for index, payload in chunks.items():
-            state.store(index, memoryview(bytearray(payload)), wire_dtype(push.wire_dtype))
+            state.store(index, memoryview(bytearray(payload)), push.wire_dtype)
         return state
 
     def hears_pull(self, fragment: int = 0) -> Pull:

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol.chunks import Bitmap, Segment, lay_out
-from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, span_bytes, wire_dtype
+from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, wire_dtype
+from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.frames import pack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, differences, summarise
@@ -77,7 +78,7 @@ def test_segments_follow_kind_and_dtype() -> None:
     lengths = [dict(part.lengths) for part in layout.all]
     p, b, i = Segment.PARAMETERS, Segment.BUFFERS, Segment.INTEGERS
     assert lengths == [{p: 3, b: 0, i: 0}, {p: 0, b: 2, i: 2}, {p: 0, b: 4, i: 2}]
-    sizes = [span_bytes(span, torch.bfloat16) for part in layout.all for span in part.spans]
+    sizes = [span_bytes(span, "bf16") for part in layout.all for span in part.spans]
     assert sizes == [6, 8, 16, 16, 16]
 
 

@@ -7,7 +7,7 @@
 - What the reducer keeps is bounded as the mode has it.
 - Every push ends, and nobody waits for ever, once enough workers are there. A worker whose training
   hangs is not waited for, and comes back.
-- A broker that comes back owes what `simulated_lives` says.
+- A broker that comes back owes what `simulation.lives` says.
 
 A broken promise raises `Violation` at the moment it is broken.
 """

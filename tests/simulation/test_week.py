@@ -1,6 +1,7 @@
 """A week of 32 workers and 125 faults an hour: how much of the work done counts, and does anybody wait?
 
-The figures of `simulated_week`, in all modes; `PYTHONPATH=tests python -m simulation.week` prints them as a table,
+The figures of `simulation.week`, in all modes;
+`PYTHONPATH=tests python -m simulation.week` prints them as a table,
 and so does `pytest -s`.
 """
 

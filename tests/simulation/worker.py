@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from diloco_protocol.codecs import span_bytes, wire_dtype
+from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Chunk, Join, Message
@@ -352,8 +352,8 @@ class Worker:
         if push_id in self._donations:
             state = self._donations[push_id]
             contents = state[index].contents if state else Contents()
-            return Wire(spot, contents, span_bytes(span, wire_dtype("fp32")))
-        nbytes = span_bytes(span, wire_dtype(self.training.wire_dtype()))
+            return Wire(spot, contents, span_bytes(span, "fp32"))
+        nbytes = span_bytes(span, self.training.wire_dtype())
         is_finite = (push_id, index) not in self.bad_chunks
         return Delta((self.worker_id, push_id), spot, nbytes, is_finite)
 

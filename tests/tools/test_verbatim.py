@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import typer
 from rich.text import Text
-from test_architecture import modules
 from tools.test_bench import report
 from tools.test_demo import RESULTS
 from tools.test_exporter import exported
@@ -33,6 +32,7 @@ from diloco_tools.exporter.labels import label_value
 from diloco_tools.feed.model import parse_snapshot
 from diloco_tools.terminal import console
 from diloco_tools.top.steering import Answer
+from kit.paths import MODULES
 from kit.top_screen import LARGE, Stage
 
 # What Rich or Textual would take for a style, an end of one, a variable of a theme, or an emoji.
@@ -151,7 +151,7 @@ def test_metrics_have_names_as_they_are(name: str) -> None:
 
 def test_no_console_reads_markup() -> None:
     """Whoever prints for people takes `terminal.console`, and asks for styles with `Text`."""
-    for _, path in modules():
+    for path in MODULES.values():
         for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
             called = call.func.id if isinstance(call.func, ast.Name) else ""
             given = {word.arg: ast.unparse(word.value) for word in call.keywords}

@@ -1,7 +1,27 @@
 """Take part in a DiLoCo run: `DiLoCoWorker` around a training loop, or `DiLoCoClient` call by call."""
 
-from diloco_worker.client import DiLoCoClient, GlobalParameters
-from diloco_worker.hook import DiLoCoWorker
-from diloco_worker.model.flat_state import manifest_of
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco_worker.client import DiLoCoClient, GlobalParameters
+    from diloco_worker.hook import DiLoCoWorker
+    from diloco_worker.model.flat_state import manifest_of
 
 __all__ = ["DiLoCoClient", "DiLoCoWorker", "GlobalParameters", "manifest_of"]
+
+_HOMES = {
+    "DiLoCoClient": "diloco_worker.client",
+    "DiLoCoWorker": "diloco_worker.hook",
+    "GlobalParameters": "diloco_worker.client",
+    "manifest_of": "diloco_worker.model.flat_state",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Only when asked for, so that the pure parts can be had without torch, sockets and threads.
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco_protocol.errors import UsageError
+from diloco_protocol.dtypes import ITEM_BYTES, check_wire_dtype
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 
 # Bytes of an element by the name of a wire dtype.
-WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Buffers keep their precision on the wire.
 FLOAT_BUFFER_BYTES, INTEGER_BUFFER_BYTES = 4, 8
 
@@ -72,9 +71,8 @@ def view_of(
 ) -> PlanView:
     """See `FragmentPlan.view`; the names in each fragment, and the step after which it is due."""
     for name in (wire_dtype, reply_dtype):
-        if name not in WIRE_BYTES:
-            raise UsageError(f"Unknown wire dtype {name!r}; choose one of {', '.join(WIRE_BYTES)}.")
-    up, down = WIRE_BYTES[wire_dtype], WIRE_BYTES[reply_dtype]
+        check_wire_dtype(name)
+    up, down = ITEM_BYTES[wire_dtype], ITEM_BYTES[reply_dtype]
     entries = {entry.name: entry for entry in manifest.entries}
     buffers = sum(map(_buffer_bytes, manifest.entries))
     views = []

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError, lay_out
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import segment_dtype, span_bytes, wire_dtype
+from diloco_protocol.codecs import segment_dtype, wire_dtype
+from diloco_protocol.dtypes import span_bytes
 from diloco_worker.model import flat_state
 from diloco_worker.model.flat_state import FlatState, ModelTensors, WireFragment
 
@@ -71,8 +72,8 @@ def received(wire: WireFragment, dtype: str) -> FlatState:
         vector.fill_(-99)
     for span in reversed(wire.layout.spans):
         payload = bytearray(wire.chunk(span.index))
-        assert len(payload) == span_bytes(span, wire_dtype(dtype))
-        state.store(span.index, memoryview(payload), wire_dtype(dtype))
+        assert len(payload) == span_bytes(span, dtype)
+        state.store(span.index, memoryview(payload), dtype)
     return state
 
 
@@ -345,7 +346,7 @@ def test_replies_in_bf16_are_widened() -> None:
     payload = bytearray(
         torch.full((elements,), 1.5, dtype=torch.bfloat16).view(torch.uint8).numpy()
     )
-    state.store(0, memoryview(payload), torch.bfloat16)
+    state.store(0, memoryview(payload), "bf16")
     assert torch.equal(state.vectors[Segment.PARAMETERS], torch.full((elements,), 1.5))
 
 

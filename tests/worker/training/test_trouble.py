@@ -23,7 +23,7 @@ from diloco_protocol.messages import (
     Standing,
 )
 from diloco_worker.core.uploads import Pushes
-from diloco_worker.training.patience import SENTENCES
+from diloco_worker.shell.repeated_lines import SENTENCES
 from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
 from kit.uniform_model import Make, at, filled, first, until
 

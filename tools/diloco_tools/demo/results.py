@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-WIRE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}  # for each parameter
+from diloco_protocol.dtypes import ITEM_BYTES
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def data_parallel_bytes(settings: Settings, parameters: int) -> int:
 
     steps x workers x trainable parameters x (up + down bytes for each at our wire dtypes).
     """
-    per_parameter = WIRE_BYTES[settings.wire_dtype] + WIRE_BYTES[settings.reply_dtype]
+    per_parameter = ITEM_BYTES[settings.wire_dtype] + ITEM_BYTES[settings.reply_dtype]
     return settings.steps * settings.workers * parameters * per_parameter
 
 
@@ -126,8 +126,8 @@ def data_parallel_formula(settings: Settings, parameters: int) -> str:
     return (
         f"data-parallel bytes = steps x workers x trainable parameters x (up + down bytes) = "
         f"{settings.steps} x {settings.workers} x {parameters:,} x "
-        f"({WIRE_BYTES[settings.wire_dtype]} in {settings.wire_dtype} + "
-        f"{WIRE_BYTES[settings.reply_dtype]} in {settings.reply_dtype}) = "
+        f"({ITEM_BYTES[settings.wire_dtype]} in {settings.wire_dtype} + "
+        f"{ITEM_BYTES[settings.reply_dtype]} in {settings.reply_dtype}) = "
         f"{data_parallel_bytes(settings, parameters):,}"
     )
 

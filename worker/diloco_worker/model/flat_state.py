@@ -29,9 +29,9 @@ from diloco_protocol.codecs import (
     from_bytes,
     is_finite,
     segment_dtype,
-    span_bytes,
     wire_dtype,
 )
+from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.manifest import summarise
 from diloco_protocol.tensor_pool import Buffers, mapped
 from diloco_worker.model.merging import Change, wait_for_copies
@@ -71,16 +71,16 @@ class FlatState:
         """The same as a model holds them: rounded to its dtype. A view where that changes nothing."""
         return held(self.of(place), place.entry)
 
-    def store(self, index: int, payload: memoryview, dtype: torch.dtype) -> None:
+    def store(self, index: int, payload: memoryview, wire: str) -> None:
         """Decode one received chunk into its place.
 
         Args:
             index: number of the chunk.
             payload: its bytes; `require_length` has checked how many.
-            dtype: that parameters travel in.
+            wire: the wire dtype that parameters travel in.
         """
         span = self.layout.spans[index]
-        values = from_bytes(payload, segment_dtype(span.segment, dtype))
+        values = from_bytes(payload, segment_dtype(span.segment, wire_dtype(wire)))
         self.vectors[span.segment][span.start : span.stop].copy_(values)
 
     def by_name(self) -> dict[str, Tensor]:
@@ -136,9 +136,9 @@ class Delta:
     bad: str | None
 
 
-def require_length(span: ChunkSpan, payload: memoryview, dtype: torch.dtype) -> None:
+def require_length(span: ChunkSpan, payload: memoryview, wire: str) -> None:
     """Raise ProtocolError unless a chunk has the bytes that its place in the model needs."""
-    wanted = span_bytes(span, dtype)
+    wanted = span_bytes(span, wire)
     if payload.nbytes != wanted:
         text = f"chunk {span.index} has {payload.nbytes} bytes instead of {wanted}."
         raise ProtocolError(Code.BAD_CHUNK, text)

@@ -10,11 +10,8 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
-import torch
-
 from diloco_protocol import ModelLayout, RunConfig
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.messages import Chunk, Message
 from diloco_worker.model.flat_state import FlatState, WireFragment, require_length
 
@@ -28,7 +25,7 @@ def check_length(
     if 0 <= message.fragment < len(layout.all):
         spans = layout.all[message.fragment].spans
         if 0 <= message.index < len(spans):
-            require_length(spans[message.index], payload, wire_dtype(config.reply_dtype))
+            require_length(spans[message.index], payload, config.reply_dtype)
 
 
 class Holdings:
@@ -68,9 +65,9 @@ class Holdings:
             room = self._spare.pop(fragment, None)
             self._assembly[fragment] = room or FlatState.empty(layout, pinned=self._pinned)
 
-    def store(self, fragment: int, index: int, payload: memoryview, dtype: torch.dtype) -> None:
+    def store(self, fragment: int, index: int, payload: memoryview, wire: str) -> None:
         """Decode a chunk into its place; the payload has the right length."""
-        self._assembly[fragment].store(index, payload, dtype)
+        self._assembly[fragment].store(index, payload, wire)
 
     def finish(self, fragment: int) -> FlatState:
         """The version that was assembled is whole, and held from now on."""

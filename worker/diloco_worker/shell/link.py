@@ -30,7 +30,6 @@ from diloco_protocol import (
     unpack,
 )
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.messages import Chunk, Push
 from diloco_worker.core.events import (
     Answered,
@@ -80,7 +79,7 @@ from diloco_worker.shell.connections import NOW, Connections
 from diloco_worker.shell.forks import keep_from_children
 from diloco_worker.shell.fragment_buffers import Holdings, check_length
 from diloco_worker.shell.inbox import Arrival, News, Progress, Rejection, Turning
-from diloco_worker.training.patience import Sayings
+from diloco_worker.shell.repeated_lines import Sayings
 
 logger = logging.getLogger("diloco.worker")
 
@@ -475,8 +474,8 @@ class Link:
                 self._holdings.begin(self._fragment(fragment))
             case Store(fragment, index):
                 assert self._payload is not None and self._session.config is not None
-                dtype = wire_dtype(self._session.config.reply_dtype)
-                self._holdings.store(fragment, index, self._payload, dtype)
+                wire = self._session.config.reply_dtype
+                self._holdings.store(fragment, index, self._payload, wire)
             case Discard():
                 pass  # the room is used for the next version
             case Deliver():

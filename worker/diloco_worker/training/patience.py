@@ -10,9 +10,6 @@ logger = logging.getLogger("diloco.worker")
 
 # Seconds between two words about the same wait.
 WORD_S = 30.0
-# The same sentence is not logged again within so many seconds, and so many are remembered for that.
-REPEAT_S = 30.0
-SENTENCES = 100
 # Seconds that a process which has been told to end gives its pushes to get out.
 HASTY_S = 4.0
 
@@ -34,29 +31,6 @@ class Patience:
             self._say_at = self._clock() + WORD_S
             # A warning, since most training scripts configure no logging and nobody should wonder.
             logger.warning("%s", text)
-
-
-class Sayings:
-    """What has been logged lately, so that the same is not logged again and again."""
-
-    def __init__(self) -> None:
-        self._said_at: dict[str, float] = {}
-
-    def is_due(self, text: str, now: float) -> bool:
-        """Whether to log this sentence; it counts as logged then."""
-        if now - self._said_at.get(text, -REPEAT_S) < REPEAT_S:
-            return False
-        self._said_at.pop(text, None)  # the latest comes last
-        self._said_at[text] = now
-        while len(self._said_at) > SENTENCES:
-            del self._said_at[next(iter(self._said_at))]
-        return True
-
-    def __len__(self) -> int:
-        return len(self._said_at)
-
-    def __contains__(self, text: str) -> bool:
-        return text in self._said_at
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from diloco_protocol import UsageError
 from diloco_protocol.addresses import with_scheme
-from diloco_protocol.codecs import wire_dtype
+from diloco_protocol.dtypes import check_wire_dtype
 
 logger = logging.getLogger("diloco.worker")
 
@@ -225,7 +225,7 @@ def _check(keyword: str, value: Any, source: str) -> None:
                     f"{source} is {value!r:.80}; it must be 1 to 64 printable characters."
                 )
         case "wire_dtype":
-            wire_dtype(value)
+            check_wire_dtype(value)
         case "extra":
             if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
                 raise UsageError(f"{source} is {value!r:.80}; it must be a dict with text keys.")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_protocol.codecs import WIRE_DTYPES
+from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Join
 

@@ -24,7 +24,7 @@ from diloco_broker.core.state.run import State
 from diloco_broker.core.state.run_record import books_of
 from diloco_broker.core.state.versions import Upload, first_window, upload_window
 from diloco_protocol.chunks import Bitmap
-from diloco_protocol.codecs import span_bytes, wire_dtype
+from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import summarise
 from diloco_protocol.messages import Ack, Error, Grant, Notice, Push, Standing
@@ -249,8 +249,7 @@ def begin(state: State, number: int, *, is_new: bool) -> Iterator[Effect]:
 def _room_needed(state: State) -> str:
     """What keeping whole submissions costs, said at the start."""
     config, layouts = state.config, [stock.layout for stock in state.shelf.stocks[:-1]]
-    dtype = wire_dtype(config.wire_dtype)
-    sizes = [sum(span_bytes(span, dtype) for span in part.spans) for part in layouts]
+    sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
     if config.is_async and not config.grace:
         many, whose, size = config.staging_slots, "slot", max(sizes)
     else:  # each worker may have one of each fragment waiting

@@ -33,7 +33,7 @@ from diloco_broker.core.state.run import State
 from diloco_broker.core.state.staged_round import Submission
 from diloco_broker.core.state.streaming_round import Contribution, Round
 from diloco_protocol.chunks import FragmentLayout, Segment
-from diloco_protocol.codecs import WIRE_DTYPES, span_bytes, wire_dtype
+from diloco_protocol.dtypes import BUFFERS_DTYPE, INTEGERS_DTYPE, WIRE_DTYPES, span_bytes
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import BUFFERS, Chunk, Commit, Purpose, Push
 
@@ -185,7 +185,7 @@ def _check_push(state: State, push: Push) -> None:
         )
     # Each gradient is decoded as it came: a worker may have a dtype of its own, and a delta that was
     # frozen before a restart keeps its.
-    allowed = ("fp32",) if push.purpose is Purpose.DONATION else tuple(WIRE_DTYPES)
+    allowed = ("fp32",) if push.purpose is Purpose.DONATION else WIRE_DTYPES
     if push.wire_dtype not in allowed:
         raise ProtocolError(
             Code.BAD_PUSH,
@@ -239,10 +239,14 @@ def _check_chunk(chunk: Chunk, payload: Any, layout: FragmentLayout, wire: str) 
             f"There is no chunk {chunk.index}; fragment {layout.fragment} has {layout.chunks}.",
         )
     span = layout.spans[chunk.index]
-    wanted = span_bytes(span, wire_dtype(wire))
+    wanted = span_bytes(span, wire)
     size = int(payload.nbytes)
     if size != wanted:
-        names = {Segment.PARAMETERS: wire, Segment.BUFFERS: "fp32", Segment.INTEGERS: "int64"}
+        names = {
+            Segment.PARAMETERS: wire,
+            Segment.BUFFERS: BUFFERS_DTYPE,
+            Segment.INTEGERS: INTEGERS_DTYPE,
+        }
         raise ProtocolError(
             Code.BAD_CHUNK,
             f"Chunk {chunk.index} has {size} bytes, it must have {wanted}: "

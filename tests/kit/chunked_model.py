@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_broker.core.events import Part
+from diloco_broker.core.effects import PushPart
 from diloco_broker.tensors.outer.chunked import Outer
 from diloco_broker.tensors.parameters import Done, Parameters
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment, lay_out
@@ -48,9 +48,9 @@ def read(chunk: memoryview, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.frombuffer(bytearray(chunk), dtype=dtype)
 
 
-def a_part(payload: Any, **fields: Any) -> Part:
+def a_part(payload: Any, **fields: Any) -> PushPart:
     defaults: dict[str, Any] = {"weight": 1.0, "scale": 1.0, "norm": 1.0, "wire_dtype": "fp32"}
-    return Part("a", 1, payload=payload, **(defaults | fields))
+    return PushPart("a", 1, payload=payload, **(defaults | fields))
 
 
 class ChunkedModel:

@@ -12,40 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.events import (
-    Acted,
-    Audit,
-    DropPlaces,
-    End,
-    Ended,
-    Event,
-    Fold,
-    Folded,
-    FoldRefused,
-    ForgetBuffer,
-    Inspect,
-    Inspected,
-    InspectRefused,
-    Log,
-    Merge,
-    PeerGone,
-    Place,
-    Placed,
-    PlaceRefused,
-    Received,
-    Revert,
-    RoundReport,
-    Save,
-    Saved,
-    SaveFailed,
-    Send,
-    Step,
-    Stepped,
-    StoodStill,
-    Tick,
-    Tune,
-    Work,
-)
+from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Restored, Resumption
 from diloco_broker.shell.served_time import ServedTime
@@ -152,18 +119,18 @@ class Stage:
         self.logs: list[str] = []
         self.saves: list[int] = []  # numbers of the checkpoints asked for
         self.images: list[Image] = []  # what each of them would have in it
-        self.audits: list[Audit] = []
-        self.acts: list[Acted] = []
-        self.reports: list[RoundReport] = []
+        self.audits: list[effects.RecordVersion] = []
+        self.acts: list[effects.RecordAction] = []
+        self.reports: list[effects.RoundReport] = []
         self.tunes: list[BrokerConfig] = []
-        self.ends: list[End] = []
-        self.restored: list[Revert | ForgetBuffer] = []
-        self.work_queue: deque[Work] = deque()
+        self.ends: list[effects.End] = []
+        self.restored: list[effects.Revert | effects.ForgetBuffer] = []
+        self.work_queue: deque[effects.TensorWork] = deque()
         self.gone: set[bytes] = set()
         self.chunks: dict[tuple[int, int], Wire] = {}
         self.sums: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
-        self.steps: list[Step] = []
-        self.merges: list[Merge] = []
+        self.steps: list[effects.Step] = []
+        self.merges: list[effects.AggregateAndStep] = []
         self._routes = 0
         for fragment in self.resumption.fragments if self.resumption else ():
             self._put_back(fragment)
@@ -183,7 +150,7 @@ class Stage:
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + max(0.1, seconds / 50))
-            self.happens(Tick())
+            self.happens(events.Tick())
 
     def stands_still(self, seconds: float) -> None:
         """The broker's process is stopped for so long, or its machine sleeps; then it serves again."""
@@ -191,51 +158,64 @@ class Stage:
         clock = ServedTime(readings.__next__)
         self.now = clock()
         if left_out := clock.stood_still():
-            self.happens(StoodStill(left_out))
-        self.happens(Tick())
+            self.happens(events.StoodStill(left_out))
+        self.happens(events.Tick())
 
-    def happens(self, event: Event) -> None:
+    def happens(self, event: events.Event) -> None:
         """Feed the core and carry out what it asks for; invariants are checked after each event."""
         pending = deque([event])
         while pending:
             for effect in self.core.handle(pending.popleft(), self.now):
                 match effect:
-                    case Send(route, message, payload):
+                    case effects.Send(route, message, payload):
                         if route in self.gone:
-                            pending.append(PeerGone(route))
+                            pending.append(events.PeerGone(route))
                         elif isinstance(message, Chunk):
                             self.received.setdefault(route, []).append((message, payload))
                         else:
                             self.inbox.setdefault(route, []).append(message)
-                    case Log():
+                    case effects.Log():
                         self.logs.append(effect.text)
-                    case Fold() | Step() | Inspect() | Merge() | Place():
+                    case (
+                        effects.Fold()
+                        | effects.Step()
+                        | effects.Inspect()
+                        | effects.AggregateAndStep()
+                        | effects.StoreInitial()
+                    ):
                         self.work_queue.append(effect)
-                    case Save(number, books):
+                    case effects.Save(number, books):
                         self.saves.append(number)
                         self.images.append(image_of(self.state, self, books, self.life))  # type: ignore[arg-type]
-                    case Audit():
+                    case effects.RecordVersion():
                         self.audits.append(effect)
-                    case Revert(fragment):
+                    case effects.Revert(fragment):
                         self.restored.append(effect)
                         self._put_back(fragment)
-                    case ForgetBuffer():
+                    case effects.ForgetBuffer():
                         self.restored.append(effect)
-                    case Acted(who=who, text=text):
+                    case effects.RecordAction(who=who, text=text):
                         self.acts.append(effect)
                         self.logs.append(f"{who}: {text}.")
-                    case Ended(report):
+                    case effects.RecordRound(report):
                         self.reports.append(report)
-                    case Tune(config):
-                        assert not any(isinstance(w, Step | Merge) for w in self.work_queue)
+                    case effects.SetOuterOptimizer(config):
+                        assert not any(
+                            isinstance(w, effects.Step | effects.AggregateAndStep)
+                            for w in self.work_queue
+                        )
                         self.tunes.append(config)
-                    case End():
+                    case effects.End():
                         self.ends.append(effect)
-                    case DropPlaces():
-                        kept = (w for w in self.work_queue if not isinstance(w, Place))
+                    case effects.DropInitial():
+                        kept = (
+                            w for w in self.work_queue if not isinstance(w, effects.StoreInitial)
+                        )
                         self.work_queue = deque(kept)
             self.core.check_invariants()
-            waiting = [work for work in self.work_queue if isinstance(work, Fold | Inspect)]
+            waiting = [
+                work for work in self.work_queue if isinstance(work, effects.Fold | effects.Inspect)
+            ]
             assert self.state.waiting == len(waiting), "chunks that wait are miscounted"
         if not self.by_hand:
             self.work()
@@ -247,58 +227,60 @@ class Stage:
             done += 1
             self.happens_by_hand(self._carry_out(self.work_queue.popleft()))
 
-    def happens_by_hand(self, event: Event) -> None:
+    def happens_by_hand(self, event: events.Event) -> None:
         by_hand, self.by_hand = self.by_hand, True
         try:
             self.happens(event)
         finally:
             self.by_hand = by_hand
 
-    def _carry_out(self, work: Work) -> Event:
+    def _carry_out(self, work: effects.TensorWork) -> events.Event:
         match work:
-            case Place(fragment, index, payload):
+            case effects.StoreInitial(fragment, index, payload):
                 if payload is not None and not payload.is_finite:
-                    return PlaceRefused(work)
+                    return events.InitialRefused(work)
                 contents = () if payload is None else payload.contents
                 self.chunks[fragment, index] = Wire(contents)
-                return Placed(work, self.chunks[fragment, index])
-            case Fold(fragment, index, worker, push_id, weight, _, payload):
+                return events.InitialStored(work, self.chunks[fragment, index])
+            case effects.Fold(fragment, index, worker, push_id, weight, _, payload):
                 if not payload.is_finite:
-                    return FoldRefused(work)
+                    return events.FoldRefused(work)
                 self.sums.setdefault((fragment, index), []).append((worker, push_id, weight))
-                return Folded(work)
-            case Step(fragment, index, weight):
+                return events.Folded(work)
+            case effects.Step(fragment, index, weight):
                 self.steps.append(work)
                 parts = self.sums.pop((fragment, index), [])
                 total = sum(part[2] for part in parts)
                 assert abs(total - weight) < 1e-9, "the mean is divided by what was not added"
                 added = tuple((worker, push_id) for worker, push_id, _ in parts)
                 return self._added(fragment, index, added)
-            case Inspect(payload=payload):
+            case effects.Inspect(payload=payload):
                 if not payload.is_finite:
-                    return InspectRefused(work)
-                return Inspected(work, payload.squares)
-            case Merge(fragment, index, groups):
+                    return events.InspectRefused(work)
+                return events.Inspected(work, payload.squares)
+            case effects.AggregateAndStep(fragment, index, groups):
                 self.merges.append(work)
                 assert all(p.payload is not None for group in groups for p in group)
                 added = tuple((p.worker_id, p.push_id) for group in groups for p in group)
                 return self._added(fragment, index, added)
 
-    def _added(self, fragment: int, index: int, added: tuple[tuple[str, int], ...]) -> Stepped:
+    def _added(
+        self, fragment: int, index: int, added: tuple[tuple[str, int], ...]
+    ) -> events.Stepped:
         self.chunks[fragment, index] = Wire(self.chunks[fragment, index].contents + added)
-        return Stepped(fragment, index, self.chunks[fragment, index])
+        return events.Stepped(fragment, index, self.chunks[fragment, index])
 
     # The disk.
 
     def is_saved(self, number: int | None = None) -> None:
         """A checkpoint is written: that of this number, or the one asked for last."""
         number = self.saves[-1] if number is None else number
-        self.happens(Saved(number, f"run/checkpoint-{number}"))
+        self.happens(events.Saved(number, f"run/checkpoint-{number}"))
 
     def cannot_save(
         self, error: str = "No space left on device", number: int | None = None
     ) -> None:
-        self.happens(SaveFailed(self.saves[-1] if number is None else number, error))
+        self.happens(events.SaveFailed(self.saves[-1] if number is None else number, error))
 
     def _put_back(self, fragment: int) -> None:
         if self.resumption is not None:
@@ -358,7 +340,7 @@ class Stage:
     def asks(self, action: str, **arguments: Any) -> Result:
         """An operator asks for something; returns the answer."""
         desk = self.route()
-        self.happens(Received(desk, Control(action, 1, arguments)))
+        self.happens(events.Received(desk, Control(action, 1, arguments)))
         results = [m for m in self.inbox.get(desk, ()) if isinstance(m, Result)]
         return results[-1]
 
@@ -380,11 +362,11 @@ class Stage:
             push = Push(
                 donor.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION
             )
-            self.happens(Received(donor.control, push))
+            self.happens(events.Received(donor.control, push))
             for span in layout.spans:
                 size = span.elements * (8 if span.segment.value == "integers" else 4)
                 chunk = Chunk(fragment, span.index, session=donor.session, push_id=77)
-                self.happens(Received(donor.control, chunk, Payload(size)))
+                self.happens(events.Received(donor.control, chunk, Payload(size)))
                 self.work()
 
 
@@ -403,7 +385,7 @@ class Puppet:
     held: Holdings = ()
 
     def sends(self, message: Message, payload: Any = None, *, on: bytes | None = None) -> None:
-        self.stage.happens(Received(self.control if on is None else on, message, payload))
+        self.stage.happens(events.Received(self.control if on is None else on, message, payload))
 
     def joins(self, **fields: Any) -> Puppet:
         """Join on new connections; with the last session, if there is one."""
@@ -512,7 +494,7 @@ class Puppet:
     def loses_connection(self) -> None:
         """Its connections are gone, as the broker finds out when it sends something."""
         self.stage.gone |= {self.control, self.bulk}
-        self.stage.happens(PeerGone(self.control))
+        self.stage.happens(events.PeerGone(self.control))
 
     def dies(self) -> None:
         self.loses_connection()

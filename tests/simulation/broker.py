@@ -11,26 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from diloco_broker.core.events import (
-    Acted,
-    Audit,
-    DropPlaces,
-    End,
-    Ended,
-    Event,
-    ForgetBuffer,
-    Log,
-    PeerGone,
-    Received,
-    Revert,
-    Save,
-    Saved,
-    SaveFailed,
-    Send,
-    Stop,
-    Tick,
-    Tune,
-)
+from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.run_record import Books, books_of
 from diloco_broker.core.state.streaming_round import Phase
@@ -115,7 +96,7 @@ class BrokerHost:
     def hears(self, connection: Connection, message: Message, payload: Any) -> None:
         if self.is_alive and not self._is_deaf and connection.route in self._routes:
             self.messages += 1
-            self._feed(Received(connection.route, message, payload))
+            self._feed(events.Received(connection.route, message, payload))
 
     def owner_of(self, route: bytes) -> str:
         """The name of the process at the other end."""
@@ -138,12 +119,12 @@ class BrokerHost:
         """It ends in an orderly way, to be started again, and calls `ended` when it is gone."""
         self._ended = ended
         self._stop_by = self.world.now + STOP_WITHIN_S
-        self._feed(Stop("it was asked to", restarting=True))
+        self._feed(events.Stop("it was asked to", restarting=True))
 
     def _tick(self) -> None:
         if self.is_alive and not self._is_deaf:
             lost, self._lost_a_connection = self._lost_a_connection, False
-            self._feed(Tick(lost))
+            self._feed(events.Tick(lost))
             self.world.after(self._scenario.tick_s, self._tick)
 
     def _stop_if_due(self) -> None:
@@ -172,49 +153,56 @@ class BrokerHost:
 
     # Events and effects.
 
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: events.Event) -> None:
         pending = deque([event])
         self.referee.now = self.world.now
         while pending:
             event = pending.popleft()
             for effect in self.core.handle(event, self.world.now):
                 match effect:
-                    case Send(route, Ack() as ack):
+                    case effects.Send(route, Ack() as ack):
                         self._acks.add(route, ack)
-                    case Send():
+                    case effects.Send():
                         if effect.payload is None:
                             pending += self._acknowledge()
                         if not self._say(effect):
-                            pending.append(PeerGone(effect.route))
-                    case Log(level, text):
+                            pending.append(events.PeerGone(effect.route))
+                    case effects.Log(level, text):
                         if level != "debug":
                             self.world.tell("broker", text)
-                    case Save(_, books):
+                    case effects.Save(_, books):
                         self._save(books)
-                    case Audit():
+                    case effects.RecordVersion():
                         self.referee.audited(effect)
-                    case Revert(fragment):
+                    case effects.Revert(fragment):
                         if self._image is not None:
                             image = self._image.fragments[fragment]
                             writer.restore(self._as_parameters, fragment, image)
-                    case ForgetBuffer(fragment):
+                    case effects.ForgetBuffer(fragment):
                         self.tensors.forget_buffer(fragment)
-                    case DropPlaces():
-                        self._queue.drop_places()
-                    case Ended() | Acted() | Tune() | End():
+                    case effects.DropInitial():
+                        self._queue.drop_initial()
+                    case (
+                        effects.RecordRound()
+                        | effects.RecordAction()
+                        | effects.SetOuterOptimizer()
+                        | effects.End()
+                    ):
                         pass  # nobody operates a simulated broker, and its history is the referee's
                     case _:
                         self._queue.add(effect)
             self.referee.after(self.core, event, self._queue)
-            if not pending and (isinstance(event, Tick) or self.world.dice.random() < TURN_ENDS):
+            if not pending and (
+                isinstance(event, events.Tick) or self.world.dice.random() < TURN_ENDS
+            ):
                 pending += self._acknowledge()
         self._plan_work()
         self._stop_if_due()
 
-    def _acknowledge(self) -> list[Event]:
-        return [PeerGone(send.route) for send in self._acks.take() if not self._say(send)]
+    def _acknowledge(self) -> list[events.Event]:
+        return [events.PeerGone(send.route) for send in self._acks.take() if not self._say(send)]
 
-    def _say(self, send: Send) -> bool:
+    def _say(self, send: effects.Send) -> bool:
         self.referee.lives.says(self.core, send.message)
         return self._routes[send.route].down(send.message, send.payload)
 
@@ -226,7 +214,11 @@ class BrokerHost:
     def _is_saved(self, number: int, error: str | None) -> None:
         if self.is_alive:
             failed = error is not None
-            self._feed(SaveFailed(number, error or "") if failed else Saved(number, "a checkpoint"))
+            self._feed(
+                events.SaveFailed(number, error or "")
+                if failed
+                else events.Saved(number, "a checkpoint")
+            )
 
     def _plan_work(self) -> None:
         if self._queue and not self._is_working:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.events import Audit, Event, Fold, Folded, Inspect, Inspected, Received, Work
+from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Phase
@@ -111,7 +111,7 @@ class Referee:
         self._published: dict[tuple[int, VersionId], Published] = {}
         self._history: set[tuple[int, VersionId]] = set()  # what this life of the broker released
         self._inherited: dict[int, int] = {}  # counter of the version it began with, by fragment
-        self._audit: Audit | None = None
+        self._audit: effects.RecordVersion | None = None
         self._alive = alive
         self._round: int | None = None
         self._released_at = 0.0
@@ -208,7 +208,7 @@ class Referee:
         self._audit = self._round = None
         self.enough_since = self.now
 
-    def audited(self, audit: Audit) -> None:
+    def audited(self, audit: effects.RecordVersion) -> None:
         """The broker writes down what a version contains."""
         self._audit = audit
         if self.config.is_staged:
@@ -222,7 +222,7 @@ class Referee:
                 if other[0] == key[0] and is_earlier:
                     record.spared |= dict.fromkeys(added.get(other, set()), other)
 
-    def after(self, core: Core, event: Event, queue: Iterable[Work]) -> None:
+    def after(self, core: Core, event: events.Event, queue: Iterable[effects.TensorWork]) -> None:
         """The core has handled an event; `queue` is the tensor work that is waiting."""
         state = core.state
         self._notice_whole(core, event)
@@ -239,15 +239,15 @@ class Referee:
             core.check_invariants()
             self._check_memory(core, queue)
 
-    def _notice_whole(self, core: Core, event: Event) -> None:
+    def _notice_whole(self, core: Core, event: events.Event) -> None:
         match event:
-            case Folded(work):
+            case events.Folded(work):
                 record = self.records[work.worker_id, work.push_id]
                 if len(record.taken) == record.push.chunks:
                     record.whole_at = self.now
-            case Inspected(work):
+            case events.Inspected(work):
                 self._whole_if_staged(core, work.fragment, (work.worker_id, work.push_id))
-            case Received(message=Commit(session, push_id, fragment)):
+            case events.Received(message=Commit(session, push_id, fragment)):
                 member = core.state.members.with_session(session)
                 if member is not None:
                     self._whole_if_staged(core, fragment, (member.worker_id, push_id))
@@ -371,11 +371,13 @@ class Referee:
             its_turn = round_.fragment == round_.number % pieces
             demand(its_turn, "round {} is about fragment {}", number, round_.fragment)
 
-    def _check_memory(self, core: Core, queue: Iterable[Work]) -> None:
+    def _check_memory(self, core: Core, queue: Iterable[effects.TensorWork]) -> None:
         """Payloads kept: by the mode's own bound."""
         state, config = core.state, self.config
         waiting = Counter(
-            (work.worker_id, work.push_id) for work in queue if isinstance(work, Fold | Inspect)
+            (work.worker_id, work.push_id)
+            for work in queue
+            if isinstance(work, effects.Fold | effects.Inspect)
         )
         total = sum(waiting.values())
         demand(state.waiting == total, "{} chunks wait to be added: {}", total, state.waiting)

@@ -12,22 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.events import (
-    Event,
-    Fold,
-    Folded,
-    FoldRefused,
-    Inspect,
-    Inspected,
-    InspectRefused,
-    Merge,
-    Part,
-    Place,
-    Placed,
-    Step,
-    Stepped,
-    Work,
-)
+from diloco_broker.core import effects, events
 from diloco_protocol.messages import Push
 from diloco_protocol.version import VersionId
 from simulation.contents import Contents, Key
@@ -179,24 +164,26 @@ class Tensors:
 
     # Work.
 
-    def carry_out(self, work: Work) -> Event:
+    def carry_out(self, work: effects.TensorWork) -> events.Event:
         """Do a piece of work; raises Violation when it must not be done."""
         spot = (work.fragment, work.index)
         match work:
-            case Place(payload=payload):
+            case effects.StoreInitial(payload=payload):
                 if payload is not None:
                     demand(payload.spot == spot, "chunk {} is placed as {}", payload.spot, spot)
-                return Placed(work, self._place(spot, payload.contents if payload else Contents()))
-            case Fold(worker_id=worker_id, push_id=push_id, weight=weight, payload=payload):
+                return events.InitialStored(
+                    work, self._place(spot, payload.contents if payload else Contents())
+                )
+            case effects.Fold(worker_id=worker_id, push_id=push_id, weight=weight, payload=payload):
                 key = (worker_id, push_id)
                 if not self._is_good(spot, key, payload):
-                    return FoldRefused(work)
+                    return events.FoldRefused(work)
                 self._weighs(key, weight)
                 sums = self._sums.setdefault(spot, {})
                 demand(key not in sums, "{} is added twice to chunk {}", key, spot)
                 sums[key] = weight
-                return Folded(work)
-            case Step(weight=weight, count=count):
+                return events.Folded(work)
+            case effects.Step(weight=weight, count=count):
                 parts = self._sums.pop(spot, {})
                 total = sum(parts.values())
                 fits = abs(total - weight) <= 1e-9 * max(1.0, total)
@@ -205,11 +192,11 @@ class Tensors:
                 once = len(set(voters)) == len(voters)
                 demand(once, "a worker has two votes on chunk {}: {}", spot, voters)
                 return self._step(spot, [list(parts)], count)
-            case Inspect(worker_id=worker_id, push_id=push_id, payload=payload):
+            case effects.Inspect(worker_id=worker_id, push_id=push_id, payload=payload):
                 if not self._is_good(spot, (worker_id, push_id), payload):
-                    return InspectRefused(work)
-                return Inspected(work, payload.squares)
-            case Merge(groups=groups, count=count):
+                    return events.InspectRefused(work)
+                return events.Inspected(work, payload.squares)
+            case effects.AggregateAndStep(groups=groups, count=count):
                 self._check_merge(work)
                 keys = [[(part.worker_id, part.push_id) for part in group] for group in groups]
                 return self._step(spot, keys, count)
@@ -244,7 +231,7 @@ class Tensors:
         right = self.records[key].weight
         demand(weight == right, "{} weighs {} instead of {}", key, weight, right)
 
-    def _check_merge(self, work: Merge) -> None:
+    def _check_merge(self, work: effects.AggregateAndStep) -> None:
         everyone = [part for group in work.groups for part in group]
         if not self.config.is_async:
             order = [part.worker_id for part in everyone]
@@ -255,7 +242,7 @@ class Tensors:
         for part in everyone:
             self._check_part((work.fragment, work.index), part)
 
-    def _check_part(self, spot: Spot, part: Part) -> None:
+    def _check_part(self, spot: Spot, part: effects.PushPart) -> None:
         key = (part.worker_id, part.push_id)
         record = self.records[key]
         self._weighs(key, part.weight)
@@ -269,7 +256,7 @@ class Tensors:
         scale = (1 + stale) ** -0.5 if self.config.staleness_weight == "poly" else 1.0
         demand(abs(part.scale - scale) < 1e-9, "{} is scaled by {}, not {}", key, part.scale, scale)
 
-    def _step(self, spot: Spot, groups: Sequence[Sequence[Key]], count: int) -> Stepped:
+    def _step(self, spot: Spot, groups: Sequence[Sequence[Key]], count: int) -> events.Stepped:
         """Apply one gradient of each group; `count` is how many there were before, as the core says."""
         fragment, index = spot
         memory, before = self._memories.get(spot, Memory()), self._contents[spot]
@@ -295,4 +282,4 @@ class Tensors:
             demand(once, "the optimizer of {} applies its {} a second time", spot, gradient)
         self._memories[spot] = Memory(had + len(groups), buffer)
         self._contents[spot] = before.plus([*keys, *applied])
-        return Stepped(fragment, index, Wire(spot, self._contents[spot]))
+        return events.Stepped(fragment, index, Wire(spot, self._contents[spot]))

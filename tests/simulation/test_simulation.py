@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.events import Effect, Step
+from diloco_broker.core.effects import Effect, Step
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules import (
     async_reducer,
@@ -24,7 +24,7 @@ from diloco_broker.core.rules import (
 )
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Bootstrap, Resumption
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import books_of
 from diloco_broker.core.state.staged_round import StagedRound, Submission
 from diloco_broker.core.state.streaming_round import Round
@@ -283,7 +283,7 @@ def merges_twice(broken: pytest.MonkeyPatch) -> None:
 
 
 def forgets_weights(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(State, "weight_of", lambda *_: 1.0)
+    broken.setattr(RunState, "weight_of", lambda *_: 1.0)
 
 
 def waits_for_the_dead(broken: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def waits_for_the_dead(broken: pytest.MonkeyPatch) -> None:
 
 
 def forgets_early_pushes(broken: pytest.MonkeyPatch) -> None:
-    def open_round(state: State, round_: Round) -> Iterator[Effect]:
+    def open_round(state: RunState, round_: Round) -> Iterator[Effect]:
         state.round = round_
         yield from ()
 
@@ -322,7 +322,7 @@ def forgets_what_is_counted(broken: pytest.MonkeyPatch) -> None:
 
 
 def divides_by_what_was_promised(broken: pytest.MonkeyPatch) -> None:
-    def step(state: State, round_: Round, indexes: list[int]) -> Iterator[Effect]:
+    def step(state: RunState, round_: Round, indexes: list[int]) -> Iterator[Effect]:
         count = state.shelf.stocks[round_.fragment].gradients - 1
         weight = sum(c.weight for c in round_.contributions.values())
         for index in indexes:
@@ -368,7 +368,7 @@ def test_broken_broker_is_found_out(
 def tells_before_it_is_saved(broken: pytest.MonkeyPatch) -> None:
     complete = rounds._complete
 
-    def hasty(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
+    def hasty(state: RunState, ended: Round | StagedRound) -> Iterator[Effect]:
         yield from complete(state, ended)
         made, state.made = state.made, None
         if made is not None:
@@ -396,7 +396,7 @@ def adopts_the_oldest(broken: pytest.MonkeyPatch) -> None:
 
 
 def goes_on_without_those_it_knows(broken: pytest.MonkeyPatch) -> None:
-    def wait(_: State) -> Generator[Effect, None, bool]:
+    def wait(_: RunState) -> Generator[Effect, None, bool]:
         yield from ()
         return False
 

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from diloco_broker.core.events import Log
+from diloco_broker.core import effects
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 
 FEED_VERSION = 1
 TOPIC = b"status "
@@ -31,15 +31,15 @@ SLOW_AFTER_S = 75.0
 class EventLog:
     """The last things that happened, for people who look later."""
 
-    entries: deque[tuple[int, float, Log]] = field(
+    entries: deque[tuple[int, float, effects.Log]] = field(
         default_factory=lambda: deque(maxlen=EVENTS_KEPT)
     )
     count: int = 0
 
-    def add(self, log: Log, now: float) -> None:
+    def add(self, log: effects.Log, now: float) -> None:
         self.count += 1
         text = log.text if len(log.text) <= LONGEST_EVENT else log.text[:LONGEST_EVENT] + " ..."
-        self.entries.append((self.count, now, Log(log.level, text)))
+        self.entries.append((self.count, now, effects.Log(log.level, text)))
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class LoopFigures:
 
 
 def snapshot(
-    state: State, events: EventLog, figures: LoopFigures, sequence: int, now: float
+    state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> dict[str, Any]:
     """Everything that displays show, fit for strict JSON: numbers that are not finite are null."""
     return snapshot_and_line(state, events, figures, sequence, now)[0]
 
 
 def snapshot_and_line(
-    state: State, events: EventLog, figures: LoopFigures, sequence: int, now: float
+    state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> tuple[dict[str, Any], str]:
     """The snapshot, and the JSON of it."""
     whole = _snapshot(state, events, figures, sequence, now)
@@ -88,7 +88,7 @@ def json_safe(value: Any) -> Any:
 
 
 def _snapshot(
-    state: State, events: EventLog, figures: LoopFigures, sequence: int, now: float
+    state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> dict[str, Any]:
     config, round_ = state.config, state.round
     manifest, report = state.bootstrap.manifest, state.last_report
@@ -247,7 +247,7 @@ def _snapshot(
     }
 
 
-def _totals(state: State) -> dict[str, Any]:
+def _totals(state: RunState) -> dict[str, Any]:
     """Counters of this life of the broker, so that all of them begin at the same time."""
     before = asdict(state.totals_before)
     counted = {name: value - before[name] for name, value in asdict(state.totals).items()}
@@ -258,7 +258,7 @@ def _totals(state: State) -> dict[str, Any]:
     }
 
 
-def _condition(state: State, waiting_for: str | None) -> str:
+def _condition(state: RunState, waiting_for: str | None) -> str:
     if state.stopping:
         return "stopping"
     if state.paused_at is not None:
@@ -266,37 +266,37 @@ def _condition(state: State, waiting_for: str | None) -> str:
     return "waiting" if waiting_for else "training"
 
 
-def _has_ended(state: State) -> bool:
+def _has_ended(state: RunState) -> bool:
     """Versions were made, nobody is here, and who went last was done. Others may still join."""
     made = any(stock.version and stock.version.counter for stock in state.shelf.stocks[:-1])
     last = state.departed
     return made and not len(state.members) and last is not None and not last.why
 
 
-def _outer_name(state: State) -> str:
+def _outer_name(state: RunState) -> str:
     """What steps the parameters; a torch optimizer's settings are its own."""
     if not state.has_own_optimizer:
         return state.config.outer_name
     return f"{state.config.outer} torch" if state.config.outer else "torch"
 
 
-def _common(state: State, name: str) -> float | None:
+def _common(state: RunState, name: str) -> float | None:
     """What all groups of a torch optimizer have of a setting; None where they differ."""
     values = {getattr(group, name) for group in state.outer_groups}
     found: float | None = values.pop() if len(values) == 1 else None
     return found
 
 
-def _has_momentum(state: State) -> bool:
+def _has_momentum(state: RunState) -> bool:
     return not state.has_own_optimizer and state.config.outer_name != "sgd"
 
 
-def _has_buffer(state: State) -> bool:
+def _has_buffer(state: RunState) -> bool:
     name = state.config.outer if state.has_own_optimizer else state.config.outer_name
     return name in ("dn", "fedbuff")
 
 
-def _participating(state: State) -> set[str]:
+def _participating(state: RunState) -> set[str]:
     """Workers whose push is under way or whole and not yet in a version."""
     if state.round is None:
         return set()
@@ -305,7 +305,7 @@ def _participating(state: State) -> set[str]:
     return state.round.participating
 
 
-def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
+def _worker(state: RunState, member: Member, now: float) -> dict[str, Any]:
     silent = now - member.last_seen
     lost = member.disconnected_at is not None
     return {
@@ -344,7 +344,7 @@ def _worker(state: State, member: Member, now: float) -> dict[str, Any]:
     }
 
 
-def _waiting_for(state: State) -> str | None:
+def _waiting_for(state: RunState) -> str | None:
     """What has to happen before training goes on, in a sentence; None when nothing has."""
     alive, round_ = len(state.members), state.round
     if round_ is None and (alive or state.bootstrap.waits_for):

@@ -21,32 +21,11 @@ sentence, the others never notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.events import (
-    Effect,
-    Event,
-    Folded,
-    FoldRefused,
-    Inspected,
-    InspectRefused,
-    Log,
-    Malformed,
-    PeerGone,
-    Placed,
-    PlaceRefused,
-    Received,
-    Route,
-    Saved,
-    SaveFailed,
-    Send,
-    Stepped,
-    StoodStill,
-    Stop,
-    Tick,
-)
+from diloco_broker.core import effects, events
 from diloco_broker.core.rules import (
     admission,
     donation,
@@ -57,27 +36,12 @@ from diloco_broker.core.rules import (
 )
 from diloco_broker.core.state.members import Member, printable
 from diloco_broker.core.state.model_source import Bootstrap, InitialModel, Resumption
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_broker.core.state.versions import MAX_OBSERVERS, Reader
+from diloco_protocol import messages
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.messages import (
-    Chunk,
-    Commit,
-    Control,
-    Credit,
-    Error,
-    Heartbeat,
-    Join,
-    Leave,
-    Message,
-    Notice,
-    Pull,
-    Purpose,
-    Push,
-    Rejoin,
-)
 
 # What a refusal may be worth trying again for.
 WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL})
@@ -103,8 +67,8 @@ class Core:
         initial: InitialModel | None = None,
         resumption: Resumption | None = None,
     ) -> None:
-        self.state = State(config, draw, now, f"{draw():016x}", Bootstrap(initial))
-        self._alive = Notice("alive")  # the last answer to a heartbeat: most are alike
+        self.state = RunState(config, draw, now, f"{draw():016x}", Bootstrap(initial))
+        self._alive = messages.Notice("alive")  # the last answer to a heartbeat: most are alike
         if resumption is not None:
             initial_model.resume(self.state, resumption)
 
@@ -114,66 +78,76 @@ class Core:
         closing = round_ is not None and round_.phase is Phase.CLOSING
         return self.state.stopping is not None and not closing
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: events.Event, now: float) -> list[effects.Effect]:
         """Take in one event. Returns the effects to carry out, in order."""
         state = self.state
         state.now = now
         match event:
-            case Received(route, message, payload):
+            case events.Received(route, message, payload):
                 try:
                     return list(self._message(route, message, payload, now))
                 except ProtocolError as error:
                     return list(self._refuse(route, message, error))
-            case Malformed(route, code, sentence):
+            case events.Malformed(route, code, sentence):
                 state.totals.malformed += 1
-                log = Log("warning", f"A message that cannot be read was refused: {sentence}")
-                return [Send(route, Error(code, sentence)), log]
-            case Folded():
+                log = effects.Log(
+                    "warning", f"A message that cannot be read was refused: {sentence}"
+                )
+                return [effects.Send(route, messages.Error(code, sentence)), log]
+            case events.Folded():
                 return list(pushes.folded(state, event))
-            case FoldRefused():
+            case events.FoldRefused():
                 return list(pushes.fold_refused(state, event))
-            case Inspected():
+            case events.Inspected():
                 return list(pushes.inspected(state, event))
-            case InspectRefused():
+            case events.InspectRefused():
                 return list(pushes.inspect_refused(state, event))
-            case Stepped():
+            case events.Stepped():
                 return list(rounds.stepped(state, event))
-            case Placed():
+            case events.InitialStored():
                 return list(donation.placed(state, event))
-            case PlaceRefused():
+            case events.InitialRefused():
                 return list(donation.place_refused(state, event))
-            case Saved():
+            case events.Saved():
                 return list(rounds.saved(state, event))
-            case SaveFailed():
+            case events.SaveFailed():
                 return list(rounds.save_failed(state, event))
-            case PeerGone(route):
+            case events.PeerGone(route):
                 return list(admission.peer_gone(state, route, now))
-            case Tick(lost):
+            case events.Tick(lost):
                 return list(admission.look_after(state, now, lost))
-            case StoodStill(seconds):
+            case events.StoodStill(seconds):
                 return list(admission.stood_still(state, seconds))
-            case Stop(reason, restarting):
+            case events.Stop(reason, restarting):
                 return list(self._stop(reason, restarting))
 
     def _message(
-        self, route: Route, message: Message, payload: Any, now: float
-    ) -> Iterator[Effect]:
+        self, route: effects.Route, message: messages.Message, payload: Any, now: float
+    ) -> effects.Effects:
         match message:
-            case Join():
+            case messages.Join():
                 yield from admission.join(self.state, route, message, now)
-            case Pull(session=None) | Credit(session=None):
+            case messages.Pull(session=None) | messages.Credit(session=None):
                 yield from self._observer(route, message)
-            case Heartbeat() | Push() | Chunk() | Commit() | Pull() | Credit() | Leave():
+            case (
+                messages.Heartbeat()
+                | messages.Push()
+                | messages.Chunk()
+                | messages.Commit()
+                | messages.Pull()
+                | messages.Credit()
+                | messages.Leave()
+            ):
                 member = self.state.members.with_session(message.session or b"")
-                on_control = not isinstance(message, Chunk | Credit)
+                on_control = not isinstance(message, messages.Chunk | messages.Credit)
                 if member is None or (on_control and member.control != route):
                     text = "This session is not known on this connection; join again."
-                    yield Send(route, Rejoin(self.state.epoch, text))
+                    yield effects.Send(route, messages.Rejoin(self.state.epoch, text))
                     return
                 member.last_seen = now
                 member.disconnected_at = None
                 yield from self._of_member(member, route, message, payload)
-            case Control():
+            case messages.Control():
                 yield from operator.control(self.state, route, message)
             case _:
                 raise ProtocolError(
@@ -181,31 +155,31 @@ class Core:
                 )
 
     def _of_member(
-        self, member: Member, route: Route, message: Message, payload: Any
-    ) -> Iterator[Effect]:
+        self, member: Member, route: effects.Route, message: messages.Message, payload: Any
+    ) -> effects.Effects:
         state = self.state
         match message:
-            case Heartbeat():
+            case messages.Heartbeat():
                 yield from admission.beat(state, member, message)
                 number = state.round.number if state.round else 0
                 steps = state.sync_every_of(member) if state.config.dylu else None
                 if (self._alive.round, self._alive.sync_every) != (number, steps):
-                    self._alive = Notice("alive", round=number, sync_every=steps)
-                yield Send(route, self._alive)
-            case Push():
+                    self._alive = messages.Notice("alive", round=number, sync_every=steps)
+                yield effects.Send(route, self._alive)
+            case messages.Push():
                 yield from pushes.push(state, member, message)
-            case Chunk():
+            case messages.Chunk():
                 yield from pushes.chunk(state, member, message, payload)
-            case Commit():
+            case messages.Commit():
                 yield from pushes.commit(state, member, message)
-            case Pull():
+            case messages.Pull():
                 self._check_pull(message)
                 if member.bulk is None:
                     # It overtook the credit that binds the bulk connection.
                     member.early_pulls[message.fragment] = message
                 else:
                     yield from self._read(self._reader_of(member, member.bulk), message)
-            case Credit():
+            case messages.Credit():
                 if route not in (member.control, member.bulk):
                     state.shelf.forget(member.bulk)
                     member.bulk = route
@@ -214,16 +188,20 @@ class Core:
                     yield from state.shelf.add_credit(reader, message.chunks)
                     while member.early_pulls:
                         yield from self._read(reader, member.early_pulls.popitem()[1])
-            case Leave():
+            case messages.Leave():
                 why = printable(message.reason, 200)
-                yield Log("info", f"{member.worker_id} leaves: {why or 'it is done'}.")
+                yield effects.Log("info", f"{member.worker_id} leaves: {why or 'it is done'}.")
                 yield from admission.remove(state, member, why)
 
-    def _refuse(self, route: Route, message: Message, error: ProtocolError) -> Iterator[Effect]:
+    def _refuse(
+        self, route: effects.Route, message: messages.Message, error: ProtocolError
+    ) -> effects.Effects:
         push_id = None
-        who = f" of {printable(message.worker_id, 64)}" if isinstance(message, Join) else ""
+        who = (
+            f" of {printable(message.worker_id, 64)}" if isinstance(message, messages.Join) else ""
+        )
         retry = error.code in WORTH_A_RETRY
-        if isinstance(message, Push | Chunk | Commit):
+        if isinstance(message, messages.Push | messages.Chunk | messages.Commit):
             push_id = message.push_id
             member = self.state.members.with_session(message.session or b"")
             if not retry:  # "not now" loses nothing, and is no refusal
@@ -232,47 +210,61 @@ class Core:
                 member.rejected += not retry
                 who = f" of {member.worker_id}"
                 route = member.control
-            if isinstance(message, Push) and message.purpose is Purpose.DONATION and member:
+            if (
+                isinstance(message, messages.Push)
+                and message.purpose is messages.Purpose.DONATION
+                and member
+            ):
                 yield from donation.reject_donor(self.state, member)
-        if isinstance(message, Push) and not retry and error.code != Code.LATE:
+        if isinstance(message, messages.Push) and not retry and error.code != Code.LATE:
             yield from self._excuse(message)
-        if isinstance(message, Join) and error.code == Code.STOPPING:
-            yield Send(route, self._farewell())  # it was on its way when the others were told
-        yield Send(route, Error(error.code, str(error), retry, push_id, message.kind))
+        if isinstance(message, messages.Join) and error.code == Code.STOPPING:
+            yield effects.Send(
+                route, self._farewell()
+            )  # it was on its way when the others were told
+        yield effects.Send(
+            route, messages.Error(error.code, str(error), retry, push_id, message.kind)
+        )
         if not retry:
-            yield Log("warning", f"Refused a {message.kind}{who}: {error}")
+            yield effects.Log("warning", f"Refused a {message.kind}{who}: {error}")
 
-    def _excuse(self, push: Push) -> Iterator[Effect]:
+    def _excuse(self, push: messages.Push) -> effects.Effects:
         member = self.state.members.with_session(push.session)
         known = range(len(self.state.shelf.stocks) - 1)
-        if member is not None and push.purpose is Purpose.GRADIENT and push.fragment in known:
+        if (
+            member is not None
+            and push.purpose is messages.Purpose.GRADIENT
+            and push.fragment in known
+        ):
             yield from rounds.excuse(self.state, member.worker_id, push)
 
-    def _stop(self, reason: str, restarting: bool) -> Iterator[Effect]:
+    def _stop(self, reason: str, restarting: bool) -> effects.Effects:
         self.state.stopping, self.state.is_restarting = reason, restarting
         then = (
             "Workers train on until a broker is back."
             if restarting
             else "The run is over, and workers are told so."
         )
-        yield Log("info", f"Stopping: {reason}. {then}")
+        yield effects.Log("info", f"Stopping: {reason}. {then}")
         for member in self.state.members:
-            yield Send(member.control, self._farewell())
+            yield effects.Send(member.control, self._farewell())
 
-    def _farewell(self) -> Notice:
+    def _farewell(self) -> messages.Notice:
         """What workers are told of a broker that stops."""
         if self.state.is_restarting:
-            return Notice("restarting", f"The broker restarts: {self.state.stopping}.")
-        return Notice("shutdown", f"The run is over: {self.state.stopping}.")
+            return messages.Notice("restarting", f"The broker restarts: {self.state.stopping}.")
+        return messages.Notice("shutdown", f"The run is over: {self.state.stopping}.")
 
     # Readers.
 
-    def _reader_of(self, member: Member, bulk: Route) -> Reader:
+    def _reader_of(self, member: Member, bulk: effects.Route) -> Reader:
         return self.state.shelf.joined_reader(bulk, member.control, member.account)
 
-    def _observer(self, route: Route, message: Pull | Credit) -> Iterator[Effect]:
+    def _observer(
+        self, route: effects.Route, message: messages.Pull | messages.Credit
+    ) -> effects.Effects:
         shelf = self.state.shelf
-        if isinstance(message, Credit):
+        if isinstance(message, messages.Credit):
             if route in shelf.readers:
                 yield from shelf.add_credit(shelf.readers[route], message.chunks)
             return
@@ -283,7 +275,7 @@ class Core:
             )
         yield from self._read(shelf.observer(route), message)
 
-    def _check_pull(self, pull: Pull) -> None:
+    def _check_pull(self, pull: messages.Pull) -> None:
         stocks = self.state.shelf.stocks
         if not stocks:
             raise ProtocolError(Code.NO_MODEL, "The broker has no model yet; try again later.")
@@ -294,7 +286,7 @@ class Core:
         if pull.held is not None:
             Bitmap.from_bytes(pull.held, stocks[pull.fragment].layout.chunks)
 
-    def _read(self, reader: Reader, pull: Pull) -> Iterator[Effect]:
+    def _read(self, reader: Reader, pull: messages.Pull) -> effects.Effects:
         held = (pull.held_version, pull.held) if pull.held_version and pull.held else None
         yield from self.state.shelf.pull(reader, pull.fragment, pull.after, held)
         yield from self.state.shelf.add_credit(reader, pull.credit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from diloco_broker.core.events import Log
+from diloco_broker.core import effects
 from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Counting, Round
 
@@ -41,7 +41,7 @@ class Untold:
             known = self.staleness.get(each.worker_id, 0)
             self.staleness[each.worker_id] = max(known, each.staleness)
 
-    def tell(self, now: float) -> Iterator[Log]:
+    def tell(self, now: float) -> Iterator[effects.Log]:
         """A line, if there is something to tell and the last one was long enough ago."""
         if not self.versions or (self.told_at is not None and now - self.told_at < LINE_S):
             return
@@ -58,7 +58,7 @@ class Untold:
             )
         self.told_at, self.versions = now, 0
         self.staleness.clear()
-        yield Log("info", text, is_listed=False)
+        yield effects.Log("info", text, is_listed=False)
 
 
 def _age(staleness: int) -> str:
@@ -67,14 +67,14 @@ def _age(staleness: int) -> str:
 
 def closed(
     ended: Round | StagedRound, counting: Sequence[Counting], pieces: int, now: float
-) -> Log:
+) -> effects.Log:
     """How a round of synchronous mode closed."""
     whole = {each.worker_id for each in counting if each.chunks.is_full}
     absent = sorted(ended.expected - whole)
     shown = ", ".join(absent[:NAMES_SHOWN])
     names = f", without {shown}{' ...' * (len(absent) > NAMES_SHOWN)}" if absent else ""
     which = f" (fragment {ended.fragment})" if pieces > 1 else ""
-    return Log(
+    return effects.Log(
         "info",
         f"Round {ended.number}{which} closed in {now - ended.opened_at:.1f} s: "
         f"{ended.averaged} of {len(ended.expected)} expected workers averaged{names}.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_broker.core.events import Route, Send
+from diloco_broker.core.effects import Route, Send
 from diloco_protocol.messages import Ack
 
 

@@ -22,33 +22,35 @@ import torch
 from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.events import (
-    Acted,
-    Audit,
-    DropPlaces,
+from diloco_broker.core.effects import (
+    AggregateAndStep,
+    DropInitial,
     End,
-    Ended,
-    Event,
     Fold,
     ForgetBuffer,
     Inspect,
     Log,
-    Malformed,
-    Merge,
-    PeerGone,
-    Place,
-    Received,
+    RecordAction,
+    RecordRound,
+    RecordVersion,
     Revert,
     RoundReport,
     Save,
+    Send,
+    SetOuterOptimizer,
+    Step,
+    StoreInitial,
+)
+from diloco_broker.core.events import (
+    Event,
+    Malformed,
+    PeerGone,
+    Received,
     Saved,
     SaveFailed,
-    Send,
-    Step,
     StoodStill,
     Stop,
     Tick,
-    Tune,
 )
 from diloco_broker.core.feed import TOPIC, EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.machine import Core
@@ -386,22 +388,22 @@ class Broker:
                             pending.append(PeerGone(effect.route))
                     case Log():
                         self._tell(effect, now)
-                    case Acted():
+                    case RecordAction():
                         self._tell(Log("warning", f"{effect.who}: {effect.text}."), now)
                         with self._onlookers.spared("log of actions"):
                             self._write_action(effect)
-                    case Ended(report):
+                    case RecordRound(report):
                         with self._onlookers.spared("history of the round"):
                             self._write_round(report)
-                    case Tune(config, own):
+                    case SetOuterOptimizer(config, own):
                         self._workbench.tune(config, own)
                     case End(reason, restarting):
                         self.request_stop(reason, restarting=restarting)
-                    case Fold() | Step() | Inspect() | Merge() | Place():
+                    case Fold() | Step() | Inspect() | AggregateAndStep() | StoreInitial():
                         self._workbench.add(effect)
                     case Save():
                         self._save(effect.books)
-                    case Audit():
+                    case RecordVersion():
                         with self._onlookers.spared("audit"):
                             self._write_audit(effect)
                     case Revert(fragment):
@@ -409,8 +411,8 @@ class Broker:
                     case ForgetBuffer(fragment):
                         layout = self._core.state.bootstrap.layout
                         self._workbench.tensors(layout).forget_buffer(fragment)
-                    case DropPlaces():
-                        self._workbench.drop_places()
+                    case DropInitial():
+                        self._workbench.drop_initial()
 
     def _acknowledge(self) -> list[Event]:
         """Let the senders of chunks know what is in by now. Returns what is to be fed of it."""
@@ -439,7 +441,7 @@ class Broker:
         # Chunks are never written again, so they are sent from where they lie.
         return self._sockets.send(effect.route, frames, copy=effect.payload is None)
 
-    def _write_audit(self, audit: Audit) -> None:
+    def _write_audit(self, audit: RecordVersion) -> None:
         if self._audit is not None:
             try:
                 self._audit.add(audit)
@@ -447,7 +449,7 @@ class Broker:
                 text = f"The audit log {self.config.audit} cannot be written: {error.strerror}."
                 self._tell(Log("error", text), self._clock())
 
-    def _write_action(self, acted: Acted) -> None:
+    def _write_action(self, acted: RecordAction) -> None:
         state = self._core.state
         number = state.round.number if state.round else None
         if self._history is not None:

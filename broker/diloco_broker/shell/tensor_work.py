@@ -10,24 +10,26 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.core.effects import (
+    AggregateAndStep,
+    Fold,
+    Inspect,
+    Step,
+    StoreInitial,
+    TensorWork,
+)
 from diloco_broker.core.events import (
     Event,
-    Fold,
     Folded,
     FoldRefused,
-    Inspect,
+    InitialRefused,
+    InitialStored,
     Inspected,
     InspectRefused,
-    Merge,
-    OuterGroup,
-    Place,
-    Placed,
-    PlaceRefused,
-    Step,
     Stepped,
-    Work,
 )
 from diloco_broker.core.state.model_source import Resumption
+from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.shell.work_queue import WorkQueue
 from diloco_broker.storage.checkpoint import Image
 from diloco_broker.storage.writer import restore, take_up
@@ -82,12 +84,12 @@ class Workbench:
         match next(iter(self._queue), None):
             case None:
                 return False
-            case Place(fragment, index):
+            case StoreInitial(fragment, index):
                 return self.tensors(layout).has_room(fragment, index)
             case _:
                 return True
 
-    def add(self, work: Work) -> None:
+    def add(self, work: TensorWork) -> None:
         """Work to be done."""
         self._queue.add(work)
 
@@ -96,7 +98,7 @@ class Workbench:
 
         `own` is for all groups of a torch optimizer.
         """
-        assert not any(isinstance(work, Step | Merge) for work in self._queue)
+        assert not any(isinstance(work, Step | AggregateAndStep) for work in self._queue)
         self._config = config
         if not isinstance(self._outer, TorchOuter):
             self._outer = make_outer(config)
@@ -109,9 +111,9 @@ class Workbench:
         """What the groups of a torch optimizer say now, over all fragments."""
         return () if self._parameters is None else self._parameters.outer_groups()
 
-    def drop_places(self) -> None:
-        """Forget every `Place`."""
-        self._queue.drop_places()
+    def drop_initial(self) -> None:
+        """Forget every `StoreInitial`."""
+        self._queue.drop_initial()
 
     def tensors(self, layout: ModelLayout | None) -> Parameters:
         """The tensors of this model; anew where another model took its place before the start."""
@@ -146,12 +148,12 @@ class Workbench:
             case Step(fragment, index, weight, count):
                 done = tensors.step(fragment, index, weight, count)
                 return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
-            case Merge(fragment, index, groups, count):
+            case AggregateAndStep(fragment, index, groups, count):
                 done = tensors.merge(fragment, index, groups, count)
                 return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
-            case Place(fragment, index, payload):
+            case StoreInitial(fragment, index, payload):
                 wire = tensors.place(fragment, index, payload)
-                return [PlaceRefused(work) if wire is None else Placed(work, wire)]
+                return [InitialRefused(work) if wire is None else InitialStored(work, wire)]
 
     def _stocks(self) -> Stocks:
         has_own = isinstance(self._outer, TorchOuter)

@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 
-from diloco_broker.core.events import Fold, Place, Step, Work
+from diloco_broker.core.effects import Fold, Step, StoreInitial, TensorWork
 
 # Folds taken before one that came earlier; then it is its turn, whatever its chunk.
 PASSED_BY = 64
@@ -27,14 +27,14 @@ class WorkQueue:
         # As they came, each with how many folds had been taken by then.
         self._folds: dict[int, tuple[Fold, int]] = {}
         self._heap: list[tuple[int, int]] = []  # chunk, key in `_folds`; those taken may be in it
-        self._others: deque[Work] = deque()
+        self._others: deque[TensorWork] = deque()
         self._keys = itertools.count()
         self._taken = 0
 
     def __bool__(self) -> bool:
         return bool(self._steps or self._folds or self._others)
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[TensorWork]:
         """All of it; the first is what `take` returns next."""
         yield from self._steps
         if self._folds:
@@ -43,7 +43,7 @@ class WorkQueue:
             yield from (fold for key, (fold, _) in self._folds.items() if key != first)
         yield from self._others
 
-    def add(self, work: Work) -> None:
+    def add(self, work: TensorWork) -> None:
         match work:
             case Step():
                 self._steps.append(work)
@@ -54,7 +54,7 @@ class WorkQueue:
             case _:
                 self._others.append(work)
 
-    def take(self) -> Work:
+    def take(self) -> TensorWork:
         """What is to be done next; raises IndexError when there is nothing."""
         if self._steps:
             return self._steps.popleft()
@@ -66,9 +66,9 @@ class WorkQueue:
             self._heap.clear()
         return fold
 
-    def drop_places(self) -> None:
-        """Forget every `Place`."""
-        self._others = deque(work for work in self._others if not isinstance(work, Place))
+    def drop_initial(self) -> None:
+        """Forget every `StoreInitial`."""
+        self._others = deque(work for work in self._others if not isinstance(work, StoreInitial))
 
     def _next_fold(self) -> int:
         oldest, (_, taken) = next(iter(self._folds.items()))

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from diloco_broker.core.events import Audit
+from diloco_broker.core.effects import RecordVersion
 from diloco_protocol.errors import UsageError
 from diloco_protocol.version import VersionId
 
@@ -40,7 +40,7 @@ class AuditLog:
         self._file.seek(max(size - 1, 0))
         self._is_cut = self._file.read(1) not in (b"", b"\n")
 
-    def add(self, audit: Audit) -> None:
+    def add(self, audit: RecordVersion) -> None:
         """One version. Raises OSError when the disk is full."""
         line = {
             "version": _plain(audit.version),

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_broker.core.events import Acted, RoundReport
+from diloco_broker.core.effects import RecordAction, RoundReport
 from diloco_broker.core.feed import json_safe
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 
 HISTORY = "history.jsonl"
 FORMER = "history.1.jsonl"
@@ -30,7 +30,7 @@ LINES_WAITING = 10_000
 FINISH_WITHIN_S = 5.0
 
 
-def round_line(state: State, report: RoundReport, figures: Mapping[str, Any]) -> dict[str, Any]:
+def round_line(state: RunState, report: RoundReport, figures: Mapping[str, Any]) -> dict[str, Any]:
     """A round that has ended, with what its workers had to say."""
     return {
         "kind": "round",
@@ -92,7 +92,7 @@ def start_line(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def action_line(acted: Acted, run: str | None, round_: int | None) -> dict[str, Any]:
+def action_line(acted: RecordAction, run: str | None, round_: int | None) -> dict[str, Any]:
     """What an operator did."""
     return {
         "who": acted.who,

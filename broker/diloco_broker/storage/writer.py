@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.own_plan import Split, check_same
 from diloco_broker.core.state.model_source import Restored, Resumption
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import Books
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, FragmentImage, Image, NotPermitted
@@ -183,7 +183,7 @@ def restore(parameters: Parameters, fragment: int, image: FragmentImage) -> None
         ) from None
 
 
-def image_of(state: State, parameters: Parameters, books: Books, life: int) -> Image:
+def image_of(state: RunState, parameters: Parameters, books: Books, life: int) -> Image:
     """The tensors that belong to these books. Only references are taken: nothing is written again."""
     fragments = {
         fragment: FragmentImage(

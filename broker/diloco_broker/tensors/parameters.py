@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_broker.core.events import OuterGroup, Part
+from diloco_broker.core.effects import PushPart
+from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
 from diloco_broker.tensors.outer.chunked import ChunkOuter, DelayedNesterovByGroup, Nesterov, Outer
@@ -193,7 +194,7 @@ class Parameters:
         return self._advance(fragment, index, [mean], count)
 
     def merge(
-        self, fragment: int, index: int, groups: Sequence[Sequence[Part]], count: int
+        self, fragment: int, index: int, groups: Sequence[Sequence[PushPart]], count: int
     ) -> list[Done]:
         """The outer steps of one chunk, one after the other with the gradient of each group.
 

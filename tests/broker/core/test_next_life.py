@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from broker.core.test_recovery import MODES, a_round, a_run, ahead, counters
 
-from diloco_broker.core.events import ForgetBuffer
+from diloco_broker.core.effects import ForgetBuffer
 from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Released, Standing

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.events import Revert
+from diloco_broker.core.effects import Revert
 from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry

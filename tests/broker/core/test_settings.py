@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.events import End, Stop
+from diloco_broker.core.effects import End
+from diloco_broker.core.events import Stop
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_protocol.messages import Notice
 from kit.core_harness import Puppet, Stage, a_stage

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_broker.core.events import Fold, Place, Send, Step, Work
+from diloco_broker.core.effects import Fold, Send, Step, StoreInitial, TensorWork
 from diloco_broker.core.state.versions import UPLOAD_WINDOW_TOTAL, Upload
 from diloco_broker.shell.ack_batch import Acks
 from diloco_broker.shell.work_queue import PASSED_BY, WorkQueue
@@ -24,12 +24,20 @@ def step(index: int) -> Step:
 def test_folds_are_done_in_the_order_of_chunks_and_steps_before_them() -> None:
     queue = WorkQueue()
     assert not queue
-    for work in (fold(4), fold(5), fold(3, "b"), fold(4, "b"), step(2), step(1), Place(0, 0)):
+    for work in (
+        fold(4),
+        fold(5),
+        fold(3, "b"),
+        fold(4, "b"),
+        step(2),
+        step(1),
+        StoreInitial(0, 0),
+    ):
         queue.add(work)
     done = [queue.take() for _ in range(7)]
     assert done[:2] == [step(2), step(1)]
     assert done[2:6] == [fold(3, "b"), fold(4), fold(4, "b"), fold(5)]
-    assert isinstance(done[6], Place)
+    assert isinstance(done[6], StoreInitial)
     assert not queue
     with pytest.raises(IndexError):
         queue.take()
@@ -53,7 +61,7 @@ def test_fold_that_is_passed_by_has_its_turn_after_a_while() -> None:
     """Otherwise those behind could keep the one ahead waiting until it takes its connection for dead."""
     queue = WorkQueue()
     queue.add(fold(1000, "ahead"))
-    taken: list[Work] = []
+    taken: list[TensorWork] = []
     for index in range(200):
         queue.add(fold(index, "behind"))
         taken.append(queue.take())
@@ -75,9 +83,9 @@ def test_credit_on_top_never_passes_what_all_pushes_may_have_together() -> None:
 
 def test_places_are_forgotten_and_nothing_else() -> None:
     queue = WorkQueue()
-    for work in (Place(0, 0), fold(0), step(1), Place(0, 1)):
+    for work in (StoreInitial(0, 0), fold(0), step(1), StoreInitial(0, 1)):
         queue.add(work)
-    queue.drop_places()
+    queue.drop_initial()
     assert list(queue) == [step(1), fold(0)]
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from diloco_broker.core.events import Effect, Log, Route, Send
+from diloco_broker.core import effects
 from diloco_broker.core.rules import branches, compatibility, donation, rounds
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run import Departure, State
+from diloco_broker.core.state.run import Departure, RunState
+from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest, differences, summarise
-from diloco_protocol.messages import Error, Heartbeat, Join, Notice, Welcome
 
 MAX_ID_LENGTH = 64
 Scalar = str | int | float | None
@@ -29,7 +27,7 @@ BACK_WITHIN_S = 6.0
 CONTEST_S = 30.0
 
 
-def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]:
+def join(state: RunState, route: effects.Route, join: messages.Join, now: float) -> effects.Effects:
     """A worker asks to take part, for the first time or again on new connections."""
     plan = _check_join(state, join)
     member = state.members.named(join.worker_id)
@@ -42,13 +40,15 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         member = state.members.admit(join, session, route, now)
         if join.worker_id in state.bootstrap.known:
             member.goes_on_from(state.bootstrap.known[join.worker_id])
-        yield Log("info", f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
+        yield effects.Log(
+            "info", f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}."
+        )
         config = state.config
         remark = compatibility.remark(config, join)
         if remark is not None:
-            yield Log("info", remark)
+            yield effects.Log("info", remark)
         if config.is_async and len(state.members) > config.workers:
-            yield Log(
+            yield effects.Log(
                 "warning",
                 f"{len(state.members)} workers are here, the run is planned for {config.workers}: "
                 f"the outer optimizer reckons with {config.workers}. Start it with --workers "
@@ -57,14 +57,14 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
     else:
         state.shelf.forget(member.bulk)
         state.members.renew(member, join, session, route, now)
-        yield Log("info", f"{join.worker_id} is back on a new connection.")
+        yield effects.Log("info", f"{join.worker_id} is back on a new connection.")
     if state.bootstrap.manifest != join.manifest:
         layout = state.bootstrap.settle_manifest(join.manifest, plan, state.run_config)
         state.shelf.furnish(layout.all)
     first_round = _first_round(state, member)
     versions = tuple(stock.version for stock in state.shelf.stocks[:-1])
     yield from branches.tell(state, join.worker_id, join.versions)
-    welcome = Welcome(
+    welcome = messages.Welcome(
         session,
         state.epoch,
         state.run_config,
@@ -74,7 +74,7 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
         state.feed_address,
         plan if state.config.num_fragments > 1 else (),
     )
-    yield Send(route, welcome)
+    yield effects.Send(route, welcome)
     if any(join.versions) and not state.bootstrap.is_done:
         state.bootstrap.holder_lost_at = None
         donor = state.members.named(state.bootstrap.donor or "")
@@ -86,14 +86,14 @@ def join(state: State, route: Route, join: Join, now: float) -> Iterator[Effect]
     yield from donation.seek(state)
 
 
-def _run_is_settled(state: State) -> bool:
+def _run_is_settled(state: RunState) -> bool:
     """False while a worker that started afresh gives parameters: an older run may still turn up."""
     boot = state.bootstrap
     donor = state.members.named(boot.donor or "")
     return boot.is_done or bool(boot.restored) or (donor is not None and any(donor.versions))
 
 
-def _first_round(state: State, member: Member) -> int:
+def _first_round(state: RunState, member: Member) -> int:
     """The first round expected of this worker; it is entered in the open one where that waits."""
     round_ = state.round
     if round_ is None:
@@ -106,7 +106,7 @@ def _first_round(state: State, member: Member) -> int:
     return round_.number + (member.worker_id not in round_.expected)
 
 
-def _check_join(state: State, join: Join) -> tuple[int, ...]:
+def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
     """Raise ProtocolError unless the worker can take part; returns the fragment of each tensor."""
     if state.stopping:
         what = "restarts" if state.is_restarting else "is stopping, for the run is over"
@@ -145,7 +145,7 @@ def _check_join(state: State, join: Join) -> tuple[int, ...]:
     return _plan(state, join.manifest)
 
 
-def _plan(state: State, manifest: Manifest) -> tuple[int, ...]:
+def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...]:
     """The fragment of each tensor; raises ProtocolError where the model cannot be split so."""
     if state.bootstrap.manifest == manifest:
         return state.bootstrap.plan
@@ -155,7 +155,7 @@ def _plan(state: State, manifest: Manifest) -> tuple[int, ...]:
         raise ProtocolError(Code.MODEL_DIFFERS, str(error)) from None
 
 
-def _check_manifest(state: State, manifest: Manifest) -> None:
+def _check_manifest(state: RunState, manifest: Manifest) -> None:
     boot = state.bootstrap
     nobody_yet = (
         not len(state.members) and not boot.is_done and not boot.is_loading and not boot.restored
@@ -175,7 +175,7 @@ def _check_manifest(state: State, manifest: Manifest) -> None:
         )
 
 
-def _contest(member: Member, route: Route, now: float) -> Iterator[Effect]:
+def _contest(member: Member, route: effects.Route, now: float) -> effects.Effects:
     """Another worker wants this id: find out whether the one that has it is alive."""
     age = now - member.last_seen
     if member.contested_at is not None and now - member.contested_at > CONTEST_S:
@@ -187,7 +187,7 @@ def _contest(member: Member, route: Route, now: float) -> Iterator[Effect]:
             f"A worker named {member.worker_id!r} is alive on {member.host or 'some host'} "
             f"(pid {member.pid}); give this one another worker_id."
         )
-        yield Log("warning", f"Refused a second worker named {member.worker_id!r}.")
+        yield effects.Log("warning", f"Refused a second worker named {member.worker_id!r}.")
     else:
         if member.contested_at is None:
             member.contested_at = now
@@ -195,12 +195,12 @@ def _contest(member: Member, route: Route, now: float) -> Iterator[Effect]:
             f"A worker named {member.worker_id!r} was heard {age:.1f} s ago; if it is gone, its "
             "place will be free soon."
         )
-        yield Send(member.control, Notice("ping"))
-    error = Error(Code.ID_TAKEN, text, retry=not is_alive, about="join")
-    yield Send(route, error)
+        yield effects.Send(member.control, messages.Notice("ping"))
+    error = messages.Error(Code.ID_TAKEN, text, retry=not is_alive, about="join")
+    yield effects.Send(route, error)
 
 
-def remove(state: State, member: Member, why: str) -> Iterator[Effect]:
+def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     state.members.remove(member)
     state.departed = Departure(member.worker_id, why)
@@ -210,36 +210,36 @@ def remove(state: State, member: Member, why: str) -> Iterator[Effect]:
     yield from rounds.leave(state, member.worker_id)
 
 
-def evict(state: State, member: Member, why: str) -> Iterator[Effect]:
+def evict(state: RunState, member: Member, why: str) -> effects.Effects:
     """A worker counts as dead."""
     state.totals.deaths += 1
-    yield Log("warning", f"{member.worker_id} counts as dead: {why}.")
+    yield effects.Log("warning", f"{member.worker_id} counts as dead: {why}.")
     if any(member.versions) and not state.bootstrap.is_done:
         state.bootstrap.holder_lost_at = state.now
     yield from remove(state, member, why)
 
 
-def peer_gone(state: State, route: Route, now: float) -> Iterator[Effect]:
+def peer_gone(state: RunState, route: effects.Route, now: float) -> effects.Effects:
     """A connection does not exist any more; its worker has a moment to come back."""
     state.shelf.forget(route)
     member = state.members.on_route(route)
     if member is not None and member.disconnected_at is None:
         member.disconnected_at = now
-        yield Log("info", f"A connection of {member.worker_id} broke.")
+        yield effects.Log("info", f"A connection of {member.worker_id} broke.")
 
 
-def beat(state: State, member: Member, beat: Heartbeat) -> Iterator[Effect]:
+def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.Effects:
     """A sign of life, with the step count: a training loop that hangs shows in it."""
     member.hears(beat, state.now)
     if member.warning and not member.has_warned:  # once: what peers say must not fill the log
         member.has_warned = True
-        yield Log("warning", f"{member.worker_id} warns: {member.warning}")
+        yield effects.Log("warning", f"{member.worker_id} warns: {member.warning}")
     limit = state.config.stall_timeout
     if member.moved_at == state.now:
         yield from rounds.stirs(state, member)
     elif limit and not member.is_stalled and member.stood_still() > limit:
         member.is_stalled = True
-        yield Log(
+        yield effects.Log(
             "warning",
             f"{member.worker_id} has stood at step {member.step} for {member.stood_still():.0f} s "
             "though it sends heartbeats; the others do not wait for it until it goes on.",
@@ -247,11 +247,11 @@ def beat(state: State, member: Member, beat: Heartbeat) -> Iterator[Effect]:
         yield from rounds.stall(state, member.worker_id)
 
 
-def stood_still(state: State, seconds: float) -> Iterator[Effect]:
+def stood_still(state: RunState, seconds: float) -> effects.Effects:
     """The broker did not run for a while: deadlines have not moved, but connections may have broken."""
     state.back_at = state.now
     own = ", or a step of its torch optimizer took so long" if state.has_own_optimizer else ""
-    yield Log(
+    yield effects.Log(
         "warning",
         f"The broker stood still for {seconds:.0f} s: its process was stopped, or its machine slept or "
         f"was overloaded{own}. That time counts against nobody; workers whose connections broke "
@@ -259,7 +259,7 @@ def stood_still(state: State, seconds: float) -> Iterator[Effect]:
     )
 
 
-def _is_given_up(state: State, member: Member) -> bool:
+def _is_given_up(state: RunState, member: Member) -> bool:
     """Has its connection been broken for longer than it may be?"""
     broken = member.disconnected_at
     return (
@@ -269,12 +269,12 @@ def _is_given_up(state: State, member: Member) -> bool:
     )
 
 
-def _may_be_on_its_way(state: State) -> bool:
+def _may_be_on_its_way(state: RunState) -> bool:
     """Has the broker stood still, and so lately that a worker may still be coming back to it?"""
     return state.back_at is not None and state.now < state.back_at + BACK_WITHIN_S
 
 
-def look_after(state: State, now: float, lost: bool) -> Iterator[Effect]:
+def look_after(state: RunState, now: float, lost: bool) -> effects.Effects:
     """Time has passed: who is dead, who should be tried?"""
     if lost:
         due = set(state.to_probe)
@@ -286,7 +286,7 @@ def look_after(state: State, now: float, lost: bool) -> Iterator[Effect]:
     for name in state.to_probe[:PROBES_A_TICK]:
         found = state.members.named(name)
         if found is not None:
-            yield Send(found.control, Notice("alive"))
+            yield effects.Send(found.control, messages.Notice("alive"))
     del state.to_probe[:PROBES_A_TICK]
     timeout = state.config.heartbeat_timeout
     for member in state.members:
@@ -298,10 +298,10 @@ def look_after(state: State, now: float, lost: bool) -> Iterator[Effect]:
         elif silent > PROBE_AFTER_S and now - member.probed_at > PROBE_AFTER_S:
             # A dead connection shows only when something is sent on it.
             member.probed_at = now
-            yield Send(member.control, Notice("alive"))
+            yield effects.Send(member.control, messages.Notice("alive"))
     yield from rounds.look_after(state)
     for reader in state.shelf.observers:
         if now - reader.probed_at > PROBE_OBSERVERS_S:
             reader.probed_at = now
-            yield Send(reader.announce, Notice("alive"))
+            yield effects.Send(reader.announce, messages.Notice("alive"))
     yield from donation.seek(state)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco_broker.core.events import Effect, Log, Merge
+from diloco_broker.core import effects
 from diloco_broker.core.rules import grants, staged_reducer
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_round import StagedRound, Submission
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_broker.core.state.versions import Upload
@@ -24,7 +24,7 @@ from diloco_protocol.messages import Push
 WAIT_TEXT = "Others are sending; this push gets its turn when one of them is done."
 
 
-def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
+def push(state: RunState, member: Member, push: Push) -> effects.Effects:
     """A worker offers a push: give it a slot, or let it wait for one."""
     known = state.staging.find(push.fragment, member.worker_id, push.push_id)
     if known is not None:
@@ -48,7 +48,7 @@ def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
         yield from hand_out_slots(state)
 
 
-def hand_out_slots(state: State) -> Iterator[Effect]:
+def hand_out_slots(state: RunState) -> effects.Effects:
     """Those that wait longest send next."""
     waiting = state.staging.waiting
     for place in list(waiting):
@@ -70,7 +70,7 @@ def hand_out_slots(state: State) -> Iterator[Effect]:
                 yield from staged_reducer.begin(state, member, push, None)
 
 
-def _may_send(state: State, member: Member, push: Push) -> bool:
+def _may_send(state: RunState, member: Member, push: Push) -> bool:
     """Is there a slot, and nothing whole of this worker and fragment waiting to be applied?"""
     # With a grace window whole submissions wait for each other, so they must not fill the slots.
     windowed = state.config.grace > 0
@@ -79,7 +79,7 @@ def _may_send(state: State, member: Member, push: Push) -> bool:
     return free and not staged_reducer.has_whole(state, member, push)
 
 
-def take_back_slots(state: State) -> Iterator[Effect]:
+def take_back_slots(state: RunState) -> effects.Effects:
     """A submission without progress does not keep others waiting."""
     if not state.staging.waiting:
         return
@@ -89,7 +89,7 @@ def take_back_slots(state: State) -> Iterator[Effect]:
             continue
         state.staging.drop(submission)
         worker_id, push = submission.worker_id, submission.push
-        yield Log(
+        yield effects.Log(
             "warning",
             f"The push of {worker_id} made no progress for {silent:.0f} s while others wait; it "
             "starts again when it is its turn.",
@@ -102,7 +102,7 @@ def take_back_slots(state: State) -> Iterator[Effect]:
     yield from hand_out_slots(state)
 
 
-def apply_if_ready(state: State, round_: StagedRound) -> Iterator[Effect]:
+def apply_if_ready(state: RunState, round_: StagedRound) -> effects.Effects:
     """Apply the submission that has been whole longest, if nothing else is being applied."""
     if round_.phase is Phase.CLOSING:
         return
@@ -121,16 +121,16 @@ def apply_if_ready(state: State, round_: StagedRound) -> Iterator[Effect]:
     scales = [_scale(state, submission) for submission in chosen]
     wholes = tuple((s.merged(scale),) for s, scale in zip(chosen, scales, strict=True))
     for index in range(round_.size):
-        yield Merge(fragment, index, wholes, count)
+        yield effects.AggregateAndStep(fragment, index, wholes, count)
 
 
-def _young_enough(state: State) -> Iterator[Submission]:
+def _young_enough(state: RunState) -> Iterator[Submission]:
     for s in state.staging.whole():
         if _too_old(state, s.worker_id, s.push) is None:
             yield s
 
 
-def _refuse_the_old(state: State) -> Iterator[Effect]:
+def _refuse_the_old(state: RunState) -> effects.Effects:
     """While a submission was on its way others were applied: it may have grown too old."""
     for s in state.staging.whole():
         text = _too_old(state, s.worker_id, s.push)
@@ -142,7 +142,7 @@ def _refuse_the_old(state: State) -> Iterator[Effect]:
             yield from hand_out_slots(state)
 
 
-def _too_old(state: State, worker_id: str, push: Push) -> str | None:
+def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:
     """Why this push cannot be applied any more; None when it can."""
     limit = state.config.max_staleness
     staleness = state.shelf.stocks[push.fragment].staleness(push)
@@ -154,7 +154,7 @@ def _too_old(state: State, worker_id: str, push: Push) -> str | None:
     )
 
 
-def _scale(state: State, submission: Submission) -> float:
+def _scale(state: RunState, submission: Submission) -> float:
     """What an old submission counts: (1 + s)^-1/2 with `poly`."""
     if state.config.staleness_weight == "poly":
         return float((1 + submission.staleness) ** -0.5)

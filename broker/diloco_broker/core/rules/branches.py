@@ -7,14 +7,14 @@ the two again: the broker's branch is the run, and people are told what becomes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from diloco_broker.core.events import Effect, Log
-from diloco_broker.core.state.run import State
+from diloco_broker.core import effects
+from diloco_broker.core.state.run import RunState
 from diloco_protocol.version import VersionId
 
 
-def tell(state: State, worker_id: str, versions: Sequence[VersionId | None]) -> Iterator[Effect]:
+def tell(state: RunState, worker_id: str, versions: Sequence[VersionId | None]) -> effects.Effects:
     """Say it if a worker holds a version, by fragment, that this broker's rounds do not come from."""
     stocks = state.shelf.stocks[:-1]
     for fragment, (held, stock) in enumerate(zip(versions, stocks, strict=False)):
@@ -23,14 +23,14 @@ def tell(state: State, worker_id: str, versions: Sequence[VersionId | None]) -> 
             continue
         which = f" of fragment {fragment}" if len(stocks) > 1 else ""
         if held.counter > ours.counter:
-            yield Log(
+            yield effects.Log(
                 "warning",
                 f"{worker_id} holds version {held}{which}, this broker is at {ours} and has gone on "
                 f"without it, from an older copy: what {worker_id} has of rounds that are not in this "
                 "broker's branch is lost, except for what workers offer again.",
             )
         elif stock.is_of_another_branch(held):
-            yield Log(
+            yield effects.Log(
                 "warning",
                 f"{worker_id} holds version {held}{which}, which is of another branch of run "
                 f"{ours.run}: this broker, now at {ours}, has version {stock.name_of(held.counter)} "

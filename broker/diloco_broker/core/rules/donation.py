@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
-from diloco_broker.core.events import (
-    Audit,
-    DropPlaces,
-    Effect,
-    Log,
-    Place,
-    Placed,
-    PlaceRefused,
-    Revert,
-    Save,
-    Send,
-)
+from diloco_broker.core import effects, events
 from diloco_broker.core.rules import initial_model, rounds
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import books_of
 from diloco_broker.core.state.versions import Upload, first_window, upload_window
+from diloco_protocol import messages
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import summarise
-from diloco_protocol.messages import Ack, Error, Grant, Notice, Push, Standing
 from diloco_protocol.version import RUN_PATTERN, Ledger, VersionId
 
 # More outer steps than any run takes; keeps counters within 64 bits.
@@ -38,7 +27,7 @@ MAX_COUNTER = 1 << 48
 RETURN_WITHIN_S = 3.0
 
 
-def seek(state: State) -> Iterator[Effect]:
+def seek(state: RunState) -> effects.Effects:
     """Get parameters if there are none: of a run that exists, else the model file's, else a worker's."""
     boot = state.bootstrap
     if boot.is_done or boot.is_loading or boot.manifest is None:
@@ -55,7 +44,7 @@ def seek(state: State) -> Iterator[Effect]:
             yield from _ask_a_newcomer(state)
 
 
-def _wait_for_a_run(state: State) -> Generator[Effect, None, bool]:
+def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
     """True while a worker that holds a version may be on its way: no new run takes its place."""
     boot, config = state.bootstrap, state.config
     here = len(state.members)
@@ -72,23 +61,23 @@ def _wait_for_a_run(state: State) -> Generator[Effect, None, bool]:
         whom = ""
     elif whom != boot.waits_for:
         text = f"Waiting {until - state.now:.1f} s at most for {whom}; then a new run begins."
-        yield Log("info", text)
+        yield effects.Log("info", text)
     boot.waits_for = whom
     return bool(whom)
 
 
-def _ask_a_newcomer(state: State) -> Iterator[Effect]:
+def _ask_a_newcomer(state: RunState) -> effects.Effects:
     boot = state.bootstrap
     donor = boot.choose_donor(state.members)
     if donor is None and boot.ask_all_again():
         donor = boot.choose_donor(state.members)
     if donor is not None:
         boot.ask(donor, boot.all_fragments, state.now)
-        yield Log("info", f"Asking {donor.worker_id} for its parameters.")
+        yield effects.Log("info", f"Asking {donor.worker_id} for its parameters.")
         yield from ask(state, donor)
 
 
-def ask(state: State, donor: Member) -> Iterator[Effect]:
+def ask(state: RunState, donor: Member) -> effects.Effects:
     """Ask the donor for what is needed; again on a new connection, another one if it is silent."""
     boot = state.bootstrap
     if state.now - boot.progress_at > boot.patience_s:
@@ -97,24 +86,24 @@ def ask(state: State, donor: Member) -> Iterator[Effect]:
         boot.asked = donor.session
         for fragment in boot.wanted:
             text = "The broker needs the parameters of this worker; send them."
-            yield Send(donor.control, Notice("donate", text, fragment))
+            yield effects.Send(donor.control, messages.Notice("donate", text, fragment))
 
 
-def _pass_over(state: State, donor: Member) -> Iterator[Effect]:
+def _pass_over(state: RunState, donor: Member) -> effects.Effects:
     """A donor delivers nothing: another one is asked. Where there is none, it gets more time."""
     boot = state.bootstrap
     slow = f"{donor.worker_id} has sent no parameters for {boot.patience_s:g} s"
     boot.passed_over.add(donor.worker_id)
     if initial_model.can_do_without(state, donor):
-        yield Log("warning", f"{slow}; going on without it.")
+        yield effects.Log("warning", f"{slow}; going on without it.")
         yield from abandon_donation(state, why="The broker asks another worker meanwhile.")
     else:
         boot.ask_all_again()
         boot.progress_at = state.now
-        yield Log("warning", f"{slow}, and nobody else has them; waiting for it.")
+        yield effects.Log("warning", f"{slow}, and nobody else has them; waiting for it.")
 
 
-def _load_file(state: State) -> Iterator[Effect]:
+def _load_file(state: RunState) -> effects.Effects:
     boot = state.bootstrap
     boot.is_loading = True
     boot.run = f"{state.draw():016x}"
@@ -126,10 +115,10 @@ def _load_file(state: State) -> Iterator[Effect]:
             intake = Intake(version, [None] * chunks, Bitmap.full(chunks))
             boot.intakes[stock.layout.fragment] = intake
             for index in range(chunks):
-                yield Place(stock.layout.fragment, index)
+                yield effects.StoreInitial(stock.layout.fragment, index)
 
 
-def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]:
+def begin_donation(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
     """The donor offers a fragment; a donation that broke off goes on where it stopped."""
     boot = state.bootstrap
     if boot.donor != member.worker_id:
@@ -161,11 +150,13 @@ def begin_donation(state: State, member: Member, push: Push) -> Iterator[Effect]
         push, window, window, upload_window(1), is_void=intake.is_whole
     )
     held = intake.arrived.to_bytes() if intake.arrived else None
-    standing = Standing.RESUME if held else Standing.NEW
-    yield Send(member.control, Grant(push.push_id, push.fragment, standing, held, window))
+    standing = messages.Standing.RESUME if held else messages.Standing.NEW
+    yield effects.Send(
+        member.control, messages.Grant(push.push_id, push.fragment, standing, held, window)
+    )
 
 
-def _check_promise(member: Member, push: Push) -> None:
+def _check_promise(member: Member, push: messages.Push) -> None:
     """A worker was asked for what it said it holds: no other version takes the place of ours."""
     said = dict(enumerate(member.versions)).get(push.fragment)
     if push.base != said:
@@ -176,7 +167,7 @@ def _check_promise(member: Member, push: Push) -> None:
         )
 
 
-def _check_provenance(push: Push) -> None:
+def _check_provenance(push: messages.Push) -> None:
     """Version and ledger of a donation become the run's own: they must be sound."""
     base = push.base
     if base is not None and not (
@@ -191,13 +182,13 @@ def _check_provenance(push: Push) -> None:
                 Bitmap.from_bytes(counted.chunks, push.chunks)
 
 
-def arrived(state: State, push: Push) -> Bitmap | None:
+def arrived(state: RunState, push: messages.Push) -> Bitmap | None:
     """The chunks received of a donation; None when it is over."""
     intake = state.bootstrap.intakes.get(push.fragment)
     return None if intake is None else intake.arrived
 
 
-def placed(state: State, event: Placed) -> Iterator[Effect]:
+def placed(state: RunState, event: events.InitialStored) -> effects.Effects:
     """A chunk of the first version is in place; with the last of all the first round opens."""
     work, boot = event.work, state.bootstrap
     intake = boot.intakes[work.fragment]
@@ -209,7 +200,9 @@ def placed(state: State, event: Placed) -> Iterator[Effect]:
     if donor is not None and work.fragment in donor.uploads:
         upload = donor.uploads[work.fragment]
         more = upload.acknowledged(is_calm=intake.placed == len(intake.arrived))
-        yield Send(donor.control, Ack(work.push_id, work.fragment, (work.index,), more))
+        yield effects.Send(
+            donor.control, messages.Ack(work.push_id, work.fragment, (work.index,), more)
+        )
         upload.is_void = intake.is_whole
     if boot.is_complete:
         if intake.push is not None and intake.push.base is not None:
@@ -218,16 +211,16 @@ def placed(state: State, event: Placed) -> Iterator[Effect]:
             yield from _begin_run(state, work.worker_id or "the model file")
 
 
-def _begin_run(state: State, source: str) -> Iterator[Effect]:
+def _begin_run(state: RunState, source: str) -> effects.Effects:
     boot = state.bootstrap
     for fragment, intake in boot.intakes.items():
         state.shelf.install(fragment, intake.version, intake.wires, Ledger())
-        yield Audit(intake.version, None, fragment, 0)
-    yield Log("info", f"Run {boot.run} begins with the parameters of {source}.")
+        yield effects.RecordVersion(intake.version, None, fragment, 0)
+    yield effects.Log("info", f"Run {boot.run} begins with the parameters of {source}.")
     yield from begin(state, 0, is_new=True)
 
 
-def begin(state: State, number: int, *, is_new: bool) -> Iterator[Effect]:
+def begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
     """Every fragment has a version: readers get it, and a round opens.
 
     Args:
@@ -235,18 +228,20 @@ def begin(state: State, number: int, *, is_new: bool) -> Iterator[Effect]:
     """
     state.bootstrap.finish()
     if state.config.is_staged:
-        yield Log("info", _room_needed(state))
+        yield effects.Log("info", _room_needed(state))
     yield from state.shelf.serve_waiting()
     if is_new and state.config.save_dir is not None:
-        yield Save(number, books_of(state, number))
+        yield effects.Save(number, books_of(state, number))
     yield from rounds.open_round(state, number)
     round_, here = state.round, len(state.members)
     if round_ is not None and here < round_.floor:
         are = "is" if here == 1 else "are"
-        yield Log("info", f"Round {number} waits for {round_.floor} workers; {here} {are} here.")
+        yield effects.Log(
+            "info", f"Round {number} waits for {round_.floor} workers; {here} {are} here."
+        )
 
 
-def _room_needed(state: State) -> str:
+def _room_needed(state: RunState) -> str:
     """What keeping whole submissions costs, said at the start."""
     config, layouts = state.config, [stock.layout for stock in state.shelf.stocks[:-1]]
     sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
@@ -264,7 +259,7 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
 
 
-def place_refused(state: State, event: PlaceRefused) -> Iterator[Effect]:
+def place_refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
     """A donation has values that cannot be used: ask another worker."""
     work = event.work
     names = summarise(state.shelf.stocks[work.fragment].layout.names_in(work.index))
@@ -272,22 +267,22 @@ def place_refused(state: State, event: PlaceRefused) -> Iterator[Effect]:
         f"The parameters of {work.worker_id or 'the model file'} are not all finite in "
         f"{state.config.reply_dtype}, in {names}; they cannot begin a run."
     )
-    yield Log("error", text)
+    yield effects.Log("error", text)
     donor = state.members.named(work.worker_id)
     if donor is not None:
-        error = Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
-        yield Send(donor.control, error)
+        error = messages.Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
+        yield effects.Send(donor.control, error)
         yield from reject_donor(state, donor)
 
 
-def reject_donor(state: State, donor: Member) -> Iterator[Effect]:
+def reject_donor(state: RunState, donor: Member) -> effects.Effects:
     """What this worker donates cannot be used: it is not asked again."""
     if state.bootstrap.donor == donor.worker_id:
         state.bootstrap.rejected_donors.add(donor.worker_id)
         yield from abandon_donation(state)
 
 
-def abandon_donation(state: State, why: str = "") -> Iterator[Effect]:
+def abandon_donation(state: RunState, why: str = "") -> effects.Effects:
     """The donor cannot go on, or need not (`why`): forget what came from it and ask the next."""
     donor = state.members.named(state.bootstrap.donor or "")
     if donor is not None:
@@ -296,13 +291,14 @@ def abandon_donation(state: State, why: str = "") -> Iterator[Effect]:
         for intake in state.bootstrap.intakes.values():
             if why and intake.push is not None:
                 push_id = intake.push.push_id
-                yield Send(
-                    donor.control, Error(Code.NOT_ALLOWED, why, push_id=push_id, about="push")
+                yield effects.Send(
+                    donor.control,
+                    messages.Error(Code.NOT_ALLOWED, why, push_id=push_id, about="push"),
                 )
     over = [f for f in state.bootstrap.intakes if f in state.bootstrap.restored]
     state.bootstrap.abandon()
-    yield DropPlaces()
+    yield effects.DropInitial()
     for fragment in over:
         state.bootstrap.revert(fragment)
-        yield Revert(fragment)
+        yield effects.Revert(fragment)
     yield from seek(state)

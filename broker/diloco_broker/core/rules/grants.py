@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from diloco_broker.core.events import Effect, Fold, Inspect, Log, Send
+from diloco_broker.core import effects
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.versions import (
     UPLOAD_WINDOW_TOTAL,
     Upload,
     first_window,
     upload_window,
 )
+from diloco_protocol import messages
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.errors import Code
-from diloco_protocol.messages import Ack, Error, Grant, Push, Standing
 
 
 def grant(
-    member: Member, push: Push, held: Bitmap, waiting: int, sharing: int, number: int | None
-) -> Iterator[Effect]:
+    member: Member,
+    push: messages.Push,
+    held: Bitmap,
+    waiting: int,
+    sharing: int,
+    number: int | None,
+) -> effects.Effects:
     """Send the chunks that are not held, a window of them at a time, for round `number`.
 
     Args:
@@ -42,36 +45,43 @@ def grant(
     else:
         allowed = credit
     member.uploads[push.fragment] = Upload(push, allowed, window, widest)
-    standing = Standing.RESUME if held else Standing.NEW
+    standing = messages.Standing.RESUME if held else messages.Standing.NEW
     have = held.to_bytes() if held else None
-    yield Send(
-        member.control, Grant(push.push_id, push.fragment, standing, have, credit, round=number)
+    yield effects.Send(
+        member.control,
+        messages.Grant(push.push_id, push.fragment, standing, have, credit, round=number),
     )
 
 
-def counted(member: Member, push: Push) -> Iterator[Effect]:
+def counted(member: Member, push: messages.Push) -> effects.Effects:
     """A version has all of it."""
-    yield Send(member.control, Grant(push.push_id, push.fragment, Standing.COUNTED))
+    yield effects.Send(
+        member.control, messages.Grant(push.push_id, push.fragment, messages.Standing.COUNTED)
+    )
 
 
-def wait(member: Member, push: Push, text: str, number: int | None) -> Iterator[Effect]:
+def wait(member: Member, push: messages.Push, text: str, number: int | None) -> effects.Effects:
     """Another grant follows; the push is kept until then."""
     member.deferred[push.fragment] = push
-    yield Send(
+    yield effects.Send(
         member.control,
-        Grant(push.push_id, push.fragment, Standing.WAIT, text=text, round=number),
+        messages.Grant(
+            push.push_id, push.fragment, messages.Standing.WAIT, text=text, round=number
+        ),
     )
 
 
-def acknowledge(state: State, member: Member, upload: Upload, index: int) -> Iterator[Effect]:
+def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> effects.Effects:
     """A chunk is in: its credit goes back to the sender."""
     more = upload.acknowledged(is_calm=not state.waiting)
     if more:
         member.window = upload.window  # its next push begins with it
-    yield Send(member.control, Ack(upload.push.push_id, upload.push.fragment, (index,), more))
+    yield effects.Send(
+        member.control, messages.Ack(upload.push.push_id, upload.push.fragment, (index,), more)
+    )
 
 
-def acknowledge_work(state: State, work: Fold | Inspect) -> Iterator[Effect]:
+def acknowledge_work(state: RunState, work: effects.Fold | effects.Inspect) -> effects.Effects:
     """The same for tensor work that is done, if its push is still the one under way."""
     member = state.members.named(work.worker_id)
     upload = member.uploads.get(work.fragment) if member else None
@@ -80,17 +90,19 @@ def acknowledge_work(state: State, work: Fold | Inspect) -> Iterator[Effect]:
 
 
 def refuse(
-    state: State, worker_id: str, fragment: int, push_id: int, code: Code, text: str
-) -> Iterator[Effect]:
+    state: RunState, worker_id: str, fragment: int, push_id: int, code: Code, text: str
+) -> effects.Effects:
     """A push is over without being counted: say so to its worker, if it is at it, and to everybody."""
     state.reject(worker_id, code.value, text)
-    yield Log("warning", text)
+    yield effects.Log("warning", text)
     member = state.members.named(worker_id)
     upload = member.uploads.get(fragment) if member else None
     if member and upload and upload.push.push_id == push_id:
         member.rejected += 1
         upload.is_void = True
-        yield Send(member.control, Error(code, text, push_id=push_id, about="push"))
+        yield effects.Send(
+            member.control, messages.Error(code, text, push_id=push_id, about="push")
+        )
 
 
 def void(member: Member, fragment: int, push_id: int) -> None:

@@ -9,19 +9,19 @@ checkpoint's, and a buffer of gradients that was applied since is thrown away ra
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import replace
 
-from diloco_broker.core.events import DropPlaces, Effect, ForgetBuffer, Log, Send
+from diloco_broker.core import effects
 from diloco_broker.core.rules import branches, donation
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Resumption
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_protocol.manifest import summarise
 from diloco_protocol.messages import Rejoin
 
 
-def resume(state: State, resumption: Resumption) -> None:
+def resume(state: RunState, resumption: Resumption) -> None:
     """Know the run of a checkpoint. It goes on in `seek`, once those ahead of it have been heard."""
     boot = state.bootstrap
     boot.manifest, boot.plan, boot.layout = (
@@ -40,14 +40,14 @@ def resume(state: State, resumption: Resumption) -> None:
     state.is_resumed = True
 
 
-def is_called_for(state: State) -> bool:
+def is_called_for(state: RunState) -> bool:
     """Is there a run to go on with, in a checkpoint or with a worker?"""
     boot = state.bootstrap
     holders = (m for m in state.members if m.worker_id not in boot.rejected_donors)
     return bool(boot.restored) or any(any(member.versions) for member in holders)
 
 
-def can_do_without(state: State, donor: Member) -> bool:
+def can_do_without(state: RunState, donor: Member) -> bool:
     """Is there somebody else to ask for what this donor was asked for, or something to go on from?"""
     boot = state.bootstrap
     if any(donor.versions):
@@ -55,7 +55,7 @@ def can_do_without(state: State, donor: Member) -> bool:
     return bool(boot.candidates(state.members))
 
 
-def seek(state: State) -> Iterator[Effect]:
+def seek(state: RunState) -> effects.Effects:
     """Wait for whoever may be ahead, take from each what is newest with him, then go on."""
     boot = state.bootstrap
     if not boot.source or state.config.recover == "adopt":
@@ -80,7 +80,9 @@ def seek(state: State) -> Iterator[Effect]:
             )
             ahead = "is ahead of the checkpoint" if boot.source else "has parameters of this run"
             instead = ", not the model file's" if boot.initial is not None else ""
-            yield Log("info", f"{donor.worker_id} {ahead}; taking {whose} from it{instead}.")
+            yield effects.Log(
+                "info", f"{donor.worker_id} {ahead}; taking {whose} from it{instead}."
+            )
             yield from donation.ask(state, donor)
             return
     if set(boot.restored) >= set(boot.all_fragments):
@@ -88,10 +90,10 @@ def seek(state: State) -> Iterator[Effect]:
     else:
         boot.restored.clear()  # nobody has the rest: a new run begins with the next donor
         boot.abandon()
-        yield DropPlaces()
+        yield effects.DropInitial()
 
 
-def _wait_for_others(state: State) -> Generator[Effect, None, bool]:
+def _wait_for_others(state: RunState) -> Generator[effects.Effect, None, bool]:
     """True while somebody who may hold a newer version has time left to come back."""
     boot, config = state.bootstrap, state.config
     if boot.source:
@@ -102,7 +104,9 @@ def _wait_for_others(state: State) -> Generator[Effect, None, bool]:
         whom = f"workers of the run that may hold newer rounds: {summarise(away)}"
         if not boot.waits_for:
             left = state.started_at + config.recover_wait - state.now
-            yield Log("info", f"Before the run goes on, waiting {left:.1f} s at most for {whom}.")
+            yield effects.Log(
+                "info", f"Before the run goes on, waiting {left:.1f} s at most for {whom}."
+            )
         boot.waits_for = whom
         return True
     if len(state.members) >= config.workers:
@@ -111,11 +115,11 @@ def _wait_for_others(state: State) -> Generator[Effect, None, bool]:
         boot.offered_at = state.now
         holders = [member.worker_id for member in state.members if any(member.versions)]
         for worker_id in holders[:1]:  # none, when those that gave some of it have gone since
-            yield Log("info", f"{worker_id} holds a version of an earlier run.")
+            yield effects.Log("info", f"{worker_id} holds a version of an earlier run.")
     return state.now - boot.offered_at < config.recover_wait
 
 
-def adopted(state: State, donor: str) -> Iterator[Effect]:
+def adopted(state: RunState, donor: str) -> effects.Effects:
     """Everything that the donor was asked for is here."""
     boot = state.bootstrap
     before = {fragment: each.gradients for fragment, each in boot.restored.items()}
@@ -126,7 +130,7 @@ def adopted(state: State, donor: str) -> Iterator[Effect]:
     for fragment, lost in steps.items():
         had = before.get(fragment, 0)
         if fragment in before and (is_unsure or had // size != (had + lost) // size):
-            yield ForgetBuffer(fragment)
+            yield effects.ForgetBuffer(fragment)
     pieces = state.config.num_fragments
     rounds = [
         f"{number} round{'s'[: number != 1]}{f' of fragment {fragment}' if pieces > 1 else ''}"
@@ -135,7 +139,7 @@ def adopted(state: State, donor: str) -> Iterator[Effect]:
     ]
     if rounds:
         since = f" since {boot.source}" if boot.source else ""
-        yield Log(
+        yield effects.Log(
             "warning",
             f"Recovered the parameters from {donor}. What the outer optimizer remembered of the rounds"
             f"{since} is lost: {', '.join(rounds)}.",
@@ -143,7 +147,7 @@ def adopted(state: State, donor: str) -> Iterator[Effect]:
     yield from seek(state)
 
 
-def _go_on(state: State) -> Iterator[Effect]:
+def _go_on(state: RunState) -> effects.Effects:
     """Every fragment is at its newest version: the next round opens."""
     boot = state.bootstrap
     for member in state.members:
@@ -152,7 +156,7 @@ def _go_on(state: State) -> Iterator[Effect]:
             state.members.remove(member)
             state.shelf.forget(member.bulk)
             text = f"This broker goes on with run {boot.run}, which is another one; join again."
-            yield Send(member.control, Rejoin(state.epoch, text))
+            yield effects.Send(member.control, Rejoin(state.epoch, text))
     for fragment, restored in boot.restored.items():
         stock = state.shelf.stocks[fragment]
         stock.tags.update(restored.tags)
@@ -165,5 +169,5 @@ def _go_on(state: State) -> Iterator[Effect]:
     is_newer = number != boot.resumed_number
     source = f"from {boot.source}" if boot.source else "with what its workers hold"
     more = " and what its workers had newer" if boot.source and is_newer else ""
-    yield Log("info", f"Run {boot.run} goes on with round {number}, {source}{more}.")
+    yield effects.Log("info", f"Run {boot.run} goes on with round {number}, {source}{more}.")
     yield from donation.begin(state, number, is_new=is_newer)

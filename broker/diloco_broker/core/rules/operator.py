@@ -5,22 +5,20 @@ What changes the run is written into the log of control actions, with who asked 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from diloco_broker.core.events import Acted, Effect, End, Route, Send
+from diloco_broker.core import effects
 from diloco_broker.core.rules import admission, rounds, settings
 from diloco_broker.core.state.members import printable
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.streaming_round import Phase
+from diloco_protocol import messages
 from diloco_protocol.errors import UsageError
-from diloco_protocol.messages import Control, Notice, Result, to_plain
 
 # `status` is answered by the loop, which has figures of its own.
 ACTIONS = ("status", "manifest", "save", "kick", "set", "pause", "resume", "shutdown")
 WHO = "who"  # the argument in which operators name themselves
 
 
-def control(state: State, route: Route, control: Control) -> Iterator[Effect]:
+def control(state: RunState, route: effects.Route, control: messages.Control) -> effects.Effects:
     """Carry out a request, or say why not."""
     match control.action:
         case "manifest":
@@ -46,38 +44,38 @@ def control(state: State, route: Route, control: Control) -> Iterator[Effect]:
             )
 
 
-def _who(control: Control) -> str:
+def _who(control: messages.Control) -> str:
     """Who asks, as they call themselves."""
     who = control.arguments.get(WHO)
     name = who if isinstance(who, str) and who else "an operator"
     return printable(name, 100)
 
 
-def _yes(route: Route, control: Control, text: str) -> Send:
-    return Send(route, Result(control.request, True, text))
+def _yes(route: effects.Route, control: messages.Control, text: str) -> effects.Send:
+    return effects.Send(route, messages.Result(control.request, True, text))
 
 
-def _no(route: Route, control: Control, text: str) -> Send:
-    return Send(route, Result(control.request, False, text))
+def _no(route: effects.Route, control: messages.Control, text: str) -> effects.Send:
+    return effects.Send(route, messages.Result(control.request, False, text))
 
 
-def _manifest(state: State, route: Route, control: Control) -> Send:
+def _manifest(state: RunState, route: effects.Route, control: messages.Control) -> effects.Send:
     manifest = state.bootstrap.manifest
     if manifest is None:
         return _no(
             route, control, "The broker has no model yet; the first worker that joins brings it."
         )
     data = {
-        "manifest": to_plain(manifest),
-        "config": to_plain(state.run_config),
+        "manifest": messages.to_plain(manifest),
+        "config": messages.to_plain(state.run_config),
         "plan": list(state.bootstrap.plan if state.config.num_fragments > 1 else ()),
         "pattern": state.fragment_pattern,
     }
     text = f"The model has {manifest.trainable_elements} trainable parameters."
-    return Send(route, Result(control.request, True, text, data))
+    return effects.Send(route, messages.Result(control.request, True, text, data))
 
 
-def _save(state: State, route: Route, control: Control) -> Iterator[Effect]:
+def _save(state: RunState, route: effects.Route, control: messages.Control) -> effects.Effects:
     if state.config.save_dir is None:
         yield _no(route, control, "This broker saves nothing; start it with --save-dir DIR.")
     elif state.round is None:
@@ -87,11 +85,11 @@ def _save(state: State, route: Route, control: Control) -> Iterator[Effect]:
         text = (
             f"A checkpoint is being written to {state.config.save_dir}; see the log and the feed."
         )
-        yield Acted(_who(control), "save", None, None, "a checkpoint is asked for")
+        yield effects.RecordAction(_who(control), "save", None, None, "a checkpoint is asked for")
         yield _yes(route, control, text)
 
 
-def _kick(state: State, route: Route, control: Control) -> Iterator[Effect]:
+def _kick(state: RunState, route: effects.Route, control: messages.Control) -> effects.Effects:
     name = control.arguments.get("worker")
     member = state.members.named(name) if isinstance(name, str) else None
     if member is None:
@@ -99,11 +97,13 @@ def _kick(state: State, route: Route, control: Control) -> Iterator[Effect]:
         yield _no(route, control, f"No worker named {name!r:.80} is here; here: {here}.")
         return
     who = _who(control)
-    yield Send(
+    yield effects.Send(
         member.control,
-        Notice("kicked", f"{member.worker_id} was removed from the run by an operator."),
+        messages.Notice("kicked", f"{member.worker_id} was removed from the run by an operator."),
     )
-    yield Acted(who, "kick", member.worker_id, None, f"{member.worker_id} removed from the run")
+    yield effects.RecordAction(
+        who, "kick", member.worker_id, None, f"{member.worker_id} removed from the run"
+    )
     yield from admission.remove(state, member, "an operator removed it")
     left = len(state.members)
     yield _yes(
@@ -114,7 +114,7 @@ def _kick(state: State, route: Route, control: Control) -> Iterator[Effect]:
     )
 
 
-def _set(state: State, route: Route, control: Control) -> Iterator[Effect]:
+def _set(state: RunState, route: effects.Route, control: messages.Control) -> effects.Effects:
     arguments = {name: value for name, value in control.arguments.items() if name != WHO}
     try:
         changes = settings.changes(state, arguments)
@@ -139,15 +139,15 @@ def _set(state: State, route: Route, control: Control) -> Iterator[Effect]:
             for change in changes
         ]
     }
-    yield Send(route, Result(control.request, True, text, data))
+    yield effects.Send(route, messages.Result(control.request, True, text, data))
 
 
-def _pause(state: State, route: Route, control: Control) -> Iterator[Effect]:
+def _pause(state: RunState, route: effects.Route, control: messages.Control) -> effects.Effects:
     if state.paused_at is not None:
         yield _yes(route, control, "The run is paused already; go on with: diloco-broker resume")
         return
     state.paused_at = state.now
-    yield Acted(_who(control), "pause", None, None, "the run is paused")
+    yield effects.RecordAction(_who(control), "pause", None, None, "the run is paused")
     closing = state.round is not None and state.round.phase is Phase.CLOSING
     first = (
         f"Round {state.round.number} is being finished; then n" if closing and state.round else "N"
@@ -160,18 +160,20 @@ def _pause(state: State, route: Route, control: Control) -> Iterator[Effect]:
     )
 
 
-def _resume(state: State, route: Route, control: Control) -> Iterator[Effect]:
+def _resume(state: RunState, route: effects.Route, control: messages.Control) -> effects.Effects:
     if state.paused_at is None:
         yield _yes(route, control, "The run is not paused.")
         return
     paused_s = state.now - state.paused_at
     state.paused_at = None
-    yield Acted(_who(control), "resume", None, None, f"the run goes on after {paused_s:.0f} s")
+    yield effects.RecordAction(
+        _who(control), "resume", None, None, f"the run goes on after {paused_s:.0f} s"
+    )
     yield from rounds.close_if_due(state)
     yield _yes(route, control, f"The run goes on; it was paused for {paused_s:.0f} s.")
 
 
-def _shutdown(state: State, route: Route, control: Control) -> Iterator[Effect]:
+def _shutdown(state: RunState, route: effects.Route, control: messages.Control) -> effects.Effects:
     who = _who(control)
     restarting = control.arguments.get("restarting", False)
     if not isinstance(restarting, bool):
@@ -180,17 +182,19 @@ def _shutdown(state: State, route: Route, control: Control) -> Iterator[Effect]:
     if state.stopping is not None:
         what = "to come back" if state.is_restarting else "for good"
         text = f"The broker is stopping already, {what}: {state.stopping}."
-        yield Send(route, Result(control.request, restarting == state.is_restarting, text))
+        yield effects.Send(
+            route, messages.Result(control.request, restarting == state.is_restarting, text)
+        )
         return
     closing = state.round is not None and state.round.phase is Phase.CLOSING
     finish = f"finishes round {state.round.number}, " if closing and state.round else ""
     saves = f"saves to {state.config.save_dir}, " if state.config.save_dir else "saves nothing, "
     what = "the broker restarts" if restarting else "the run is over, the broker stops"
-    yield Acted(who, "restart" if restarting else "shutdown", None, None, what)
+    yield effects.RecordAction(who, "restart" if restarting else "shutdown", None, None, what)
     then = (
         "Workers train on and come back to the broker that is started next."
         if restarting
         else "The run is over: the workers' scripts are told to end."
     )
     yield _yes(route, control, f"The broker {finish}{saves}tells its workers and stops. {then}")
-    yield End(f"{who} asked for it", restarting)
+    yield effects.End(f"{who} asked for it", restarting)

@@ -6,20 +6,9 @@ Every check comes before the first change, so a refused push or chunk leaves the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
-from diloco_broker.core.events import (
-    Effect,
-    Fold,
-    Folded,
-    FoldRefused,
-    Inspect,
-    Inspected,
-    InspectRefused,
-    Log,
-    Place,
-)
+from diloco_broker.core import effects, events
 from diloco_broker.core.rules import (
     async_reducer,
     donation,
@@ -29,23 +18,23 @@ from diloco_broker.core.rules import (
     streaming_reducer,
 )
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_round import Submission
 from diloco_broker.core.state.streaming_round import Contribution, Round
+from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, Segment
 from diloco_protocol.dtypes import BUFFERS_DTYPE, INTEGERS_DTYPE, WIRE_DTYPES, span_bytes
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.messages import BUFFERS, Chunk, Commit, Purpose, Push
 
 # A weight is a count of tokens or samples; more than this in one round is a mistake. So is less than
 # that: fp32 would lose what it multiplies.
 MIN_WEIGHT, MAX_WEIGHT = 1e-12, 1e12
 
 
-def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
+def push(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
     """A worker offers a push: tell it what is held already, or that it must wait for its turn."""
     _check_push(state, push)
-    if push.purpose is Purpose.DONATION:
+    if push.purpose is messages.Purpose.DONATION:
         yield from donation.begin_donation(state, member, push)
         return
     _check_base(state, push)
@@ -54,7 +43,7 @@ def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
         yield from rounds.stirs(state, member)
     if member.stands_still(push):
         whose = f"for fragment {push.fragment} " if state.config.num_fragments > 1 else ""
-        yield Log(
+        yield effects.Log(
             "warning",
             f"{member.worker_id} has sent a pseudo-gradient of all zeros {whose}twice in a row, the "
             f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
@@ -71,7 +60,7 @@ def push(state: State, member: Member, push: Push) -> Iterator[Effect]:
     yield from rounds.close_if_due(state)
 
 
-def chunk(state: State, member: Member, chunk: Chunk, payload: Any) -> Iterator[Effect]:
+def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) -> effects.Effects:
     """One chunk of a push: hand it to the reducer unless it is there already."""
     upload = member.uploads.get(chunk.fragment)
     if upload is None or upload.push.push_id != chunk.push_id:
@@ -83,7 +72,7 @@ def chunk(state: State, member: Member, chunk: Chunk, payload: Any) -> Iterator[
     if upload.is_void:
         return
     push = upload.push
-    is_donation = push.purpose is Purpose.DONATION
+    is_donation = push.purpose is messages.Purpose.DONATION
     layout = state.shelf.stocks[push.fragment].layout
     size = _check_chunk(chunk, payload, layout, push.wire_dtype)
     if upload.credit <= 0:
@@ -105,16 +94,18 @@ def chunk(state: State, member: Member, chunk: Chunk, payload: Any) -> Iterator[
     arrived.add(chunk.index)
     key = (member.worker_id, push.push_id)
     if taker is None:
-        yield Place(push.fragment, chunk.index, payload, *key)
+        yield effects.StoreInitial(push.fragment, chunk.index, payload, *key)
         return
     state.waiting += 1
     if isinstance(taker, Contribution):
-        yield Fold(push.fragment, chunk.index, *key, taker.weight, push.wire_dtype, payload)
+        yield effects.Fold(push.fragment, chunk.index, *key, taker.weight, push.wire_dtype, payload)
     else:
-        yield Inspect(push.fragment, chunk.index, *key, push.wire_dtype, payload)
+        yield effects.Inspect(push.fragment, chunk.index, *key, push.wire_dtype, payload)
 
 
-def _taker(state: State, member: Member, push: Push) -> Contribution | Submission | None:
+def _taker(
+    state: RunState, member: Member, push: messages.Push
+) -> Contribution | Submission | None:
     """Where chunks of this push go; None when it is over."""
     round_ = state.round
     assert round_ is not None
@@ -124,14 +115,14 @@ def _taker(state: State, member: Member, push: Push) -> Contribution | Submissio
     return state.staging.find(push.fragment, member.worker_id, push.push_id)
 
 
-def commit(state: State, member: Member, commit: Commit) -> Iterator[Effect]:
+def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
     """Every chunk was sent. The streaming reducer counts chunks and does not need to be told."""
     if not isinstance(state.round, Round):
         staged_reducer.commit(state, member, commit)
         yield from rounds.close_if_due(state)
 
 
-def folded(state: State, event: Folded) -> Iterator[Effect]:
+def folded(state: RunState, event: events.Folded) -> effects.Effects:
     """A chunk has been added."""
     state.waiting -= 1
     round_ = state.round
@@ -140,7 +131,7 @@ def folded(state: State, event: Folded) -> Iterator[Effect]:
     yield from rounds.close_if_due(state)
 
 
-def fold_refused(state: State, event: FoldRefused) -> Iterator[Effect]:
+def fold_refused(state: RunState, event: events.FoldRefused) -> effects.Effects:
     """A chunk was not finite."""
     state.waiting -= 1
     round_ = state.round
@@ -149,14 +140,14 @@ def fold_refused(state: State, event: FoldRefused) -> Iterator[Effect]:
     yield from rounds.close_if_due(state)
 
 
-def inspected(state: State, event: Inspected) -> Iterator[Effect]:
+def inspected(state: RunState, event: events.Inspected) -> effects.Effects:
     """A chunk of a submission is finite."""
     state.waiting -= 1
     yield from staged_reducer.inspected(state, event)
     yield from rounds.close_if_due(state)
 
 
-def inspect_refused(state: State, event: InspectRefused) -> Iterator[Effect]:
+def inspect_refused(state: RunState, event: events.InspectRefused) -> effects.Effects:
     """A chunk of a submission is not finite."""
     state.waiting -= 1
     yield from staged_reducer.inspect_refused(state, event)
@@ -165,7 +156,7 @@ def inspect_refused(state: State, event: InspectRefused) -> Iterator[Effect]:
     yield from rounds.close_if_due(state)
 
 
-def _check_push(state: State, push: Push) -> None:
+def _check_push(state: RunState, push: messages.Push) -> None:
     stocks = state.shelf.stocks
     if not 0 <= push.fragment < len(stocks):
         raise ProtocolError(Code.BAD_PUSH, f"There is no fragment {push.fragment} in this run.")
@@ -176,16 +167,16 @@ def _check_push(state: State, push: Push) -> None:
             Code.BAD_PUSH,
             f"The push has {push.chunks} chunks, fragment {push.fragment} has {chunks}.",
         )
-    is_gradient = push.purpose is Purpose.GRADIENT
-    if is_gradient and layout.lengths[Segment.BUFFERS] and push.buffers != BUFFERS:
+    is_gradient = push.purpose is messages.Purpose.GRADIENT
+    if is_gradient and layout.lengths[Segment.BUFFERS] and push.buffers != messages.BUFFERS:
         raise ProtocolError(
             Code.BAD_PUSH,
             f"The float buffers of this push travel as {push.buffers:.20}, this broker takes them as "
-            f"{BUFFERS}; install the same release at both ends.",
+            f"{messages.BUFFERS}; install the same release at both ends.",
         )
     # Each gradient is decoded as it came: a worker may have a dtype of its own, and a delta that was
     # frozen before a restart keeps its.
-    allowed = ("fp32",) if push.purpose is Purpose.DONATION else WIRE_DTYPES
+    allowed = ("fp32",) if push.purpose is messages.Purpose.DONATION else WIRE_DTYPES
     if push.wire_dtype not in allowed:
         raise ProtocolError(
             Code.BAD_PUSH,
@@ -194,9 +185,9 @@ def _check_push(state: State, push: Push) -> None:
     _check_weight(state, push)
 
 
-def _check_weight(state: State, push: Push) -> None:
+def _check_weight(state: RunState, push: messages.Push) -> None:
     by = state.config.weight_by
-    if push.purpose is Purpose.DONATION:
+    if push.purpose is messages.Purpose.DONATION:
         return
     if by != "equal" and getattr(push, by) < 1:
         raise ProtocolError(
@@ -212,7 +203,7 @@ def _check_weight(state: State, push: Push) -> None:
         )
 
 
-def _check_base(state: State, push: Push) -> None:
+def _check_base(state: RunState, push: messages.Push) -> None:
     stocks = state.shelf.stocks
     if push.fragment == len(stocks) - 1:
         raise ProtocolError(Code.BAD_PUSH, "Frozen parameters are not trained.")
@@ -231,7 +222,7 @@ def _check_base(state: State, push: Push) -> None:
         )
 
 
-def _check_chunk(chunk: Chunk, payload: Any, layout: FragmentLayout, wire: str) -> int:
+def _check_chunk(chunk: messages.Chunk, payload: Any, layout: FragmentLayout, wire: str) -> int:
     """Bytes of the chunk, which are as many as they must be."""
     if not 0 <= chunk.index < layout.chunks:
         raise ProtocolError(

@@ -7,22 +7,9 @@ application of one submission (or of those in one grace window), and its fragmen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from diloco_broker.core import round_lines
-from diloco_broker.core.events import (
-    Audit,
-    AuditedPush,
-    Effect,
-    Ended,
-    Log,
-    RoundReport,
-    Save,
-    Saved,
-    SaveFailed,
-    Send,
-    Stepped,
-)
+from diloco_broker.core import effects, events, round_lines
 from diloco_broker.core.rules import (
     async_reducer,
     settings,
@@ -30,7 +17,7 @@ from diloco_broker.core.rules import (
     streaming_reducer,
 )
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run import Made, State
+from diloco_broker.core.state.run import Made, RunState
 from diloco_broker.core.state.run_record import books_of
 from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Counting, Phase, Round
@@ -40,7 +27,7 @@ from diloco_protocol.messages import Push, Rejoin
 RETRY_S = 1.0
 
 
-def open_round(state: State, number: int) -> Iterator[Effect]:
+def open_round(state: RunState, number: int) -> effects.Effects:
     """Open a round, with everyone here expected, and enter the pushes that came too early for it."""
     yield from settings.take_effect(state)
     config = state.config
@@ -73,7 +60,7 @@ def open_round(state: State, number: int) -> Iterator[Effect]:
     yield from close_if_due(state)
 
 
-def close_if_due(state: State) -> Iterator[Effect]:
+def close_if_due(state: RunState) -> effects.Effects:
     """Begin to close the round if it is time to."""
     round_ = state.round
     if round_ is None or state.stopping or state.paused_at is not None:
@@ -86,7 +73,7 @@ def close_if_due(state: State) -> Iterator[Effect]:
         yield from staged_reducer.close_if_due(state, round_)
 
 
-def leave(state: State, worker_id: str) -> Iterator[Effect]:
+def leave(state: RunState, worker_id: str) -> effects.Effects:
     """A worker is gone: whoever waited for it waits no longer."""
     round_ = state.round
     if isinstance(round_, Round):
@@ -99,7 +86,7 @@ def leave(state: State, worker_id: str) -> Iterator[Effect]:
     yield from close_if_due(state)
 
 
-def expect_all(state: State) -> Iterator[Effect]:
+def expect_all(state: RunState) -> effects.Effects:
     """A round that has fallen below its floor needs everybody, also those expected from a later one."""
     round_ = state.round
     if round_ is None or not round_.below_floor:
@@ -111,10 +98,10 @@ def expect_all(state: State) -> Iterator[Effect]:
                 text = (
                     f"Round {round_.number} lacks workers and needs this one as well; join again."
                 )
-                yield Send(member.control, Rejoin(state.epoch, text))
+                yield effects.Send(member.control, Rejoin(state.epoch, text))
 
 
-def stall(state: State, worker_id: str) -> Iterator[Effect]:
+def stall(state: RunState, worker_id: str) -> effects.Effects:
     """A worker trains no longer: it is not waited for, what it has sent counts."""
     if state.round is not None and state.round.phase is Phase.OPEN:
         state.round.expected.discard(worker_id)
@@ -122,24 +109,24 @@ def stall(state: State, worker_id: str) -> Iterator[Effect]:
         yield from close_if_due(state)
 
 
-def stirs(state: State, member: Member) -> Iterator[Effect]:
+def stirs(state: RunState, member: Member) -> effects.Effects:
     """A worker goes on. One that stood still is expected again: from the next round, or at once
     below the floor."""
     member.moved_at = state.now
     if member.is_stalled:
         member.is_stalled = False
-        yield Log("info", f"{member.worker_id} trains again, at step {member.step}.")
+        yield effects.Log("info", f"{member.worker_id} trains again, at step {member.step}.")
         yield from expect_all(state)
 
 
-def excuse(state: State, worker_id: str, push: Push) -> Iterator[Effect]:
+def excuse(state: RunState, worker_id: str, push: Push) -> effects.Effects:
     """A push was refused: the others do not wait for its worker in that round."""
     if state.round is not None and not state.config.is_async:
         state.staging.excused_from(push.fragment).add(worker_id)
         yield from close_if_due(state)
 
 
-def look_after(state: State) -> Iterator[Effect]:
+def look_after(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None and state.config.is_async:
         yield from async_reducer.take_back_slots(state)
@@ -149,7 +136,7 @@ def look_after(state: State) -> Iterator[Effect]:
     yield from close_if_due(state)
 
 
-def _go_on_with_fewer(state: State) -> Iterator[Effect]:
+def _go_on_with_fewer(state: RunState) -> effects.Effects:
     """A run that goes on needs its `workers` no more: who has not come back is not waited for.
 
     A run that has not had a round yet still does.
@@ -162,17 +149,17 @@ def _go_on_with_fewer(state: State) -> Iterator[Effect]:
     if here and (are_back or state.now - min(here.values()) >= state.config.recover_wait):
         state.first_round_pending = False
         if round_.floor > state.config.min_workers and len(here) < round_.floor:
-            yield Log("info", f"Going on with {len(here)} of {round_.floor} workers.")
+            yield effects.Log("info", f"Going on with {len(here)} of {round_.floor} workers.")
         round_.floor = min(round_.floor, state.config.min_workers)
 
 
-def stepped(state: State, event: Stepped) -> Iterator[Effect]:
+def stepped(state: RunState, event: events.Stepped) -> effects.Effects:
     """An outer step was taken: the chunk can be handed out; with the last one, the version."""
     round_ = state.round
     assert round_ is not None and round_.fragment == event.fragment
     round_.stepped.add(event.index)
     if event.overflow:
-        yield Log(
+        yield effects.Log(
             "error",
             f"A gradient of chunk {event.index} in round {round_.number} overflowed and was left out. "
             "A worker sends very large pseudo-gradients.",
@@ -182,7 +169,7 @@ def stepped(state: State, event: Stepped) -> Iterator[Effect]:
         yield from _complete(state, round_)
 
 
-def _complete(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
+def _complete(state: RunState, ended: Round | StagedRound) -> effects.Effects:
     """Every chunk has been stepped: the version is whole. A durable run saves it before it is told."""
     stock = state.shelf.stocks[ended.fragment]
     assert stock.making is not None
@@ -191,11 +178,13 @@ def _complete(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
     pushes = []
     for each in counting:
         if each.added:
-            pushes.append(AuditedPush(each.worker_id, each.push, each.added, each.weight))
+            pushes.append(effects.AuditedPush(each.worker_id, each.push, each.added, each.weight))
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
     ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
     made = Made(ended, counting, ledger)
-    yield Audit(stock.making.version, stock.version, ended.fragment, ended.number, tuple(pushes))
+    yield effects.RecordVersion(
+        stock.making.version, stock.version, ended.fragment, ended.number, tuple(pushes)
+    )
     if state.config.durable:
         state.made = made
         yield _save(state, ended.number + 1)
@@ -203,14 +192,14 @@ def _complete(state: State, ended: Round | StagedRound) -> Iterator[Effect]:
         yield from _release(state, made)
 
 
-def saved(state: State, event: Saved) -> Iterator[Effect]:
+def saved(state: RunState, event: events.Saved) -> effects.Effects:
     """A checkpoint is on the disk: a version that waited for it is released."""
     saving, made = state.saving, state.made
     if saving.error is not None:
-        yield Log("info", f"Checkpoints are written again; the newest is {event.path}.")
+        yield effects.Log("info", f"Checkpoints are written again; the newest is {event.path}.")
     elif saving.number is None:
         text = "started again with this folder, the broker goes on from the newest"
-        yield Log("info", f"The first checkpoint is {event.path}; {text}.")
+        yield effects.Log("info", f"The first checkpoint is {event.path}; {text}.")
     saving.number, saving.saved_at = event.number, state.now
     saving.error = saving.retry_at = None
     if made is not None and event.number == made.ended.number + 1:
@@ -218,7 +207,7 @@ def saved(state: State, event: Saved) -> Iterator[Effect]:
         yield from _release(state, made)
 
 
-def save_failed(state: State, event: SaveFailed) -> Iterator[Effect]:
+def save_failed(state: RunState, event: events.SaveFailed) -> effects.Effects:
     """A checkpoint could not be written. Training goes on, unless the run is durable: then it waits."""
     saving = state.saving
     if state.made is not None:
@@ -228,11 +217,11 @@ def save_failed(state: State, event: SaveFailed) -> Iterator[Effect]:
         then = "Training goes on; it is tried again after the next round"
     if saving.error != event.error:
         text = f"The checkpoint before round {event.number} could not be written: {event.error}."
-        yield Log("error", f"{text} {then}. Make room, or mend the folder.")
+        yield effects.Log("error", f"{text} {then}. Make room, or mend the folder.")
     saving.error = event.error
 
 
-def save_soon(state: State) -> Iterator[Effect]:
+def save_soon(state: RunState) -> effects.Effects:
     """Save now, or as soon as the version that is being made is whole."""
     assert state.round is not None
     if state.round.phase is Phase.OPEN:
@@ -241,18 +230,18 @@ def save_soon(state: State) -> Iterator[Effect]:
         state.saving.is_asked = True
 
 
-def _save(state: State, number: int) -> Save:
-    return Save(number, books_of(state, number))
+def _save(state: RunState, number: int) -> effects.Save:
+    return effects.Save(number, books_of(state, number))
 
 
-def _save_again(state: State) -> Iterator[Effect]:
+def _save_again(state: RunState) -> effects.Effects:
     retry_at = state.saving.retry_at
     if state.made is not None and retry_at is not None and state.now >= retry_at:
         state.saving.retry_at = None
         yield _save(state, state.made.ended.number + 1)
 
 
-def _release(state: State, made: Made) -> Iterator[Effect]:
+def _release(state: RunState, made: Made) -> effects.Effects:
     """Everybody gets the version, and the next round opens."""
     ended, fragment = made.ended, made.ended.fragment
     for each in made.counting:
@@ -273,7 +262,7 @@ def _release(state: State, made: Made) -> Iterator[Effect]:
     assert stock.making is not None
     state.last_report = _report(ended, made.counting, stock.making.version.counter, state.now)
     state.first_round_pending = False
-    yield Ended(state.last_report)
+    yield effects.RecordRound(state.last_report)
     yield from _tell(state, ended, made.counting)
     yield from state.shelf.release(fragment, made.ledger, ended.number, ended.averaged)
     state.staging.excused_from(fragment).clear()
@@ -291,8 +280,8 @@ def _release(state: State, made: Made) -> Iterator[Effect]:
 
 
 def _tell(
-    state: State, ended: Round | StagedRound, counting: Sequence[Counting]
-) -> Iterator[Effect]:
+    state: RunState, ended: Round | StagedRound, counting: Sequence[Counting]
+) -> effects.Effects:
     pieces = state.config.num_fragments
     if not state.config.is_async:
         yield round_lines.closed(ended, counting, pieces, state.now)
@@ -305,11 +294,11 @@ def _tell(
 
 def _report(
     ended: Round | StagedRound, counting: Sequence[Counting], version: int, now: float
-) -> RoundReport:
+) -> effects.RoundReport:
     whole = [each for each in counting if each.chunks.is_full]
     losses = [each.push.loss for each in whole if each.push.loss is not None]
     norms = [each.push.norm for each in whole if each.push.norm is not None]
-    return RoundReport(
+    return effects.RoundReport(
         ended.number,
         ended.fragment,
         version,

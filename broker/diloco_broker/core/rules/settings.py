@@ -7,13 +7,13 @@ begun with, since some of its chunks have been stepped already: what was asked f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.events import Acted, Effect, Send, Tune
-from diloco_broker.core.state.run import State
+from diloco_broker.core import effects
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_protocol.errors import UsageError
@@ -51,7 +51,7 @@ def _shown(value: Any) -> str:
     return "all" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def changes(state: State, arguments: Mapping[str, Any]) -> list[Change]:
+def changes(state: RunState, arguments: Mapping[str, Any]) -> list[Change]:
     """What would change, compared with what is wanted already.
 
     Raises:
@@ -77,7 +77,7 @@ def changes(state: State, arguments: Mapping[str, Any]) -> list[Change]:
     return planned
 
 
-def _of_groups(state: State, name: str, wanted: float) -> tuple[Any, bool]:
+def _of_groups(state: RunState, name: str, wanted: float) -> tuple[Any, bool]:
     """What the groups of a torch optimizer have of a setting, and whether all have what is wanted."""
     groups, called = state.outer_groups, SETTINGS[name]
     if not groups:
@@ -118,7 +118,7 @@ def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
     return after
 
 
-def want(state: State, who: str, planned: Sequence[Change]) -> Iterator[Effect]:
+def want(state: RunState, who: str, planned: Sequence[Change]) -> effects.Effects:
     """Take down what `changes` has found; `take_effect` carries it out."""
     values = {each.name: each.after for each in planned}
     if state.has_own_optimizer:
@@ -128,10 +128,10 @@ def want(state: State, who: str, planned: Sequence[Change]) -> Iterator[Effect]:
     when = first_use(state)
     for each in planned:
         text = f"{each.text}{when}"
-        yield Acted(who, f"set {each.name}", each.before, each.after, text)
+        yield effects.RecordAction(who, f"set {each.name}", each.before, each.after, text)
 
 
-def remark(state: State, planned: Sequence[Change]) -> str:
+def remark(state: RunState, planned: Sequence[Change]) -> str:
     """What follows from the changes, or does not, though one might not think so; sentences."""
     names = {each.name for each in planned}
     said = ""
@@ -146,7 +146,7 @@ def remark(state: State, planned: Sequence[Change]) -> str:
     return said + (_about_workers(state) if "workers" in names else "")
 
 
-def after_restart(state: State, planned: Sequence[Change]) -> str:
+def after_restart(state: RunState, planned: Sequence[Change]) -> str:
     """What a broker that is started again goes on with; sentences."""
     own = state.has_own_optimizer
     saved = [each for each in planned if own and each.name in _OF_THE_OPTIMIZER]
@@ -156,7 +156,7 @@ def after_restart(state: State, planned: Sequence[Change]) -> str:
     return said
 
 
-def _about_workers(state: State) -> str:
+def _about_workers(state: RunState) -> str:
     config = state.wanted or state.config
     if config.is_async:
         if config.outer_name in ("dn", "fedbuff"):
@@ -170,7 +170,7 @@ def _about_workers(state: State) -> str:
     return ""
 
 
-def first_use(state: State) -> str:
+def first_use(state: RunState) -> str:
     """From when on a setting of now holds, as the end of a sentence."""
     round_ = state.round
     if round_ is None:
@@ -181,7 +181,7 @@ def first_use(state: State) -> str:
     return f" from version {number + 1}"
 
 
-def take_effect(state: State) -> Iterator[Effect]:
+def take_effect(state: RunState) -> effects.Effects:
     """No step is queued: what is wanted holds from here on."""
     before, wanted = state.config, state.wanted
     if wanted is None:
@@ -190,11 +190,13 @@ def take_effect(state: State) -> Iterator[Effect]:
     state.config, state.wanted = wanted, None
     own = {_OF_THE_OPTIMIZER[name]: value for name, value in outer.items()}
     state.outer_groups = tuple(replace(group, **own) for group in state.outer_groups)
-    yield Tune(wanted, own)
+    yield effects.SetOuterOptimizer(wanted, own)
     if before.sync_every != wanted.sync_every:
         text = f"The run's sync_every is {wanted.sync_every} now; it was {before.sync_every}."
         for member in state.members:
-            yield Send(member.control, Notice("sync_every", text, sync_every=wanted.sync_every))
+            yield effects.Send(
+                member.control, Notice("sync_every", text, sync_every=wanted.sync_every)
+            )
     round_ = state.round
     if round_ is None or wanted.is_async:
         return

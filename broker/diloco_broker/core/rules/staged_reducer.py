@@ -7,32 +7,23 @@ the fragment, or dropped, as the run has it (`--late`), and its worker is told e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from diloco_broker.core.events import (
-    Effect,
-    Inspected,
-    InspectRefused,
-    Log,
-    Merge,
-    Send,
-)
+from diloco_broker.core import effects, events
 from diloco_broker.core.rules import grants
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_round import StagedRound, Submission
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Commit, Notice, Push
 
 
-def open_round(state: State, round_: StagedRound) -> Iterator[Effect]:
+def open_round(state: RunState, round_: StagedRound) -> effects.Effects:
     """Begin a round with what is in its fragment's pool already."""
     state.round = round_
     yield from enter_deferred(state, round_.fragment)
 
 
-def enter_deferred(state: State, fragment: int) -> Iterator[Effect]:
+def enter_deferred(state: RunState, fragment: int) -> effects.Effects:
     """Take pushes that waited for an earlier one of their worker."""
     for member in state.members:
         push = member.deferred.get(fragment)
@@ -41,7 +32,7 @@ def enter_deferred(state: State, fragment: int) -> Iterator[Effect]:
             yield from begin(state, member, push, state.next_round_of(fragment))
 
 
-def push(state: State, round_: StagedRound, member: Member, push: Push) -> Iterator[Effect]:
+def push(state: RunState, round_: StagedRound, member: Member, push: Push) -> effects.Effects:
     """A worker offers a push: take it into the pool of its fragment."""
     known = state.staging.find(push.fragment, member.worker_id, push.push_id)
     if known is not None:
@@ -66,7 +57,7 @@ def push(state: State, round_: StagedRound, member: Member, push: Push) -> Itera
         yield from begin(state, member, push, state.next_round_of(push.fragment))
 
 
-def begin(state: State, member: Member, push: Push, number: int | None) -> Iterator[Effect]:
+def begin(state: RunState, member: Member, push: Push, number: int | None) -> effects.Effects:
     """Give a new push its place in the pool."""
     ledger = state.shelf.stocks[push.fragment].ledger
     before = ledger.standing(member.worker_id, push.push_id, push.chunks)
@@ -81,8 +72,8 @@ def begin(state: State, member: Member, push: Push, number: int | None) -> Itera
 
 
 def resume(
-    state: State, member: Member, submission: Submission, number: int | None
-) -> Iterator[Effect]:
+    state: RunState, member: Member, submission: Submission, number: int | None
+) -> effects.Effects:
     """Tell the worker which chunks are held of its push, and how many it may send now."""
     senders = state.config.staging_slots if state.config.is_async else len(state.members)
     waiting = len(submission.arrived) - len(submission.taken)
@@ -90,7 +81,7 @@ def resume(
     yield from grants.grant(member, submission.push, held, waiting, senders, number)
 
 
-def abandon_others(state: State, member: Member, push: Push) -> None:
+def abandon_others(state: RunState, member: Member, push: Push) -> None:
     """A worker that comes with another push of the fragment has given up the unfinished ones."""
     for other in list(state.staging.pool(push.fragment).values()):
         same = other.worker_id == member.worker_id and other.push.push_id != push.push_id
@@ -98,7 +89,7 @@ def abandon_others(state: State, member: Member, push: Push) -> None:
             state.staging.drop(other)
 
 
-def has_whole(state: State, member: Member, push: Push) -> bool:
+def has_whole(state: RunState, member: Member, push: Push) -> bool:
     """Is a whole submission of this worker and fragment waiting to be merged?"""
     round_ = state.round
     assert isinstance(round_, StagedRound)
@@ -109,14 +100,14 @@ def has_whole(state: State, member: Member, push: Push) -> bool:
     )
 
 
-def _is_late(state: State, round_: StagedRound, push: Push) -> bool:
+def _is_late(state: RunState, round_: StagedRound, push: Push) -> bool:
     """Has a round of its fragment closed, or begun to, since its base was handed out?"""
     if round_.phase is Phase.CLOSING and round_.fragment == push.fragment:
         return True
     return state.shelf.stocks[push.fragment].staleness(push) > 0
 
 
-def _round_of(state: State, round_: StagedRound, submission: Submission) -> int:
+def _round_of(state: RunState, round_: StagedRound, submission: Submission) -> int:
     return (
         round_.number
         if submission in round_.chosen
@@ -124,7 +115,7 @@ def _round_of(state: State, round_: StagedRound, submission: Submission) -> int:
     )
 
 
-def leave(state: State, round_: StagedRound, worker_id: str) -> None:
+def leave(state: RunState, round_: StagedRound, worker_id: str) -> None:
     """A worker is gone: what is whole counts, what is not is forgotten."""
     round_.leave(worker_id)
     for submission in list(state.staging):
@@ -132,7 +123,7 @@ def leave(state: State, round_: StagedRound, worker_id: str) -> None:
             state.staging.drop(submission)
 
 
-def inspected(state: State, event: Inspected) -> Iterator[Effect]:
+def inspected(state: RunState, event: events.Inspected) -> effects.Effects:
     """A chunk is here and finite."""
     work = event.work
     submission = state.staging.find(work.fragment, work.worker_id, work.push_id)
@@ -144,7 +135,7 @@ def inspected(state: State, event: Inspected) -> Iterator[Effect]:
     yield from grants.acknowledge_work(state, work)
 
 
-def inspect_refused(state: State, event: InspectRefused) -> Iterator[Effect]:
+def inspect_refused(state: RunState, event: events.InspectRefused) -> effects.Effects:
     """A chunk was not finite: nothing of its push counts."""
     work = event.work
     submission = state.staging.find(work.fragment, work.worker_id, work.push_id)
@@ -162,14 +153,14 @@ def inspect_refused(state: State, event: InspectRefused) -> Iterator[Effect]:
     )
 
 
-def commit(state: State, member: Member, commit: Commit) -> None:
+def commit(state: RunState, member: Member, commit: Commit) -> None:
     """Its worker has sent every chunk; some may still be on their way on the other connection."""
     submission = state.staging.find(commit.fragment, member.worker_id, commit.push_id)
     if submission is not None and not submission.is_whole:
         submission.commit(state.now)
 
 
-def close_if_due(state: State, round_: StagedRound) -> Iterator[Effect]:
+def close_if_due(state: RunState, round_: StagedRound) -> effects.Effects:
     """Merge what is whole if it is time to; what is not is carried or dropped."""
     if not round_.close_if_due(state.now):
         return
@@ -178,11 +169,11 @@ def close_if_due(state: State, round_: StagedRound) -> Iterator[Effect]:
     count = state.begin_version(round_.fragment, 1)
     wholes = (tuple(submission.merged() for submission in round_.chosen),)
     for index in range(round_.size):
-        yield Merge(round_.fragment, index, wholes, count)
+        yield effects.AggregateAndStep(round_.fragment, index, wholes, count)
     yield from _tell_the_late(state, round_)
 
 
-def _tell_the_late(state: State, round_: StagedRound) -> Iterator[Effect]:
+def _tell_the_late(state: RunState, round_: StagedRound) -> effects.Effects:
     following = round_.number + state.config.num_fragments
     chosen = {submission.key for submission in round_.chosen}
     late = [s for s in round_.pool.values() if s.key not in chosen]
@@ -194,13 +185,13 @@ def _tell_the_late(state: State, round_: StagedRound) -> Iterator[Effect]:
             yield from grants.refuse(state, worker_id, push.fragment, push.push_id, Code.LATE, text)
             continue
         text = f"Round {round_.number} closed without {worker_id}; its push goes into {following}."
-        yield Log("info", text)
+        yield effects.Log("info", text)
         member = state.members.named(worker_id)
         if member is not None:
-            yield Send(member.control, Notice("carried", text, push.fragment, following))
+            yield effects.Send(member.control, Notice("carried", text, push.fragment, following))
 
 
-def released(state: State, round_: StagedRound) -> None:
+def released(state: RunState, round_: StagedRound) -> None:
     """What was merged needs no room any more."""
     for submission in round_.chosen:
         state.staging.drop(submission)

@@ -7,19 +7,17 @@ has delivered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from diloco_broker.core.events import Effect, Folded, FoldRefused, Step
+from diloco_broker.core import effects, events
 from diloco_broker.core.rules import grants
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run import State
+from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.streaming_round import Contribution, Ended, Phase, Round
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Push
 
 
-def open_round(state: State, round_: Round) -> Iterator[Effect]:
+def open_round(state: RunState, round_: Round) -> effects.Effects:
     """Enter the pushes that came too early for this round."""
     state.round = round_
     ledger = state.shelf.stocks[round_.fragment].ledger
@@ -30,7 +28,7 @@ def open_round(state: State, round_: Round) -> Iterator[Effect]:
             yield from _enter(state, round_, member, push, before)
 
 
-def push(state: State, round_: Round, member: Member, push: Push) -> Iterator[Effect]:
+def push(state: RunState, round_: Round, member: Member, push: Push) -> effects.Effects:
     """A worker offers a push: take it into the round, or tell it to wait for its own."""
     ledger = state.shelf.stocks[push.fragment].ledger
     before = ledger.standing(member.worker_id, push.push_id, push.chunks)
@@ -58,7 +56,7 @@ def push(state: State, round_: Round, member: Member, push: Push) -> Iterator[Ef
         yield from grants.wait(member, push, text, number)
 
 
-def _abandon_others(state: State, round_: Round, worker_id: str, push: Push) -> Iterator[Effect]:
+def _abandon_others(state: RunState, round_: Round, worker_id: str, push: Push) -> effects.Effects:
     """A worker that comes with another push of the fragment has given up the unfinished ones."""
     for other in list(round_.of_worker(worker_id)):
         same = other.push.fragment == push.fragment
@@ -75,8 +73,8 @@ def _takes_now(round_: Round, member: Member, push: Push) -> bool:
 
 
 def _enter(
-    state: State, round_: Round, member: Member, push: Push, before: Bitmap
-) -> Iterator[Effect]:
+    state: RunState, round_: Round, member: Member, push: Push, before: Bitmap
+) -> effects.Effects:
     """Let a new push into the open round. Others of the same worker have been abandoned."""
     if before.is_full:
         yield from grants.counted(member, push)
@@ -89,13 +87,13 @@ def _enter(
     yield from _grant(round_, member, contribution)
 
 
-def _grant(round_: Round, member: Member, contribution: Contribution) -> Iterator[Effect]:
+def _grant(round_: Round, member: Member, contribution: Contribution) -> effects.Effects:
     waiting = len(contribution.arrived) - len(contribution.folded)
     push, sharing = contribution.push, len(round_.expected)
     yield from grants.grant(member, push, contribution.held, waiting, sharing, round_.number)
 
 
-def close_if_due(state: State, round_: Round) -> Iterator[Effect]:
+def close_if_due(state: RunState, round_: Round) -> effects.Effects:
     """Begin to close the round if everyone expected has begun; what is ready is stepped at once."""
     ready = round_.close_if_due()
     if ready is not None:
@@ -103,19 +101,19 @@ def close_if_due(state: State, round_: Round) -> Iterator[Effect]:
         yield from step(state, round_, ready)
 
 
-def step(state: State, round_: Round, indexes: list[int]) -> Iterator[Effect]:
+def step(state: RunState, round_: Round, indexes: list[int]) -> effects.Effects:
     """The outer step of chunks that nobody owes any more."""
     count = state.shelf.stocks[round_.fragment].gradients - 1
     for index in indexes:
-        yield Step(round_.fragment, index, round_.reached[index], count)
+        yield effects.Step(round_.fragment, index, round_.reached[index], count)
 
 
-def leave(state: State, round_: Round, worker_id: str) -> Iterator[Effect]:
+def leave(state: RunState, round_: Round, worker_id: str) -> effects.Effects:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     yield from step(state, round_, round_.leave(worker_id))
 
 
-def folded(state: State, round_: Round, event: Folded) -> Iterator[Effect]:
+def folded(state: RunState, round_: Round, event: events.Folded) -> effects.Effects:
     """A chunk has been added."""
     work = event.work
     ready = round_.folded((work.worker_id, work.push_id), work.index)
@@ -123,7 +121,7 @@ def folded(state: State, round_: Round, event: Folded) -> Iterator[Effect]:
     yield from step(state, round_, ready)
 
 
-def fold_refused(state: State, round_: Round, event: FoldRefused) -> Iterator[Effect]:
+def fold_refused(state: RunState, round_: Round, event: events.FoldRefused) -> effects.Effects:
     """A chunk was not finite: the push is void from there on, the round goes on."""
     work = event.work
     key = (work.worker_id, work.push_id)

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_broker.core.events import Route
+from diloco_broker.core import effects
 from diloco_broker.core.rules.compatibility import own_sync_every
 from diloco_broker.core.state.dylu import averaged
 from diloco_broker.core.state.versions import Account, Upload
-from diloco_protocol.messages import Heartbeat, Join, Pull, Push
+from diloco_protocol import messages
 from diloco_protocol.version import VersionId
 
 MAX_HOST_LENGTH = 255
@@ -34,10 +34,10 @@ class Member:
 
     worker_id: str
     session: bytes
-    control: Route
+    control: effects.Route
     joined_at: float
     last_seen: float
-    bulk: Route | None = None
+    bulk: effects.Route | None = None
     host: str = ""
     pid: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -45,8 +45,12 @@ class Member:
     versions: tuple[VersionId | None, ...] = ()
     uploads: dict[int, Upload] = field(default_factory=dict)  # by fragment
     window: int = 0  # chunks that its last push could have under way
-    deferred: dict[int, Push] = field(default_factory=dict)  # pushes whose round is not open yet
-    early_pulls: dict[int, Pull] = field(default_factory=dict)  # came before the bulk connection
+    deferred: dict[int, messages.Push] = field(
+        default_factory=dict
+    )  # pushes whose round is not open yet
+    early_pulls: dict[int, messages.Pull] = field(
+        default_factory=dict
+    )  # came before the bulk connection
     disconnected_at: float | None = None
     contested_at: float | None = None  # when another worker asked for this id
     probed_at: float = 0.0
@@ -74,7 +78,7 @@ class Member:
     last_round: int | None = None
     counted_at: float | None = None  # when a version last took in work of this worker
 
-    def hears(self, beat: Heartbeat, now: float) -> None:
+    def hears(self, beat: messages.Heartbeat, now: float) -> None:
         if beat.step != self.step or beat.state != "training" or self.told_at is None:
             self.moved_at = now
         self.beat_at = self.told_at = now
@@ -89,7 +93,7 @@ class Member:
         if beat.merge_delay is not None:
             self.merge_delay = beat.merge_delay
 
-    def stands_still(self, push: Push) -> bool:
+    def stands_still(self, push: messages.Push) -> bool:
         """Whether this is the second push in a row of a fragment with zeros only; True once.
 
         That is told anew when every fragment has moved in between.
@@ -136,7 +140,7 @@ class Member:
         self.account.bytes_up = counters["bytes_up"]
         self.account.bytes_down = counters["bytes_down"]
 
-    def begins(self, push: Push, number: int | None) -> None:
+    def begins(self, push: messages.Push, number: int | None) -> None:
         """A push of this worker is taken in, for round `number` where there are common rounds."""
         self.deferred.pop(push.fragment, None)  # an earlier one, which this one takes the place of
         self.pushes += 1
@@ -169,10 +173,12 @@ class Membership:
     def with_session(self, session: bytes) -> Member | None:
         return self._by_session.get(session)
 
-    def on_route(self, route: Route) -> Member | None:
+    def on_route(self, route: effects.Route) -> Member | None:
         return next((m for m in self._by_id.values() if route in (m.control, m.bulk)), None)
 
-    def admit(self, join: Join, session: bytes, route: Route, now: float) -> Member:
+    def admit(
+        self, join: messages.Join, session: bytes, route: effects.Route, now: float
+    ) -> Member:
         member = Member(
             join.worker_id,
             session,
@@ -192,7 +198,9 @@ class Membership:
         self._by_id[join.worker_id] = member
         return member
 
-    def renew(self, member: Member, join: Join, session: bytes, route: Route, now: float) -> None:
+    def renew(
+        self, member: Member, join: messages.Join, session: bytes, route: effects.Route, now: float
+    ) -> None:
         """The same worker on new connections: all credits of the old ones are void."""
         del self._by_session[member.session]
         self._by_session[session] = member

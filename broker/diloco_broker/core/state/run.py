@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.events import OuterGroup, RoundReport
+from diloco_broker.core import effects
 from diloco_broker.core.round_lines import Untold
 from diloco_broker.core.state.dylu import sync_every
 from diloco_broker.core.state.members import Member, Membership
@@ -73,6 +73,14 @@ class Saving:
 
 
 @dataclass(frozen=True)
+class OuterGroup:
+    """What a group of a torch outer optimizer says; momentum is beta 1 of Adam's kind."""
+
+    lr: float | None
+    momentum: float | None
+
+
+@dataclass(frozen=True)
 class Made:
     """A version of which every chunk is there, and what it contains; not released yet."""
 
@@ -82,7 +90,7 @@ class Made:
 
 
 @dataclass
-class State:
+class RunState:
     """Everything the broker knows, except tensors.
 
     Attributes:
@@ -127,7 +135,7 @@ class State:
     saving: Saving = field(default_factory=Saving)
     totals: Totals = field(default_factory=Totals)
     totals_before: Totals = field(default_factory=Totals)
-    last_report: RoundReport | None = None
+    last_report: effects.RoundReport | None = None
     stopping: str | None = None
     is_restarting: bool = False
     back_at: float | None = None

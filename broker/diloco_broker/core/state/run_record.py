@@ -14,7 +14,7 @@ from diloco_protocol.manifest import Manifest
 from diloco_protocol.version import Ledger, VersionId
 
 if TYPE_CHECKING:
-    from diloco_broker.core.state.run import State
+    from diloco_broker.core.state.run import RunState
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Books:
     totals: Mapping[str, int]
 
 
-def books_of(state: State, number: int) -> Books:
+def books_of(state: RunState, number: int) -> Books:
     """How things stand between rounds, or when a version is whole that is not released yet."""
     boot, made = state.bootstrap, state.made
     assert boot.manifest is not None and boot.run is not None

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_broker.core.events import Whole
+from diloco_broker.core import effects
 from diloco_broker.core.state.streaming_round import Counting, Key, Phase
 from diloco_protocol.chunks import Bitmap
 from diloco_protocol.messages import Push
@@ -91,9 +91,9 @@ class Submission:
         if self.committed and (self.before | self.taken).is_full:
             self.whole_at = now
 
-    def merged(self, scale: float = 1.0) -> Whole:
+    def merged(self, scale: float = 1.0) -> effects.WholePush:
         """Itself as it is merged; its values are multiplied by `scale`."""
-        return Whole(
+        return effects.WholePush(
             self.worker_id,
             self.push.push_id,
             self.weight,

@@ -14,11 +14,10 @@ no more than `KEPT` old versions, others that are behind are moved to the newer.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_broker.core.events import Effect, Route, Send
+from diloco_broker.core import effects
 from diloco_protocol.chunks import Bitmap, FragmentLayout
 from diloco_protocol.messages import Chunk, Push, Released
 from diloco_protocol.version import Ledger, VersionId
@@ -121,8 +120,8 @@ class Download:
 class Reader:
     """One connection that takes chunks. `announce` is where its `released` goes."""
 
-    route: Route
-    announce: Route
+    route: effects.Route
+    announce: effects.Route
     account: Account
     joined: bool
     credit: int = 0
@@ -201,7 +200,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self.stocks: list[Stock] = []
-        self.readers: dict[Route, Reader] = {}
+        self.readers: dict[effects.Route, Reader] = {}
         self.bytes_down = 0
 
     def furnish(self, layouts: tuple[FragmentLayout, ...]) -> None:
@@ -226,7 +225,7 @@ class Shelf:
         assert stock.version is None and stock.making is None
         stock.put(version, tuple(wires), ledger)
 
-    def serve_waiting(self) -> Iterator[Effect]:
+    def serve_waiting(self) -> effects.Effects:
         """Start the readers that have waited for a version which is here now."""
         for reader in list(self.readers.values()):
             for fragment, after in list(reader.waiting.items()):
@@ -235,7 +234,7 @@ class Shelf:
                     chunks = self.stocks[fragment].layout.chunks
                     yield from self._start(reader, fragment, Bitmap(chunks))
 
-    def chunk_ready(self, fragment: int, index: int, wire: Any) -> Iterator[Effect]:
+    def chunk_ready(self, fragment: int, index: int, wire: Any) -> effects.Effects:
         """A chunk of the version being made is finished."""
         making = self.stocks[fragment].making
         assert making is not None and making.wires[index] is None
@@ -247,9 +246,7 @@ class Shelf:
                 download.ready.append(index)
                 yield from self.pump(reader)
 
-    def release(
-        self, fragment: int, ledger: Ledger, number: int, averaged: int
-    ) -> Iterator[Effect]:
+    def release(self, fragment: int, ledger: Ledger, number: int, averaged: int) -> effects.Effects:
         """The version being made is whole: it becomes the current one."""
         stock = self.stocks[fragment]
         assert stock.making is not None and stock.making.left == 0
@@ -267,28 +264,30 @@ class Shelf:
                 yield from self._start(reader, fragment, Bitmap(stock.layout.chunks))
             elif waits is not None and waits < stock.version.counter:
                 del reader.waiting[fragment]
-                yield Send(reader.announce, self._released(fragment, reader))
+                yield effects.Send(reader.announce, self._released(fragment, reader))
 
     # Readers.
 
-    def joined_reader(self, route: Route, announce: Route, account: Account) -> Reader:
+    def joined_reader(
+        self, route: effects.Route, announce: effects.Route, account: Account
+    ) -> Reader:
         """The reader on a worker's bulk connection, made if it is new."""
         if route not in self.readers:
             self.readers[route] = Reader(route, announce, account, joined=True)
         return self.readers[route]
 
-    def observer(self, route: Route) -> Reader:
+    def observer(self, route: effects.Route) -> Reader:
         """The reader on a connection that has not joined, made if it is new."""
         if route not in self.readers:
             self.readers[route] = Reader(route, route, Account(), joined=False)
         return self.readers[route]
 
-    def add_credit(self, reader: Reader, chunks: int) -> Iterator[Effect]:
+    def add_credit(self, reader: Reader, chunks: int) -> effects.Effects:
         """The reader can take more."""
         reader.credit = min(reader.credit + max(0, chunks), MAX_READER_CREDIT)
         yield from self.pump(reader)
 
-    def forget(self, route: Route | None) -> None:
+    def forget(self, route: effects.Route | None) -> None:
         """This connection takes nothing more."""
         if route is not None and self.readers.pop(route, None) is not None:
             self._sweep()
@@ -299,7 +298,7 @@ class Shelf:
 
     def pull(
         self, reader: Reader, fragment: int, after: int, held: tuple[VersionId, bytes] | None
-    ) -> Iterator[Effect]:
+    ) -> effects.Effects:
         """Give a reader the newest version above `after`, now or when there is one."""
         stock = self.stocks[fragment]
         if reader.downloads.pop(fragment, None) is not None:
@@ -324,7 +323,7 @@ class Shelf:
             reader.downloads[fragment] = Download(making.version, ready, chunks - len(have))
             yield from self.pump(reader)
 
-    def pump(self, reader: Reader) -> Iterator[Effect]:
+    def pump(self, reader: Reader) -> effects.Effects:
         """Send what is ready while there is credit."""
         for fragment, download in list(reader.downloads.items()):
             wires = self._wires(fragment, download.version)
@@ -335,18 +334,18 @@ class Shelf:
                 reader.account.bytes_down += wires[index].nbytes
                 self.bytes_down += wires[index].nbytes
                 message = Chunk(fragment, index, version=download.version)
-                yield Send(reader.route, message, wires[index])
+                yield effects.Send(reader.route, message, wires[index])
             if not download.left:
                 del reader.downloads[fragment]
                 self._sweep()
 
-    def _start(self, reader: Reader, fragment: int, have: Bitmap) -> Iterator[Effect]:
+    def _start(self, reader: Reader, fragment: int, have: Bitmap) -> effects.Effects:
         stock = self.stocks[fragment]
         assert stock.version is not None
         reader.waiting.pop(fragment, None)
         missing = deque(have.missing())
         reader.downloads[fragment] = Download(stock.version, missing, len(missing))
-        yield Send(reader.announce, self._released(fragment, reader))
+        yield effects.Send(reader.announce, self._released(fragment, reader))
         yield from self.pump(reader)
 
     def _released(self, fragment: int, reader: Reader) -> Released:

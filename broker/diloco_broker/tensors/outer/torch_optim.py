@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from diloco_broker.core.events import OuterGroup
+from diloco_broker.core.state.run import OuterGroup
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place, Segment
 from diloco_protocol.codecs import is_finite
 from diloco_protocol.errors import UsageError

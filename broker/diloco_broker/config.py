@@ -12,14 +12,11 @@ from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments.plan import PATTERNS, longest_delay
-from diloco_protocol.messages import BUFFERS, RunConfig
+from diloco_protocol.messages import BUFFERS, MERGES, MODES, WEIGHTS, RunConfig
 
-MODES = ("sync", "async")
 OUTERS = ("nesterov", "dn", "fedbuff", "sgd")
 DN_VARIANTS = ("paper", "direct")
 STALENESS_WEIGHTS = ("none", "poly")
-MERGES = ("alpha", "rebase")
-WEIGHTS = ("equal", "tokens", "samples")
 AGGREGATES = ("mean", "clip-median-norm")
 LATES = ("carry", "drop")
 RECOVERIES = ("adopt", "rewind")

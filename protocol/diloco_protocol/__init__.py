@@ -1,7 +1,8 @@
 """What both ends of DiLoCo must agree on: messages, frames, the cut of a model, codecs, versions.
 
-Pure functions and records, without socket, thread or clock, but for `operator` (asks a broker over a
-socket) and `buffers` (memory, touched by a thread). The specification is protocol/README.md.
+Pure functions and records, without socket, thread, clock or torch, but for `clients` (ask a broker over
+a socket), `codecs` (torch) and `tensor_pool` (memory, touched by a thread). The specification is
+protocol/README.md.
 """
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS, Bitmap, ModelLayout, Segment, lay_out

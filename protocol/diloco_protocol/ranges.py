@@ -1,4 +1,4 @@
-"""The one place where a peer's numbers are made sane: `messages.decode` asks here for every field.
+"""The one place where a peer's numbers are made sane: `records` asks here for every field.
 
 What a worker *reports* of itself (steps, speed, loss) is shown, averaged and written down. A report
 that makes no sense is worth no refusal: it is brought into range, or left out. Every other number means

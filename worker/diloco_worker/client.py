@@ -42,8 +42,9 @@ from diloco_protocol import (
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.codecs import wire_dtype
-from diloco_protocol.messages import BUFFERS, Control, Push, Result, from_plain
+from diloco_protocol.messages import BUFFERS, Control, Push, Result
 from diloco_protocol.messages import encode as encode_message
+from diloco_protocol.records import from_plain
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.events import Observe
 from diloco_worker.core.session import Phase, Session

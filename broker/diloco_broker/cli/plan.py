@@ -18,7 +18,7 @@ from diloco_protocol.clients.operator import Operator
 from diloco_protocol.errors import ProtocolError, Unreachable, UsageError
 from diloco_protocol.fragments.plan import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import from_plain
+from diloco_protocol.records import from_plain
 
 DEFAULTS = {"sync_every": 500, "wire_dtype": "bf16", "reply_dtype": "fp32"}
 IN_NO_ORDER = (

@@ -42,7 +42,7 @@ from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out
 from diloco_protocol.codecs import segment_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import from_plain, to_plain
+from diloco_protocol.records import from_plain, to_plain
 from diloco_protocol.version import Counted, Ledger, VersionId
 
 FORMAT = 1

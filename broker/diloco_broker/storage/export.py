@@ -31,8 +31,8 @@ from diloco_protocol.messages import (
     Released,
     Result,
     RunConfig,
-    from_plain,
 )
+from diloco_protocol.records import from_plain
 
 # Chunks asked for at a time.
 CREDIT = 16

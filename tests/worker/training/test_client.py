@@ -27,8 +27,8 @@ from diloco_protocol.messages import (
     Released,
     Result,
     Welcome,
-    to_plain,
 )
+from diloco_protocol.records import to_plain
 from diloco_worker import DiLoCoClient, GlobalParameters
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.downloads import DOWNLOAD_WINDOW

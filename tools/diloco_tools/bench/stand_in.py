@@ -46,8 +46,8 @@ from diloco_protocol.messages import (
     Result,
     Standing,
     Welcome,
-    from_plain,
 )
+from diloco_protocol.records import from_plain
 
 if TYPE_CHECKING:
     from diloco_tools.bench.actor import Action

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from diloco_protocol import Manifest, ModelLayout, ProtocolError, RunConfig, Segment, lay_out
 from diloco_protocol.fragments.plan import FragmentPlan
-from diloco_protocol.messages import BUFFERS, Welcome
+from diloco_protocol.messages import BUFFERS, MERGES, MODES, Welcome
 
 # Seconds between heartbeats where neither the worker nor the broker asks for something else.
 HEARTBEAT_S = 30.0
@@ -25,8 +25,6 @@ OTHER_PLAN = (
     "The broker came back with another plan of fragments than this worker trains with; restart the "
     "worker, or the broker with its old options."
 )
-MODES = ("sync", "async")
-MERGES = ("alpha", "rebase")
 
 
 def objection(

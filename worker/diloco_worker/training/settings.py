@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from diloco_protocol import UsageError
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.dtypes import check_wire_dtype
+from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 
 logger = logging.getLogger("diloco.worker")
 
@@ -220,9 +221,10 @@ def _check(keyword: str, value: Any, source: str) -> None:
         case "server":
             check_address(value, source)
         case "worker_id":
-            if not (0 < len(value) <= 64 and value.isprintable()):
+            if not is_worker_id(value):
                 raise UsageError(
-                    f"{source} is {value!r:.80}; it must be 1 to 64 printable characters."
+                    f"{source} is {value!r:.80}; it must be 1 to {LONGEST_WORKER_ID} printable "
+                    "characters."
                 )
         case "wire_dtype":
             check_wire_dtype(value)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from diloco_broker.core import effects
 from diloco_broker.core.rules import branches, compatibility, donation, rounds
-from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member
 from diloco_broker.core.state.run import Departure, RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest, differences, summarise
 
-MAX_ID_LENGTH = 64
 Scalar = str | int | float | None
-MAX_HOST_LENGTH = 255
 MAX_EXTRA_LENGTH = 2000  # as text: it is published once a second for each worker
 # A worker that was silent for so long is sent a word, so that a broken connection shows itself.
 PROBE_AFTER_S = 1.0
@@ -111,10 +109,10 @@ def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
     if state.stopping:
         what = "restarts" if state.is_restarting else "is stopping, for the run is over"
         raise ProtocolError(Code.STOPPING, f"The broker {what}: {state.stopping}.")
-    if not (0 < len(join.worker_id) <= MAX_ID_LENGTH and join.worker_id.isprintable()):
+    if not messages.is_worker_id(join.worker_id):
         raise ProtocolError(
             Code.BAD_HEADER,
-            f"The worker id {join.worker_id!r:.80} must be 1 to {MAX_ID_LENGTH} printable "
+            f"The worker id {join.worker_id!r:.80} must be 1 to {messages.LONGEST_WORKER_ID} printable "
             "characters.",
         )
     for name, pairs in (("extra", join.extra), ("wants", join.wants)):

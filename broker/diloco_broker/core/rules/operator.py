@@ -12,6 +12,7 @@ from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_protocol import messages
 from diloco_protocol.errors import UsageError
+from diloco_protocol.records import to_plain
 
 # `status` is answered by the loop, which has figures of its own.
 ACTIONS = ("status", "manifest", "save", "kick", "set", "pause", "resume", "shutdown")
@@ -66,8 +67,8 @@ def _manifest(state: RunState, route: effects.Route, control: messages.Control) 
             route, control, "The broker has no model yet; the first worker that joins brings it."
         )
     data = {
-        "manifest": messages.to_plain(manifest),
-        "config": messages.to_plain(state.run_config),
+        "manifest": to_plain(manifest),
+        "config": to_plain(state.run_config),
         "plan": list(state.bootstrap.plan if state.config.num_fragments > 1 else ()),
         "pattern": state.fragment_pattern,
     }

@@ -25,6 +25,7 @@ import torch
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.cli import app
+from diloco_broker.cli.serve import end_on_signals
 from diloco_broker.shell.process_memory import keep_freed_memory
 from diloco_broker.storage import checkpoint
 from diloco_worker import DiLoCoClient, DiLoCoWorker
@@ -143,7 +144,7 @@ def serve(options: dict[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     broker = Broker(BrokerConfig(**options))
     keep_freed_memory()
-    app._end_on_signals(broker)
+    end_on_signals(broker)
     print("control", broker.address, flush=True)
     broker.run()
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from inspect import signature
 from shutil import get_terminal_size
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
+from diloco_broker.cli.config_options import DECLARED, parameter, with_options
 from diloco_broker.cli.status_text import as_text
+from diloco_broker.core.rules.settings import SETTINGS
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.errors import Unreachable, UsageError
@@ -34,11 +37,36 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for the answer.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether you are sure.")]
 
+# What an option that is set while the run goes on needs to have said besides.
+_ALSO = {"sync_every": " From each worker's next cycle on.", "quorum": " 0: wait for all."}
+
+
+def _control(command: Callable[..., dict[str, Any]]) -> Callable[..., None]:
+    """Make a command of what asks the broker to do what it is named after.
+
+    Args:
+        command: returns the arguments of the control message; it may end the process instead.
+    """
+    action = command.__name__.rstrip("_")
+
+    @with_options(signature(command, eval_str=True).parameters.values())
+    def ask(
+        address: Address = DEFAULT_CONTROL_ADDRESS,
+        as_json: AsJson = False,
+        timeout: Timeout = 5.0,
+        **options: Any,
+    ) -> None:
+        arguments = command(**options)
+        _finish(_ask(address, timeout, action, as_json, **arguments), as_json)
+
+    ask.__name__, ask.__doc__ = command.__name__, command.__doc__
+    return cast(Callable[..., None], ask)
+
 
 def status(
     address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
 ) -> None:
-    """Show how a running broker fares. For a screen that goes on: diloco-top."""
+    """Show how a running broker is doing. For a display that keeps running: diloco-top."""
     result = _ask(address, timeout, "status", as_json)
     if not result.ok:
         _finish(result, as_json)
@@ -49,89 +77,46 @@ def status(
         typer.echo(as_text(result.data, get_terminal_size().lines - 2 if is_seen else None))
 
 
-def save(
-    address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
-) -> None:
+@_control
+def save() -> dict[str, Any]:
     """Write a checkpoint now."""
-    _finish(_ask(address, timeout, "save", as_json), as_json)
+    return {}
 
 
+@_control
 def kick(
     worker: Annotated[str, typer.Argument(help="Its id, as diloco-broker status shows it.")],
-    address: Address = DEFAULT_CONTROL_ADDRESS,
     yes: Yes = False,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-) -> None:
+) -> dict[str, Any]:
     """Remove a worker from the run: the others no longer wait for it, it is told."""
     _sure(yes, f"Remove {worker} from the run? What it has not sent whole is lost.")
-    _finish(_ask(address, timeout, "kick", as_json, worker=worker), as_json)
+    return {"worker": worker}
 
 
-def set_(
-    outer_lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the outer optimizer.")
-    ] = None,
-    outer_momentum: Annotated[
-        float | None, typer.Option(help="Momentum of the outer optimizer.")
-    ] = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Workers that round one waits for; in async mode, how many are planned."),
-    ] = None,
-    min_workers: Annotated[
-        int | None, typer.Option(help="No round closes with fewer contributions.")
-    ] = None,
-    sync_every: Annotated[
-        int | None,
-        typer.Option(help="H, inner steps between two pushes; from each worker's next cycle on."),
-    ] = None,
-    quorum: Annotated[
-        int | None,
-        typer.Option(help="Close a round --grace seconds after so many are in; 0: wait for all."),
-    ] = None,
-    grace: Annotated[
-        float | None, typer.Option(help="Seconds to wait for the rest after the quorum.")
-    ] = None,
-    save_every: Annotated[int | None, typer.Option(help="Rounds between two checkpoints.")] = None,
-    address: Address = DEFAULT_CONTROL_ADDRESS,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-) -> None:
+@_control
+@with_options(parameter(name, None, DECLARED[name].help + _ALSO.get(name, "")) for name in SETTINGS)
+def set_(**settings: Any) -> dict[str, Any]:
     """Change settings of the run from the next version on. All of them, or none if one is wrong."""
-    values: dict[str, float | int | None] = {
-        "outer_lr": outer_lr,
-        "outer_momentum": outer_momentum,
-        "workers": workers,
-        "min_workers": min_workers,
-        "sync_every": sync_every,
-        "quorum": quorum,
-        "grace": grace,
-        "save_every": save_every,
-    }
-    arguments: dict[str, float | int | None] = {
-        name: value for name, value in values.items() if value is not None
-    }
+    arguments = {name: value for name, value in settings.items() if value is not None}
     if not arguments:
-        options = ", ".join("--" + name.replace("_", "-") for name in values)
+        options = ", ".join("--" + name.replace("_", "-") for name in SETTINGS)
         _fail(f"There is nothing to set; give one or more of {options}.")
-    _finish(_ask(address, timeout, "set", as_json, **arguments), as_json)
+    return arguments
 
 
-def pause(
-    address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
-) -> None:
+@_control
+def pause() -> dict[str, Any]:
     """Close no more rounds: workers train to their next boundary and wait there."""
-    _finish(_ask(address, timeout, "pause", as_json), as_json)
+    return {}
 
 
-def resume(
-    address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
-) -> None:
+@_control
+def resume() -> dict[str, Any]:
     """Go on after pause."""
-    _finish(_ask(address, timeout, "resume", as_json), as_json)
+    return {}
 
 
+@_control
 def shutdown(
     restarting: Annotated[
         bool,
@@ -140,18 +125,14 @@ def shutdown(
             help="The broker will be started again: workers train on and come back to it.",
         ),
     ] = False,
-    address: Address = DEFAULT_CONTROL_ADDRESS,
     yes: Yes = False,
-    as_json: AsJson = False,
-    timeout: Timeout = 5.0,
-) -> None:
+) -> dict[str, Any]:
     """End the run: the broker finishes a closing round, saves, and tells its workers to end."""
     if restarting:
         _sure(yes, "Stop the broker? Its workers train on alone until it is started again.")
     else:
         _sure(yes, "End the run? Its workers are told to stop. (--restarting: they train on.)")
-    arguments = {"restarting": True} if restarting else {}
-    _finish(_ask(address, timeout, "shutdown", as_json, **arguments), as_json)
+    return {"restarting": True} if restarting else {}
 
 
 COMMANDS: tuple[Callable[..., None], ...] = (status, save, kick, set_, pause, resume, shutdown)

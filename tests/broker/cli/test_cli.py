@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco_broker import BrokerConfig
-from diloco_broker.cli.app import app, serve
+from diloco_broker.cli.app import app
+from diloco_broker.cli.serve import serve
 from diloco_broker.shell.process_memory import keep_what_is_there
 from diloco_protocol.errors import UsageError
 
@@ -48,7 +49,7 @@ def logging_as_it_was() -> Iterator[None]:
         (["--sync-every", "0"], "at least 1"),
         (["--outer-lr", "nan"], "a finite number above 0"),
         (["--outer-momentum", "1"], "in [0, 1)"),
-        (["--wire-dtype", "int3"], "fp32, bf16, fp16"),
+        (["--wire-dtype", "int3"], "--wire-dtype is int3; it must be fp32, bf16 or fp16."),
         (["--heartbeat-timeout", "-1"], "at least 0"),
         (["--no-save", "--resume", "old-run"], "--resume old-run and --no-save exclude each other"),
         (["--model", "/nowhere/model.pt"], "does not exist"),

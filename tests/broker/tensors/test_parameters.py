@@ -13,7 +13,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from diloco_broker import config
+from diloco_broker.config import declaration
 from diloco_broker.core.effects import PushPart
 from diloco_broker.tensors.aggregate import AGGREGATES, Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
@@ -357,7 +357,7 @@ def test_received_frames_are_merged_long_after_they_came_and_let_go(
 
 
 def test_every_aggregate_of_the_configuration_exists() -> None:
-    assert tuple(AGGREGATES) == config.AGGREGATES
+    assert tuple(AGGREGATES) == declaration.AGGREGATES
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])

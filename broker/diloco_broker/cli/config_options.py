@@ -1,0 +1,52 @@
+"""Options of the configuration as options of a command, so that they are declared in one place only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.config.option import option_of
+
+DECLARED = {each.name: option for each in fields(BrokerConfig) if (option := option_of(each)).panel}
+DEFAULTS = {each.name: each.default for each in fields(BrokerConfig)}
+_TYPES = get_type_hints(BrokerConfig)
+
+
+def parameter(name: str, default: Any, text: str, panel: str | None = None) -> Parameter:
+    """An option of the configuration as a parameter of a command that typer reads."""
+    kind = DECLARED[name].reads or _TYPES[name]
+    # Without a name of its own typer adds --no-NAME, which makes sense only where it is on by default.
+    names = ["--" + name.replace("_", "-")] if default is False else []
+    shown = typer.Option(*names, help=text, rich_help_panel=panel)
+    kind = Annotated[kind | None if default is None else kind, shown]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+
+
+def as_declared(name: str, default: Any) -> Parameter:
+    """The option with its own help, in its own panel."""
+    option = DECLARED[name]
+    text = f"{option.help} Default: {option.if_none}." if option.if_none else option.help
+    return parameter(name, default, text, option.panel)
+
+
+def with_options(options: Iterable[Parameter]) -> Callable[[Any], Any]:
+    """Give a command these options in place of its `**options`, before those of its own."""
+
+    def decorate(command: Any) -> Any:
+        own = signature(command, eval_str=True).parameters.values()
+        written = [
+            each.replace(kind=Parameter.KEYWORD_ONLY)
+            for each in own
+            if each.kind is not Parameter.VAR_KEYWORD
+        ]
+        together = [*options, *written]
+        command.__signature__ = Signature(together)
+        command.__annotations__ = {each.name: each.annotation for each in together}
+        return command
+
+    return decorate

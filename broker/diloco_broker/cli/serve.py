@@ -1,0 +1,161 @@
+"""`diloco-broker serve`: the daemon, until a signal or `diloco-broker shutdown` ends it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from diloco_broker.cli.config_options import DECLARED, DEFAULTS, as_declared, with_options
+from diloco_broker.cli.dashboard_process import Dashboard
+from diloco_broker.config.declaration import RUN, SAVING, WIRE
+from diloco_protocol.errors import UsageError
+
+if TYPE_CHECKING:
+    from diloco_broker.shell.loop import Broker
+
+# Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
+
+DASHBOARD_PORT = 8514
+# Exit code where the run is over and a service manager should leave the broker alone.
+RUN_IS_OVER = 3
+# The daemon saves by itself, a `Broker` only where it is told.
+_DEFAULTS = DEFAULTS | {"save_dir": Path("diloco-run")}
+
+
+class WithPort(TyperCommand):
+    """Takes `--dashboard` with a port behind it or without, which typer has no option for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for place in range(len(args) - 1, -1, -1):
+            if args[place] == "--dashboard" and not "".join(args[place + 1 : place + 2]).isdigit():
+                args.insert(place + 1, str(DASHBOARD_PORT))
+        return super().parse_args(ctx, args)
+
+
+@with_options(as_declared(name, _DEFAULTS[name]) for name in DECLARED)
+def serve(
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Parameters to begin with: .safetensors, a .pt state dict, or a Hugging Face folder. "
+            "Without it the first worker provides them.",
+            rich_help_panel=RUN.title,
+        ),
+    ] = None,
+    no_save: Annotated[
+        bool,
+        typer.Option(
+            "--no-save", help="Write and read no checkpoints.", rich_help_panel=SAVING.title
+        ),
+    ] = False,
+    dashboard: Annotated[
+        int | None,
+        typer.Option(
+            metavar="[PORT]",
+            min=0,
+            max=65535,
+            help=f"Show a web page, too, on PORT or {DASHBOARD_PORT}; the log says where.",
+            rich_help_panel=WIRE.title,
+        ),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log more.", rich_help_panel=WIRE.title)
+    ] = False,
+    **options: Any,
+) -> None:
+    """Serve a run until SIGTERM or Ctrl-C. The run survives both: workers train on and come back.
+
+    A second signal ends at once. Exit codes: 0 ended by a signal or by
+    shutdown --restarting, 3 the run is over (diloco-broker shutdown), 2 it
+    could not start, 1 an error.
+    """
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
+
+    try:
+        if no_save:
+            _save_nothing(options)
+        broker = _broker(options, model)
+    except UsageError as error:
+        typer.echo(f"diloco-broker: {error}", err=True)
+        raise typer.Exit(2) from None
+    keep_freed_memory()
+    keep_what_is_there()
+    end_on_signals(broker)
+    _greet(broker, options, model)
+    page = None
+    if dashboard is not None:
+        page = Dashboard(broker.feed_address, broker.address, dashboard)
+    try:
+        broker.run()
+    finally:
+        if page is not None:
+            page.close()
+    if broker.run_is_over:
+        raise typer.Exit(RUN_IS_OVER)
+
+
+def _save_nothing(options: dict[str, Any]) -> None:
+    resume = options["resume"]
+    if resume not in ("auto", "none"):
+        raise UsageError(f"--resume {resume} and --no-save exclude each other; leave one out.")
+    options["save_dir"] = None
+
+
+def _broker(options: dict[str, Any], model: Path | None) -> Broker:
+    from diloco_broker.config import BrokerConfig
+    from diloco_broker.shell.loop import Broker
+    from diloco_broker.storage.model_file import load_model
+
+    delay = options["fragment_sync_delay"]
+    if delay is not None and delay.isdecimal():  # the configuration refuses other texts than auto
+        options["fragment_sync_delay"] = int(delay)
+    return Broker(BrokerConfig(**options), load_model(model) if model else None)
+
+
+def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
+    """Say where the broker listens and what it waits for."""
+    workers, resume = options["workers"], options["resume"]
+    if broker.resumes:
+        folder = options["save_dir"] if resume == "auto" else resume
+        waiting = f"The run in {folder} goes on when its workers are back."
+        if model:
+            logging.getLogger("diloco.broker").warning(
+                "--model %s is not used: the run in %s goes on. (--resume none begins afresh.)",
+                model,
+                folder,
+            )
+    else:
+        source = "" if model else "; the first one provides the parameters"
+        waiting = f"Waiting for {workers} worker{'s'[: workers != 1]}{source}."
+    typer.echo(f"control {broker.address}")
+    typer.echo(f"feed {broker.feed_address}")
+    typer.echo(f"{waiting} Watch with: diloco-top {broker.feed_address}")
+    sys.stdout.flush()
+
+
+def end_on_signals(broker: Broker) -> None:
+    """Let the first SIGTERM or SIGINT stop the broker in good order, and the second end it at once."""
+    seen: list[int] = []
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if seen:
+            os._exit(128 + number)
+        seen.append(number)
+        broker.request_stop(f"it received {signal.Signals(number).name}", restarting=True)
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)

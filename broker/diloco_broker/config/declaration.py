@@ -1,0 +1,297 @@
+"""Every option of a broker, declared once: the field, the option of `diloco-broker serve`, its help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_broker.config.option import (
+    ADDRESS,
+    BELOW_ONE,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SWITCH,
+    UP_TO_ONE,
+    Panel,
+    one_of,
+    path_of,
+    whole,
+    whole_or,
+)
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
+from diloco_protocol.chunks import CHUNK_ELEMENTS
+from diloco_protocol.dtypes import WIRE_DTYPES
+from diloco_protocol.fragments.plan import PATTERNS, longest_delay
+from diloco_protocol.messages import MERGES, MODES, WEIGHTS
+
+AGGREGATES = ("mean", "clip-median-norm")
+AUTO = "auto"
+
+RUN = Panel("The run")
+OUTER = Panel("Outer optimizer")
+ASYNC = Panel("Asynchronous mode")
+FRAGMENTS = Panel("Streaming fragments")
+REDUCING = Panel("Rounds and reducing")
+SAVING = Panel("Checkpoints")
+WIRE = Panel("Wire and liveness")
+NOT_ON_THE_COMMAND_LINE = Panel("")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Each field equals the option of `diloco-broker serve` of the same name, which its text explains.
+
+    `BrokerConfig` is the same, checked. Times are in seconds.
+    """
+
+    mode: str = RUN.option(
+        "sync", one_of(*MODES), "sync: rounds, all together; async: each worker by itself."
+    )
+    workers: int = RUN.option(
+        1,
+        whole(1),
+        "Round one waits for this number of workers; in async mode, how many are planned.",
+    )
+    min_workers: int = RUN.option(1, whole(1), "A round never closes with fewer contributions.")
+    sync_every: int = RUN.option(
+        500, whole(1), "H: optimizer steps of a worker between two pushes of a fragment."
+    )
+
+    outer: str | None = OUTER.option(
+        None,
+        one_of("nesterov", "dn", "fedbuff", "sgd"),
+        "nesterov, dn (Delayed Nesterov), fedbuff (a buffer of N gradients, then a Nesterov step) "
+        "or sgd (no momentum).",
+        if_none="nesterov in sync, dn in async",
+    )
+    outer_lr: float = OUTER.option(0.7, POSITIVE, "Learning rate of the outer optimizer.")
+    outer_momentum: float = OUTER.option(0.9, BELOW_ONE, "Momentum of the outer optimizer.")
+    nesterov: bool = OUTER.option(
+        True, SWITCH, "Nesterov's form of the momentum, as in the paper; else the classical form."
+    )
+    # In synchronous mode a round's mean is one gradient.
+    dn_buffer: int | None = OUTER.option(
+        None,
+        whole(1),
+        "N of dn and fedbuff: gradients to a momentum step.",
+        if_none="the workers in async, 1 in sync",
+    )
+    dn_c: float = OUTER.option(0.0, FINITE, "c of Delayed Nesterov, from 0 to 1/N.")
+    # paper: Liu et al. 2024, algorithm 3.
+    dn_variant: str = OUTER.option(
+        "paper", one_of("paper", "direct"), "paper, or direct, which counts gradients twice."
+    )
+
+    staleness_weight: str = ASYNC.option(
+        "none",
+        one_of("none", "poly"),
+        "none, or poly: a push that is s versions old counts (1 + s)^-1/2.",
+    )
+    max_staleness: int | None = ASYNC.option(
+        None, whole(0), "Refuse pushes that start from older versions.", if_none="none is too old"
+    )
+    dylu: bool = ASYNC.option(
+        False, SWITCH, "Dynamic Local Updates: fewer steps for slower workers."
+    )
+    dylu_min_steps: int | None = ASYNC.option(
+        None, whole(1), "Least steps of a slow worker.", if_none="as few as fit"
+    )
+    staging_slots: int = ASYNC.option(2, whole(1), "Submissions under way at a time.")
+    staging_deadline: float = ASYNC.option(
+        30.0, POSITIVE, "Seconds without progress after which one loses its slot to others."
+    )
+
+    num_fragments: int = FRAGMENTS.option(
+        1, whole(1), "P: parts that the model travels in, one after the other within H steps."
+    )
+    fragment_pattern: str = FRAGMENTS.option(
+        "strided",
+        one_of(*PATTERNS),
+        "strided (layers i, i+P, ...), contiguous or balanced (by bytes).",
+    )
+    fragment_plan: str | None = FRAGMENTS.option(
+        None,
+        path_of("file, and a function goes to Broker(fragment_plan=...)"),
+        "Your own split instead of a pattern: JSON, {name or pattern of names: fragment}. Look at "
+        "it with diloco-broker plan.",
+        reads=Path,
+    )
+    fragment_sync_delay: int | str | None = FRAGMENTS.option(
+        None,
+        whole_or(AUTO, 0),
+        "tau: steps between sending a fragment and merging the reply; or auto: merge it at the "
+        "first step at which it is all there.",
+        if_none="auto with several fragments (0 with --deterministic), else 0",
+        reads=str,
+    )
+    fragment_update_alpha: float = FRAGMENTS.option(
+        0.0, UP_TO_ONE, "Weight of the local parameters in that merge, 0 to 1."
+    )
+    fragment_merge: str = FRAGMENTS.option(
+        "alpha", one_of(*MERGES), "alpha, or rebase: keep the steps made since sending."
+    )
+    fragment_max_delay: int | None = FRAGMENTS.option(
+        None,
+        whole(0),
+        "Steps after which a worker waits for a late reply.",
+        if_none="tau; with auto H/P",
+    )
+
+    quorum: int | None = REDUCING.option(
+        None,
+        whole(1),
+        "Close a round --grace seconds after this number of contributions is in.",
+        if_none="all",
+    )
+    grace: float = REDUCING.option(
+        0.0,
+        NOT_NEGATIVE,
+        "Seconds to wait for the rest after the quorum; in async mode, for more pushes after the "
+        "first: they are applied together.",
+    )
+    late: str = REDUCING.option(
+        "carry", one_of("carry", "drop"), "carry late work into the next round, or drop it."
+    )
+    deterministic: bool = REDUCING.option(
+        False, SWITCH, "The same bits in any order of arrival; keeps whole submissions."
+    )
+    weight_by: str = REDUCING.option(
+        "equal",
+        one_of(*WEIGHTS),
+        "What a contribution weighs: equal, tokens or samples.",
+    )
+    aggregate: str = REDUCING.option(
+        "mean",
+        one_of(*AGGREGATES),
+        "mean, or clip-median-norm: none counts longer than the median.",
+    )
+
+    save_dir: str | None = SAVING.option(
+        None, path_of("folder"), "Folder for checkpoints; a run found in it goes on.", reads=Path
+    )
+    save_every: int = SAVING.option(
+        1, whole(1), "Rounds, or applied pushes in async mode, between two checkpoints."
+    )
+    keep: int = SAVING.option(3, whole(1), "Checkpoints that are kept.")
+    durable: bool = SAVING.option(
+        False, SWITCH, "Save each version before anybody gets it; rounds take longer."
+    )
+    resume: str = SAVING.option(
+        AUTO,
+        path_of("checkpoint, auto or none"),
+        "auto: the newest sound checkpoint in --save-dir; none; or the path of one, or of a folder.",
+    )
+    recover: str = SAVING.option(
+        "adopt",
+        one_of("adopt", "rewind"),
+        "adopt newer versions that workers hold, or rewind to the checkpoint.",
+    )
+    audit: str | None = SAVING.option(
+        None,
+        path_of("file"),
+        "Append to this file, for each version, a line of JSON: what it contains.",
+        reads=Path,
+    )
+
+    bind: str = WIRE.option(
+        DEFAULT_CONTROL_ADDRESS, ADDRESS, "Control address; port * picks a free one and prints it."
+    )
+    feed: str = WIRE.option(DEFAULT_FEED_ADDRESS, ADDRESS, "Address of the status feed.")
+    wire_dtype: str = WIRE.option(
+        "bf16",
+        one_of(*WIRE_DTYPES),
+        "Dtype of pseudo-gradients on the way up: fp32, bf16, fp16.",
+    )
+    reply_dtype: str = WIRE.option(
+        "fp32", one_of(*WIRE_DTYPES), "Dtype of parameters on the way down: fp32, bf16, fp16."
+    )
+    heartbeat_timeout: float = WIRE.option(
+        120.0, NOT_NEGATIVE, "Seconds of silence after which a worker counts as dead; 0: never."
+    )
+    stall_timeout: float = WIRE.option(
+        600.0,
+        NOT_NEGATIVE,
+        "Seconds without a step after which the others do not wait for a worker; 0: never.",
+    )
+    disconnect_grace: float = WIRE.option(
+        1.0, NOT_NEGATIVE, "Seconds a worker has to come back after its connection broke."
+    )
+    recover_wait: float = WIRE.option(
+        10.0,
+        NOT_NEGATIVE,
+        "Seconds to wait after the start for workers that may hold the run, or newer rounds of it.",
+    )
+    insecure: bool = WIRE.option(
+        False, SWITCH, "Allow an address other machines reach, without authentication."
+    )
+    # Smaller chunks are slower, larger ones are refused by the limits of frames.
+    chunk_elements: int = NOT_ON_THE_COMMAND_LINE.option(
+        CHUNK_ELEMENTS, whole(1, CHUNK_ELEMENTS), "Elements of a chunk on the wire."
+    )
+
+    @property
+    def has_new_address(self) -> bool:
+        """The system picks a port (`*` or 0): nobody can have known this address before."""
+        return self.bind.rpartition(":")[2] in ("*", "0")
+
+    @property
+    def is_async(self) -> bool:
+        return self.mode == "async"
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether a submission counts whole or not at all, which needs room for whole ones."""
+        return bool(self.why_staged)
+
+    @property
+    def why_staged(self) -> str:
+        """The option that needs whole submissions; empty when chunks are added as they come."""
+        reasons = {
+            "--mode async": self.is_async,
+            "--quorum": self.quorum is not None,
+            "--deterministic": self.deterministic,
+            f"--aggregate {self.aggregate}": self.aggregate != "mean",
+        }
+        return next((option for option, needs in reasons.items() if needs), "")
+
+    @property
+    def outer_name(self) -> str:
+        return self.outer or ("dn" if self.is_async else "nesterov")
+
+    @property
+    def dn_size(self) -> int:
+        """N: gradients in a buffer of dn and fedbuff."""
+        if self.dn_buffer is not None:
+            return self.dn_buffer
+        return self.workers if self.is_async else 1
+
+    @property
+    def has_auto_delay(self) -> bool:
+        """Whether replies are merged when they are here, instead of a number of steps after the slot."""
+        return self.fragment_sync_delay == AUTO
+
+    @property
+    def least_delay(self) -> int:
+        """Steps after which a reply is merged, not earlier: tau, or 0 with "auto"."""
+        delay = self.fragment_sync_delay
+        return delay if isinstance(delay, int) else 0
+
+    @property
+    def longest_delay(self) -> int:
+        """Steps after which a worker waits for a reply."""
+        if self.fragment_max_delay is not None:
+            return self.fragment_max_delay
+        if self.has_auto_delay:
+            return longest_delay(self.sync_every, self.num_fragments)
+        return self.least_delay
+
+    @property
+    def least_steps(self) -> int:
+        """H_min of Dynamic Local Updates."""
+        return self.fewest_steps if self.dylu_min_steps is None else self.dylu_min_steps
+
+    @property
+    def fewest_steps(self) -> int:
+        """The least H in which every fragment can be sent and merged: P (tau + 1), tau 0 with "auto"."""
+        return self.num_fragments * (self.least_delay + 1)

@@ -1,0 +1,137 @@
+"""What an option is: a field's default, the rule for its value, and how `--help` shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field
+from typing import Any
+
+from diloco_protocol.errors import UsageError
+
+_KEY = "option"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be, whatever the other options are.
+
+    Attributes:
+        what: the end of the sentence "--name is VALUE; it must be ...".
+        holds: whether a value is so.
+        show: how the sentence writes a value.
+    """
+
+    what: str
+    holds: Callable[[Any], bool]
+    show: Callable[[Any], str] = str
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is known of an option besides its name, its type and its default.
+
+    Attributes:
+        panel: heading that `--help` shows it under; empty: it is not on the command line.
+        help: one or two sentences.
+        if_none: what happens where it is not given, for an option whose default is None.
+        reads: type that the command line reads, where it is not the field's.
+    """
+
+    rule: Rule
+    panel: str
+    help: str
+    if_none: str = ""
+    reads: type | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Options that `--help` shows together."""
+
+    title: str
+
+    def option(
+        self, default: Any, rule: Rule, text: str, *, if_none: str = "", reads: type | None = None
+    ) -> Any:
+        """A field of a dataclass that is an option; see `Option`. None is taken if it is the default."""
+        option = Option(rule, self.title, text, if_none, reads)
+        return field(default=default, metadata={_KEY: option})
+
+
+def option_of(declared: Field[Any]) -> Option:
+    """What a field was declared with."""
+    option = declared.metadata[_KEY]
+    assert isinstance(option, Option)
+    return option
+
+
+def check_alone(declared: Field[Any], value: object) -> None:
+    """Check a value without regard to the others.
+
+    Raises:
+        UsageError: it breaks the option's rule.
+    """
+    rule = option_of(declared).rule
+    if not (value is None and declared.default is None) and not rule.holds(value):
+        raise refusal(declared.name, rule.show(value), rule.what)
+
+
+def refusal(name: str, value: object, what: str) -> UsageError:
+    """The error for a value that cannot work, in the words of the command line."""
+    return UsageError(f"--{name.replace('_', '-')} is {value}; it must be {what}.")
+
+
+def one_of(*choices: str) -> Rule:
+    *others, last = choices
+    return Rule(f"{', '.join(others)} or {last}", lambda value: value in choices)
+
+
+def whole(least: int, most: float = math.inf) -> Rule:
+    """A whole number between these, both included."""
+    limits = f"at least {least}" if most == math.inf else f"from {least} to {most}"
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+    return Rule(f"a whole number, {limits}", holds)
+
+
+def whole_or(word: str, least: int) -> Rule:
+    """A whole number, or one word."""
+    number = whole(least)
+    return Rule(f"{word}, or {number.what}", lambda value: value == word or number.holds(value))
+
+
+def _number(what: str, fits: Callable[[float], bool]) -> Rule:
+    def holds(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and math.isfinite(value) and fits(value)
+
+    return Rule(what, holds)
+
+
+FINITE = _number("a finite number", lambda _: True)
+NOT_NEGATIVE = _number("a finite number, at least 0", lambda value: value >= 0)
+POSITIVE = _number("a finite number above 0", lambda value: value > 0)
+BELOW_ONE = _number("in [0, 1)", lambda value: 0 <= value < 1)
+UP_TO_ONE = _number("in [0, 1]", lambda value: 0 <= value <= 1)
+SWITCH = Rule("True or False", lambda value: isinstance(value, bool), repr)
+
+
+def path_of(what: str) -> Rule:
+    """The path of something, as text."""
+    return Rule(f"the path of a {what}", lambda value: isinstance(value, str) and value != "", repr)
+
+
+def _is_address(address: str) -> bool:
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or "/" in rest or not (port == "*" or port.isdecimal()):
+        return False
+    if host.startswith("[") != host.endswith("]") or (":" in host and host[0] != "["):
+        return False
+    return port == "*" or int(port) <= 65535
+
+
+ADDRESS = Rule("an address like tcp://127.0.0.1:8512 (port * picks a free one)", _is_address, repr)

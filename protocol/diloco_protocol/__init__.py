@@ -5,7 +5,8 @@ a socket), `codecs` (torch) and `tensor_pool` (memory, touched by a thread). The
 protocol/README.md.
 """
 
-from diloco_protocol.chunks import CHUNK_ELEMENTS, Bitmap, ModelLayout, Segment, lay_out
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.chunks import CHUNK_ELEMENTS, ModelLayout, Segment, lay_out
 from diloco_protocol.errors import (
     Code,
     DilocoError,

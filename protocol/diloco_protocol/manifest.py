@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-
-import msgpack
 
 # Differences named in a refusal; a different model has hundreds and the first few tell which it is.
 DIFFERENCES_NAMED = 5
@@ -65,14 +62,6 @@ class Manifest:
     """The tensors of a model, in the order in which they are laid in the flat vector."""
 
     entries: tuple[TensorEntry, ...]
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits, equal for equal manifests on every machine."""
-        plain = [
-            [e.name, list(e.shape), e.dtype, e.kind.value, list(e.aliases)] for e in self.entries
-        ]
-        return hashlib.sha256(msgpack.packb(plain)).hexdigest()[:16]
 
     @property
     def trainable_elements(self) -> int:

@@ -83,7 +83,7 @@ def _make_reader(annotation: Any) -> Reader:
     if origin is tuple:
         read = _reader(get_args(annotation)[0])
         return lambda value, where: tuple(
-            read(item, where) for item in _expect(value, tuple, where)
+            read(item, where) for item in _expect(value, (tuple, list), where)
         )
     if origin is not None and issubclass(origin, Mapping):
         read = _reader(get_args(annotation)[1])
@@ -138,11 +138,15 @@ def _required(a_field: dataclasses.Field[Any]) -> bool:
     return a_field.default is missing and a_field.default_factory is missing
 
 
+# msgpack is read with arrays as tuples, JSON with arrays as lists.
+_NAMES: dict[tuple[type, ...], str] = {(int, float): "number", (tuple, list): "tuple"}
+
+
 def _expect(value: Any, wanted: type | tuple[type, ...], where: str) -> Any:
     # bool is an int to Python, but never to us.
     if isinstance(value, wanted) and not (isinstance(value, bool) and wanted is not bool):
         return value
-    names = wanted.__name__ if isinstance(wanted, type) else "number"
+    names = wanted.__name__ if isinstance(wanted, type) else _NAMES[wanted]
     raise ProtocolError(
         Code.BAD_HEADER, f"{where} is a {type(value).__name__}, it must be a {names}."
     )

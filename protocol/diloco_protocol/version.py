@@ -6,6 +6,8 @@ reached the same counter (a broker that came back from an older checkpoint) are 
 
 The ledger names the pushes contained in the version. It is what makes a contribution count exactly
 once across reconnects and restarts: whoever holds a version can say whether a push is in it.
+
+On the wire both are maps (`records`). In files they are the shorter lists that `plain` makes here.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 
 # Pushes remembered for each worker and fragment. A worker has one push in flight, so one would do;
 # the others cover a worker that abandons several in a row and then comes back from a backup.
@@ -44,6 +47,18 @@ class VersionId:
 
     def __str__(self) -> str:
         return f"{self.counter}#{self.tag:016x}"
+
+    def plain(self) -> list[Any]:
+        """Run, counter, and the tag in hexadecimal digits: what logs and saved states hold."""
+        return [self.run, self.counter, as_hex(self.tag)]
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> VersionId:
+        """Read what `plain` made; raises TypeError or ValueError for anything else."""
+        run, counter, tag = plain
+        if not isinstance(run, str) or type(counter) is not int:
+            raise TypeError(f"{plain!r:.60} does not name a version")
+        return cls(run, counter, from_hex(tag))
 
 
 @dataclass(frozen=True)
@@ -93,3 +108,53 @@ class Ledger:
         if not gone:
             return self
         return Ledger({name: p for name, p in self.pushes.items() if name not in gone})
+
+    def plain(self, *, in_hex: bool) -> dict[str, list[list[Any]]]:
+        """By worker a list of [push id, bitmap of chunks in hexadecimal digits or None].
+
+        Args:
+            in_hex: push ids as hexadecimal digits, in the state of a worker; as numbers in a checkpoint.
+        """
+        return {
+            worker: [
+                [
+                    as_hex(each.push_id) if in_hex else each.push_id,
+                    None if each.chunks is None else each.chunks.hex(),
+                ]
+                for each in pushes
+            ]
+            for worker, pushes in self.pushes.items()
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> Ledger:
+        """Read what `plain` made, in either way; raises TypeError or ValueError for anything else."""
+        if not isinstance(plain, Mapping) or not all(isinstance(worker, str) for worker in plain):
+            raise TypeError(f"{plain!r:.60} is not a ledger")
+        return cls(
+            {
+                worker: tuple(
+                    Counted(
+                        push_id if type(push_id) is int else from_hex(push_id),
+                        None if chunks is None else bytes.fromhex(chunks),
+                    )
+                    for push_id, chunks in pushes
+                )
+                for worker, pushes in plain.items()
+            }
+        )
+
+
+def as_hex(number: int) -> str:
+    """An id of 64 bits as 16 hexadecimal digits."""
+    return f"{number:016x}"
+
+
+def from_hex(text: object) -> int:
+    """Read `as_hex`; raises TypeError or ValueError for anything else."""
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r:.60} is not a text")
+    number = int(text, 16)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"{text!r} is no number of 64 bits")
+    return number

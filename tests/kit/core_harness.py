@@ -18,7 +18,7 @@ from diloco_broker.core.state.model_source import InitialModel, Restored, Resump
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.storage.checkpoint import Image
 from diloco_broker.storage.writer import image_of
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     Chunk,

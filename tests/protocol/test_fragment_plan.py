@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol import Code, FragmentPlan, ProtocolError, Segment, UsageError, lay_out
-from diloco_protocol.fragments.plan import PATTERNS, slot_at, slots
+from diloco_protocol.fragments.plan import PATTERNS, slots
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 
 
@@ -167,10 +167,8 @@ def test_slots_of_every_cycle_length_visit_the_rounds_in_order() -> None:
             cycle = slots(sync_every, num_fragments)
             assert cycle == tuple((i + 1) * sync_every // num_fragments for i in range(len(cycle)))
             assert (len(cycle), cycle[-1]) == (num_fragments, sync_every)
-            at = [slot_at(p, sync_every, num_fragments) for p in range(1, sync_every + 1)]
-            assert [at[step - 1] for step in cycle] == list(range(num_fragments))
-            assert at.count(None) == sync_every - num_fragments
-            assert [f is None for f in fragments] == [slot is None for slot in at] * 2
+            steps_of = [step for step, f in enumerate(fragments, start=1) if f is not None]
+            assert steps_of == [*cycle, *(sync_every + step for step in cycle)]
 
 
 def test_schedule_of_ten_steps_and_three_fragments() -> None:
@@ -180,7 +178,6 @@ def test_schedule_of_ten_steps_and_three_fragments() -> None:
     assert due == {3: 0, 6: 1, 10: 2, 13: 0, 16: 1, 20: 2}
     later = {step: f for step in range(1, 11) if (f := plan.due(step, 10, 7)) is not None}
     assert later == {3: 1, 6: 2, 10: 0}
-    assert [slot_at(position, 10, 3) for position in (1, 3, 6, 9, 10)] == [None, 0, 1, None, 2]
 
 
 def test_whole_model_is_due_at_the_end_of_each_cycle() -> None:
@@ -189,17 +186,13 @@ def test_whole_model_is_due_at_the_end_of_each_cycle() -> None:
 
 def test_schedule_that_cannot_be_kept_names_the_values() -> None:
     plan = plan_of(4)
-    for wrong in (lambda: slots(3, 4), lambda: slot_at(1, 3, 4), lambda: plan.due(1, 3)):
+    for wrong in (lambda: slots(3, 4), lambda: plan.due(1, 3)):
         with pytest.raises(UsageError, match="sync_every 3 is below num_fragments 4"):
             wrong()
-    for wrong in (lambda: slots(3, 0), lambda: slot_at(1, 3, 0)):
-        with pytest.raises(UsageError, match="num_fragments is 0; use 1 or more"):
-            wrong()
+    with pytest.raises(UsageError, match="num_fragments is 0; use 1 or more"):
+        slots(3, 0)
     with pytest.raises(UsageError, match="step is 0; steps since the origin are counted from 1"):
         plan.due(0, 8)
-    for position in (0, 9):
-        with pytest.raises(UsageError, match=f"Position {position} .* use 1 to 8"):
-            slot_at(position, 8, 4)
 
 
 # Patterns on models as they are named in the wild.

@@ -26,7 +26,7 @@ from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_broker.core.state.versions import UPLOAD_WINDOW, Stock
 from diloco_broker.storage.checkpoint import Image
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Commit, Push, Released
 from diloco_protocol.version import PUSHES_REMEMBERED, VersionId
 from simulation.contents import Key

@@ -29,7 +29,7 @@ from diloco_broker.core.state.run_record import books_of
 from diloco_broker.core.state.staged_round import StagedRound, Submission
 from diloco_broker.core.state.streaming_round import Round
 from diloco_broker.storage import writer
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.version import Ledger
 from kit.core_harness import a_config
 from simulation.network import Weather

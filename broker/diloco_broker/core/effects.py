@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.state.run_record import Books
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Message, Push
 from diloco_protocol.version import VersionId
 

@@ -40,7 +40,7 @@ from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_broker.core.state.versions import MAX_OBSERVERS, Reader
 from diloco_protocol import messages
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
 
 # What a refusal may be worth trying again for.

@@ -11,11 +11,10 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from diloco_broker.core.effects import RecordVersion
 from diloco_protocol.errors import UsageError
-from diloco_protocol.version import VersionId
+from diloco_protocol.version import as_hex
 
 
 class AuditLog:
@@ -43,15 +42,15 @@ class AuditLog:
     def add(self, audit: RecordVersion) -> None:
         """One version. Raises OSError when the disk is full."""
         line = {
-            "version": _plain(audit.version),
-            "after": None if audit.after is None else _plain(audit.after),
+            "version": audit.version.plain(),
+            "after": None if audit.after is None else audit.after.plain(),
             "fragment": audit.fragment,
             "round": audit.round,
             "epoch": self._epoch,
             "pushes": [
                 {
                     "worker": each.worker_id,
-                    "push_id": f"{each.push.push_id:016x}",
+                    "push_id": as_hex(each.push.push_id),
                     "steps": each.push.steps,
                     "chunks": "all" if each.chunks.is_full else each.chunks.to_bytes().hex(),
                     "weight": each.weight,
@@ -73,7 +72,3 @@ class AuditLog:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _plain(version: VersionId) -> list[Any]:
-    return [version.run, version.counter, f"{version.tag:016x}"]

@@ -38,12 +38,12 @@ from torch import Tensor
 
 from diloco_broker.storage import safetensors_writer
 from diloco_broker.storage.safetensors_writer import Chunked
-from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out
+from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out_plan
 from diloco_protocol.codecs import segment_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.records import from_plain, to_plain
-from diloco_protocol.version import Counted, Ledger, VersionId
+from diloco_protocol.version import Ledger, VersionId
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -106,9 +106,9 @@ class Image:
 
     @property
     def layout(self) -> ModelLayout:
-        return lay_out(
+        return lay_out_plan(
             self.manifest,
-            {e.name: part for e, part in zip(self.manifest.entries, self.plan, strict=True)},
+            self.plan,
             num_fragments=self.num_fragments,
             chunk_elements=self.chunk_elements,
         )
@@ -352,7 +352,7 @@ def _plain(image: Image, files: Mapping[str, Any]) -> dict[str, Any]:
     for fragment, each in image.fragments.items():
         fragments[str(fragment)] = {
             "version": to_plain(each.version),
-            "ledger": _plain_ledger(each.ledger),
+            "ledger": each.ledger.plain(in_hex=False),
             "gradients": each.gradients,
             "round": each.round,
             "averaged": each.averaged,
@@ -378,13 +378,6 @@ def _plain(image: Image, files: Mapping[str, Any]) -> dict[str, Any]:
         "totals": dict(image.totals),
         "fragments": fragments,
         "files": dict(files),
-    }
-
-
-def _plain_ledger(ledger: Ledger) -> dict[str, list[list[Any]]]:
-    return {
-        worker: [[c.push_id, None if c.chunks is None else c.chunks.hex()] for c in pushes]
-        for worker, pushes in ledger.pushes.items()
     }
 
 
@@ -437,7 +430,7 @@ def _newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _from_plain(plain: Mapping[str, Any]) -> Image:
-    manifest = from_plain(Manifest, _as_sent(plain["manifest"]), "manifest")
+    manifest = from_plain(Manifest, plain["manifest"], "manifest")
     return Image(
         run=str(plain["run"]),
         number=int(plain["number"]),
@@ -453,15 +446,6 @@ def _from_plain(plain: Mapping[str, Any]) -> Image:
         config=plain["config"],
         totals=plain["totals"],
     )
-
-
-def _as_sent(value: Any) -> Any:
-    """What JSON made of a record, as msgpack would have it: arrays are tuples."""
-    if isinstance(value, list):
-        return tuple(_as_sent(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _as_sent(item) for key, item in value.items()}
-    return value
 
 
 def _check_file(path: Path, told: Mapping[str, Any]) -> None:
@@ -488,15 +472,7 @@ def _load_fragment(path: Path, layout: FragmentLayout, told: Mapping[str, Any]) 
         optimizer = _load_optimizer(file, told["optimizer"])
     return FragmentImage(
         version=from_plain(VersionId, told["version"], "version"),
-        ledger=Ledger(
-            {
-                worker: tuple(
-                    Counted(int(push_id), None if chunks_ is None else bytes.fromhex(chunks_))
-                    for push_id, chunks_ in pushes
-                )
-                for worker, pushes in told["ledger"].items()
-            }
-        ),
+        ledger=Ledger.from_plain(told["ledger"]),
         gradients=int(told["gradients"]),
         round=int(told["round"]),
         averaged=int(told["averaged"]),

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diloco_broker.storage.checkpoint import Image
-from diloco_protocol.chunks import FragmentLayout, ModelLayout, lay_out
+from diloco_protocol.chunks import FragmentLayout, ModelLayout, lay_out_plan
 from diloco_protocol.codecs import from_bytes, segment_dtype, wire_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.frames import MAX_FRAME_BYTES, pack, unpack
@@ -128,10 +128,10 @@ class LiveModel:
             raise UsageError(f"{self._address}: {answer.text}")
         manifest = from_plain(Manifest, answer.data["manifest"], "manifest")
         config = from_plain(RunConfig, answer.data["config"], "config")
-        plan = answer.data["plan"] or [0] * len(manifest.entries)
-        layout = lay_out(
+        plan = answer.data["plan"] or ()
+        layout = lay_out_plan(
             manifest,
-            {entry.name: part for entry, part in zip(manifest.entries, plan, strict=True)},
+            plan,
             num_fragments=config.num_fragments,
             chunk_elements=config.chunk_elements,
         )

@@ -237,7 +237,14 @@ class FragmentPlan:
         """
         self.numbers(manifest)  # raises where it is another model's
         due = slots(sync_every, self.num_fragments)
-        return view_of(self.fragments, due, manifest, sync_every, wire_dtype, reply_dtype)
+        return view_of(
+            self.fragments,
+            manifest,
+            due=due,
+            sync_every=sync_every,
+            wire_dtype=wire_dtype,
+            reply_dtype=reply_dtype,
+        )
 
     def due(self, step: int, sync_every: int, first_round: int = 0) -> int | None:
         """The fragment to push after this step, or None.
@@ -253,8 +260,11 @@ class FragmentPlan:
         _check(sync_every, self.num_fragments)
         if step < 1:
             raise UsageError(f"step is {step}; steps since the origin are counted from 1.")
-        slot = _slot_after(step, sync_every, self.num_fragments)
-        return None if slot is None else (first_round + slot) % self.num_fragments
+        # Slot k is after step ((k + 1) H) // P; the first that is not before this step:
+        slot = -(-step * self.num_fragments // sync_every) - 1
+        if (slot + 1) * sync_every // self.num_fragments != step:
+            return None
+        return (first_round + slot) % self.num_fragments
 
 
 def slots(sync_every: int, num_fragments: int) -> tuple[int, ...]:
@@ -265,21 +275,6 @@ def slots(sync_every: int, num_fragments: int) -> tuple[int, ...]:
     """
     _check(sync_every, num_fragments)
     return tuple((i + 1) * sync_every // num_fragments for i in range(num_fragments))
-
-
-def slot_at(position: int, sync_every: int, num_fragments: int) -> int | None:
-    """The slot, 0 .. P - 1, after the step at this position of a cycle, 1 .. H; None between slots.
-
-    Raises:
-        UsageError: P is below 1, H below P, or the position outside the cycle.
-    """
-    _check(sync_every, num_fragments)
-    if not 1 <= position <= sync_every:
-        raise UsageError(
-            f"Position {position} is not in a cycle of sync_every {sync_every}; "
-            f"use 1 to {sync_every}."
-        )
-    return _slot_after(position, sync_every, num_fragments)
 
 
 def longest_delay(sync_every: int, num_fragments: int) -> int:
@@ -301,12 +296,6 @@ def _check(sync_every: int, num_fragments: int) -> None:
             f"sync_every {sync_every} is below num_fragments {num_fragments}, and each fragment "
             f"needs a step of its own; use sync_every {num_fragments} or more, or fewer fragments."
         )
-
-
-def _slot_after(step: int, sync_every: int, num_fragments: int) -> int | None:
-    """The k with ((k + 1) H) // P = step, if there is one."""
-    ordinal = -(-step * num_fragments // sync_every)  # the first whose slot is not before `step`
-    return ordinal - 1 if ordinal * sync_every // num_fragments == step else None
 
 
 def _fixed(entry: TensorEntry, num_fragments: int) -> int:

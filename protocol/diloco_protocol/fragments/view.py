@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco_protocol.dtypes import ITEM_BYTES, check_wire_dtype
+from diloco_protocol.dtypes import BUFFERS_DTYPE, INTEGER_BYTES, ITEM_BYTES, check_wire_dtype
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-
-# Bytes of an element by the name of a wire dtype.
-# Buffers keep their precision on the wire.
-FLOAT_BUFFER_BYTES, INTEGER_BUFFER_BYTES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,9 @@ class PlanView:
 
 def view_of(
     fragments: Sequence[Sequence[str]],
-    due: Sequence[int],
     manifest: Manifest,
+    *,
+    due: Sequence[int],
     sync_every: int,
     wire_dtype: str,
     reply_dtype: str,
@@ -102,5 +99,5 @@ def _buffer_bytes(entry: TensorEntry) -> int:
     if entry.kind is not Kind.BUFFER:
         return 0
     return entry.elements * (
-        FLOAT_BUFFER_BYTES if entry.is_floating_point else INTEGER_BUFFER_BYTES
+        ITEM_BYTES[BUFFERS_DTYPE] if entry.is_floating_point else INTEGER_BYTES
     )

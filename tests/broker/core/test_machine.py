@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from diloco_broker.core.events import Received
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Credit, Grant, Pull, Standing, Welcome
 from kit.core_harness import Puppet, a_stage
 

@@ -10,7 +10,7 @@ import pytest
 from diloco_broker.core.events import Malformed, Received
 from diloco_broker.core.state.model_source import InitialModel
 from diloco_broker.core.state.versions import MAX_OBSERVERS, first_window, upload_window
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     Chunk,

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_broker.core.effects import Revert
 from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Grant, Rejoin, Released, Standing, Welcome
 from diloco_protocol.version import Ledger, VersionId

@@ -150,7 +150,7 @@ def pull(server: str) -> dict[str, Any]:
 def named(parameters: GlobalParameters) -> list[list[Any]]:
     """The version of each fragment as the audit logs write it."""
     ordered = (parameters.versions[fragment] for fragment in sorted(parameters.versions))
-    return [[v.run, v.counter, f"{v.tag:016x}"] for v in ordered]
+    return [version.plain() for version in ordered]
 
 
 def checksum(parameters: GlobalParameters) -> str:

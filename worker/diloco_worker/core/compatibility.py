@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_protocol import Manifest, ModelLayout, ProtocolError, RunConfig, Segment, lay_out
+from diloco_protocol import Manifest, ModelLayout, ProtocolError, RunConfig, Segment
+from diloco_protocol.chunks import lay_out_plan
 from diloco_protocol.fragments.plan import FragmentPlan
 from diloco_protocol.messages import BUFFERS, MERGES, MODES, Welcome
 
@@ -140,12 +141,12 @@ def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayo
     Raises:
         ProtocolError: a plan that does not fit the model.
     """
-    fragment_of = None
-    if config.num_fragments > 1:
-        fragment_of = FragmentPlan.from_numbers(manifest, plan, config.num_fragments).fragment_of
-    return lay_out(
+    is_split = config.num_fragments > 1
+    if is_split:
+        FragmentPlan.from_numbers(manifest, plan, config.num_fragments)  # raises
+    return lay_out_plan(
         manifest,
-        fragment_of,
+        plan if is_split else (),
         num_fragments=config.num_fragments,
         chunk_elements=config.chunk_elements,
     )

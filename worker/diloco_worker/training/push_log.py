@@ -22,9 +22,9 @@ import os
 from pathlib import Path
 
 from diloco_protocol import UsageError, VersionId
+from diloco_protocol.version import as_hex
 from diloco_worker.shell.forks import keep_from_children
 from diloco_worker.training.fragment_sync import Flight
-from diloco_worker.training.saved_state import version_plain
 
 logger = logging.getLogger("diloco.worker")
 
@@ -63,12 +63,12 @@ class Audit:
             "frozen",
             **_named(push.push_id, push.fragment),
             steps=push.steps,
-            base=version_plain(flight.base),
+            base=flight.base.plain(),
             step=flight.began,
         )
 
     def counted(self, push_id: int, fragment: int, version: VersionId) -> None:
-        self._write("counted", **_named(push_id, fragment), version=version_plain(version))
+        self._write("counted", **_named(push_id, fragment), version=version.plain())
 
     def dropped(self, push_id: int, fragment: int, why: str) -> None:
         self._write("dropped", **_named(push_id, fragment), why=why)
@@ -101,4 +101,4 @@ class Audit:
 
 
 def _named(push_id: int, fragment: int) -> dict[str, object]:
-    return {"push_id": f"{push_id:016x}", "fragment": fragment}
+    return {"push_id": as_hex(push_id), "fragment": fragment}

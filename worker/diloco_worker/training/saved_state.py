@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 
 from diloco_protocol import (
-    Counted,
     Kind,
     Ledger,
     Manifest,
@@ -36,7 +35,7 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import segment_dtype, wire_dtype
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
-from diloco_protocol.version import ABSENT_REMEMBERED
+from diloco_protocol.version import ABSENT_REMEMBERED, as_hex, from_hex
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.previous_life import SENT_BEFORE, names_stranger
 from diloco_worker.core.transfers import Held
@@ -174,8 +173,8 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
     """A dict for a checkpoint."""
     fragments = [
         {
-            "version": version_plain(ground.version),
-            "ledger": _ledger_plain(ground.ledger),
+            "version": ground.version.plain(),
+            "ledger": ground.ledger.plain(in_hex=True),
             "base": {s.value: vector.clone() for s, vector in ground.base.vectors.items()},
             "steps": ground.work.steps,
             "tokens": ground.work.tokens,
@@ -197,30 +196,17 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
         "config": asdict(resumption.config),
         "plan": list(resumption.plan),
         "place": asdict(resumption.place),
-        "frozen": None if frozen is None else version_plain(frozen.version),
+        "frozen": None if frozen is None else frozen.version.plain(),
         "fragments": fragments,
         "checksums": {name: list(sums) for name, sums in checksums.items()},
-    }
-
-
-def version_plain(version: VersionId) -> list[Any]:
-    return [version.run, version.counter, f"{version.tag:016x}"]
-
-
-def _ledger_plain(ledger: Ledger) -> Plain:
-    return {
-        worker: [
-            [f"{c.push_id:016x}", None if c.chunks is None else c.chunks.hex()] for c in pushes
-        ]
-        for worker, pushes in ledger.pushes.items()
     }
 
 
 def _flight_plain(flight: Flight) -> Plain:
     push = flight.push
     return {
-        "push_id": f"{push.push_id:016x}",
-        "base": version_plain(flight.base),
+        "push_id": as_hex(push.push_id),
+        "base": flight.base.plain(),
         **{name: getattr(push, name) for name in _OF_PUSH},
         **{name: getattr(flight, name) for name in _OF_FLIGHT},
         "buffers": push.buffers,
@@ -280,7 +266,7 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
         _ground(part, each, pinned=pinned)
         for part, each in zip(layout.fragments, parts, strict=True)
     )
-    frozen = Held(_version(plain["frozen"]), Ledger()) if layout.frozen.chunks else None
+    frozen = Held(VersionId.from_plain(plain["frozen"]), Ledger()) if layout.frozen.chunks else None
     runs = {ground.version.run for ground in grounds}
     if len(runs | ({frozen.version.run} if frozen else set())) > 1:
         raise ValueError(f"fragments of several runs, {', '.join(sorted(runs))}")
@@ -317,18 +303,24 @@ def _ground(part: FragmentLayout, plain: Plain, *, pinned: bool) -> Ground:
         base.vectors[segment].copy_(vector)
     work = Work(*(_whole(plain[name]) for name in ("steps", "tokens", "samples")))
     flight = None if plain["flight"] is None else _flight(base, _dict(plain["flight"]))
-    return Ground(_version(plain["version"]), _ledger(plain["ledger"]), base, work, flight)
+    return Ground(
+        VersionId.from_plain(plain["version"]),
+        Ledger.from_plain(plain["ledger"]),
+        base,
+        work,
+        flight,
+    )
 
 
 def _flight(base: FlatState, plain: Plain) -> Flight:
     part, dtype = base.layout, _text(plain["wire_dtype"])
     push = Push(
         session=b"",
-        push_id=_number(plain["push_id"]),
+        push_id=from_hex(plain["push_id"]),
         fragment=part.fragment,
         chunks=part.chunks,
         wire_dtype=dtype,
-        base=_version(plain["base"]),
+        base=VersionId.from_plain(plain["base"]),
         steps=_whole(plain["steps"]),
         tokens=_whole(plain["tokens"]),
         samples=_whole(plain["samples"]),
@@ -383,23 +375,6 @@ def _manifest(plain: Sequence[Any]) -> Manifest:
     )
 
 
-def _version(plain: Sequence[Any]) -> VersionId:
-    run, counter, tag = plain
-    return VersionId(_text(run), _whole(counter), _number(tag))
-
-
-def _ledger(plain: object) -> Ledger:
-    return Ledger(
-        {
-            _text(worker): tuple(
-                Counted(_number(push_id), None if chunks is None else bytes.fromhex(chunks))
-                for push_id, chunks in pushes
-            )
-            for worker, pushes in _dict(plain).items()
-        }
-    )
-
-
 def _of(kind: type, what: str) -> Callable[[object], Any]:
     def check(value: object) -> Any:
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -416,11 +391,3 @@ _dict = _of(Mapping, "a dict")
 
 def _figure(value: Any) -> float | None:
     return None if value is None else float(value)
-
-
-def _number(text: object) -> int:
-    """An id of 64 bits from its hexadecimal text."""
-    number = int(_text(text), 16)
-    if not 0 <= number < 1 << 64:
-        raise ValueError(f"{text!r} is no number of 64 bits")
-    return number

@@ -13,7 +13,7 @@ from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import books_of
 from diloco_broker.core.state.versions import Upload, first_window, upload_window
 from diloco_protocol import messages
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import summarise

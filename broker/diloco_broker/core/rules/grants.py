@@ -12,7 +12,7 @@ from diloco_broker.core.state.versions import (
     upload_window,
 )
 from diloco_protocol import messages
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code
 
 

@@ -12,7 +12,7 @@ from diloco_broker.core.rules import grants
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.streaming_round import Contribution, Ended, Phase, Round
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Push
 

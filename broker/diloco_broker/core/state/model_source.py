@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core.state.members import Member
-from diloco_protocol.chunks import Bitmap, ModelLayout, lay_out
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.chunks import ModelLayout, lay_out_plan
 from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.messages import Push, RunConfig
 from diloco_protocol.version import Ledger, VersionId
@@ -153,9 +154,9 @@ class Bootstrap:
     ) -> ModelLayout:
         """This is the run's model from now on; `plan` is the fragment of each of its tensors."""
         self.manifest, self.plan = manifest, plan
-        self.layout = lay_out(
+        self.layout = lay_out_plan(
             manifest,
-            {entry.name: part for entry, part in zip(manifest.entries, plan, strict=True)},
+            plan,
             num_fragments=config.num_fragments,
             chunk_elements=config.chunk_elements,
         )

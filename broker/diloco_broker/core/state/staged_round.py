@@ -25,7 +25,7 @@ from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.state.streaming_round import Counting, Key, Phase
-from diloco_protocol.chunks import Bitmap
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
 
 

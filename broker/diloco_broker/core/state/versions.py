@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core import effects
-from diloco_protocol.chunks import Bitmap, FragmentLayout
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Chunk, Push, Released
 from diloco_protocol.version import Ledger, VersionId
 

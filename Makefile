@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready
 
-.PHONY: help setup demo chaos bench test test-all test-browser chromium lint format check clean
+.PHONY: help setup demo chaos bench test test-all test-browser mutants chromium lint format check clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -17,6 +17,7 @@ help:
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it"
 	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
+	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
 	@echo "make lint      ruff and mypy --strict"
 	@echo "make check     lint and test-all, as CI does"
 	@echo "make clean     remove .venv and the results of runs"
@@ -56,6 +57,9 @@ chromium:
 
 test-browser: $(STAMP) chromium
 	@$(BIN)/python -m pytest -m browser -rs tests/tools/test_dashboard_browser.py
+
+mutants: $(STAMP)
+	@PYTHONPATH=tests $(BIN)/python -m mutation.drill
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

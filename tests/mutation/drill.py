@@ -1,0 +1,266 @@
+"""How much of what can go wrong do the tests notice? Faults are put in, one at a time.
+
+    make mutants                                    # about 300 faults
+    PYTHONPATH=tests python -m mutation.drill --mutants 30 --seed 2
+    PYTHONPATH=tests python -m mutation.drill --only diloco_broker.core.rules.pushes --mutants 0
+
+First every test is run once, and it is noted which lines it reaches and how long it takes. Then, for
+each fault, the tests that reach its line are run until one fails, the quickest first. A fault that no
+test notices has *survived*: either a test is missing, or the fault changes nothing that matters.
+
+Each run is a forked process that has loaded torch and pytest already and none of our modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.abc
+import importlib.util
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import coverage
+import hypothesis  # noqa: F401  loaded once, for all forks
+import pytest
+import torch
+from mutation.operators import Mutant, mutants, mutated
+
+from kit.paths import MODULES, ROOT
+
+# Where faults are put in, and the tests that are asked.
+PLACES = (
+    "diloco_broker.core",
+    "diloco_broker.tensors",
+    "diloco_worker.core",
+)
+TESTS = (
+    "tests/broker/core",
+    "tests/broker/tensors",
+    "tests/worker/core",
+    "tests/simulation",
+)
+# Seconds of tests that a fault is given, by how long they take without it; then it has survived.
+BUDGET_S = 12.0
+# A fault may make a run endless. A test is then given up, and the fault is noticed.
+HANG_S = 60.0
+PROCESSES = os.cpu_count() or 1
+
+
+@dataclass
+class Reach:
+    """What the tests reach without a fault.
+
+    Attributes:
+        seconds: of each test, by its name for pytest.
+        tests: of each module, the names of the tests that reach a line.
+    """
+
+    seconds: dict[str, float]
+    tests: dict[str, dict[int, list[str]]]
+
+    def chosen(self, mutant: Mutant) -> list[str]:
+        """The tests for a fault, the quickest first, as many as its budget has room for."""
+        lines = self.tests.get(mutant.module, {})
+        reaching = {*lines.get(mutant.line, ()), *lines.get(mutant.statement, ())}
+        names = sorted(reaching, key=lambda name: (self.seconds[name], name))
+        chosen: list[str] = []
+        spent = 0.0
+        for name in names:
+            spent += self.seconds[name]
+            if chosen and spent > BUDGET_S:
+                break
+            chosen.append(name)
+        return chosen
+
+
+class Notes:
+    """A plugin of pytest that notes how long each test takes and what it reaches."""
+
+    def __init__(self, cover: coverage.Coverage | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._cover = cover
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        began = time.perf_counter()
+        if self._cover is not None:
+            self._cover.switch_context(item.nodeid)
+        result = yield
+        self.seconds[item.nodeid] = time.perf_counter() - began
+        return result
+
+
+class Faulty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads one module with its fault; the others as they are."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+        self._path = MODULES[mutant.module]
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != self._mutant.module:
+            return None
+        return importlib.util.spec_from_file_location(name, self._path, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        tree = mutated(self._path.read_text(), self._mutant.number)
+        exec(compile(tree, str(self._path), "exec"), module.__dict__)
+
+
+def run_tests(names: Sequence[str], *plugins: object) -> int:
+    """Run these tests in this process, silently; returns pytest's exit status."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-m", "not slow"]
+    options += ["--assert=plain", "--timeout=0"]
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return int(pytest.main([*options, "--no-header", *names], plugins=list(plugins)))
+
+
+def reach_of(names: Sequence[str]) -> Reach:
+    """Run the tests without a fault; raises AssertionError if one of them fails."""
+    cover = coverage.Coverage(data_file=None, source=list(PLACES))
+    notes = Notes(cover)
+    cover.start()
+    status = run_tests(names, notes)
+    cover.stop()
+    assert status == 0, f"the tests fail without any fault: {' '.join(names)}"
+    data = cover.get_data()
+    tests = {}
+    for module, path in MODULES.items():
+        lines = data.contexts_by_lineno(str(path))
+        tests[module] = {line: [name for name in by if name] for line, by in lines.items()}
+    return Reach(notes.seconds, {module: lines for module, lines in tests.items() if lines})
+
+
+def is_noticed(mutant: Mutant, names: Sequence[str]) -> bool:
+    """Does a test fail with the fault?"""
+    sys.meta_path.insert(0, Faulty(mutant))
+    return run_tests(names) != 0
+
+
+def in_a_fork(work: Callable[..., Any], *given: Any, limit_s: float | None = None) -> Any:
+    """What a function returns in a process of its own; None where it does not return in time."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def act() -> None:
+        os.chdir(ROOT)
+        os.setpgrp()
+        theirs.send(work(*given))
+
+    process = context.Process(target=act)
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(limit_s) else None
+    except EOFError:
+        return None  # it ended without a word
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, 9)
+        process.join()
+
+
+def measure() -> Reach:
+    """Run all tests once, spread over the cores."""
+    files = sorted(
+        (path for folder in TESTS for path in (ROOT / folder).rglob("test_*.py")),
+        key=lambda path: -path.stat().st_size,
+    )
+    names = [str(path.relative_to(ROOT)) for path in files]
+    shares = [names[number::PROCESSES] for number in range(PROCESSES)]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        parts = list(pool.map(lambda share: in_a_fork(reach_of, share), shares))
+    whole = Reach({}, {})
+    for part in parts:
+        if part is None:
+            raise SystemExit("The tests fail without any fault; mend them first.")
+        whole.seconds |= part.seconds
+        for module, lines in part.tests.items():
+            known = whole.tests.setdefault(module, {})
+            for line, by in lines.items():
+                known.setdefault(line, []).extend(by)
+    return whole
+
+
+def choose(count: int, seed: int, only: str | None) -> list[Mutant]:
+    """So many of all faults; the same for the same seed and sources. 0: all."""
+    found = [
+        mutant
+        for module, path in MODULES.items()
+        if any(f"{module}.".startswith(f"{place}.") for place in PLACES)
+        and (only is None or module == only)
+        for mutant in mutants(module, path.read_text())
+    ]
+    if count and count < len(found):
+        found = random.Random(seed).sample(found, count)
+    return sorted(found, key=lambda mutant: (mutant.module, mutant.number))
+
+
+def try_one(reach: Reach, mutant: Mutant) -> bool:
+    names = reach.chosen(mutant)
+    if not names:
+        return False
+    noticed = in_a_fork(is_noticed, mutant, names, limit_s=HANG_S)
+    return noticed is None or bool(noticed)
+
+
+def drill(count: int, seed: int, only: str | None = None) -> dict[str, Any]:
+    """Put the faults in and see; returns the figures, as they are written with --out."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    reach = measure()
+    print(
+        f"{len(reach.seconds)} tests without a fault: {time.monotonic() - began:.0f} s", flush=True
+    )
+    chosen = choose(count, seed, only)
+    survived = []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        outcomes = pool.map(lambda mutant: try_one(reach, mutant), chosen)
+        for mutant, noticed in zip(chosen, outcomes, strict=True):
+            if not noticed:
+                survived.append(mutant)
+                path = MODULES[mutant.module].relative_to(ROOT)
+                print(f"survived  {path}:{mutant.line}  {mutant.what}", flush=True)
+    caught = len(chosen) - len(survived)
+    print(
+        f"{caught} of {len(chosen)} faults noticed ({caught / max(1, len(chosen)):.1%}), seed {seed}, "
+        f"{time.monotonic() - began:.0f} s"
+    )
+    return {
+        "seed": seed,
+        "mutants": len(chosen),
+        "caught": caught,
+        "seconds": round(time.monotonic() - began),
+        "survived": [asdict(mutant) for mutant in survived],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--mutants", type=int, default=300, help="how many; 0: all there are")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="one module, by its dotted name")
+    parser.add_argument("--at-least", type=float, default=0.0, help="share, or it fails")
+    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
+    given = parser.parse_args()
+    found = drill(given.mutants, given.seed, given.only)
+    if given.out is not None:
+        given.out.write_text(json.dumps(found, indent=1))
+    if found["caught"] < given.at_least * found["mutants"]:
+        raise SystemExit(f"Fewer than {given.at_least:.0%} of the faults were noticed.")
+
+
+if __name__ == "__main__":
+    main()

@@ -184,9 +184,9 @@ class Stage:
                         | effects.StoreInitial()
                     ):
                         self.work_queue.append(effect)
-                    case effects.Save(number, books):
+                    case effects.Save(number, record):
                         self.saves.append(number)
-                        self.images.append(image_of(self.state, self, books, self.life))  # type: ignore[arg-type]
+                        self.images.append(image_of(self.state, self, record, self.life))  # type: ignore[arg-type]
                     case effects.RecordVersion():
                         self.audits.append(effect)
                     case effects.Revert(fragment):
@@ -298,7 +298,7 @@ class Stage:
     # Read by `saving.image_of`.
 
     def masters(self, fragment: int) -> list[Wire]:
-        chunks = self.state.shelf.stocks[fragment].layout.chunks
+        chunks = self.state.versions[fragment].layout.chunks
         return [self.chunks[fragment, index] for index in range(chunks)]
 
     def outer_state(self, fragment: int) -> dict[str, Any]:
@@ -315,19 +315,19 @@ class Stage:
         return self.state.round
 
     def version(self, fragment: int = 0) -> VersionId:
-        version = self.state.shelf.stocks[fragment].version
+        version = self.state.versions[fragment].version
         assert isinstance(version, VersionId)
         return version
 
     def counted(self, fragment: int = 0) -> list[Counter[tuple[str, int]]]:
         """For each chunk of the current version: how often each push is in it."""
-        return [Counter(wire.contents) for wire in self.state.shelf.stocks[fragment].wires]
+        return [Counter(wire.contents) for wire in self.state.versions[fragment].wires]
 
     def holdings(self) -> Holdings:
         """What a worker holds that has the newest version of every fragment."""
         return tuple(
-            Held(stock.version, stock.ledger, stock.wires) if stock.version else None
-            for stock in self.state.shelf.stocks
+            Held(versions.version, versions.ledger, versions.wires) if versions.version else None
+            for versions in self.state.versions.fragments
         )
 
     def worker(self, worker_id: str) -> Puppet:
@@ -358,7 +358,7 @@ class Stage:
         """Let the parameters come from a donor, if one was asked."""
         donor = self.state.members.named(self.state.bootstrap.donor or "")
         for fragment in self.state.bootstrap.wanted if donor else ():
-            layout = self.state.shelf.stocks[fragment].layout
+            layout = self.state.versions[fragment].layout
             push = Push(
                 donor.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION
             )
@@ -415,7 +415,7 @@ class Puppet:
     ) -> None:
         """Offer what it holds of a fragment and send these chunks of it, all by default."""
         held = self.held[fragment] if self.held else None
-        layout = self.stage.state.shelf.stocks[fragment].layout
+        layout = self.stage.state.versions[fragment].layout
         is_finite = fields.pop("is_finite", True)
         fields = {"base": held.version, "ledger": held.ledger, **fields} if held else fields
         self.push_id, self.fragment = 7_000 + fragment, fragment
@@ -449,10 +449,10 @@ class Puppet:
         """Offer a push; returns the grant."""
         self.push_id = push_id
         fragment = self.fragment = fields.setdefault("fragment", 0)
-        there = fragment if 0 <= fragment < len(self.stage.state.shelf.stocks) else 0
+        there = fragment if 0 <= fragment < len(self.stage.state.versions.fragments) else 0
         base = self.base if there == 0 and self.base else self.stage.version(there)
         fields = {"base": base, "wire_dtype": "fp32", **fields}
-        chunks = self.stage.state.shelf.stocks[there].layout.chunks
+        chunks = self.stage.state.versions[there].layout.chunks
         self.sends(Push(self.token(), push_id, chunks=chunks, weight=weight, **fields))
         return self.last(Grant)
 
@@ -480,7 +480,7 @@ class Puppet:
         grant = self.begins(push_id, weight=weight, **fields)
         assert grant is not None
         assert grant.standing.value in ("new", "resume"), grant
-        size = self.stage.state.shelf.stocks[self.fragment].layout.chunks
+        size = self.stage.state.versions[self.fragment].layout.chunks
         held = Bitmap.from_bytes(grant.held, size) if grant.held else Bitmap(size)
         self.delivers(held.missing(), squares=squares)
         self.commits()
@@ -522,7 +522,7 @@ class Puppet:
         released = self.last(Released)
         if released is None:
             return None
-        size = self.stage.state.shelf.stocks[released.fragment].layout.chunks
+        size = self.stage.state.versions[released.fragment].layout.chunks
         indexes = {c.index for c, _ in self.chunks if c.version == released.version}
         return released.version if indexes == set(range(size)) else None
 

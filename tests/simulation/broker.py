@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.state.run_record import Books, books_of
+from diloco_broker.core.state.run_record import RunRecord, run_record
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_broker.shell.ack_batch import Acks
 from diloco_broker.shell.work_queue import WorkQueue
@@ -140,7 +140,7 @@ class BrokerHost:
         round_ = state.round
         is_open = round_ is not None and round_.phase is Phase.OPEN
         if round_ is not None and is_open and state.saving.number != round_.number:
-            self._save(books_of(state, round_.number))
+            self._save(run_record(state, round_.number))
         until = world.now + SAVE_WITHIN_S
 
         def look() -> None:
@@ -170,8 +170,8 @@ class BrokerHost:
                     case effects.Log(level, text):
                         if level != "debug":
                             self.world.tell("broker", text)
-                    case effects.Save(_, books):
-                        self._save(books)
+                    case effects.Save(_, record):
+                        self._save(record)
                     case effects.RecordVersion():
                         self.referee.audited(effect)
                     case effects.Revert(fragment):
@@ -206,9 +206,9 @@ class BrokerHost:
         self.referee.lives.says(self.core, send.message)
         return self._routes[send.route].down(send.message, send.payload)
 
-    def _save(self, books: Books) -> None:
+    def _save(self, record: RunRecord) -> None:
         assert self._saver is not None, "a checkpoint is asked for where nothing is saved"
-        image = writer.image_of(self.core.state, self._as_parameters, books, self._life)
+        image = writer.image_of(self.core.state, self._as_parameters, record, self._life)
         self._saver.save(image)
 
     def _is_saved(self, number: int, error: str | None) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.versions import Stock
+from diloco_broker.core.state.versions import FragmentVersions
 from diloco_broker.storage.checkpoint import FragmentImage, Image
 from diloco_protocol.messages import Grant, Message, Released, Standing
 from diloco_protocol.version import Ledger, VersionId
@@ -91,7 +91,7 @@ class Lives:
     def fragment_begins(
         self,
         core: Core,
-        stock: Stock,
+        versions: FragmentVersions,
         published: Mapping[tuple[int, VersionId], Published],
         processes: frozenset[str],
     ) -> None:
@@ -101,9 +101,9 @@ class Lives:
             published: all versions that there have been.
             processes: names of those that are alive.
         """
-        fragment, version = stock.layout.fragment, stock.version
+        fragment, version = versions.layout.fragment, versions.version
         assert version is not None
-        same = self.tensors.masters(fragment) == [wire.contents for wire in stock.wires]
+        same = self.tensors.masters(fragment) == [wire.contents for wire in versions.wires]
         demand(same, "fragment {} has other parameters than its version {}", fragment, version)
         known = published.get((fragment, version))
         ours = self._image.fragments[fragment] if self._image is not None else None
@@ -112,13 +112,13 @@ class Lives:
         was = known is not None or is_saved or version.counter == 0
         demand(was, "version {} never was", version)
         if known is not None:
-            demand(known.wires == stock.wires, "{} has other chunks than it had", version)
-            demand(known.ledger == stock.ledger, "{} has another ledger than it had", version)
+            demand(known.wires == versions.wires, "{} has other chunks than it had", version)
+            demand(known.ledger == versions.ledger, "{} has another ledger than it had", version)
         here = [m for m in core.state.members if fragment < len(m.versions)]
         self._check_choice(core, fragment, version, ours, here)
         self.adoptions += version.counter > (ours.version.counter if ours else 0)
         self._first[fragment] = version
-        self._check_losses(core, stock, here, processes)
+        self._check_losses(core, versions, here, processes)
 
     def _check_choice(
         self,
@@ -156,15 +156,19 @@ class Lives:
         demand(waited or not (is_run and waits), "it did not wait for {}", sorted(away))
 
     def _check_losses(
-        self, core: Core, stock: Stock, here: Iterable[Member], processes: frozenset[str]
+        self,
+        core: Core,
+        versions: FragmentVersions,
+        here: Iterable[Member],
+        processes: frozenset[str],
     ) -> None:
         """What was counted before and is not in the version that this life begins with."""
-        fragment = stock.layout.fragment
-        chunks = [wire.contents for wire in stock.wires]
+        fragment = versions.layout.fragment
+        chunks = [wire.contents for wire in versions.wires]
         if self.config.durable:
             for before, now in zip(self._told.get(fragment, ()), chunks, strict=False):
                 kept = before.leads_to(now) or not before.depth
-                demand(kept, "a version that was told of is not in {}", stock.version)
+                demand(kept, "a version that was told of is not in {}", versions.version)
         owners = {self._owner_of(member.control): member for member in here}
         for record in self._records.values():
             if record.ending != "counted" or record.is_lost or record.push.fragment != fragment:
@@ -178,7 +182,7 @@ class Lives:
             adopts = self._image is None or self.config.recover == "adopt"
             if not adopts or member is None or record.process not in processes:
                 continue
-            held, chosen = member.versions[fragment], stock.version
+            held, chosen = member.versions[fragment], versions.version
             assert chosen is not None
             if held is None or held.run != chosen.run:
                 continue
@@ -195,27 +199,27 @@ class Lives:
         """A message goes out."""
         match message:
             case Released(fragment=fragment, version=version):
-                stock = core.state.shelf.stocks[fragment]
-                right = stock.version == version
-                demand(right, "{} is told of while {} is current", version, stock.version)
+                versions = core.state.versions[fragment]
+                right = versions.version == version
+                demand(right, "{} is told of while {} is current", version, versions.version)
                 if self.config.durable:
-                    self._is_on_disk(stock)
+                    self._is_on_disk(versions)
             case Grant(push_id=push_id, fragment=fragment, standing=Standing.COUNTED):
-                stock, key = core.state.shelf.stocks[fragment], self._keys[push_id]
-                inside = self._records[key].is_whole_in(key, stock.wires)
-                demand(inside, "{} is said to be counted in {}", key, stock.version)
+                versions, key = core.state.versions[fragment], self._keys[push_id]
+                inside = self._records[key].is_whole_in(key, versions.wires)
+                demand(inside, "{} is said to be counted in {}", key, versions.version)
                 if self.config.durable:
-                    self._is_on_disk(stock)
+                    self._is_on_disk(versions)
             case _:
                 pass
 
-    def _is_on_disk(self, stock: Stock) -> None:
+    def _is_on_disk(self, versions: FragmentVersions) -> None:
         """A durable run says nothing of a version that a crash could still take away."""
-        fragment = stock.layout.fragment
+        fragment = versions.layout.fragment
         image = self._disk.newest if self._disk is not None else None
-        chunks = [wire.contents for wire in stock.wires]
-        if fragment in self._first and stock.version != self._first[fragment]:
+        chunks = [wire.contents for wire in versions.wires]
+        if fragment in self._first and versions.version != self._first[fragment]:
             saved: Sequence[Any] = image.fragments[fragment].chunks if image is not None else ()
             there = bool(saved) and all(map(Contents.leads_to, chunks, saved))
-            demand(there, "{} is told of and is not on the disk", stock.version)
+            demand(there, "{} is told of and is not on the disk", versions.version)
         self._told[fragment] = chunks

@@ -24,7 +24,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Phase
-from diloco_broker.core.state.versions import UPLOAD_WINDOW, Stock
+from diloco_broker.core.state.versions import UPLOAD_WINDOW, FragmentVersions
 from diloco_broker.storage.checkpoint import Image
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Commit, Push, Released
@@ -63,7 +63,7 @@ class Process(Protocol):
 
 
 @dataclass(frozen=True)
-class Made:
+class UnreleasedVersion:
     """A version that was released: when its round opened and ended, whose pushes it contains whole."""
 
     fragment: int
@@ -88,7 +88,7 @@ class Referee:
         now: the time of the event at hand.
         enough_since: since then there have been as many workers as a round needs.
         versions_made: versions released, in all fragments and lives of the broker.
-        rounds: each of them as `Made`, if that is asked for by putting a list here.
+        rounds: each of them as `UnreleasedVersion`, if that is asked for by putting a list here.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Referee:
         self.now = 0.0
         self.enough_since = 0.0
         self.versions_made = 0
-        self.rounds: list[Made] | None = None
+        self.rounds: list[UnreleasedVersion] | None = None
         self._published: dict[tuple[int, VersionId], Published] = {}
         self._history: set[tuple[int, VersionId]] = set()  # what this life of the broker released
         self._inherited: dict[int, int] = {}  # counter of the version it began with, by fragment
@@ -226,11 +226,11 @@ class Referee:
         """The core has handled an event; `queue` is the tensor work that is waiting."""
         state = core.state
         self._notice_whole(core, event)
-        for fragment, stock in enumerate(state.shelf.stocks):
-            if stock.version is not None and stock.version is not self.tensors.versions.get(
+        for fragment, versions in enumerate(state.versions.fragments):
+            if versions.version is not None and versions.version is not self.tensors.versions.get(
                 fragment
             ):
-                self._new_version(core, fragment, stock, stock.version)
+                self._new_version(core, fragment, versions, versions.version)
         number = state.round.number if state.round else None
         if number != self._round:
             self._new_round(core, number)
@@ -259,7 +259,9 @@ class Referee:
         if submission is not None and submission.is_whole:
             self.records[key].whole_at = self.records[key].whole_at or self.now
 
-    def _new_version(self, core: Core, fragment: int, stock: Stock, version: VersionId) -> None:
+    def _new_version(
+        self, core: Core, fragment: int, versions: FragmentVersions, version: VersionId
+    ) -> None:
         former = self.tensors.versions.get(fragment)
         if former is not None:
             follows = version.counter == former.counter + 1 and version.run == former.run
@@ -269,27 +271,29 @@ class Referee:
             self.versions_made += 1
             self._released_at = self.now
         else:
-            self._check_ledger(stock)
+            self._check_ledger(versions)
             names = frozenset(process.name for process in self._alive())
-            self.lives.fragment_begins(core, stock, self._published, names)
+            self.lives.fragment_begins(core, versions, self._published, names)
             self._inherited[fragment] = version.counter
         added = self.tensors.release(fragment, version)
         if former is not None:
             self._check_audit(former, version, added)
-        self._check_contents(stock, added)
-        self._check_names(stock, added)
+        self._check_contents(versions, added)
+        self._check_names(versions, added)
         if self.thoroughness == 1 or self.versions_made % LEDGER_EVERY == 0:
-            self._check_ledger(stock)
-        whole = self._whole(added, stock)
+            self._check_ledger(versions)
+        whole = self._whole(added, versions)
         for key in whole:
             self.records[key].counted_in = version
             self._counted_at[self.records[key].process] = self.now
         report = core.state.last_report
         if former is not None and report is not None and self.rounds is not None:
             names = frozenset(self.records[key].process for key in whole)
-            self.rounds.append(Made(fragment, self.now - report.seconds, self.now, names))
+            self.rounds.append(
+                UnreleasedVersion(fragment, self.now - report.seconds, self.now, names)
+            )
         self._history.add((fragment, version))
-        self._published[fragment, version] = Published(stock.wires, stock.ledger)
+        self._published[fragment, version] = Published(versions.wires, versions.ledger)
         while len(self._published) > VERSIONS_KEPT:
             del self._published[next(iter(self._published))]
 
@@ -307,13 +311,15 @@ class Referee:
     def _check_report(self, core: Core, fragment: int) -> None:
         """The books of the round that has just ended, against what was really averaged."""
         state, round_ = core.state, self._round
-        stock, report = state.shelf.stocks[fragment], state.last_report
+        versions, report = state.versions[fragment], state.last_report
         assert report is not None
         if not self.config.is_async:
-            its_turn = stock.round == round_ and stock.round % self.config.num_fragments == fragment
-            demand(its_turn, "round {} made a version of {}: {}", stock.round, fragment, round_)
+            its_turn = (
+                versions.round == round_ and versions.round % self.config.num_fragments == fragment
+            )
+            demand(its_turn, "round {} made a version of {}: {}", versions.round, fragment, round_)
         added = self.tensors.added.get(fragment, {})
-        whole = self._whole(added, stock)
+        whole = self._whole(added, versions)
         weight = sum(self.records[key].weight for key in whole)
         workers = len({worker_id for worker_id, _ in whole})
         stale = max((self.tensors.staleness(self.records[key]) for key in whole), default=0)
@@ -323,32 +329,32 @@ class Referee:
         once = self.config.is_async or workers == len(whole)
         demand(once, "a worker is averaged more than once in a round: {}", whole)
 
-    def _whole(self, added: Iterable[Key], stock: Stock) -> list[Key]:
+    def _whole(self, added: Iterable[Key], versions: FragmentVersions) -> list[Key]:
         """Of these pushes, those of which nothing is missing any more."""
-        return [key for key in added if self.records[key].is_whole_in(key, stock.wires)]
+        return [key for key in added if self.records[key].is_whole_in(key, versions.wires)]
 
-    def _check_contents(self, stock: Stock, added: dict[Key, set[int]]) -> None:
+    def _check_contents(self, versions: FragmentVersions, added: dict[Key, set[int]]) -> None:
         """Staged submissions count whole or not at all, and not when they were refused."""
         if not self.config.is_staged:
             return
         for key, chunks in added.items():
-            whole = len(chunks) == len(stock.wires)
+            whole = len(chunks) == len(versions.wires)
             demand(whole, "{} chunks of {} are counted: whole or not at all", len(chunks), key)
             record = self.records[key]
             good = record.ending in (None, "counted")
             demand(good, "counted although it was refused: {}", record)
 
-    def _check_names(self, stock: Stock, added: Iterable[Key]) -> None:
+    def _check_names(self, versions: FragmentVersions, added: Iterable[Key]) -> None:
         """What is new in a version is in its ledger."""
         for worker_id, push_id in added:
-            named = [each.push_id for each in stock.ledger.pushes.get(worker_id, ())]
+            named = [each.push_id for each in versions.ledger.pushes.get(worker_id, ())]
             right = push_id in named or len(named) == PUSHES_REMEMBERED
-            demand(right, "the ledger of {} lacks {}", stock.version, (worker_id, push_id))
+            demand(right, "the ledger of {} lacks {}", versions.version, (worker_id, push_id))
 
-    def _check_ledger(self, stock: Stock) -> None:
+    def _check_ledger(self, versions: FragmentVersions) -> None:
         """Everything that the ledger names is in the chunks it says, and not in others."""
-        size = len(stock.wires)
-        for worker_id, pushes in stock.ledger.pushes.items():
+        size = len(versions.wires)
+        for worker_id, pushes in versions.ledger.pushes.items():
             for counted in pushes:
                 key = (worker_id, counted.push_id)
                 named = Bitmap.full(size)
@@ -356,9 +362,9 @@ class Referee:
                     named = Bitmap.from_bytes(counted.chunks, size)
                 record = self.records[key]
                 right = all(
-                    record.is_in(key, i, w) == (i in named) for i, w in enumerate(stock.wires)
+                    record.is_in(key, i, w) == (i in named) for i, w in enumerate(versions.wires)
                 )
-                demand(right, "the ledger of {} errs in {}: {}", stock.version, key, named)
+                demand(right, "the ledger of {} errs in {}: {}", versions.version, key, named)
 
     def _new_round(self, core: Core, number: int | None) -> None:
         versions, pieces = self.tensors.versions, self.config.num_fragments
@@ -454,11 +460,11 @@ class Referee:
         """The run stops here: what has become of every push?"""
         alive = {process.name for process in self._alive()}
         core.check_invariants()
-        stocks = core.state.shelf.stocks
+        fragments = core.state.versions.fragments
         for key, record in self.records.items():
             if record.is_lost:
                 continue
-            wires = enumerate(stocks[record.push.fragment].wires)
+            wires = enumerate(fragments[record.push.fragment].wires)
             inside = [record.is_in(key, index, wire) for index, wire in wires]
             if record.ending == "counted":
                 demand(all(inside), "it is lost: {}", record)

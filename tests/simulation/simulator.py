@@ -289,8 +289,8 @@ class Simulation:
             name = str(record.ending or "")
             endings[name] = endings.get(name, 0) + 1
         lost = endings.pop("", 0)
-        stocks = self.broker.core.state.shelf.stocks
-        tags = tuple(stock.version for stock in stocks)
+        fragments = self.broker.core.state.versions.fragments
+        tags = tuple(each.version for each in fragments)
         return Outcome(
             self.referee.versions_made,
             endings,

@@ -25,7 +25,7 @@ from diloco_broker.core.rules import (
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Bootstrap, Resumption
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.run_record import books_of
+from diloco_broker.core.state.run_record import run_record
 from diloco_broker.core.state.staged_round import StagedRound, Submission
 from diloco_broker.core.state.streaming_round import Round
 from diloco_broker.storage import writer
@@ -323,7 +323,7 @@ def forgets_what_is_counted(broken: pytest.MonkeyPatch) -> None:
 
 def divides_by_what_was_promised(broken: pytest.MonkeyPatch) -> None:
     def step(state: RunState, round_: Round, indexes: list[int]) -> Iterator[Effect]:
-        count = state.shelf.stocks[round_.fragment].gradients - 1
+        count = state.versions[round_.fragment].gradients - 1
         weight = sum(c.weight for c in round_.contributions.values())
         for index in indexes:
             yield Step(round_.fragment, index, weight, count)
@@ -370,7 +370,7 @@ def tells_before_it_is_saved(broken: pytest.MonkeyPatch) -> None:
 
     def hasty(state: RunState, ended: Round | StagedRound) -> Iterator[Effect]:
         yield from complete(state, ended)
-        made, state.made = state.made, None
+        made, state.unreleased = state.unreleased, None
         if made is not None:
             yield from rounds._release(state, made)
 
@@ -378,7 +378,9 @@ def tells_before_it_is_saved(broken: pytest.MonkeyPatch) -> None:
 
 
 def saves_without_the_version_that_waits(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(rounds, "books_of", lambda state, n: books_of(replace(state, made=None), n))
+    broken.setattr(
+        rounds, "run_record", lambda state, n: run_record(replace(state, unreleased=None), n)
+    )
 
 
 def adopts_nothing(broken: pytest.MonkeyPatch) -> None:

@@ -200,9 +200,9 @@ def steps_by_process(run: Simulation) -> tuple[dict[str, int], dict[str, int]]:
     """Steps inside the final versions, and in flight at the end, summed over fragments."""
     applied: dict[str, int] = {}
     flying: dict[str, int] = {}
-    stocks = run.broker.core.state.shelf.stocks
+    fragments = run.broker.core.state.versions.fragments
     for key, record in run.referee.records.items():
-        wires = stocks[record.push.fragment].wires
+        wires = fragments[record.push.fragment].wires
         if record.is_whole_in(key, wires):
             applied[record.process] = applied.get(record.process, 0) + record.push.steps
         elif record.ending is None:

@@ -262,7 +262,7 @@ def leaves_with_a_push_that_has_to_wait(town: Town, puppet: Puppet) -> None:
 
 
 def dies_without_taking_what_it_asked_for(town: Town, puppet: Puppet) -> None:
-    puppet.stage.state.shelf.readers[puppet.bulk].credit = 1
+    puppet.stage.state.versions.readers[puppet.bulk].credit = 1
     puppet.pulls()
     puppet.dies()
 
@@ -317,7 +317,7 @@ def test_workers_that_came_and_went_leave_nothing_behind(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ledgers remember the last 128 that have left; with these the state is as large as it gets."""
-    monkeypatch.setattr(versions, "NAMES_KEPT", 64)  # of 1,024 versions it takes minutes
+    monkeypatch.setattr(versions, "TAGS_KEPT", 64)  # of 1,024 versions it takes minutes
     town = Town(**options)
     sizes = []
     warm = 48 if "num_fragments" in options else 18  # each fragment has a ledger

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.state.run_record import Books
+from diloco_broker.core.state.run_record import RunRecord
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Message, Push
 from diloco_protocol.version import VersionId
@@ -274,7 +274,7 @@ class Save:
     """Write a checkpoint of how things stand now; `number` is the coming round's."""
 
     number: int
-    books: Books
+    record: RunRecord
 
 
 @dataclass(frozen=True)

@@ -185,15 +185,15 @@ def _snapshot(
         "save_every": config.save_every,
         "fragments": [
             {
-                "fragment": stock.layout.fragment,
-                "version": stock.version.counter,
-                "tag": f"{stock.version.tag:016x}",
-                "gradients": stock.gradients,
-                "contributions": stock.contributions,
-                "buffered": stock.gradients % config.dn_size if _has_buffer(state) else 0,
+                "fragment": each.layout.fragment,
+                "version": each.version.counter,
+                "tag": f"{each.version.tag:016x}",
+                "gradients": each.gradients,
+                "contributions": each.contributions,
+                "buffered": each.gradients % config.dn_size if _has_buffer(state) else 0,
             }
-            for stock in state.shelf.stocks[:-1]
-            if stock.version
+            for each in state.versions.trained
+            if each.version
         ],
         "workers": [_worker(state, member, now) for member in state.members],
         "totals": _totals(state),
@@ -254,7 +254,7 @@ def _totals(state: RunState) -> dict[str, Any]:
     return {
         **counted,
         "refused": dict(state.refused),
-        "bytes_down": state.shelf.bytes_down,
+        "bytes_down": state.versions.bytes_down,
     }
 
 
@@ -268,7 +268,7 @@ def _condition(state: RunState, waiting_for: str | None) -> str:
 
 def _has_ended(state: RunState) -> bool:
     """Versions were made, nobody is here, and who went last was done. Others may still join."""
-    made = any(stock.version and stock.version.counter for stock in state.shelf.stocks[:-1])
+    made = any(each.version and each.version.counter for each in state.versions.trained)
     last = state.departed
     return made and not len(state.members) and last is not None and not last.why
 

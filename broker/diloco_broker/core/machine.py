@@ -9,8 +9,8 @@ handed in. The rules stand where they belong, as functions over one `State`:
     recovering    a run that exists goes on                 branches
     pushing       what is checked of a push and its chunks  granting    what it is answered
     sequence      opening, closing, releasing rounds        transfer    versions, readers, credits
-    streaming     a round that adds up chunks as they come  rounds      its books
-    staged        a round over whole submissions            staging     its books
+    streaming     a round that adds up chunks as they come  rounds      its record
+    staged        a round over whole submissions            staging     its records
     asynchronous  no rounds: each submission by itself
     controlling   what operators ask for
     dylu          how many steps for whom
@@ -115,7 +115,7 @@ class Core:
             case events.PeerGone(route):
                 return list(admission.peer_gone(state, route, now))
             case events.Tick(lost):
-                return list(admission.look_after(state, now, lost))
+                return list(admission.tick(state, now, lost))
             case events.StoodStill(seconds):
                 return list(admission.stood_still(state, seconds))
             case events.Stop(reason, restarting):
@@ -181,11 +181,11 @@ class Core:
                     yield from self._read(self._reader_of(member, member.bulk), message)
             case messages.Credit():
                 if route not in (member.control, member.bulk):
-                    state.shelf.forget(member.bulk)
+                    state.versions.forget(member.bulk)
                     member.bulk = route
                 if member.bulk is not None:
                     reader = self._reader_of(member, member.bulk)
-                    yield from state.shelf.add_credit(reader, message.chunks)
+                    yield from state.versions.add_credit(reader, message.chunks)
                     while member.early_pulls:
                         yield from self._read(reader, member.early_pulls.popitem()[1])
             case messages.Leave():
@@ -217,7 +217,7 @@ class Core:
             ):
                 yield from donation.reject_donor(self.state, member)
         if isinstance(message, messages.Push) and not retry and error.code != Code.LATE:
-            yield from self._excuse(message)
+            yield from self._skip_this_round(message)
         if isinstance(message, messages.Join) and error.code == Code.STOPPING:
             yield effects.Send(
                 route, self._farewell()
@@ -228,15 +228,15 @@ class Core:
         if not retry:
             yield effects.Log("warning", f"Refused a {message.kind}{who}: {error}")
 
-    def _excuse(self, push: messages.Push) -> effects.Effects:
+    def _skip_this_round(self, push: messages.Push) -> effects.Effects:
         member = self.state.members.with_session(push.session)
-        known = range(len(self.state.shelf.stocks) - 1)
+        known = range(len(self.state.versions.fragments) - 1)
         if (
             member is not None
             and push.purpose is messages.Purpose.GRADIENT
             and push.fragment in known
         ):
-            yield from rounds.excuse(self.state, member.worker_id, push)
+            yield from rounds.skip_this_round(self.state, member.worker_id, push)
 
     def _stop(self, reason: str, restarting: bool) -> effects.Effects:
         self.state.stopping, self.state.is_restarting = reason, restarting
@@ -258,54 +258,56 @@ class Core:
     # Readers.
 
     def _reader_of(self, member: Member, bulk: effects.Route) -> Reader:
-        return self.state.shelf.joined_reader(bulk, member.control, member.account)
+        return self.state.versions.joined_reader(bulk, member.control, member.account)
 
     def _observer(
         self, route: effects.Route, message: messages.Pull | messages.Credit
     ) -> effects.Effects:
-        shelf = self.state.shelf
+        versions = self.state.versions
         if isinstance(message, messages.Credit):
-            if route in shelf.readers:
-                yield from shelf.add_credit(shelf.readers[route], message.chunks)
+            if route in versions.readers:
+                yield from versions.add_credit(versions.readers[route], message.chunks)
             return
         self._check_pull(message)
-        if route not in shelf.readers and len(shelf.observers) >= MAX_OBSERVERS:
+        if route not in versions.readers and len(versions.observers) >= MAX_OBSERVERS:
             raise ProtocolError(
                 Code.NOT_ALLOWED, f"There are {MAX_OBSERVERS} observers already; try later."
             )
-        yield from self._read(shelf.observer(route), message)
+        yield from self._read(versions.observer(route), message)
 
     def _check_pull(self, pull: messages.Pull) -> None:
-        stocks = self.state.shelf.stocks
-        if not stocks:
+        fragments = self.state.versions.fragments
+        if not fragments:
             raise ProtocolError(Code.NO_MODEL, "The broker has no model yet; try again later.")
-        if not 0 <= pull.fragment < len(stocks) or not stocks[pull.fragment].layout.chunks:
+        if not 0 <= pull.fragment < len(fragments) or not fragments[pull.fragment].layout.chunks:
             raise ProtocolError(
                 Code.BAD_HEADER, f"There is no fragment {pull.fragment} to pull in this run."
             )
         if pull.held is not None:
-            Bitmap.from_bytes(pull.held, stocks[pull.fragment].layout.chunks)
+            Bitmap.from_bytes(pull.held, fragments[pull.fragment].layout.chunks)
 
     def _read(self, reader: Reader, pull: messages.Pull) -> effects.Effects:
         held = (pull.held_version, pull.held) if pull.held_version and pull.held else None
-        yield from self.state.shelf.pull(reader, pull.fragment, pull.after, held)
-        yield from self.state.shelf.add_credit(reader, pull.credit)
+        yield from self.state.versions.pull(reader, pull.fragment, pull.after, held)
+        yield from self.state.versions.add_credit(reader, pull.credit)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the books do not balance; for tests."""
+        """Raise AssertionError when an invariant is broken; for tests."""
         state = self.state
         state.members.check_invariants()
-        state.shelf.check_invariants()
+        state.versions.check_invariants()
         if state.round is None:
             return
         state.round.check_invariants()
         ids = {member.worker_id for member in state.members}
         if state.round.phase is Phase.OPEN:
             assert state.round.expected <= ids, "a round waits for somebody who is not here"
-        making = state.shelf.stocks[state.round.fragment].making
-        assert (making is not None) == (state.round.phase is Phase.CLOSING)
-        assert state.made is None or (state.made.ended is state.round and making is not None)
-        counters = [s.version.counter for s in state.shelf.stocks[:-1] if s.version]
+        in_progress = state.versions[state.round.fragment].in_progress
+        assert (in_progress is not None) == (state.round.phase is Phase.CLOSING)
+        assert state.unreleased is None or (
+            state.unreleased.ended is state.round and in_progress is not None
+        )
+        counters = [s.version.counter for s in state.versions.trained if s.version]
         assert state.round.number == sum(counters), "round number and versions disagree"
-        for reader in state.shelf.readers.values():
+        for reader in state.versions.readers.values():
             assert not reader.joined or any(m.bulk == reader.route for m in state.members)

@@ -55,7 +55,7 @@ from diloco_broker.core.events import (
 from diloco_broker.core.feed import TOPIC, EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.machine import Core
 from diloco_broker.core.own_plan import make_split
-from diloco_broker.core.state.run_record import Books, books_of
+from diloco_broker.core.state.run_record import RunRecord, run_record
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_broker.shell.ack_batch import Acks
 from diloco_broker.shell.onlookers import Onlookers
@@ -402,7 +402,7 @@ class Broker:
                     case Fold() | Step() | Inspect() | AggregateAndStep() | StoreInitial():
                         self._workbench.add(effect)
                     case Save():
-                        self._save(effect.books)
+                        self._save(effect.record)
                     case RecordVersion():
                         with self._onlookers.spared("audit"):
                             self._write_audit(effect)
@@ -487,13 +487,13 @@ class Broker:
 
     # Checkpoints.
 
-    def _save(self, books: Books) -> None:
+    def _save(self, record: RunRecord) -> None:
         """Hand what there is now to the helper thread."""
         if self._saver is None:
             assert self._lock is not None
             self._saver = Saver(self._lock, self.config.keep, self._sockets.wake)
         tensors = self._workbench.tensors(self._core.state.bootstrap.layout)
-        self._saver.save(image_of(self._core.state, tensors, books, self._life))
+        self._saver.save(image_of(self._core.state, tensors, record, self._life))
 
     def _report_saves(self) -> None:
         while self._saver is not None and self._saver.outcomes:
@@ -509,7 +509,7 @@ class Broker:
         if self.config.save_dir is None or state.round is None:
             return
         if state.round.phase is Phase.OPEN and state.saving.number != state.round.number:
-            self._save(books_of(state, state.round.number))
+            self._save(run_record(state, state.round.number))
         if self._saver is not None:
             if not self._saver.finish(SAVE_WITHIN_S):
                 logger.error("The last checkpoint was not written within %g s.", SAVE_WITHIN_S)

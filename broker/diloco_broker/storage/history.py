@@ -45,7 +45,7 @@ def round_line(state: RunState, report: RoundReport, figures: Mapping[str, Any])
         "staleness": report.staleness,
         "alive": len(state.members),
         "bytes_up": state.totals.bytes_up - state.totals_before.bytes_up,
-        "bytes_down": state.shelf.bytes_down,
+        "bytes_down": state.versions.bytes_down,
         **figures,
         "workers": [
             {

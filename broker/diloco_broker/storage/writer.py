@@ -19,7 +19,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core.own_plan import Split, check_same
 from diloco_broker.core.state.model_source import Restored, Resumption
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.run_record import Books
+from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, FragmentImage, Image, NotPermitted
 from diloco_broker.storage.folder_lock import FolderLock
@@ -183,8 +183,8 @@ def restore(parameters: Parameters, fragment: int, image: FragmentImage) -> None
         ) from None
 
 
-def image_of(state: RunState, parameters: Parameters, books: Books, life: int) -> Image:
-    """The tensors that belong to these books. Only references are taken: nothing is written again."""
+def image_of(state: RunState, parameters: Parameters, record: RunRecord, life: int) -> Image:
+    """The tensors that belong to these record. Only references are taken: nothing is written again."""
     fragments = {
         fragment: FragmentImage(
             **vars(each),
@@ -192,22 +192,22 @@ def image_of(state: RunState, parameters: Parameters, books: Books, life: int) -
             outer=parameters.outer_state(fragment),
             optimizer=parameters.optimizer_state(fragment),
         )
-        for fragment, each in books.fragments.items()
+        for fragment, each in record.fragments.items()
     }
     return Image(
-        run=books.run,
-        number=books.number,
+        run=record.run,
+        number=record.number,
         life=life,
-        manifest=books.manifest,
-        plan=books.plan,
+        manifest=record.manifest,
+        plan=record.plan,
         num_fragments=state.config.num_fragments,
         chunk_elements=state.config.chunk_elements,
         outer=outer_kind(state.config, state.has_own_optimizer),
         fragments=fragments,
-        epoch=books.epoch,
-        workers=books.workers,
+        epoch=record.epoch,
+        workers=record.workers,
         config=asdict(state.config) | {"fragment_pattern": state.fragment_pattern},
-        totals=books.totals,
+        totals=record.totals,
     )
 
 

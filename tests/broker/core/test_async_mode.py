@@ -202,7 +202,7 @@ def test_grace_window_applies_together_what_is_whole_within_it() -> None:
     assert who(stage) == [["a", "b"]]
     versions = {p.worker_id: p.last(Released) for p in (a, b)}
     assert {r.version for r in versions.values() if r} == {stage.version()}
-    assert stage.state.shelf.stocks[0].gradients == 2
+    assert stage.state.versions[0].gradients == 2
 
 
 def test_window_holds_one_whole_submission_of_each_worker_and_fragment() -> None:
@@ -320,7 +320,7 @@ def test_fragments_are_applied_in_any_order() -> None:
     a.pushes(1, fragment=1)
     b.pushes(2, fragment=0)
     b.pushes(3, fragment=1)
-    counters = [stock.version.counter for stock in stage.state.shelf.stocks[:2]]
+    counters = [each.version.counter for each in stage.state.versions.fragments[:2]]
     assert counters == [1, 2]
     assert stage.round.number == 3
 

@@ -98,7 +98,7 @@ def test_image_of_a_version_that_waits_has_it_and_its_ledger(mode: str) -> None:
     assert all(("a", 1) in wire.contents for wire in each.chunks)  # type: ignore[attr-defined]
     stage.is_saved()
     assert stage.version() == each.version, "what was saved is what is told"
-    assert stage.state.shelf.stocks[0].ledger == each.ledger
+    assert stage.state.versions[0].ledger == each.ledger
 
 
 def test_image_of_a_version_that_waits_has_the_other_fragments_as_they_are() -> None:
@@ -108,7 +108,7 @@ def test_image_of_a_version_that_waits_has_the_other_fragments_as_they_are() -> 
     a_round(a, b, 1, fragment=1)
     assert versions(stage.images[-1]) == [1, 1]
     assert stage.version(1).counter == 0
-    assert stage.images[-1].fragments[0].ledger == stage.state.shelf.stocks[0].ledger
+    assert stage.images[-1].fragments[0].ledger == stage.state.versions[0].ledger
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -147,7 +147,7 @@ def test_worker_that_dies_while_its_version_waits_is_in_it() -> None:
     b.beats()
     stage.is_saved()
     assert stage.version().counter == 1
-    assert stage.state.shelf.stocks[0].ledger.names_whole("a", 1)
+    assert stage.state.versions[0].ledger.names_whole("a", 1)
     assert stage.round.expected == {"b"}
 
 

@@ -90,7 +90,7 @@ def test_step_of_a_fragment_leaves_the_others_untouched() -> None:
     b.pushes(2, fragment=0)
     assert [stage.version(f) == before[f] for f in range(3)] == [False, True, True]
     assert {step.fragment for step in stage.steps} == {0}
-    assert [stock.gradients for stock in stage.state.shelf.stocks[:3]] == [1, 0, 0]
+    assert [each.gradients for each in stage.state.versions.fragments[:3]] == [1, 0, 0]
 
 
 def test_joiner_is_told_its_first_round_and_the_plan() -> None:

@@ -170,7 +170,7 @@ MODES: dict[str, dict[str, Any]] = {
 def members_say(worker: Puppet) -> Iterator[Message]:
     """Every kind of message that has numbers, each as a well-behaved worker would say it."""
     token, base = worker.token(), worker.stage.version()
-    chunks = worker.stage.state.shelf.stocks[0].layout.chunks
+    chunks = worker.stage.state.versions[0].layout.chunks
     figures: dict[str, Any] = {"tokens": 5, "samples": 5, "loss": 1.0, "norm": 1.0}
     yield Heartbeat(token, 7, 3, "training", 2.0, 1.5, 100)
     yield Push(token, 99, 0, chunks, "fp32", base, 1.0, 4, **figures)

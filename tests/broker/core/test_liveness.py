@@ -421,4 +421,4 @@ def test_kick_in_the_middle_of_an_asynchronous_submission_frees_its_slot() -> No
     assert stage.kicks("a").ok
     b.delivers([0, 1])
     b.commits()
-    assert stage.state.shelf.stocks[0].ledger.names_whole("b", 12)
+    assert stage.state.versions[0].ledger.names_whole("b", 12)

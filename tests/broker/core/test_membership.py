@@ -363,7 +363,7 @@ def versions_read(stage: Stage, route: bytes) -> list[int]:
 
 
 def kept(stage: Stage) -> list[int]:
-    return [each.version.counter for each in stage.core.state.shelf.stocks[0].kept]
+    return [each.version.counter for each in stage.core.state.versions[0].old]
 
 
 def test_reader_that_has_begun_gets_its_version_whole_however_many_are_released() -> None:
@@ -404,7 +404,7 @@ def test_slow_readers_keep_no_more_than_two_old_versions_alive() -> None:
     assert kept(stage) == [0, 1]
     stage.happens(Received(eyes[0], Credit(8)))
     assert kept(stage) == [1]
-    stage.core.state.shelf.forget(eyes[1])
+    stage.core.state.versions.forget(eyes[1])
     assert kept(stage) == []
     for eye in eyes[2:]:
         stage.happens(Received(eye, Credit(1)))
@@ -472,7 +472,7 @@ def test_frozen_parameters_and_buffers_have_their_places() -> None:
     )
     stage = Stage(a_config(1), manifest)
     stage.joined("a")
-    trained, frozen = (stock.layout for stock in stage.state.shelf.stocks)
+    trained, frozen = (each.layout for each in stage.state.versions.fragments)
     assert [span.segment.value for span in trained.spans] == [
         "parameters",
         "parameters",

@@ -122,7 +122,7 @@ def test_buffer_is_thrown_away_exactly_when_it_was_applied_in_what_is_adopted(
     crossed = any(count % size == 0 for count in range(had + 1, had + lost + 1))
     assert (stage.restored == [ForgetBuffer(0)]) == crossed
     assert bool(stage.restored) == crossed
-    assert stage.state.shelf.stocks[0].gradients == had + lost
+    assert stage.state.versions[0].gradients == had + lost
     a.pushes(999, base=stage.version())
     assert stage.steps[-1].count == had + lost
 
@@ -208,13 +208,13 @@ def test_totals_ledgers_and_counters_go_on() -> None:
     a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
     after = stage.state
     assert (after.totals.rounds, after.totals.pushes) == (3, 6)
-    stock = after.shelf.stocks[0]
-    assert stock.ledger == before.shelf.stocks[0].ledger
-    assert (stock.round, stock.averaged, stock.gradients) == (2, 2, 3)
+    versions = after.versions.fragments[0]
+    assert versions.ledger == before.versions.fragments[0].ledger
+    assert (versions.round, versions.averaged, versions.gradients) == (2, 2, 3)
     a.pulls()
     released = a.last(Released)
     assert released is not None
-    assert (released.round, released.averaged, released.ledger) == (2, 2, stock.ledger)
+    assert (released.round, released.averaged, released.ledger) == (2, 2, versions.ledger)
     a_round([a, b], 3)
     assert after.totals.pushes == 8
     assert stage.audits[-1].after == crashed.version(), "the history hangs together"

@@ -77,8 +77,8 @@ def counters(stage: Stage) -> list[int]:
 
 
 def assert_masters_are_what_is_handed_out(stage: Stage) -> None:
-    for fragment, stock in enumerate(stage.state.shelf.stocks):
-        assert tuple(stage.masters(fragment)) == stock.wires, f"fragment {fragment}"
+    for fragment, versions in enumerate(stage.state.versions.fragments):
+        assert tuple(stage.masters(fragment)) == versions.wires, f"fragment {fragment}"
 
 
 # Whom a broker waits for.
@@ -212,7 +212,7 @@ def test_each_fragment_is_adopted_from_whoever_has_it_newest() -> None:
     assert counters(stage) == [3, 4]
     assert stage.round.number == 7
     assert_masters_are_what_is_handed_out(stage)
-    ledgers = [stock.ledger for stock in stage.state.shelf.stocks]
+    ledgers = [each.ledger for each in stage.state.versions.fragments]
     assert ledgers[0] == of_a[0].ledger  # type: ignore[union-attr]
     assert ledgers[1] == of_b[1].ledger  # type: ignore[union-attr]
     assert stage.saves == [7], "what no checkpoint has is saved"

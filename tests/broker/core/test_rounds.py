@@ -261,7 +261,7 @@ def test_worker_killed_in_its_upload_has_one_vote_on_each_chunk_of_the_round(
         [("a", 2), ("b", 3)],
         [("a", 1), ("b", 3)],
     ]
-    ledger = stage.state.shelf.stocks[0].ledger
+    ledger = stage.state.versions[0].ledger
     assert ledger.names_whole("a", 2) and not ledger.names_whole("a", 1)
     added = {each.push.push_id: list(each.chunks) for each in stage.audits[-1].pushes}
     assert added == {1: [0, 2], 2: [1], 3: [0, 1, 2]}
@@ -493,7 +493,7 @@ def test_push_from_another_run_or_from_nowhere_is_refused() -> None:
     (a,) = stage.joined("a")
     base = stage.version()
     for wrong in (type(base)("f" * 16, 0, base.tag), None):
-        chunks = stage.state.shelf.stocks[0].layout.chunks
+        chunks = stage.state.versions[0].layout.chunks
         a.sends(Push(a.token(), 1, 0, chunks, "fp32", wrong))
         assert "pull the current parameters first" in a.error().text
     assert not stage.round.contributions

@@ -288,7 +288,7 @@ def test_round_that_has_ended_is_reported_with_its_workers() -> None:
     assert (report.number, report.fragment, report.version, report.averaged) == (1, 0, 2, 2)
     assert sorted(report.workers) == ["a", "b"]
     assert stage.state.totals.contributions == 4
-    assert stage.state.shelf.stocks[0].contributions == 4
+    assert stage.state.versions[0].contributions == 4
 
 
 def test_refused_work_is_counted_by_its_reason() -> None:

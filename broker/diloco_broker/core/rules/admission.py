@@ -53,14 +53,14 @@ def join(state: RunState, route: effects.Route, join: messages.Join, now: float)
                 f"{len(state.members)}.",
             )
     else:
-        state.shelf.forget(member.bulk)
+        state.versions.forget(member.bulk)
         state.members.renew(member, join, session, route, now)
         yield effects.Log("info", f"{join.worker_id} is back on a new connection.")
     if state.bootstrap.manifest != join.manifest:
         layout = state.bootstrap.settle_manifest(join.manifest, plan, state.run_config)
-        state.shelf.furnish(layout.all)
+        state.versions.set_layout(layout.all)
     first_round = _first_round(state, member)
-    versions = tuple(stock.version for stock in state.shelf.stocks[:-1])
+    versions = tuple(each.version for each in state.versions.trained)
     yield from branches.tell(state, join.worker_id, join.versions)
     welcome = messages.Welcome(
         session,
@@ -202,7 +202,7 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     state.members.remove(member)
     state.departed = Departure(member.worker_id, why)
-    state.shelf.forget(member.bulk)
+    state.versions.forget(member.bulk)
     if state.bootstrap.donor == member.worker_id:
         yield from donation.abandon_donation(state)
     yield from rounds.leave(state, member.worker_id)
@@ -219,7 +219,7 @@ def evict(state: RunState, member: Member, why: str) -> effects.Effects:
 
 def peer_gone(state: RunState, route: effects.Route, now: float) -> effects.Effects:
     """A connection does not exist any more; its worker has a moment to come back."""
-    state.shelf.forget(route)
+    state.versions.forget(route)
     member = state.members.on_route(route)
     if member is not None and member.disconnected_at is None:
         member.disconnected_at = now
@@ -234,7 +234,7 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
         yield effects.Log("warning", f"{member.worker_id} warns: {member.warning}")
     limit = state.config.stall_timeout
     if member.moved_at == state.now:
-        yield from rounds.stirs(state, member)
+        yield from rounds.mark_active(state, member)
     elif limit and not member.is_stalled and member.stood_still() > limit:
         member.is_stalled = True
         yield effects.Log(
@@ -272,7 +272,7 @@ def _may_be_on_its_way(state: RunState) -> bool:
     return state.back_at is not None and state.now < state.back_at + BACK_WITHIN_S
 
 
-def look_after(state: RunState, now: float, lost: bool) -> effects.Effects:
+def tick(state: RunState, now: float, lost: bool) -> effects.Effects:
     """Time has passed: who is dead, who should be tried?"""
     if lost:
         due = set(state.to_probe)
@@ -297,8 +297,8 @@ def look_after(state: RunState, now: float, lost: bool) -> effects.Effects:
             # A dead connection shows only when something is sent on it.
             member.probed_at = now
             yield effects.Send(member.control, messages.Notice("alive"))
-    yield from rounds.look_after(state)
-    for reader in state.shelf.observers:
+    yield from rounds.tick(state)
+    for reader in state.versions.observers:
         if now - reader.probed_at > PROBE_OBSERVERS_S:
             reader.probed_at = now
             yield effects.Send(reader.announce, messages.Notice("alive"))

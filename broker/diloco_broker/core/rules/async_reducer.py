@@ -114,8 +114,8 @@ def apply_if_ready(state: RunState, round_: StagedRound) -> effects.Effects:
     together = [s for s in whole if s.push.fragment == fragment]
     chosen = tuple(together if state.config.grace > 0 else together[:1])
     for submission in chosen:
-        submission.staleness = state.shelf.stocks[fragment].staleness(submission.push)
-    round_.set_fragment(fragment, state.shelf.stocks[fragment].layout.chunks)
+        submission.staleness = state.versions[fragment].staleness(submission.push)
+    round_.set_fragment(fragment, state.versions[fragment].layout.chunks)
     round_.choose(chosen)
     count = state.begin_version(fragment, len(chosen))
     scales = [_scale(state, submission) for submission in chosen]
@@ -145,7 +145,7 @@ def _refuse_the_old(state: RunState) -> effects.Effects:
 def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:
     """Why this push cannot be applied any more; None when it can."""
     limit = state.config.max_staleness
-    staleness = state.shelf.stocks[push.fragment].staleness(push)
+    staleness = state.versions[push.fragment].staleness(push)
     if limit is None or staleness <= limit:
         return None
     return (

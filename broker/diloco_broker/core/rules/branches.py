@@ -16,12 +16,12 @@ from diloco_protocol.version import VersionId
 
 def tell(state: RunState, worker_id: str, versions: Sequence[VersionId | None]) -> effects.Effects:
     """Say it if a worker holds a version, by fragment, that this broker's rounds do not come from."""
-    stocks = state.shelf.stocks[:-1]
-    for fragment, (held, stock) in enumerate(zip(versions, stocks, strict=False)):
-        ours = stock.version
+    fragments = state.versions.trained
+    for fragment, (held, each) in enumerate(zip(versions, fragments, strict=False)):
+        ours = each.version
         if held is None or ours is None or held.run != ours.run:
             continue
-        which = f" of fragment {fragment}" if len(stocks) > 1 else ""
+        which = f" of fragment {fragment}" if len(fragments) > 1 else ""
         if held.counter > ours.counter:
             yield effects.Log(
                 "warning",
@@ -29,11 +29,11 @@ def tell(state: RunState, worker_id: str, versions: Sequence[VersionId | None]) 
                 f"without it, from an older copy: what {worker_id} has of rounds that are not in this "
                 "broker's branch is lost, except for what workers offer again.",
             )
-        elif stock.is_of_another_branch(held):
+        elif each.is_of_another_branch(held):
             yield effects.Log(
                 "warning",
                 f"{worker_id} holds version {held}{which}, which is of another branch of run "
-                f"{ours.run}: this broker, now at {ours}, has version {stock.name_of(held.counter)} "
+                f"{ours.run}: this broker, now at {ours}, has version {each.name_of(held.counter)} "
                 f"in its place, since one of them went on from an older copy. What {worker_id} has of "
                 "rounds that are not in this broker's branch is lost; it goes on with this "
                 "broker's parameters, and what it has not seen counted is offered again and counts.",

@@ -10,7 +10,7 @@ from diloco_broker.core.rules import initial_model, rounds
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.run_record import books_of
+from diloco_broker.core.state.run_record import run_record
 from diloco_broker.core.state.versions import Upload, first_window, upload_window
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
@@ -108,14 +108,14 @@ def _load_file(state: RunState) -> effects.Effects:
     boot.is_loading = True
     boot.run = f"{state.draw():016x}"
     boot.wanted = boot.all_fragments
-    for stock in state.shelf.stocks:
-        chunks = stock.layout.chunks
+    for each in state.versions.fragments:
+        chunks = each.layout.chunks
         if chunks:
             version = VersionId(boot.run, 0, state.draw())
             intake = Intake(version, [None] * chunks, Bitmap.full(chunks))
-            boot.intakes[stock.layout.fragment] = intake
+            boot.intakes[each.layout.fragment] = intake
             for index in range(chunks):
-                yield effects.StoreInitial(stock.layout.fragment, index)
+                yield effects.StoreInitial(each.layout.fragment, index)
 
 
 def begin_donation(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
@@ -214,7 +214,7 @@ def placed(state: RunState, event: events.InitialStored) -> effects.Effects:
 def _begin_run(state: RunState, source: str) -> effects.Effects:
     boot = state.bootstrap
     for fragment, intake in boot.intakes.items():
-        state.shelf.install(fragment, intake.version, intake.wires, Ledger())
+        state.versions.install(fragment, intake.version, intake.wires, Ledger())
         yield effects.RecordVersion(intake.version, None, fragment, 0)
     yield effects.Log("info", f"Run {boot.run} begins with the parameters of {source}.")
     yield from begin(state, 0, is_new=True)
@@ -229,9 +229,9 @@ def begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
     state.bootstrap.finish()
     if state.config.is_staged:
         yield effects.Log("info", _room_needed(state))
-    yield from state.shelf.serve_waiting()
+    yield from state.versions.serve_waiting()
     if is_new and state.config.save_dir is not None:
-        yield effects.Save(number, books_of(state, number))
+        yield effects.Save(number, run_record(state, number))
     yield from rounds.open_round(state, number)
     round_, here = state.round, len(state.members)
     if round_ is not None and here < round_.floor:
@@ -243,7 +243,7 @@ def begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
 
 def _room_needed(state: RunState) -> str:
     """What keeping whole submissions costs, said at the start."""
-    config, layouts = state.config, [stock.layout for stock in state.shelf.stocks[:-1]]
+    config, layouts = state.config, [each.layout for each in state.versions.trained]
     sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
     if config.is_async and not config.grace:
         many, whose, size = config.staging_slots, "slot", max(sizes)
@@ -262,7 +262,7 @@ def _megabytes(size: int) -> str:
 def place_refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
     """A donation has values that cannot be used: ask another worker."""
     work = event.work
-    names = summarise(state.shelf.stocks[work.fragment].layout.names_in(work.index))
+    names = summarise(state.versions[work.fragment].layout.names_in(work.index))
     text = (
         f"The parameters of {work.worker_id or 'the model file'} are not all finite in "
         f"{state.config.reply_dtype}, in {names}; they cannot begin a run."

@@ -29,7 +29,7 @@ def resume(state: RunState, resumption: Resumption) -> None:
         resumption.plan,
         resumption.layout,
     )
-    state.shelf.furnish(resumption.layout.all)
+    state.versions.set_layout(resumption.layout.all)
     boot.run, boot.source = resumption.run, resumption.source
     boot.resumed_number = resumption.number
     boot.restored, boot.saved = dict(resumption.fragments), resumption.fragments
@@ -154,18 +154,18 @@ def _go_on(state: RunState) -> effects.Effects:
         if any(held is not None and held.run != boot.run for held in member.versions):
             # It came before anybody knew which run goes on. When it joins again it is told.
             state.members.remove(member)
-            state.shelf.forget(member.bulk)
+            state.versions.forget(member.bulk)
             text = f"This broker goes on with run {boot.run}, which is another one; join again."
             yield effects.Send(member.control, Rejoin(state.epoch, text))
     for fragment, restored in boot.restored.items():
-        stock = state.shelf.stocks[fragment]
-        stock.tags.update(restored.tags)
-        state.shelf.install(fragment, restored.version, list(restored.wires), restored.ledger)
-        stock.gradients = restored.gradients
-        stock.round, stock.averaged = restored.round, restored.averaged
+        versions = state.versions[fragment]
+        versions.tags.update(restored.tags)
+        state.versions.install(fragment, restored.version, list(restored.wires), restored.ledger)
+        versions.gradients = restored.gradients
+        versions.round, versions.averaged = restored.round, restored.averaged
     for member in state.members:
         yield from branches.tell(state, member.worker_id, member.versions)
-    number = sum(s.version.counter for s in state.shelf.stocks[:-1] if s.version)
+    number = sum(s.version.counter for s in state.versions.trained if s.version)
     is_newer = number != boot.resumed_number
     source = f"from {boot.source}" if boot.source else "with what its workers hold"
     more = " and what its workers had newer" if boot.source and is_newer else ""

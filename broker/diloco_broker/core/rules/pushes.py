@@ -40,7 +40,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     _check_base(state, push)
     if member.newest_push != push.push_id:  # not one that only comes again
         member.newest_push = push.push_id
-        yield from rounds.stirs(state, member)
+        yield from rounds.mark_active(state, member)
     if member.stands_still(push):
         whose = f"for fragment {push.fragment} " if state.config.num_fragments > 1 else ""
         yield effects.Log(
@@ -73,7 +73,7 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
         return
     push = upload.push
     is_donation = push.purpose is messages.Purpose.DONATION
-    layout = state.shelf.stocks[push.fragment].layout
+    layout = state.versions[push.fragment].layout
     size = _check_chunk(chunk, payload, layout, push.wire_dtype)
     if upload.credit <= 0:
         raise ProtocolError(
@@ -157,10 +157,10 @@ def inspect_refused(state: RunState, event: events.InspectRefused) -> effects.Ef
 
 
 def _check_push(state: RunState, push: messages.Push) -> None:
-    stocks = state.shelf.stocks
-    if not 0 <= push.fragment < len(stocks):
+    fragments = state.versions.fragments
+    if not 0 <= push.fragment < len(fragments):
         raise ProtocolError(Code.BAD_PUSH, f"There is no fragment {push.fragment} in this run.")
-    layout = stocks[push.fragment].layout
+    layout = fragments[push.fragment].layout
     chunks = layout.chunks
     if push.chunks != chunks or not chunks:
         raise ProtocolError(
@@ -204,10 +204,10 @@ def _check_weight(state: RunState, push: messages.Push) -> None:
 
 
 def _check_base(state: RunState, push: messages.Push) -> None:
-    stocks = state.shelf.stocks
-    if push.fragment == len(stocks) - 1:
+    fragments = state.versions.fragments
+    if push.fragment == len(fragments) - 1:
         raise ProtocolError(Code.BAD_PUSH, "Frozen parameters are not trained.")
-    current = stocks[push.fragment].version
+    current = fragments[push.fragment].version
     if current is None or state.round is None:
         whom = state.bootstrap.waits_for or "the parameters of a worker"
         text = f"The broker waits for {whom}; this push can be offered again when a round is open."

@@ -17,8 +17,8 @@ from diloco_broker.core.rules import (
     streaming_reducer,
 )
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.run import Made, RunState
-from diloco_broker.core.state.run_record import books_of
+from diloco_broker.core.state.run import RunState, UnreleasedVersion
+from diloco_broker.core.state.run_record import run_record
 from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Counting, Phase, Round
 from diloco_protocol.messages import Push, Rejoin
@@ -32,7 +32,7 @@ def open_round(state: RunState, number: int) -> effects.Effects:
     yield from settings.take_effect(state)
     config = state.config
     fragment = number % config.num_fragments
-    chunks = state.shelf.stocks[fragment].layout.chunks
+    chunks = state.versions[fragment].layout.chunks
     if config.is_async:
         state.round = StagedRound(number, fragment, chunks, 0, set(), state.now)
     else:
@@ -109,7 +109,7 @@ def stall(state: RunState, worker_id: str) -> effects.Effects:
         yield from close_if_due(state)
 
 
-def stirs(state: RunState, member: Member) -> effects.Effects:
+def mark_active(state: RunState, member: Member) -> effects.Effects:
     """A worker goes on. One that stood still is expected again: from the next round, or at once
     below the floor."""
     member.moved_at = state.now
@@ -119,14 +119,14 @@ def stirs(state: RunState, member: Member) -> effects.Effects:
         yield from expect_all(state)
 
 
-def excuse(state: RunState, worker_id: str, push: Push) -> effects.Effects:
+def skip_this_round(state: RunState, worker_id: str, push: Push) -> effects.Effects:
     """A push was refused: the others do not wait for its worker in that round."""
     if state.round is not None and not state.config.is_async:
         state.staging.excused_from(push.fragment).add(worker_id)
         yield from close_if_due(state)
 
 
-def look_after(state: RunState) -> effects.Effects:
+def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None and state.config.is_async:
         yield from async_reducer.take_back_slots(state)
@@ -164,37 +164,37 @@ def stepped(state: RunState, event: events.Stepped) -> effects.Effects:
             f"A gradient of chunk {event.index} in round {round_.number} overflowed and was left out. "
             "A worker sends very large pseudo-gradients.",
         )
-    yield from state.shelf.chunk_ready(event.fragment, event.index, event.wire)
+    yield from state.versions.chunk_ready(event.fragment, event.index, event.wire)
     if round_.stepped.is_full:
         yield from _complete(state, round_)
 
 
 def _complete(state: RunState, ended: Round | StagedRound) -> effects.Effects:
     """Every chunk has been stepped: the version is whole. A durable run saves it before it is told."""
-    stock = state.shelf.stocks[ended.fragment]
-    assert stock.making is not None
+    versions = state.versions[ended.fragment]
+    assert versions.in_progress is not None
     counting = tuple(ended.counting())
-    ledger = stock.ledger
+    ledger = versions.ledger
     pushes = []
     for each in counting:
         if each.added:
             pushes.append(effects.AuditedPush(each.worker_id, each.push, each.added, each.weight))
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
     ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
-    made = Made(ended, counting, ledger)
+    unreleased = UnreleasedVersion(ended, counting, ledger)
     yield effects.RecordVersion(
-        stock.making.version, stock.version, ended.fragment, ended.number, tuple(pushes)
+        versions.in_progress.version, versions.version, ended.fragment, ended.number, tuple(pushes)
     )
     if state.config.durable:
-        state.made = made
+        state.unreleased = unreleased
         yield _save(state, ended.number + 1)
     else:
-        yield from _release(state, made)
+        yield from _release(state, unreleased)
 
 
 def saved(state: RunState, event: events.Saved) -> effects.Effects:
     """A checkpoint is on the disk: a version that waited for it is released."""
-    saving, made = state.saving, state.made
+    saving, unreleased = state.saving, state.unreleased
     if saving.error is not None:
         yield effects.Log("info", f"Checkpoints are written again; the newest is {event.path}.")
     elif saving.number is None:
@@ -202,15 +202,15 @@ def saved(state: RunState, event: events.Saved) -> effects.Effects:
         yield effects.Log("info", f"The first checkpoint is {event.path}; {text}.")
     saving.number, saving.saved_at = event.number, state.now
     saving.error = saving.retry_at = None
-    if made is not None and event.number == made.ended.number + 1:
-        state.made = None
-        yield from _release(state, made)
+    if unreleased is not None and event.number == unreleased.ended.number + 1:
+        state.unreleased = None
+        yield from _release(state, unreleased)
 
 
 def save_failed(state: RunState, event: events.SaveFailed) -> effects.Effects:
     """A checkpoint could not be written. Training goes on, unless the run is durable: then it waits."""
     saving = state.saving
-    if state.made is not None:
+    if state.unreleased is not None:
         saving.retry_at = state.now + RETRY_S
         then = "The round waits for it (--durable) and it is tried again"
     else:
@@ -222,7 +222,7 @@ def save_failed(state: RunState, event: events.SaveFailed) -> effects.Effects:
 
 
 def save_soon(state: RunState) -> effects.Effects:
-    """Save now, or as soon as the version that is being made is whole."""
+    """Save now, or as soon as the version that is being unreleased is whole."""
     assert state.round is not None
     if state.round.phase is Phase.OPEN:
         yield _save(state, state.round.number)
@@ -231,20 +231,20 @@ def save_soon(state: RunState) -> effects.Effects:
 
 
 def _save(state: RunState, number: int) -> effects.Save:
-    return effects.Save(number, books_of(state, number))
+    return effects.Save(number, run_record(state, number))
 
 
 def _save_again(state: RunState) -> effects.Effects:
     retry_at = state.saving.retry_at
-    if state.made is not None and retry_at is not None and state.now >= retry_at:
+    if state.unreleased is not None and retry_at is not None and state.now >= retry_at:
         state.saving.retry_at = None
-        yield _save(state, state.made.ended.number + 1)
+        yield _save(state, state.unreleased.ended.number + 1)
 
 
-def _release(state: RunState, made: Made) -> effects.Effects:
+def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     """Everybody gets the version, and the next round opens."""
-    ended, fragment = made.ended, made.ended.fragment
-    for each in made.counting:
+    ended, fragment = unreleased.ended, unreleased.ended.fragment
+    for each in unreleased.counting:
         member = state.members.named(each.worker_id)
         if member is not None:
             upload = member.uploads.get(fragment)
@@ -254,17 +254,19 @@ def _release(state: RunState, made: Made) -> effects.Effects:
             member.staleness = each.staleness
             member.account.staleness[fragment] = each.staleness
             member.counted_at = state.now
-    stock = state.shelf.stocks[fragment]
-    whole = sum(each.chunks.is_full for each in made.counting)
-    stock.contributions += whole
+    versions = state.versions[fragment]
+    whole = sum(each.chunks.is_full for each in unreleased.counting)
+    versions.contributions += whole
     state.totals.contributions += whole
     state.totals.rounds += 1
-    assert stock.making is not None
-    state.last_report = _report(ended, made.counting, stock.making.version.counter, state.now)
+    assert versions.in_progress is not None
+    state.last_report = _report(
+        ended, unreleased.counting, versions.in_progress.version.counter, state.now
+    )
     state.first_round_pending = False
     yield effects.RecordRound(state.last_report)
-    yield from _tell(state, ended, made.counting)
-    yield from state.shelf.release(fragment, made.ledger, ended.number, ended.averaged)
+    yield from _tell(state, ended, unreleased.counting)
+    yield from state.versions.release(fragment, unreleased.ledger, ended.number, ended.averaged)
     state.staging.excused_from(fragment).clear()
     if isinstance(ended, StagedRound):
         staged_reducer.released(state, ended)

@@ -59,7 +59,7 @@ def push(state: RunState, round_: StagedRound, member: Member, push: Push) -> ef
 
 def begin(state: RunState, member: Member, push: Push, number: int | None) -> effects.Effects:
     """Give a new push its place in the pool."""
-    ledger = state.shelf.stocks[push.fragment].ledger
+    ledger = state.versions[push.fragment].ledger
     before = ledger.standing(member.worker_id, push.push_id, push.chunks)
     submission = Submission(
         member.worker_id, push, before, state.weight_of(push), progress_at=state.now
@@ -104,7 +104,7 @@ def _is_late(state: RunState, round_: StagedRound, push: Push) -> bool:
     """Has a round of its fragment closed, or begun to, since its base was handed out?"""
     if round_.phase is Phase.CLOSING and round_.fragment == push.fragment:
         return True
-    return state.shelf.stocks[push.fragment].staleness(push) > 0
+    return state.versions[push.fragment].staleness(push) > 0
 
 
 def _round_of(state: RunState, round_: StagedRound, submission: Submission) -> int:
@@ -165,7 +165,7 @@ def close_if_due(state: RunState, round_: StagedRound) -> effects.Effects:
     if not round_.close_if_due(state.now):
         return
     for submission in round_.chosen:
-        submission.staleness = state.shelf.stocks[round_.fragment].staleness(submission.push)
+        submission.staleness = state.versions[round_.fragment].staleness(submission.push)
     count = state.begin_version(round_.fragment, 1)
     wholes = (tuple(submission.merged() for submission in round_.chosen),)
     for index in range(round_.size):

@@ -20,7 +20,7 @@ from diloco_protocol.messages import Push
 def open_round(state: RunState, round_: Round) -> effects.Effects:
     """Enter the pushes that came too early for this round."""
     state.round = round_
-    ledger = state.shelf.stocks[round_.fragment].ledger
+    ledger = state.versions[round_.fragment].ledger
     for member in state.members:
         push = member.deferred.pop(round_.fragment, None)
         if push is not None:
@@ -30,7 +30,7 @@ def open_round(state: RunState, round_: Round) -> effects.Effects:
 
 def push(state: RunState, round_: Round, member: Member, push: Push) -> effects.Effects:
     """A worker offers a push: take it into the round, or tell it to wait for its own."""
-    ledger = state.shelf.stocks[push.fragment].ledger
+    ledger = state.versions[push.fragment].ledger
     before = ledger.standing(member.worker_id, push.push_id, push.chunks)
     known = round_.contributions.get((member.worker_id, push.push_id))
     if known is not None and known.ended in (Ended.VOIDED, Ended.ABANDONED):
@@ -79,7 +79,7 @@ def _enter(
     if before.is_full:
         yield from grants.counted(member, push)
         return
-    staleness = state.shelf.stocks[push.fragment].staleness(push)
+    staleness = state.versions[push.fragment].staleness(push)
     round_.excused.discard(member.worker_id)
     contribution = round_.begin(member.worker_id, push, before, state.weight_of(push), staleness)
     member.begins(push, round_.number)
@@ -103,7 +103,7 @@ def close_if_due(state: RunState, round_: Round) -> effects.Effects:
 
 def step(state: RunState, round_: Round, indexes: list[int]) -> effects.Effects:
     """The outer step of chunks that nobody owes any more."""
-    count = state.shelf.stocks[round_.fragment].gradients - 1
+    count = state.versions[round_.fragment].gradients - 1
     for index in indexes:
         yield effects.Step(round_.fragment, index, round_.reached[index], count)
 

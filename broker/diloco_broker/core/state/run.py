@@ -14,7 +14,7 @@ from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import Bootstrap
 from diloco_broker.core.state.staged_round import StagedRound, Staging
 from diloco_broker.core.state.streaming_round import Counting, Phase, Round
-from diloco_broker.core.state.versions import Shelf
+from diloco_broker.core.state.versions import VersionStore
 from diloco_protocol.fragments.plan import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Push, RunConfig
@@ -81,7 +81,7 @@ class OuterGroup:
 
 
 @dataclass(frozen=True)
-class Made:
+class UnreleasedVersion:
     """A version of which every chunk is there, and what it contains; not released yet."""
 
     ended: Round | StagedRound
@@ -98,7 +98,7 @@ class RunState:
         epoch: this life of the broker, 16 hexadecimal digits.
         now: the time of the event at hand, seconds of the core's clock.
         round: the round going on; None until there are parameters.
-        made: a version that waits for its checkpoint to be written, if the run is durable.
+        unreleased: a version that waits for its checkpoint to be written, if the run is durable.
         waiting: chunks of pseudo-gradients that wait to be added or looked at.
         staging: whole submissions, where the run needs whole ones.
         untold: versions of asynchronous mode that the log has no line of yet.
@@ -125,9 +125,9 @@ class RunState:
     epoch: str
     bootstrap: Bootstrap
     members: Membership = field(default_factory=Membership)
-    shelf: Shelf = field(default_factory=Shelf)
+    versions: VersionStore = field(default_factory=VersionStore)
     round: Round | StagedRound | None = None
-    made: Made | None = None
+    unreleased: UnreleasedVersion | None = None
     waiting: int = 0
     staging: Staging = field(default_factory=Staging)
     now: float = 0.0
@@ -186,16 +186,16 @@ class RunState:
 
         Returns how many the outer optimizer has had of this fragment before.
         """
-        stock = self.shelf.stocks[fragment]
-        version = stock.version
+        versions = self.versions[fragment]
+        version = versions.version
         assert version is not None
-        self.shelf.make(fragment, VersionId(version.run, version.counter + 1, self.draw()))
-        stock.gradients += gradients
-        return stock.gradients - gradients
+        self.versions.make(fragment, VersionId(version.run, version.counter + 1, self.draw()))
+        versions.gradients += gradients
+        return versions.gradients - gradients
 
     def is_counted(self, member: Member, push: Push) -> bool:
         """Does the current version contain all of this push?"""
-        ledger = self.shelf.stocks[push.fragment].ledger
+        ledger = self.versions[push.fragment].ledger
         return ledger.names_whole(member.worker_id, push.push_id)
 
     def weight_of(self, push: Push) -> float:

@@ -1,7 +1,7 @@
 """What a checkpoint keeps of the state: all but the tensors, as it stands at one moment.
 
 It is taken by the core itself, at the end of a round. By the time the loop carries out what the core
-asked for, the next round may have begun in the books, though no tensor has moved yet.
+asked for, the next round may have begun in the record, though no tensor has moved yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FragmentBooks:
+class FragmentRecord:
     """One fragment.
 
     Attributes:
@@ -36,7 +36,7 @@ class FragmentBooks:
 
 
 @dataclass(frozen=True)
-class Books:
+class RunRecord:
     """The run.
 
     Attributes:
@@ -52,27 +52,32 @@ class Books:
     epoch: str
     manifest: Manifest
     plan: tuple[int, ...]
-    fragments: Mapping[int, FragmentBooks]
+    fragments: Mapping[int, FragmentRecord]
     workers: Mapping[str, Mapping[str, int]]
     totals: Mapping[str, int]
 
 
-def books_of(state: RunState, number: int) -> Books:
+def run_record(state: RunState, number: int) -> RunRecord:
     """How things stand between rounds, or when a version is whole that is not released yet."""
-    boot, made = state.bootstrap, state.made
+    boot, unreleased = state.bootstrap, state.unreleased
     assert boot.manifest is not None and boot.run is not None
     fragments = {}
-    for stock in state.shelf.stocks:
-        version, ledger, round_, averaged = stock.version, stock.ledger, stock.round, stock.averaged
-        if made is not None and made.ended.fragment == stock.layout.fragment:
-            assert stock.making is not None
-            version, ledger = stock.making.version, made.ledger
-            round_, averaged = made.ended.number, made.ended.averaged
+    for versions in state.versions.fragments:
+        version, ledger, round_, averaged = (
+            versions.version,
+            versions.ledger,
+            versions.round,
+            versions.averaged,
+        )
+        if unreleased is not None and unreleased.ended.fragment == versions.layout.fragment:
+            assert versions.in_progress is not None
+            version, ledger = versions.in_progress.version, unreleased.ledger
+            round_, averaged = unreleased.ended.number, unreleased.ended.averaged
         if version is not None:
-            fragments[stock.layout.fragment] = FragmentBooks(
-                version, ledger, stock.gradients, round_, averaged, stock.newest_tags()
+            fragments[versions.layout.fragment] = FragmentRecord(
+                version, ledger, versions.gradients, round_, averaged, versions.newest_tags()
             )
-    return Books(
+    return RunRecord(
         boot.run,
         number,
         state.epoch,

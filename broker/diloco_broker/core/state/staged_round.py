@@ -217,7 +217,7 @@ class StagedRound:
             yield Counting(s.worker_id, s.push, whole, whole - s.before, s.weight, s.staleness)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the books do not balance; for tests."""
+        """Raise AssertionError when an invariant is broken; for tests."""
         for key, s in self.pool.items():
             assert key == s.key
             assert not any(i in s.before for i in s.arrived), f"{key} counts a chunk again"

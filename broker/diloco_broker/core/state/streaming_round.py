@@ -261,7 +261,7 @@ class Round:
             yield Counting(c.worker_id, c.push, c.counted, c.folded, c.weight, c.staleness)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the books do not balance; for tests."""
+        """Raise AssertionError when an invariant is broken; for tests."""
         for key, c in self.contributions.items():
             assert key == (c.worker_id, c.push.push_id)
             assert not any(i in c.before for i in c.arrived), f"{key} counts a chunk again"

@@ -4,11 +4,11 @@ Up: a push may have as many unacknowledged chunks under way as it was granted. D
 many chunks it can take. Credits bind before any of ZeroMQ's high-water marks, so a slow reader holds a
 few chunk references and never a copy of the model.
 
-The shelf keeps, for each fragment, the current version (whole, never written again) and the one that is
+The store keeps, for each fragment, the current version (whole, never written again) and the one that is
 being made. A reader that waits for the next version gets its chunks as they become ready. When a newer
 version is released, a reader that has begun with the older one goes on with it: a link that needs longer
 for a version than the next one takes to come would never have any otherwise. So that slow readers cost
-no more than `KEPT` old versions, others that are behind are moved to the newer.
+no more than `OLD_VERSIONS_KEPT` old versions, others that are behind are moved to the newer.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ UPLOAD_WINDOW_TOTAL = 64
 # past which sends to a reader that is merely slow would fail.
 MAX_READER_CREDIT = 256
 # Old versions of a fragment that are kept until their readers are done.
-KEPT = 2
+OLD_VERSIONS_KEPT = 2
 # Names of versions that are remembered, of each fragment: two numbers each.
-NAMES_KEPT = 1024
+TAGS_KEPT = 1024
 # And in a checkpoint, which is written each round.
-NAMES_SAVED = 128
+TAGS_SAVED = 128
 # Readers that have not joined; more are refused.
 MAX_OBSERVERS = 256
 
@@ -132,7 +132,7 @@ class Reader:
 
 
 @dataclass
-class Making:
+class VersionInProgress:
     """A version that is being made: its chunks so far."""
 
     version: VersionId
@@ -141,7 +141,7 @@ class Making:
 
 
 @dataclass(frozen=True)
-class Kept:
+class OldVersion:
     """A version that is not the current one any more, and that somebody still reads."""
 
     version: VersionId
@@ -149,7 +149,7 @@ class Kept:
 
 
 @dataclass
-class Stock:
+class FragmentVersions:
     """One fragment: its current version, the one being made, and old ones that are still read.
 
     `gradients` counts what the outer optimizer has had of it, the one being applied included;
@@ -161,8 +161,8 @@ class Stock:
     version: VersionId | None = None
     ledger: Ledger = field(default_factory=Ledger)
     wires: tuple[Any, ...] = ()
-    making: Making | None = None
-    kept: list[Kept] = field(default_factory=list)
+    in_progress: VersionInProgress | None = None
+    old: list[OldVersion] = field(default_factory=list)
     round: int = 0
     averaged: int = 0
     gradients: int = 0
@@ -173,12 +173,12 @@ class Stock:
         """This version, whole, is the current one from now on."""
         self.version, self.wires, self.ledger = version, wires, ledger
         self.tags[version.counter] = version.tag
-        while len(self.tags) > NAMES_KEPT:
+        while len(self.tags) > TAGS_KEPT:
             del self.tags[next(iter(self.tags))]
 
     def newest_tags(self) -> dict[int, int]:
         """As many of `tags` as a checkpoint keeps."""
-        return dict(list(self.tags.items())[-NAMES_SAVED:])
+        return dict(list(self.tags.items())[-TAGS_SAVED:])
 
     def name_of(self, counter: int) -> VersionId:
         """The version of this broker's branch that has this counter."""
@@ -196,74 +196,82 @@ class Stock:
         return max(0, self.version.counter - push.base.counter)
 
 
-class Shelf:
+class VersionStore:
     """Versions of all fragments and the readers of them. Methods yield the sends that follow."""
 
     def __init__(self) -> None:
-        self.stocks: list[Stock] = []
+        self.fragments: list[FragmentVersions] = []
         self.readers: dict[effects.Route, Reader] = {}
         self.bytes_down = 0
 
-    def furnish(self, layouts: tuple[FragmentLayout, ...]) -> None:
-        """Make room for a model: one stock for each fragment, the frozen one last."""
-        self.stocks = [Stock(layout) for layout in layouts]
+    def set_layout(self, layouts: tuple[FragmentLayout, ...]) -> None:
+        """Make room for a model: one `FragmentVersions` for each fragment, the frozen one last."""
+        self.fragments = [FragmentVersions(layout) for layout in layouts]
+
+    def __getitem__(self, fragment: int) -> FragmentVersions:
+        return self.fragments[fragment]
+
+    @property
+    def trained(self) -> list[FragmentVersions]:
+        """Those that rounds make versions of: all but the frozen one."""
+        return self.fragments[:-1]
 
     # Making versions.
 
     def make(self, fragment: int, version: VersionId) -> None:
         """Begin a version. Readers that wait for one follow it from now on."""
-        stock = self.stocks[fragment]
-        chunks = stock.layout.chunks
-        stock.making = Making(version, [None] * chunks, chunks)
+        versions = self.fragments[fragment]
+        chunks = versions.layout.chunks
+        versions.in_progress = VersionInProgress(version, [None] * chunks, chunks)
         for reader in self.readers.values():
             after = reader.waiting.get(fragment)
             if after is not None and after < version.counter:
                 reader.downloads[fragment] = Download(version, deque(), chunks)
 
     def install(self, fragment: int, version: VersionId, wires: list[Any], ledger: Ledger) -> None:
-        """Put a whole version on the shelf: the first one of its fragment."""
-        stock = self.stocks[fragment]
-        assert stock.version is None and stock.making is None
-        stock.put(version, tuple(wires), ledger)
+        """This whole version is the first one of its fragment."""
+        versions = self.fragments[fragment]
+        assert versions.version is None and versions.in_progress is None
+        versions.put(version, tuple(wires), ledger)
 
     def serve_waiting(self) -> effects.Effects:
         """Start the readers that have waited for a version which is here now."""
         for reader in list(self.readers.values()):
             for fragment, after in list(reader.waiting.items()):
-                version = self.stocks[fragment].version
+                version = self.fragments[fragment].version
                 if version is not None and version.counter > after:
-                    chunks = self.stocks[fragment].layout.chunks
+                    chunks = self.fragments[fragment].layout.chunks
                     yield from self._start(reader, fragment, Bitmap(chunks))
 
     def chunk_ready(self, fragment: int, index: int, wire: Any) -> effects.Effects:
         """A chunk of the version being made is finished."""
-        making = self.stocks[fragment].making
-        assert making is not None and making.wires[index] is None
-        making.wires[index] = wire
-        making.left -= 1
+        in_progress = self.fragments[fragment].in_progress
+        assert in_progress is not None and in_progress.wires[index] is None
+        in_progress.wires[index] = wire
+        in_progress.left -= 1
         for reader in self.readers.values():
             download = reader.downloads.get(fragment)
-            if download is not None and download.version == making.version:
+            if download is not None and download.version == in_progress.version:
                 download.ready.append(index)
                 yield from self.pump(reader)
 
     def release(self, fragment: int, ledger: Ledger, number: int, averaged: int) -> effects.Effects:
         """The version being made is whole: it becomes the current one."""
-        stock = self.stocks[fragment]
-        assert stock.making is not None and stock.making.left == 0
-        self._keep_what_is_read(stock)
-        stock.put(stock.making.version, tuple(stock.making.wires), ledger)
-        stock.round, stock.averaged = number, averaged
-        stock.making = None
-        assert stock.version is not None
+        versions = self.fragments[fragment]
+        assert versions.in_progress is not None and versions.in_progress.left == 0
+        self._keep_what_is_read(versions)
+        versions.put(versions.in_progress.version, tuple(versions.in_progress.wires), ledger)
+        versions.round, versions.averaged = number, averaged
+        versions.in_progress = None
+        assert versions.version is not None
         for reader in list(self.readers.values()):
             download = reader.downloads.get(fragment)
             waits = reader.waiting.get(fragment)
-            if download is not None and download.version in {k.version for k in stock.kept}:
+            if download is not None and download.version in {k.version for k in versions.old}:
                 continue
-            if download is not None and download.version != stock.version:
-                yield from self._start(reader, fragment, Bitmap(stock.layout.chunks))
-            elif waits is not None and waits < stock.version.counter:
+            if download is not None and download.version != versions.version:
+                yield from self._start(reader, fragment, Bitmap(versions.layout.chunks))
+            elif waits is not None and waits < versions.version.counter:
                 del reader.waiting[fragment]
                 yield effects.Send(reader.announce, self._released(fragment, reader))
 
@@ -301,27 +309,27 @@ class Shelf:
         self, reader: Reader, fragment: int, after: int, held: tuple[VersionId, bytes] | None
     ) -> effects.Effects:
         """Give a reader the newest version above `after`, now or when there is one."""
-        stock = self.stocks[fragment]
+        versions = self.fragments[fragment]
         if reader.downloads.pop(fragment, None) is not None:
             self._sweep()
         reader.waiting.pop(fragment, None)
-        chunks = stock.layout.chunks
-        if stock.version is not None and stock.version.counter > after:
+        chunks = versions.layout.chunks
+        if versions.version is not None and versions.version.counter > after:
             have = Bitmap(chunks)
-            if held is not None and held[0] == stock.version:
+            if held is not None and held[0] == versions.version:
                 have = Bitmap.from_bytes(held[1], chunks)
             yield from self._start(reader, fragment, have)
             return
         reader.waiting[fragment] = after
-        making = stock.making
-        if making is not None and making.version.counter > after:
+        in_progress = versions.in_progress
+        if in_progress is not None and in_progress.version.counter > after:
             have = Bitmap(chunks)
-            if held is not None and held[0] == making.version:
+            if held is not None and held[0] == in_progress.version:
                 have = Bitmap.from_bytes(held[1], chunks)
             ready = deque(
-                i for i, wire in enumerate(making.wires) if wire is not None and i not in have
+                i for i, wire in enumerate(in_progress.wires) if wire is not None and i not in have
             )
-            reader.downloads[fragment] = Download(making.version, ready, chunks - len(have))
+            reader.downloads[fragment] = Download(in_progress.version, ready, chunks - len(have))
             yield from self.pump(reader)
 
     def pump(self, reader: Reader) -> effects.Effects:
@@ -341,60 +349,60 @@ class Shelf:
                 self._sweep()
 
     def _start(self, reader: Reader, fragment: int, have: Bitmap) -> effects.Effects:
-        stock = self.stocks[fragment]
-        assert stock.version is not None
+        versions = self.fragments[fragment]
+        assert versions.version is not None
         reader.waiting.pop(fragment, None)
         missing = deque(have.missing())
-        reader.downloads[fragment] = Download(stock.version, missing, len(missing))
+        reader.downloads[fragment] = Download(versions.version, missing, len(missing))
         yield effects.Send(reader.announce, self._released(fragment, reader))
         yield from self.pump(reader)
 
     def _released(self, fragment: int, reader: Reader) -> Released:
-        stock = self.stocks[fragment]
-        assert stock.version is not None
+        versions = self.fragments[fragment]
+        assert versions.version is not None
         return Released(
             fragment,
-            stock.version,
-            stock.ledger,
-            stock.round,
-            stock.averaged,
+            versions.version,
+            versions.ledger,
+            versions.round,
+            versions.averaged,
             reader.account.staleness.get(fragment),
         )
 
     def _wires(self, fragment: int, version: VersionId) -> Any:
-        stock = self.stocks[fragment]
-        if stock.making is not None and stock.making.version == version:
-            return stock.making.wires
-        if stock.version == version:
-            return stock.wires
-        found = [kept.wires for kept in stock.kept if kept.version == version]
-        assert found, "a reader is at a version that is not on the shelf"
+        versions = self.fragments[fragment]
+        if versions.in_progress is not None and versions.in_progress.version == version:
+            return versions.in_progress.wires
+        if versions.version == version:
+            return versions.wires
+        found = [kept.wires for kept in versions.old if kept.version == version]
+        assert found, "a reader is at a version that is not kept"
         return found[0]
 
-    def _keep_what_is_read(self, stock: Stock) -> None:
+    def _keep_what_is_read(self, versions: FragmentVersions) -> None:
         """The current version will be an old one: keep it for readers that have begun with it."""
-        chunks, fragment = stock.layout.chunks, stock.layout.fragment
+        chunks, fragment = versions.layout.chunks, versions.layout.fragment
         downloads = (reader.downloads.get(fragment) for reader in self.readers.values())
         is_read = any(
-            d is not None and d.version == stock.version and d.left < chunks for d in downloads
+            d is not None and d.version == versions.version and d.left < chunks for d in downloads
         )
-        if is_read and stock.version is not None and len(stock.kept) < KEPT:
-            stock.kept.append(Kept(stock.version, stock.wires))
+        if is_read and versions.version is not None and len(versions.old) < OLD_VERSIONS_KEPT:
+            versions.old.append(OldVersion(versions.version, versions.wires))
 
     def _sweep(self) -> None:
         """Let go of old versions that nobody reads any more."""
-        for stock in self.stocks:
-            if stock.kept:
-                fragment = stock.layout.fragment
+        for versions in self.fragments:
+            if versions.old:
+                fragment = versions.layout.fragment
                 downloads = [reader.downloads.get(fragment) for reader in self.readers.values()]
                 read = {download.version for download in downloads if download is not None}
-                stock.kept = [kept for kept in stock.kept if kept.version in read]
+                versions.old = [kept for kept in versions.old if kept.version in read]
 
     def check_invariants(self) -> None:
         """Raise AssertionError when a reader is at a version that does not exist; for tests."""
         for reader in self.readers.values():
             assert reader.credit >= 0
-            assert all(len(stock.kept) <= KEPT for stock in self.stocks)
+            assert all(len(each.old) <= OLD_VERSIONS_KEPT for each in self.fragments)
             for fragment, download in reader.downloads.items():
                 wires = self._wires(fragment, download.version)
                 assert all(wires[index] is not None for index in download.ready)

@@ -22,19 +22,8 @@ from diloco_protocol.messages import (
     Released,
     Welcome,
 )
-from diloco_worker.core.events import (
-    Connected,
-    Disconnected,
-    Effect,
-    Event,
-    Hold,
-    Open,
-    Received,
-    Send,
-    SendChunk,
-    Start,
-    Tick,
-)
+from diloco_worker.core.effects import Effect, Open, Send, SendChunk
+from diloco_worker.core.events import Connected, Disconnected, Event, Received, Start, Tick
 from diloco_worker.core.session import Session
 from diloco_worker.core.timeouts import LONGEST_BACKOFF_S
 
@@ -125,7 +114,8 @@ class Desk:
         return self.hears(*arrive, Released(fragment, what, ledger or Ledger()))
 
     def holds(self, what: VersionId, ledger: Ledger | None = None, fragment: int = 0) -> None:
-        self.happens(Hold(fragment, what, ledger or Ledger()))
+        self.session.downloads.hold(fragment, what, ledger or Ledger())
+        self.session.run = what.run
 
     def breaks(self) -> Desk:
         """The connection breaks, and a new one comes up."""

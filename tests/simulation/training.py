@@ -14,9 +14,10 @@ from diloco_protocol.errors import Code
 from diloco_protocol.fragments.plan import longest_delay
 from diloco_protocol.messages import Heartbeat, Push, Released, RunConfig
 from diloco_protocol.version import VersionId
-from diloco_worker.core.events import Carried, Depart, Granted, Joined, Offer, Pulse, Want
+from diloco_worker.core.connection import Phase
+from diloco_worker.core.effects import Carried, Granted, Joined
+from diloco_worker.core.events import BeatNow, Depart, Offer, RequestVersion
 from diloco_worker.core.schedule import Turn, Turns
-from diloco_worker.core.session import Phase
 from diloco_worker.shell.inbox import Turning
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class Training:
                 flight = self.flights[fragment]
                 flight.let_go = False
                 flight.wait_at = self.step + self._delays()[1]
-                flight.reconnections = self.worker.session.reconnections
+                flight.reconnections = self.worker.session.connection.reconnections
                 turns.pass_by()
                 return [fragment]
             case _:
@@ -269,11 +270,11 @@ class Training:
             self.step + tau,
             self.step + latest,
             worker.world.now,
-            session.reconnections,
+            session.connection.reconnections,
         )
         worker.world.tell(worker.name, f"step {self.step}: freezes {push.push_id:#x} of {fragment}")
         worker.referee.offered(worker.name, worker.worker_id, push)
-        worker.command(Pulse())
+        worker.command(BeatNow())
         worker.command(Offer(push))
 
     def _delays(self) -> tuple[int, int]:
@@ -356,7 +357,7 @@ class Training:
         if flight.reply is None and flight.rejection is not None:
             self._end(fragment)
             if flight.rejection in (Code.LATE, Code.STALE):
-                self.worker.command(Want(fragment))
+                self.worker.command(RequestVersion(fragment))
         return False
 
     def _end(self, fragment: int) -> None:
@@ -390,13 +391,13 @@ class Training:
 
     def _is_going_up(self, fragment: int) -> bool:
         """Does the broker take chunks of this flight, and lack some? Who leaves waits for that."""
-        upload = self.worker.session.pushes.uploads.get(self.flights[fragment].push_id)
+        upload = self.worker.session.uploads.by_id.get(self.flights[fragment].push_id)
         return upload is not None and not (upload.is_in or upload.is_put_off)
 
     def _why_not_wait(self, fragment: int) -> bool:
         """Is there a reason, other than whose turn it is, to train on?"""
         session, habits = self.worker.session, self.worker.habits
-        heard = session.last_heard
+        heard = session.connection.last_heard
         if session.phase is Phase.REFUSED or self.worker.broker_stops:
             return True
         if heard is not None and self.worker.world.now - heard >= habits.timeout:
@@ -404,4 +405,4 @@ class Training:
         flight = self.flights.get(fragment)
         if flight is None or flight.let_go:
             return False
-        return session.reconnections - flight.reconnections > habits.max_sync_retries
+        return session.connection.reconnections - flight.reconnections > habits.max_sync_retries

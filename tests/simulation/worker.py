@@ -14,39 +14,41 @@ from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Chunk, Join, Message
+from diloco_protocol.version import VersionId
 from diloco_worker.core.compatibility import heartbeat_interval
-from diloco_worker.core.events import (
+from diloco_worker.core.connection import Phase
+from diloco_worker.core.effects import (
     Beat,
-    Begin,
+    BeginVersion,
     Carried,
     Close,
-    Connected,
     Deliver,
-    Discard,
-    Disconnected,
     DropParts,
     Effect,
-    Event,
     Granted,
-    Hold,
     Joined,
     JoinRefused,
     Open,
     Paced,
-    Prepared,
     PrepareDonation,
     PushOver,
-    Received,
     Restarting,
     Say,
     Send,
     SendChunk,
-    Start,
     Stopping,
-    Store,
+    StoreChunk,
+)
+from diloco_worker.core.events import (
+    Connected,
+    Disconnected,
+    Event,
+    Prepared,
+    Received,
+    Start,
     Tick,
 )
-from diloco_worker.core.session import Phase, Session
+from diloco_worker.core.session import Session
 from simulation.contents import Contents
 from simulation.network import INSTANT_S, Connection, World
 from simulation.referee import Referee
@@ -122,6 +124,7 @@ class Worker:
         self.bad_chunks: set[tuple[int, int]] = set()
         self._connect = connect
         self._states: dict[int, tuple[Wire, ...]] = {}  # what is held, by fragment
+        self._held: dict[int, VersionId] = {}
         self._assembly: dict[int, dict[int, Wire]] = {}  # chunks by fragment and index
         self._donations: dict[int, tuple[Wire, ...]] = {}  # by push id; empty: a fresh model
         self._payload: Any = None  # of the message at hand
@@ -233,7 +236,7 @@ class Worker:
         self._is_gone()
 
     def _plan_tick(self) -> None:
-        at = self.session.wakes_at(self.world.now)
+        at = self.session.wakes_at()
         if at is None or (self._tick_at is not None and self._tick_at <= at):
             return
         # Sums of floats are inexact: a deadline has passed for sure an instant later.
@@ -258,7 +261,7 @@ class Worker:
             case Close():
                 self._hang_up()
             case Send(message, bulk):
-                if isinstance(message, Join) and not self.session.pulls.held:
+                if isinstance(message, Join) and not self.session.downloads.held:
                     self.news.arrivals.clear()  # part of a model, of a run that may be over
                 self._say(message, bulk=bulk)
             case SendChunk(session, push_id, fragment, index):
@@ -267,12 +270,10 @@ class Worker:
                     self._say(chunk, self._outgoing(push_id, fragment, index), bulk=True)
             case Beat(session, uploading):
                 self._say(self.training.heartbeat(session, uploading=uploading))
-            case Begin(fragment):
+            case BeginVersion(fragment):
                 self._assembly[fragment] = {}
-            case Store(fragment, index):
+            case StoreChunk(fragment, index):
                 self._assembly[fragment][index] = self._payload
-            case Discard(fragment):
-                self._assembly.pop(fragment, None)
             case Deliver():
                 self._deliver(effect)
             case PrepareDonation(push_id, fragment):
@@ -294,6 +295,7 @@ class Worker:
                     self.referee.lives.heard_of(self.name)
             case DropParts():
                 self._states.clear()
+                self._held.clear()
                 self.news.arrivals.clear()
             case Stopping(text) | Restarting(text):
                 self.world.tell(self.name, f"hears: {text}")
@@ -338,7 +340,7 @@ class Worker:
 
     def _times(self, push_id: int) -> int:
         """How often a chunk is sent: once; sometimes twice, if its credit allows."""
-        upload = self.session.pushes.uploads[push_id]
+        upload = self.session.uploads.by_id[push_id]
         if self.world.dice.random() >= self.habits.repeats or upload.credit < 1:
             return 1
         upload.credit -= 1  # it comes back with the second `ack`
@@ -364,12 +366,11 @@ class Worker:
         if not effect.unchanged:
             parts = self._assembly.pop(fragment)
             wires = tuple(parts[index] for index in sorted(parts))
-        held = self.session.pulls.held.get(fragment)
-        version = held.version if held else None
-        self.referee.delivered(self.worker_id, released, counted, wires, version)
+        held = self._held.get(fragment)
+        self.referee.delivered(self.worker_id, released, counted, wires, held)
         if wires is not None:
             self._states[fragment] = wires
-            self._feed(Hold(fragment, released.version, released.ledger))
+            self._held[fragment] = released.version
         ids: frozenset[int] = frozenset()
         if counted is not None:
             self.world.tell(self.name, f"has {released.version}, which contains {counted:#x}")

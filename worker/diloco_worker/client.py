@@ -46,8 +46,9 @@ from diloco_protocol.messages import BUFFERS, Control, Push, Result
 from diloco_protocol.messages import encode as encode_message
 from diloco_protocol.records import from_plain
 from diloco_worker.core.compatibility import cut
+from diloco_worker.core.connection import Phase
 from diloco_worker.core.events import Observe
-from diloco_worker.core.session import Phase, Session
+from diloco_worker.core.session import Session
 from diloco_worker.model.flat_state import FlatState, ModelTensors, encode
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.inbox import Arrival, Progress

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from diloco_protocol import RunConfig, UsageError
+from diloco_worker.core.downloads import Held
 from diloco_worker.core.events import Resume
 from diloco_worker.core.session import Session
-from diloco_worker.core.transfers import Held
 from diloco_worker.model.flat_state import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.inbox import Progress

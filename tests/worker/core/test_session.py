@@ -35,35 +35,38 @@ from diloco_protocol.messages import (
     Result,
     Standing,
 )
+from diloco_worker.core.connection import Phase
 from diloco_worker.core.downloads import DOWNLOAD_WINDOW
-from diloco_worker.core.events import (
+from diloco_worker.core.effects import (
     Answered,
-    Ask,
     Beat,
     Carried,
     Close,
-    Connected,
     Deliver,
-    Depart,
-    Disconnected,
     Effect,
     Granted,
     JoinRefused,
-    Observe,
-    Offer,
     Open,
     Paced,
     Restarting,
     Say,
     Send,
     SendChunk,
-    Start,
     Stopping,
+)
+from diloco_worker.core.events import (
+    Ask,
+    Connected,
+    Depart,
+    Disconnected,
+    Observe,
+    Offer,
+    RequestVersion,
+    Start,
     Tick,
-    Want,
     Withdraw,
 )
-from diloco_worker.core.session import Phase, Session
+from diloco_worker.core.session import Session
 from diloco_worker.core.timeouts import JOIN_PATIENCE_S, LONGEST_BACKOFF_S, REFUSED_RETRY_S
 from kit.session_harness import (
     CHUNKS,
@@ -96,7 +99,7 @@ def test_welcome_is_answered_with_credit_on_bulk_before_any_pull(fresh: Desk) ->
     sends = fresh.all(Send)
     assert sends[0] == Send(Credit(DOWNLOAD_WINDOW, b"\1" * 16), bulk=True)
     assert [(p.fragment, p.after) for p in fresh.sent(Pull)] == [(0, -1), (FROZEN, -1)]
-    assert fresh.session.is_joined
+    assert fresh.session.connection.is_joined
 
 
 def test_broker_that_asks_to_wait_is_asked_again_within_two_seconds(fresh: Desk) -> None:
@@ -118,7 +121,7 @@ def test_refusal_at_joining_is_final(fresh: Desk) -> None:
     assert fresh.effects == [JoinRefused("model_differs", "It lacks head.", final=True)]
     fresh.passes(10 * REFUSED_RETRY_S)
     assert not fresh.effects
-    assert fresh.session.wakes_at(fresh.now) is None
+    assert fresh.session.wakes_at() is None
 
 
 def test_refusal_in_mid_run_is_tried_again_later(ready: Desk) -> None:
@@ -142,7 +145,7 @@ def test_connections_that_break_again_and_again_are_opened_ever_slower(fresh: De
     waits = []
     for _ in range(10):
         fresh.connects().happens(Disconnected("It broke."))
-        opens_at = fresh.session.wakes_at(fresh.now)
+        opens_at = fresh.session.wakes_at()
         assert opens_at is not None
         waits.append(opens_at - fresh.now)
         fresh.passes(waits[-1])
@@ -157,7 +160,7 @@ def test_heartbeat_interval_must_fit_what_the_broker_tolerates(
     interval: float, accepted: bool
 ) -> None:
     made = desk(heartbeat_interval=interval).connects().is_welcomed(version(0))
-    assert made.session.is_joined is accepted
+    assert made.session.connection.is_joined is accepted
     if not accepted:
         (refusal,) = made.all(JoinRefused)
         assert refusal.final
@@ -186,7 +189,7 @@ def test_run_that_this_release_cannot_train_is_refused_with_a_sentence(
 
 @pytest.mark.parametrize("config", [RunConfig("async", 5), RunConfig("async", 5, dylu=True)])
 def test_asynchronous_run_is_joined(config: RunConfig) -> None:
-    assert desk().connects().is_welcomed(version(0), config=config).session.is_joined
+    assert desk().connects().is_welcomed(version(0), config=config).session.connection.is_joined
 
 
 @pytest.mark.parametrize(
@@ -214,7 +217,7 @@ def test_broker_that_comes_back_with_what_flights_depend_on_changed_is_refused(
 
 def test_broker_that_comes_back_with_another_h_is_joined(ready: Desk) -> None:
     ready.breaks().is_welcomed(version(0), config=replace(CONFIG, sync_every=9, wire_dtype="fp32"))
-    assert ready.session.is_joined
+    assert ready.session.connection.is_joined
     assert ready.session.config == replace(CONFIG, sync_every=9, wire_dtype="fp32")
 
 
@@ -227,7 +230,6 @@ def streaming() -> Desk:
     made.is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(2, 0, 1))
     for fragment in range(3):
         made.receives(version(0), fragment=fragment, chunks=1)
-        made.holds(version(0), fragment=fragment)
     return made
 
 
@@ -299,13 +301,13 @@ def test_heartbeats_can_be_turned_off() -> None:
     made = desk(heartbeat_interval=0.0).connects()
     made.is_welcomed(version(0), config=RunConfig("sync", 5, heartbeat_timeout=0.0))
     made.passes(10_000)
-    assert made.session.is_joined
+    assert made.session.connection.is_joined
     assert not made.all(Beat)
 
 
 def test_silent_broker_counts_as_a_broken_connection(ready: Desk) -> None:
     heard = ready.now
-    while ready.session.is_joined:
+    while ready.session.connection.is_joined:
         ready.passes(1.0)
         assert ready.now - heard < 40
     assert ready.all(Close)
@@ -316,7 +318,7 @@ def test_broker_that_answers_heartbeats_is_never_given_up(ready: Desk) -> None:
     for _ in range(100):
         ready.passes(10.0)
         ready.hears(Notice("alive"))
-        assert ready.session.is_joined
+        assert ready.session.connection.is_joined
 
 
 # Notices, asking, leaving.
@@ -375,7 +377,7 @@ def test_observer_pulls_with_credit_and_without_joining() -> None:
     observer = Desk(Session("eye", None, lambda: 0))
     observer.happens(Start(), Connected())
     assert not observer.sent(Join)
-    observer.happens(Observe(MANIFEST, CONFIG), Want(0), Want(FROZEN))
+    observer.happens(Observe(MANIFEST, CONFIG), RequestVersion(0), RequestVersion(FROZEN))
     pulls = observer.sent(Pull)
     assert [(pull.session, pull.credit) for pull in pulls] == [(None, DOWNLOAD_WINDOW), (None, 0)]
     observer.receives(version(5))
@@ -463,9 +465,7 @@ def test_every_chunk_counts_once_whatever_breaks(seed: int) -> None:
     dice = random.Random(seed)
     made = desk().connects().is_welcomed(version(0))
     made.receives(version(0))
-    made.holds(version(0))
     made.receives(version(0), fragment=FROZEN, chunks=1)
-    made.holds(version(0), fragment=FROZEN)
     broker = LoyalBroker(made, dice)
     pushed, delivered = 0, 0
     broker.takes(made.happens(Offer(gradient(1000))))
@@ -483,7 +483,6 @@ def test_every_chunk_counts_once_whatever_breaks(seed: int) -> None:
                 if effect.counted is not None:
                     delivered += 1
                     assert effect.counted == 1000 + pushed
-                    made.holds(effect.released.version, effect.released.ledger)
                     pushed += 1
                     push = gradient(1000 + pushed, base=effect.released.version.counter)
                     broker.takes(made.happens(Offer(push)))

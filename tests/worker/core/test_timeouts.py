@@ -7,7 +7,8 @@ import torch
 
 from diloco_broker import Broker
 from diloco_protocol.messages import Ack, Chunk, Grant, Notice, Push, Released, Standing
-from diloco_worker.core.events import Close, Offer, Want
+from diloco_worker.core.effects import Close
+from diloco_worker.core.events import Offer, RequestVersion
 from diloco_worker.core.timeouts import BULK_PATIENCE_S, LONGEST_BULK_PATIENCE_S
 from kit.proxy import ForgettingProxy
 from kit.reference import state_of
@@ -77,7 +78,7 @@ def test_chunks_of_a_released_version_must_come(ready: Desk) -> None:
 def test_version_that_is_not_asked_for_is_not_waited_for(ready: Desk) -> None:
     ready.hears(Released(0, version(1), whole(5)))
     assert lives_on(ready, 10 * BULK_PATIENCE_S)
-    ready.happens(Want(0))
+    ready.happens(RequestVersion(0))
     assert lives_on(ready, 10 * BULK_PATIENCE_S)
 
 

@@ -29,26 +29,19 @@ from diloco_protocol.messages import (
     Standing,
 )
 from diloco_worker.core.downloads import CREDIT_BATCH
-from diloco_worker.core.events import (
+from diloco_worker.core.effects import (
     Beat,
-    Begin,
+    BeginVersion,
     Close,
     Deliver,
-    Discard,
-    Disconnected,
-    Event,
-    Hold,
-    Offer,
-    Prepared,
     PrepareDonation,
     PushOver,
     Say,
     Send,
     SendChunk,
-    Start,
-    Store,
-    Want,
+    StoreChunk,
 )
+from diloco_worker.core.events import Disconnected, Event, Offer, Prepared, RequestVersion, Start
 from diloco_worker.core.timeouts import LONGEST_BACKOFF_S
 from kit.session_harness import CHUNKS, FROZEN, RUN, Desk, gradient, version, whole
 
@@ -80,7 +73,7 @@ def test_commit_follows_the_last_chunk_sent_and_is_sent_once(ready: Desk) -> Non
 
 
 def is_in(made: Desk) -> bool:
-    return made.session.pushes.uploads[77].is_in
+    return made.session.uploads.by_id[77].is_in
 
 
 def _outgoing(made: Desk) -> list[Send | SendChunk]:
@@ -108,7 +101,7 @@ def test_push_that_must_wait_sends_nothing_until_the_next_grant(ready: Desk) -> 
     ready.happens(Offer(gradient()))
     ready.hears(Grant(77, 0, Standing.WAIT))
     assert not _outgoing(ready)
-    upload = ready.session.pushes.uploads[77]
+    upload = ready.session.uploads.by_id[77]
     assert (upload.is_in, upload.is_put_off) == (False, True)
     ready.hears(Grant(77, 0, Standing.NEW, credit=2))
     assert ready.chunks_sent == [0, 1]
@@ -171,7 +164,7 @@ def test_push_is_offered_again_as_it_was_after_a_broken_connection(ready: Desk) 
     assert not ready.chunks_sent, "credits of the old connection are void"
     ready.hears(Grant(77, 0, Standing.RESUME, Bitmap(CHUNKS, 0b101).to_bytes(), credit=2))
     assert ready.chunks_sent == [1, 3]
-    assert (ready.session.pushes.retries, ready.session.reconnections) == (1, 1)
+    assert (ready.session.uploads.retries, ready.session.connection.reconnections) == (1, 1)
 
 
 def test_push_that_was_in_is_not_so_at_a_broker_that_has_not_said_it(ready: Desk) -> None:
@@ -190,7 +183,7 @@ def test_push_made_while_away_is_offered_at_the_next_welcome(ready: Desk) -> Non
     ready.passes(LONGEST_BACKOFF_S)
     ready.connects().is_welcomed(version(0))
     assert [push.push_id for push in ready.sent(Push)] == [77]
-    assert ready.session.pushes.retries == 0
+    assert ready.session.uploads.retries == 0
 
 
 def test_rejoin_opens_new_connections_and_keeps_the_push(ready: Desk) -> None:
@@ -205,7 +198,6 @@ def test_rejoin_opens_new_connections_and_keeps_the_push(ready: Desk) -> None:
 def test_version_without_the_push_is_discarded_and_the_next_one_asked_for(ready: Desk) -> None:
     ready.happens(Offer(gradient()))
     ready.receives(version(1), Ledger({"me": (Counted(77, b"\x07\x00"),)}))
-    assert ready.all(Discard) == [Discard(0)]
     assert not ready.all(Deliver)
     assert [pull.after for pull in ready.sent(Pull)] == [1]
     ready.receives(version(2), whole(77))
@@ -250,20 +242,19 @@ def test_another_push_abandons_the_unfinished_one(ready: Desk) -> None:
     [
         Offer(Push(b"", 5, 3, CHUNKS, "bf16")),
         Offer(Push(b"", 5, 0, CHUNKS, "bf16", purpose=Purpose.DONATION)),
-        Want(9),
-        Hold(9, version(1), Ledger()),
+        RequestVersion(9),
         Start(),
     ],
 )
 def test_command_that_cannot_be_meant_raises_and_changes_nothing(ready: Desk, event: Event) -> None:
     before = (
         ready.session.phase,
-        dict(ready.session.pushes.uploads),
-        dict(ready.session.pulls.held),
+        dict(ready.session.uploads.by_id),
+        dict(ready.session.downloads.held),
     )
     with pytest.raises(ValueError, match=r"fragment|only|once"):
         ready.session.handle(event, ready.now)
-    after = (ready.session.phase, ready.session.pushes.uploads, ready.session.pulls.held)
+    after = (ready.session.phase, ready.session.uploads.by_id, ready.session.downloads.held)
     assert after == before
 
 
@@ -411,7 +402,7 @@ def test_credit_goes_back_in_batches_and_for_every_chunk(fresh: Desk) -> None:
 def test_chunk_that_came_twice_is_stored_once(fresh: Desk) -> None:
     fresh.connects().is_welcomed(version(3))
     fresh.hears(*[Chunk(0, 4, version=version(3))] * 3)
-    assert fresh.all(Store) == [Store(0, 4)]
+    assert fresh.all(StoreChunk) == [StoreChunk(0, 4)]
 
 
 def test_chunks_of_another_version_begin_the_assembly_anew(fresh: Desk) -> None:
@@ -419,7 +410,7 @@ def test_chunks_of_another_version_begin_the_assembly_anew(fresh: Desk) -> None:
     fresh.hears(*(Chunk(0, index, version=version(3)) for index in range(CHUNKS - 1)))
     fresh.hears(Released(0, version(4), Ledger()))
     fresh.hears(Chunk(0, CHUNKS - 1, version=version(4)))
-    assert fresh.effects[-2:] == [Begin(0, version(4)), Store(0, CHUNKS - 1)]
+    assert fresh.effects[-2:] == [BeginVersion(0, version(4)), StoreChunk(0, CHUNKS - 1)]
     assert not fresh.all(Deliver), "nine chunks of version 3 and one of version 4 are no version"
     fresh.receives(version(4))
     assert fresh.all(Deliver)[0].released.version == version(4)
@@ -451,12 +442,12 @@ def test_download_goes_on_where_it_stopped(fresh: Desk) -> None:
     fresh.hears(*(Chunk(0, index, version=version(3)) for index in missing))
     fresh.hears(Released(0, version(3), Ledger()))
     assert fresh.all(Deliver)
-    assert not fresh.all(Begin)
+    assert not fresh.all(BeginVersion)
 
 
 def test_chunk_that_nobody_waits_for_is_dropped(ready: Desk) -> None:
     ready.hears(Chunk(0, 0, version=version(9)))
-    assert not ready.all(Store)
+    assert not ready.all(StoreChunk)
 
 
 @pytest.mark.parametrize(
@@ -466,7 +457,7 @@ def test_chunk_that_does_not_exist_is_said_aloud(fresh: Desk, chunk: Chunk) -> N
     fresh.connects().is_welcomed(version(1))
     fresh.hears(chunk)
     assert fresh.all(Say)[0].trouble
-    assert not fresh.all(Store)
+    assert not fresh.all(StoreChunk)
 
 
 def test_newer_version_is_asked_for_after_coming_back(ready: Desk) -> None:
@@ -487,7 +478,7 @@ def test_version_held_is_kept_while_the_broker_is_behind(ready: Desk) -> None:
 
 def at_version(made: Desk, counter: int) -> Desk:
     """It has received this version and holds it."""
-    made.happens(Want(0))
+    made.happens(RequestVersion(0))
     made.receives(version(counter))
     made.holds(version(counter))
     return made
@@ -533,12 +524,12 @@ def test_version_that_counted_the_push_while_the_connection_was_broken_is_asked_
 def test_newest_of_a_broker_that_went_back_is_not_waited_for(ready: Desk) -> None:
     at_version(ready, 6)
     ready.breaks().is_welcomed(version(2, tag=99))
-    ready.happens(Want(0))
+    ready.happens(RequestVersion(0))
     assert [pull.after for pull in ready.sent(Pull)] == [-1]
 
 
 def test_asking_for_the_newest_costs_no_chunk_when_it_is_held(ready: Desk) -> None:
-    ready.happens(Want(0))
+    ready.happens(RequestVersion(0))
     (pull,) = ready.sent(Pull)
     assert (pull.after, pull.held_version) == (-1, version(0))
     assert pull.held == Bitmap.full(CHUNKS).to_bytes()
@@ -548,7 +539,7 @@ def test_asking_for_the_newest_costs_no_chunk_when_it_is_held(ready: Desk) -> No
 
 
 def test_asking_for_the_newest_takes_a_newer_one(ready: Desk) -> None:
-    ready.happens(Want(0))
+    ready.happens(RequestVersion(0))
     ready.receives(version(1))
     (delivered,) = ready.all(Deliver)
     assert not delivered.unchanged
@@ -557,7 +548,7 @@ def test_asking_for_the_newest_takes_a_newer_one(ready: Desk) -> None:
 
 def test_newest_is_delivered_even_if_chunks_of_the_next_one_were_under_way(ready: Desk) -> None:
     ready.happens(Offer(gradient()))
-    ready.happens(Want(0))
+    ready.happens(RequestVersion(0))
     ready.hears(Chunk(0, 0, version=version(1)))  # was on its way when we asked
     ready.hears(Released(0, version(0), Ledger()))
     assert [deliver.unchanged for deliver in ready.all(Deliver)] == [True]
@@ -566,7 +557,7 @@ def test_newest_is_delivered_even_if_chunks_of_the_next_one_were_under_way(ready
 
 def test_version_that_was_asked_for_is_delivered_although_it_lacks_the_push(ready: Desk) -> None:
     ready.happens(Offer(gradient()))
-    ready.happens(Want(0))
+    ready.happens(RequestVersion(0))
     ready.receives(version(1))
     assert [deliver.counted for deliver in ready.all(Deliver)] == [None]
     ready.receives(version(2), whole(77))

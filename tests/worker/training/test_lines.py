@@ -146,7 +146,7 @@ def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second(
         now += 0.125
     said = lines(info, "Synchronised: ")
     assert len(said) == 4
-    assert "waited 1.0 s." in said[0], "what an earlier life has waited is no part of it"
+    assert "waited 1.0 s." in said[0], "what a previous life has waited is no part of it"
     assert "version 9 (round 8)" in said[1]
     assert said[1].endswith("waited 8.0 s; and 7 more since the last line.")
     told.say(130.0, at_once=True)

@@ -11,7 +11,8 @@ from torch import nn
 
 from diloco_protocol import Bitmap, Counted, Ledger
 from diloco_protocol.messages import Chunk, Notice, Pull, Purpose, Push, Released
-from diloco_worker.core.events import Doubt, Offer, Send
+from diloco_worker.core.effects import Send
+from diloco_worker.core.events import Offer, VerifyPushes
 from kit.next_life import STRANGER, H, Resume, saved_by, says_current
 from kit.scripted_broker import RUN, Beside, ScriptedBroker, run_config, version
 from kit.session_harness import Desk, gradient
@@ -409,7 +410,7 @@ def test_state_without_parameters_begins_with_those_of_the_run(
 
 def test_push_in_doubt_is_offered_behind_the_pull_for_the_next_version(ready: Desk) -> None:
     """Then the broker tells of a version before it grants what follows from it."""
-    ready.happens(Doubt(0, frozenset()), Offer(gradient(77)))
+    ready.happens(VerifyPushes(0, frozenset()), Offer(gradient(77)))
     assert not ready.sent(Push)
     ready.hears(Released(0, version_of(0), Ledger()))
     sent = [e.message for e in ready.all(Send) if isinstance(e.message, Pull | Push)]
@@ -418,7 +419,7 @@ def test_push_in_doubt_is_offered_behind_the_pull_for_the_next_version(ready: De
 
 
 def test_push_of_a_later_stay_is_a_stranger_no_more_once_one_has_counted(ready: Desk) -> None:
-    ready.happens(Doubt(0, frozenset()), Offer(gradient(77)))
+    ready.happens(VerifyPushes(0, frozenset()), Offer(gradient(77)))
     ready.hears(Released(0, version_of(0), Ledger()))
     ready.receives(version_of(1), Ledger({"me": (Counted(77),)}))
     ready.holds(version_of(1))

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from diloco_broker import Broker
 from diloco_worker import DiLoCoClient, DiLoCoWorker
-from diloco_worker.core.session import Phase
+from diloco_worker.core.connection import Phase
 from kit.paths import ROOT
 from kit.reference import State, one_thread, state_of
 from kit.uniform_model import until
@@ -111,7 +111,7 @@ class Life:
         link, members = self.hook._link, self.script.broker._core.state.members
         assert link is not None
         self.hook._hook.remove()
-        link._session.phase = Phase.LEFT
+        link._session.connection.phase = Phase.LEFT
         link.wake()
         assert link.wait_for(lambda: link.has_ended, PATIENCE_S)
         link.close()  # nobody is there any more who could say anything
@@ -360,7 +360,7 @@ def test_steps_that_an_earlier_life_has_sent_are_not_sent_again(
         again = script.starts(saved)
         with again.hook:
             assert "3 steps of fragment 0 are left out" in caplog.text
-            assert "earlier life" in caplog.text
+            assert "previous life" in caplog.text
             assert equal_states(again.model, counted.tensors), "they are in there already"
             apart = script.starts(saved)  # the same, alone: what its steps make of these parameters
             apart.model.load_state_dict(counted.tensors)
@@ -407,7 +407,7 @@ def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
         other.trains(5)
         boundary.join(20)
         assert not boundary.is_alive()
-        assert "earlier life" in caplog.text
+        assert "previous life" in caplog.text
         first_version = observer.pull()
         assert first_version.version.counter == 1
         assert [len(first_version.ledger.pushes[w]) for w in ("w0", "w1")] == [1, 1]

@@ -49,7 +49,7 @@ def test_push_that_is_unknown_is_a_stranger_even_if_only_a_part_of_it_counted(
 ) -> None:
     found = compared("me", ground(1), arrival(version(6), {"me": (Counted(1), Counted(2, partly))}))
     assert found is not None
-    assert "earlier life" in str(found.superseding)
+    assert "previous life" in str(found.superseding)
     assert compared("me", ground(1), arrival(version(6), {"you": (Counted(2),)})) is None
 
 

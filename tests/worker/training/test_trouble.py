@@ -22,7 +22,7 @@ from diloco_protocol.messages import (
     Released,
     Standing,
 )
-from diloco_worker.core.uploads import Pushes
+from diloco_worker.core.uploads import Uploads
 from diloco_worker.shell.repeated_lines import SENTENCES
 from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
 from kit.uniform_model import Make, at, filled, first, until
@@ -388,13 +388,13 @@ def test_unexpected_trouble_in_the_link_costs_a_connection_and_nothing_else(
 ) -> None:
     _, descent = begin()
     monkeypatch.setattr("diloco_worker.shell.link.FAILURE_PAUSE_S", 0.01)
-    original = Pushes.granted
+    original = Uploads.granted
 
-    def explode(self: Pushes, *_: object) -> Any:
-        monkeypatch.setattr(Pushes, "granted", original)
+    def explode(self: Uploads, *_: object) -> Any:
+        monkeypatch.setattr(Uploads, "granted", original)
         raise ZeroDivisionError("nobody expected this")
 
-    monkeypatch.setattr(Pushes, "granted", explode)
+    monkeypatch.setattr(Uploads, "granted", explode)
     steps = beside(descent.steps, H)
     push = broker.hears(Push)
     broker.grants(push)
@@ -411,7 +411,7 @@ def test_link_that_fails_for_good_never_stops_the_training(
 ) -> None:
     worker, descent = begin()
     monkeypatch.setattr("diloco_worker.shell.link.MAX_FAILURES", 1)
-    monkeypatch.setattr(Pushes, "granted", lambda *_: 1 / 0)
+    monkeypatch.setattr(Uploads, "granted", lambda *_: 1 / 0)
     steps = beside(descent.steps, H)
     broker.grants(broker.hears(Push))
     steps()

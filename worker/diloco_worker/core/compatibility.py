@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from diloco_protocol import Manifest, ModelLayout, ProtocolError, RunConfig, Segment
+from diloco_protocol import Code, Manifest, ModelLayout, ProtocolError, RunConfig, Segment
 from diloco_protocol.chunks import lay_out_plan
 from diloco_protocol.fragments.plan import FragmentPlan
 from diloco_protocol.messages import BUFFERS, MERGES, MODES, Welcome
@@ -28,20 +29,60 @@ OTHER_PLAN = (
 )
 
 
-def objection(
-    config: RunConfig,
-    earlier: RunConfig | None,
+@dataclass(frozen=True)
+class Terms:
+    """On which terms a worker trains.
+
+    Attributes:
+        config: how the run is trained.
+        plan: the fragment of each manifest entry, in order, as the broker told it; empty where P is 1.
+        layout: how the model is cut.
+    """
+
+    config: RunConfig
+    plan: tuple[int, ...]
+    layout: ModelLayout
+
+
+def check_welcome(
+    manifest: Manifest,
+    welcome: Welcome,
+    earlier: Terms | None,
+    *,
     asked_interval: float | None,
-    asked_sync_every: int | None = None,
-) -> str | None:
-    """Why this worker cannot take part, as a sentence; None when it can.
+    asked_sync_every: int | None,
+) -> Terms:
+    """Whether this worker can take part on the terms of a welcome. Returns these terms.
 
     Args:
-        config: what the broker runs.
-        earlier: what this worker has trained with so far, if it has.
+        earlier: the terms that it has trained on so far.
         asked_interval: seconds between heartbeats that the user asked for; None = whatever fits.
         asked_sync_every: H that the user asked for; None = the broker's.
+
+    Raises:
+        ProtocolError: it cannot, and why.
     """
+    config, plan = welcome.config, welcome.plan
+    problem = (
+        _why_silence_fails(config, asked_interval)
+        or _why_incompatible(config, earlier, asked_sync_every)
+        or (OTHER_PLAN if earlier is not None and plan != earlier.plan else None)
+    )
+    if problem is not None:
+        raise ProtocolError(Code.CONFIG_DIFFERS, problem)
+    layout = cut(manifest, config, plan) if earlier is None else earlier.layout
+    has_buffers = any(part.lengths[Segment.BUFFERS] for part in layout.fragments)
+    if has_buffers and config.buffers != BUFFERS:
+        raise ProtocolError(
+            Code.CONFIG_DIFFERS,
+            f"This worker sends float buffers as {BUFFERS}, the broker takes them as "
+            f"{config.buffers:.20}; install the same release at both ends.",
+        )
+    return Terms(config, plan, layout)
+
+
+def _why_silence_fails(config: RunConfig, asked_interval: float | None) -> str | None:
+    """Why the broker would drop this worker for the heartbeats that the user asked for."""
     tolerated = config.heartbeat_timeout
     if asked_interval == 0 and tolerated > 0:
         return (
@@ -53,6 +94,13 @@ def objection(
             f"heartbeat_interval is {asked_interval:g} s, but the broker drops workers that are "
             f"silent for {tolerated:g} s; choose at most a third of that."
         )
+    return None
+
+
+def _why_incompatible(
+    config: RunConfig, earlier: Terms | None, asked_sync_every: int | None
+) -> str | None:
+    """Why this worker cannot train as the run does, as a sentence; None when it can."""
     if config.mode not in MODES or config.fragment_merge not in MERGES:
         return (
             f"The run has mode {config.mode!r} and merges by {config.fragment_merge!r}, this release "
@@ -65,30 +113,31 @@ def objection(
             f"sync_every is {steps} and the run has {config.num_fragments} fragments, which "
             "need a step each; use a larger sync_every, or fewer fragments at the broker."
         )
-    difference = changed(earlier, config)
-    if difference is not None:
-        name, ours, theirs = difference
-        return (
-            f"The broker came back with {name} {theirs}, this worker trains with {ours}; "
-            "restart the worker, or the broker with its old options."
-        )
-    return None
+    difference = None if earlier is None else changed(earlier, config)
+    if difference is None:
+        return None
+    name, ours, theirs = difference
+    return (
+        f"The broker came back with {name} {theirs}, this worker trains with {ours}; "
+        "restart the worker, or the broker with its old options."
+    )
 
 
 def changed(
-    earlier: RunConfig | None,
-    config: RunConfig,
-    plan: Sequence[int] = (),
-    new_plan: Sequence[int] = (),
+    earlier: Terms, config: RunConfig, plan: tuple[int, ...] | None = None
 ) -> tuple[str, object, object] | None:
-    """The first thing that must stay the same and has not: its name, what it was, what it is."""
-    if earlier is None:
-        return None
+    """The first thing that must stay the same and has not: its name, what it was, what it is.
+
+    Args:
+        plan: compared as well, if it is given.
+    """
     for name in FIXED:
-        ours, theirs = _told(earlier, name), _told(config, name)
+        ours, theirs = _told(earlier.config, name), _told(config, name)
         if ours != theirs:
             return name, ours, theirs
-    return None if plan == new_plan else ("the plan of fragments", list(plan), list(new_plan))
+    if plan is None or plan == earlier.plan:
+        return None
+    return "the plan of fragments", list(earlier.plan), list(plan)
 
 
 def _told(config: RunConfig, name: str) -> object:
@@ -96,40 +145,6 @@ def _told(config: RunConfig, name: str) -> object:
     if name == "fragment_sync_delay" and config.fragment_delay_auto:
         return "auto"
     return getattr(config, name)
-
-
-def agree(
-    manifest: Manifest,
-    welcome: Welcome,
-    earlier: tuple[RunConfig | None, Sequence[int], ModelLayout | None],
-    asked_interval: float | None,
-    asked_sync_every: int | None,
-) -> ModelLayout | str:
-    """Take a welcome's terms: returns how the model is cut, or why this worker cannot take part.
-
-    Args:
-        earlier: configuration, plan and layout that it has trained with so far.
-    """
-    config, plan, layout = earlier
-    problem = objection(welcome.config, config, asked_interval, asked_sync_every)
-    if problem is not None:
-        return problem
-    if layout is not None:
-        if welcome.plan != plan:
-            return OTHER_PLAN
-    else:
-        try:
-            layout = cut(manifest, welcome.config, welcome.plan)
-        except ProtocolError as error:
-            return str(error)
-    if welcome.config.buffers != BUFFERS and any(
-        part.lengths[Segment.BUFFERS] for part in layout.fragments
-    ):
-        return (
-            f"This worker sends float buffers as {BUFFERS}, the broker takes them as "
-            f"{welcome.config.buffers:.20}; install the same release at both ends."
-        )
-    return layout
 
 
 def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayout:

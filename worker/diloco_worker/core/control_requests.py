@@ -1,65 +1,65 @@
 """Control actions of this worker that wait for their answers. Pure.
 
-A `token` is no matter here: actions go out on any connection that is joined. One that may have been
-carried out is never sent a second time.
+They go out on any connection. One that may have been carried out is never sent a second time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco_protocol.messages import Control, Error, Result
-from diloco_worker.core.events import Answered, Ask, Effect, Send
+from diloco_protocol import messages
+from diloco_worker.core import effects
+from diloco_worker.core.events import Ask
 
 # Actions that change nothing, so that they may be sent again after a broken connection.
 HARMLESS = ("status", "manifest")
 
 
-class Asks:
+class ControlRequests:
     """See the head of this module."""
 
     def __init__(self) -> None:
-        self._asks: dict[int, Ask] = {}  # sent or to be sent, not answered
+        self._open: dict[int, Ask] = {}  # sent or to be sent, not answered
         self._sent: set[int] = set()  # on this connection
 
     def add(self, ask: Ask) -> None:
         """Take on an action; raises ValueError when its number is in use."""
-        if ask.request in self._asks:
+        if ask.request in self._open:
             raise ValueError(f"request {ask.request} is still unanswered")
-        self._asks[ask.request] = ask
+        self._open[ask.request] = ask
 
     def withdraw(self, request: int) -> None:
         """Nobody waits for this answer any more."""
-        self._asks.pop(request, None)
+        self._open.pop(request, None)
         self._sent.discard(request)
 
-    def send(self) -> Iterator[Effect]:
+    def send(self) -> Iterator[effects.Effect]:
         """Send what has not been sent on this connection."""
-        for request, ask in self._asks.items():
+        for request, ask in self._open.items():
             if request not in self._sent:
                 self._sent.add(request)
-                yield Send(Control(ask.action, request, ask.arguments))
+                yield effects.Send(messages.Control(ask.action, request, ask.arguments))
 
-    def answered(self, result: Result) -> Iterator[Effect]:
-        if self._asks.pop(result.request, None) is not None:
+    def answered(self, result: messages.Result) -> Iterator[effects.Effect]:
+        if self._open.pop(result.request, None) is not None:
             self._sent.discard(result.request)
-            yield Answered(result.request, result.ok, result.text, result.data)
+            yield effects.Answered(result.request, result.ok, result.text, result.data)
 
-    def failed(self, error: Error) -> Iterator[Effect]:
+    def failed(self, error: messages.Error) -> Iterator[effects.Effect]:
         """An error that answers a control action names no request: it ends the oldest one."""
         if error.about == "control" and self._sent:
             request = min(self._sent)
             self.withdraw(request)
-            yield Answered(request, False, error.text)
+            yield effects.Answered(request, False, error.text)
 
-    def disconnected(self) -> Iterator[Effect]:
+    def disconnected(self) -> Iterator[effects.Effect]:
         for request in sorted(self._sent):
-            if self._asks[request].action not in HARMLESS:
-                del self._asks[request]
+            if self._open[request].action not in HARMLESS:
+                del self._open[request]
                 text = "The connection broke before the answer; it may have been carried out."
-                yield Answered(request, None, text)
+                yield effects.Answered(request, None, text)
         self._sent.clear()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the books do not balance; for tests."""
-        assert self._sent <= set(self._asks)
+        """Raise AssertionError when an invariant is broken; for tests."""
+        assert self._sent <= set(self._open)

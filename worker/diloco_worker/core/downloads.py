@@ -1,18 +1,17 @@
-"""The versions that this worker waits for and holds: pulling, assembling, giving credit back. Pure.
+"""What this worker takes down: the versions that it waits for, assembles from chunks, and holds. Pure.
 
-A `token` names the session on the connection at hand. An observer has none and gives its credit with the
-first `pull` instead of a `credit` on bulk.
+A download survives a broken connection: it goes on where it stopped. A `token` names the session on the
+connection at hand. An observer has none and gives its credit with the first `pull` instead of a `credit`
+on bulk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from diloco_protocol import Bitmap, Ledger, ModelLayout, VersionId
-from diloco_protocol.messages import Chunk, Credit, Released
-from diloco_worker.core.events import Begin, Effect, Say, Send, Store
-from diloco_worker.core.transfers import Download, Held
+from diloco_protocol import Bitmap, Ledger, ModelLayout, VersionId, messages
+from diloco_worker.core import effects
 
 # Chunks that the broker may have under way to us. 4 to 16 reach the speed of a raw connection on a local
 # network; 1 Gb/s with a round trip of 100 ms has 12 MiB under way, 12 chunks of bf16.
@@ -21,44 +20,151 @@ DOWNLOAD_WINDOW = 16
 CREDIT_BATCH = 4
 
 
-class Pulls:
+@dataclass
+class Download:
+    """The version of one fragment that is being assembled.
+
+    Attributes:
+        size: chunks of the fragment.
+        wanted: a `pull` is outstanding, or will be after the next welcome.
+        takes_any: deliver the next whole version even if it lacks the push in flight.
+        after: counter above which a version is asked for.
+        version: what is being assembled, with `arrived` of its chunks here.
+        released: the last `released`, which may come before, between or after the chunks.
+        seen: the last version that was here whole.
+        theirs: counter of the newest version that the broker is known to have; -1 = it has none, None =
+            it has not said.
+    """
+
+    fragment: int
+    size: int
+    wanted: bool = False
+    takes_any: bool = False
+    after: int = -1
+    version: VersionId | None = None
+    arrived: Bitmap = field(init=False)
+    released: messages.Released | None = None
+    seen: VersionId | None = None
+    theirs: int | None = None
+
+    def __post_init__(self) -> None:
+        self.arrived = Bitmap(self.size)
+
+    @property
+    def is_due(self) -> bool:
+        """The version that is asked for is whole at the broker, and chunks of it are missing here."""
+        released = self.released
+        if not self.wanted or released is None or self.arrived.is_full:
+            return False
+        return self.version is None or self.version.counter <= released.version.counter
+
+    def pull(self, session: bytes | None, credit: int) -> messages.Pull:
+        resume = self.version is not None and bool(self.arrived)
+        return messages.Pull(
+            fragment=self.fragment,
+            after=self.after,
+            session=session,
+            credit=credit,
+            held_version=self.version if resume else None,
+            held=self.arrived.to_bytes() if resume else None,
+        )
+
+    def expects_unchanged(self, version: VersionId) -> None:
+        """Ask in a way that costs no chunk if `version`, which is held, is still the newest.
+
+        A broker that went back has an older one, which is then the newest there is.
+        """
+        self.version = version
+        self.arrived = Bitmap.full(self.size)
+        self.released = None
+        self.after = -1
+
+    def begins(self, version: VersionId) -> bool:
+        """True when a chunk of this version is the first one: another version is forgotten.
+
+        `released` stays: it comes on another connection, and may be ahead of the chunks of an older
+        version that are still under way.
+        """
+        if self.version == version:
+            return False
+        self.version = version
+        self.arrived = Bitmap(self.size)
+        return True
+
+    @property
+    def is_whole(self) -> bool:
+        return (
+            self.released is not None
+            and self.released.version == self.version
+            and self.arrived.is_full
+        )
+
+    def finish(self) -> messages.Released:
+        """Take the whole version off the table and be ready for the next."""
+        released = self.released
+        assert released is not None
+        self.seen = released.version
+        self.after = self.theirs = released.version.counter
+        self.version = None
+        self.arrived = Bitmap(self.size)
+        self.released = None
+        self.wanted = False
+        self.takes_any = False
+        return released
+
+
+@dataclass(frozen=True)
+class Held:
+    """A version that is here whole, with its ledger.
+
+    `is_left_behind`: the run has gone on without it, so it must not be offered to any broker.
+    """
+
+    version: VersionId
+    ledger: Ledger
+    is_left_behind: bool = False
+
+
+class Downloads:
     """See the head of this module.
 
     Attributes:
-        downloads: by fragment, the frozen one included; empty before the layout is known.
+        by_fragment: the frozen one included; empty before the layout is known.
         held: the newest version of each fragment that is here whole, merged or not.
     """
 
     def __init__(self, *, observer: bool) -> None:
-        self.downloads: dict[int, Download] = {}
+        self.by_fragment: dict[int, Download] = {}
         self.held: dict[int, Held] = {}
         self._observer = observer
         self._pull_at: dict[int, float] = {}
         self._owed = 0  # credits not yet given back
         self._at_broker = 0  # chunks the broker may still send on this connection
 
-    def furnish(self, layout: ModelLayout) -> None:
-        self.downloads = {
+    def set_layout(self, layout: ModelLayout) -> None:
+        self.by_fragment = {
             part.fragment: Download(part.fragment, part.chunks) for part in layout.all
         }
 
     def of(self, fragment: int) -> Download:
         """The download of a fragment; raises ValueError for one that there is not."""
-        if fragment not in self.downloads:
+        if fragment not in self.by_fragment:
             raise ValueError(f"there is no fragment {fragment} (before a welcome there is none)")
-        return self.downloads[fragment]
+        return self.by_fragment[fragment]
 
     @property
     def has_all(self) -> bool:
         """Whether every fragment has been here whole; true before it is known which there are."""
-        return all(not each.size or each.fragment in self.held for each in self.downloads.values())
+        return all(
+            not each.size or each.fragment in self.held for each in self.by_fragment.values()
+        )
 
     @property
     def versions(self) -> tuple[VersionId | None, ...]:
         """What is held of each fragment, for joining; empty unless all of them have been here."""
         if not (self.held and self.has_all):
             return ()
-        held = (self.held.get(fragment) for fragment in self.downloads)
+        held = (self.held.get(fragment) for fragment in self.by_fragment)
         return tuple(each.version if each and not each.is_left_behind else None for each in held)
 
     @property
@@ -66,21 +172,24 @@ class Pulls:
         """When `tick` has something to do."""
         return list(self._pull_at.values())
 
+    def is_part_of_another_run(self, run: str | None) -> bool:
+        """Whether only a part of the fragments has been here, and that was of another run."""
+        return not self.has_all and any(held.version.run != run for held in self.held.values())
+
     def hold(self, fragment: int, version: VersionId, ledger: Ledger) -> None:
         self.of(fragment)
         self.held[fragment] = Held(version, ledger)
 
-    def left_behind(self, fragment: int, theirs: VersionId | None) -> Iterator[Effect]:
+    def left_behind(self, fragment: int, theirs: VersionId | None) -> Iterator[effects.Effect]:
         """The run goes on from this version: one that is not behind it is of rounds that are lost."""
         held = self.held.get(fragment)
         if held is None or theirs is None or held.version == theirs:
             return
         if held.version.counter >= theirs.counter and not held.is_left_behind:
             self.held[fragment] = replace(held, is_left_behind=True)
-            which = (
-                f" of fragment {fragment}" if len(self.downloads) > 2 else ""
-            )  # and a frozen one
-            yield Say(
+            has_fragments = len(self.by_fragment) > 2  # one of them is the frozen one
+            which = f" of fragment {fragment}" if has_fragments else ""
+            yield effects.Say(
                 f"This worker holds version {held.version}{which}, and the broker goes on from "
                 f"{theirs}: it came back from an older copy, and the rounds that only this worker has "
                 "are lost. It goes on with the broker's parameters; a push in flight is offered again.",
@@ -90,45 +199,46 @@ class Pulls:
     @property
     def waits_for_chunks(self) -> bool:
         """Whether chunks must come that the broker has told of."""
-        return any(download.is_due for download in self.downloads.values())
+        return any(download.is_due for download in self.by_fragment.values())
 
-    def open_window(self, token: bytes) -> Send:
+    def open_window(self, token: bytes) -> effects.Send:
         """The first credit, which binds the bulk connection."""
         self._at_broker = DOWNLOAD_WINDOW
-        return Send(Credit(DOWNLOAD_WINDOW, token), bulk=True)
+        return effects.Send(messages.Credit(DOWNLOAD_WINDOW, token), bulk=True)
 
-    def pull(self, fragment: int, token: bytes | None) -> Send:
+    def pull(self, fragment: int, token: bytes | None) -> effects.Send:
         credit = 0
         if self._observer:
             credit = DOWNLOAD_WINDOW - self._at_broker - self._owed
             self._at_broker += credit
-        return Send(self.downloads[fragment].pull(token, credit))
+        return effects.Send(self.by_fragment[fragment].pull(token, credit))
 
-    def resume(self, fragment: int, theirs: VersionId | None, *, in_flight: bool) -> Iterator[int]:
-        """After a welcome: yields the fragment if a version of it is to be asked for.
+    def resume(self, fragment: int, theirs: VersionId | None, *, in_flight: bool) -> bool:
+        """After a welcome: whether a version of the fragment is to be asked for.
 
         Args:
             theirs: the broker's version of the fragment, if it told one.
             in_flight: a pseudo-gradient waits for a version that contains it.
         """
-        download, held = self.downloads[fragment], self.held.get(fragment)
+        download, held = self.by_fragment[fragment], self.held.get(fragment)
         if in_flight or held is None:
             download.wanted = True
         elif theirs is not None and theirs != held.version:
             # A broker that is behind may be about to ask us for what we hold: keep it.
             download.wanted |= theirs.counter >= held.version.counter
         download.theirs = -1 if theirs is None else theirs.counter
-        if download.wanted:
-            if in_flight:
-                # Back, but older: what counts the push comes after the broker's own version.
-                download.after = min(download.after, download.theirs)
-            elif not download.whatever:
-                download.after = -1
-            yield fragment
+        if not download.wanted:
+            return False
+        if in_flight:
+            # Back, but older: what counts the push comes after the broker's own version.
+            download.after = min(download.after, download.theirs)
+        elif not download.takes_any:
+            download.after = -1
+        return True
 
     def want_next(self, fragment: int) -> None:
         """A push begins: a version newer than the newest seen is wanted, by the broker's counting."""
-        download, held = self.downloads[fragment], self.held.get(fragment)
+        download, held = self.by_fragment[fragment], self.held.get(fragment)
         newest = download.seen or (held.version if held else None)
         download.after = newest.counter if newest else -1
         if download.theirs is not None:
@@ -137,8 +247,8 @@ class Pulls:
 
     def want_newest(self, fragment: int, after: int | None) -> None:
         """The newest version is wanted, whatever it contains, or the next above `after`."""
-        download = self.downloads[fragment]
-        download.whatever = True
+        download = self.by_fragment[fragment]
+        download.takes_any = True
         if after is None:
             self.want_current(fragment)
         else:
@@ -147,48 +257,50 @@ class Pulls:
 
     def want_current(self, fragment: int) -> None:
         """The newest version is wanted, at once; it costs nothing where it is the one held."""
-        download, held = self.downloads[fragment], self.held.get(fragment)
+        download, held = self.by_fragment[fragment], self.held.get(fragment)
         if held is not None and not (download.wanted and download.arrived):
             download.expects_unchanged(held.version)
         else:
             download.after = -1  # what has arrived of a newer version stays
         download.wanted = True
 
-    def want_whatever(self, fragment: int) -> None:
+    def take_any(self, fragment: int) -> None:
         """The version that is on its way is wanted, whatever it contains."""
-        self.downloads[fragment].whatever = True
+        self.by_fragment[fragment].takes_any = True
 
     def want_nothing(self, fragment: int) -> None:
         """No version is wanted."""
-        download = self.downloads[fragment]
-        download.wanted = download.whatever = False
+        download = self.by_fragment[fragment]
+        download.wanted = download.takes_any = False
 
     def want_no_more(self, fragment: int) -> None:
         """The push that waited for a version is over without one."""
-        download = self.downloads[fragment]
-        download.wanted = download.whatever
+        download = self.by_fragment[fragment]
+        download.wanted = download.takes_any
 
-    def chunk(self, chunk: Chunk, token: bytes | None) -> Iterator[Effect]:
+    def chunk(self, chunk: messages.Chunk, token: bytes | None) -> Iterator[effects.Effect]:
         """A chunk has come: its credit goes back, and it is stored if it is waited for."""
         self._at_broker -= 1
         self._owed += 1
         if self._owed >= CREDIT_BATCH:
             self._at_broker += self._owed
-            yield Send(Credit(self._owed, token))
+            yield effects.Send(messages.Credit(self._owed, token))
             self._owed = 0
-        download = self.downloads.get(chunk.fragment)
+        download = self.by_fragment.get(chunk.fragment)
         if download is None or chunk.version is None or not 0 <= chunk.index < download.size:
-            yield Say(f"The broker sent chunk {chunk.index}, which does not exist.", trouble=True)
+            yield effects.Say(
+                f"The broker sent chunk {chunk.index}, which does not exist.", trouble=True
+            )
         elif download.wanted:
             if download.begins(chunk.version):
-                yield Begin(chunk.fragment, chunk.version)
+                yield effects.BeginVersion(chunk.fragment, chunk.version)
             if chunk.index not in download.arrived:
                 download.arrived.add(chunk.index)
-                yield Store(chunk.fragment, chunk.index)
+                yield effects.StoreChunk(chunk.fragment, chunk.index)
 
-    def released(self, released: Released) -> None:
+    def released(self, released: messages.Released) -> None:
         """A version is whole at the broker."""
-        download = self.downloads.get(released.fragment)
+        download = self.by_fragment.get(released.fragment)
         if download is None or not download.wanted:
             return
         download.released = released
@@ -200,14 +312,14 @@ class Pulls:
 
     def again(self, at: float) -> None:
         """A pull was refused: send what is wanted again at this time."""
-        for fragment, download in self.downloads.items():
+        for fragment, download in self.by_fragment.items():
             if download.wanted:
                 self._pull_at[fragment] = at
 
-    def tick(self, now: float, token: bytes | None) -> Iterator[Effect]:
+    def tick(self, now: float, token: bytes | None) -> Iterator[effects.Effect]:
         for fragment in [f for f, at in self._pull_at.items() if now >= at]:
             del self._pull_at[fragment]
-            if self.downloads[fragment].wanted:
+            if self.by_fragment[fragment].wanted:
                 yield self.pull(fragment, token)
 
     def disconnected(self) -> None:
@@ -216,8 +328,8 @@ class Pulls:
         self._owed = self._at_broker = 0
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the books do not balance; for tests."""
+        """Raise AssertionError when an invariant is broken; for tests."""
         assert 0 <= self._owed < CREDIT_BATCH
         assert self._at_broker <= DOWNLOAD_WINDOW
-        for download in self.downloads.values():
-            assert download.wanted or not download.whatever
+        for download in self.by_fragment.values():
+            assert download.wanted or not download.takes_any

@@ -1,16 +1,16 @@
-"""What an earlier life of this worker may have sent, and how a restarted one finds out. Pure.
+"""What a previous life of this worker may have sent, and how a restarted one finds out. Pure.
 
-A worker that goes on from a checkpoint of its script has steps in its model which its earlier life may
-have pushed after that checkpoint was written. Such a push has an id that this life does not know: it is
-a *stranger*. Where a ledger names one, those steps are in that version, and must not be sent again.
+A worker that goes on from a checkpoint of its script has steps in its model that its previous life may
+have pushed after that checkpoint was written. This life does not know the id of such a push: it is an
+*unknown push*. Where a ledger names one, those steps are in that version, and must not be sent again.
 
-To look once, at joining, is not enough: a stranger may lie at the broker, whole, and wait for its round.
-So a fragment is *in doubt* until a push of this life is in a version of it:
+To look once, at joining, is not enough: an unknown push may lie at the broker, whole, and wait for its
+round. So a fragment is *unverified* until a push of this life is in a version of it:
 
 - On each connection a push of it is offered only when the broker's current version is here, and the next
   one has been asked for. From then on `released` comes before any grant that follows from it.
-- A `released` that names a stranger ends the push under way before a chunk of it is sent; the version
-  is delivered as one that takes the place of what is in the model.
+- A `released` that names an unknown push ends the push under way before a chunk of it is sent; the
+  version is delivered as one that takes the place of what is in the model.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from collections.abc import Collection, Iterable, Iterator
 from diloco_protocol import Ledger, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Push, Released
-from diloco_worker.core.downloads import Pulls
-from diloco_worker.core.events import Deliver, Effect
-from diloco_worker.core.uploads import Pushes
+from diloco_worker.core import effects
+from diloco_worker.core.downloads import Downloads
+from diloco_worker.core.uploads import Uploads
 
-SENT_BEFORE = "an earlier life of this worker has sent them"
+SENT_BEFORE = "a previous life of this worker has sent them"
 FORGOTTEN = (
     "What the worker's checkpoint holds of run {run} cannot be used here: {why}. Training begins with "
     "the broker's parameters, as that of a new worker does."
 )
 
 
-def names_stranger(ledger: Ledger, worker_id: str, known: Collection[int]) -> bool:
+def names_unknown_push(ledger: Ledger, worker_id: str, known: Collection[int]) -> bool:
     """Whether a version contains any of a push of this worker that is not among those known."""
     return any(counted.push_id not in known for counted in ledger.pushes.get(worker_id, ()))
 
 
-class FormerLife:
+class PreviousLife:
     """See the head of this module.
 
     Args:
@@ -45,26 +45,30 @@ class FormerLife:
 
     def __init__(self, uncompared: Iterable[int] = ()) -> None:
         self._uncompared = set(uncompared)
-        self._known: dict[int, set[int]] = {}  # by fragment in doubt, push ids
+        self._known: dict[int, set[int]] = {}  # by unverified fragment, push ids
         self._held_back: set[int] = set()  # push ids not offered on this connection
-        self._superseded: set[int] = set()  # fragments with a stranger in the version under way
-
-    # Comparing.
+        self._superseded: set[int] = (
+            set()
+        )  # fragments with an unknown push in the version under way
 
     def keep(
-        self, pulls: Pulls, part: FragmentLayout, theirs: VersionId | None
-    ) -> Iterator[Effect]:
-        """At a welcome: what needs no answer of the broker. It is behind, and may be about to ask
-        for what is held; or these are frozen parameters, which never change."""
+        self, downloads: Downloads, part: FragmentLayout, theirs: VersionId | None
+    ) -> Iterator[effects.Effect]:
+        """At a welcome: deliver what is held and needs no answer of the broker.
+
+        The broker is behind, and may be about to ask for it; or these are frozen parameters, which
+        never change.
+        """
         fragment = part.fragment
-        held = pulls.held.get(fragment)
+        held = downloads.held.get(fragment)
         if held is None or fragment not in self._uncompared:
             return
-        is_frozen = fragment == len(pulls.downloads) - 1
+        is_frozen = fragment == len(downloads.by_fragment) - 1
         if is_frozen or (theirs is not None and theirs.counter < held.version.counter):
             self._uncompared.discard(fragment)
-            pulls.want_nothing(fragment)
-            yield Deliver(Released(fragment, held.version, held.ledger), None, unchanged=True)
+            downloads.want_nothing(fragment)
+            released = Released(fragment, held.version, held.ledger)
+            yield effects.Deliver(released, None, unchanged=True)
 
     def delivers(self, fragment: int) -> bool:
         """A version of this fragment is delivered; returns whether it supersedes what is here."""
@@ -73,18 +77,16 @@ class FormerLife:
         self._superseded.discard(fragment)
         return superseding
 
-    # Doubt.
-
-    def doubts(self, fragment: int) -> bool:
-        """Whether an earlier life may have sent what is in the model of this fragment."""
+    def is_unverified(self, fragment: int) -> bool:
+        """Whether a previous life may have sent what is in the model of this fragment."""
         return fragment in self._known
 
-    def doubt(self, fragment: int, known: Iterable[int]) -> None:
-        """From now on this fragment is in doubt; these pushes are no strangers."""
+    def verify(self, fragment: int, known: Iterable[int]) -> None:
+        """From now on this fragment is unverified; only these pushes are known."""
         self._known[fragment] = set(known)
 
-    def forget(self, fragment: int) -> None:
-        """Whatever the earlier life has sent, this one stands on a version of its own."""
+    def is_verified(self, fragment: int) -> None:
+        """Whatever the previous life has sent, a version has a push of this one."""
         self._known.pop(fragment, None)
 
     def holds_back(self, push: Push) -> bool:
@@ -95,28 +97,30 @@ class FormerLife:
         self._held_back.add(push.push_id)
         return True
 
-    def let_go(self, fragment: int, pushes: Pushes, token: bytes | None) -> Iterator[Effect]:
+    def let_go(
+        self, fragment: int, uploads: Uploads, token: bytes | None
+    ) -> Iterator[effects.Effect]:
         """The broker's current version is here, and the next one asked for: offer what was held back."""
-        upload = pushes.gradient(fragment)
+        upload = uploads.gradient(fragment)
         if upload is not None and upload.push.push_id in self._held_back:
             self._held_back.discard(upload.push.push_id)
-            yield from pushes.offer(upload.push.push_id, token)
+            yield from uploads.offer(upload.push.push_id, token)
 
     def look(
-        self, worker_id: str, released: Released, pulls: Pulls, pushes: Pushes
-    ) -> Iterator[Effect]:
-        """The broker tells of a version: is there a stranger in it? Then what is under way ends."""
+        self, worker_id: str, released: Released, downloads: Downloads, uploads: Uploads
+    ) -> Iterator[effects.Effect]:
+        """The broker tells of a version: end what is under way if an unknown push is in it."""
         fragment, ledger = released.fragment, released.ledger
         known = self._known.get(fragment)
-        if known is None or not pulls.of(fragment).wanted:
+        if known is None or not downloads.of(fragment).wanted:
             return
-        upload = pushes.gradient(fragment)
+        upload = uploads.gradient(fragment)
         counts = upload is not None and ledger.names_whole(worker_id, upload.push.push_id)
-        if counts or not names_stranger(ledger, worker_id, known):
+        if counts or not names_unknown_push(ledger, worker_id, known):
             return
         del self._known[fragment]
         self._superseded.add(fragment)
-        pulls.want_whatever(fragment)
+        downloads.take_any(fragment)
         if upload is not None:
             self._held_back.discard(upload.push.push_id)
-            yield from pushes.drop(upload.push.push_id)
+            yield from uploads.drop(upload.push.push_id)

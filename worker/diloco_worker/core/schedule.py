@@ -125,7 +125,7 @@ class Turns:
         self._set_pace()
 
     def go_on(self, step: int, cycle_start: int, slot: int, sync_every: int) -> None:
-        """Take up a cycle exactly where an earlier life of this worker left it."""
+        """Take up a cycle exactly where a previous life of this worker left it."""
         self.pace(sync_every, step)
         self.restart(step)
         self.cycle_start, self._slot = cycle_start, slot
@@ -177,7 +177,7 @@ class Turns:
         round_ = self.rounds.get(fragment)
         return round_ is None or round_ <= self.cursor or fragment in self._unanswered
 
-    # What an earlier life has left.
+    # What a previous life has left.
 
     def take_up(self, flights: Collection[int], cursor: int) -> None:
         """These fragments are in flight. The cursor counts where it is the worker's own."""

@@ -1,17 +1,7 @@
-"""The worker's own state machine: `handle(event, now)` returns the effects to carry out.
+"""A worker's side of the protocol: `handle(event, now)` returns the effects to carry out.
 
 No socket, tensor, clock, thread or file in here: time is an argument, random numbers are handed in.
-
-    NEW -> CONNECTING -> JOINING -> JOINED
-                ^           |          |
-                |           v          |
-                +-- AWAY <-- connection broke, `rejoin`, or silence; never longer than 2 s
-    REFUSED: the broker says no and asking again cannot help. Before the first welcome that is the
-             end, and so it is when an operator has removed this worker; later it is asked again
-             every 30 s, since a person may mend the broker.
-    LEFT: the end.
-
-The rules that everything else follows from:
+`connection` says when it joins and when it comes back. The rules that everything else follows from:
 
 - A push and its chunks never change. A new connection voids all credit; the push is offered again with
   the same push id and base, and the broker's grant says what it still lacks.
@@ -21,7 +11,8 @@ The rules that everything else follows from:
   asks, also before training has merged it.
 - A download goes on where it stopped. Chunks of another version make it begin anew. Each chunk that
   comes gives one credit back, also one that is dropped.
-- A worker that goes on from a checkpoint joins as one that outlived its broker; `former` has the rest.
+- A worker that goes on from a checkpoint joins as one that outlived its broker; `previous_life` has the
+  rest.
 - An illegal command raises before anything has changed. The broker can say nothing illegal: what does
   not fit is dropped and said aloud.
 """
@@ -30,87 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
-from diloco_protocol import Code, Manifest, ModelLayout, RunConfig
-from diloco_protocol.messages import (
-    Ack,
-    Chunk,
-    Error,
-    Grant,
-    Join,
-    Leave,
-    Message,
-    Notice,
-    Purpose,
-    Push,
-    Rejoin,
-    Released,
-    Result,
-    Welcome,
-)
-from diloco_worker.core.compatibility import agree, changed, cut, gives_way, heartbeat_interval
-from diloco_worker.core.control_requests import Asks
-from diloco_worker.core.downloads import Pulls
-from diloco_worker.core.events import (
-    Ask,
-    Beat,
-    Carried,
-    Close,
-    Connected,
-    Deliver,
-    Depart,
-    Discard,
-    Disconnected,
-    Doubt,
-    DropParts,
-    Effect,
-    Event,
-    Forget,
-    Hold,
-    Joined,
-    JoinRefused,
-    Observe,
-    Offer,
-    Open,
-    Paced,
-    Prepared,
-    Pulse,
-    PushOver,
-    Received,
-    Restarting,
-    Resume,
-    Say,
-    Send,
-    Start,
-    Stopping,
-    Tick,
-    Want,
-    Withdraw,
-)
-from diloco_worker.core.previous_life import FORGOTTEN, FormerLife
-from diloco_worker.core.timeouts import (
-    FIRST_BACKOFF_S,
-    JOIN_PATIENCE_S,
-    LONGEST_BACKOFF_S,
-    REFUSED_RETRY_S,
-    RETRY_S,
-    SILENT_BEATS,
-    SILENT_S,
-    BulkWatch,
-)
-from diloco_worker.core.uploads import Pushes
-
-
-class Phase(str, Enum):
-    NEW = "new"
-    CONNECTING = "connecting"
-    JOINING = "joining"
-    JOINED = "joined"
-    AWAY = "away"
-    REFUSED = "refused"
-    LEFT = "left"
+from diloco_protocol import Code, Manifest, ModelLayout, ProtocolError, RunConfig, messages
+from diloco_worker.core import effects, events
+from diloco_worker.core.compatibility import Terms, changed, check_welcome, cut, gives_way
+from diloco_worker.core.connection import Connection, Phase
+from diloco_worker.core.control_requests import ControlRequests
+from diloco_worker.core.downloads import Downloads
+from diloco_worker.core.effects import Effect
+from diloco_worker.core.previous_life import FORGOTTEN, PreviousLife
+from diloco_worker.core.timeouts import RETRY_S
+from diloco_worker.core.uploads import Uploads
 
 
 class Session:
@@ -125,12 +47,9 @@ class Session:
         host, pid, extra: shown in the broker's displays.
 
     Attributes:
-        config, layout: how the run is trained and how the model is cut; None before a welcome.
-        plan: fragment of each manifest entry, as the broker told it.
-        pushes, pulls, asks: what is under way up and down, and what is to be answered.
-        former: what an earlier life of this worker may have left behind.
-        reconnections: welcomes after the first.
-        last_heard: when the broker last said anything; None before it has.
+        terms: how the run is trained and how the model is cut; None before a welcome.
+        uploads, downloads, requests: what is under way up and down, and what is to be answered.
+        previous_life: what a previous life of this worker may have left behind.
     """
 
     def __init__(
@@ -151,450 +70,384 @@ class Session:
         self.host = host
         self.pid = pid
         self.extra = dict(extra or {})
-        self.phase = Phase.NEW
-        self.config: RunConfig | None = None
-        self.layout: ModelLayout | None = None
-        self.plan: tuple[int, ...] = ()
-        self.token: bytes | None = None
+        self.connection = Connection(heartbeat_interval)
+        self.terms: Terms | None = None
         self.run: str | None = None
-        self.pushes = Pushes()
-        self.pulls = Pulls(observer=manifest is None)
-        self.asks = Asks()
-        self.former = FormerLife()
-        self.reconnections = 0
-        self.last_heard: float | None = None
-        self.refusal: str | None = None
+        self.uploads = Uploads()
+        self.downloads = Downloads(observer=manifest is None)
+        self.requests = ControlRequests()
+        self.previous_life = PreviousLife()
         self._draw = draw
-        self._observer = manifest is None
         self._asked_interval = heartbeat_interval
-        self._interval = 0.0
-        self._backoff = FIRST_BACKOFF_S
-        self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)
-        self._beat_at: float | None = None
-        self._joining_since = 0.0
-        self._bulk = BulkWatch()
-
-    # What the shell asks.
 
     @property
-    def is_joined(self) -> bool:
-        return self.phase is Phase.JOINED
+    def phase(self) -> Phase:
+        return self.connection.phase
 
     @property
-    def _live_token(self) -> bytes | None:
-        """The session on the connection at hand."""
-        return self.token if self.phase is Phase.JOINED else None
+    def config(self) -> RunConfig | None:
+        return self.terms.config if self.terms else None
 
-    def wakes_at(self, now: float) -> float | None:
+    @property
+    def layout(self) -> ModelLayout | None:
+        return self.terms.layout if self.terms else None
+
+    @property
+    def _token(self) -> bytes | None:
+        return self.connection.live_token
+
+    def wakes_at(self) -> float | None:
         """When a `Tick` has something to do; None = not by itself."""
-        times = [*self.pulls.times, *self.pushes.times]
-        if (since := self._waits_since()) is not None:
-            times.append(since + JOIN_PATIENCE_S)
-        others = (self._wake_at, self._beat_at, self._silent_at(), self._bulk.gives_up_at)
-        return min([*times, *(at for at in others if at is not None)], default=None)
+        times = self.downloads.times + self.uploads.times + self.connection.times
+        return min(times, default=None)
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
+    def handle(self, event: events.Event, now: float) -> list[Effect]:
         """Take in one event. Returns the effects to carry out, in order.
 
         Raises:
             ValueError: for a command that cannot be meant; nothing has changed.
         """
-        effects = [] if self.phase is Phase.LEFT else self._handle(event, now)
-        waits = self.is_joined and (self.pushes.waits_for_acks or self.pulls.waits_for_chunks)
-        self._bulk.look(waits, now)
-        return effects
+        if self.phase is Phase.LEFT:
+            return []
+        wanted = list(self._handle(event, now))
+        waits = self.uploads.waits_for_acks or self.downloads.waits_for_chunks
+        self.connection.bulk.look(self.connection.is_joined and waits, now)
+        return wanted
 
-    def _handle(self, event: Event, now: float) -> list[Effect]:
+    def _handle(self, event: events.Event, now: float) -> Iterator[Effect]:
         match event:
-            case Start():
+            case events.Start():
                 if self.phase is not Phase.NEW:
                     raise ValueError(f"a session starts once, this one is {self.phase.value}")
-                return self._open()
-            case Connected():
-                return list(self._connected(now))
-            case Disconnected(reason):
-                return list(self._disconnected(reason, now))
-            case Received(message):
-                self.last_heard = now
-                return list(self._received(message, now))
-            case Offer(push):
-                self._check_offer(push)
-                return list(self._offer(push))
-            case Want(fragment, after):
-                self.pulls.of(fragment)
-                return list(self._want(fragment, after))
-            case Hold(fragment, version, ledger):
-                self.pulls.hold(fragment, version, ledger)
-                self.run = version.run
-                return []
-            case Observe(manifest, config, plan):
-                self._furnish(cut(manifest, config, plan), config, plan)
-                return []
-            case Resume():
+                yield self.connection.open()
+            case events.Connected():
+                yield from self._connected(now)
+            case events.Disconnected(reason):
+                yield from self._disconnected(reason, now)
+            case events.Received(message):
+                self.connection.last_heard = now
+                yield from self._received(message, now)
+            case events.Offer(push):
+                yield from self._offer(push)
+            case events.RequestVersion(fragment, after):
+                self.downloads.of(fragment)
+                self.downloads.want_newest(fragment, after)
+                yield from self._pull(fragment)
+            case events.Observe(manifest, config, plan):
+                self._set_terms(Terms(config, plan, cut(manifest, config, plan)))
+            case events.Resume():
                 self._resume(event)
-                return []
-            case Prepared(push_id):
-                return list(self.pushes.prepared(push_id, self._live_token))
-            case Doubt(fragment, known):
-                self.former.doubt(fragment, known)
-                return []
-            case Ask():
-                self.asks.add(event)
-                return list(self._send_asks())
-            case Withdraw(request):
-                self.asks.withdraw(request)
-                return []
-            case Pulse():
-                return list(self._beat(now))
-            case Depart(reason):
-                return list(self._depart(reason))
-            case Tick():
-                return list(self._tick(now))
+            case events.Prepared(push_id):
+                yield from self.uploads.prepared(push_id, self._token)
+            case events.VerifyPushes(fragment, known):
+                self.previous_life.verify(fragment, known)
+            case events.Ask():
+                self.requests.add(event)
+                yield from self._send_requests()
+            case events.Withdraw(request):
+                self.requests.withdraw(request)
+            case events.BeatNow():
+                yield from self._beat(now)
+            case events.Depart(reason):
+                yield from self.connection.leave(reason)
+            case events.Tick():
+                yield from self._tick(now)
             case _:
                 raise TypeError(f"not an event of a session: {event!r}")
 
     # Connections.
 
-    def _open(self) -> list[Effect]:
-        self.phase = Phase.CONNECTING
-        self._wake_at = None
-        return [Open()]
-
     def _connected(self, now: float) -> Iterator[Effect]:
         if self.phase is not Phase.CONNECTING:
             return
-        if self._observer:
-            self.phase = Phase.JOINED
-            self._backoff = FIRST_BACKOFF_S
-            yield from self._send_asks()
-            for fragment, download in self.pulls.downloads.items():
-                if download.wanted:
-                    yield self.pulls.pull(fragment, None)
-        else:
-            yield from self._join(now)
+        if self.manifest is not None:
+            yield self._join(now)
+            return
+        self.connection.observes()
+        yield from self._send_requests()
+        for fragment, download in self.downloads.by_fragment.items():
+            if download.wanted:
+                yield self.downloads.pull(fragment, None)
 
-    def _join(self, now: float) -> Iterator[Effect]:
+    def _join(self, now: float) -> Effect:
         assert self.manifest is not None
-        self.phase = Phase.JOINING
-        self._joining_since = now
-        self._wake_at = None
-        if not self.pulls.has_all:
+        self.connection.joins(now)
+        if not self.downloads.has_all:
             # The connection broke during the first pull. Part of a model can be given to nobody, and
             # a worker that has never had a whole one belongs to no run.
             self.run = None
-        yield Send(
-            Join(
-                worker_id=self.worker_id,
-                manifest=self.manifest,
-                run=self.run,
-                session=self.token,
-                versions=self.pulls.versions,
-                wants=self.wants,
-                host=self.host,
-                pid=self.pid,
-                extra=self.extra,
-            )
+        join = messages.Join(
+            worker_id=self.worker_id,
+            manifest=self.manifest,
+            run=self.run,
+            session=self.connection.token,
+            versions=self.downloads.versions,
+            wants=self.wants,
+            host=self.host,
+            pid=self.pid,
+            extra=self.extra,
         )
+        return effects.Send(join)
 
     def _disconnected(self, reason: str, now: float) -> Iterator[Effect]:
-        is_final = self.phase is Phase.REFUSED and self.token is None  # nobody wants it back
-        if is_final or self.phase in (Phase.NEW, Phase.AWAY):
-            return
-        yield Close()
-        if self.phase is Phase.JOINED:
-            yield Say(f"{reason} Connecting again.", trouble=True)
-        self.phase = Phase.AWAY
-        self._wake_at = now + self._backoff
-        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
-        self._beat_at = None
-        self.pulls.disconnected()
-        yield from self.pushes.disconnected()
-        yield from self.asks.disconnected()
-
-    def _waits_since(self) -> float | None:
-        """When the join was sent that has no answer yet."""
-        unanswered = self.phase is Phase.JOINING and self._wake_at is None
-        return self._joining_since if unanswered else None
-
-    def _silent_at(self) -> float | None:
-        """When the silence of a joined broker counts as a broken connection."""
-        if self.phase is not Phase.JOINED or not self._interval or self.last_heard is None:
-            return None
-        return self.last_heard + max(SILENT_BEATS * self._interval, SILENT_S)
+        if self.connection.can_break:
+            yield from self.connection.breaks(reason, now)
+            self.downloads.disconnected()
+            yield from self.uploads.disconnected()
+            yield from self.requests.disconnected()
 
     def _tick(self, now: float) -> Iterator[Effect]:
-        if self._wake_at is not None and now >= self._wake_at:
-            self._wake_at = None
-            if self.phase is Phase.AWAY:
-                yield from self._open()
-            else:
-                yield from self._join(now)
-        since = self._waits_since()
-        if since is not None and now - since >= JOIN_PATIENCE_S:
-            reason = f"The broker did not answer the join within {JOIN_PATIENCE_S:g} s."
+        if self.connection.wakes(now):
+            is_away = self.phase is Phase.AWAY
+            yield self.connection.open() if is_away else self._join(now)
+        for reason in self.connection.dead_ends(now):
             yield from self._disconnected(reason, now)
-        if (silent_at := self._silent_at()) is not None and now >= silent_at:
-            silence = now - (self.last_heard or now)
-            yield from self._disconnected(f"Nothing was heard for {silence:.0f} s.", now)
-        if self._bulk.is_dead(now):
-            yield from self._disconnected(self._bulk.give_up(), now)
-        if self._beat_at is not None and now >= self._beat_at:
+        if self.connection.must_beat(now):
             yield from self._beat(now)
-        yield from self.pulls.tick(now, self._live_token)
-        yield from self.pushes.tick(now, self._live_token)
+        yield from self.downloads.tick(now, self._token)
+        yield from self.uploads.tick(now, self._token)
 
     def _beat(self, now: float) -> Iterator[Effect]:
-        if self.phase is Phase.JOINED and self.token is not None:
-            self._beat_at = now + self._interval if self._interval else None
-            yield Beat(self.token, self.pushes.is_sending)
-
-    def _depart(self, reason: str) -> Iterator[Effect]:
-        if self.phase is Phase.JOINED and self.token is not None:
-            yield Send(Leave(self.token, reason))
-        self.phase = Phase.LEFT
+        return self.connection.beat(now, uploading=self.uploads.is_sending)
 
     # Messages.
 
-    def _received(self, message: Message, now: float) -> Iterator[Effect]:
+    def _received(self, message: messages.Message, now: float) -> Iterator[Effect]:
         match message:
-            case Welcome():
-                yield from self._welcome(message, now)
-            case Error():
-                yield from self._error(message, now)
-            case Rejoin(text=text):
-                if self.phase is Phase.JOINED:
+            case messages.Welcome():
+                if self.phase is Phase.JOINING:
+                    yield from self._welcomed(message, now)
+            case messages.Error():
+                yield from self._failed(message, now)
+            case messages.Rejoin(text=text):
+                if self.connection.is_joined:
                     yield from self._disconnected(text or "The broker asks to join again.", now)
-            case Notice():
-                yield from self._notice(message, now)
-            case Grant():
-                yield from self.pushes.granted(message, self._live_token)
-            case Ack():
-                self._bulk.moved(now)
-                yield from self.pushes.acknowledged(message, self._live_token)
-            case Released():
-                self.pulls.released(message)
-                yield from self.former.look(self.worker_id, message, self.pulls, self.pushes)
-                yield from self._finish(message.fragment)
-            case Chunk():
-                self._bulk.moved(now)
-                if self.phase is Phase.JOINED:
-                    yield from self.pulls.chunk(message, self._live_token)
-                    yield from self._finish(message.fragment)
-            case Result():
-                yield from self.asks.answered(message)
+            case messages.Notice():
+                yield from self._noticed(message, now)
+            case messages.Grant():
+                yield from self.uploads.granted(message, self._token)
+            case messages.Ack():
+                self.connection.bulk.moved(now)
+                yield from self.uploads.acknowledged(message, self._token)
+            case messages.Released():
+                self.downloads.released(message)
+                yield from self.previous_life.look(
+                    self.worker_id, message, self.downloads, self.uploads
+                )
+                yield from self._deliver_if_whole(message.fragment)
+            case messages.Chunk():
+                self.connection.bulk.moved(now)
+                if self.connection.is_joined:
+                    yield from self.downloads.chunk(message, self._token)
+                    yield from self._deliver_if_whole(message.fragment)
+            case messages.Result():
+                yield from self.requests.answered(message)
             case _:
-                yield Say(f"The broker sent a {message.kind}, which workers send.", trouble=True)
+                yield effects.Say(
+                    f"The broker sent a {message.kind}, which workers send.", trouble=True
+                )
 
-    def _welcome(self, welcome: Welcome, now: float) -> Iterator[Effect]:
-        if self.phase is not Phase.JOINING:
-            return
+    def _welcomed(self, welcome: messages.Welcome, now: float) -> Iterator[Effect]:
         assert self.manifest is not None
-        misfit = changed(self.config, welcome.config, self.plan, welcome.plan)
-        if misfit is not None and self._is_resumed:
-            yield from self._forget("it has {} {}, the run has {} now".format(*misfit))
+        if self.terms is not None and self._is_resumed:
+            misfit = changed(self.terms, welcome.config, welcome.plan)
+            if misfit is not None:
+                yield from self._forget("it has {} {}, the run has {} now".format(*misfit))
         asked = self.wants.get("sync_every")
         own = asked if isinstance(asked, int) else None
-        earlier = (self.config, self.plan, self.layout)
-        layout = agree(self.manifest, welcome, earlier, self._asked_interval, own)
-        if isinstance(layout, str):
-            yield Send(Leave(welcome.session, layout))
-            yield from self._refused(Code.CONFIG_DIFFERS, layout, now)
+        try:
+            terms = check_welcome(
+                self.manifest,
+                welcome,
+                self.terms,
+                asked_interval=self._asked_interval,
+                asked_sync_every=own,
+            )
+        except ProtocolError as error:
+            yield effects.Send(messages.Leave(welcome.session, str(error)))
+            yield from self.connection.is_refused(Code.CONFIG_DIFFERS, str(error), now)
             return
-        again = self.token is not None
-        if not self.pulls.has_all and any(
-            h.version.run != welcome.run for h in self.pulls.held.values()
-        ):
-            self.pulls.held.clear()
-            yield DropParts()
-        self._furnish(layout, welcome.config, welcome.plan)
-        self.phase = Phase.JOINED
-        self.token = welcome.session
+        if self.downloads.is_part_of_another_run(welcome.run):
+            self.downloads.held.clear()
+            yield effects.DropParts()
+        self._set_terms(terms)
+        again = self.connection.token is not None
+        self.connection.is_welcomed(welcome.session, terms.config, now)
         self.run = welcome.run or self.run
-        self.refusal = None
-        self.reconnections += again
-        self._backoff = FIRST_BACKOFF_S
-        self._wake_at = None
-        self._beat_at = now + self._interval if self._interval else None
-        if (text := gives_way(welcome.config, own)) is not None:
-            yield Say(text, trouble=True)
-        yield Joined(welcome, layout, again)
-        yield self.pulls.open_window(self.token)
-        for upload in self.pushes:  # the oldest first
-            if upload.is_gradient and not self.former.holds_back(upload.push):
-                yield from self.pushes.offer(upload.push.push_id, self.token)
+        if (text := gives_way(terms.config, own)) is not None:
+            yield effects.Say(text, trouble=True)
+        yield effects.Joined(welcome, terms.layout, again)
+        yield self.downloads.open_window(welcome.session)
+        for upload in self.uploads:  # the oldest first
+            if upload.is_gradient and not self.previous_life.holds_back(upload.push):
+                yield from self.uploads.offer(upload.push.push_id, self._token)
+        yield from self._go_on_pulling(welcome, terms.layout)
+        yield from self._send_requests()
+
+    def _go_on_pulling(self, welcome: messages.Welcome, layout: ModelLayout) -> Iterator[Effect]:
+        """After a welcome: ask for the versions that are still wanted, or new."""
+        brokers = dict(enumerate(welcome.versions))
         for part in layout.all:
             fragment = part.fragment
-            theirs = dict(enumerate(welcome.versions)).get(fragment)
-            yield from self.former.keep(self.pulls, part, theirs)
+            theirs = brokers.get(fragment)
+            yield from self.previous_life.keep(self.downloads, part, theirs)
             if welcome.run is not None:
-                yield from self.pulls.left_behind(fragment, theirs)
+                yield from self.downloads.left_behind(fragment, theirs)
             # Frozen parameters never change, so they come once.
-            here = part is layout.frozen and fragment in self.pulls.held
-            if part.chunks and not here:
-                in_flight = self.pushes.gradient(fragment) is not None
-                for _ in self.pulls.resume(fragment, theirs, in_flight=in_flight):
-                    if in_flight and self.former.doubts(fragment):
-                        self.pulls.want_current(fragment)
-                    yield self.pulls.pull(fragment, self.token)
-        yield from self._send_asks()
+            here = part is layout.frozen and fragment in self.downloads.held
+            if not part.chunks or here:
+                continue
+            in_flight = self.uploads.gradient(fragment) is not None
+            if self.downloads.resume(fragment, theirs, in_flight=in_flight):
+                if in_flight and self.previous_life.is_unverified(fragment):
+                    self.downloads.want_current(fragment)
+                yield self.downloads.pull(fragment, self._token)
 
-    # Going on from a checkpoint.
+    def _set_terms(self, terms: Terms) -> None:
+        if self.terms is None:
+            self.downloads.set_layout(terms.layout)
+        self.terms = terms
 
-    @property
-    def _is_resumed(self) -> bool:
-        """Whether what is held comes from a checkpoint and no broker has said that it fits."""
-        return self.token is None and self.run is not None
-
-    def _resume(self, event: Resume) -> None:
-        assert self.manifest is not None
-        layout = cut(self.manifest, event.config, event.plan)
-        self._furnish(layout, event.config, event.plan)
-        for fragment, held in event.held.items():
-            self.pulls.hold(fragment, held.version, held.ledger)
-            self.run = held.version.run
-            if fragment != layout.frozen.fragment:
-                self.pulls.want_newest(fragment, None)
-        self.former = FormerLife(event.held)
-
-    def _forget(self, why: str) -> Iterator[Effect]:
-        """The checkpoint does not fit: join as a new worker does."""
-        run, self.run = self.run, None
-        self.config, self.layout, self.plan = None, None, ()
-        self.pulls = Pulls(observer=False)
-        self.former = FormerLife()
-        yield Forget(FORGOTTEN.format(run=run, why=why))
-
-    def _furnish(self, layout: ModelLayout, config: RunConfig, plan: tuple[int, ...]) -> None:
-        self.config = config
-        if self.layout is None:
-            self.layout, self.plan = layout, plan
-            self.pulls.furnish(layout)
-        if not self._observer:
-            self._interval = heartbeat_interval(config, self._asked_interval)
-
-    def _error(self, error: Error, now: float) -> Iterator[Effect]:
+    def _failed(self, error: messages.Error, now: float) -> Iterator[Effect]:
         if self.phase is Phase.JOINING:
             if error.code == Code.RUN_DIFFERS and self._is_resumed:
                 yield from self._forget("this broker serves another run")
-                yield from self._join(now)
+                yield self._join(now)
             elif error.retry or error.code == Code.STOPPING:
-                self._wake_at = now + RETRY_S
-                yield Say(error.text, trouble=True)
+                self.connection.puts_off(now)
+                yield effects.Say(error.text, trouble=True)
             else:
-                yield from self._refused(error.code, error.text, now)
-            return
-        if error.push_id in self.pushes:
-            assert error.push_id is not None
-            upload = self.pushes.uploads[error.push_id]
-            yield from self.pushes.refused(error, now)
-            if upload.is_gradient and error.push_id not in self.pushes:
-                self.pulls.want_no_more(upload.push.fragment)
+                yield from self.connection.is_refused(error.code, error.text, now)
+        elif error.push_id is not None and error.push_id in self.uploads:
+            upload = self.uploads.by_id[error.push_id]
+            yield from self.uploads.refused(upload, error, now)
+            if upload.is_gradient and error.push_id not in self.uploads:
+                self.downloads.want_no_more(upload.push.fragment)
         elif error.about == "pull":
-            yield Say(error.text, trouble=True)
-            self.pulls.again(now + RETRY_S)
+            yield effects.Say(error.text, trouble=True)
+            self.downloads.again(now + RETRY_S)
         elif error.push_id is None:
-            yield from self.asks.failed(error)
-            yield Say(error.text, trouble=True)
+            yield from self.requests.failed(error)
+            yield effects.Say(error.text, trouble=True)
 
-    def _refused(self, code: str, text: str, now: float) -> Iterator[Effect]:
-        final = self.token is None
-        self.phase = Phase.REFUSED
-        self.refusal = text
-        self._wake_at = None if final else now + REFUSED_RETRY_S
-        self._beat_at = None
-        yield JoinRefused(code, text, final)
-
-    def _notice(self, notice: Notice, now: float) -> Iterator[Effect]:
+    def _noticed(self, notice: messages.Notice, now: float) -> Iterator[Effect]:
         match notice.what:
             case "ping":
                 yield from self._beat(now)
             case "donate":
                 yield from self._donate(notice.fragment)
             case "shutdown":
-                yield Stopping(notice.text)
+                yield effects.Stopping(notice.text)
             case "restarting":
-                yield Restarting(notice.text)
+                yield effects.Restarting(notice.text)
             case "kicked":
-                self.token = None  # there is no way back
-                yield Stopping(notice.text)
-                yield from self._refused(Code.NOT_ALLOWED, notice.text, now)
+                yield from self.connection.is_removed(notice.text, now)
             case "waiting":
-                yield Say(notice.text)
+                yield effects.Say(notice.text)
             case "carried":
-                yield Carried(notice.fragment, notice.round)
-            case "sync_every" if notice.sync_every and self.config is not None:
-                self.config = replace(self.config, sync_every=notice.sync_every)
-                yield Say(notice.text)
+                yield effects.Carried(notice.fragment, notice.round)
+            case "sync_every" if notice.sync_every and self.terms is not None:
+                config = replace(self.terms.config, sync_every=notice.sync_every)
+                self.terms = replace(self.terms, config=config)
+                yield effects.Say(notice.text)
             case "alive" if notice.sync_every is not None and notice.sync_every > 0:
-                yield Paced(notice.sync_every)
+                yield effects.Paced(notice.sync_every)
+
+    # Going on from a checkpoint.
+
+    @property
+    def _is_resumed(self) -> bool:
+        """Whether what is held comes from a checkpoint and no broker has said that it fits."""
+        return self.connection.token is None and self.run is not None
+
+    def _resume(self, event: events.Resume) -> None:
+        assert self.manifest is not None
+        layout = cut(self.manifest, event.config, event.plan)
+        self._set_terms(Terms(event.config, event.plan, layout))
+        for fragment, held in event.held.items():
+            self.downloads.hold(fragment, held.version, held.ledger)
+            self.run = held.version.run
+            if fragment != layout.frozen.fragment:
+                self.downloads.want_newest(fragment, None)
+        self.previous_life = PreviousLife(event.held)
+
+    def _forget(self, why: str) -> Iterator[Effect]:
+        """The checkpoint does not fit: join as a new worker does."""
+        run, self.run = self.run, None
+        self.terms = None
+        self.downloads = Downloads(observer=False)
+        self.previous_life = PreviousLife()
+        yield effects.ForgetCheckpoint(FORGOTTEN.format(run=run, why=why))
 
     # Up.
 
-    def _check_offer(self, push: Push) -> None:
-        self.pulls.of(push.fragment)
-        if push.push_id in self.pushes:
+    def _offer(self, push: messages.Push) -> Iterator[Effect]:
+        self.downloads.of(push.fragment)
+        if push.push_id in self.uploads:
             raise ValueError(f"push {push.push_id:#x} has been offered already, it goes on once")
-        if self._observer or push.purpose is not Purpose.GRADIENT:
+        if self.manifest is None or push.purpose is not messages.Purpose.GRADIENT:
             raise ValueError("only a worker that takes part pushes, and only pseudo-gradients")
-
-    def _offer(self, push: Push) -> Iterator[Effect]:
-        yield from self.pushes.begin(push)
-        if self.former.holds_back(push):
-            self.pulls.want_current(push.fragment)
+        yield from self.uploads.begin(push)
+        if self.previous_life.holds_back(push):
+            self.downloads.want_current(push.fragment)
         else:
-            self.pulls.want_next(push.fragment)
-            yield from self.pushes.offer(push.push_id, self._live_token)
-        if self.is_joined:
-            yield self.pulls.pull(push.fragment, self.token)
+            self.downloads.want_next(push.fragment)
+            yield from self.uploads.offer(push.push_id, self._token)
+        yield from self._pull(push.fragment)
 
     def _donate(self, fragment: int) -> Iterator[Effect]:
-        if not self.is_joined or self.layout is None or self.pushes.donation(fragment):
+        if not self.connection.is_joined or self.layout is None or self.uploads.donation(fragment):
             return
         sizes = {part.fragment: part.chunks for part in self.layout.all}
         if not sizes.get(fragment):
-            yield Say(f"The broker asks for fragment {fragment}, which is empty.", trouble=True)
+            yield effects.Say(
+                f"The broker asks for fragment {fragment}, which is empty.", trouble=True
+            )
             return
-        held = self.pulls.held.get(fragment)
-        yield from self.pushes.donate(fragment, sizes[fragment], held, self._draw, self.token)
+        held = self.downloads.held.get(fragment)
+        yield from self.uploads.donate(fragment, sizes[fragment], held, self._draw, self._token)
 
     # Down.
 
-    def _want(self, fragment: int, after: int | None) -> Iterator[Effect]:
-        self.pulls.want_newest(fragment, after)
-        if self.is_joined:
-            yield self.pulls.pull(fragment, self.token)
+    def _pull(self, fragment: int) -> Iterator[Effect]:
+        if self.connection.is_joined:
+            yield self.downloads.pull(fragment, self._token)
 
-    def _finish(self, fragment: int) -> Iterator[Effect]:
+    def _deliver_if_whole(self, fragment: int) -> Iterator[Effect]:
         """Hand over a version if it is whole now and the one that is waited for."""
-        if (download := self.pulls.downloads.get(fragment)) is None or not download.is_whole:
+        if (download := self.downloads.by_fragment.get(fragment)) is None or not download.is_whole:
             return
-        whatever = download.whatever
+        takes_any = download.takes_any
         released = download.finish()
-        in_flight = self.pushes.gradient(fragment) is not None
-        counted = self.pushes.counted(self.worker_id, fragment, released.ledger)
-        if whatever or not in_flight or counted is not None:
-            held = self.pulls.held.get(fragment)
+        in_flight = self.uploads.gradient(fragment) is not None
+        counted = self.uploads.counted(self.worker_id, fragment, released.ledger)
+        if takes_any or not in_flight or counted is not None:
+            held = self.downloads.held.get(fragment)
             unchanged = held is not None and held.version == released.version
-            yield Deliver(released, counted, unchanged, self.former.delivers(fragment))
-        else:
-            yield Discard(fragment)
+            superseding = self.previous_life.delivers(fragment)
+            yield effects.Deliver(released, counted, unchanged, superseding)
+            if not unchanged:
+                self.downloads.hold(fragment, released.version, released.ledger)
+                self.run = released.version.run
         if counted is not None:
-            self.former.forget(fragment)
-            yield PushOver(counted)
+            self.previous_life.is_verified(fragment)
+            yield effects.PushOver(counted)
         elif in_flight:
             download.wanted = True
-            yield self.pulls.pull(fragment, self._live_token)
-            yield from self.former.let_go(fragment, self.pushes, self._live_token)
+            yield self.downloads.pull(fragment, self._token)
+            yield from self.previous_life.let_go(fragment, self.uploads, self._token)
 
-    def _send_asks(self) -> Iterator[Effect]:
-        if self.phase is Phase.JOINED:
-            yield from self.asks.send()
+    def _send_requests(self) -> Iterator[Effect]:
+        if self.connection.is_joined:
+            yield from self.requests.send()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the books do not balance; for tests."""
-        self.pushes.check_invariants(joined=self.is_joined)
-        self.pulls.check_invariants()
-        self.asks.check_invariants()
-        for upload in self.pushes:
+        """Raise AssertionError when an invariant is broken; for tests."""
+        self.uploads.check_invariants(joined=self.connection.is_joined)
+        self.downloads.check_invariants()
+        self.requests.check_invariants()
+        for upload in self.uploads:
             if upload.is_gradient:
-                assert self.pulls.downloads[upload.push.fragment].wanted, "nobody waits for a push"
+                assert self.downloads.by_fragment[upload.push.fragment].wanted, (
+                    "nobody waits for a push"
+                )

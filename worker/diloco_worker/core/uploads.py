@@ -1,53 +1,157 @@
-"""Every push of this worker that is not over: offering, sending under credit, ending. Pure.
+"""What this worker sends up: each push as chunks under credit, from its offer to its end. Pure.
 
-A `token` names the session on the connection at hand. None: there is none, and nothing is sent.
+A push survives a broken connection: the broker's next grant says what it holds of it. A `token` names
+the session on the connection at hand. None: there is none, and nothing is sent.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
-from diloco_protocol import Ledger, ProtocolError, VersionId
-from diloco_protocol.messages import Ack, Commit, Error, Grant, Purpose, Push
-from diloco_worker.core.events import (
-    Effect,
-    Granted,
-    PrepareDonation,
-    PushOver,
-    Say,
-    Send,
-    SendChunk,
-)
-from diloco_worker.core.transfers import Held, Upload
+from diloco_protocol import Bitmap, Ledger, ProtocolError, VersionId, messages
+from diloco_worker.core import effects
+from diloco_worker.core.downloads import Held
 
+# What a grant says when chunks may be sent.
+SENDING = (messages.Standing.NEW, messages.Standing.RESUME)
 # Seconds before a push is offered again that the broker cannot take just now.
 OFFER_AGAIN_S = 1.0
 
 
-class Pushes:
+@dataclass
+class Upload:
+    """A push in flight.
+
+    Attributes:
+        push: the offer as it was frozen; its session is filled in when it is sent.
+        held: chunks that the broker has acknowledged.
+        queue: chunks still to be sent on this connection.
+        credit: chunks that may be sent now.
+        standing: what the last grant on this connection said; None before one.
+        committed: `commit` has been sent since that grant.
+        offers: how often the push has been offered.
+        is_prepared: its chunks are laid out; those of a donation may take a while.
+    """
+
+    push: messages.Push
+    is_prepared: bool = True
+    held: Bitmap = field(init=False)
+    queue: deque[int] = field(default_factory=deque)
+    credit: int = 0
+    standing: messages.Standing | None = None
+    committed: bool = False
+    offers: int = 0
+
+    def __post_init__(self) -> None:
+        self.held = Bitmap(self.push.chunks)
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.push.purpose is messages.Purpose.GRADIENT
+
+    @property
+    def is_sending(self) -> bool:
+        """Chunks are still to be sent or acknowledged."""
+        return self.standing is not messages.Standing.COUNTED and not self.held.is_full
+
+    @property
+    def is_in(self) -> bool:
+        """Every chunk is in at the broker, as its answer on this connection says."""
+        return self.standing is not None and not self.is_sending
+
+    @property
+    def is_put_off(self) -> bool:
+        """The broker takes nothing of it yet."""
+        return self.standing is messages.Standing.WAIT
+
+    @property
+    def under_way(self) -> int:
+        """Chunks that were sent on this connection and are not acknowledged."""
+        if self.standing not in SENDING:
+            return 0
+        return self.push.chunks - len(self.queue) - len(self.held)
+
+    def offered(self, session: bytes) -> messages.Push:
+        """The message that offers this push on a new connection: all credit is void."""
+        self.offers += 1
+        self.detach()
+        return replace(self.push, session=session)
+
+    def detach(self) -> None:
+        self.queue.clear()
+        self.credit = 0
+        self.standing = None
+        self.committed = False
+
+    def granted(self, grant: messages.Grant) -> None:
+        """Take up a grant. It replaces what an earlier one said; raises ProtocolError on a bitmap
+        that does not fit."""
+        held = Bitmap(self.push.chunks)
+        if grant.standing is messages.Standing.RESUME and grant.held is not None:
+            held = Bitmap.from_bytes(grant.held, self.push.chunks)
+        self.standing = grant.standing
+        self.committed = False
+        if grant.standing in SENDING:
+            self.held = held
+            self.queue = deque(held.missing())
+            self.credit = grant.credit
+        else:
+            # `wait` after `new` takes the slot back: what was sent is forgotten at the other end too.
+            self.queue.clear()
+            self.credit = 0
+            if grant.standing is messages.Standing.COUNTED:
+                self.held = Bitmap.full(self.push.chunks)
+            else:
+                self.held = held
+
+    def acknowledged(self, chunks: tuple[int, ...], more: int = 0) -> None:
+        """These chunks are in; each gives one credit back, and there are `more` on top.
+
+        Without a grant it is of an older one.
+        """
+        if self.standing not in SENDING:
+            return
+        self.credit += len(chunks) + max(0, more)
+        for index in chunks:
+            if 0 <= index < self.push.chunks:
+                self.held.add(index)
+
+    def next_chunks(self) -> Iterator[int]:
+        """The chunks that may be sent now, taken off the queue."""
+        while self.credit > 0 and self.queue:
+            self.credit -= 1
+            yield self.queue.popleft()
+
+    def may_commit(self) -> bool:
+        return self.standing in SENDING and not self.queue and not self.committed
+
+
+class Uploads:
     """See the head of this module.
 
     Attributes:
-        uploads: by push id; at most one pseudo-gradient for each fragment.
+        by_id: by push id; at most one pseudo-gradient for each fragment.
         retries: offers of a push after its first.
     """
 
     def __init__(self) -> None:
-        self.uploads: dict[int, Upload] = {}
+        self.by_id: dict[int, Upload] = {}
         self.retries = 0
         self._offer_at: dict[int, float] = {}
         # By fragment, the last donation: a broken one goes on under its push id.
         self._donated: dict[int, tuple[VersionId | None, int]] = {}
 
     def __contains__(self, push_id: int | None) -> bool:
-        return push_id in self.uploads
+        return push_id in self.by_id
 
     def __iter__(self) -> Iterator[Upload]:
-        return iter(list(self.uploads.values()))
+        return iter(list(self.by_id.values()))
 
     @property
     def is_sending(self) -> bool:
-        return any(upload.is_sending for upload in self.uploads.values())
+        return any(upload.is_sending for upload in self.by_id.values())
 
     @property
     def times(self) -> list[float]:
@@ -67,21 +171,21 @@ class Pushes:
     @property
     def waits_for_acks(self) -> bool:
         """Whether chunks are under way that the broker has not acknowledged."""
-        return any(upload.under_way for upload in self.uploads.values())
+        return any(upload.under_way for upload in self.by_id.values())
 
-    def begin(self, push: Push) -> Iterator[Effect]:
+    def begin(self, push: messages.Push) -> Iterator[effects.Effect]:
         """Take on a push. Another pseudo-gradient of the same fragment is abandoned."""
         other = self.gradient(push.fragment) if push.purpose == "gradient" else None
         if other is not None:
             self._forget(other.push.push_id)
-            yield PushOver(other.push.push_id)
-        self.uploads[push.push_id] = Upload(push)
+            yield effects.PushOver(other.push.push_id)
+        self.by_id[push.push_id] = Upload(push)
 
-    def offer(self, push_id: int, token: bytes | None) -> Iterator[Effect]:
+    def offer(self, push_id: int, token: bytes | None) -> Iterator[effects.Effect]:
         """Offer a push on this connection; whatever was granted before is void."""
         if token is not None:
-            upload = self.uploads[push_id]
-            yield Send(upload.offered(token))
+            upload = self.by_id[push_id]
+            yield effects.Send(upload.offered(token))
             self.retries += upload.offers > 1
 
     def donate(
@@ -91,83 +195,85 @@ class Pushes:
         held: Held | None,
         draw: Callable[[], int],
         token: bytes | None,
-    ) -> Iterator[Effect]:
+    ) -> Iterator[effects.Effect]:
         """Give the broker what is held of a fragment, or the model's own values."""
         version = held.version if held else None
         earlier = self._donated.get(fragment)
         if earlier is None or earlier[0] != version:
             earlier = self._donated[fragment] = version, draw()
         push_id = earlier[1]  # the same for the same values
-        push = Push(
+        push = messages.Push(
             session=b"",
             push_id=push_id,
             fragment=fragment,
             chunks=chunks,
             wire_dtype="fp32",
             base=version,
-            purpose=Purpose.DONATION,
+            purpose=messages.Purpose.DONATION,
             ledger=held.ledger if held else None,
         )
-        yield Say("The broker has no parameters yet and takes those of this worker.")
+        yield effects.Say("The broker has no parameters yet and takes those of this worker.")
         yield from self.begin(push)
-        self.uploads[push_id].is_prepared = False
+        self.by_id[push_id].is_prepared = False
         # First the offer: to copy a large model takes long, and the broker would ask somebody else.
         yield from self.offer(push_id, token)
-        yield PrepareDonation(push_id, fragment)
+        yield effects.PrepareDonation(push_id, fragment)
 
-    def prepared(self, push_id: int, token: bytes | None) -> Iterator[Effect]:
+    def prepared(self, push_id: int, token: bytes | None) -> Iterator[effects.Effect]:
         """The chunks of a donation are laid out."""
-        upload = self.uploads.get(push_id)
+        upload = self.by_id.get(push_id)
         if upload is not None:
             upload.is_prepared = True
             yield from self._send(upload, token)
 
-    def granted(self, grant: Grant, token: bytes | None) -> Iterator[Effect]:
-        upload = self.uploads.get(grant.push_id)
+    def granted(self, grant: messages.Grant, token: bytes | None) -> Iterator[effects.Effect]:
+        upload = self.by_id.get(grant.push_id)
         if upload is None:
             return
         try:
             upload.granted(grant)
         except ProtocolError as error:
-            yield Say(str(error), trouble=True)
+            yield effects.Say(str(error), trouble=True)
             return
         if upload.is_gradient:
-            yield Granted(grant.push_id, upload.push.fragment, grant.standing, grant.round)
+            yield effects.Granted(grant.push_id, upload.push.fragment, grant.standing, grant.round)
         yield from self._send(upload, token)
 
-    def acknowledged(self, ack: Ack, token: bytes | None) -> Iterator[Effect]:
-        upload = self.uploads.get(ack.push_id)
+    def acknowledged(self, ack: messages.Ack, token: bytes | None) -> Iterator[effects.Effect]:
+        upload = self.by_id.get(ack.push_id)
         if upload is not None:
             upload.acknowledged(ack.chunks, ack.credit)
             yield from self._send(upload, token)
 
-    def _send(self, upload: Upload, token: bytes | None) -> Iterator[Effect]:
+    def _send(self, upload: Upload, token: bytes | None) -> Iterator[effects.Effect]:
         push_id, fragment = upload.push.push_id, upload.push.fragment
         if token is None or not upload.is_prepared:
             return
         for index in upload.next_chunks():
-            yield SendChunk(token, push_id, fragment, index)
+            yield effects.SendChunk(token, push_id, fragment, index)
         if upload.may_commit():
             upload.committed = True
-            yield Send(Commit(token, push_id, fragment))
+            yield effects.Send(messages.Commit(token, push_id, fragment))
         if not upload.is_sending and not upload.is_gradient:
             self._forget(push_id)
-            yield PushOver(push_id)
+            yield effects.PushOver(push_id)
 
-    def refused(self, error: Error, now: float) -> Iterator[Effect]:
+    def refused(
+        self, upload: Upload, error: messages.Error, now: float
+    ) -> Iterator[effects.Effect]:
         """The broker answers a push, or a chunk of it, with an error."""
-        assert error.push_id is not None
+        push_id = upload.push.push_id
         if error.retry:  # "not now" is no verdict on the delta: it stays as it is
-            self.uploads[error.push_id].detach()
-            self._offer_at[error.push_id] = now + OFFER_AGAIN_S
-            yield Say(error.text, trouble=True)
-        elif self.uploads[error.push_id].is_gradient:
-            self._forget(error.push_id)
-            yield PushOver(error.push_id, error.code, error.text)
+            upload.detach()
+            self._offer_at[push_id] = now + OFFER_AGAIN_S
+            yield effects.Say(error.text, trouble=True)
+            return
+        self._forget(push_id)
+        if upload.is_gradient:
+            yield effects.PushOver(push_id, error.code, error.text)
         else:
-            self._forget(error.push_id)
-            yield PushOver(error.push_id)
-            yield Say(error.text, trouble=True)
+            yield effects.PushOver(push_id)
+            yield effects.Say(error.text, trouble=True)
 
     def counted(self, worker_id: str, fragment: int, ledger: Ledger) -> int | None:
         """The push in flight that a whole version contains, if it does. It is over then."""
@@ -177,34 +283,34 @@ class Pushes:
         self._forget(upload.push.push_id)
         return upload.push.push_id
 
-    def drop(self, push_id: int) -> Iterator[Effect]:
+    def drop(self, push_id: int) -> Iterator[effects.Effect]:
         """A push that is not to be sent after all."""
         self._forget(push_id)
-        yield PushOver(push_id)
+        yield effects.PushOver(push_id)
 
-    def tick(self, now: float, token: bytes | None) -> Iterator[Effect]:
+    def tick(self, now: float, token: bytes | None) -> Iterator[effects.Effect]:
         for push_id in [p for p, at in self._offer_at.items() if now >= at]:
             del self._offer_at[push_id]
             yield from self.offer(push_id, token)
 
-    def disconnected(self) -> Iterator[Effect]:
+    def disconnected(self) -> Iterator[effects.Effect]:
         """All credit is void. Pseudo-gradients wait; of donations the broker asks again, or another."""
         self._offer_at.clear()
         for upload in self:
             upload.detach()
             if not upload.is_gradient:
                 self._forget(upload.push.push_id)
-                yield PushOver(upload.push.push_id)
+                yield effects.PushOver(upload.push.push_id)
 
     def _forget(self, push_id: int) -> None:
-        del self.uploads[push_id]
+        del self.by_id[push_id]
         self._offer_at.pop(push_id, None)
 
     def check_invariants(self, *, joined: bool) -> None:
-        """Raise AssertionError when the books do not balance; for tests."""
+        """Raise AssertionError when an invariant is broken; for tests."""
         gradients = [u.push.fragment for u in self if u.is_gradient]
         assert len(gradients) == len(set(gradients)), "two pseudo-gradients of one fragment"
-        assert set(self._offer_at) <= set(self.uploads)
-        for push_id, upload in self.uploads.items():
+        assert set(self._offer_at) <= set(self.by_id)
+        for push_id, upload in self.by_id.items():
             assert push_id == upload.push.push_id
             assert joined or upload.credit == 0, "a credit outlived its connection"

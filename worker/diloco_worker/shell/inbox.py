@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from diloco_protocol import VersionId
 from diloco_protocol.messages import Heartbeat, Released
-from diloco_worker.core.events import Carried, Granted, Joined
+from diloco_worker.core.effects import Carried, Granted, Joined
 from diloco_worker.model.flat_state import FlatState
 
 # What moves the cursor in the sequence of rounds; `Released` stands for a version that is here, whole.

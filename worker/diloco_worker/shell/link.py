@@ -31,49 +31,50 @@ from diloco_protocol import (
 )
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Chunk, Push
-from diloco_worker.core.events import (
+from diloco_worker.core.connection import Phase
+from diloco_worker.core.effects import (
     Answered,
-    Ask,
     Beat,
-    Begin,
+    BeginVersion,
     Carried,
     Close,
-    Connected,
     Deliver,
-    Depart,
-    Discard,
-    Disconnected,
-    Doubt,
     DropParts,
     Effect,
-    Event,
-    Forget,
+    ForgetCheckpoint,
     Granted,
-    Hold,
     Joined,
     JoinRefused,
-    Observe,
-    Offer,
     Open,
     Paced,
-    Prepared,
     PrepareDonation,
-    Pulse,
     PushOver,
-    Received,
     Restarting,
     Say,
     Send,
     SendChunk,
-    Start,
     Stopping,
-    Store,
+    StoreChunk,
+)
+from diloco_worker.core.events import (
+    Ask,
+    BeatNow,
+    Connected,
+    Depart,
+    Disconnected,
+    Event,
+    Observe,
+    Offer,
+    Prepared,
+    Received,
+    RequestVersion,
+    Start,
     Tick,
-    Want,
+    VerifyPushes,
     Withdraw,
 )
 from diloco_worker.core.previous_life import SENT_BEFORE
-from diloco_worker.core.session import Phase, Session
+from diloco_worker.core.session import Session
 from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.shell.connections import NOW, Connections
 from diloco_worker.shell.forks import keep_from_children
@@ -90,7 +91,7 @@ LONGEST_POLL_S = 5.0
 # How long the last message, `leave`, may take to get out.
 LEAVE_LINGER_MS = 1000
 # Effects that the training thread need not hear of.
-QUIET = frozenset({Send, SendChunk, Beat, Begin, Store})
+QUIET = frozenset({Send, SendChunk, Beat, BeginVersion, StoreChunk})
 # Unexpected exceptions in a row after which the thread gives up; each is followed by a pause.
 MAX_FAILURES = 20
 FAILURE_PAUSE_S = 0.5
@@ -210,11 +211,11 @@ class Link:
 
     def want(self, fragment: int, after: int | None = None) -> None:
         """Ask for the newest version (or one above `after`); it will be in `arrivals`."""
-        self._command(Want(fragment, after))
+        self._command(RequestVersion(fragment, after))
 
     def doubt(self, fragment: int, known: frozenset[int]) -> None:
         """Only these pushes of this worker are taken into account in this fragment; see `former`."""
-        self._command(Doubt(fragment, known))
+        self._command(VerifyPushes(fragment, known))
 
     def stand_on(self, fragment: int, state: FlatState | None) -> None:
         """Training stands on these values from now on; the former ones may be overwritten.
@@ -236,7 +237,7 @@ class Link:
 
     def pulse(self) -> None:
         """Send a heartbeat now."""
-        self._command(Pulse())
+        self._command(BeatNow())
 
     def take(self, fragment: int) -> Arrival | None:
         """The whole version of a fragment that has arrived, once."""
@@ -351,7 +352,7 @@ class Link:
 
     def _turn(self) -> None:
         now = self._clock()
-        wakes_at = self._session.wakes_at(now)
+        wakes_at = self._session.wakes_at()
         pause = LONGEST_POLL_S if wakes_at is None else min(LONGEST_POLL_S, wakes_at - now)
         # Rounded up, or a deadline a fraction of a millisecond away would be polled for in a spin.
         ready = dict(self._poller.poll(max(0, int(pause * 1000 + 1)) if pause > 0 else 0))
@@ -385,7 +386,7 @@ class Link:
             case Base(fragment, state):
                 self._holdings.stand_on(fragment, state)
             case Prepared(push_id):
-                if push_id in self._session.pushes:  # else nobody wants it any more
+                if push_id in self._session.uploads:  # else nobody wants it any more
                     self._holdings.outgoing[push_id] = cargo.result()
                     self._feed(event)
             case Offer(push):
@@ -439,8 +440,8 @@ class Link:
         thousand times to find nothing, and this thread would wait for Python's lock as often.
         """
         session = self._session
-        self.last_heard, self.retries = session.last_heard, session.pushes.retries
-        flights = [upload for upload in session.pushes if upload.is_gradient]
+        self.last_heard, self.retries = session.connection.last_heard, session.uploads.retries
+        flights = [upload for upload in session.uploads if upload.is_gradient]
         uploaded = frozenset(each.push.push_id for each in flights if each.is_in)
         put_off = frozenset(each.push.push_id for each in flights if each.is_put_off)
         is_same = (self.phase, self.uploaded, self.put_off) == (session.phase, uploaded, put_off)
@@ -451,7 +452,7 @@ class Link:
             self.phase = session.phase
             self.config = session.config
             self.layout = session.layout
-            self.reconnections = session.reconnections
+            self.reconnections = session.connection.reconnections
             self.uploaded, self.put_off = uploaded, put_off
             self.condition.notify_all()
 
@@ -470,14 +471,12 @@ class Link:
                 self._send(pack(chunk, self._holdings.outgoing[push_id].chunk(index)), bulk=True)
             case Beat(session, uploading):
                 self._send(pack(self.progress.heartbeat(session, uploading=uploading)), bulk=False)
-            case Begin(fragment):
+            case BeginVersion(fragment):
                 self._holdings.begin(self._fragment(fragment))
-            case Store(fragment, index):
+            case StoreChunk(fragment, index):
                 assert self._payload is not None and self._session.config is not None
                 wire = self._session.config.reply_dtype
                 self._holdings.store(fragment, index, self._payload, wire)
-            case Discard():
-                pass  # the room is used for the next version
             case Deliver():
                 self._deliver(effect)
             case PrepareDonation(push_id, fragment):
@@ -505,7 +504,7 @@ class Link:
                 self._holdings.forget()
                 with self.condition:
                     self.arrivals.clear()
-            case Forget(text):
+            case ForgetCheckpoint(text):
                 self._holdings.forget()
                 with self.condition:
                     self.has_forgotten = True
@@ -574,7 +573,6 @@ class Link:
             state = self._holdings.state(fragment)
         else:
             state = self._holdings.finish(fragment)
-            self._feed(Hold(fragment, released.version, released.ledger))
         ids = frozenset(() if effect.counted is None else (effect.counted,))
         superseding = SENT_BEFORE if effect.superseding else None
         arrival = Arrival(released, ids, state, released.staleness, superseding)

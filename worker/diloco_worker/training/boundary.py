@@ -16,9 +16,9 @@ from diloco_protocol import Code, RunConfig
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Released
 from diloco_worker.core.compatibility import sync_every
-from diloco_worker.core.events import Carried, Granted, Joined
+from diloco_worker.core.connection import Phase
+from diloco_worker.core.effects import Carried, Granted, Joined
 from diloco_worker.core.schedule import Turn, Turns
-from diloco_worker.core.session import Phase
 from diloco_worker.core.stillness import Stillness
 from diloco_worker.model.flat_state import ModelTensors
 from diloco_worker.model.values import Constants
@@ -144,7 +144,7 @@ class Boundaries:
         return exchange
 
     def _go_on(self, resumption: Resumption, cycle_start: int) -> None:
-        """Take up the cycle and the flights of an earlier life of this worker; see `former`."""
+        """Take up the cycle and the flights of a previous life of this worker; see `former`."""
         place = resumption.place
         self.turns.go_on(self.step, cycle_start, place.slot, place.sync_every)
         self.turns.take_up([each.fragment for each in self._by_age()], place.cursor)

@@ -37,8 +37,8 @@ from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.version import ABSENT_REMEMBERED, as_hex, from_hex
 from diloco_worker.core.compatibility import cut
-from diloco_worker.core.previous_life import SENT_BEFORE, names_stranger
-from diloco_worker.core.transfers import Held
+from diloco_worker.core.downloads import Held
+from diloco_worker.core.previous_life import SENT_BEFORE, names_unknown_push
 from diloco_worker.model.checksums import differing
 from diloco_worker.model.flat_state import FlatState, ModelTensors, WireFragment
 from diloco_worker.shell.inbox import Arrival
@@ -148,7 +148,7 @@ def compared(worker_id: str, ground: Ground, arrival: Arrival) -> Arrival | None
         return None
     if arrival.version.run != ground.version.run:
         return replace(arrival, superseding=f"the run is {arrival.version.run} now")
-    if names_stranger(ledger, worker_id, known_pushes(worker_id, ground)):
+    if names_unknown_push(ledger, worker_id, known_pushes(worker_id, ground)):
         return replace(arrival, superseding=SENT_BEFORE)
     if worker_id not in ledger.pushes and len(ledger.pushes) >= ABSENT_REMEMBERED:
         return replace(arrival, superseding="the broker no longer knows whether they were counted")

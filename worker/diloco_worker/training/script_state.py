@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol import UsageError
-from diloco_worker.core.transfers import Held
+from diloco_worker.core.downloads import Held
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import ModelTensors
 from diloco_worker.shell.link import Link

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from diloco_protocol import Unreachable, UsageError
-from diloco_worker.core.session import Phase
+from diloco_worker.core.connection import Phase
 from diloco_worker.shell.link import Link
 from diloco_worker.training.patience import Patience
 

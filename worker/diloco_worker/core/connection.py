@@ -1,0 +1,196 @@
+"""Joining, rejoining, heartbeats, and what the broker's signs of life mean. Pure.
+
+NEW -> CONNECTING -> JOINING -> JOINED
+            ^           |          |
+            |           v          |
+            +-- AWAY <-- connection broke, `rejoin`, or silence; never longer than 2 s
+REFUSED: the broker says no and asking again cannot help. Before the first welcome that is the
+         end, and so it is when an operator has removed this worker; later it is asked again
+         every 30 s, since a person may mend the broker.
+LEFT: the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from diloco_protocol import Code, RunConfig, messages
+from diloco_worker.core import effects
+from diloco_worker.core.compatibility import heartbeat_interval
+from diloco_worker.core.timeouts import (
+    FIRST_BACKOFF_S,
+    JOIN_PATIENCE_S,
+    LONGEST_BACKOFF_S,
+    REFUSED_RETRY_S,
+    RETRY_S,
+    SILENT_BEATS,
+    SILENT_S,
+    BulkWatch,
+)
+
+
+class Phase(str, Enum):
+    NEW = "new"
+    CONNECTING = "connecting"
+    JOINING = "joining"
+    JOINED = "joined"
+    AWAY = "away"
+    REFUSED = "refused"
+    LEFT = "left"
+
+
+class Connection:
+    """Where a session is on its way to the broker, and when it has to do something about it.
+
+    Args:
+        asked_interval: seconds between heartbeats; None = what fits the broker; 0 = none.
+
+    Attributes:
+        token: of the session at the broker; kept when a connection breaks, to come back with. None
+            before a welcome, and for an observer.
+        reconnections: welcomes after the first.
+        last_heard: when the broker last said anything; None before it has.
+        bulk: notices that chunks, or answers to chunks, do not come.
+    """
+
+    def __init__(self, asked_interval: float | None) -> None:
+        self.phase = Phase.NEW
+        self.token: bytes | None = None
+        self.reconnections = 0
+        self.last_heard: float | None = None
+        self.bulk = BulkWatch()
+        self._asked_interval = asked_interval
+        self._interval = 0.0
+        self._backoff = FIRST_BACKOFF_S
+        self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)
+        self._beat_at: float | None = None
+        self._joining_since = 0.0
+
+    @property
+    def is_joined(self) -> bool:
+        return self.phase is Phase.JOINED
+
+    @property
+    def live_token(self) -> bytes | None:
+        """Of the session on the connection at hand; None where there is none."""
+        return self.token if self.is_joined else None
+
+    @property
+    def times(self) -> list[float]:
+        """When there is something to do."""
+        unanswered = self._unanswered_since
+        patience_ends = None if unanswered is None else unanswered + JOIN_PATIENCE_S
+        times = (
+            self._wake_at,
+            self._beat_at,
+            patience_ends,
+            self._silent_at,
+            self.bulk.gives_up_at,
+        )
+        return [at for at in times if at is not None]
+
+    def open(self) -> effects.Effect:
+        self.phase = Phase.CONNECTING
+        self._wake_at = None
+        return effects.Open()
+
+    def joins(self, now: float) -> None:
+        """A join is sent."""
+        self.phase = Phase.JOINING
+        self._joining_since = now
+        self._wake_at = None
+
+    def observes(self) -> None:
+        """The connection of an observer is up, which need not join."""
+        self.phase = Phase.JOINED
+        self._backoff = FIRST_BACKOFF_S
+
+    def is_welcomed(self, token: bytes, config: RunConfig, now: float) -> None:
+        self.reconnections += self.token is not None
+        self.phase = Phase.JOINED
+        self.token = token
+        self._backoff = FIRST_BACKOFF_S
+        self._wake_at = None
+        self._interval = heartbeat_interval(config, self._asked_interval)
+        self._beat_at = now + self._interval if self._interval else None
+
+    def puts_off(self, now: float) -> None:
+        """The broker takes nobody just now: join again soon."""
+        self._wake_at = now + RETRY_S
+
+    def is_refused(self, code: str, text: str, now: float) -> Iterator[effects.Effect]:
+        """The broker does not take this worker."""
+        final = self.token is None
+        self.phase = Phase.REFUSED
+        self._wake_at = None if final else now + REFUSED_RETRY_S
+        self._beat_at = None
+        yield effects.JoinRefused(code, text, final)
+
+    def is_removed(self, text: str, now: float) -> Iterator[effects.Effect]:
+        """An operator has removed this worker: there is no way back."""
+        self.token = None
+        yield effects.Stopping(text)
+        yield from self.is_refused(Code.NOT_ALLOWED, text, now)
+
+    @property
+    def can_break(self) -> bool:
+        """Whether there is a connection whose end matters."""
+        is_final = self.phase is Phase.REFUSED and self.token is None  # nobody wants it back
+        return not is_final and self.phase not in (Phase.NEW, Phase.AWAY)
+
+    def breaks(self, reason: str, now: float) -> Iterator[effects.Effect]:
+        """Close what is left of the connection, and open a new one soon."""
+        yield effects.Close()
+        if self.is_joined:
+            yield effects.Say(f"{reason} Connecting again.", trouble=True)
+        self.phase = Phase.AWAY
+        self._wake_at = now + self._backoff
+        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF_S)
+        self._beat_at = None
+
+    def wakes(self, now: float) -> bool:
+        """Whether the time has come to open connections (AWAY), or else to join again."""
+        is_due = self._wake_at is not None and now >= self._wake_at
+        if is_due:
+            self._wake_at = None
+        return is_due
+
+    def dead_ends(self, now: float) -> Iterator[str]:
+        """Why the connection counts as broken although nobody has said so."""
+        since = self._unanswered_since
+        if since is not None and now - since >= JOIN_PATIENCE_S:
+            yield f"The broker did not answer the join within {JOIN_PATIENCE_S:g} s."
+        if (silent_at := self._silent_at) is not None and now >= silent_at:
+            yield f"Nothing was heard for {now - (self.last_heard or now):.0f} s."
+        if self.bulk.is_dead(now):
+            yield self.bulk.give_up()
+
+    @property
+    def _unanswered_since(self) -> float | None:
+        """When the join was sent that has no answer yet."""
+        unanswered = self.phase is Phase.JOINING and self._wake_at is None
+        return self._joining_since if unanswered else None
+
+    @property
+    def _silent_at(self) -> float | None:
+        """When the silence of a joined broker counts as a broken connection."""
+        if not self.is_joined or not self._interval or self.last_heard is None:
+            return None
+        return self.last_heard + max(SILENT_BEATS * self._interval, SILENT_S)
+
+    def must_beat(self, now: float) -> bool:
+        """Whether a heartbeat is due."""
+        return self._beat_at is not None and now >= self._beat_at
+
+    def beat(self, now: float, *, uploading: bool) -> Iterator[effects.Effect]:
+        """Send a heartbeat now."""
+        if (token := self.live_token) is not None:
+            self._beat_at = now + self._interval if self._interval else None
+            yield effects.Beat(token, uploading)
+
+    def leave(self, reason: str) -> Iterator[effects.Effect]:
+        """The end of the session."""
+        if (token := self.live_token) is not None:
+            yield effects.Send(messages.Leave(token, reason))
+        self.phase = Phase.LEFT

@@ -1,0 +1,194 @@
+"""What a session wants done: frozen records, which the I/O thread carries out in order.
+
+First what concerns its sockets, then parameters, then what the training thread is to be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_protocol import ModelLayout, VersionId
+from diloco_protocol.messages import Message, Released, Standing, Welcome
+
+
+class Effect:
+    """Something is to be done."""
+
+
+@dataclass(frozen=True)
+class Open(Effect):
+    """Open two new connections."""
+
+
+@dataclass(frozen=True)
+class Close(Effect):
+    """Close both connections; what was queued on them is void."""
+
+
+@dataclass(frozen=True)
+class Send(Effect):
+    """Send a message, on control unless `bulk`."""
+
+    message: Message
+    bulk: bool = False
+
+
+@dataclass(frozen=True)
+class SendChunk(Effect):
+    """Send one chunk of a push on bulk; the shell has its bytes."""
+
+    session: bytes
+    push_id: int
+    fragment: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Beat(Effect):
+    """Send a heartbeat; the shell fills in how training stands."""
+
+    session: bytes
+    uploading: bool
+
+
+@dataclass(frozen=True)
+class BeginVersion(Effect):
+    """Chunks of this version begin to arrive: forget what was assembled of another one."""
+
+    fragment: int
+    version: VersionId
+
+
+@dataclass(frozen=True)
+class StoreChunk(Effect):
+    """Decode the chunk at hand into the version that is being assembled."""
+
+    fragment: int
+    index: int
+
+
+@dataclass(frozen=True)
+class Deliver(Effect):
+    """A version is whole: hand it to the training side, and keep it, since the broker may ask for it.
+
+    Attributes:
+        released: the version, its ledger and round.
+        counted: the push in flight that it contains whole, if any.
+        unchanged: it is the version held already; nothing was assembled.
+        superseding: an earlier life of this worker has sent what is in the model, and it is in this
+            version. A push that was in flight is over without being counted.
+    """
+
+    released: Released
+    counted: int | None
+    unchanged: bool = False
+    superseding: bool = False
+
+
+@dataclass(frozen=True)
+class DropParts(Effect):
+    """What has been delivered of a first version is of another run than the rest would be."""
+
+
+@dataclass(frozen=True)
+class ForgetCheckpoint(Effect):
+    """The checkpoint does not fit the broker's run: nothing of it is held any more."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class PrepareDonation(Effect):
+    """Lay out the parameters of a fragment, fp32, as the chunks of this push.
+
+    The shell answers with `Prepared`, which may take as long as copying a large model.
+    """
+
+    push_id: int
+    fragment: int
+
+
+@dataclass(frozen=True)
+class Joined(Effect):
+    """The broker has welcomed this worker (again)."""
+
+    welcome: Welcome
+    layout: ModelLayout
+    again: bool
+
+
+@dataclass(frozen=True)
+class JoinRefused(Effect):
+    """The broker refuses this worker. `final` before the first welcome; later it is tried again."""
+
+    code: str
+    text: str
+    final: bool
+
+
+@dataclass(frozen=True)
+class Granted(Effect):
+    """The broker says how a pseudo-gradient stands, and the round that it is part of."""
+
+    push_id: int
+    fragment: int
+    standing: Standing
+    round: int | None
+
+
+@dataclass(frozen=True)
+class Carried(Effect):
+    """The round closed without this fragment's pseudo-gradient, which is in a later one now."""
+
+    fragment: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Paced(Effect):
+    """The broker has worked out another H for this worker (Dynamic Local Updates)."""
+
+    sync_every: int
+
+
+@dataclass(frozen=True)
+class PushOver(Effect):
+    """Forget the chunks of this push. `code` and `text` say why it was rejected, if it was."""
+
+    push_id: int
+    code: str | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Answered(Effect):
+    """The result of a control action; `ok` None means that the connection broke before it came."""
+
+    request: int
+    ok: bool | None
+    text: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stopping(Effect):
+    """The run is over, or over for this worker."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Restarting(Effect):
+    """The broker goes away, and will be back."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Say(Effect):
+    """A sentence for the log; `trouble` when it belongs into `last_error`."""
+
+    text: str
+    trouble: bool = False

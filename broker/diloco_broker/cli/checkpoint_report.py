@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
@@ -16,20 +16,20 @@ from diloco_broker.storage.checkpoint import Damaged
 from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Kind
 
+T = TypeVar("T")
 _SHOWN = ("mode", "workers", "sync_every", "outer_lr", "outer_momentum", "num_fragments")
 
 
-def newest_sound(folder: Path) -> tuple[Path, checkpoint.Image]:
-    """The newest checkpoint that can be read; damaged ones are named on the way."""
-    problems = []
-    for path in checkpoint.at(folder):
+def newest_sound(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T]:
+    """The newest checkpoint that can be read, with what was; damaged ones are named on the way."""
+    paths = checkpoint.at(folder)
+    for path in paths:
         try:
-            return path, checkpoint.load(path)
+            return path, read(path)
         except Damaged as error:
-            problems.append(str(error))
             typer.echo(f"Skipped: {error}", err=True)
-    if problems:
-        raise UsageError(f"None of the {len(problems)} checkpoints in {folder} is sound.")
+    if paths:
+        raise UsageError(f"None of the {len(paths)} checkpoints in {folder} is sound.")
     raise UsageError(
         f"There is no checkpoint in {folder}, and it is no address like tcp://HOST:PORT."
     )

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from diloco_broker.cli.failures import fail, failing_in_a_sentence
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.errors import UsageError
 
@@ -31,9 +32,10 @@ def export(
 ) -> None:
     """Write the global parameters as plain safetensors that load into the original model."""
     from diloco_broker.cli.checkpoint_report import newest_sound
+    from diloco_broker.storage import checkpoint
     from diloco_broker.storage.export import LiveModel, model_of_image, write_model
 
-    try:
+    with failing_in_a_sentence():
         if to.exists() and not force:
             raise UsageError(f"{to} is there already; give --force to replace it.")
         if not to.parent.is_dir():
@@ -43,12 +45,9 @@ def export(
             with LiveModel(address) as live:
                 model, what = live.read()
         else:
-            path, image = newest_sound(Path(source))
+            path, image = newest_sound(Path(source), checkpoint.load)
             model, what = model_of_image(image), f"{path.name}, before round {image.number}"
         size = write_model(model, to)
-    except UsageError as error:
-        typer.echo(f"diloco-broker: {error}", err=True)
-        raise typer.Exit(2) from None
     typer.echo(f"{to}: {len(model)} tensors, {size:,} bytes, from {what}.")
 
 
@@ -68,14 +67,10 @@ def inspect(
     from diloco_broker.cli import checkpoint_report
     from diloco_broker.storage import checkpoint
 
-    try:
+    with failing_in_a_sentence():
         paths = checkpoint.at(folder)
-    except UsageError as error:
-        typer.echo(f"diloco-broker: {error}", err=True)
-        raise typer.Exit(2) from None
     if not paths:
-        typer.echo(f"diloco-broker: There is no checkpoint in {folder}.", err=True)
-        raise typer.Exit(2)
+        fail(f"There is no checkpoint in {folder}.")
     found = [checkpoint_report.describe(path, quick=quick) for path in paths]
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), "checkpoints": found}))

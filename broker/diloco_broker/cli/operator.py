@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn, cast
 import typer
 
 from diloco_broker.cli.config_options import DECLARED, parameter, with_options
+from diloco_broker.cli.failures import FAILED, fail
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.core.rules.settings import SETTINGS
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
@@ -22,7 +23,7 @@ from diloco_protocol.clients.operator import Operator
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Result
 
-REFUSED, NO_BROKER, GIVEN_UP = 1, 2, 130
+REFUSED, GIVEN_UP = 1, 130
 
 Address = Annotated[
     str,
@@ -175,6 +176,5 @@ def _sure(yes: bool, question: str) -> None:
 def _fail(sentence: str, as_json: bool = False) -> NoReturn:
     if as_json:
         typer.echo(json.dumps({"ok": False, "text": sentence}))
-    else:
-        typer.echo(f"diloco-broker: {sentence}", err=True)
-    raise typer.Exit(NO_BROKER)
+        raise typer.Exit(FAILED)
+    fail(sentence)

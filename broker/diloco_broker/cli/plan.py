@@ -10,17 +10,28 @@ from typing import Annotated, Any
 
 import typer
 
+from diloco_broker.cli.config_options import DEFAULTS, parameter, with_options
+from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.cli.plan_report import Planned, as_json, as_text
 from diloco_broker.core.own_plan import read_split
 from diloco_broker.storage.model_header import read_header
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.clients.operator import Operator
-from diloco_protocol.errors import ProtocolError, Unreachable, UsageError
+from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments.plan import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.records import from_plain
 
-DEFAULTS = {"sync_every": 500, "wire_dtype": "bf16", "reply_dtype": "fp32"}
+OPTIONS = {
+    "num_fragments": "P. Default: the run's, or what --fragment-plan has, or 1.",
+    "fragment_pattern": "strided, contiguous or balanced. Default: strided.",
+    "fragment_plan": "Your own split: JSON, {name or pattern of names: fragment}.",
+    "sync_every": "H. Default: the run's, or 500.",
+    "wire_dtype": "Of pushes. Default: the run's, or bf16.",
+    "reply_dtype": "Of replies. Default: the run's, or fp32.",
+}
+# Options of a run that say when its fragments travel, and in how many bytes.
+USED = ("sync_every", "wire_dtype", "reply_dtype")
 IN_NO_ORDER = (
     "The file does not keep the order of the model's tensors; the likely one was taken (embeddings, "
     "layers by number, the rest). In a run the worker's model decides: diloco-broker plan "
@@ -37,10 +48,13 @@ class Source:
     manifest: Manifest
     plan: FragmentPlan | None = None
     pattern: str = "strided"
-    options: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
+    options: Mapping[str, Any] = field(
+        default_factory=lambda: {name: DEFAULTS[name] for name in USED}
+    )
     notes: tuple[str, ...] = ()
 
 
+@with_options(parameter(name, None, text) for name, text in OPTIONS.items())
 def plan(
     model: Annotated[
         str,
@@ -49,19 +63,6 @@ def plan(
             "checkpoints, the address of a broker (tcp://HOST:PORT)."
         ),
     ],
-    num_fragments: Annotated[
-        int | None, typer.Option(help="P. Default: the run's, or what --fragment-plan has, or 1.")
-    ] = None,
-    fragment_pattern: Annotated[
-        str | None, typer.Option(help="strided, contiguous or balanced. Default: strided.")
-    ] = None,
-    fragment_plan: Annotated[
-        Path | None,
-        typer.Option(help="A split of one's own: JSON, {name or pattern of names: fragment}."),
-    ] = None,
-    sync_every: Annotated[int | None, typer.Option(help="H. Default: the run's, or 500.")] = None,
-    wire_dtype: Annotated[str | None, typer.Option(help="Of pushes. Default: bf16.")] = None,
-    reply_dtype: Annotated[str | None, typer.Option(help="Of replies. Default: fp32.")] = None,
     frozen: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,20 +73,19 @@ def plan(
         bool, typer.Option("--parameters", help="Name every parameter, not only the layers.")
     ] = False,
     as_json_: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    **options: Any,
 ) -> None:
     """Show how a model is split into fragments: which parameters, how many bytes, due when.
 
     Of model files only the headers are read.
     """
-    asked = {"sync_every": sync_every, "wire_dtype": wire_dtype, "reply_dtype": reply_dtype}
-    try:
+    asked = {name: options[name] for name in USED if options[name] is not None}
+    with failing_in_a_sentence():
         source = _source(model, frozen or [])
-        split, pattern = _split(source, num_fragments, fragment_pattern, fragment_plan)
-        options = {**source.options, **{k: v for k, v in asked.items() if v is not None}}
-        view = split.view(source.manifest, **options)
-    except (UsageError, Unreachable, ProtocolError) as error:
-        typer.echo(f"diloco-broker: {error}", err=True)
-        raise typer.Exit(2) from None
+        split, pattern = _split(
+            source, options["num_fragments"], options["fragment_pattern"], options["fragment_plan"]
+        )
+        view = split.view(source.manifest, **{**source.options, **asked})
     planned = Planned(source.name, source.manifest, split, pattern, view, source.notes)
     if as_json_:
         typer.echo(json.dumps(as_json(planned)))
@@ -146,20 +146,15 @@ def _of_broker(address: str) -> Source:
 
 
 def _of_checkpoint(path: Path) -> Source:
+    from diloco_broker.cli.checkpoint_report import newest_sound
     from diloco_broker.storage import checkpoint
 
-    for each in checkpoint.at(path):
-        try:
-            manifest, numbers, config = checkpoint.plan_at(each)
-        except checkpoint.Damaged as error:
-            typer.echo(f"Skipped: {error}", err=True)
-            continue
-        return _of_run(each.name, manifest, numbers, config, config["fragment_pattern"])
-    raise UsageError(f"There is no sound checkpoint in {path}.")
+    found, (manifest, numbers, config) = newest_sound(path, checkpoint.plan_at)
+    return _of_run(found.name, manifest, numbers, config, config["fragment_pattern"])
 
 
 def _of_run(
     name: str, manifest: Manifest, numbers: Sequence[int], config: Mapping[str, Any], pattern: str
 ) -> Source:
     split = FragmentPlan.from_numbers(manifest, numbers, config["num_fragments"])
-    return Source(name, manifest, split, pattern, {key: config[key] for key in DEFAULTS})
+    return Source(name, manifest, split, pattern, {name: config[name] for name in USED})

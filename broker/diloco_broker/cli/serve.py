@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 
 from diloco_broker.cli.config_options import DECLARED, DEFAULTS, as_declared, with_options
 from diloco_broker.cli.dashboard_process import Dashboard
+from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.config.declaration import RUN, SAVING, WIRE
 from diloco_protocol.errors import UsageError
 
@@ -85,13 +86,10 @@ def serve(
     )
     from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
 
-    try:
+    with failing_in_a_sentence():
         if no_save:
             _save_nothing(options)
         broker = _broker(options, model)
-    except UsageError as error:
-        typer.echo(f"diloco-broker: {error}", err=True)
-        raise typer.Exit(2) from None
     keep_freed_memory()
     keep_what_is_there()
     end_on_signals(broker)

@@ -124,6 +124,7 @@ class Stage:
         self.reports: list[effects.RoundReport] = []
         self.tunes: list[BrokerConfig] = []
         self.ends: list[effects.End] = []
+        self.finishes: list[effects.Finish] = []
         self.restored: list[effects.Revert | effects.ForgetBuffer] = []
         self.work_queue: deque[effects.TensorWork] = deque()
         self.gone: set[bytes] = set()
@@ -207,6 +208,8 @@ class Stage:
                         self.tunes.append(config)
                     case effects.End():
                         self.ends.append(effect)
+                    case effects.Finish():
+                        self.finishes.append(effect)
                     case effects.DropInitial():
                         kept = (
                             w for w in self.work_queue if not isinstance(w, effects.StoreInitial)

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.state.run_record import RunRecord, run_record
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.shell.ack_batch import Acks
 from diloco_broker.shell.work_queue import WorkQueue
 from diloco_broker.storage import writer
@@ -28,8 +27,7 @@ from simulation.tensors import Tensors
 if TYPE_CHECKING:
     from simulation.simulator import Scenario
 
-# How long an orderly end may take: to finish a closing round, and to write the last checkpoint.
-STOP_WITHIN_S = 5.0
+# How long the last checkpoint may take to be written.
 SAVE_WITHIN_S = 60.0
 # How often a turn of the loop is over after an event, so that acknowledgements go out.
 TURN_ENDS = 0.5
@@ -73,7 +71,6 @@ class BrokerHost:
         self._lost_a_connection = False
         self._is_deaf = False  # it writes its last checkpoint
         self._ended: Callable[[], None] | None = None  # called at the end of an orderly stop
-        self._stop_by = 0.0
         referee.begins_life(self.tensors, self._image, self.owner_of)
         self._tick()
 
@@ -118,7 +115,6 @@ class BrokerHost:
     def stops(self, ended: Callable[[], None]) -> None:
         """It ends in an orderly way, to be started again, and calls `ended` when it is gone."""
         self._ended = ended
-        self._stop_by = self.world.now + STOP_WITHIN_S
         self._feed(events.Stop("it was asked to", restarting=True))
 
     def _tick(self) -> None:
@@ -127,20 +123,16 @@ class BrokerHost:
             self._feed(events.Tick(lost))
             self.world.after(self._scenario.tick_s, self._tick)
 
-    def _stop_if_due(self) -> None:
-        """Once the closing round is finished, or time is up, write what the last image lacks."""
-        world, ended = self.world, self._ended
-        if ended is None or not (self.core.may_end() or world.now >= self._stop_by):
-            return
-        self._ended, self._is_deaf = None, True
-        state, saver = self.core.state, self._saver
+    def _finish(self, save: effects.Save | None) -> None:
+        """The core is done: wait until the last checkpoint is written."""
+        world, saver, ended = self.world, self._saver, self._ended
+        assert ended is not None
+        self._is_deaf = True
         if saver is None:
             ended()
             return
-        round_ = state.round
-        is_open = round_ is not None and round_.phase is Phase.OPEN
-        if round_ is not None and is_open and state.saving.number != round_.number:
-            self._save(run_record(state, round_.number))
+        if save is not None:
+            self._save(save.record)
         until = world.now + SAVE_WITHIN_S
 
         def look() -> None:
@@ -154,7 +146,7 @@ class BrokerHost:
     # Events and effects.
 
     def _feed(self, event: events.Event) -> None:
-        pending = deque([event])
+        pending, finish = deque([event]), None
         self.referee.now = self.world.now
         while pending:
             event = pending.popleft()
@@ -172,6 +164,8 @@ class BrokerHost:
                             self.world.tell("broker", text)
                     case effects.Save(_, record):
                         self._save(record)
+                    case effects.Finish():
+                        finish = effect
                     case effects.RecordVersion():
                         self.referee.audited(effect)
                     case effects.Revert(fragment):
@@ -197,7 +191,8 @@ class BrokerHost:
             ):
                 pending += self._acknowledge()
         self._plan_work()
-        self._stop_if_due()
+        if finish is not None:
+            self._finish(finish.save)
 
     def _acknowledge(self) -> list[events.Event]:
         return [events.PeerGone(send.route) for send in self._acks.take() if not self._say(send)]

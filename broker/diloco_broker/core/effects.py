@@ -278,6 +278,13 @@ class Save:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """The last effect after `Stop`: save this, which the last checkpoint lacks, and end."""
+
+    save: Save | None
+
+
+@dataclass(frozen=True)
 class Log:
     """Tell people: the log, and the event list of the feed if it `is_listed`.
 
@@ -299,6 +306,7 @@ Effect = (
     | Save
     | SetOuterOptimizer
     | End
+    | Finish
     | RecordVersion
     | RecordRound
     | RecordAction

@@ -13,6 +13,9 @@ from diloco_broker.core import effects
 from diloco_broker.core.effects import Route
 from diloco_protocol.messages import Message
 
+# How long a closing round may take to be finished once the broker is to stop.
+FINISH_WITHIN_S = 5.0
+
 
 @dataclass(frozen=True)
 class Received:
@@ -133,11 +136,14 @@ class StoodStill:
 class Stop:
     """End in an orderly way: a closing round is finished, an open one abandoned.
 
-    `restarting`: the broker is expected back, so workers train on; otherwise the run is over.
+    Attributes:
+        restarting: the broker is expected back, so workers train on; otherwise the run is over.
+        within_s: how long a closing round may take to be finished.
     """
 
     reason: str
     restarting: bool = False
+    within_s: float = FINISH_WITHIN_S
 
 
 Event = (

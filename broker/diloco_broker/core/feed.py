@@ -259,7 +259,7 @@ def _totals(state: RunState) -> dict[str, Any]:
 
 
 def _condition(state: RunState, waiting_for: str | None) -> str:
-    if state.stopping:
+    if state.stopping is not None:
         return "stopping"
     if state.paused_at is not None:
         return "paused"

@@ -33,6 +33,7 @@ from diloco_broker.core.rules import (
     operator,
     pushes,
     rounds,
+    stopping,
 )
 from diloco_broker.core.state.members import Member, printable
 from diloco_broker.core.state.model_source import Bootstrap, InitialModel, Resumption
@@ -72,16 +73,16 @@ class Core:
         if resumption is not None:
             initial_model.resume(self.state, resumption)
 
-    def may_end(self) -> bool:
-        """True when the broker is stopping and no closing round is unfinished."""
-        round_ = self.state.round
-        closing = round_ is not None and round_.phase is Phase.CLOSING
-        return self.state.stopping is not None and not closing
-
     def handle(self, event: events.Event, now: float) -> list[effects.Effect]:
         """Take in one event. Returns the effects to carry out, in order."""
+        self.state.now = now
+        asked_for = self._handle(event, now)
+        if self.state.stopping is not None:
+            asked_for += stopping.finish_if_due(self.state, self.state.stopping)
+        return asked_for
+
+    def _handle(self, event: events.Event, now: float) -> list[effects.Effect]:
         state = self.state
-        state.now = now
         match event:
             case events.Received(route, message, payload):
                 try:
@@ -118,8 +119,8 @@ class Core:
                 return list(admission.tick(state, now, lost))
             case events.StoodStill(seconds):
                 return list(admission.stood_still(state, seconds))
-            case events.Stop(reason, restarting):
-                return list(self._stop(reason, restarting))
+            case events.Stop():
+                return list(stopping.stop(state, event))
 
     def _message(
         self, route: effects.Route, message: messages.Message, payload: Any, now: float
@@ -219,9 +220,9 @@ class Core:
         if isinstance(message, messages.Push) and not retry and error.code != Code.LATE:
             yield from self._skip_this_round(message)
         if isinstance(message, messages.Join) and error.code == Code.STOPPING:
-            yield effects.Send(
-                route, self._farewell()
-            )  # it was on its way when the others were told
+            assert self.state.stopping is not None
+            # It was on its way when the others were told.
+            yield effects.Send(route, stopping.farewell(self.state.stopping))
         yield effects.Send(
             route, messages.Error(error.code, str(error), retry, push_id, message.kind)
         )
@@ -237,23 +238,6 @@ class Core:
             and push.fragment in known
         ):
             yield from rounds.skip_this_round(self.state, member.worker_id, push)
-
-    def _stop(self, reason: str, restarting: bool) -> effects.Effects:
-        self.state.stopping, self.state.is_restarting = reason, restarting
-        then = (
-            "Workers train on until a broker is back."
-            if restarting
-            else "The run is over, and workers are told so."
-        )
-        yield effects.Log("info", f"Stopping: {reason}. {then}")
-        for member in self.state.members:
-            yield effects.Send(member.control, self._farewell())
-
-    def _farewell(self) -> messages.Notice:
-        """What workers are told of a broker that stops."""
-        if self.state.is_restarting:
-            return messages.Notice("restarting", f"The broker restarts: {self.state.stopping}.")
-        return messages.Notice("shutdown", f"The run is over: {self.state.stopping}.")
 
     # Readers.
 

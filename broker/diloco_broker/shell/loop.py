@@ -26,6 +26,7 @@ from diloco_broker.core.effects import (
     AggregateAndStep,
     DropInitial,
     End,
+    Finish,
     Fold,
     ForgetBuffer,
     Inspect,
@@ -42,6 +43,7 @@ from diloco_broker.core.effects import (
     StoreInitial,
 )
 from diloco_broker.core.events import (
+    FINISH_WITHIN_S,
     Event,
     Malformed,
     PeerGone,
@@ -55,8 +57,7 @@ from diloco_broker.core.events import (
 from diloco_broker.core.feed import TOPIC, EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.machine import Core
 from diloco_broker.core.own_plan import make_split
-from diloco_broker.core.state.run_record import RunRecord, run_record
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.shell.ack_batch import Acks
 from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import rss_bytes
@@ -90,9 +91,7 @@ TICK_S = 0.1
 REST_S = 0.02
 QUIET_S = 0.5
 FEED_EVERY_S = 1.0
-# How long a stop may take: to finish a closing round, and to get the last messages out.
-STOP_WITHIN_S = 5.0
-# How long the last checkpoint may take after that.
+# How long the last checkpoint may take, after the closing round is finished.
 SAVE_WITHIN_S = 60.0
 
 
@@ -155,6 +154,7 @@ class Broker:
         self._acks = Acks()
         self._longest_turn_s = 0.0
         self._used_s = 0.0  # CPU of the loop's thread at the end of the last turn
+        self._is_finished = False  # the core has nothing left to do
         self._is_closed = False
 
     def _set_up(self, factory: OuterOptimizerFactory | None, choose: Choose | None) -> None:
@@ -195,15 +195,11 @@ class Broker:
         self._clock()
         self._clock.stood_still()  # what was before this was no service
         try:
-            while not self._core.may_end():
+            while not self._is_finished:
                 if self._stop_reason and self._core.state.stopping is None:
                     self._feed_core(Stop(self._stop_reason, self._is_restarting))
-                    deadline = self._clock() + STOP_WITHIN_S
-                if self._core.state.stopping and self._clock() > deadline:
-                    logger.warning("The closing round could not be finished in time.")
-                    break
                 self._turn()
-            self._save_the_last()
+            self._await_the_last_save()
             self._publish(self._clock())
         except Exception as error:
             self._failure = error
@@ -269,7 +265,7 @@ class Broker:
         """
         self.request_stop(restarting=restarting)
         if self._thread is not None:
-            self._thread.join(STOP_WITHIN_S + SAVE_WITHIN_S + 2 * LINGER_MS / 1000)
+            self._thread.join(FINISH_WITHIN_S + SAVE_WITHIN_S + 2 * LINGER_MS / 1000)
         else:
             self.close()
         failure, self._failure = self._failure, None
@@ -397,6 +393,10 @@ class Broker:
                             self._write_round(report)
                     case SetOuterOptimizer(config, own):
                         self._workbench.tune(config, own)
+                    case Finish(save):
+                        self._is_finished = True
+                        if save is not None:
+                            self._save(save.record)
                     case End(reason, restarting):
                         self.request_stop(reason, restarting=restarting)
                     case Fold() | Step() | Inspect() | AggregateAndStep() | StoreInitial():
@@ -503,20 +503,16 @@ class Broker:
             else:
                 self._feed_core(SaveFailed(done.number, done.error))
 
-    def _save_the_last(self) -> None:
-        """At an orderly end: write what the last checkpoint lacks, and wait for it."""
-        state = self._core.state
-        if self.config.save_dir is None or state.round is None:
-            return
-        if state.round.phase is Phase.OPEN and state.saving.number != state.round.number:
-            self._save(run_record(state, state.round.number))
+    def _await_the_last_save(self) -> None:
+        """At an orderly end: the last checkpoint may still be being written."""
+        saving = self._core.state.saving
         if self._saver is not None:
             if not self._saver.finish(SAVE_WITHIN_S):
                 logger.error("The last checkpoint was not written within %g s.", SAVE_WITHIN_S)
             self._report_saves()
-            if state.saving.number is not None:
-                folder, number = self.config.save_dir, state.saving.number
-                logger.info("The run is saved in %s, before round %d.", folder, number)
+            if saving.number is not None:
+                folder = self.config.save_dir
+                logger.info("The run is saved in %s, before round %d.", folder, saving.number)
 
     # Showing itself.
 

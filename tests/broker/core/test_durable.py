@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from diloco_broker.core.effects import Finish
 from diloco_broker.core.events import Received, Stop
 from diloco_broker.storage.checkpoint import Image
 from diloco_protocol.messages import Control, Grant, Notice, Released, Result, Standing, Welcome
@@ -221,13 +222,13 @@ def test_stop_waits_for_the_release_that_waits_for_its_checkpoint() -> None:
     a_round(a, b, 0)
     stage.happens(Stop("it is time"))
     assert a.last(Notice).what == "shutdown"  # type: ignore[union-attr]
-    assert not stage.core.may_end()
+    assert not stage.finishes
     stage.cannot_save()
     stage.passes(1.2)
     assert stage.saves == [0, 1, 1], "it is tried again although the broker is stopping"
     stage.is_saved()
     assert released(a) == [0, 1]
-    assert stage.core.may_end()
+    assert stage.finishes == [Finish(None)]
 
 
 # A run that is not durable.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from diloco_broker.core.effects import Finish
 from diloco_broker.core.events import Stop
 from diloco_broker.core.state.versions import FIRST_WINDOW, UPLOAD_WINDOW
 from diloco_protocol.bitmap import Bitmap
@@ -525,9 +526,9 @@ def test_stop_finishes_a_closing_round_and_tells_the_workers() -> None:
     a.pushes(1)
     b.begins(2)
     stage.happens(Stop("it was asked to"))
-    assert not stage.core.may_end()
+    assert not stage.finishes
     b.delivers([0, 1, 2])
-    assert stage.core.may_end()
+    assert stage.finishes == [Finish(None)]
     assert stage.version().counter == 1
     assert {n.what for n in a.all(Notice)} >= {"shutdown"}
     late = stage.worker("c").joins()
@@ -555,5 +556,39 @@ def test_stop_abandons_an_open_round() -> None:
     (a, _) = stage.joined("a", "b")
     a.pushes(1)
     stage.happens(Stop("it was asked to"))
-    assert stage.core.may_end()
+    assert stage.finishes == [Finish(None)]
     assert stage.version().counter == 0
+
+
+def test_stop_waits_for_a_closing_round_no_longer_than_it_was_told_to() -> None:
+    stage = a_stage(workers=2, save_dir="folder")
+    a, b = stage.joined("a", "b")
+    a.pushes(1)
+    b.begins(2)
+    stage.happens(Stop("it was asked to", within_s=3.0))
+    stage.passes(2.9)
+    assert not stage.finishes
+    stage.passes(0.2)
+    assert stage.finishes == [Finish(None)], "half a version is not saved"
+    assert stage.logs[-1] == "The closing round could not be finished in time."
+
+
+def test_stop_saves_what_the_last_checkpoint_lacks() -> None:
+    stage = a_stage(workers=2, save_dir="folder", save_every=5)
+    a, b = stage.joined("a", "b")
+    stage.is_saved()
+    a.pushes(1)
+    b.pushes(2)
+    stage.happens(Stop("it was asked to"))
+    (finish,) = stage.finishes
+    assert finish.save is not None
+    assert (finish.save.number, stage.saves) == (1, [0])
+
+
+def test_stop_saves_nothing_where_the_last_checkpoint_lacks_nothing() -> None:
+    stage = a_stage(workers=1, save_dir="folder")
+    stage.joined("a")
+    stage.is_saved()
+    stage.happens(Stop("it was asked to"))
+    stage.passes(1.0)
+    assert stage.finishes == [Finish(None)]

@@ -106,9 +106,9 @@ def _first_round(state: RunState, member: Member) -> int:
 
 def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
     """Raise ProtocolError unless the worker can take part; returns the fragment of each tensor."""
-    if state.stopping:
-        what = "restarts" if state.is_restarting else "is stopping, for the run is over"
-        raise ProtocolError(Code.STOPPING, f"The broker {what}: {state.stopping}.")
+    if state.stopping is not None:
+        what = "restarts" if state.stopping.restarting else "is stopping, for the run is over"
+        raise ProtocolError(Code.STOPPING, f"The broker {what}: {state.stopping.reason}.")
     if not messages.is_worker_id(join.worker_id):
         raise ProtocolError(
             Code.BAD_HEADER,

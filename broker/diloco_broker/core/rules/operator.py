@@ -181,10 +181,10 @@ def _shutdown(state: RunState, route: effects.Route, control: messages.Control) 
         yield _no(route, control, f"restarting is {restarting!r:.40}; it must be true or false.")
         return
     if state.stopping is not None:
-        what = "to come back" if state.is_restarting else "for good"
-        text = f"The broker is stopping already, {what}: {state.stopping}."
+        what = "to come back" if state.stopping.restarting else "for good"
+        text = f"The broker is stopping already, {what}: {state.stopping.reason}."
         yield effects.Send(
-            route, messages.Result(control.request, restarting == state.is_restarting, text)
+            route, messages.Result(control.request, restarting == state.stopping.restarting, text)
         )
         return
     closing = state.round is not None and state.round.phase is Phase.CLOSING

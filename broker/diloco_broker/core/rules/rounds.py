@@ -63,7 +63,7 @@ def open_round(state: RunState, number: int) -> effects.Effects:
 def close_if_due(state: RunState) -> effects.Effects:
     """Begin to close the round if it is time to."""
     round_ = state.round
-    if round_ is None or state.stopping or state.paused_at is not None:
+    if round_ is None or state.stopping is not None or state.paused_at is not None:
         return
     if isinstance(round_, Round):
         yield from streaming_reducer.close_if_due(state, round_)

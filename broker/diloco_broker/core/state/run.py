@@ -80,6 +80,23 @@ class OuterGroup:
     momentum: float | None
 
 
+@dataclass
+class Stopping:
+    """How the broker ends.
+
+    Attributes:
+        reason: as the end of a sentence.
+        restarting: it stops to come back, which does not end the run.
+        until: when a closing round is not waited for any longer.
+        is_finished: it has nothing left to do.
+    """
+
+    reason: str
+    restarting: bool
+    until: float
+    is_finished: bool = False
+
+
 @dataclass(frozen=True)
 class UnreleasedVersion:
     """A version of which every chunk is there, and what it contains; not released yet."""
@@ -107,8 +124,7 @@ class RunState:
         wanted_outer: settings of it that an operator has asked for, until the next version is begun.
         own_split: splits a model as the user says, instead of a pattern; may raise UsageError.
         is_resumed: this life of the broker went on from a checkpoint.
-        stopping: why the broker is about to stop; None while it is not.
-        is_restarting: it stops to come back, which does not end the run.
+        stopping: why and how the broker is about to stop; None while it is not.
         back_at: when the broker ran again after it had stood still; None when it never has.
         to_probe: workers to send a word, since a connection was closed and nobody knows whose.
         totals_before: what the totals were when this life of the broker began.
@@ -136,8 +152,7 @@ class RunState:
     totals: Totals = field(default_factory=Totals)
     totals_before: Totals = field(default_factory=Totals)
     last_report: effects.RoundReport | None = None
-    stopping: str | None = None
-    is_restarting: bool = False
+    stopping: Stopping | None = None
     back_at: float | None = None
     wanted: BrokerConfig | None = None
     paused_at: float | None = None

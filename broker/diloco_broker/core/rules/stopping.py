@@ -1,0 +1,51 @@
+"""How the broker stops: workers are told, a closing round is finished, what is unsaved is saved."""
+
+from __future__ import annotations
+
+from diloco_broker.core import effects
+from diloco_broker.core.effects import Effects
+from diloco_broker.core.events import Stop
+from diloco_broker.core.state.run import RunState, Stopping
+from diloco_broker.core.state.run_record import run_record
+from diloco_broker.core.state.streaming_round import Phase
+from diloco_protocol.messages import Notice
+
+
+def stop(state: RunState, event: Stop) -> Effects:
+    """From now on no round closes any more; one that is closing has until the deadline."""
+    state.stopping = Stopping(event.reason, event.restarting, state.now + event.within_s)
+    then = (
+        "Workers train on until a broker is back."
+        if event.restarting
+        else "The run is over, and workers are told so."
+    )
+    yield effects.Log("info", f"Stopping: {event.reason}. {then}")
+    for member in state.members:
+        yield effects.Send(member.control, farewell(state.stopping))
+
+
+def farewell(stopping: Stopping) -> Notice:
+    """What workers are told of a broker that stops."""
+    if stopping.restarting:
+        return Notice("restarting", f"The broker restarts: {stopping.reason}.")
+    return Notice("shutdown", f"The run is over: {stopping.reason}.")
+
+
+def finish_if_due(state: RunState, stopping: Stopping) -> Effects:
+    """Once no round is closing, or time is up: save what the last checkpoint lacks, and end."""
+    if stopping.is_finished:
+        return
+    save, round_ = None, state.round
+    if round_ is not None and round_.phase is Phase.CLOSING:
+        if state.now < stopping.until:
+            return
+        text = "The closing round could not be finished in time."
+        yield effects.Log("warning", text, is_listed=False)
+    elif (
+        round_ is not None
+        and state.config.save_dir is not None
+        and state.saving.number != round_.number
+    ):
+        save = effects.Save(round_.number, run_record(state, round_.number))
+    stopping.is_finished = True
+    yield effects.Finish(save)

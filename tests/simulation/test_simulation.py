@@ -16,12 +16,10 @@ import pytest
 from diloco_broker.core.effects import Effect, Step
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules import (
-    async_reducer,
     initial_model,
     rounds,
-    staged_reducer,
-    streaming_reducer,
 )
+from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Bootstrap, Resumption
 from diloco_broker.core.state.run import RunState
@@ -279,7 +277,7 @@ def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
 
 
 def merges_twice(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(staged_reducer, "released", lambda *_: None)
+    broken.setattr(staged, "released", lambda *_: None)
 
 
 def forgets_weights(broken: pytest.MonkeyPatch) -> None:
@@ -295,7 +293,7 @@ def forgets_early_pushes(broken: pytest.MonkeyPatch) -> None:
         state.round = round_
         yield from ()
 
-    broken.setattr(streaming_reducer, "open_round", open_round)
+    broken.setattr(streaming, "open_round", open_round)
 
 
 def keeps_no_ledger(broken: pytest.MonkeyPatch) -> None:
@@ -303,11 +301,11 @@ def keeps_no_ledger(broken: pytest.MonkeyPatch) -> None:
 
 
 def hands_out_any_number_of_slots(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(async_reducer, "_may_send", lambda *_: True)
+    broken.setattr(asynchronous, "_may_send", lambda *_: True)
 
 
 def takes_work_of_any_age(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(async_reducer, "_too_old", lambda *_: None)
+    broken.setattr(asynchronous, "_too_old", lambda *_: None)
 
 
 def counts_half_a_push(broken: pytest.MonkeyPatch) -> None:
@@ -328,7 +326,7 @@ def divides_by_what_was_promised(broken: pytest.MonkeyPatch) -> None:
         for index in indexes:
             yield Step(round_.fragment, index, weight, count)
 
-    broken.setattr(streaming_reducer, "step", step)
+    broken.setattr(streaming, "step", step)
 
 
 STUCK = "no version was released|has a push in flight|stands still|no end within"

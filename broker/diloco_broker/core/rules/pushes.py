@@ -10,13 +10,11 @@ from typing import Any
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import (
-    async_reducer,
     donation,
     grants,
     rounds,
-    staged_reducer,
-    streaming_reducer,
 )
+from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_round import Submission
@@ -52,11 +50,11 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     round_ = state.round
     assert round_ is not None
     if isinstance(round_, Round):
-        yield from streaming_reducer.push(state, round_, member, push)
+        yield from streaming.push(state, round_, member, push)
     elif state.config.is_async:
-        yield from async_reducer.push(state, member, push)
+        yield from asynchronous.push(state, member, push)
     else:
-        yield from staged_reducer.push(state, round_, member, push)
+        yield from staged.push(state, round_, member, push)
     yield from rounds.close_if_due(state)
 
 
@@ -118,7 +116,7 @@ def _taker(
 def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
     """Every chunk was sent. The streaming reducer counts chunks and does not need to be told."""
     if not isinstance(state.round, Round):
-        staged_reducer.commit(state, member, commit)
+        staged.commit(state, member, commit)
         yield from rounds.close_if_due(state)
 
 
@@ -127,7 +125,7 @@ def folded(state: RunState, event: events.Folded) -> effects.Effects:
     state.waiting -= 1
     round_ = state.round
     assert isinstance(round_, Round) and round_.fragment == event.work.fragment
-    yield from streaming_reducer.folded(state, round_, event)
+    yield from streaming.folded(state, round_, event)
     yield from rounds.close_if_due(state)
 
 
@@ -136,23 +134,23 @@ def fold_refused(state: RunState, event: events.FoldRefused) -> effects.Effects:
     state.waiting -= 1
     round_ = state.round
     assert isinstance(round_, Round) and round_.fragment == event.work.fragment
-    yield from streaming_reducer.fold_refused(state, round_, event)
+    yield from streaming.fold_refused(state, round_, event)
     yield from rounds.close_if_due(state)
 
 
 def inspected(state: RunState, event: events.Inspected) -> effects.Effects:
     """A chunk of a submission is finite."""
     state.waiting -= 1
-    yield from staged_reducer.inspected(state, event)
+    yield from staged.inspected(state, event)
     yield from rounds.close_if_due(state)
 
 
 def inspect_refused(state: RunState, event: events.InspectRefused) -> effects.Effects:
     """A chunk of a submission is not finite."""
     state.waiting -= 1
-    yield from staged_reducer.inspect_refused(state, event)
+    yield from staged.inspect_refused(state, event)
     if state.config.is_async:
-        yield from async_reducer.hand_out_slots(state)
+        yield from asynchronous.hand_out_slots(state)
     yield from rounds.close_if_due(state)
 
 

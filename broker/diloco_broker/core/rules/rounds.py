@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_broker.core import effects, events, round_lines
+from diloco_broker.core import effects, events
 from diloco_broker.core.rules import (
-    async_reducer,
     settings,
-    staged_reducer,
-    streaming_reducer,
 )
+from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
+from diloco_broker.core.state import round_lines
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
 from diloco_broker.core.state.run_record import run_record
@@ -51,10 +50,10 @@ def open_round(state: RunState, number: int) -> effects.Effects:
                 config.quorum,
                 config.grace,
             )
-            yield from staged_reducer.open_round(state, round_)
+            yield from staged.open_round(state, round_)
         else:
             excused = state.staging.excused_from(fragment)
-            yield from streaming_reducer.open_round(
+            yield from streaming.open_round(
                 state, Round(number, fragment, chunks, floor, expected, state.now, excused)
             )
     yield from close_if_due(state)
@@ -66,22 +65,22 @@ def close_if_due(state: RunState) -> effects.Effects:
     if round_ is None or state.stopping is not None or state.paused_at is not None:
         return
     if isinstance(round_, Round):
-        yield from streaming_reducer.close_if_due(state, round_)
+        yield from streaming.close_if_due(state, round_)
     elif state.config.is_async:
-        yield from async_reducer.apply_if_ready(state, round_)
+        yield from asynchronous.apply_if_ready(state, round_)
     else:
-        yield from staged_reducer.close_if_due(state, round_)
+        yield from staged.close_if_due(state, round_)
 
 
 def leave(state: RunState, worker_id: str) -> effects.Effects:
     """A worker is gone: whoever waited for it waits no longer."""
     round_ = state.round
     if isinstance(round_, Round):
-        yield from streaming_reducer.leave(state, round_, worker_id)
+        yield from streaming.leave(state, round_, worker_id)
     elif round_ is not None:
-        staged_reducer.leave(state, round_, worker_id)
+        staged.leave(state, round_, worker_id)
         if state.config.is_async:
-            yield from async_reducer.hand_out_slots(state)
+            yield from asynchronous.hand_out_slots(state)
     yield from expect_all(state)
     yield from close_if_due(state)
 
@@ -129,7 +128,7 @@ def skip_this_round(state: RunState, worker_id: str, push: Push) -> effects.Effe
 def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None and state.config.is_async:
-        yield from async_reducer.take_back_slots(state)
+        yield from asynchronous.take_back_slots(state)
     yield from state.untold.tell(state.now)
     yield from _go_on_with_fewer(state)
     yield from _save_again(state)
@@ -269,7 +268,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     yield from state.versions.release(fragment, unreleased.ledger, ended.number, ended.averaged)
     state.staging.excused_from(fragment).clear()
     if isinstance(ended, StagedRound):
-        staged_reducer.released(state, ended)
+        staged.released(state, ended)
     config = state.config
     saving = state.saving
     is_due = (ended.number + 1) % config.save_every == 0 or saving.is_asked or saving.error
@@ -278,7 +277,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
         yield _save(state, ended.number + 1)
     yield from open_round(state, ended.number + 1)
     if config.is_async:
-        yield from async_reducer.hand_out_slots(state)
+        yield from asynchronous.hand_out_slots(state)
 
 
 def _tell(

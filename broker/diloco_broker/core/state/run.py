@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
-from diloco_broker.core.round_lines import Untold
 from diloco_broker.core.state.dylu import sync_every
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import Bootstrap
+from diloco_broker.core.state.round_lines import Untold
 from diloco_broker.core.state.staged_round import StagedRound, Staging
 from diloco_broker.core.state.streaming_round import Counting, Phase, Round
 from diloco_broker.core.state.versions import VersionStore

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules import grants, staged_reducer
+from diloco_broker.core.rules import grants
+from diloco_broker.core.rules.reducers import staged
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_round import StagedRound, Submission
@@ -28,18 +29,18 @@ def push(state: RunState, member: Member, push: Push) -> effects.Effects:
     """A worker offers a push: give it a slot, or let it wait for one."""
     known = state.staging.find(push.fragment, member.worker_id, push.push_id)
     if known is not None:
-        yield from staged_reducer.resume(state, member, known, None)
+        yield from staged.resume(state, member, known, None)
         return
     if state.is_counted(member, push):
-        staged_reducer.abandon_others(state, member, push)
+        staged.abandon_others(state, member, push)
         yield from grants.counted(member, push)
         return
     text = _too_old(state, member.worker_id, push)
     if text is not None:
         raise ProtocolError(Code.STALE, text)
-    staged_reducer.abandon_others(state, member, push)
+    staged.abandon_others(state, member, push)
     if _may_send(state, member, push) and not state.staging.waiting:
-        yield from staged_reducer.begin(state, member, push, None)
+        yield from staged.begin(state, member, push, None)
     else:
         place = (member.worker_id, push.fragment)
         if place not in state.staging.waiting:
@@ -67,7 +68,7 @@ def hand_out_slots(state: RunState) -> effects.Effects:
             elif state.is_counted(member, push):
                 yield from grants.counted(member, push)
             else:
-                yield from staged_reducer.begin(state, member, push, None)
+                yield from staged.begin(state, member, push, None)
 
 
 def _may_send(state: RunState, member: Member, push: Push) -> bool:
@@ -76,7 +77,7 @@ def _may_send(state: RunState, member: Member, push: Push) -> bool:
     windowed = state.config.grace > 0
     taken = sum(not (windowed and s.is_whole) for s in state.staging)
     free = taken < state.config.staging_slots
-    return free and not staged_reducer.has_whole(state, member, push)
+    return free and not staged.has_whole(state, member, push)
 
 
 def take_back_slots(state: RunState) -> effects.Effects:

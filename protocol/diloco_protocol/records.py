@@ -18,106 +18,133 @@ from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.ranges import fit_of
 
 R = TypeVar("R")
+# The `metadata` of a field that is neither written nor read.
+NOT_SENT = {"is_sent": False}
+LONGEST_QUOTED = 40  # characters of a text in a sentence
 
 # What goes over the wire as it is. Most fields are such, and heartbeats of hundreds of workers add up.
 _SCALARS = frozenset({str, int, float, bool, bytes})
 
 
-def to_plain(value: Any) -> Any:
-    """A record, or anything made of records, as maps, lists and scalars fit for msgpack or JSON."""
+def to_plain(value: Any, *, with_none: bool = False) -> Any:
+    """A record, or anything made of records, as maps, lists and scalars fit for msgpack or JSON.
+
+    Args:
+        with_none: whether fields that are None are in it. They may be left out where that is their
+            default.
+    """
     if type(value) in _SCALARS:
         return value
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        return plain_fields(value)
+        return plain_fields(value, with_none=with_none)
     if isinstance(value, tuple):
-        return [to_plain(item) for item in value]
+        return [to_plain(item, with_none=with_none) for item in value]
     if isinstance(value, Mapping):
-        return {key: to_plain(item) for key, item in value.items()}
+        return {key: to_plain(item, with_none=with_none) for key, item in value.items()}
     return value
 
 
-def plain_fields(record: Any) -> dict[str, Any]:
-    """Fields by name; those that are None are left out, since that is their default."""
-    plain = {}
+def plain_fields(record: Any, *, with_none: bool = False) -> dict[str, Any]:
+    """The fields of a record by name; see `to_plain`."""
+    plain: dict[str, Any] = {}
     for name in _field_names(record.__class__):
         value = getattr(record, name)
-        if value is not None:
-            plain[name] = value if type(value) in _SCALARS else to_plain(value)
+        if value is None:
+            if with_none:
+                plain[name] = None
+        else:
+            plain[name] = value if type(value) in _SCALARS else to_plain(value, with_none=with_none)
     return plain
 
 
 @cache
 def _field_names(record: type) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(record))
+    return tuple(field.name for field in _sent(record))
+
+
+def _sent(record: type[Any]) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(record) if field.metadata.get("is_sent", True)]
 
 
 def from_plain(record: type[R], plain: Any, where: str = "value") -> R:
     """Read a record from what `to_plain` made; raises ProtocolError when it does not fit."""
-    value = _reader(record)(plain, where)
+    annotation: Any = record
+    value = _reader(annotation, lenient=False)(plain, where)
+    assert isinstance(value, record)
+    return value
+
+
+def from_json(record: type[R], plain: Any, where: str = "value") -> R:
+    """Read a record from JSON of another release; raises ProtocolError when it does not fit.
+
+    A null takes the default as a missing key does, a whole number may be written as 5.0, and numbers are
+    bounded by 64 bits alone.
+    """
+    annotation: Any = record
+    value = _reader(annotation, lenient=True)(plain, where)
     assert isinstance(value, record)
     return value
 
 
 Reader = Callable[[Any, str], Any]
-_READERS: dict[Any, Reader] = {}
+"""Takes a plain value and its place for sentences; returns what it stands for."""
 
 
-def _reader(annotation: Any) -> Reader:
+@cache
+def _reader(annotation: Any, *, lenient: bool) -> Reader:
     """A function that turns a plain value into the annotated type or raises ProtocolError."""
-    reader = _READERS.get(annotation)
-    if reader is None:
-        reader = _READERS[annotation] = _make_reader(annotation)
-    return reader
-
-
-def _make_reader(annotation: Any) -> Reader:
     origin = get_origin(annotation)
-    if annotation is Any:
+    if annotation in (Any, object):
         return lambda value, where: value
     if origin in (Union, types.UnionType):
-        (inner,) = (a for a in get_args(annotation) if a is not type(None))
-        read = _reader(inner)
+        read = _reader(_without_none(annotation), lenient=lenient)
         return lambda value, where: None if value is None else read(value, where)
     if origin is tuple:
-        read = _reader(get_args(annotation)[0])
+        read = _reader(get_args(annotation)[0], lenient=lenient)
         return lambda value, where: tuple(
-            read(item, where) for item in _expect(value, (tuple, list), where)
+            read(item, f"{where}[{index}]")
+            for index, item in enumerate(_expect(value, _ARRAYS, where))
         )
     if origin is not None and issubclass(origin, Mapping):
-        read = _reader(get_args(annotation)[1])
+        read = _reader(get_args(annotation)[1], lenient=lenient)
         return lambda value, where: {
             _expect(key, str, where): read(item, where)
             for key, item in _expect(value, dict, where).items()
         }
     if dataclasses.is_dataclass(annotation):
         assert isinstance(annotation, type)
-        return _record_reader(annotation)
+        return _record_reader(annotation, lenient=lenient)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return lambda value, where: _member(annotation, value, where)
+    if annotation is int and lenient:
+        return _whole
     if annotation is float:
-        return lambda value, where: float(_expect(value, (int, float), where))
+        return _number if lenient else lambda value, where: float(_expect(value, _NUMBERS, where))
     return lambda value, where: _expect(value, annotation, where)
 
 
-def _record_reader(record: type[Any]) -> Reader:
+def _record_reader(record: type[Any], *, lenient: bool) -> Reader:
     hints = get_type_hints(record)
     readers = []
-    for each in dataclasses.fields(record):
+    for each in _sent(record):
         hint = hints[each.name]
-        exact = _exact(hint)
-        fit = fit_of(record, each.name, is_whole=exact is int) if exact in (int, float) else None
-        readers.append((each.name, exact, _reader(hint), fit, _required(each)))
+        bare = _without_none(hint)
+        fit = None
+        if bare in (int, float) and not lenient:
+            fit = fit_of(record, each.name, is_whole=bare is int)
+        # A value of just this type needs no look, and no place to name.
+        exact = bare if bare in _SCALARS and not (bare is int and lenient) else None
+        readers.append((each.name, exact, _reader(hint, lenient=lenient), fit, _required(each)))
 
     def read(value: Any, where: str) -> Any:
         plain = _expect(value, dict, where)
         fields = {}
         for name, exact, read_field, fit, required in readers:
-            if name in plain:
+            if name in plain and not (lenient and plain[name] is None):
                 found = plain[name]
-                is_so = type(found) is exact  # nothing to look at, no place to name
-                found = found if is_so else read_field(found, f"{where}.{name}")
+                found = found if type(found) is exact else read_field(found, f"{where}.{name}")
                 fields[name] = found if fit is None or found is None else fit(found, where, name)
             elif required:
                 raise ProtocolError(Code.BAD_HEADER, f"{where}.{name} is missing.")
@@ -126,11 +153,11 @@ def _record_reader(record: type[Any]) -> Reader:
     return read
 
 
-def _exact(annotation: Any) -> type | None:
-    """The type of which every value fits the annotation, if it is one of the scalars."""
+def _without_none(annotation: Any) -> Any:
+    """X of `X | None`; anything else as it is."""
     if get_origin(annotation) in (Union, types.UnionType):
         (annotation,) = (a for a in get_args(annotation) if a is not type(None))
-    return annotation if annotation in _SCALARS else None
+    return annotation
 
 
 def _required(a_field: dataclasses.Field[Any]) -> bool:
@@ -138,18 +165,46 @@ def _required(a_field: dataclasses.Field[Any]) -> bool:
     return a_field.default is missing and a_field.default_factory is missing
 
 
-# msgpack is read with arrays as tuples, JSON with arrays as lists.
-_NAMES: dict[tuple[type, ...], str] = {(int, float): "number", (tuple, list): "tuple"}
+_NUMBERS = (int, float)
+_ARRAYS = (tuple, list)  # as msgpack and as JSON is read
+_WORDS: dict[type | tuple[type, ...], str] = {
+    int: "a whole number",
+    str: "a text",
+    bytes: "bytes",
+    bool: "true or false",
+    dict: "a map",
+    _NUMBERS: "a number",
+    _ARRAYS: "an array",
+}
 
 
 def _expect(value: Any, wanted: type | tuple[type, ...], where: str) -> Any:
     # bool is an int to Python, but never to us.
     if isinstance(value, wanted) and not (isinstance(value, bool) and wanted is not bool):
         return value
-    names = wanted.__name__ if isinstance(wanted, type) else _NAMES[wanted]
-    raise ProtocolError(
-        Code.BAD_HEADER, f"{where} is a {type(value).__name__}, it must be a {names}."
+    raise _misfit(value, _WORDS[wanted], where)
+
+
+def _misfit(value: Any, wanted: str, where: str) -> ProtocolError:
+    is_short = isinstance(value, int | float | None) or (
+        isinstance(value, str) and len(value) <= LONGEST_QUOTED
     )
+    shown = repr(value) if is_short else f"of type {type(value).__name__}"
+    return ProtocolError(Code.BAD_HEADER, f"{where} is {shown:.80}; it must be {wanted}.")
+
+
+def _number(value: Any, where: str) -> float:
+    number = _expect(value, _NUMBERS, where)
+    if isinstance(number, int) and abs(number) >= 1 << 63:
+        raise _misfit(value, "a number of 64 bits", where)
+    return float(number)
+
+
+def _whole(value: Any, where: str) -> int:
+    number = _expect(value, _NUMBERS, where)
+    if (isinstance(number, float) and not number.is_integer()) or abs(number) >= 1 << 63:
+        raise _misfit(value, "a whole number of 64 bits", where)
+    return int(number)
 
 
 def _member(members: type[Enum], value: Any, where: str) -> Enum:

@@ -13,12 +13,12 @@ from typing import Any
 import zmq
 from tools.test_top_once import status, worker
 
+from diloco_protocol.feed import TOPIC
 from diloco_tools.dashboard.app import Dashboard, application
 from diloco_tools.dashboard.security import Policy
 from diloco_tools.dashboard.serving import Server, listen
 from diloco_tools.dashboard.source import FeedSource, ReplaySource
 from diloco_tools.dashboard.streams import Streams
-from diloco_tools.feed.model import TOPIC
 
 PATIENCE_S = 20.0  # for what ought to happen at once
 TOKEN = "the-token-of-these-tests"

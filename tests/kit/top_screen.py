@@ -13,7 +13,7 @@ from typing import Any
 from textual.pilot import Pilot
 from tools.test_top_once import frame, status, worker
 
-from diloco_tools.feed.model import Snapshot, parse_snapshot
+from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_tools.top import palette
 from diloco_tools.top.application import Top
 from diloco_tools.top.canvas import Canvas

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_protocol.feed import TOPIC, Snapshot, parse_snapshot
 from diloco_tools.dashboard import app, orders, streams
 from diloco_tools.dashboard.orders import BadOrderError, control_address, read_order
 from diloco_tools.dashboard.picture import encoded, history, thinned
 from diloco_tools.dashboard.security import Policy, is_loopback
 from diloco_tools.dashboard.streams import Streams
-from diloco_tools.feed.model import TOPIC, Snapshot, parse_snapshot
 from diloco_tools.feed.series import RunSeries
 from kit.dashboard_server import PATIENCE_S, TOKEN, Publisher, Site, a_status, a_worker, serving
 

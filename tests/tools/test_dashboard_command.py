@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from diloco_protocol.feed import FeedError
 from diloco_tools.dashboard.source import ReplaySource
-from diloco_tools.feed.model import FeedError
 from kit.dashboard_server import PATIENCE_S, Publisher, serving
 
 COMMAND = [sys.executable, "-m", "diloco_tools.dashboard"]

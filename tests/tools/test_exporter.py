@@ -20,11 +20,12 @@ from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from diloco_protocol.errors import Code
+from diloco_protocol.feed import TOPIC, Snapshot, parse_snapshot
 from diloco_tools.exporter import catalogue
 from diloco_tools.exporter.catalogue import Reading
 from diloco_tools.exporter.labels import HELD_S, LONGEST_VALUE, Places, label_value
 from diloco_tools.exporter.metrics import families
-from diloco_tools.feed.model import TOPIC, FeedModel, Snapshot, parse_snapshot
+from diloco_tools.feed.model import FeedModel
 from kit.paths import ROOT
 
 PATIENCE_S = 20.0  # for what ought to happen at once

@@ -31,6 +31,7 @@ from tools.test_exporter import (
 )
 from typer.testing import CliRunner, Result
 
+from diloco_protocol.feed import TOPIC
 from diloco_tools.exporter import catalogue, server
 from diloco_tools.exporter.cli import app
 from diloco_tools.exporter.labels import Places, label_value
@@ -38,7 +39,6 @@ from diloco_tools.exporter.metrics import Family, families
 from diloco_tools.exporter.reader import FeedReader
 from diloco_tools.exporter.server import FamilyCollector, MetricsServer
 from diloco_tools.feed import model
-from diloco_tools.feed.model import TOPIC
 from diloco_tools.feed.subscriber import FeedSubscriber
 
 

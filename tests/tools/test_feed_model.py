@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from diloco_tools.feed.model import (
+from diloco_protocol.feed import (
     FEED_VERSION,
     MAX_DEPTH,
     TOPIC,
-    FeedModel,
     FeedVersionError,
-    Freshness,
     MalformedFeedError,
     Snapshot,
     parse_snapshot,
 )
+from diloco_tools.feed.model import FeedModel, Freshness
 
 
 def frame(**keys: Any) -> bytes:
@@ -94,12 +93,12 @@ class TestParsing:
         ("keys", "where"),
         [
             ({"epoch": None}, "snapshot.epoch is missing"),
-            ({"epoch": 5}, "snapshot.epoch is 5, not str"),
-            ({"sequence": 1.5}, "snapshot.sequence is 1.5, not int"),
+            ({"epoch": 5}, "snapshot.epoch is 5; it must be a text"),
+            ({"sequence": 1.5}, "snapshot.sequence is 1.5; it must be a whole number"),
             ({"sequence": 1 << 64}, "snapshot.sequence is"),
-            ({"uptime_s": "long"}, "snapshot.uptime_s is 'long', not float"),
-            ({"counts": [1]}, "snapshot.counts is list, not an object"),
-            ({"workers": {}}, "snapshot.workers is dict, not tuple"),
+            ({"uptime_s": "long"}, "snapshot.uptime_s is 'long'; it must be a number"),
+            ({"counts": [1]}, "snapshot.counts is of type list; it must be a map"),
+            ({"workers": {}}, "snapshot.workers is of type dict; it must be an array"),
             ({"workers": [worker("a"), {}]}, r"snapshot.workers\[1\].id is missing"),
             ({"round": {"number": 1, "missing": [1]}}, r"snapshot.round.missing\[0\] is 1"),
         ],

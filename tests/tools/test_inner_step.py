@@ -12,9 +12,10 @@ from tools.test_top_picture import drawn as full_screen
 from torch import nn
 from worker.training.test_overlap import has_news, layers
 
+from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Heartbeat
 from diloco_tools.feed.estimate import inner_step_now
-from diloco_tools.feed.model import FeedModel, parse_snapshot
+from diloco_tools.feed.model import FeedModel
 from kit.core_harness import Stage
 from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
 from kit.uniform_model import Make, filled

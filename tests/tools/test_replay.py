@@ -13,8 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from diloco_protocol.feed import TOPIC, FeedError, Snapshot, parse_snapshot
 from diloco_tools.feed import replay
-from diloco_tools.feed.model import TOPIC, FeedError, FeedModel, Snapshot, parse_snapshot
+from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.replay import History, Moment, read_history
 from diloco_tools.feed.series import RunSeries
 

@@ -12,8 +12,9 @@ from tools.test_top_once import Publisher, drawn, frame, publisher, status, top_
 from tools.test_top_picture import drawn as full_screen
 
 from diloco_broker.cli.status_text import as_text
+from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Leave
-from diloco_tools.feed.model import FeedModel, Verdict, parse_snapshot
+from diloco_tools.feed.model import FeedModel, Verdict
 from diloco_tools.top.notation import Glyphs
 from kit.core_harness import Stage, a_stage
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_tools.feed.model import LastRound, Snapshot, Totals, Worker
+from diloco_protocol.feed import LastRound, Snapshot, Totals, Worker
 from diloco_tools.feed.series import Rate, RoundPoint, RunSeries, recent_scale
 
 

@@ -24,7 +24,7 @@ from tools.test_top_once import (
     worker,
 )
 
-from diloco_tools.feed.model import FeedAddressError, FeedVersionError, Snapshot, parse_snapshot
+from diloco_protocol.feed import FeedAddressError, FeedVersionError, Snapshot, parse_snapshot
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.top.listening import Listener
 from diloco_tools.top.notation import Glyphs

@@ -17,13 +17,8 @@ from rich.cells import cell_len
 from typer.testing import CliRunner, Result
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
-from diloco_tools.feed.model import (
-    MAX_FRAME_BYTES,
-    TOPIC,
-    FeedModel,
-    FeedVersionError,
-    parse_snapshot,
-)
+from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC, FeedVersionError, parse_snapshot
+from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.top.cli import app
 from diloco_tools.top.notation import Glyphs, byte_size, duration, number, scaled
@@ -528,7 +523,7 @@ class TestSubscriber:
     def test_an_enormous_frame_does_not_end_the_feed(self, publisher: Publisher) -> None:
         with FeedSubscriber(publisher.address) as feed:
             publisher.await_subscriber()
-            publisher.send(TOPIC + b" " * MAX_FRAME_BYTES)
+            publisher.send(TOPIC + b" " * MAX_SNAPSHOT_BYTES)
             for _ in range(int(PATIENCE_S / 0.05)):
                 assert feed.receive(timeout_s=0.05) is None
                 if feed.malformed:

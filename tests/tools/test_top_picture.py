@@ -13,7 +13,8 @@ from rich.cells import cell_len
 from rich.text import Text
 from tools.test_top_once import frame, status, worker
 
-from diloco_tools.feed.model import FeedModel, Freshness, Worker, parse_snapshot
+from diloco_protocol.feed import Worker, parse_snapshot
+from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top.keys import KEYS, footer, keys_for
 from diloco_tools.top.lines import apart, beside, one_line

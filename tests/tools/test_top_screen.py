@@ -9,7 +9,7 @@ import pytest
 from textual.widgets import Input
 from tools.test_top_once import status, worker
 
-from diloco_tools.feed.model import parse_snapshot
+from diloco_protocol.feed import parse_snapshot
 from diloco_tools.top import palette
 from diloco_tools.top.keys import keys_for
 from diloco_tools.top.notation import Glyphs

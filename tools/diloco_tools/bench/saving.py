@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from diloco_protocol.feed import Snapshot
 from diloco_tools.bench.figures import Figure, figure
 from diloco_tools.bench.rounds import join, one_round
 from diloco_tools.bench.spread import against, in_turn
 from diloco_tools.bench.stage import Actor, BrokerProcess, ask_all
-from diloco_tools.feed.model import Snapshot
 
 if TYPE_CHECKING:
     from diloco_tools.bench.stage import Stage

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
 from diloco_tools.bench.raw import Ends, RawSample, RawTcp
-from diloco_tools.feed.model import Snapshot
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.processes import (
     Child,

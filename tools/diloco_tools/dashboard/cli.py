@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
+from diloco_protocol.feed import FeedError
 from diloco_tools.dashboard.security import EVERYWHERE, Policy, is_loopback, new_token
-from diloco_tools.feed.model import FeedError
 
 if TYPE_CHECKING:
     from diloco_tools.dashboard.serving import Server

@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco_protocol.clients.operator import Operator, this_user
 from diloco_protocol.errors import Unreachable, UsageError
-from diloco_tools.feed.model import Snapshot
+from diloco_protocol.feed import Snapshot
 
 LONGEST_WORKER_ID = 1000  # characters
 ANSWER_S = 5.0  # what a broker that is there needs is milliseconds

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from diloco_tools.feed.model import Snapshot
+from diloco_protocol.feed import Snapshot
 from diloco_tools.feed.series import RunSeries
 
 # `raw` is the same again; `extra` is of any size, and nothing on the page shows it.

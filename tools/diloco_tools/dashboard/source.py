@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diloco_protocol.feed import FeedError, FeedVersionError, Snapshot
 from diloco_tools.dashboard.picture import encoded, history, picture
-from diloco_tools.feed.model import FeedError, FeedModel, FeedVersionError, Snapshot
+from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.feed.subscriber import FeedSubscriber

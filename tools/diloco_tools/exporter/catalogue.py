@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from diloco_tools.feed.model import (
+from diloco_protocol.feed import (
     Asynchronous,
     Checkpoint,
     Counts,
-    FeedModel,
     Fragment,
     LastRound,
     Liveness,
@@ -26,6 +25,7 @@ from diloco_tools.feed.model import (
     Totals,
     Worker,
 )
+from diloco_tools.feed.model import FeedModel
 
 Of = TypeVar("Of")
 

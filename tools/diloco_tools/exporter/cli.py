@@ -11,10 +11,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
+from diloco_protocol.feed import FeedError
 from diloco_tools.exporter.labels import Places
 from diloco_tools.exporter.metrics import Family, families
 from diloco_tools.exporter.reader import FeedReader
-from diloco_tools.feed.model import FeedError
 from diloco_tools.feed.subscriber import FeedSubscriber
 
 CANNOT_START = 2

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from diloco_protocol.errors import Code
+from diloco_protocol.feed import Snapshot, Totals, Worker
 from diloco_tools.exporter import catalogue
 from diloco_tools.exporter.catalogue import Metric, Of, Reading, Row
 from diloco_tools.exporter.labels import label_value
-from diloco_tools.feed.model import Freshness, Snapshot, Totals, Worker
+from diloco_tools.feed.model import Freshness
 
 STATES = ("training", "waiting", "paused", "stopping")
 HEALTHS = ("ok", "slow", "stalled", "lost")

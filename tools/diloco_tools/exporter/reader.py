@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 
+from diloco_protocol.feed import FeedVersionError
 from diloco_tools.exporter.catalogue import Reading
-from diloco_tools.feed.model import FeedModel, FeedVersionError
+from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.subscriber import FeedSubscriber
 
 TURN_S = 0.5  # how long the end of the exporter may wait for this thread

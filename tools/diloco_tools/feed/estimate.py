@@ -7,7 +7,8 @@ each look, whether anybody looks or not; the pace that the worker tells costs no
 
 import math
 
-from diloco_tools.feed.model import Freshness, Snapshot, Worker
+from diloco_protocol.feed import Snapshot, Worker
+from diloco_tools.feed.model import Freshness
 
 MARK = "~"  # before a number that nobody has told
 HEARTBEAT_S = 30.0  # between two heartbeats, unless the broker tolerates less than three of these

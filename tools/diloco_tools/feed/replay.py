@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
 
-from diloco_tools.feed.model import (
+from diloco_protocol.feed import (
     FEED_VERSION,
     TOPIC,
     Event,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from diloco_tools.feed.model import Snapshot, Worker
+from diloco_protocol.feed import Snapshot, Worker
 
 _T = TypeVar("_T")
 

@@ -7,7 +7,7 @@ from types import TracebackType
 import zmq
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, can_be_reached, with_scheme
-from diloco_tools.feed.model import (
+from diloco_protocol.feed import (
     TOPIC,
     FeedAddressError,
     MalformedFeedError,

@@ -24,7 +24,8 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
-from diloco_tools.feed.model import FeedModel, Freshness, Snapshot, Worker
+from diloco_protocol.feed import Snapshot, Worker
+from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top import palette, sentences
 from diloco_tools.top.canvas import Canvas

@@ -13,8 +13,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
+from diloco_protocol.feed import FeedError, Snapshot
 from diloco_tools.feed.estimate import inner_step_now
-from diloco_tools.feed.model import FeedError, FeedModel, Freshness, Snapshot
+from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.terminal import console

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from diloco_tools.feed.model import Fragment, Rejection, Snapshot
+from diloco_protocol.feed import Fragment, Rejection, Snapshot
 from diloco_tools.top.notation import (
     BAD,
     OK,

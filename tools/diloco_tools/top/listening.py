@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from diloco_tools.feed.model import FeedError, Snapshot
+from diloco_protocol.feed import FeedError, Snapshot
 
 POLL_S = 0.25  # how long the end of the program may have to wait
 RENEW_AFTER_S = 15.0  # of silence; the feed speaks once a second

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from diloco_tools.feed.model import Snapshot
+from diloco_protocol.feed import Snapshot
 
 SNAPSHOTS = 6  # five seconds of a live feed: one turn of work does not make the figure jump
 

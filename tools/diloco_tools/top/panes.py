@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
-from diloco_tools.feed.model import Freshness, LastRound, Snapshot
+from diloco_protocol.feed import LastRound, Snapshot
+from diloco_tools.feed.model import Freshness
 from diloco_tools.feed.series import recent_scale
 from diloco_tools.top import facts
 from diloco_tools.top.lines import LABEL, apart, beside, cut, flow, one_line

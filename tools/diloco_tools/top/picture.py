@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from rich.text import Text
 
+from diloco_protocol.feed import Snapshot, Worker
 from diloco_tools.feed.estimate import inner_step_now
-from diloco_tools.feed.model import Snapshot, Worker
 from diloco_tools.top import facts, panes
 from diloco_tools.top.keys import footer
 from diloco_tools.top.lines import apart, flow

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
+from diloco_protocol.feed import Snapshot
 from diloco_tools.feed.estimate import inner_step_now
-from diloco_tools.feed.model import FeedModel, Freshness, Snapshot
+from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.top import facts
 from diloco_tools.top.lines import flow
 from diloco_tools.top.notation import (

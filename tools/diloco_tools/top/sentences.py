@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from diloco_tools.feed.model import Snapshot, Worker
+from diloco_protocol.feed import Snapshot, Worker
 from diloco_tools.feed.series import Rate
 from diloco_tools.top import facts
 from diloco_tools.top.keys import Key, sign

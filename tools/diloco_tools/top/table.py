@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from rich.cells import cell_len
 from rich.text import Text
 
+from diloco_protocol.feed import Worker
 from diloco_tools.feed.estimate import MARK
-from diloco_tools.feed.model import Worker
 from diloco_tools.feed.series import Rate
 from diloco_tools.top.notation import (
     QUIET,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from diloco_tools.feed.model import Worker
+from diloco_protocol.feed import Worker
 
 SERIOUS = ("lost", "stalled", "slow")  # by what needs a look first; a word unknown here is next
 

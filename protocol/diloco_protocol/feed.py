@@ -1,0 +1,363 @@
+"""The feed: one whole snapshot of the broker once a second, as a JSON object.
+
+The broker fills these records and publishes them; monitors read them. A subscriber that connects late
+or misses some needs nothing but the next one. Keys may be added without a new `FEED_VERSION`: a reader
+ignores those that it does not know, and an absent or null one takes its default. Ages are durations by
+the broker's own clock, so no two machines' clocks are ever compared.
+
+Errors, all of them `FeedError`, each a sentence for the person at the terminal:
+    MalformedFeedError   these bytes are no snapshot; the next frame may be one
+    FeedVersionError     a snapshot of a feed version that this program cannot read
+    FeedAddressError     the address is none that can be subscribed to
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from diloco_protocol.errors import ProtocolError
+from diloco_protocol.records import NOT_SENT, from_json
+
+FEED_VERSION = 1
+TOPIC = b"status "  # first bytes of a frame: what a SUB socket filters on
+MAX_SNAPSHOT_BYTES = 16 << 20  # 16 MiB: tens of thousands of workers fit
+MAX_DEPTH = 32  # levels of nesting: a snapshot has four, `extra` may add some
+
+
+class FeedError(Exception):
+    """Base of what can be wrong with a feed."""
+
+
+class MalformedFeedError(FeedError):
+    """The bytes are not a snapshot."""
+
+
+class FeedVersionError(FeedError):
+    """The broker publishes a feed version that this program cannot read."""
+
+
+class FeedAddressError(FeedError):
+    """The address cannot be subscribed to."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """The round now open or closing; worker ids in `expected`, `arrived` and `missing`."""
+
+    number: int
+    fragment: int = 0
+    phase: str = "open"
+    age_s: float = 0.0
+    expected: tuple[str, ...] = ()
+    arrived: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    floor: int = 0  # workers below which the round stays open
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Workers alive, participating in this round, averaged in the last one."""
+
+    alive: int = 0
+    participating: int = 0
+    averaged: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Size of the model: trainable elements, tensors, bytes at the broker."""
+
+    parameters: int = 0
+    tensors: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class OuterGroup:
+    """A group of a torch outer optimizer."""
+
+    lr: float | None = None
+    momentum: float | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The outer optimizer and its settings; of torch's, what all of its groups have in common."""
+
+    optimizer: str = ""
+    lr: float | None = None
+    momentum: float | None = None
+    groups: tuple[OuterGroup, ...] = ()  # empty but for an optimizer of torch
+    nesterov: bool | None = None
+    variant: str | None = None  # of Delayed Nesterov
+    buffer: int | None = None  # gradients to a momentum step; None where there is no buffer
+    c: float | None = None  # of Delayed Nesterov
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """How contributions are reduced, and how many submissions are kept or wait for a slot."""
+
+    staged: bool = False
+    aggregate: str = "mean"
+    deterministic: bool = False
+    weight_by: str = "equal"
+    quorum: int | None = None
+    grace_s: float = 0.0
+    late: str = "carry"
+    submissions: int = 0
+    waiting: int = 0
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """Seconds after which a worker counts as dead for its silence, as stalled without a step (0: never
+    either), and as gone after its connection broke. None: a broker that does not say.
+    """
+
+    heartbeat_timeout_s: float | None = None
+    stall_timeout_s: float | None = None
+    disconnect_grace_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """What an asynchronous run was told: Dynamic Local Updates, what staleness does, slots."""
+
+    dylu: bool = False
+    dylu_min_steps: int | None = None
+    staleness_weight: str = "none"
+    max_staleness: int | None = None  # older work is refused; None: none is too old
+    slots: int | None = None  # submissions under way at a time
+    deadline_s: float | None = None  # without progress, until one of them loses its slot
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The newest version of one fragment: counter and random tag (hex).
+
+    `buffered` of the gradients to its next momentum step are in.
+    """
+
+    fragment: int
+    version: int = 0
+    tag: str = ""
+    gradients: int = 0
+    contributions: int = 0
+    buffered: int = 0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker as the broker sees it. `staleness` is in versions, `tokens` since it joined."""
+
+    id: str
+    host: str = ""
+    pid: int = 0
+    state: str = ""
+    health: str = "ok"
+    round: int | None = None
+    inner_step: int = 0  # steps since its last boundary, of sync_every
+    inner_age_s: float | None = None  # since it told so; None: it has not, the broker concluded it
+    sync_every: int = 0
+    step: int = 0
+    steps_per_s: float | None = None
+    loss: float | None = None
+    loss_is_finite: bool = True  # strict JSON has no NaN, so `loss` is null then
+    tokens: int = 0
+    beat_age_s: float = 0.0
+    sync_age_s: float | None = None  # since its work was last counted
+    staleness: int = 0
+    merge_delay: int | None = None  # steps from slot to merge, of its last merge
+    warning: str | None = None  # what it warns of in its heartbeats, a sentence
+    bytes_up: int = 0
+    bytes_down: int = 0
+    pushes: int = 0
+    rejected: int = 0
+    extra: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counters since the broker started."""
+
+    rounds: int = 0
+    pushes: int = 0
+    rejected: int = 0
+    malformed: int = 0
+    contributions: int = 0  # whole ones, in versions
+    refused: Mapping[str, int] = field(default_factory=dict)  # work refused, by reason
+    bytes_up: int = 0
+    bytes_down: int = 0
+    deaths: int = 0
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """The round that closed last: wall seconds, workers and weight averaged, norm of the mean.
+
+    It made `version` of its fragment. `staleness` is that of its oldest push, in versions.
+    """
+
+    number: int
+    seconds: float = 0.0
+    averaged: int = 0
+    weight: float = 0.0
+    loss: float | None = None
+    delta_norm: float | None = None
+    staleness: int = 0
+    fragment: int = 0
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where checkpoints go, the coming round of the newest, its age, and what is wrong if anything.
+
+    `durable`: each version is saved before anybody is told of it.
+    """
+
+    folder: str = ""
+    round: int | None = None
+    age_s: float | None = None
+    error: str | None = None
+    durable: bool = False
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Work of a worker that the broker refused; `code` for programs, `text` for people."""
+
+    age_s: float = 0.0
+    worker: str = ""
+    code: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the broker's log; `level` is info, warning or error."""
+
+    sequence: int = 0
+    age_s: float = 0.0
+    level: str = "info"
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How the broker's own thread fares: longest turn in ms, CPU seconds, resident bytes."""
+
+    longest_turn_ms: float | None = None
+    cpu_s: float | None = None
+    rss_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything the broker says about itself at one moment.
+
+    `sequence` counts the snapshots of one `epoch` (one life of the broker). `waiting_for` completes
+    "the run waits". `raw` is the JSON object as it came, with keys that are unknown here, and null
+    for numbers that are not finite.
+    """
+
+    feed: int
+    sequence: int
+    epoch: str
+    run: str | None = None
+    version: str = ""
+    control: str = ""
+    uptime_s: float = 0.0
+    mode: str = ""
+    state: str = ""
+    waiting_for: str | None = None
+    ended: bool = False  # rounds were made, and all workers have left as done
+    paused_for_s: float | None = None
+    round: Round | None = None
+    counts: Counts = Counts()
+    model: Model | None = None
+    outer: Outer = Outer()
+    reducer: Reducer = Reducer()
+    liveness: Liveness = Liveness()
+    asynchronous: Asynchronous | None = None
+    sync_every: int | None = None
+    fragment_pattern: str | None = None  # None: one fragment, or a broker that does not say
+    fragment_sync_delay: int = 0
+    fragment_delay_auto: bool = False  # replies are merged when they are here
+    fragment_max_delay: int | None = None  # steps after which a worker waits for a reply
+    fragment_update_alpha: float = 0.0
+    fragment_merge: str = "alpha"
+    wire_dtype: str = ""
+    reply_dtype: str = ""
+    workers_wanted: int | None = None
+    min_workers: int | None = None
+    save_every: int | None = None
+    fragments: tuple[Fragment, ...] = ()
+    workers: tuple[Worker, ...] = ()
+    totals: Totals = Totals()
+    last_round: LastRound | None = None
+    checkpoint: Checkpoint | None = None
+    rejections: tuple[Rejection, ...] = ()
+    events: tuple[Event, ...] = ()
+    loop: Loop = Loop()
+    raw: Mapping[str, object] = field(
+        default_factory=dict, repr=False, compare=False, metadata=NOT_SENT
+    )
+
+
+def parse_snapshot(frame: bytes) -> Snapshot:
+    """Read one frame of the feed, topic included.
+
+    An absent key, or null, takes its default; unknown keys are kept in `Snapshot.raw` only.
+
+    Raises:
+        FeedVersionError: a snapshot of another feed version.
+        MalformedFeedError: anything else that is not a snapshot, naming the place.
+    """
+    if len(frame) > MAX_SNAPSHOT_BYTES:
+        raise MalformedFeedError(f"the frame has {len(frame)} bytes, no snapshot is that long")
+    if not frame.startswith(TOPIC):
+        raise MalformedFeedError(f"the frame starts with {frame[: len(TOPIC)]!r}, not {TOPIC!r}")
+    try:
+        document = json.loads(frame[len(TOPIC) :])
+    except (ValueError, RecursionError) as error:  # ValueError: bad UTF-8, bad JSON, huge integers
+        raise MalformedFeedError(f"the snapshot is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise MalformedFeedError("the snapshot is not a JSON object")
+    version = document.get("feed")
+    if type(version) is not int:
+        raise MalformedFeedError(f"feed is {version!r:.40}; it must be a whole number")
+    if version != FEED_VERSION:
+        raise FeedVersionError(
+            f"the broker publishes feed version {version} and this program reads version "
+            f"{FEED_VERSION}: install the same version of diloco-broker here and there"
+        )
+    try:
+        snapshot = from_json(Snapshot, document, "snapshot")
+        return replace(snapshot, raw=json_safe(document))
+    except (ProtocolError, ValueError) as error:
+        raise MalformedFeedError(str(error)) from None
+
+
+def json_safe(value: Any, levels: int = MAX_DEPTH) -> Any:
+    """The same as strict JSON: null for numbers that are not finite, texts for what JSON lacks.
+
+    Raises:
+        ValueError: it is nested more than `MAX_DEPTH` levels deep.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if not isinstance(value, Mapping | list | tuple):
+        return str(value)
+    if levels == 0:
+        raise ValueError(f"the snapshot is nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item, levels - 1) for key, item in value.items()}
+    return [json_safe(item, levels - 1) for item in value]

@@ -40,7 +40,8 @@ from diloco_protocol.messages import (
     Welcome,
 )
 from diloco_worker.core.compatibility import cut
-from diloco_worker.model.flat_state import FlatState, ModelTensors
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.model_tensors import ModelTensors
 
 RUN = "00000000000000aa"
 PATIENCE_S = 20.0

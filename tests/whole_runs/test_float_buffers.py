@@ -21,7 +21,9 @@ from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
 from diloco_protocol.chunks import Segment
-from diloco_worker.model.flat_state import FlatState, ModelTensors
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.merging import Change
+from diloco_worker.model.model_tensors import ModelTensors
 from kit.chunked_model import a_part, read, wire
 from kit.raw_worker import Header, RawWorker
 from kit.reference import Trainee
@@ -283,7 +285,7 @@ def test_merge_leaves_a_buffer_between_local_and_new(
     state.vectors[Segment.BUFFERS].copy_(new)
     then.vectors[Segment.BUFFERS].copy_(anchor)
     if alpha is None:
-        tensors.rebase(state, then)
+        tensors.bring_in(Change(state, origin=then))
     else:
-        tensors.blend(state, alpha, then if is_late else None)
+        tensors.bring_in(Change(state, alpha, then if is_late else None))
     assert_between(model.get_buffer("variance"), [start, new.to(dtype)])

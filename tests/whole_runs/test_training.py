@@ -22,7 +22,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.chunks import FragmentLayout
 from diloco_worker import DiLoCoClient, DiLoCoWorker
-from diloco_worker.model.flat_state import FlatState, ModelTensors
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.model_tensors import ModelTensors
 from kit.process_kit import wait_for
 from kit.raw_worker import DTYPES
 

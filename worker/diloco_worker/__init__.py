@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco_worker.client import DiLoCoClient, GlobalParameters
     from diloco_worker.hook import DiLoCoWorker
-    from diloco_worker.model.flat_state import manifest_of
+    from diloco_worker.model.model_manifest import manifest_of
 
 __all__ = ["DiLoCoClient", "DiLoCoWorker", "GlobalParameters", "manifest_of"]
 
@@ -16,7 +16,7 @@ _HOMES = {
     "DiLoCoClient": "diloco_worker.client",
     "DiLoCoWorker": "diloco_worker.hook",
     "GlobalParameters": "diloco_worker.client",
-    "manifest_of": "diloco_worker.model.flat_state",
+    "manifest_of": "diloco_worker.model.model_manifest",
 }
 
 

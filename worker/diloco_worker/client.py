@@ -49,7 +49,8 @@ from diloco_worker.core.compatibility import cut
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.events import Observe
 from diloco_worker.core.session import Session
-from diloco_worker.model.flat_state import FlatState, ModelTensors, encode
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.model_tensors import ModelTensors, encode
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.inbox import Arrival, Progress
 from diloco_worker.shell.link import Link

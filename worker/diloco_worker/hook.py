@@ -31,7 +31,7 @@ from diloco_protocol import RunConfig, UsageError
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.events import Resume
 from diloco_worker.core.session import Session
-from diloco_worker.model.flat_state import ModelTensors
+from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.inbox import Progress
 from diloco_worker.shell.link import Link

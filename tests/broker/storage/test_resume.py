@@ -20,7 +20,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load
 from diloco_protocol import FragmentPlan, UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker
-from diloco_worker.model.flat_state import ModelTensors
+from diloco_worker.model.model_tensors import ModelTensors
 
 LOCAL: dict[str, Any] = {
     "bind": "tcp://127.0.0.1:*",

@@ -14,8 +14,10 @@ from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError, la
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import segment_dtype, wire_dtype
 from diloco_protocol.dtypes import span_bytes
-from diloco_worker.model import flat_state
-from diloco_worker.model.flat_state import FlatState, ModelTensors, WireFragment
+from diloco_worker.model import model_tensors
+from diloco_worker.model.flat_state import FlatState, WireFragment
+from diloco_worker.model.merging import Change
+from diloco_worker.model.model_tensors import ModelTensors
 
 # From one element a chunk to more than the model has; 7 divides nothing.
 CHUNK_SIZES = [1, 7, 64, 524_288]
@@ -216,7 +218,7 @@ def test_delta_is_the_same_in_one_piece_and_in_many(monkeypatch: pytest.MonkeyPa
     part, _ = layouts(tensors)
     base = ModelTensors.of_module(started).capture(part)
     at_once = tensors.delta(base, "fp32")
-    monkeypatch.setattr(flat_state, "PIECE_ELEMENTS", 5)
+    monkeypatch.setattr(model_tensors, "PIECE_ELEMENTS", 5)
     in_pieces = tensors.delta(base, "fp32")
     for segment, vector in at_once.wire.vectors.items():
         assert torch.equal(vector, in_pieces.wire.vectors[segment])
@@ -382,7 +384,7 @@ def test_rebase_keeps_the_steps_made_since_the_anchor(dtype: torch.dtype) -> Non
         if place.segment is Segment.BUFFERS:  # between local and new
             ends = torch.minimum(now, fresh), torch.maximum(now, fresh)
             expected[name] = expected[name].clamp(*ends)
-    tensors.rebase(new, anchor)
+    tensors.bring_in(Change(new, origin=anchor))
     for name, value in expected.items():
         got = local.state_dict()[name]
         tolerance = 1e-6 if got.dtype is not torch.bfloat16 else 2e-2
@@ -394,7 +396,7 @@ def test_rebase_without_steps_since_the_anchor_is_the_new_value() -> None:
     tensors = ModelTensors.of_module(made)
     part, _ = layouts(tensors)
     new = ModelTensors.of_module(moved(made, by=1.0)).capture(part)
-    tensors.rebase(new, tensors.capture(part))
+    tensors.bring_in(Change(new, origin=tensors.capture(part)))
     again = tensors.capture(part)
     for segment, vector in new.vectors.items():
         assert torch.equal(again.vectors[segment], vector)
@@ -413,7 +415,7 @@ def test_blend_weighs_local_and_new_values_in_fp32(dtype: torch.dtype, alpha: fl
     local = torch.tensor([1.0, -3.0, 1000.0], dtype=dtype)
     fresh = torch.tensor([2.0, 0.1, 1001.0])
     tensors, part = single(local)
-    tensors.blend(FlatState(part, {Segment.PARAMETERS: fresh}), alpha)
+    tensors.bring_in(Change(FlatState(part, {Segment.PARAMETERS: fresh}), alpha))
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     before = torch.tensor([1.0, -3.0, 1000.0], dtype=wide)
     assert torch.equal(local, torch.lerp(before, fresh.to(wide), 1 - alpha).to(dtype))
@@ -424,7 +426,7 @@ def test_blend_of_equal_values_is_exactly_that_value(alpha: float) -> None:
     local = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     tensors, part = single(local)
     before = tensors.capture(part)
-    tensors.blend(before, alpha)
+    tensors.bring_in(Change(before, alpha))
     assert torch.equal(local, before.vectors[Segment.PARAMETERS])
 
 
@@ -433,7 +435,7 @@ def test_blend_with_an_anchor_keeps_later_steps_whole() -> None:
     tensors, part = single(local)
     new = FlatState(part, {Segment.PARAMETERS: torch.tensor([100.0, 100.0])})
     anchor = FlatState(part, {Segment.PARAMETERS: torch.tensor([12.0, 16.0])})
-    tensors.blend(new, 0.25, anchor)
+    tensors.bring_in(Change(new, 0.25, anchor))
     assert flat(local) == [0.25 * 12 + 75 - 2, 0.25 * 16 + 75 + 4]
 
 
@@ -441,7 +443,7 @@ def test_blend_with_an_anchor_and_alpha_one_changes_nothing() -> None:
     local = torch.tensor([10.0, 20.0])
     tensors, part = single(local)
     anchor = tensors.capture(part)
-    tensors.blend(FlatState(part, {Segment.PARAMETERS: torch.zeros(2)}), 1.0, anchor)
+    tensors.bring_in(Change(FlatState(part, {Segment.PARAMETERS: torch.zeros(2)}), 1.0, anchor))
     assert flat(local) == [10, 20]
 
 
@@ -454,7 +456,7 @@ def test_blend_takes_new_integers_and_mixes_float_buffers(alpha: float) -> None:
     new = FlatState(
         part, {s: torch.full_like(v, 5) for s, v in tensors.capture(part).vectors.items()}
     )
-    tensors.blend(new, alpha)
+    tensors.bring_in(Change(new, alpha))
     assert made.get_buffer("num_batches_tracked") == 5
     assert flat(made.get_buffer("running_mean")) == [5 * (1 - alpha)] * 2
 
@@ -468,10 +470,10 @@ def test_blend_with_an_anchor_never_lowers_a_counter_below_the_new_value() -> No
     anchor = tensors.capture(part)
     new = FlatState(part, {s: torch.full_like(v, 20) for s, v in anchor.vectors.items()})
     counter.fill_(9)
-    tensors.blend(new, 0.5, anchor)
+    tensors.bring_in(Change(new, 0.5, anchor))
     assert counter == 22
     counter.fill_(3)
-    tensors.blend(new, 0.5, anchor)
+    tensors.bring_in(Change(new, 0.5, anchor))
     assert counter == 20
 
 
@@ -500,6 +502,6 @@ def test_norm_of_a_delta_is_right_also_where_squares_do_not_fit_in_fp32(size: fl
     values = size * torch.randn(1000, generator=torch.Generator().manual_seed(3))
     manifest = Manifest((TensorEntry("w", (1000,), "float32", Kind.TRAINABLE),))
     layout = lay_out(manifest).fragments[0]
-    delta = flat_state.encode(layout, {"w": values}, torch.bfloat16)
+    delta = model_tensors.encode(layout, {"w": values}, torch.bfloat16)
     assert delta.bad is None
     assert delta.norm == pytest.approx(float(values.double().norm()), rel=1e-4)

@@ -32,7 +32,8 @@ from diloco_protocol.records import to_plain
 from diloco_worker import DiLoCoClient, GlobalParameters
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.downloads import DOWNLOAD_WINDOW
-from diloco_worker.model.flat_state import FlatState, ModelTensors
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.model_tensors import ModelTensors
 from kit.scripted_broker import (
     Beside,
     Descent,

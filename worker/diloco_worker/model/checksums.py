@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diloco_protocol import Kind
 from diloco_protocol.codecs import as_bytes
-from diloco_worker.model.flat_state import ModelTensors
+from diloco_worker.model.model_tensors import ModelTensors
 
 # Narrower dtypes that a script may save a model in.
 _NARROWER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = {

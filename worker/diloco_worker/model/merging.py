@@ -10,21 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from diloco_protocol import Segment
 from diloco_protocol.chunks import Place
-
-if TYPE_CHECKING:
-    from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.flat_state import FlatState
 
 
 @dataclass
 class Change:
     """What is to become of a fragment in the model.
+
+    Without an origin local <- alpha local + (1 - alpha) new, the merge of Streaming DiLoCo (Douillard et
+    al. 2025, arXiv 2501.18512). With one: local <- alpha origin + (1 - alpha) new + (local - origin).
+    Parameters are computed in fp32 (fp64 for fp64 tensors), then rounded to the tensor's dtype. Float
+    buffers stay between the new value and the local one. Integers take the new value; with an origin the
+    larger of it and new + (local - origin), as a counter would.
 
     Attributes:
         new: the values to bring in.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from diloco_protocol.manifest import summarise
+from diloco_worker.model.model_manifest import dtype_name
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,11 @@ class Seen:
 
     @classmethod
     def of(cls, parameter: nn.Parameter) -> Seen:
-        dtype = str(parameter.dtype).removeprefix("torch.")
         return cls(
-            weakref.ref(parameter), tuple(parameter.shape), dtype, bool(parameter.requires_grad)
+            weakref.ref(parameter),
+            tuple(parameter.shape),
+            dtype_name(parameter),
+            bool(parameter.requires_grad),
         )
 
 

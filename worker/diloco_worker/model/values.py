@@ -12,7 +12,7 @@ import torch
 
 from diloco_protocol import Kind, UsageError
 from diloco_protocol.codecs import has_nan, is_finite
-from diloco_worker.model.flat_state import ModelTensors
+from diloco_worker.model.model_tensors import ModelTensors
 
 
 def check_values(tensors: ModelTensors) -> None:

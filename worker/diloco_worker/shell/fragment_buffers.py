@@ -10,10 +10,11 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
-from diloco_protocol import ModelLayout, RunConfig
+from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig
 from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.messages import Chunk, Message
-from diloco_worker.model.flat_state import FlatState, WireFragment, require_length
+from diloco_worker.model.flat_state import FlatState, WireFragment
 
 
 def check_length(
@@ -22,10 +23,13 @@ def check_length(
     """Raise ProtocolError when a chunk has not the length that its place in the model needs."""
     if not isinstance(message, Chunk) or layout is None or config is None:
         return
-    if 0 <= message.fragment < len(layout.all):
-        spans = layout.all[message.fragment].spans
-        if 0 <= message.index < len(spans):
-            require_length(spans[message.index], payload, config.reply_dtype)
+    spans = layout.all[message.fragment].spans if 0 <= message.fragment < len(layout.all) else ()
+    if not 0 <= message.index < len(spans):
+        return  # the session says that there is no such chunk
+    wanted = span_bytes(spans[message.index], config.reply_dtype)
+    if payload.nbytes != wanted:
+        text = f"chunk {message.index} has {payload.nbytes} bytes instead of {wanted}."
+        raise ProtocolError(Code.BAD_CHUNK, text)
 
 
 class Holdings:

@@ -20,7 +20,7 @@ from diloco_worker.core.connection import Phase
 from diloco_worker.core.effects import Carried, Granted, Joined
 from diloco_worker.core.schedule import Turn, Turns
 from diloco_worker.core.stillness import Stillness
-from diloco_worker.model.flat_state import ModelTensors
+from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import Constants
 from diloco_worker.shell.inbox import News
 from diloco_worker.shell.link import Link

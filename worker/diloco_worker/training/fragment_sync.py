@@ -23,8 +23,9 @@ from diloco_protocol import Ledger, RunConfig, Segment, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.fragments.plan import longest_delay
 from diloco_protocol.messages import BUFFERS, Push
-from diloco_worker.model.flat_state import Delta, FlatState, ModelTensors, WireFragment
+from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.model.merging import Change
+from diloco_worker.model.model_tensors import Delta, ModelTensors
 from diloco_worker.shell.inbox import Arrival, Rejection
 from diloco_worker.shell.link import Link
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from diloco_protocol import UsageError
+from diloco_worker.model.model_manifest import unwrapped
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ _occupants: weakref.WeakKeyDictionary[nn.Module, Occupant] = weakref.WeakKeyDict
 
 def check_free(model: nn.Module) -> None:
     """Raise UsageError if a worker of this process is in a run with this model."""
-    occupant = _occupants.get(_inner(model))
+    occupant = _occupants.get(unwrapped(model))
     if occupant is not None and occupant.pid == os.getpid():
         raise UsageError(
             f"This model is in a run already, as worker {occupant.worker_id!r}; close() that "
@@ -40,17 +41,11 @@ def check_free(model: nn.Module) -> None:
 def occupy(model: nn.Module, worker: object, worker_id: str) -> None:
     """This worker takes part with this model; raises UsageError as `check_free` does."""
     check_free(model)
-    _occupants[_inner(model)] = Occupant(id(worker), worker_id, os.getpid())
+    _occupants[unwrapped(model)] = Occupant(id(worker), worker_id, os.getpid())
 
 
 def vacate(model: nn.Module, worker: object) -> None:
     """This worker has left, if it was ever in."""
-    occupant = _occupants.get(_inner(model))
+    occupant = _occupants.get(unwrapped(model))
     if occupant is not None and occupant.number == id(worker):
-        del _occupants[_inner(model)]
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """What torch.compile wraps, or the model itself."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
+        del _occupants[unwrapped(model)]

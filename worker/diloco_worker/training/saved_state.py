@@ -40,7 +40,8 @@ from diloco_worker.core.compatibility import cut
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.previous_life import SENT_BEFORE, names_unknown_push
 from diloco_worker.model.checksums import differing
-from diloco_worker.model.flat_state import FlatState, ModelTensors, WireFragment
+from diloco_worker.model.flat_state import FlatState, WireFragment
+from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.shell.inbox import Arrival
 from diloco_worker.training.fragment_sync import Flight, Ground, Work
 

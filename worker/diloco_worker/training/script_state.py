@@ -10,7 +10,7 @@ from typing import Any
 from diloco_protocol import UsageError
 from diloco_worker.core.downloads import Held
 from diloco_worker.model.checksums import checksums
-from diloco_worker.model.flat_state import ModelTensors
+from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.shell.link import Link
 from diloco_worker.training.boundary import Boundaries
 from diloco_worker.training.metrics import SyncMetrics

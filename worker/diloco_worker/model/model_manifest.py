@@ -1,0 +1,118 @@
+"""What a model consists of, as a run knows it; or why it cannot be exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
+from diloco_protocol.manifest import summarise
+
+
+def unwrapped(model: object) -> nn.Module:
+    """What torch.compile wraps, or the model itself; raises UsageError when it is no module."""
+    module = getattr(model, "_orig_mod", model)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"The model is a {type(model).__name__}; it must be an nn.Module.")
+    return module
+
+
+def live_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, tied ones under each of their names."""
+    tensors: dict[str, Tensor] = dict(module.named_buffers(remove_duplicate=False))
+    tensors.update(module.named_parameters(remove_duplicate=False))
+    return tensors
+
+
+def manifest_of(model: nn.Module) -> Manifest:
+    """What a model consists of, as a run will know it: `FragmentPlan.of(manifest_of(model), 4)`.
+
+    Raises:
+        UsageError: it cannot be exchanged.
+    """
+    module = unwrapped(model)
+    live = live_tensors(module)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    entries = []
+    for name, aliases in _tied(module, live, parameters).items():
+        tensor = live[name]
+        tied = [parameters[each] for each in (name, *aliases) if each in parameters]
+        if any(parameter.requires_grad for parameter in tied):
+            kind = Kind.TRAINABLE
+        else:
+            kind = Kind.FROZEN if tied else Kind.BUFFER
+        entry = TensorEntry(name, tuple(tensor.shape), dtype_name(tensor), kind, tuple(aliases))
+        if kind is Kind.BUFFER and entry.is_floating_point and bool(torch.isinf(tensor).any()):
+            entry = replace(entry, kind=Kind.FROZEN)  # a constant; see `values`
+        entries.append(entry)
+    manifest = Manifest(tuple(entries))
+    require_sound(manifest)
+    return manifest
+
+
+def _tied(
+    module: nn.Module, live: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, list[str]]:
+    """The tensors of a state dict by their first name, each with its other names."""
+    listed = [name for name, value in module.state_dict().items() if isinstance(value, Tensor)]
+    foreign = [name for name in listed if name not in live]
+    if foreign:
+        raise UsageError(
+            f"The model's state_dict has {foreign[0]!r}, which is neither a parameter nor a buffer, "
+            "so it could not be kept in step; remove the hook that adds it."
+        )
+    hidden = [n for n, p in parameters.items() if p.requires_grad and n not in listed]
+    if hidden:
+        raise UsageError(
+            f"The parameter {hidden[0]!r} is trained but is not in the model's state_dict, so it "
+            "would not be exchanged; remove the hook that hides it."
+        )
+    first: dict[object, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for name in listed:
+        tensor = live[name]
+        _require_values_of_its_own(name, tensor)
+        original = first.setdefault(_identity(tensor), name)
+        if original == name:
+            aliases[name] = []
+        else:
+            aliases[original].append(name)
+    return aliases
+
+
+def _require_values_of_its_own(name: str, tensor: Tensor) -> None:
+    """Raise UsageError for a tensor that values cannot be copied out of and into."""
+    if is_lazy(tensor):
+        raise UsageError(
+            f"{name} belongs to a Lazy module and has no shape yet; run one batch through the model "
+            "(and make the optimizer) before the DiLoCoWorker."
+        )
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        what = "on the meta device" if tensor.is_meta else f"in layout {tensor.layout}"
+        raise UsageError(f"{name} is {what}; only dense tensors with values can be exchanged.")
+    if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise UsageError(
+            f"{name} was made by expand: several of its elements are one and the same memory, so no "
+            "values can be copied into it; register its .clone(), or persistent=False if it is constant."
+        )
+
+
+def _identity(tensor: Tensor) -> object:
+    """Equal for two names of the very same data."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def require_sound(manifest: Manifest) -> None:
+    problems = manifest.problems()
+    if problems:
+        raise UsageError(f"The model cannot be exchanged: {summarise(problems)}.")
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

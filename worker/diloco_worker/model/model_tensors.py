@@ -1,0 +1,249 @@
+"""The tensors of a model by name: capturing them, their delta in wire form, and putting values back.
+
+With parameters on a CUDA device the vectors lie in pinned memory: copies are queued on the current
+stream of the calling thread, behind the training kernels, and waited for before the host looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from diloco_protocol import Manifest, Segment, TensorEntry, UsageError
+from diloco_protocol.chunks import FragmentLayout, Place
+from diloco_protocol.codecs import is_finite, segment_dtype, wire_dtype
+from diloco_protocol.tensor_pool import Buffers, mapped
+from diloco_worker.model.flat_state import FlatState, WireFragment, held
+from diloco_worker.model.merging import Change, wait_for_copies
+from diloco_worker.model.model_manifest import (
+    dtype_name,
+    live_tensors,
+    manifest_of,
+    require_sound,
+    unwrapped,
+)
+from diloco_worker.model.model_watch import ModelWatch
+
+# Elements handled at a time: two fp32 pieces of this size stay in a core's second-level cache.
+PIECE_ELEMENTS = 1 << 17
+# Wire dtypes that reach as far as fp32.
+_WIDE = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A frozen pseudo-gradient in wire form.
+
+    Attributes:
+        wire: global minus local; of buffers and integers the local values.
+        norm: Euclidean length of the parameters' part, before rounding to the wire dtype.
+        bad: a tensor that has NaN or infinity after encoding; None when all values are finite.
+    """
+
+    wire: WireFragment
+    norm: float
+    bad: str | None
+
+
+class ModelTensors:
+    """The tensors of a model, by the manifest's names.
+
+    Args:
+        manifest: names, shapes, dtypes.
+        lookup: returns the tensors as they are now, by name. It is asked each time, since a module
+            may replace a buffer.
+        watch: notices that the model is another one than that of the manifest.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        lookup: Callable[[], Mapping[str, Tensor]],
+        watch: ModelWatch | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.watch = watch
+        self._lookup = lookup
+        self._buffers = Buffers()
+
+    @classmethod
+    def of_module(cls, model: nn.Module) -> ModelTensors:
+        """The tensors of a module's `state_dict`; raises UsageError when they cannot be exchanged."""
+        manifest, module = manifest_of(model), unwrapped(model)
+        return cls(manifest, lambda: live_tensors(module), ModelWatch(module))
+
+    @classmethod
+    def of_state(cls, manifest: Manifest, state: Mapping[str, Tensor]) -> ModelTensors:
+        """Tensors in a dict, for a model that is no nn.Module."""
+        require_sound(manifest)
+        tensors = cls(manifest, lambda: state)
+        tensors._checked(tuple(manifest.entries))
+        return tensors
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether any tensor of the model lies on a CUDA device."""
+        return _on_cuda(self._lookup().values())
+
+    def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
+        """Each entry of the manifest with its tensor as it is now.
+
+        Raises:
+            UsageError: when a tensor is not what the manifest says any more.
+        """
+        found = self._checked(self.manifest.entries)
+        return ((entry, found[entry.name].detach()) for entry in self.manifest.entries)
+
+    def capture(self, layout: FragmentLayout) -> FlatState:
+        """Copy a fragment's values to the host.
+
+        Raises:
+            UsageError: when a tensor is not what the manifest says any more.
+        """
+        live = self._live(layout)
+        state = FlatState.empty(layout, pinned=_on_cuda(live.values()))
+        self._copy_out(live, state)
+        return state
+
+    @torch.no_grad()
+    def distance(self, base: FlatState) -> float:
+        """Euclidean length of what separates the model's parameters from these."""
+        live = self._live(base.layout)
+        squares = 0.0
+        for place in base.layout.places:
+            if place.segment is Segment.PARAMETERS:
+                apart = live[place.entry.name].detach().to("cpu", torch.float32, copy=True)
+                squares += float(torch.linalg.vector_norm(apart.sub_(base.of(place)))) ** 2
+        return math.sqrt(squares)
+
+    def delta(self, base: FlatState, dtype_name: str, scratch: FlatState | None = None) -> Delta:
+        """Global minus local of a fragment, encoded; the model is only read.
+
+        Args:
+            base: the global values that training started from, rounded to the model's dtypes.
+            dtype_name: wire dtype of parameters, by name.
+            scratch: room that may be overwritten, used when the model is on a CUDA device.
+
+        Raises:
+            UsageError: when a tensor is not what the manifest says any more.
+        """
+        layout = base.layout
+        live = self._live(layout)
+        if _on_cuda(live.values()):
+            # One queue of copies and one wait, instead of a wait for each piece.
+            staging = scratch if scratch is not None else FlatState.empty(layout, pinned=True)
+            self._copy_out(live, staging)
+            live = staging.by_name()
+        return self.encode(layout, live, dtype_name, base)
+
+    def encode(
+        self,
+        layout: FragmentLayout,
+        tensors: Mapping[str, Tensor],
+        dtype_name: str,
+        base: FlatState | None = None,
+    ) -> Delta:
+        """`encode` into memory that no earlier delta is sent from any more."""
+        return encode(layout, tensors, wire_dtype(dtype_name), base, self._buffers.take)
+
+    def bring_in(self, change: Change) -> None:
+        """Change the model's own tensors, so that the optimizer's references stay valid.
+
+        When this returns the host memory of the change may be used again. What it raises breaks the
+        change off: called again, it goes on with the tensors that are left.
+        """
+        change.carry_out(self._live(change.new.layout))
+
+    def put(self, state: FlatState) -> None:
+        """Copy values into the model."""
+        self.bring_in(Change(state))
+
+    def _live(self, layout: FragmentLayout) -> dict[str, Tensor]:
+        return self._checked(tuple(place.entry for place in layout.places))
+
+    def _checked(self, entries: tuple[TensorEntry, ...]) -> dict[str, Tensor]:
+        tensors = self._lookup()
+        found = {}
+        for entry in entries:
+            tensor = tensors.get(entry.name)
+            if tensor is None:
+                raise UsageError(f"The model has no tensor {entry.name!r} (any more).")
+            if tuple(tensor.shape) != entry.shape or dtype_name(tensor) != entry.dtype:
+                raise UsageError(
+                    f"{entry.name} is {dtype_name(tensor)}{list(tensor.shape)}, the run has {entry}; "
+                    "the shapes and dtypes of a model must stay as they were when it joined."
+                )
+            found[entry.name] = tensor
+        return found
+
+    @staticmethod
+    def _copy_out(live: Mapping[str, Tensor], state: FlatState) -> None:
+        for place in state.layout.places:
+            tensor, target = live[place.entry.name].detach(), state.of(place)
+            if tensor.is_cuda:
+                # Convert on the device, so that the copy to the host can be queued.
+                target.copy_(tensor.to(target.dtype), non_blocking=True)
+            else:
+                target.copy_(tensor)
+        wait_for_copies(live)
+
+
+@torch.no_grad()
+def encode(
+    layout: FragmentLayout,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    base: FlatState | None = None,
+    room: Callable[[int, torch.dtype], Tensor] = mapped,
+) -> Delta:
+    """Lay tensors out in wire form: what a model holds of `base` minus them, or they themselves.
+
+    Buffers and integers are always taken as they are. `room` returns an uninitialised vector.
+    """
+    wire = {
+        segment: room(length, segment_dtype(segment, dtype))
+        for segment, length in layout.lengths.items()
+        if length
+    }
+    squares = 0.0
+    bad = None
+    piece = torch.empty(PIECE_ELEMENTS, dtype=torch.float32)
+    for place in layout.places:
+        given = tensors[place.entry.name].detach().reshape(-1)
+        if place.segment is not Segment.PARAMETERS:
+            values = wire[place.segment][place.start : place.stop].copy_(given)
+            if not is_finite(values):
+                bad = bad or place.entry.name
+            continue
+        for start, stop in _pieces(place):
+            values, local = piece[: stop - start], given[start - place.start : stop - place.start]
+            if local.dtype is not torch.float32 or base is None:
+                local = values.copy_(local)
+            if base is not None:
+                begun = held(base.vectors[place.segment][start:stop], place.entry)
+                torch.sub(begun, local, out=values)
+            encoded = wire[place.segment][start:stop]
+            encoded.copy_(values)
+            # Finite squares have finite roots, far below what bf16 can hold: no second look at them.
+            square = float(torch.dot(values, values))
+            is_fine = math.isfinite(square) and dtype in _WIDE
+            if not is_fine and not is_finite(encoded):
+                bad = bad or place.entry.name
+                continue
+            if not math.isfinite(square):  # large elements: fp64 has room for their squares
+                square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+            squares += square
+    return Delta(WireFragment(layout, wire), math.sqrt(squares), bad)
+
+
+def _on_cuda(tensors: Iterable[Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors)
+
+
+def _pieces(place: Place) -> Iterator[tuple[int, int]]:
+    for start in range(place.start, place.stop, PIECE_ELEMENTS):
+        yield start, min(start + PIECE_ELEMENTS, place.stop)

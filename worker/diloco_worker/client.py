@@ -54,7 +54,7 @@ from diloco_worker.model.model_tensors import ModelTensors, encode
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.inbox import Arrival, Progress
 from diloco_worker.shell.link import Link
-from diloco_worker.training.settings import check_address, default_worker_id
+from diloco_worker.training.settings import ADDRESS, check, default_worker_id
 
 # Seconds between two questions for the model while the broker has none.
 ASK_AGAIN_S = 0.5
@@ -113,7 +113,7 @@ class DiLoCoClient:
         wants: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        check_address(server)
+        check(server, ADDRESS, "server")
         self.server = with_scheme(server)
         self.worker_id = worker_id or default_worker_id()
         self.timeout = timeout

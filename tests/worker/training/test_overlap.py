@@ -166,7 +166,7 @@ def test_worker_may_insist_on_auto(given: dict[str, Any], environ: dict[str, str
         (
             {},
             {"DILOCO_FRAGMENT_SYNC_DELAY": "soon"},
-            "DILOCO_FRAGMENT_SYNC_DELAY is 'soon'; it must be a whole number, or auto.",
+            "DILOCO_FRAGMENT_SYNC_DELAY is 'soon'; it must be a whole number, 0 or more, or 'auto'.",
         ),
     ],
     ids=str,

@@ -149,13 +149,16 @@ def test_default_worker_ids_differ_on_one_host() -> None:
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"server": 5}, "server is 5; it must be a text"),
+        ({"server": 5}, "server is 5; it must be an address like"),
         ({"server": "tcp://*:8512"}, "must be an address like"),
-        ({"worker_id": 7}, "worker_id is 7; it must be a text"),
-        ({"wire_dtype": ["bf16"]}, "it must be a text"),
+        ({"worker_id": 7}, "worker_id is 7; it must be 1 to 64 printable"),
+        ({"wire_dtype": ["bf16"]}, r"wire_dtype is \['bf16'\]; it must be one of fp32, bf16, fp16"),
         ({"sync_every": True}, "it must be a whole number"),
         ({"num_fragments": 0}, "num_fragments is 0; it must be a whole number, 1 or more"),
-        ({"extra": {"lr": torch.tensor(1.0)}}, r"extra\['lr'\] is a Tensor"),
+        (
+            {"extra": {"lr": torch.tensor(1.0)}},
+            r"extra is {'lr': tensor.*; it must be a dict with text keys",
+        ),
     ],
 )
 def test_value_of_the_wrong_kind_is_one_sentence(keywords: dict[str, Any], words: str) -> None:

@@ -6,6 +6,7 @@ A keyword that is given wins over its variable. An empty variable counts as not 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -14,11 +15,11 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from diloco_protocol import UsageError
 from diloco_protocol.addresses import with_scheme
-from diloco_protocol.dtypes import check_wire_dtype
+from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 
 logger = logging.getLogger("diloco.worker")
@@ -33,28 +34,122 @@ OTHER_VARIABLES = ("DILOCO_FEED", "DILOCO_GRID", "DILOCO_UPDATE_SNAPSHOTS")
 # What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class Kind:
+    """What a keyword takes.
+
+    Attributes:
+        read: makes a value of a variable's text; raises ValueError where that cannot be.
+        what: the end of the sentence "NAME is VALUE; it must be ...".
+        holds: whether a value can work.
+    """
+
+    read: Callable[[str], Any]
+    what: str
+    holds: Callable[[Any], bool]
+
+
+def keyword(kind: Kind, default: Any = None) -> Any:
+    """A field that is a keyword of a worker, with a variable behind it."""
+    return field(default=default, metadata={"kind": kind})
+
+
+def whole(least: int) -> Kind:
+    """A whole number, at least this."""
+
+    def holds(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+    return Kind(int, f"a whole number, {least} or more", holds)
+
+
+def number(most: float = math.inf) -> Kind:
+    """A finite number from 0 to this."""
+    limits = ", 0 or more" if most == math.inf else f" from 0 to {most:g}"
+
+    def holds(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and 0 <= value <= most and math.isfinite(value)
+
+    return Kind(float, f"a number{limits}", holds)
+
+
+def _truth(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in known:
+        raise ValueError(text)
+    return known[text.lower()]
+
+
+def _pairs(text: str) -> dict[str, str]:
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(equals and key.strip() for key, equals, _ in parts):
+        raise ValueError(text)
+    return {key.strip(): value.strip() for key, _, value in parts}
+
+
+def _is_small_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and isinstance(item, str | int | float | None)
+        for key, item in value.items()
+    )
+
+
+def _is_address(value: Any) -> bool:
+    """Whether it looks like tcp://host:port, host:port or ipc://path."""
+    if not isinstance(value, str):
+        return False
+    scheme, _, rest = with_scheme(value).partition("://")
+    host, _, port = rest.rpartition(":")
+    is_host = host != "" and not host.startswith("*")
+    is_port = port.isdecimal() and 0 < int(port) < 65536
+    return (scheme == "ipc" and rest != "") or (scheme == "tcp" and is_host and is_port)
+
+
+SWITCH = Kind(_truth, "True or False (in a variable 1 or 0)", lambda value: isinstance(value, bool))
+ADDRESS = Kind(str, "an address like tcp://10.0.0.1:8512", _is_address)
+_ID = Kind(
+    str,
+    f"1 to {LONGEST_WORKER_ID} printable characters",
+    lambda value: isinstance(value, str) and is_worker_id(value),
+)
+_WIRE_DTYPE = Kind(str, f"one of {', '.join(WIRE_DTYPES)}", lambda value: value in WIRE_DTYPES)
+_DELAY = Kind(
+    lambda text: AUTO if text.lower() == AUTO else int(text),
+    f"{whole(0).what}, or 'auto'",
+    lambda value: value == AUTO or whole(0).holds(value),
+)
+_KEYS = Kind(str, "left out: this release has no encryption with CURVE keys", lambda value: False)
+# Displays show it.
+_EXTRA = Kind(
+    _pairs,
+    "a dict with text keys, and texts or numbers as values (in a variable pairs like "
+    "gpu=a100,site=berlin)",
+    _is_small_dict,
+)
+_FILE = Kind(str, "the path of a file", lambda value: isinstance(value, str | Path))
 
 
 @dataclass(frozen=True)
 class Settings:
     """What a worker asks for. None means: what the broker says."""
 
-    server: str | None = None
-    sync_every: int | None = None
-    worker_id: str | None = None
-    wire_dtype: str | None = None
-    num_fragments: int | None = None
-    fragment_sync_delay: int | str | None = None
-    fragment_update_alpha: float | None = None
-    dylu: bool | None = None
-    heartbeat_interval: float | None = None
-    max_sync_retries: int = DEFAULT_RETRIES
-    timeout: float = DEFAULT_TIMEOUT_S
-    keys: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    handle_signals: bool | None = None
-    audit: str | Path | None = None
+    server: str | None = keyword(ADDRESS)
+    sync_every: int | None = keyword(whole(1))
+    worker_id: str | None = keyword(_ID)
+    wire_dtype: str | None = keyword(_WIRE_DTYPE)
+    num_fragments: int | None = keyword(whole(1))
+    fragment_sync_delay: int | str | None = keyword(_DELAY)
+    fragment_update_alpha: float | None = keyword(number(most=1))
+    dylu: bool | None = keyword(SWITCH)
+    heartbeat_interval: float | None = keyword(number())
+    max_sync_retries: int = keyword(whole(0), DEFAULT_RETRIES)
+    timeout: float = keyword(number(), DEFAULT_TIMEOUT_S)
+    keys: str | None = keyword(_KEYS)
+    extra: Mapping[str, Any] | None = keyword(_EXTRA)
+    handle_signals: bool | None = keyword(SWITCH)
+    audit: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as above
 
     @property
     def wants(self) -> dict[str, Any]:
@@ -69,11 +164,6 @@ class Settings:
         asked = {name: getattr(self, name) for name in names}
         asked["dylu"] = self.dylu or None  # False is this worker's own affair
         return {name: value for name, value in asked.items() if value is not None}
-
-
-def variable(keyword: str) -> str:
-    """The variable behind a keyword."""
-    return PREFIX + keyword.upper()
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -128,150 +218,31 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     """
     environ = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    for keyword in (each.name for each in fields(Settings)):
-        value, source = given.get(keyword), keyword
+    for each in fields(Settings):
+        kind: Kind = each.metadata["kind"]
+        value, source = given.get(each.name), each.name
         if value is None:
-            text = environ.get(variable(keyword), "").strip()
+            source = PREFIX + each.name.upper()
+            text = environ.get(source, "").strip()
             if not text:
                 continue
-            source = variable(keyword)
-            value = _parse(_PARSERS[keyword], text, source)
-        _check(keyword, value, source)
-        values[keyword] = with_scheme(value) if keyword == "server" else value
+            try:
+                value = kind.read(text)
+            except ValueError:
+                raise _wrong(source, text, kind) from None
+        check(value, kind, source)
+        values[each.name] = with_scheme(value) if kind is ADDRESS else value
     return Settings(**values)
 
 
-def _parse(parser: tuple[Callable[[str], T], str], text: str, source: str) -> T:
-    read, what = parser
-    try:
-        return read(text)
-    except ValueError:
-        raise UsageError(f"{source} is {text!r}; it must be {what}.") from None
+def check(value: object, kind: Kind, source: str) -> None:
+    """Raise UsageError for a value that cannot work, naming where it came from."""
+    if not kind.holds(value):
+        raise _wrong(source, value, kind)
 
 
-def _delay(text: str) -> int | str:
-    return AUTO if text.lower() == AUTO else int(text)
-
-
-def _truth(text: str) -> bool:
-    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if text.lower() not in known:
-        raise ValueError(text)
-    return known[text.lower()]
-
-
-def _pairs(text: str) -> dict[str, str]:
-    parts = [part.partition("=") for part in text.split(",") if part.strip()]
-    if not all(equals and key.strip() for key, equals, _ in parts):
-        raise ValueError(text)
-    return {key.strip(): value.strip() for key, _, value in parts}
-
-
-_TEXT: tuple[Callable[[str], Any], str] = (str, "text")
-_COUNT: tuple[Callable[[str], Any], str] = (int, "a whole number")
-_NUMBER: tuple[Callable[[str], Any], str] = (float, "a number")
-_PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "server": _TEXT,
-    "sync_every": _COUNT,
-    "worker_id": _TEXT,
-    "wire_dtype": _TEXT,
-    "num_fragments": _COUNT,
-    "fragment_sync_delay": (_delay, "a whole number, or auto"),
-    "fragment_update_alpha": _NUMBER,
-    "dylu": (_truth, "1 or 0"),
-    "heartbeat_interval": _NUMBER,
-    "max_sync_retries": _COUNT,
-    "timeout": _NUMBER,
-    "keys": _TEXT,
-    "extra": (_pairs, "pairs like gpu=a100,site=berlin"),
-    "handle_signals": (_truth, "1 or 0"),
-    "audit": (str, "the path of a file"),
-}
-
-_LOWEST = {
-    "sync_every": 1,
-    "num_fragments": 1,
-    "fragment_sync_delay": 0,
-    "fragment_update_alpha": 0,
-    "heartbeat_interval": 0,
-    "max_sync_retries": 0,
-    "timeout": 0,
-}
-
-
-def _check(keyword: str, value: Any, source: str) -> None:
-    lowest = _LOWEST.get(keyword)
-    may_be_auto = keyword == "fragment_sync_delay"
-    if lowest is not None and not (may_be_auto and value == AUTO):
-        whole = may_be_auto or _PARSERS[keyword] is _COUNT
-        kind = int if whole else (int, float)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, kind)
-            or not lowest <= value < float("inf")
-        ):
-            what = "a whole number" if whole else "a number"
-            else_auto = ", or 'auto'" if may_be_auto else ""
-            raise UsageError(
-                f"{source} is {value!r}; it must be {what}, {lowest} or more{else_auto}."
-            )
-    if _PARSERS[keyword] is _TEXT and not isinstance(value, str):
-        raise UsageError(f"{source} is {value!r:.80}; it must be a text.")
-    match keyword:
-        case "server":
-            check_address(value, source)
-        case "worker_id":
-            if not is_worker_id(value):
-                raise UsageError(
-                    f"{source} is {value!r:.80}; it must be 1 to {LONGEST_WORKER_ID} printable "
-                    "characters."
-                )
-        case "wire_dtype":
-            check_wire_dtype(value)
-        case "extra":
-            if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-                raise UsageError(f"{source} is {value!r:.80}; it must be a dict with text keys.")
-            for key, item in value.items():
-                if not isinstance(item, str | int | float | None):
-                    raise UsageError(
-                        f"{source}[{key!r}] is a {type(item).__name__}; displays show texts and "
-                        "numbers, so give it as one."
-                    )
-        case "fragment_update_alpha" if value > 1:
-            raise UsageError(f"{source} is {value!r}; it must be a number from 0 to 1.")
-        case "dylu" | "handle_signals" if not isinstance(value, bool):
-            raise UsageError(f"{source} is {value!r:.80}; it must be True or False.")
-        case "audit" if not isinstance(value, str | Path):
-            raise UsageError(f"{source} is {value!r:.80}; it must be the path of a file.")
-        case "keys":
-            raise _missing(source, "encryption with CURVE keys")
-        case _:
-            pass
-
-
-def _missing(source: str, feature: str) -> UsageError:
-    return UsageError(
-        f"{source} asks for {feature}, which this release does not have; leave it out."
-    )
-
-
-def check_address(address: str, source: str = "server") -> None:
-    """Raise UsageError unless the address looks like tcp://host:port, host:port or ipc://path."""
-    scheme, _, rest = with_scheme(address).partition("://")
-    _, colon, port = rest.rpartition(":")
-    sound = scheme == "ipc" and rest != ""
-    if (
-        scheme == "tcp"
-        and colon
-        and not rest.startswith("*")
-        and rest != colon + port
-        and port.isdecimal()
-    ):
-        sound = 0 < int(port) < 65536
-    if not sound:
-        raise UsageError(
-            f"{source} is {address!r}; it must be an address like tcp://10.0.0.1:8512."
-        )
+def _wrong(source: str, value: object, kind: Kind) -> UsageError:
+    return UsageError(f"{source} is {value!r:.80}; it must be {kind.what}.")
 
 
 def default_worker_id() -> str:

@@ -16,14 +16,15 @@ import pytest
 from diloco_broker.core.effects import Effect, Step
 from diloco_broker.core.machine import Core
 from diloco_broker.core.rules import (
+    checkpoints,
     initial_model,
     rounds,
 )
+from diloco_broker.core.rules.checkpoints import run_record
 from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Bootstrap, Resumption
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.run_record import run_record
 from diloco_broker.core.state.staged_round import StagedRound, Submission
 from diloco_broker.core.state.streaming_round import Round
 from diloco_broker.storage import writer
@@ -377,7 +378,7 @@ def tells_before_it_is_saved(broken: pytest.MonkeyPatch) -> None:
 
 def saves_without_the_version_that_waits(broken: pytest.MonkeyPatch) -> None:
     broken.setattr(
-        rounds, "run_record", lambda state, n: run_record(replace(state, unreleased=None), n)
+        checkpoints, "run_record", lambda state, n: run_record(replace(state, unreleased=None), n)
     )
 
 

@@ -13,8 +13,8 @@ import typer
 from diloco_broker.cli.config_options import DEFAULTS, parameter, with_options
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.cli.plan_report import Planned, as_json, as_text
-from diloco_broker.core.own_plan import read_split
 from diloco_broker.storage.model_header import read_header
+from diloco_broker.storage.own_plan import read_split
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.clients.operator import Operator
 from diloco_protocol.errors import UsageError

@@ -28,7 +28,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import (
     admission,
-    donation,
+    checkpoints,
     initial_model,
     operator,
     pushes,
@@ -106,13 +106,13 @@ class Core:
             case events.Stepped():
                 return list(rounds.stepped(state, event))
             case events.InitialStored():
-                return list(donation.placed(state, event))
+                return list(initial_model.stored(state, event))
             case events.InitialRefused():
-                return list(donation.place_refused(state, event))
+                return list(initial_model.refused(state, event))
             case events.Saved():
                 return list(rounds.saved(state, event))
             case events.SaveFailed():
-                return list(rounds.save_failed(state, event))
+                return list(checkpoints.save_failed(state, event))
             case events.PeerGone(route):
                 return list(admission.peer_gone(state, route, now))
             case events.Tick(lost):
@@ -216,7 +216,7 @@ class Core:
                 and message.purpose is messages.Purpose.DONATION
                 and member
             ):
-                yield from donation.reject_donor(self.state, member)
+                yield from initial_model.reject_donor(self.state, member)
         if isinstance(message, messages.Push) and not retry and error.code != Code.LATE:
             yield from self._skip_this_round(message)
         if isinstance(message, messages.Join) and error.code == Code.STOPPING:

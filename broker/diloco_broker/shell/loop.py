@@ -56,7 +56,6 @@ from diloco_broker.core.events import (
 )
 from diloco_broker.core.feed import TOPIC, EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.machine import Core
-from diloco_broker.core.own_plan import make_split
 from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.shell.ack_batch import Acks
 from diloco_broker.shell.onlookers import Onlookers
@@ -68,6 +67,7 @@ from diloco_broker.storage.audit_log import AuditLog
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.history import HistoryWriter, action_line, round_line, start_line
 from diloco_broker.storage.model_file import check_state_dict, describe
+from diloco_broker.storage.own_plan import make_split
 from diloco_broker.storage.writer import Saver, image_of, newest_image, next_life
 from diloco_broker.tensors.outer.chunked import make_outer
 from diloco_broker.tensors.outer.torch_optim import OuterOptimizerFactory

@@ -16,13 +16,13 @@ from pathlib import Path
 from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.own_plan import Split, check_same
 from diloco_broker.core.state.model_source import Restored, Resumption
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, FragmentImage, Image, NotPermitted
 from diloco_broker.storage.folder_lock import FolderLock
+from diloco_broker.storage.own_plan import Split, check_same
 from diloco_broker.tensors.outer.torch_optim import DELAYED
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ModelLayout

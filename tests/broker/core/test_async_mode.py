@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.state.dylu import averaged, sync_every
+from diloco_broker.core.state.dylu import average_speed, sync_every
 from diloco_protocol.messages import (
     Error,
     Grant,
@@ -354,9 +354,9 @@ def test_heartbeats_are_answered_with_the_steps_that_fit_the_speed() -> None:
 
 
 def test_absurd_speed_of_one_report_is_soon_forgotten() -> None:
-    speed = averaged(1.0, 1e12)
+    speed = average_speed(1.0, 1e12)
     for _ in range(3):
-        speed = averaged(speed, 1.0)
+        speed = average_speed(speed, 1.0)
     assert speed is not None
     assert speed < 1.1
 
@@ -366,10 +366,10 @@ def test_steps_are_floored_bounded_and_independent_of_rounding() -> None:
     assert sync_every({"a": 3.0, "b": 1.0}, "b", 10, 1) == 3
     assert sync_every({"a": 3.0, "b": 0.01}, "b", 10, 4) == 4
     assert sync_every({"a": 3.0}, "b", 10, 4) == 10
-    assert averaged(None, 3.0) == 3.0
-    assert averaged(3.0, 1.0) == pytest.approx(1.5)  # 1/3 and 1 second a step
-    assert averaged(3.0, float("nan")) == 3.0
-    assert averaged(3.0, None) == 3.0
+    assert average_speed(None, 3.0) == 3.0
+    assert average_speed(3.0, 1.0) == pytest.approx(1.5)  # 1/3 and 1 second a step
+    assert average_speed(3.0, float("nan")) == 3.0
+    assert average_speed(3.0, None) == 3.0
 
 
 def test_worker_that_insists_on_dylu_is_refused_where_there_is_none() -> None:

@@ -11,7 +11,7 @@ import pytest
 from broker.core.test_liveness import feed
 from broker.core.test_recovery import holding
 
-from diloco_broker.core.rules.donation import RETURN_WITHIN_S
+from diloco_broker.core.rules.initial_model import RETURN_WITHIN_S
 from diloco_broker.core.state.model_source import DONOR_PATIENCE_S, InitialModel
 from diloco_protocol.messages import Error, Push
 from diloco_protocol.version import VersionId

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules import branches, compatibility, donation, rounds
+from diloco_broker.core.rules import branches, compatibility, initial_model, rounds
 from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member
 from diloco_broker.core.state.run import Departure, RunState
 from diloco_protocol import messages
@@ -79,9 +79,9 @@ def join(state: RunState, route: effects.Route, join: messages.Join, now: float)
         is_new_run = donor is not None and not any(donor.versions)
         if is_new_run or state.bootstrap.is_loading:  # a run that exists comes before a new one
             why = f"{join.worker_id} holds a version of a run, which goes on instead of a new one."
-            yield from donation.abandon_donation(state, why)
+            yield from initial_model.abandon_donation(state, why)
             return
-    yield from donation.seek(state)
+    yield from initial_model.seek(state)
 
 
 def _run_is_settled(state: RunState) -> bool:
@@ -204,7 +204,7 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     state.departed = Departure(member.worker_id, why)
     state.versions.forget(member.bulk)
     if state.bootstrap.donor == member.worker_id:
-        yield from donation.abandon_donation(state)
+        yield from initial_model.abandon_donation(state)
     yield from rounds.leave(state, member.worker_id)
 
 
@@ -302,4 +302,4 @@ def tick(state: RunState, now: float, lost: bool) -> effects.Effects:
         if now - reader.probed_at > PROBE_OBSERVERS_S:
             reader.probed_at = now
             yield effects.Send(reader.announce, messages.Notice("alive"))
-    yield from donation.seek(state)
+    yield from initial_model.seek(state)

@@ -7,10 +7,10 @@ would only make them wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.core.state.members import own_sync_every
 from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Join
@@ -58,12 +58,6 @@ def _check_steps(config: BrokerConfig, join: Join, asked: Any) -> None:
             "would wait for it in each round; leave it out or take fewer steps, or start the broker "
             "with more.",
         )
-
-
-def own_sync_every(wants: Mapping[str, Any]) -> int | None:
-    """H that a worker has asked for; None where it takes what the broker says."""
-    asked = wants.get("sync_every")
-    return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
 
 
 def remark(config: BrokerConfig, join: Join) -> str | None:

@@ -1,124 +1,25 @@
-"""Getting the first parameters: placing the model file, asking workers, taking in a donation."""
+"""A worker donates its parameters: their chunks are taken in, and a fragment is said to be whole.
+
+Who is asked, and what becomes of a whole donation, is `initial_model`'s affair.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator
-
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import initial_model, rounds
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.run_record import run_record
 from diloco_broker.core.state.versions import Upload, first_window, upload_window
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.manifest import summarise
 from diloco_protocol.version import RUN_PATTERN, Ledger, VersionId
 
 # More outer steps than any run takes; keeps counters within 64 bits.
 MAX_COUNTER = 1 << 48
-# A broker that comes back without a checkpoint may be the second life of one, and its workers on their
-# way: they try again every 2 s (protocol/README.md, section 7), and then join. So long after its start
-# parameters that would begin a new run are not taken.
-RETURN_WITHIN_S = 3.0
 
 
-def seek(state: RunState) -> effects.Effects:
-    """Get parameters if there are none: of a run that exists, else the model file's, else a worker's."""
-    boot = state.bootstrap
-    if boot.is_done or boot.is_loading or boot.manifest is None:
-        return
-    donor = state.members.named(boot.donor or "")
-    if donor is not None:
-        yield from ask(state, donor)
-    elif initial_model.is_called_for(state):
-        yield from initial_model.seek(state)
-    elif not (yield from _wait_for_a_run(state)):
-        if boot.initial is not None:
-            yield from _load_file(state)
-        else:
-            yield from _ask_a_newcomer(state)
-
-
-def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
-    """True while a worker that holds a version may be on its way: no new run takes its place."""
-    boot, config = state.bootstrap, state.config
-    here = len(state.members)
-    until, whom = state.now, ""
-    if boot.holder_lost_at is not None:
-        until = boot.holder_lost_at + config.recover_wait
-        whom = "the worker that holds the run and whose connection broke"
-    elif not config.has_new_address:
-        enough = here >= config.workers  # more may have been in an earlier run
-        until = state.started_at + min(config.recover_wait, RETURN_WITHIN_S if enough else math.inf)
-        whom = "workers that may come back with an earlier run"
-        whom += "" if enough else f", and for {config.workers} workers to be here"
-    if state.now >= until:
-        whom = ""
-    elif whom != boot.waits_for:
-        text = f"Waiting {until - state.now:.1f} s at most for {whom}; then a new run begins."
-        yield effects.Log("info", text)
-    boot.waits_for = whom
-    return bool(whom)
-
-
-def _ask_a_newcomer(state: RunState) -> effects.Effects:
-    boot = state.bootstrap
-    donor = boot.choose_donor(state.members)
-    if donor is None and boot.ask_all_again():
-        donor = boot.choose_donor(state.members)
-    if donor is not None:
-        boot.ask(donor, boot.all_fragments, state.now)
-        yield effects.Log("info", f"Asking {donor.worker_id} for its parameters.")
-        yield from ask(state, donor)
-
-
-def ask(state: RunState, donor: Member) -> effects.Effects:
-    """Ask the donor for what is needed; again on a new connection, another one if it is silent."""
-    boot = state.bootstrap
-    if state.now - boot.progress_at > boot.patience_s:
-        yield from _pass_over(state, donor)
-    elif boot.asked != donor.session:
-        boot.asked = donor.session
-        for fragment in boot.wanted:
-            text = "The broker needs the parameters of this worker; send them."
-            yield effects.Send(donor.control, messages.Notice("donate", text, fragment))
-
-
-def _pass_over(state: RunState, donor: Member) -> effects.Effects:
-    """A donor delivers nothing: another one is asked. Where there is none, it gets more time."""
-    boot = state.bootstrap
-    slow = f"{donor.worker_id} has sent no parameters for {boot.patience_s:g} s"
-    boot.passed_over.add(donor.worker_id)
-    if initial_model.can_do_without(state, donor):
-        yield effects.Log("warning", f"{slow}; going on without it.")
-        yield from abandon_donation(state, why="The broker asks another worker meanwhile.")
-    else:
-        boot.ask_all_again()
-        boot.progress_at = state.now
-        yield effects.Log("warning", f"{slow}, and nobody else has them; waiting for it.")
-
-
-def _load_file(state: RunState) -> effects.Effects:
-    boot = state.bootstrap
-    boot.is_loading = True
-    boot.run = f"{state.draw():016x}"
-    boot.wanted = boot.all_fragments
-    for each in state.versions.fragments:
-        chunks = each.layout.chunks
-        if chunks:
-            version = VersionId(boot.run, 0, state.draw())
-            intake = Intake(version, [None] * chunks, Bitmap.full(chunks))
-            boot.intakes[each.layout.fragment] = intake
-            for index in range(chunks):
-                yield effects.StoreInitial(each.layout.fragment, index)
-
-
-def begin_donation(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
+def begin(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
     """The donor offers a fragment; a donation that broke off goes on where it stopped."""
     boot = state.bootstrap
     if boot.donor != member.worker_id:
@@ -188,102 +89,26 @@ def arrived(state: RunState, push: messages.Push) -> Bitmap | None:
     return None if intake is None else intake.arrived
 
 
-def placed(state: RunState, event: events.InitialStored) -> effects.Effects:
-    """A chunk of the first version is in place; with the last of all the first round opens."""
+def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
+    """A chunk is in place: its credit goes back to the donor."""
     work, boot = event.work, state.bootstrap
     intake = boot.intakes[work.fragment]
-    assert intake.wires[work.index] is None, "a chunk was placed twice"
+    assert intake.wires[work.index] is None, "a chunk was stored twice"
     intake.wires[work.index] = event.wire
-    intake.placed += 1
+    intake.stored += 1
     boot.progress_at = state.now
     donor = state.members.named(work.worker_id)
     if donor is not None and work.fragment in donor.uploads:
         upload = donor.uploads[work.fragment]
-        more = upload.acknowledged(is_calm=intake.placed == len(intake.arrived))
+        more = upload.acknowledged(is_calm=intake.stored == len(intake.arrived))
         yield effects.Send(
             donor.control, messages.Ack(work.push_id, work.fragment, (work.index,), more)
         )
         upload.is_void = intake.is_whole
-    if boot.is_complete:
-        if intake.push is not None and intake.push.base is not None:
-            yield from initial_model.adopted(state, work.worker_id)
-        else:
-            yield from _begin_run(state, work.worker_id or "the model file")
 
 
-def _begin_run(state: RunState, source: str) -> effects.Effects:
-    boot = state.bootstrap
-    for fragment, intake in boot.intakes.items():
-        state.versions.install(fragment, intake.version, intake.wires, Ledger())
-        yield effects.RecordVersion(intake.version, None, fragment, 0)
-    yield effects.Log("info", f"Run {boot.run} begins with the parameters of {source}.")
-    yield from begin(state, 0, is_new=True)
-
-
-def begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
-    """Every fragment has a version: readers get it, and a round opens.
-
-    Args:
-        is_new: no checkpoint has all of it yet.
-    """
-    state.bootstrap.finish()
-    if state.config.is_staged:
-        yield effects.Log("info", _room_needed(state))
-    yield from state.versions.serve_waiting()
-    if is_new and state.config.save_dir is not None:
-        yield effects.Save(number, run_record(state, number))
-    yield from rounds.open_round(state, number)
-    round_, here = state.round, len(state.members)
-    if round_ is not None and here < round_.floor:
-        are = "is" if here == 1 else "are"
-        yield effects.Log(
-            "info", f"Round {number} waits for {round_.floor} workers; {here} {are} here."
-        )
-
-
-def _room_needed(state: RunState) -> str:
-    """What keeping whole submissions costs, said at the start."""
-    config, layouts = state.config, [each.layout for each in state.versions.trained]
-    sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
-    if config.is_async and not config.grace:
-        many, whose, size = config.staging_slots, "slot", max(sizes)
-    else:  # each worker may have one of each fragment waiting
-        many, whose, size = config.workers, "worker", sum(sizes)
-    return (
-        f"{config.why_staged} needs whole submissions: up to {many} {whose}{'s'[: many != 1]} x "
-        f"{_megabytes(size)} of memory beyond parameters and momentum."
-    )
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
-
-
-def place_refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
-    """A donation has values that cannot be used: ask another worker."""
-    work = event.work
-    names = summarise(state.versions[work.fragment].layout.names_in(work.index))
-    text = (
-        f"The parameters of {work.worker_id or 'the model file'} are not all finite in "
-        f"{state.config.reply_dtype}, in {names}; they cannot begin a run."
-    )
-    yield effects.Log("error", text)
-    donor = state.members.named(work.worker_id)
-    if donor is not None:
-        error = messages.Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
-        yield effects.Send(donor.control, error)
-        yield from reject_donor(state, donor)
-
-
-def reject_donor(state: RunState, donor: Member) -> effects.Effects:
-    """What this worker donates cannot be used: it is not asked again."""
-    if state.bootstrap.donor == donor.worker_id:
-        state.bootstrap.rejected_donors.add(donor.worker_id)
-        yield from abandon_donation(state)
-
-
-def abandon_donation(state: RunState, why: str = "") -> effects.Effects:
-    """The donor cannot go on, or need not (`why`): forget what came from it and ask the next."""
+def abandon(state: RunState, why: str = "") -> effects.Effects:
+    """The donor cannot go on, or need not (`why`): forget what came from it."""
     donor = state.members.named(state.bootstrap.donor or "")
     if donor is not None:
         for upload in donor.uploads.values():
@@ -301,4 +126,3 @@ def abandon_donation(state: RunState, why: str = "") -> effects.Effects:
     for fragment in over:
         state.bootstrap.revert(fragment)
         yield effects.Revert(fragment)
-    yield from seek(state)

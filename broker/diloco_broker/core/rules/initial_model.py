@@ -1,24 +1,36 @@
-"""Going on with a run that exists: from a checkpoint, from what workers hold, or from both.
+"""Where a broker gets its parameters from: a run that exists, the model file, or a newcomer.
 
 Workers outlive a broker that was killed. Each still holds, whole and with its ledger, the version of
 each fragment that it received last, and it may be newer than the checkpoint. So before a round opens the
 newest version of each fragment is adopted from whoever holds it, one donor after the other, unless the
 broker was told to rewind. Lost are the steps of the outer optimizer in between: its momentum is the
 checkpoint's, and a buffer of gradients that was applied since is thrown away rather than applied again.
+
+A new run begins only where nobody has one: with the model file, else with a worker's parameters.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from dataclasses import replace
 
-from diloco_broker.core import effects
-from diloco_broker.core.rules import branches, donation
+from diloco_broker.core import effects, events
+from diloco_broker.core.rules import branches, checkpoints, donation, rounds
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.model_source import Resumption
+from diloco_broker.core.state.model_source import Intake, Resumption
 from diloco_broker.core.state.run import RunState
+from diloco_protocol import messages
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.dtypes import span_bytes
+from diloco_protocol.errors import Code
 from diloco_protocol.manifest import summarise
-from diloco_protocol.messages import Rejoin
+from diloco_protocol.version import Ledger, VersionId
+
+# A broker that comes back without a checkpoint may be the second life of one, and its workers on their
+# way: they try again every 2 s (protocol/README.md, section 7), and then join. So long after its start
+# parameters that would begin a new run are not taken.
+RETURN_WITHIN_S = 3.0
 
 
 def resume(state: RunState, resumption: Resumption) -> None:
@@ -40,22 +52,31 @@ def resume(state: RunState, resumption: Resumption) -> None:
     state.is_resumed = True
 
 
-def is_called_for(state: RunState) -> bool:
+def seek(state: RunState) -> effects.Effects:
+    """Get parameters if there are none: of a run that exists, else the model file's, else a worker's."""
+    boot = state.bootstrap
+    if boot.is_done or boot.is_loading or boot.manifest is None:
+        return
+    donor = state.members.named(boot.donor or "")
+    if donor is not None:
+        yield from _ask(state, donor)
+    elif _is_called_for(state):
+        yield from _seek_run(state)
+    elif not (yield from _wait_for_a_run(state)):
+        if boot.initial is not None:
+            yield from _load_file(state)
+        else:
+            yield from _ask_a_newcomer(state)
+
+
+def _is_called_for(state: RunState) -> bool:
     """Is there a run to go on with, in a checkpoint or with a worker?"""
     boot = state.bootstrap
     holders = (m for m in state.members if m.worker_id not in boot.rejected_donors)
     return bool(boot.restored) or any(any(member.versions) for member in holders)
 
 
-def can_do_without(state: RunState, donor: Member) -> bool:
-    """Is there somebody else to ask for what this donor was asked for, or something to go on from?"""
-    boot = state.bootstrap
-    if any(donor.versions):
-        return set(boot.restored) >= set(boot.all_fragments) or bool(boot.sources(state.members))
-    return bool(boot.candidates(state.members))
-
-
-def seek(state: RunState) -> effects.Effects:
+def _seek_run(state: RunState) -> effects.Effects:
     """Wait for whoever may be ahead, take from each what is newest with him, then go on."""
     boot = state.bootstrap
     if not boot.source or state.config.recover == "adopt":
@@ -83,7 +104,7 @@ def seek(state: RunState) -> effects.Effects:
             yield effects.Log(
                 "info", f"{donor.worker_id} {ahead}; taking {whose} from it{instead}."
             )
-            yield from donation.ask(state, donor)
+            yield from _ask(state, donor)
             return
     if set(boot.restored) >= set(boot.all_fragments):
         yield from _go_on(state)
@@ -119,7 +140,111 @@ def _wait_for_others(state: RunState) -> Generator[effects.Effect, None, bool]:
     return state.now - boot.offered_at < config.recover_wait
 
 
-def adopted(state: RunState, donor: str) -> effects.Effects:
+def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
+    """True while a worker that holds a version may be on its way: no new run takes its place."""
+    boot, config = state.bootstrap, state.config
+    here = len(state.members)
+    until, whom = state.now, ""
+    if boot.holder_lost_at is not None:
+        until = boot.holder_lost_at + config.recover_wait
+        whom = "the worker that holds the run and whose connection broke"
+    elif not config.has_new_address:
+        enough = here >= config.workers  # more may have been in an earlier run
+        until = state.started_at + min(config.recover_wait, RETURN_WITHIN_S if enough else math.inf)
+        whom = "workers that may come back with an earlier run"
+        whom += "" if enough else f", and for {config.workers} workers to be here"
+    if state.now >= until:
+        whom = ""
+    elif whom != boot.waits_for:
+        text = f"Waiting {until - state.now:.1f} s at most for {whom}; then a new run begins."
+        yield effects.Log("info", text)
+    boot.waits_for = whom
+    return bool(whom)
+
+
+def _load_file(state: RunState) -> effects.Effects:
+    boot = state.bootstrap
+    boot.is_loading = True
+    boot.run = f"{state.draw():016x}"
+    boot.wanted = boot.all_fragments
+    for each in state.versions.fragments:
+        chunks = each.layout.chunks
+        if chunks:
+            version = VersionId(boot.run, 0, state.draw())
+            intake = Intake(version, [None] * chunks, Bitmap.full(chunks))
+            boot.intakes[each.layout.fragment] = intake
+            for index in range(chunks):
+                yield effects.StoreInitial(each.layout.fragment, index)
+
+
+def _ask_a_newcomer(state: RunState) -> effects.Effects:
+    boot = state.bootstrap
+    donor = boot.choose_donor(state.members)
+    if donor is None and boot.ask_all_again():
+        donor = boot.choose_donor(state.members)
+    if donor is not None:
+        boot.ask(donor, boot.all_fragments, state.now)
+        yield effects.Log("info", f"Asking {donor.worker_id} for its parameters.")
+        yield from _ask(state, donor)
+
+
+def _ask(state: RunState, donor: Member) -> effects.Effects:
+    """Ask the donor for what is needed; again on a new connection, another one if it is silent."""
+    boot = state.bootstrap
+    if state.now - boot.progress_at > boot.patience_s:
+        yield from _pass_over(state, donor)
+    elif boot.asked != donor.session:
+        boot.asked = donor.session
+        for fragment in boot.wanted:
+            text = "The broker needs the parameters of this worker; send them."
+            yield effects.Send(donor.control, messages.Notice("donate", text, fragment))
+
+
+def _pass_over(state: RunState, donor: Member) -> effects.Effects:
+    """A donor delivers nothing: another one is asked. Where there is none, it gets more time."""
+    boot = state.bootstrap
+    slow = f"{donor.worker_id} has sent no parameters for {boot.patience_s:g} s"
+    boot.passed_over.add(donor.worker_id)
+    if _can_do_without(state, donor):
+        yield effects.Log("warning", f"{slow}; going on without it.")
+        yield from abandon_donation(state, why="The broker asks another worker meanwhile.")
+    else:
+        boot.ask_all_again()
+        boot.progress_at = state.now
+        yield effects.Log("warning", f"{slow}, and nobody else has them; waiting for it.")
+
+
+def _can_do_without(state: RunState, donor: Member) -> bool:
+    """Is there somebody else to ask for what this donor was asked for, or something to go on from?"""
+    boot = state.bootstrap
+    if any(donor.versions):
+        return set(boot.restored) >= set(boot.all_fragments) or bool(boot.sources(state.members))
+    return bool(boot.candidates(state.members))
+
+
+def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
+    """A chunk of the first version is in place; with the last of all the first round opens."""
+    yield from donation.stored(state, event)
+    boot = state.bootstrap
+    if not boot.is_complete:
+        return
+    push = boot.intakes[event.work.fragment].push
+    if push is not None and push.base is not None:
+        yield from _adopt(state, event.work.worker_id)
+    else:
+        yield from _begin_run(state, event.work.worker_id or "the model file")
+
+
+def _begin_run(state: RunState, source: str) -> effects.Effects:
+    boot = state.bootstrap
+    for fragment, intake in boot.intakes.items():
+        state.versions.install(fragment, intake.version, intake.wires, Ledger())
+        yield effects.RecordVersion(intake.version, None, fragment, 0)
+    yield effects.Log("info", f"Run {boot.run} begins with the parameters of {source}.")
+    yield from _begin(state, 0, is_new=True)
+
+
+def _adopt(state: RunState, donor: str) -> effects.Effects:
     """Everything that the donor was asked for is here."""
     boot = state.bootstrap
     before = {fragment: each.gradients for fragment, each in boot.restored.items()}
@@ -156,7 +281,7 @@ def _go_on(state: RunState) -> effects.Effects:
             state.members.remove(member)
             state.versions.forget(member.bulk)
             text = f"This broker goes on with run {boot.run}, which is another one; join again."
-            yield effects.Send(member.control, Rejoin(state.epoch, text))
+            yield effects.Send(member.control, messages.Rejoin(state.epoch, text))
     for fragment, restored in boot.restored.items():
         versions = state.versions[fragment]
         versions.tags.update(restored.tags)
@@ -170,4 +295,72 @@ def _go_on(state: RunState) -> effects.Effects:
     source = f"from {boot.source}" if boot.source else "with what its workers hold"
     more = " and what its workers had newer" if boot.source and is_newer else ""
     yield effects.Log("info", f"Run {boot.run} goes on with round {number}, {source}{more}.")
-    yield from donation.begin(state, number, is_new=is_newer)
+    yield from _begin(state, number, is_new=is_newer)
+
+
+def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
+    """Every fragment has a version: readers get it, and a round opens.
+
+    Args:
+        is_new: no checkpoint has all of it yet.
+    """
+    state.bootstrap.finish()
+    if state.config.is_staged:
+        yield effects.Log("info", _room_needed(state))
+    yield from state.versions.serve_waiting()
+    if is_new and state.config.save_dir is not None:
+        yield checkpoints.save(state, number)
+    yield from rounds.open_round(state, number)
+    round_, here = state.round, len(state.members)
+    if round_ is not None and here < round_.floor:
+        are = "is" if here == 1 else "are"
+        yield effects.Log(
+            "info", f"Round {number} waits for {round_.floor} workers; {here} {are} here."
+        )
+
+
+def _room_needed(state: RunState) -> str:
+    """What keeping whole submissions costs, said at the start."""
+    config, layouts = state.config, [each.layout for each in state.versions.trained]
+    sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
+    if config.is_async and not config.grace:
+        many, whose, size = config.staging_slots, "slot", max(sizes)
+    else:  # each worker may have one of each fragment waiting
+        many, whose, size = config.workers, "worker", sum(sizes)
+    return (
+        f"{config.why_staged} needs whole submissions: up to {many} {whose}{'s'[: many != 1]} x "
+        f"{_megabytes(size)} of memory beyond parameters and momentum."
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+
+
+def refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
+    """A donation has values that cannot be used: ask another worker."""
+    work = event.work
+    names = summarise(state.versions[work.fragment].layout.names_in(work.index))
+    text = (
+        f"The parameters of {work.worker_id or 'the model file'} are not all finite in "
+        f"{state.config.reply_dtype}, in {names}; they cannot begin a run."
+    )
+    yield effects.Log("error", text)
+    donor = state.members.named(work.worker_id)
+    if donor is not None:
+        error = messages.Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
+        yield effects.Send(donor.control, error)
+        yield from reject_donor(state, donor)
+
+
+def reject_donor(state: RunState, donor: Member) -> effects.Effects:
+    """What this worker donates cannot be used: it is not asked again."""
+    if state.bootstrap.donor == donor.worker_id:
+        state.bootstrap.rejected_donors.add(donor.worker_id)
+        yield from abandon_donation(state)
+
+
+def abandon_donation(state: RunState, why: str = "") -> effects.Effects:
+    """The donor cannot go on, or need not (`why`): ask the next."""
+    yield from donation.abandon(state, why)
+    yield from seek(state)

@@ -6,7 +6,7 @@ What changes the run is written into the log of control actions, with who asked 
 from __future__ import annotations
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules import admission, rounds, settings
+from diloco_broker.core.rules import admission, checkpoints, rounds, settings
 from diloco_broker.core.state.members import printable
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.streaming_round import Phase
@@ -82,7 +82,7 @@ def _save(state: RunState, route: effects.Route, control: messages.Control) -> e
     elif state.round is None:
         yield _no(route, control, "There is nothing to save yet: the run has no parameters.")
     else:
-        yield from rounds.save_soon(state)
+        yield from checkpoints.save_soon(state)
         text = (
             f"A checkpoint is being written to {state.config.save_dir}; see the log and the feed."
         )

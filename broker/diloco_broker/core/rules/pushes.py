@@ -33,7 +33,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
     """A worker offers a push: tell it what is held already, or that it must wait for its turn."""
     _check_push(state, push)
     if push.purpose is messages.Purpose.DONATION:
-        yield from donation.begin_donation(state, member, push)
+        yield from donation.begin(state, member, push)
         return
     _check_base(state, push)
     if member.newest_push != push.push_id:  # not one that only comes again

@@ -11,19 +11,16 @@ from collections.abc import Sequence
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import (
+    checkpoints,
+    round_lines,
     settings,
 )
 from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
-from diloco_broker.core.state import round_lines
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
-from diloco_broker.core.state.run_record import run_record
 from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Counting, Phase, Round
 from diloco_protocol.messages import Push, Rejoin
-
-# How long a release waits before it asks again for a checkpoint that could not be written.
-RETRY_S = 1.0
 
 
 def open_round(state: RunState, number: int) -> effects.Effects:
@@ -129,9 +126,9 @@ def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None and state.config.is_async:
         yield from asynchronous.take_back_slots(state)
-    yield from state.untold.tell(state.now)
+    yield from round_lines.tell(state)
     yield from _go_on_with_fewer(state)
-    yield from _save_again(state)
+    yield from checkpoints.save_again(state)
     yield from close_if_due(state)
 
 
@@ -186,58 +183,18 @@ def _complete(state: RunState, ended: Round | StagedRound) -> effects.Effects:
     )
     if state.config.durable:
         state.unreleased = unreleased
-        yield _save(state, ended.number + 1)
+        yield checkpoints.save(state, ended.number + 1)
     else:
         yield from _release(state, unreleased)
 
 
 def saved(state: RunState, event: events.Saved) -> effects.Effects:
     """A checkpoint is on the disk: a version that waited for it is released."""
-    saving, unreleased = state.saving, state.unreleased
-    if saving.error is not None:
-        yield effects.Log("info", f"Checkpoints are written again; the newest is {event.path}.")
-    elif saving.number is None:
-        text = "started again with this folder, the broker goes on from the newest"
-        yield effects.Log("info", f"The first checkpoint is {event.path}; {text}.")
-    saving.number, saving.saved_at = event.number, state.now
-    saving.error = saving.retry_at = None
+    yield from checkpoints.saved(state, event)
+    unreleased = state.unreleased
     if unreleased is not None and event.number == unreleased.ended.number + 1:
         state.unreleased = None
         yield from _release(state, unreleased)
-
-
-def save_failed(state: RunState, event: events.SaveFailed) -> effects.Effects:
-    """A checkpoint could not be written. Training goes on, unless the run is durable: then it waits."""
-    saving = state.saving
-    if state.unreleased is not None:
-        saving.retry_at = state.now + RETRY_S
-        then = "The round waits for it (--durable) and it is tried again"
-    else:
-        then = "Training goes on; it is tried again after the next round"
-    if saving.error != event.error:
-        text = f"The checkpoint before round {event.number} could not be written: {event.error}."
-        yield effects.Log("error", f"{text} {then}. Make room, or mend the folder.")
-    saving.error = event.error
-
-
-def save_soon(state: RunState) -> effects.Effects:
-    """Save now, or as soon as the version that is being unreleased is whole."""
-    assert state.round is not None
-    if state.round.phase is Phase.OPEN:
-        yield _save(state, state.round.number)
-    else:
-        state.saving.is_asked = True
-
-
-def _save(state: RunState, number: int) -> effects.Save:
-    return effects.Save(number, run_record(state, number))
-
-
-def _save_again(state: RunState) -> effects.Effects:
-    retry_at = state.saving.retry_at
-    if state.unreleased is not None and retry_at is not None and state.now >= retry_at:
-        state.saving.retry_at = None
-        yield _save(state, state.unreleased.ended.number + 1)
 
 
 def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
@@ -269,14 +226,9 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     state.staging.excused_from(fragment).clear()
     if isinstance(ended, StagedRound):
         staged.released(state, ended)
-    config = state.config
-    saving = state.saving
-    is_due = (ended.number + 1) % config.save_every == 0 or saving.is_asked or saving.error
-    if config.save_dir is not None and is_due and not config.durable:
-        saving.is_asked = False
-        yield _save(state, ended.number + 1)
+    yield from checkpoints.save_if_due(state, ended.number + 1)
     yield from open_round(state, ended.number + 1)
-    if config.is_async:
+    if state.config.is_async:
         yield from asynchronous.hand_out_slots(state)
 
 
@@ -289,8 +241,8 @@ def _tell(
         return
     assert state.last_report is not None
     which = f" of fragment {ended.fragment}" if pieces > 1 else ""
-    state.untold.add(f"version {state.last_report.version}{which}", counting)
-    yield from state.untold.tell(state.now)
+    newest = f"version {state.last_report.version}{which}"
+    yield from round_lines.add_untold(state, newest, counting)
 
 
 def _report(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from diloco_broker.core import effects
 from diloco_broker.core.effects import Effects
 from diloco_broker.core.events import Stop
+from diloco_broker.core.rules import checkpoints
 from diloco_broker.core.state.run import RunState, Stopping
-from diloco_broker.core.state.run_record import run_record
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_protocol.messages import Notice
 
@@ -46,6 +46,6 @@ def finish_if_due(state: RunState, stopping: Stopping) -> Effects:
         and state.config.save_dir is not None
         and state.saving.number != round_.number
     ):
-        save = effects.Save(round_.number, run_record(state, round_.number))
+        save = checkpoints.save(state, round_.number)
     stopping.is_finished = True
     yield effects.Finish(save)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 SPEED_WEIGHT = 0.5
 
 
-def averaged(speed: float | None, reported: float | None) -> float | None:
+def average_speed(speed: float | None, reported: float | None) -> float | None:
     """The average after one more report, steps per second; reports that make no sense are left out.
 
     What is averaged are seconds per step, so that one absurdly high report does not stay for long.

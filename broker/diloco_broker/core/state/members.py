@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules.compatibility import own_sync_every
-from diloco_broker.core.state.dylu import averaged
+from diloco_broker.core.state.dylu import average_speed
 from diloco_broker.core.state.versions import Account, Upload
 from diloco_protocol import messages
 from diloco_protocol.version import VersionId
@@ -26,6 +25,12 @@ MAX_STATE_LENGTH = 20  # of what a worker says it is doing: displays show it
 def printable(text: str, longest: int) -> str:
     """What a peer says of itself, fit for a line of the log and for a terminal."""
     return "".join(c if c.isprintable() else "?" for c in text[:longest])
+
+
+def own_sync_every(wants: Mapping[str, Any]) -> int | None:
+    """H that a worker has asked for; None where it takes what the broker says."""
+    asked = wants.get("sync_every")
+    return asked if isinstance(asked, int) and not isinstance(asked, bool) else None
 
 
 @dataclass
@@ -86,7 +91,7 @@ class Member:
         self.inner_step = beat.inner_step
         self.state = printable(beat.state, MAX_STATE_LENGTH)
         self.steps_per_s = beat.steps_per_s
-        self.speed = averaged(self.speed, beat.steps_per_s)
+        self.speed = average_speed(self.speed, beat.steps_per_s)
         self.loss = beat.loss if beat.loss is not None else self.loss
         self.tokens = max(self.tokens, beat.tokens)
         self.warning = printable(beat.warning, MAX_WARNING_LENGTH) if beat.warning else None

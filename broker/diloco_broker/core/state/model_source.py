@@ -87,14 +87,14 @@ class Intake:
         wires: its chunks in wire form, None where one is missing.
         arrived: chunks received from the donor, in place or waiting to be.
         push: the donor's push; None for the model file.
-        placed: how many chunks are in place.
+        stored: how many chunks are in place.
     """
 
     version: VersionId
     wires: list[Any]
     arrived: Bitmap
     push: Push | None = None
-    placed: int = 0
+    stored: int = 0
 
     @property
     def is_whole(self) -> bool:

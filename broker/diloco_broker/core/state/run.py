@@ -11,7 +11,6 @@ from diloco_broker.core import effects
 from diloco_broker.core.state.dylu import sync_every
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import Bootstrap
-from diloco_broker.core.state.round_lines import Untold
 from diloco_broker.core.state.staged_round import StagedRound, Staging
 from diloco_broker.core.state.streaming_round import Counting, Phase, Round
 from diloco_broker.core.state.versions import VersionStore
@@ -70,6 +69,23 @@ class Saving:
     error: str | None = None
     retry_at: float | None = None
     is_asked: bool = False
+
+
+@dataclass
+class UntoldVersions:
+    """Versions of asynchronous mode that the log has no line of yet.
+
+    Attributes:
+        told_at: when the last line was; None before the first.
+        versions: how many have come since.
+        newest: the last of them, in words.
+        staleness: of each push in them, the largest by worker.
+    """
+
+    told_at: float | None = None
+    versions: int = 0
+    newest: str = ""
+    staleness: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,7 +181,7 @@ class RunState:
     has_own_optimizer: bool = False
     outer_groups: tuple[OuterGroup, ...] = ()
     wanted_outer: dict[str, float] = field(default_factory=dict)
-    untold: Untold = field(default_factory=Untold)
+    untold: UntoldVersions = field(default_factory=UntoldVersions)
     own_split: Callable[[Manifest], FragmentPlan] | None = None
 
     @property

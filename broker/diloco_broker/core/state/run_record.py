@@ -7,14 +7,10 @@ asked for, the next round may have begun in the record, though no tensor has mov
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.version import Ledger, VersionId
-
-if TYPE_CHECKING:
-    from diloco_broker.core.state.run import RunState
 
 
 @dataclass(frozen=True)
@@ -55,35 +51,3 @@ class RunRecord:
     fragments: Mapping[int, FragmentRecord]
     workers: Mapping[str, Mapping[str, int]]
     totals: Mapping[str, int]
-
-
-def run_record(state: RunState, number: int) -> RunRecord:
-    """How things stand between rounds, or when a version is whole that is not released yet."""
-    boot, unreleased = state.bootstrap, state.unreleased
-    assert boot.manifest is not None and boot.run is not None
-    fragments = {}
-    for versions in state.versions.fragments:
-        version, ledger, round_, averaged = (
-            versions.version,
-            versions.ledger,
-            versions.round,
-            versions.averaged,
-        )
-        if unreleased is not None and unreleased.ended.fragment == versions.layout.fragment:
-            assert versions.in_progress is not None
-            version, ledger = versions.in_progress.version, unreleased.ledger
-            round_, averaged = unreleased.ended.number, unreleased.ended.averaged
-        if version is not None:
-            fragments[versions.layout.fragment] = FragmentRecord(
-                version, ledger, versions.gradients, round_, averaged, versions.newest_tags()
-            )
-    return RunRecord(
-        boot.run,
-        number,
-        state.epoch,
-        boot.manifest,
-        boot.plan,
-        fragments,
-        {member.worker_id: member.counters() for member in state.members},
-        asdict(state.totals),
-    )

@@ -1,0 +1,106 @@
+"""Checkpoints: what is saved when, and what becomes of a round whose checkpoint cannot be written.
+
+The core itself takes the record of the run, at the end of a round. By the time the loop carries out what
+the core asked for, the next round may have begun in the state, though no tensor has moved yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from diloco_broker.core import effects, events
+from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
+from diloco_broker.core.state.streaming_round import Phase
+
+# How long a release waits before it asks again for a checkpoint that could not be written.
+RETRY_S = 1.0
+
+
+def run_record(state: RunState, number: int) -> RunRecord:
+    """How things stand between rounds, or when a version is whole that is not released yet."""
+    boot, unreleased = state.bootstrap, state.unreleased
+    assert boot.manifest is not None and boot.run is not None
+    fragments = {}
+    for versions in state.versions.fragments:
+        version, ledger, round_, averaged = (
+            versions.version,
+            versions.ledger,
+            versions.round,
+            versions.averaged,
+        )
+        if unreleased is not None and unreleased.ended.fragment == versions.layout.fragment:
+            assert versions.in_progress is not None
+            version, ledger = versions.in_progress.version, unreleased.ledger
+            round_, averaged = unreleased.ended.number, unreleased.ended.averaged
+        if version is not None:
+            fragments[versions.layout.fragment] = FragmentRecord(
+                version, ledger, versions.gradients, round_, averaged, versions.newest_tags()
+            )
+    return RunRecord(
+        boot.run,
+        number,
+        state.epoch,
+        boot.manifest,
+        boot.plan,
+        fragments,
+        {member.worker_id: member.counters() for member in state.members},
+        asdict(state.totals),
+    )
+
+
+def saved(state: RunState, event: events.Saved) -> effects.Effects:
+    """A checkpoint is on the disk."""
+    saving = state.saving
+    if saving.error is not None:
+        yield effects.Log("info", f"Checkpoints are written again; the newest is {event.path}.")
+    elif saving.number is None:
+        text = "started again with this folder, the broker goes on from the newest"
+        yield effects.Log("info", f"The first checkpoint is {event.path}; {text}.")
+    saving.number, saving.saved_at = event.number, state.now
+    saving.error = saving.retry_at = None
+
+
+def save_failed(state: RunState, event: events.SaveFailed) -> effects.Effects:
+    """A checkpoint could not be written. Training goes on, unless the run is durable: then it waits."""
+    saving = state.saving
+    if state.unreleased is not None:
+        saving.retry_at = state.now + RETRY_S
+        then = "The round waits for it (--durable) and it is tried again"
+    else:
+        then = "Training goes on; it is tried again after the next round"
+    if saving.error != event.error:
+        text = f"The checkpoint before round {event.number} could not be written: {event.error}."
+        yield effects.Log("error", f"{text} {then}. Make room, or mend the folder.")
+    saving.error = event.error
+
+
+def save_soon(state: RunState) -> effects.Effects:
+    """Save now, or as soon as the version that is being made is whole."""
+    assert state.round is not None
+    if state.round.phase is Phase.OPEN:
+        yield save(state, state.round.number)
+    else:
+        state.saving.is_asked = True
+
+
+def save_if_due(state: RunState, number: int) -> effects.Effects:
+    """A round has ended and its version is released; `number` is the next one's."""
+    config, saving = state.config, state.saving
+    is_due = number % config.save_every == 0 or saving.is_asked or saving.error
+    if config.save_dir is not None and is_due and not config.durable:
+        saving.is_asked = False
+        yield save(state, number)
+
+
+def save(state: RunState, number: int) -> effects.Save:
+    """Write a checkpoint of how things stand now; `number` is the coming round's."""
+    return effects.Save(number, run_record(state, number))
+
+
+def save_again(state: RunState) -> effects.Effects:
+    """Time has passed: a release that waits for its checkpoint asks for it again."""
+    retry_at = state.saving.retry_at
+    if state.unreleased is not None and retry_at is not None and state.now >= retry_at:
+        state.saving.retry_at = None
+        yield save(state, state.unreleased.ended.number + 1)

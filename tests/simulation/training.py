@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.errors import Code
 from diloco_protocol.fragments.plan import longest_delay
-from diloco_protocol.messages import Heartbeat, Push, Released, RunConfig
+from diloco_protocol.messages import BUFFERS, Heartbeat, Push, Released, RunConfig
 from diloco_protocol.version import VersionId
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.effects import Carried, Granted, Joined
@@ -101,6 +101,7 @@ class Training:
         flights: by fragment.
         versions: the bases, by fragment.
         endings: how many pushes have ended, by fragment.
+        rounds: how many pushes have counted.
         leaving: it was asked to finish.
         waiting_since: when it began to stand still; None while it trains.
     """
@@ -111,6 +112,7 @@ class Training:
         self.flights: dict[int, Flight] = {}
         self.versions: dict[int, VersionId] = {}
         self.endings: dict[int, int] = {}
+        self.rounds = 0
         self.leaving = False
         self.waiting_since: float | None = None
         self.turns: Turns | None = None
@@ -162,6 +164,7 @@ class Training:
             common=self._config.mode == "sync",
             step=self.step,
         )
+        self._look(turns)
         while not self.leaving:
             yield world.dice.uniform(0.8, 1.2) / habits.speed
             self.step += 1
@@ -188,14 +191,19 @@ class Training:
             self._stand_on(arrivals.pop(fragment))
 
     def _after_step(self, turns: Turns) -> Generator[float | None, None, None]:
+        merged = self.rounds
         self._look(turns)
         for fragment in self._by_age():
             flight = self.flights.get(fragment)
             if flight is not None and self.step >= flight.wait_at and not flight.let_go:
                 yield from self._wait_for(turns, fragment)
         turns.pace(self._sync_every(), self.step)
-        if not turns.is_due(self.step):
-            return
+        if turns.is_due(self.step):
+            yield from self._slot(turns)
+        if self.rounds != merged:
+            self._pulse()
+
+    def _slot(self, turns: Turns) -> Generator[float | None, None, None]:
         turn = yield from self._take_turn(turns)
         if turn is None:
             return  # it stays due
@@ -207,14 +215,17 @@ class Training:
 
     def _force(self, turns: Turns) -> Generator[float | None, None, None]:
         """The next P turns now, each waited for."""
+        taken = False
         for _ in range(turns.num_fragments):
             self._look(turns)
             turn = yield from self._take_turn(turns)
             if turn is None:
                 break
+            taken = True
             for fragment in turn:
                 yield from self._wait_for(turns, fragment)
-        turns.restart(self.step)
+        if taken:
+            turns.restart(self.step)
 
     def _take_turn(self, turns: Turns) -> Generator[float | None, None, list[int] | None]:
         """Push the fragment whose turn it is.
@@ -249,6 +260,7 @@ class Training:
         assert fragment not in self.flights, "no second delta grows over a first"
         steps = self.step - self._frozen_at.get(fragment, worker.habits.first_step)
         self._frozen_at[fragment] = self.step
+        self._pulse()
         push = Push(
             session=b"",
             push_id=dice.getrandbits(64),
@@ -260,6 +272,7 @@ class Training:
             steps=steps,
             tokens=TOKENS_A_STEP * max(1, steps),
             samples=SAMPLES_A_STEP * max(1, steps),
+            buffers=BUFFERS,
         )
         if dice.random() < worker.habits.blunders:
             worker.bad_chunks.add((push.push_id, dice.randrange(push.chunks)))
@@ -274,8 +287,12 @@ class Training:
         )
         worker.world.tell(worker.name, f"step {self.step}: freezes {push.push_id:#x} of {fragment}")
         worker.referee.offered(worker.name, worker.worker_id, push)
-        worker.command(BeatNow())
         worker.command(Offer(push))
+
+    def _pulse(self) -> None:
+        """Say at once how training stands."""
+        if self.worker.habits.heartbeat_interval != 0:
+            self.worker.command(BeatNow())
 
     def _delays(self) -> tuple[int, int]:
         """Steps from the freeze to the apply point, and to where the reply is waited for."""
@@ -352,6 +369,7 @@ class Training:
             return False
         if flight.reply is not None and (now or self.step >= flight.apply_at):
             self._end(fragment)
+            self.rounds += 1
             self._stand_on(flight.reply)
             return True
         if flight.reply is None and flight.rejection is not None:
@@ -381,24 +399,26 @@ class Training:
             if fragment not in self.flights:
                 return counted
             late = until is not None and self.worker.world.now >= until
-            leads_on = turns.may_wait(fragment) or (
-                until is not None and self._is_going_up(fragment)
-            )
-            if late or self._why_not_wait(fragment) or not leads_on:
-                flight.let_go = True
+            is_leaving = until is not None
+            leads_on = turns.may_wait(fragment) or (is_leaving and self._is_going_up(fragment))
+            if late or self._why_not_wait(fragment, is_leaving=is_leaving) or not leads_on:
+                flight.let_go = flight.let_go or not is_leaving
                 return False
             yield None
 
     def _is_going_up(self, fragment: int) -> bool:
-        """Does the broker take chunks of this flight, and lack some? Who leaves waits for that."""
+        """May the broker lack chunks of this flight that it takes? Who leaves waits for that."""
         upload = self.worker.session.uploads.by_id.get(self.flights[fragment].push_id)
-        return upload is not None and not (upload.is_in or upload.is_put_off)
+        is_up = upload is not None and (upload.is_in or upload.is_put_off)
+        return self.worker.broker_restarts or not is_up
 
-    def _why_not_wait(self, fragment: int) -> bool:
+    def _why_not_wait(self, fragment: int, *, is_leaving: bool = False) -> bool:
         """Is there a reason, other than whose turn it is, to train on?"""
         session, habits = self.worker.session, self.worker.habits
         heard = session.connection.last_heard
         if session.phase is Phase.REFUSED or self.worker.broker_stops:
+            return True
+        if self.worker.broker_restarts and not is_leaving:
             return True
         if heard is not None and self.worker.world.now - heard >= habits.timeout:
             return True

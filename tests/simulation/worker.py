@@ -78,7 +78,7 @@ class Worker:
         hangs_from, hangs_until: its training takes no step in between; its heartbeats go on. From:
             infinite while it trains, or waits for others.
         frozen_until: until then the whole process stands still.
-        broker_stops: it was told that the broker is about to stop.
+        broker_stops, broker_restarts: it was told that the broker is about to end, or to come back.
         may_be_refused: codes, and whether finally, with which a join may be refused.
         news: for the training thread.
         sync_every: H that the broker has worked out for it.
@@ -107,7 +107,7 @@ class Worker:
         self.online_since = world.now
         self.hangs_until = self.frozen_until = -1.0
         self.hangs_from = math.inf
-        self.broker_stops = False
+        self.broker_stops = self.broker_restarts = False
         # An earlier process with this id may still have been heard when this one asked.
         self.may_be_refused: set[tuple[str, bool]] = {(Code.ID_TAKEN, True)}
         self.session = Session(
@@ -290,7 +290,7 @@ class Worker:
                 self.online_since = self.world.now
                 if self.welcome_at is None:
                     self.welcome_at = self.world.now
-                self.broker_stops = False
+                self.broker_stops = self.broker_restarts = False
                 if welcome.run is not None:
                     self.referee.lives.heard_of(self.name)
             case DropParts():
@@ -299,7 +299,8 @@ class Worker:
                 self.news.arrivals.clear()
             case Stopping(text) | Restarting(text):
                 self.world.tell(self.name, f"hears: {text}")
-                self.broker_stops = True
+                self.broker_stops |= isinstance(effect, Stopping)
+                self.broker_restarts |= isinstance(effect, Restarting)
                 self._nudge()
             case JoinRefused(code, text, final):
                 self.world.tell(self.name, f"is refused: {text}")

@@ -1,6 +1,6 @@
 """The training thread of a simulated worker: when it freezes, waits and merges, without a tensor.
 
-It does after each step what `training.boundary` does, with the real `Turns`. Where that waits,
+It does after each step what `training.boundary` does, with the real `RoundSchedule`. Where that waits,
 this is a generator that yields: seconds of training, or None until there may be something new.
 """
 
@@ -17,8 +17,8 @@ from diloco_protocol.version import VersionId
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.effects import Carried, Granted, Joined
 from diloco_worker.core.events import BeatNow, Depart, Offer, RequestVersion
-from diloco_worker.core.schedule import Turn, Turns
-from diloco_worker.shell.inbox import Turning
+from diloco_worker.core.sync.news import Turning
+from diloco_worker.core.sync.schedule import RoundSchedule, TurnState
 
 if TYPE_CHECKING:
     from simulation.worker import Worker
@@ -115,7 +115,7 @@ class Training:
         self.rounds = 0
         self.leaving = False
         self.waiting_since: float | None = None
-        self.turns: Turns | None = None
+        self.turns: RoundSchedule | None = None
         self._frozen_at: dict[int, int] = {}
         self._thread = self._train()
 
@@ -158,7 +158,7 @@ class Training:
     def _train(self) -> Generator[float | None, None, None]:
         habits, world = self.worker.habits, self.worker.world
         yield from self._await_model()
-        turns = self.turns = Turns(
+        turns = self.turns = RoundSchedule(
             self._sync_every(),
             self._config.num_fragments,
             common=self._config.mode == "sync",
@@ -190,7 +190,7 @@ class Training:
         for fragment in list(arrivals):
             self._stand_on(arrivals.pop(fragment))
 
-    def _after_step(self, turns: Turns) -> Generator[float | None, None, None]:
+    def _after_step(self, turns: RoundSchedule) -> Generator[float | None, None, None]:
         merged = self.rounds
         self._look(turns)
         for fragment in self._by_age():
@@ -203,7 +203,7 @@ class Training:
         if self.rounds != merged:
             self._pulse()
 
-    def _slot(self, turns: Turns) -> Generator[float | None, None, None]:
+    def _slot(self, turns: RoundSchedule) -> Generator[float | None, None, None]:
         turn = yield from self._take_turn(turns)
         if turn is None:
             return  # it stays due
@@ -213,7 +213,7 @@ class Training:
                 yield from self._wait_for(turns, fragment)
         turns.pace(self._sync_every(), self.step)
 
-    def _force(self, turns: Turns) -> Generator[float | None, None, None]:
+    def _force(self, turns: RoundSchedule) -> Generator[float | None, None, None]:
         """The next P turns now, each waited for."""
         taken = False
         for _ in range(turns.num_fragments):
@@ -227,26 +227,26 @@ class Training:
         if taken:
             turns.restart(self.step)
 
-    def _take_turn(self, turns: Turns) -> Generator[float | None, None, list[int] | None]:
+    def _take_turn(self, turns: RoundSchedule) -> Generator[float | None, None, list[int] | None]:
         """Push the fragment whose turn it is.
 
         Returns the fragment, if it is in flight for this turn now; None when the turn cannot be taken.
         """
-        while turns.turn() is Turn.BUSY:
+        while turns.turn() is TurnState.BUSY:
             fragment = turns.fragment
             if self._why_not_wait(fragment) or not (yield from self._wait_for(turns, fragment)):
                 return None
         fragment = turns.fragment
         match turns.turn():
-            case Turn.PAST:
-                turns.pass_by()
+            case TurnState.PAST:
+                turns.skip()
                 return []
-            case Turn.TAKEN:
+            case TurnState.TAKEN:
                 flight = self.flights[fragment]
                 flight.let_go = False
                 flight.wait_at = self.step + self._delays()[1]
                 flight.reconnections = self.worker.session.connection.reconnections
-                turns.pass_by()
+                turns.skip()
                 return [fragment]
             case _:
                 self._settle(fragment, now=True)
@@ -318,13 +318,13 @@ class Training:
         """The fragments in flight, the oldest flight first."""
         return sorted(self.flights, key=lambda fragment: (self.flights[fragment].began, fragment))
 
-    def _look(self, turns: Turns) -> None:
+    def _look(self, turns: RoundSchedule) -> None:
         """Take in what has come, and merge what is due."""
         self._absorb(turns)
         for fragment in list(self.flights):
             self._settle(fragment)
 
-    def _absorb(self, turns: Turns) -> None:
+    def _absorb(self, turns: RoundSchedule) -> None:
         news, self.worker.news = self.worker.news, News()
         if not news:
             return
@@ -387,7 +387,7 @@ class Training:
         self.versions[arrival.released.fragment] = arrival.released.version
 
     def _wait_for(
-        self, turns: Turns, fragment: int, until: float | None = None
+        self, turns: RoundSchedule, fragment: int, until: float | None = None
     ) -> Generator[float | None, None, bool]:
         """Wait until the flight of a fragment has counted; returns whether it has."""
         flight = self.flights.get(fragment)

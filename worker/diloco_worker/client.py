@@ -49,10 +49,11 @@ from diloco_worker.core.compatibility import cut
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.events import Observe
 from diloco_worker.core.session import Session
+from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors, encode
 from diloco_worker.model.values import check_values
-from diloco_worker.shell.inbox import Arrival, Progress
+from diloco_worker.shell.inbox import Progress
 from diloco_worker.shell.link import Link
 from diloco_worker.training.settings import ADDRESS, check, default_worker_id
 
@@ -436,9 +437,9 @@ class DiLoCoClient:
     def _take(self, arrival: Arrival) -> None:
         assert self._link is not None
         released = arrival.released
-        if arrival.state is not None:
-            self._states[released.fragment] = arrival.state
-            self._link.stand_on(released.fragment, arrival.state)
+        if arrival.values is not None:
+            self._states[released.fragment] = arrival.values
+            self._link.stand_on(released.fragment, arrival.values)
         self._versions[released.fragment] = released.version
         if released.fragment == 0:
             self._ledger = released.ledger

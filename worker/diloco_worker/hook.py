@@ -31,6 +31,7 @@ from diloco_protocol import RunConfig, UsageError
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.events import Resume
 from diloco_worker.core.session import Session
+from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.inbox import Progress
@@ -38,7 +39,6 @@ from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
 from diloco_worker.training.boundary import Boundaries
 from diloco_worker.training.capture import CaptureWatch
-from diloco_worker.training.metrics import SyncMetrics
 from diloco_worker.training.occupancy import check_free, occupy, vacate
 from diloco_worker.training.other_steps import OtherSteps
 from diloco_worker.training.patience import Patience
@@ -488,8 +488,8 @@ class DiLoCoWorker:
             arrival = link.take(frozen.fragment)
             assert arrival is not None
             self._frozen = Held(arrival.version, arrival.released.ledger)
-            if arrival.state is not None:  # the script has loaded them otherwise
-                self._tensors.put(arrival.state)
+            if arrival.values is not None:  # the script has loaded them otherwise
+                self._tensors.put(arrival.values)
             link.stand_on(frozen.fragment, None)
         resumption = None if link.has_forgotten else self._resumption
         self._boundaries = Boundaries(

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from diloco_protocol import UsageError
 from diloco_protocol.fragments.plan import slots
 from diloco_protocol.messages import Standing
-from diloco_worker.core.schedule import Turn, Turns
+from diloco_worker.core.sync.schedule import RoundSchedule, TurnState
 
 NEW, RESUME, WAIT, COUNTED = Standing.NEW, Standing.RESUME, Standing.WAIT, Standing.COUNTED
 
 
-def due_steps(turns: Turns, steps: int, start: int = 0) -> list[int]:
+def due_steps(turns: RoundSchedule, steps: int, start: int = 0) -> list[int]:
     """The steps after which a slot is due, each used at once."""
     found = []
     for step in range(start + 1, start + steps + 1):
@@ -39,7 +39,7 @@ def due_steps(turns: Turns, steps: int, start: int = 0) -> list[int]:
 def test_slots_of_every_cycle_are_those_of_the_plan(fragments: int, data: st.DataObject) -> None:
     every = data.draw(st.integers(fragments, 60))
     expected = [c * every + slot for c in range(3) for slot in slots(every, fragments)]
-    assert due_steps(Turns(every, fragments), 3 * every) == expected
+    assert due_steps(RoundSchedule(every, fragments), 3 * every) == expected
 
 
 @settings(deadline=None)
@@ -49,20 +49,20 @@ def test_worker_that_goes_on_from_a_checkpoint_keeps_its_place_in_the_cycle(
 ) -> None:
     every = data.draw(st.integers(fragments, 40))
     stop = data.draw(st.integers(0, 3 * every))
-    before = Turns(every, fragments)
+    before = RoundSchedule(every, fragments)
     due_steps(before, stop)
-    after = Turns(every, fragments, step=stop, cycle_start=before.cycle_start)
+    after = RoundSchedule(every, fragments, step=stop, cycle_start=before.cycle_start)
     assert after.cycle_start == before.cycle_start
     assert due_steps(after, every, stop) == due_steps(before, every, stop)
 
 
 def test_checkpoint_without_the_start_of_its_cycle_shifts_the_schedule() -> None:
-    assert due_steps(Turns(4, 1, step=6), 8, 6) == [8, 12]
-    assert due_steps(Turns(6, 3, step=9), 6, 9) == [10, 12, 14]
+    assert due_steps(RoundSchedule(4, 1, step=6), 8, 6) == [8, 12]
+    assert due_steps(RoundSchedule(6, 3, step=9), 6, 9) == [10, 12, 14]
 
 
 def test_slot_that_could_not_be_used_stays_due_and_shifts_the_rest() -> None:
-    turns = Turns(6, 3)
+    turns = RoundSchedule(6, 3)
     assert not turns.is_due(1)
     assert all(turns.is_due(step) for step in (2, 3, 4, 5))
     turns.use_slot(5)
@@ -70,7 +70,7 @@ def test_slot_that_could_not_be_used_stays_due_and_shifts_the_rest() -> None:
 
 
 def test_restarted_cycle_counts_from_here() -> None:
-    turns = Turns(6, 3)
+    turns = RoundSchedule(6, 3)
     turns.use_slot(2)
     turns.restart(3)
     assert (turns.cycle_start, turns.position(4)) == (3, 1)
@@ -78,7 +78,7 @@ def test_restarted_cycle_counts_from_here() -> None:
 
 
 def test_another_h_is_used_from_the_next_cycle_on() -> None:
-    turns = Turns(6, 2)
+    turns = RoundSchedule(6, 2)
     turns.use_slot(3)
     turns.pace(4, 3)
     assert turns.sync_every == 6
@@ -87,7 +87,7 @@ def test_another_h_is_used_from_the_next_cycle_on() -> None:
 
 
 def test_another_h_is_used_at_once_in_a_cycle_without_a_step() -> None:
-    turns = Turns(6, 1)
+    turns = RoundSchedule(6, 1)
     turns.use_slot(6)
     turns.pace(3, 6)
     assert turns.sync_every == 3
@@ -95,26 +95,26 @@ def test_another_h_is_used_at_once_in_a_cycle_without_a_step() -> None:
 
 
 def test_h_never_falls_below_the_number_of_fragments() -> None:
-    turns = Turns(6, 3)
+    turns = RoundSchedule(6, 3)
     turns.pace(1, 0)
     assert turns.sync_every == 3
 
 
 def test_more_fragments_than_steps_are_refused() -> None:
     with pytest.raises(UsageError, match="sync_every 2"):
-        Turns(2, 3)
+        RoundSchedule(2, 3)
 
 
 # The cursor.
 
 
-def pushed(turns: Turns, *fragments: int) -> Turns:
+def pushed(turns: RoundSchedule, *fragments: int) -> RoundSchedule:
     assert [turns.push() for _ in fragments] == list(fragments)
     return turns
 
 
 def test_pushes_follow_the_sequence_of_rounds_from_the_first_one_expected() -> None:
-    turns = Turns(6, 3)
+    turns = RoundSchedule(6, 3)
     turns.welcomed(4)
     pushed(turns, 1, 2, 0)
     assert (turns.cursor, turns.rounds) == (7, {1: 4, 2: 5, 0: 6})
@@ -122,14 +122,14 @@ def test_pushes_follow_the_sequence_of_rounds_from_the_first_one_expected() -> N
 
 
 def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
-    turns = pushed(Turns(6, 1), 0)
-    assert turns.turn() is Turn.BUSY
+    turns = pushed(RoundSchedule(6, 1), 0)
+    assert turns.turn() is TurnState.BUSY
     with pytest.raises(AssertionError, match="no second delta"):
         turns.push()
 
 
 def test_flight_in_a_round_beyond_the_cursor_is_not_waited_for() -> None:
-    turns = pushed(Turns(6, 3), 0, 1)  # in rounds 0 and 1, the cursor is at 2
+    turns = pushed(RoundSchedule(6, 3), 0, 1)  # in rounds 0 and 1, the cursor is at 2
     turns.granted(0, WAIT, 3)
     assert not turns.may_wait(0)
     assert turns.may_wait(1)
@@ -138,29 +138,29 @@ def test_flight_in_a_round_beyond_the_cursor_is_not_waited_for() -> None:
 
 
 def test_carried_flight_takes_the_next_slot_of_its_fragment() -> None:
-    turns = pushed(Turns(6, 3), 0)
+    turns = pushed(RoundSchedule(6, 3), 0)
     turns.carried(0, 3)
     assert turns.cursor == 1
     pushed(turns, 1, 2)
     turns.granted(1, NEW, 1)
-    assert turns.turn() is Turn.TAKEN
-    turns.pass_by()
+    assert turns.turn() is TurnState.TAKEN
+    turns.skip()
     turns.landed(0)
     turns.landed(1)
-    assert (turns.cursor, turns.turn()) == (4, Turn.FREE)
+    assert (turns.cursor, turns.turn()) == (4, TurnState.FREE)
 
 
 def test_round_that_is_over_without_this_worker_is_passed_by() -> None:
-    turns = Turns(6, 3)
+    turns = RoundSchedule(6, 3)
     pushed(turns, 0, 1, 2)
     turns.granted(0, WAIT, 6)
-    assert turns.turn() is Turn.PAST
-    turns.pass_by()
+    assert turns.turn() is TurnState.PAST
+    turns.skip()
     assert turns.fragment == 1
 
 
 def test_late_worker_catches_up_as_far_as_rounds_are_known_to_be_over() -> None:
-    turns = pushed(Turns(6, 3), 0)
+    turns = pushed(RoundSchedule(6, 3), 0)
     turns.granted(0, NEW, 9)  # so round 6 of this fragment has closed
     assert turns.cursor == 7
     assert not turns.may_wait(0)
@@ -170,7 +170,7 @@ def test_late_worker_catches_up_as_far_as_rounds_are_known_to_be_over() -> None:
 
 
 def test_single_fragment_always_waits_for_the_round_it_is_carried_into() -> None:
-    turns = pushed(Turns(6, 1), 0)
+    turns = pushed(RoundSchedule(6, 1), 0)
     turns.carried(0, 5)
     assert turns.may_wait(0)
     turns.made(5)
@@ -181,15 +181,15 @@ def test_single_fragment_always_waits_for_the_round_it_is_carried_into() -> None
 def test_flight_that_landed_before_its_round_was_named_gives_back_the_one_it_was_pushed_at() -> (
     None
 ):
-    turns = Turns(6, 3)
+    turns = RoundSchedule(6, 3)
     turns.welcomed(5)
     pushed(turns, 2, 0)
     turns.landed(2)  # round 2 may have taken it: round 5 may still want a push
-    assert (turns.cursor, turns.turn()) == (5, Turn.FREE)
+    assert (turns.cursor, turns.turn()) == (5, TurnState.FREE)
 
 
 def test_flight_gives_back_no_round_that_a_version_has_shown_to_be_over() -> None:
-    turns = pushed(Turns(6, 3), 0, 1)
+    turns = pushed(RoundSchedule(6, 3), 0, 1)
     turns.made(0)
     turns.landed(0)
     assert turns.cursor == 2
@@ -202,23 +202,23 @@ def test_flight_gives_back_no_round_that_a_version_has_shown_to_be_over() -> Non
 
 
 def test_flight_that_ends_uncounted_gives_its_round_back() -> None:
-    turns = pushed(Turns(6, 3), 0, 1)
+    turns = pushed(RoundSchedule(6, 3), 0, 1)
     turns.dropped(0)
     assert turns.cursor == 0
     assert not turns.may_wait(1), "round 1 waits for our round 0"
     pushed(turns, 0)
-    assert turns.turn() is Turn.TAKEN
+    assert turns.turn() is TurnState.TAKEN
 
 
 def test_flight_that_came_too_late_does_not_give_back_the_round_that_is_over() -> None:
-    turns = pushed(Turns(6, 3), 0, 1)
+    turns = pushed(RoundSchedule(6, 3), 0, 1)
     turns.granted(0, NEW, 0)
     turns.dropped(0, too_late=True)
     assert (turns.cursor, turns.fragment) == (2, 2)
 
 
 def test_flight_that_came_too_late_for_a_round_nobody_named_gives_back_its_own() -> None:
-    turns = Turns(6, 3)
+    turns = RoundSchedule(6, 3)
     turns.welcomed(4)
     pushed(turns, 1)  # on a version from before round 1: too late for that one, in time for round 4
     turns.dropped(1, too_late=True)
@@ -228,20 +228,20 @@ def test_flight_that_came_too_late_for_a_round_nobody_named_gives_back_its_own()
 
 
 def test_version_tells_that_the_rounds_up_to_its_own_are_over() -> None:
-    turns = pushed(Turns(6, 3), 0)
+    turns = pushed(RoundSchedule(6, 3), 0)
     turns.made(0)
     assert turns.cursor == 1
     turns.made(7)
     assert turns.cursor == 8
     turns.made(3)
     assert turns.cursor == 8
-    alone = Turns(6, 3, common=False)
+    alone = RoundSchedule(6, 3, common=False)
     alone.made(7)
     assert alone.cursor == 0
 
 
 def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> None:
-    turns = Turns(6, 3, common=False)
+    turns = RoundSchedule(6, 3, common=False)
     turns.welcomed(0)
     pushed(turns, 0, 1)
     turns.granted(0, WAIT, None)
@@ -256,14 +256,14 @@ def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> Non
 
 
 def test_welcome_finds_flights_in_the_rounds_that_are_expected() -> None:
-    turns = pushed(Turns(8, 4), 0, 1, 2)
+    turns = pushed(RoundSchedule(8, 4), 0, 1, 2)
     turns.welcomed(4)
     assert (turns.cursor, turns.rounds) == (7, {0: 4, 1: 5, 2: 6})
-    assert turns.turn() is Turn.FREE
+    assert turns.turn() is TurnState.FREE
 
 
 def test_flight_that_is_not_next_gets_the_next_round_of_its_fragment() -> None:
-    turns = pushed(Turns(8, 4), 0, 1, 2)
+    turns = pushed(RoundSchedule(8, 4), 0, 1, 2)
     turns.landed(0)
     turns.welcomed(6)
     assert (turns.cursor, turns.rounds) == (7, {2: 6, 1: 9})
@@ -272,20 +272,20 @@ def test_flight_that_is_not_next_gets_the_next_round_of_its_fragment() -> None:
 
 
 def test_flight_that_turns_out_to_be_counted_gives_back_the_round_it_was_taken_for() -> None:
-    turns = pushed(Turns(8, 4), 0)
+    turns = pushed(RoundSchedule(8, 4), 0)
     turns.welcomed(4)
     assert turns.cursor == 5
     turns.granted(0, COUNTED, None)
-    assert (turns.cursor, turns.turn()) == (4, Turn.BUSY)
+    assert (turns.cursor, turns.turn()) == (4, TurnState.BUSY)
     turns.landed(0)
-    assert turns.turn() is Turn.FREE
+    assert turns.turn() is TurnState.FREE
 
 
 @pytest.mark.parametrize("answer", [COUNTED, WAIT, None])
 def test_flight_is_waited_for_after_a_welcome_until_its_answer_has_come(
     answer: Standing | None,
 ) -> None:
-    turns = Turns(6, 2)
+    turns = RoundSchedule(6, 2)
     turns.welcomed(0)
     pushed(turns, 0)  # it is counted in round 0, and the news is lost with the connection
     turns.welcomed(1)
@@ -299,7 +299,7 @@ def test_flight_is_waited_for_after_a_welcome_until_its_answer_has_come(
 
 
 def test_flight_that_belongs_to_an_earlier_round_gives_back_the_one_it_was_taken_for() -> None:
-    turns = pushed(Turns(8, 4), 0)
+    turns = pushed(RoundSchedule(8, 4), 0)
     turns.welcomed(4)
     turns.granted(0, RESUME, 0)
     assert turns.cursor == 4
@@ -307,11 +307,11 @@ def test_flight_that_belongs_to_an_earlier_round_gives_back_the_one_it_was_taken
 
 
 def test_flight_that_ended_before_the_welcome_is_in_no_round_after_it() -> None:
-    turns = pushed(Turns(8, 4), 0)
+    turns = pushed(RoundSchedule(8, 4), 0)
     turns.welcomed(4, over={0})
     assert turns.cursor == 4
     turns.landed(0)
-    assert (turns.cursor, turns.turn()) == (4, Turn.FREE)
+    assert (turns.cursor, turns.turn()) == (4, TurnState.FREE)
 
 
 @settings(max_examples=300, deadline=None)
@@ -319,18 +319,18 @@ def test_flight_that_ended_before_the_welcome_is_in_no_round_after_it() -> None:
 def test_whatever_the_broker_says_no_fragment_flies_twice_and_no_wait_goes_beyond_the_cursor(
     fragments: int, script: list[tuple[int, int]]
 ) -> None:
-    turns = Turns(fragments, fragments)
+    turns = RoundSchedule(fragments, fragments)
     unanswered: set[int] = set()
     for action, number in script:
         fragment = number % fragments
         flying = fragment in turns.rounds
         match action:
-            case 0 if turns.turn() is Turn.FREE:
+            case 0 if turns.turn() is TurnState.FREE:
                 before = dict(turns.rounds)
                 fragment = turns.push()
                 assert fragment not in before
-            case 0 if turns.turn() is not Turn.BUSY:
-                turns.pass_by()
+            case 0 if turns.turn() is not TurnState.BUSY:
+                turns.skip()
             case 1:
                 turns.welcomed(number)
                 assert turns.cursor >= number
@@ -364,7 +364,7 @@ class Site:
     """A worker of the game: a training loop that yields wherever time may pass."""
 
     name: int
-    turns: Turns
+    turns: RoundSchedule
     delay: int
     sent: deque[tuple[Any, ...]] = field(default_factory=deque)  # to the referee
     heard: deque[tuple[Any, ...]] = field(default_factory=deque)
@@ -383,22 +383,22 @@ class Site:
                 yield from self.wait(fragment)
             if not self.turns.is_due(step):
                 continue
-            if self.turns.turn() is Turn.BUSY:
+            if self.turns.turn() is TurnState.BUSY:
                 yield from self.wait(self.turns.fragment)
-                if self.turns.turn() is Turn.BUSY:
+                if self.turns.turn() is TurnState.BUSY:
                     continue
             self.turns.use_slot(step)
             fragment = self.turns.fragment
-            if self.turns.turn() is Turn.FREE:
+            if self.turns.turn() is TurnState.FREE:
                 self.turns.push()
                 self.pushed += 1
                 self.flights[fragment] = 1000 * self.name + self.pushed
                 self.sent.append(("push", fragment, self.flights[fragment]))
                 wait_at[fragment] = step + self.delay
             else:
-                if self.turns.turn() is Turn.TAKEN:
+                if self.turns.turn() is TurnState.TAKEN:
                     wait_at[fragment] = step + self.delay
-                self.turns.pass_by()
+                self.turns.skip()
             if self.delay == 0 and wait_at.pop(fragment, None) is not None:
                 yield from self.wait(fragment)
 
@@ -518,7 +518,7 @@ def play(seed: int, *, quorum: int, drops: bool) -> tuple[int, list[Site]]:
     fragments = dice.choice([1, 2, 3, 4])
     delay = dice.choice([0, 1, 2])
     sites = [
-        Site(name, Turns(dice.choice([4, 5, 9]), fragments), min(delay, 4 // fragments))
+        Site(name, RoundSchedule(dice.choice([4, 5, 9]), fragments), min(delay, 4 // fragments))
         for name in range(3)
     ]
     referee = Referee(sites, fragments, quorum, drops=drops)

@@ -11,9 +11,9 @@ from torch import nn
 
 from diloco_protocol import Ledger
 from diloco_protocol.messages import Message, Push, Released
-from diloco_worker.core.stillness import Stillness
+from diloco_worker.core.sync.news import Arrival
+from diloco_worker.core.sync.stillness import Stillness
 from diloco_worker.model.flat_state import WireFragment
-from diloco_worker.shell.inbox import Arrival
 from diloco_worker.training.fragment_sync import Flight
 from diloco_worker.training.sync_lines import SyncLines
 from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from diloco_protocol import Counted, Ledger, Segment, UsageError, VersionId
 from diloco_protocol.messages import Join, Released
 from diloco_protocol.version import ABSENT_REMEMBERED
-from diloco_worker.shell.inbox import Arrival
+from diloco_worker.core.sync.news import Arrival
 from diloco_worker.training.fragment_sync import Ground, Work
 from diloco_worker.training.saved_state import compared
 from kit.next_life import H, Resume, saved_by, says_current

@@ -75,11 +75,12 @@ from diloco_worker.core.events import (
 )
 from diloco_worker.core.previous_life import SENT_BEFORE
 from diloco_worker.core.session import Session
+from diloco_worker.core.sync.news import Arrival, News, Rejection, Turning
 from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.shell.connections import NOW, Connections
 from diloco_worker.shell.forks import keep_from_children
 from diloco_worker.shell.fragment_buffers import Holdings, check_length
-from diloco_worker.shell.inbox import Arrival, News, Progress, Rejection, Turning
+from diloco_worker.shell.inbox import Progress
 from diloco_worker.shell.repeated_lines import Sayings
 
 logger = logging.getLogger("diloco.worker")

@@ -18,11 +18,12 @@ from diloco_protocol.messages import Released
 from diloco_worker.core.compatibility import sync_every
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.effects import Carried, Granted, Joined
-from diloco_worker.core.schedule import Turn, Turns
-from diloco_worker.core.stillness import Stillness
+from diloco_worker.core.sync.metrics import SyncMetrics
+from diloco_worker.core.sync.news import News
+from diloco_worker.core.sync.schedule import RoundSchedule, TurnState
+from diloco_worker.core.sync.stillness import Stillness
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import Constants
-from diloco_worker.shell.inbox import News
 from diloco_worker.shell.link import Link
 from diloco_worker.training.fragment_sync import (
     FragmentExchange,
@@ -33,7 +34,6 @@ from diloco_worker.training.fragment_sync import (
     Work,
 )
 from diloco_worker.training.landings import Landings
-from diloco_worker.training.metrics import SyncMetrics
 from diloco_worker.training.patience import HASTY_S, Leaving, Patience
 from diloco_worker.training.push_log import Audit
 from diloco_worker.training.reports import Reports
@@ -101,7 +101,7 @@ class Boundaries:
         ]
         done = [start.work if start else Work() for start in starts]
         self._tally = Tally(reports, step, done)
-        self.turns = Turns(
+        self.turns = RoundSchedule(
             self._sync_every(config),
             config.num_fragments,
             common=config.mode == "sync",
@@ -146,8 +146,8 @@ class Boundaries:
     def _go_on(self, resumption: Resumption, cycle_start: int) -> None:
         """Take up the cycle and the flights of a previous life of this worker; see `former`."""
         place = resumption.place
-        self.turns.go_on(self.step, cycle_start, place.slot, place.sync_every)
-        self.turns.take_up([each.fragment for each in self._by_age()], place.cursor)
+        self.turns.resume_cycle(self.step, cycle_start, place.slot, place.sync_every)
+        self.turns.resume_flights([each.fragment for each in self._by_age()], place.cursor)
         self._set_pace()
         kept = [
             (exchange, ground)
@@ -312,19 +312,19 @@ class Boundaries:
         yet, because the fragment's last flight is still under way.
         """
         turns = self.turns
-        while turns.turn() is Turn.BUSY:
+        while turns.turn() is TurnState.BUSY:
             exchange = self._exchanges[turns.fragment]
             if self._why_not_wait(exchange) is not None or not self._wait_for(exchange):
                 return None
         exchange = self._exchanges[turns.fragment]
         match turns.turn():
-            case Turn.PAST:
-                turns.pass_by()
+            case TurnState.PAST:
+                turns.skip()
                 return []
-            case Turn.TAKEN:
+            case TurnState.TAKEN:
                 assert exchange.flight is not None
                 exchange.wait_again(self.step, turns.sync_every)
-                turns.pass_by()
+                turns.skip()
                 return [exchange]
             case _:
                 self._settle(exchange, now=True)
@@ -379,7 +379,7 @@ class Boundaries:
         flight, turns = exchange.flight, self.turns
         assert flight is not None
         self._audit.frozen(flight)
-        if turns.fragment == exchange.fragment and turns.turn() is Turn.FREE:
+        if turns.fragment == exchange.fragment and turns.turn() is TurnState.FREE:
             turns.push()
         exchange.offer()
 

@@ -23,10 +23,10 @@ from diloco_protocol import Ledger, RunConfig, Segment, VersionId
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.fragments.plan import longest_delay
 from diloco_protocol.messages import BUFFERS, Push
+from diloco_worker.core.sync.news import Arrival, Rejection
 from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import Delta, ModelTensors
-from diloco_worker.shell.inbox import Arrival, Rejection
 from diloco_worker.shell.link import Link
 
 
@@ -231,9 +231,9 @@ class FragmentExchange:
         if isinstance(start, Ground):
             self.base, self.ledger, self.flight = start.base, start.ledger, start.flight
         else:
-            assert start.state is not None
-            tensors.put(start.state)
-            self.base, self.ledger = start.state, start.released.ledger
+            assert start.values is not None
+            tensors.put(start.values)
+            self.base, self.ledger = start.values, start.released.ledger
         self._link.stand_on(part.fragment, self.base)
 
     @property
@@ -331,7 +331,7 @@ class FragmentExchange:
         flight, earlier = self.flight, self.reply
         if flight is None or flight.push_id in arrival.counted or arrival.superseding:
             self.reply = arrival.after(earlier)
-        elif earlier is not None and arrival.state is not None:
+        elif earlier is not None and arrival.values is not None:
             self.reply = arrival.after(earlier)  # it contains what the earlier one did
 
     def reject(self, rejection: Rejection) -> None:
@@ -453,7 +453,8 @@ class FragmentExchange:
         return flight.wire.taken_from(self.base)
 
     def _state(self, arrival: Arrival) -> FlatState:
-        return self.base if arrival.state is None else arrival.state
+        values: FlatState | None = arrival.values
+        return self.base if values is None else values
 
     def _stand_on(self, arrival: Arrival, state: FlatState) -> None:
         """This version is the base now. Its former memory may be overwritten from here on."""

@@ -9,10 +9,10 @@ import logging
 from collections.abc import Callable
 
 from diloco_protocol import Code
-from diloco_worker.shell.inbox import Arrival
+from diloco_worker.core.sync.metrics import SyncMetrics
+from diloco_worker.core.sync.news import Arrival
 from diloco_worker.shell.link import Link
 from diloco_worker.training.fragment_sync import Flight, FragmentExchange, Landing, Outcome
-from diloco_worker.training.metrics import SyncMetrics
 from diloco_worker.training.push_log import Audit
 from diloco_worker.training.sync_lines import SyncLines
 from diloco_worker.training.tally import Tally

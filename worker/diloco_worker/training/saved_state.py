@@ -39,10 +39,10 @@ from diloco_protocol.version import ABSENT_REMEMBERED, as_hex, from_hex
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.previous_life import SENT_BEFORE, names_unknown_push
+from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.checksums import differing
 from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.shell.inbox import Arrival
 from diloco_worker.training.fragment_sync import Flight, Ground, Work
 
 # Of this layout; another number than these two is refused with a sentence.

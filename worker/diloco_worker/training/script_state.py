@@ -9,11 +9,11 @@ from typing import Any
 
 from diloco_protocol import UsageError
 from diloco_worker.core.downloads import Held
+from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.shell.link import Link
 from diloco_worker.training.boundary import Boundaries
-from diloco_worker.training.metrics import SyncMetrics
 from diloco_worker.training.saved_state import Plain, Resumption, from_plain, plan_of, to_plain
 
 logger = logging.getLogger("diloco.worker")

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from diloco_worker.shell.inbox import Arrival
+from diloco_worker.core.sync.news import Arrival
 from diloco_worker.training.fragment_sync import Flight
 
 logger = logging.getLogger("diloco.worker")

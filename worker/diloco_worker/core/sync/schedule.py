@@ -36,7 +36,7 @@ from diloco_protocol.fragments.plan import slots
 from diloco_protocol.messages import Standing
 
 
-class Turn(str, Enum):
+class TurnState(str, Enum):
     """How things stand with the fragment of the cursor's round."""
 
     FREE = "free"  # nothing in flight: push
@@ -45,7 +45,7 @@ class Turn(str, Enum):
     PAST = "past"  # what is under way is in a later round: this one is over
 
 
-class Turns:
+class RoundSchedule:
     """See the head of this module.
 
     Args:
@@ -88,7 +88,7 @@ class Turns:
         self._first_open = 0  # the first round that is not known to be over
         # By fragment in flight, the round that the cursor passed for it, until the broker has
         # named the round that it is part of.
-        self._claims: dict[int, int] = {}
+        self._reserved: dict[int, int] = {}
         self._told: set[int] = set()  # fragments in flight whose round comes from the broker
         self._unanswered: set[int] = set()  # fragments in flight at a welcome, until their grant
 
@@ -124,8 +124,8 @@ class Turns:
         self._slot = 0
         self._set_pace()
 
-    def go_on(self, step: int, cycle_start: int, slot: int, sync_every: int) -> None:
-        """Take up a cycle exactly where a previous life of this worker left it."""
+    def resume_cycle(self, step: int, cycle_start: int, slot: int, sync_every: int) -> None:
+        """Go on in a cycle exactly where a previous life of this worker left it."""
         self.pace(sync_every, step)
         self.restart(step)
         self.cycle_start, self._slot = cycle_start, slot
@@ -148,28 +148,28 @@ class Turns:
         """The fragment whose turn it is."""
         return self.cursor % self.num_fragments
 
-    def turn(self) -> Turn:
+    def turn(self) -> TurnState:
         """How things stand with that fragment."""
         if self.fragment not in self.rounds:
-            return Turn.FREE
+            return TurnState.FREE
         round_ = self.rounds[self.fragment]
         if round_ is None or round_ < self.cursor:
-            return Turn.BUSY
-        return Turn.TAKEN if round_ == self.cursor else Turn.PAST
+            return TurnState.BUSY
+        return TurnState.TAKEN if round_ == self.cursor else TurnState.PAST
 
     def push(self) -> int:
         """The fragment whose turn it is is pushed; returns it."""
         fragment = self.fragment
-        assert self.turn() is Turn.FREE, "no second delta grows over a first"
+        assert self.turn() is TurnState.FREE, "no second delta grows over a first"
         self.rounds[fragment] = None
         if self.common:
-            self.rounds[fragment] = self._claims[fragment] = self.cursor
+            self.rounds[fragment] = self._reserved[fragment] = self.cursor
         self.cursor += 1
         return fragment
 
-    def pass_by(self) -> None:
+    def skip(self) -> None:
         """Nothing is to be pushed for the cursor's round: what is under way is in it or beyond it."""
-        assert self.turn() in (Turn.TAKEN, Turn.PAST)
+        assert self.turn() in (TurnState.TAKEN, TurnState.PAST)
         self.cursor += 1
 
     def may_wait(self, fragment: int) -> bool:
@@ -179,7 +179,7 @@ class Turns:
 
     # What a previous life has left.
 
-    def take_up(self, flights: Collection[int], cursor: int) -> None:
+    def resume_flights(self, flights: Collection[int], cursor: int) -> None:
         """These fragments are in flight. The cursor counts where it is the worker's own."""
         self.rounds.update(dict.fromkeys(flights))
         if not self.common:
@@ -198,7 +198,7 @@ class Turns:
             return  # the order of the fragments is the worker's own
         self._welcomed = True
         self.cursor = self._first_open = first_round
-        self._claims.clear()
+        self._reserved.clear()
         self._told.clear()
         self._unanswered.clear()
         for fragment in over:
@@ -211,7 +211,7 @@ class Turns:
         while self.fragment in waiting:
             fragment = self.fragment
             waiting.remove(fragment)
-            self.rounds[fragment] = self._claims[fragment] = self.cursor
+            self.rounds[fragment] = self._reserved[fragment] = self.cursor
             self.cursor += 1
         for fragment in waiting:
             self.rounds[fragment] = self.cursor + (fragment - self.cursor) % self.num_fragments
@@ -221,7 +221,7 @@ class Turns:
         self._unanswered.discard(fragment)
         if not self.common or (round_ is None and standing is not Standing.COUNTED):
             return
-        claim = self._claims.pop(fragment, None)
+        reserved = self._reserved.pop(fragment, None)
         if standing is Standing.COUNTED:
             round_ = None  # whichever it was, it is over
             if fragment in self.rounds:
@@ -231,13 +231,13 @@ class Turns:
             self._tell(fragment, round_)
             if standing is not Standing.WAIT:
                 self._is_past(round_ - self.num_fragments)
-        if claim is not None and (round_ is None or round_ < claim):
-            self._give_back(claim)
+        if reserved is not None and (round_ is None or round_ < reserved):
+            self._give_back(reserved)
 
     def carried(self, fragment: int, round_: int) -> None:
         """Its round closed without this fragment's flight, which is in a later one now."""
         if self.common and fragment in self.rounds:
-            self._claims.pop(fragment, None)
+            self._reserved.pop(fragment, None)
             self._unanswered.discard(fragment)
             self._is_past(round_ - self.num_fragments)
             self._tell(fragment, round_)
@@ -259,17 +259,17 @@ class Turns:
     def _give_back(self, round_: int) -> None:
         before = self.cursor
         self.cursor = max(self._first_open, min(before, round_))
-        while self.cursor < before and self.turn() is Turn.TAKEN:
+        while self.cursor < before and self.turn() is TurnState.TAKEN:
             self.cursor += 1
 
     # How flights end.
 
     def landed(self, fragment: int) -> None:
         """A version contains this fragment's flight."""
-        claim = self._claims.get(fragment)
+        reserved = self._reserved.get(fragment)
         self._end(fragment)
-        if claim is not None:
-            self._give_back(claim)
+        if reserved is not None:
+            self._give_back(reserved)
 
     def dropped(self, fragment: int, *, too_late: bool = False) -> None:
         """This fragment's flight has ended without being counted: its round may still want a push.
@@ -287,17 +287,17 @@ class Turns:
             self._give_back(round_)
 
     def _end(self, fragment: int) -> tuple[int | None, bool]:
-        """Take a flight off the books; returns its round, and whether the broker had named it."""
+        """Forget a flight; returns its round, and whether the broker had named it."""
         round_, was_told = self.rounds.pop(fragment), fragment in self._told
-        self._claims.pop(fragment, None)
+        self._reserved.pop(fragment, None)
         self._told.discard(fragment)
         self._unanswered.discard(fragment)
         return round_, was_told
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when the books do not balance; for tests."""
+        """Raise AssertionError when something contradicts itself; for tests."""
         assert 0 <= self._slot < self.num_fragments
-        assert self._claims.keys() | self._told | self._unanswered <= self.rounds.keys()
+        assert self._reserved.keys() | self._told | self._unanswered <= self.rounds.keys()
         for fragment, round_ in self.rounds.items():
             assert 0 <= fragment < self.num_fragments
             assert round_ is None or round_ % self.num_fragments == fragment

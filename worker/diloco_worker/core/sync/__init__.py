@@ -1,0 +1,1 @@
+"""What is decided after each optimizer step, pure: `boundary` is where to begin."""

@@ -1,4 +1,4 @@
-"""TCP proxies that break connections at given places: at a count of bytes, or at a message of ZMTP.
+"""Proxies that break connections at given places: at a count of bytes, or at a message of ZMTP.
 
 The stream of ZMTP 3.1 (https://rfc.zeromq.org/spec/37/, framed as in 3.0, spec/23/) is a greeting of 64
 bytes, then frames: a byte of flags (1: more frames follow, 2: the length has eight bytes, 4: a command),
@@ -7,118 +7,21 @@ the length in one byte or eight (big-endian), the body. A message is all frames 
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 
-JOIN_WITHIN_S = 10.0
+from diloco_tools.tcp_proxy import Gate, TcpProxy
 
 GREETING_BYTES = 64
 MORE, LONG, COMMAND = 1, 2, 4
 
-# One direction of a connection: from bytes that came, those that pass, and whether it breaks there.
-Gate = Callable[[bytes], tuple[bytes, bool]]
 
-
-class Proxy:
-    """Forwards bytes both ways. Subclasses say in `_gate` where connections break.
-
-    Args:
-        target: where to, such as tcp://127.0.0.1:8512.
-
-    Attributes:
-        address: where it listens.
-    """
-
-    def __init__(self, target: str) -> None:
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._lock = threading.Lock()
-        self._connections = 0
-        self._open: set[socket.socket] = set()
-        self._threads: list[threading.Thread] = []
-        self._closing = False
-
-    def __enter__(self) -> Proxy:
-        self._start(self._accept)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._closing = True
-            for each in self._open:
-                _shut(each)
-        _shut(self._listener)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(JOIN_WITHIN_S)
-
-    def _gate(self, connection: int, up: bool) -> Gate:
-        """For one direction of a connection; they are numbered 0, 1, ... as they come.
-
-        It is called with `_lock` held.
-        """
-        raise NotImplementedError
-
-    def _start(self, target: object, *args: object) -> None:
-        thread = threading.Thread(target=target, args=args, daemon=True)  # type: ignore[arg-type]
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            try:
-                far = socket.create_connection(self._target, JOIN_WITHIN_S)
-            except OSError:
-                near.close()
-                continue
-            far.settimeout(None)
-            for end in (near, far):  # a small message behind another waits for nobody's receipt
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                up, down = (self._gate(self._connections, way) for way in (True, False))
-                self._connections += 1
-                self._open |= {near, far}
-                if self._closing:
-                    _shut(near)
-            closed = threading.Barrier(2)
-            self._start(self._pump, near, far, up, closed)
-            self._start(self._pump, far, near, down, closed)
-
-    def _pump(
-        self, source: socket.socket, sink: socket.socket, gate: Gate, closed: threading.Barrier
-    ) -> None:
-        """One direction, until either end is gone or a cut comes."""
-        try:
-            while data := source.recv(65536):
-                with self._lock:
-                    passing, last = gate(data)
-                sink.sendall(passing)
-                if last:
-                    break
-        except OSError:
-            pass  # the other direction has shut both
-        _shut(source)
-        _shut(sink)
-        closed.wait(JOIN_WITHIN_S)  # neither closes what the other still reads from
-        with self._lock:
-            self._open.discard(source)
-        source.close()
-
-
-class CuttingProxy(Proxy):
+class CuttingProxy(TcpProxy):
     """Breaks the connection at hand whenever a count of bytes is reached.
 
     Args:
@@ -135,11 +38,7 @@ class CuttingProxy(Proxy):
         self.cuts = list(cuts)
         self._count = 0
 
-    def __enter__(self) -> CuttingProxy:
-        super().__enter__()
-        return self
-
-    def _gate(self, connection: int, up: bool) -> Gate:
+    def gate(self, connection: int, up: bool) -> Gate:
         return self._counted
 
     def _counted(self, data: bytes) -> tuple[bytes, bool]:
@@ -179,7 +78,7 @@ class Seen:
     breaks: bool
 
 
-class MessageProxy(Proxy):
+class MessageProxy(TcpProxy):
     """Breaks connections at messages, one cut after the other.
 
     After a cut only connections opened since then are cut: those of the worker that was hit.
@@ -197,11 +96,7 @@ class MessageProxy(Proxy):
         self._first = 0  # connection that the next cut may hit
         self._skipped: Counter[int] = Counter()  # by connection
 
-    def __enter__(self) -> MessageProxy:
-        super().__enter__()
-        return self
-
-    def _gate(self, connection: int, up: bool) -> Gate:
+    def gate(self, connection: int, up: bool) -> Gate:
         stream = _Stream()
         limit: int | None = None
 
@@ -238,7 +133,7 @@ class MessageProxy(Proxy):
         return limit
 
 
-class ForgettingProxy(Proxy):
+class ForgettingProxy(TcpProxy):
     """Forgets one connection, as a router does: its bytes go nowhere, and neither end is told.
 
     Args:
@@ -256,11 +151,7 @@ class ForgettingProxy(Proxy):
         self._up, self._chunks = up, chunks
         self._forgotten: int | None = None
 
-    def __enter__(self) -> ForgettingProxy:
-        super().__enter__()
-        return self
-
-    def _gate(self, connection: int, up: bool) -> Gate:
+    def gate(self, connection: int, up: bool) -> Gate:
         stream, chunks = _Stream(), 0
 
         def gate(data: bytes) -> tuple[bytes, bool]:
@@ -327,8 +218,3 @@ def _first_unit(data: bytes) -> _Unit | None:
         return _Unit(first[1 : 1 + first[0]].decode().lower(), stop, data[:stop])
     header = msgpack.unpackb(first)
     return _Unit(header["kind"], stop, data[:stop], header=header)
-
-
-def _shut(end: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # shut already
-        end.shutdown(socket.SHUT_RDWR)

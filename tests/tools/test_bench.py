@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import pkgutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,20 +17,24 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_tools.bench import link, machine, rounds, transport
+from diloco_tools.bench import machine
+from diloco_tools.bench import parts as parts_folder
 from diloco_tools.bench.cli import app, write
-from diloco_tools.bench.figures import TARGETS, Figure, Report, figure, number, show, worst
-from diloco_tools.bench.link import Lane
-from diloco_tools.bench.phases import CHUNK_IS_MORE_THAN, Moments, moments, phases
-from diloco_tools.bench.plot import draw
-from diloco_tools.bench.scale import QUICK, SIZES, WHOLE, Scale, parameters_of
-from diloco_tools.bench.spread import against, around, in_turn, percentile, slope
-from diloco_tools.bench.stage import ActorFailed, Stage
-from diloco_tools.bench.stand_in import ELEMENT_BYTES, VALUE, VALUE_BYTES, Player, flat_manifest
-from diloco_tools.bench.suite import parts_of
-from diloco_tools.bench.table import sentences, tables, targets_table
-from diloco_tools.bench.trainer import StillGPT, shape_of
+from diloco_tools.bench.parts import rounds, transport
+from diloco_tools.bench.report.figures import TARGETS, Figure, Report, figure, number, show, worst
+from diloco_tools.bench.report.phases import CHUNK_IS_MORE_THAN, Moments, moments, phases
+from diloco_tools.bench.report.plot import draw
+from diloco_tools.bench.report.ratios import against, around, in_turn, percentile, slope
+from diloco_tools.bench.report.table import sentences, tables, targets_table
+from diloco_tools.bench.roles import fake_worker, link
+from diloco_tools.bench.roles.fake_worker import ELEMENT_BYTES, VALUE, VALUE_BYTES, flat_manifest
+from diloco_tools.bench.roles.link import Lane
+from diloco_tools.bench.roles.trainer import StillGPT, shape_of
+from diloco_tools.bench.sizes import SIZES, parameters_of
+from diloco_tools.bench.stage import Stage
+from diloco_tools.bench.suite import Part, quick_parts, whole_parts
 from diloco_tools.demo.model import GPT
+from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient
 
 MIB = 1 << 20
@@ -104,14 +109,14 @@ def test_target_is_met_on_its_side_of_the_limit() -> None:
 
 
 def test_verdict_is_of_the_median() -> None:
-    one = figure("p", "row", "/ raw", [0.5, 0.7, 0.61], "x", "round")
+    one = figure("p", "row", "/ raw", [0.5, 0.7, 0.61], "x", target="round")
     assert (one.median, one.low, one.high, one.is_met) == (0.61, 0.5, 0.7, True)
     assert figure("p", "row", "/ raw", 0.9, "x").is_met is None
 
 
 def test_worst_figure_decides_a_target() -> None:
-    turns = [figure("p", f"{ms}", "turn", ms, "ms", "turn") for ms in (2.0, 7.0, 4.0)]
-    shares = [figure("p", f"{x}", "/ raw", x, "x", "round") for x in (0.9, 0.4, 0.7)]
+    turns = [figure("p", f"{ms}", "turn", ms, "ms", target="turn") for ms in (2.0, 7.0, 4.0)]
+    shares = [figure("p", f"{x}", "/ raw", x, "x", target="round") for x in (0.9, 0.4, 0.7)]
     bad_turn, bad_share = worst([*turns, *shares], "turn"), worst([*turns, *shares], "round")
     assert bad_turn is turns[1]
     assert bad_share is shares[1]
@@ -124,7 +129,7 @@ def test_figures_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="is no unit"):
         figure("p", "row", "name", 1.0, "furlongs")
     with pytest.raises(ValueError, match="its target in ms"):
-        figure("p", "row", "name", 1.0, "s", "turn")
+        figure("p", "row", "name", 1.0, "s", target="turn")
 
 
 def test_values_are_shown_with_the_digits_of_their_unit() -> None:
@@ -134,7 +139,7 @@ def test_values_are_shown_with_the_digits_of_their_unit() -> None:
 
 def test_json_has_every_value_and_verdict() -> None:
     plain = report(
-        figure("whole round", "125M", "/ raw", [0.5, 0.58, 0.7], "x", "round"),
+        figure("whole round", "125M", "/ raw", [0.5, 0.58, 0.7], "x", target="round"),
         figure("limits", "memcpy", "speed", 15.0, "GB/s", note="one thread"),
     ).plain()
     again = json.loads(json.dumps(plain, allow_nan=False))
@@ -191,7 +196,7 @@ def test_growth_is_the_slope_over_workers_and_over_parameters() -> None:
     measured = []
     for size in ("10M", "125M"):
         for workers in (2, 4):
-            row = rounds.of(size, workers, "fp32")
+            row = rounds.row_of(size, workers, "fp32")
             seconds = workers * parameters_of(size) / 1e9
             measured.append(figure(rounds.PART, row, "seconds", seconds, "s"))
             memory = 40.0 + 5 * workers
@@ -203,7 +208,7 @@ def test_growth_is_the_slope_over_workers_and_over_parameters() -> None:
 
 
 def test_one_configuration_has_no_growth() -> None:
-    row = rounds.of("10M", 2, "fp32")
+    row = rounds.row_of("10M", 2, "fp32")
     assert not rounds.growth([figure(rounds.PART, row, "seconds", 1.0, "s")])
 
 
@@ -225,8 +230,8 @@ def test_table_has_rows_columns_and_spreads() -> None:
 
 def test_missed_and_met_targets_are_told_apart() -> None:
     both = report(
-        figure("p", "125M, 2 workers", "/ raw", 0.4, "x", "round"),
-        figure("p", "everything", "turn", 3.0, "ms", "turn"),
+        figure("p", "125M, 2 workers", "/ raw", 0.4, "x", target="round"),
+        figure("p", "everything", "turn", 3.0, "ms", target="turn"),
     )
     lines = printed(targets_table(both)).splitlines()
     assert any("125M, 2 workers" in line and "NOT MET" in line for line in lines)
@@ -234,7 +239,9 @@ def test_missed_and_met_targets_are_told_apart() -> None:
 
 
 def test_what_was_not_measured_is_said() -> None:
-    one = report(figure("p", "row", "turn", 3.0, "ms", "turn"), skipped=("the largest: left out",))
+    one = report(
+        figure("p", "row", "turn", 3.0, "ms", target="turn"), skipped=("the largest: left out",)
+    )
     told = sentences(one)
     assert told[0] == "the largest: left out"
     assert TARGETS["heartbeat"].name in told[1]
@@ -242,13 +249,16 @@ def test_what_was_not_measured_is_said() -> None:
 
 
 def test_tables_fit_a_hundred_and_thirty_columns() -> None:
-    row = rounds.of("125M", 8, "fp32")
+    row = rounds.row_of("125M", 8, "fp32")
     units = {"seconds": "s", "in + out": "GB/s", "/ raw": "x"}
     part = [
         figure(rounds.PART, row, name, [10.111, 10.222, 10.333], unit)
         for name, unit in units.items()
     ]
-    figures = [*part, *(figure("t", "x" * 40, "n", 9.9, t.unit, k) for k, t in TARGETS.items())]
+    figures = [
+        *part,
+        *(figure("t", "x" * 40, "n", 9.9, t.unit, target=k) for k, t in TARGETS.items()),
+    ]
     whole = report(*figures)
     for table in (*tables(whole), targets_table(whole)):
         text = printed(table, width=1000)
@@ -267,9 +277,9 @@ def test_files_lie_beside_each_other(tmp_path: Path) -> None:
 def test_picture_shows_rounds_phases_and_growth(tmp_path: Path) -> None:
     figures = []
     for size in ("10M", "50M"):
-        row = rounds.of(size, 2, "fp32")
+        row = rounds.row_of(size, 2, "fp32")
         figures.append(figure(rounds.PART, row, "seconds", [1.0, 2.0], "s"))
-        figures.append(figure(rounds.PART, row, "/ raw", 0.5, "x", "round"))
+        figures.append(figure(rounds.PART, row, "/ raw", 0.5, "x", target="round"))
         for name in phases(Moments(0, 1, 2, 3, 4, 5)):
             figures.append(figure(rounds.PHASES_PART, row, name, 1.0, "ms"))
     assert draw(report(*figures), tmp_path / "whole.png")
@@ -322,31 +332,33 @@ def test_still_model_has_the_tensors_of_the_real_one() -> None:
     assert all(bool((p > 0).all()) for p in still)
 
 
-def test_stand_in_pretends_the_model_it_is_asked_for() -> None:
+def test_fake_worker_pretends_the_model_it_is_asked_for() -> None:
     for parameters in (1000, 1 << 24, (1 << 24) + 1, 1_000_000_000):
         manifest = flat_manifest(parameters)
         assert manifest.trainable_elements == parameters
         assert not manifest.problems()
 
 
-def test_stand_in_sends_one_finite_value_in_every_dtype() -> None:
+def test_fake_worker_sends_one_finite_value_in_every_dtype() -> None:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for name, dtype in dtypes.items():
         assert len(VALUE_BYTES[name]) == ELEMENT_BYTES[name]
         assert torch.frombuffer(bytearray(VALUE_BYTES[name]), dtype=dtype).item() == VALUE
 
 
-@pytest.mark.parametrize("scale", [WHOLE, QUICK], ids=["whole", "quick"])
-def test_every_part_is_measured(scale: Scale) -> None:
-    names = [part.name for part in parts_of(scale)]
-    assert len(names) == len(set(names))
-    assert len(names) == len(scale.rounds) + (11 if scale is WHOLE else 10)
+@pytest.mark.parametrize("parts", [whole_parts(), quick_parts()], ids=["whole", "quick"])
+def test_every_part_is_measured_once(parts: list[Part]) -> None:
+    names = [part.name.split(",")[0] for part in parts]
+    modules = {module.name for module in pkgutil.iter_modules(parts_folder.__path__)}
+    is_quick = len(parts) < 20
+    assert len(set(names)) == len(modules) - is_quick, "all but the largest"
+    assert len({part.name for part in parts}) == len(parts)
 
 
-def test_whole_benchmark_has_what_its_targets_are_about() -> None:
-    assert {("125M", n, "fp32") for n in (2, 4)} <= set(WHOLE.rounds)
-    assert WHOLE.heartbeat[:2] == ("125M", 4)
-    assert WHOLE.idle[0] == 500
+def test_whole_benchmark_has_the_rounds_that_its_targets_are_about() -> None:
+    names = {part.name for part in whole_parts()}
+    for workers in (2, 4):
+        assert f"{rounds.PART}, {rounds.row_of('125M', workers, 'fp32')}" in names
 
 
 # The link.
@@ -354,7 +366,7 @@ def test_whole_benchmark_has_what_its_targets_are_about() -> None:
 
 def test_link_puts_bytes_on_the_wire_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("diloco_tools.bench.link.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("diloco_tools.bench.roles.link.time.monotonic", lambda: now[0])
     lane = Lane(bytes_per_s=1e6, delay_s=0.05)
     assert lane.put(500_000) == pytest.approx(100.55)
     assert lane.put(500_000) == pytest.approx(101.05)
@@ -368,7 +380,7 @@ def test_link_counts_its_share_between_the_first_and_the_last_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr("diloco_tools.bench.link.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("diloco_tools.bench.roles.link.time.monotonic", lambda: now[0])
     lane = Lane(bytes_per_s=1e6, delay_s=0.05)
     lane.put(100)  # a message without a chunk
     assert lane.share == 0
@@ -414,23 +426,23 @@ def test_transport_alone_goes_both_ways(stage: Stage) -> None:
     assert {each.of for each in found} == {f"chunks of 1024 KiB, window {n}" for n in (1, 4)}
 
 
-def test_actor_that_dies_is_reported_with_its_last_words(stage: Stage) -> None:
-    actor = stage.actor("stage-hand")
-    with pytest.raises(ActorFailed, match="there is no role 'stage-hand'"):
+def test_role_that_dies_is_reported_with_its_last_words(stage: Stage) -> None:
+    actor = stage.role("stage-hand")
+    with pytest.raises(ChildFailed, match="there is no role 'stage-hand'"):
         actor.ask("anything")
 
 
-def test_actor_that_does_not_answer_is_not_waited_for(stage: Stage) -> None:
-    actor = stage.actor("raw")
+def test_role_that_does_not_answer_is_not_waited_for(stage: Stage) -> None:
+    actor = stage.role("raw")
     actor.tell("accept")  # nobody connects
-    with pytest.raises(ActorFailed, match=r"did not answer within 0.2 s"):
+    with pytest.raises(ChildFailed, match=r"did not answer within 0.2 s"):
         actor.hear(within_s=0.2)
     os.kill(actor.pid, signal.SIGKILL)
 
 
 def test_everybody_has_ended_when_the_stage_is_left(tmp_path: Path) -> None:
     with Stage(tmp_path, bytes_raw=MIB) as stage:
-        pids = [stage.actor("raw", name).pid for name in ("one", "two")]
+        pids = [stage.role("raw", name).pid for name in ("one", "two")]
         stage.dismiss("one")
         assert not Path(f"/proc/{pids[0]}").exists()
         assert Path(f"/proc/{pids[1]}").exists()
@@ -445,16 +457,16 @@ def broker() -> Iterator[Broker]:
         yield it
 
 
-def test_stand_in_is_counted_like_any_worker(broker: Broker) -> None:
+def test_fake_worker_is_counted_like_any_worker(broker: Broker) -> None:
     parameters = 100 * CHUNK + 10  # many more chunks than credit, the last one short
-    player = Player(lambda: True)
-    player.join(broker.address, "pretender", parameters)
-    player.learn_version()
-    times = player.push(pull=True)
+    worker = fake_worker.Role(lambda: True)
+    worker.join(broker.address, "pretender", parameters)
+    worker.learn_version()
+    times = worker.push(pull=True)
     assert times["began"] <= times["up"] <= times["ended"]
     with DiLoCoClient(broker.address) as client:
         found = client.pull()
-    player.leave()
+    worker.leave()
     # Nesterov's first step from theta = VALUE with g = VALUE: theta - 0.7 (1 + 0.9) g.
     (weight,) = found.tensors.values()
     assert weight.numel() == parameters
@@ -462,13 +474,13 @@ def test_stand_in_is_counted_like_any_worker(broker: Broker) -> None:
     assert found.version.counter == 1
 
 
-def test_each_heartbeat_of_a_stand_in_is_timed_from_when_it_was_due(broker: Broker) -> None:
+def test_each_heartbeat_of_a_fake_worker_is_timed_from_when_it_was_due(broker: Broker) -> None:
     turns = iter([False] * 50 + [True])
-    player = Player(lambda: next(turns))
-    player.join(broker.address, "heart", 10)
-    player.learn_version()
-    seconds = player.beat(interval_s=0.001)["seconds"]
-    player.leave()
+    worker = fake_worker.Role(lambda: next(turns))
+    worker.join(broker.address, "heart", 10)
+    worker.learn_version()
+    seconds = worker.beat(interval_s=0.001)["seconds"]
+    worker.leave()
     assert seconds
     assert all(0 < each < 10 for each in seconds)
 

@@ -35,11 +35,12 @@ from diloco_tools.chaos.figures import (
     Averaged,
     Work,
 )
-from diloco_tools.chaos.proxy import Proxy
+from diloco_tools.chaos.job import Job, steps_in
+from diloco_tools.chaos.proxy import DrillProxy
 from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
 from diloco_tools.chaos.stage import Broken, Stage
 from diloco_tools.chaos.table import faults_table, figures_table
-from diloco_tools.chaos.worker import Job, StepCount, bring_in, checksum, steps_in
+from diloco_tools.chaos.worker import StepCount, bring_in, checksum
 from diloco_worker import GlobalParameters
 
 # The report.
@@ -129,7 +130,7 @@ def test_tables_show_every_mode_also_one_that_broke_off() -> None:
 
 
 @pytest.fixture
-def echo() -> Iterator[tuple[str, int]]:
+def echo() -> Iterator[str]:
     """A server that sends back what it gets."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -147,13 +148,12 @@ def echo() -> Iterator[tuple[str, int]]:
                 threading.Thread(target=serve, args=(end,), daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
-        yield server.getsockname()[:2]
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
         server.shutdown(socket.SHUT_RDWR)
 
 
-def connect(proxy: Proxy) -> socket.socket:
-    host, _, port = proxy.address.removeprefix("tcp://").rpartition(":")
-    return socket.create_connection((host, int(port)), WITHIN_S)
+def connect(proxy: DrillProxy) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), WITHIN_S)
 
 
 def receive(end: socket.socket, count: int) -> bytes:
@@ -172,21 +172,21 @@ def ends(end: socket.socket) -> bool:
         return True
 
 
-def test_proxy_forwards_until_it_is_told_to_cut(echo: tuple[str, int]) -> None:
-    with Proxy(*echo) as proxy, connect(proxy) as one, connect(proxy) as two:
+def test_proxy_forwards_until_it_is_told_to_cut(echo: str) -> None:
+    with DrillProxy(echo) as proxy, connect(proxy) as one, connect(proxy) as two:
         for end in (one, two):
             end.sendall(b"x" * 100_000)
             assert receive(end, 100_000) == b"x" * 100_000
         proxy.cut()
         assert ends(one) and ends(two)
-        assert proxy.cuts == 2
+        assert proxy.broken == 2
         with connect(proxy) as three:
             three.sendall(b"again")
             assert receive(three, 5) == b"again"
 
 
-def test_proxy_cuts_behind_the_byte_it_was_told(echo: tuple[str, int]) -> None:
-    with Proxy(*echo) as proxy, connect(proxy) as end:
+def test_proxy_cuts_behind_the_byte_it_was_told(echo: str) -> None:
+    with DrillProxy(echo) as proxy, connect(proxy) as end:
         end.sendall(b"0123456789")
         assert receive(end, 10) == b"0123456789"
         proxy.cut_within(15)
@@ -195,8 +195,8 @@ def test_proxy_cuts_behind_the_byte_it_was_told(echo: tuple[str, int]) -> None:
         assert not proxy.is_armed
 
 
-def test_shut_proxy_lets_nobody_through_until_it_is_opened(echo: tuple[str, int]) -> None:
-    with Proxy(*echo) as proxy, connect(proxy) as before:
+def test_shut_proxy_lets_nobody_through_until_it_is_opened(echo: str) -> None:
+    with DrillProxy(echo) as proxy, connect(proxy) as before:
         before.sendall(b"x")
         assert receive(before, 1) == b"x"
         proxy.shut()
@@ -212,7 +212,7 @@ def test_shut_proxy_lets_nobody_through_until_it_is_opened(echo: tuple[str, int]
 def test_proxy_outlives_what_is_behind_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         target = probe.getsockname()[:2]
-    with Proxy(*target) as proxy, connect(proxy) as end:
+    with DrillProxy(f"tcp://127.0.0.1:{target[1]}") as proxy, connect(proxy) as end:
         assert ends(end)
         with socket.create_server(target) as server, connect(proxy) as again:
             server.settimeout(WITHIN_S)

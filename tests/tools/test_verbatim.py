@@ -26,8 +26,8 @@ import diloco_tools.exporter.cli
 import diloco_tools.top.cli
 from diloco_broker.cli.status_text import as_text
 from diloco_protocol.feed import parse_snapshot
-from diloco_tools.bench.figures import figure
-from diloco_tools.bench.table import tables, targets_table
+from diloco_tools.bench.report.figures import figure
+from diloco_tools.bench.report.table import tables, targets_table
 from diloco_tools.demo.display import Display
 from diloco_tools.exporter.labels import label_value
 from diloco_tools.terminal import console
@@ -107,7 +107,7 @@ def test_progress_says_what_it_is_given(name: str, is_terminal: bool) -> None:
 @EVERY_NAME
 def test_tables_show_rows_as_they_are(name: str) -> None:
     out = io.StringIO()
-    figures = [figure(name, name, name, 9.0, "ms", "turn")]
+    figures = [figure(name, name, name, 9.0, "ms", target="turn")]
     for table in (*tables(report(*figures)), targets_table(report(*figures))):
         console(file=out, width=200).print(table)
     assert out.getvalue().count(name) == 4

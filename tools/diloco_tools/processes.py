@@ -1,14 +1,18 @@
-"""The child processes of the demo: started together, watched, and always ended, whatever happens."""
+"""Child processes of demo, benchmark and drill: started, watched, and ended whatever happens."""
 
+from __future__ import annotations
+
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, TypeVar
 
 LINES_SHOWN = 12  # of the log of a child that died
 PATIENCE = 10.0  # seconds that a child has to end after SIGTERM before it is killed
@@ -19,22 +23,36 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """One process whose output goes to a file; started at once."""
+    """One process whose output goes to a file; started at once.
 
-    def __init__(self, name: str, command: list[str], log: Path, folder: Path) -> None:
+    Args:
+        name: in errors and displays, and of its log.
+        command: the program and its arguments.
+        folder: where it works, and where NAME.log goes.
+        talks: its standard input and output are ours to write to and read from; only what it writes
+            to its standard error goes to the log.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, *, talks: bool = False
+    ) -> None:
         self.name = name
-        self.log = log
-        with log.open("wb") as output:
+        self.log = folder / f"{name}.log"
+        with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if talks else output,
+                stderr=output,
                 cwd=folder,
                 env=environment(),
-                # Ctrl-C reaches the demo alone, which then ends its children in order.
+                # Ctrl-C reaches the parent alone, which then ends its children in order.
                 start_new_session=True,
             )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def running(self) -> bool:
@@ -47,15 +65,30 @@ class Child:
             f"the last lines of {self.log}:\n{last_lines(self.log)}"
         )
 
+    def wait(self, seconds: float) -> int | None:
+        """Its exit code; None if it has not ended within `seconds`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(max(0.0, seconds))
+        return None
+
+    def kill(self) -> None:
+        """SIGKILL, which leaves it no time for a last word; returns when it is gone."""
+        self.process.kill()
+        self.process.wait()
+
     def end(self) -> None:
         """SIGTERM, then SIGKILL if it does not listen. Does nothing to a process that has ended."""
         if self.running:
             self.process.terminate()
-            try:
-                self.process.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.process.wait()
+            if self.wait(PATIENCE) is None:
+                self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
+C = TypeVar("C", bound=Child)
 
 
 class Children:
@@ -65,12 +98,15 @@ class Children:
         self.folder = folder
         self.all: list[Child] = []
 
-    def start(self, name: str, command: list[str]) -> Child:
-        child = Child(name, command, self.folder / f"{name}.log", self.folder)
+    def start(self, name: str, command: Sequence[str]) -> Child:
+        return self.add(Child(name, command, self.folder))
+
+    def add(self, child: C) -> C:
+        """Take in one that has been started."""
         self.all.append(child)
         return child
 
-    def __enter__(self) -> "Children":
+    def __enter__(self) -> Children:
         return self
 
     def __exit__(
@@ -105,6 +141,16 @@ class JsonLines:
         whole = added[: added.rfind(b"\n") + 1]  # the last line may still be in the writing
         self._position += len(whole)
         return [json.loads(line) for line in whole.splitlines()]
+
+
+def end_like_an_error_on_signals() -> None:
+    """On SIGTERM and SIGHUP end as any error would, so that the children are ended, too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
+
+
+def _leave(number: int, _frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def environment() -> dict[str, str]:

@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
-from diloco_tools.bench import (
+from diloco_tools import terminal
+from diloco_tools.bench import machine
+from diloco_tools.bench.parts import (
+    asynchronous,
     attached,
-    billion,
-    crowd,
-    folding,
-    free,
+    checkpoint,
+    fold,
     heartbeat,
+    idle,
+    largest,
     limits,
-    machine,
-    saving,
     streaming,
     transport,
     wan,
 )
-from diloco_tools.bench.figures import Figure, Report
-from diloco_tools.bench.plot import draw
-from diloco_tools.bench.scale import QUICK, SIZES, WHOLE
-from diloco_tools.bench.stage import ActorFailed, Stage
-from diloco_tools.bench.suite import Part, conclusions, parts_of, rounds_of
-from diloco_tools.bench.table import sentences, tables, targets_table
-from diloco_tools.processes import ChildFailed
-from diloco_tools.terminal import console
+from diloco_tools.bench.report.figures import Figure, Report
+from diloco_tools.bench.report.plot import draw
+from diloco_tools.bench.report.table import sentences, tables, targets_table
+from diloco_tools.bench.sizes import SIZES
+from diloco_tools.bench.stage import Stage
+from diloco_tools.bench.suite import (
+    QUICK_RAW_BYTES,
+    RAW_BYTES,
+    Part,
+    conclusions,
+    part,
+    quick_parts,
+    round_parts,
+    whole_parts,
+)
+from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 
+COMMAND = "diloco-bench"
 app = typer.Typer(
     help="Measure the limits of this machine and what the product makes of them, as ratios.",
     no_args_is_help=True,
@@ -59,14 +67,16 @@ DEFAULT_OUT = Path("runs/bench")
 @app.command(name="all")
 def everything(quick: Quick = False, out: Out = DEFAULT_OUT) -> None:
     """Every part, about a quarter of an hour on two cores (--quick: under one)."""
-    scale = QUICK if quick else WHOLE
-    run("quick" if quick else "all", parts_of(scale), out, scale.raw_bytes)
+    if quick:
+        run("quick", quick_parts(), out, QUICK_RAW_BYTES)
+    else:
+        run("all", whole_parts(), out)
 
 
 @app.command(name="limits")
 def only_limits(repeats: Repeats = 5, out: Out = DEFAULT_OUT) -> None:
     """memcpy, raw TCP, the fold, the outer step."""
-    run_one(limits.PART, lambda stage: limits.measure(stage, repeats=repeats), out)
+    run_one(part(limits.PART, limits.measure, repeats=repeats), out)
 
 
 @app.command(name="transport")
@@ -83,17 +93,17 @@ def only_transport(
     """DEALER and ROUTER with our frames and credits, for each size of chunks and each window."""
     sizes = [1024 * each for each in whole_numbers("--chunk-kib", chunk_kib, 4096)]
     windows = whole_numbers("--window", window, 256)
-
-    def part(stage: Stage) -> list[Figure]:
-        return transport.measure(
-            stage,
+    run_one(
+        part(
+            transport.PART,
+            transport.measure,
             repeats=repeats,
-            total=WHOLE.transport_bytes,
+            total=RAW_BYTES,
             chunk_sizes=sizes,
             windows=windows,
-        )
-
-    run_one(transport.PART, part, out)
+        ),
+        out,
+    )
 
 
 @app.command(name="fold")
@@ -106,11 +116,7 @@ def only_fold(
     """A real broker takes pushes in and adds them up."""
     counts = whole_numbers("--pushers", pushers, 64)
     check(parameters)
-
-    def part(stage: Stage) -> list[Figure]:
-        return folding.measure(stage, size=parameters, pushers=counts, repeats=repeats)
-
-    run_one(folding.PART, part, out)
+    run_one(part(fold.PART, fold.measure, size=parameters, pushers=counts, repeats=repeats), out)
 
 
 @app.command(name="round")
@@ -131,10 +137,10 @@ def only_round(
         check(size)
     for reply in replies:
         if reply not in ("fp32", "bf16", "fp16"):
-            fail(f"--reply-dtype {reply!r} is none; choose from fp32, bf16, fp16", 2)
+            refuse(f"--reply-dtype {reply!r} is none; choose from fp32, bf16, fp16")
     counts = whole_numbers("--workers", workers, 64)
     every = [(size, count, reply) for size in sizes for count in counts for reply in replies]
-    run("round", rounds_of(every, dict.fromkeys(sizes, repeats)), out)
+    run("round", round_parts(every, dict.fromkeys(sizes, repeats)), out)
 
 
 @app.command(name="async")
@@ -148,13 +154,17 @@ def only_async(
     """Asynchronous pushes a second."""
     counts = whole_numbers("--workers", workers, 64)
     check(parameters)
-
-    def part(stage: Stage) -> list[Figure]:
-        return free.measure(
-            stage, size=parameters, workers=counts, seconds=seconds, repeats=repeats
-        )
-
-    run_one(free.PART, part, out)
+    run_one(
+        part(
+            asynchronous.PART,
+            asynchronous.measure,
+            size=parameters,
+            workers=counts,
+            seconds=seconds,
+            repeats=repeats,
+        ),
+        out,
+    )
 
 
 @app.command(name="streaming")
@@ -166,11 +176,7 @@ def only_streaming(
     out: Out = DEFAULT_OUT,
 ) -> None:
     """Fragments with overlap: how much of the exchange is hidden behind training."""
-
-    def part(stage: Stage) -> list[Figure]:
-        return streaming.measure(stage, steps=steps, repeats=repeats)
-
-    run_one(streaming.PART, part, out)
+    run_one(part(streaming.PART, streaming.measure, steps=steps, repeats=repeats), out)
 
 
 @app.command(name="heartbeat")
@@ -182,11 +188,10 @@ def only_heartbeat(
 ) -> None:
     """How soon heartbeats are answered during a round."""
     check(parameters)
-
-    def part(stage: Stage) -> list[Figure]:
-        return heartbeat.measure(stage, size=parameters, workers=workers, rounds=rounds_)
-
-    run_one(heartbeat.PART, part, out)
+    run_one(
+        part(heartbeat.PART, heartbeat.measure, size=parameters, workers=workers, rounds=rounds_),
+        out,
+    )
 
 
 @app.command(name="idle")
@@ -196,11 +201,7 @@ def only_idle(
     out: Out = DEFAULT_OUT,
 ) -> None:
     """What many workers cost that only send heartbeats."""
-
-    def part(stage: Stage) -> list[Figure]:
-        return crowd.measure(stage, workers=workers, seconds=seconds)
-
-    run_one(crowd.PART, part, out)
+    run_one(part(idle.PART, idle.measure, workers=workers, seconds=seconds), out)
 
 
 @app.command(name="checkpoint")
@@ -212,11 +213,12 @@ def only_checkpoint(
 ) -> None:
     """A round while a checkpoint is written, against one without."""
     check(parameters)
-
-    def part(stage: Stage) -> list[Figure]:
-        return saving.measure(stage, size=parameters, workers=workers, repeats=repeats)
-
-    run_one(saving.PART, part, out)
+    run_one(
+        part(
+            checkpoint.PART, checkpoint.measure, size=parameters, workers=workers, repeats=repeats
+        ),
+        out,
+    )
 
 
 @app.command(name="largest")
@@ -226,22 +228,16 @@ def only_largest(
     out: Out = DEFAULT_OUT,
 ) -> None:
     """A round of a billion parameters, pushed from one small buffer; needs 14 GB of memory."""
-
-    def part(stage: Stage) -> list[Figure]:
-        return billion.measure(stage, parameters=millions * 1_000_000, rounds=repeats)
-
-    run_one(billion.PART, part, out)
+    run_one(
+        part(largest.PART, largest.measure, parameters=millions * 1_000_000, repeats=repeats), out
+    )
 
 
 @app.command(name="wan")
 def only_wan(parameters: Size = "50M", repeats: Repeats = 3, out: Out = DEFAULT_OUT) -> None:
     """A round through a link of 1 Gb/s with a round trip of 100 ms."""
     check(parameters)
-
-    def part(stage: Stage) -> list[Figure]:
-        return wan.measure(stage, size=parameters, repeats=repeats)
-
-    run_one(wan.PART, part, out)
+    run_one(part(wan.PART, wan.measure, size=parameters, repeats=repeats), out)
 
 
 @app.command(name="attached")
@@ -249,33 +245,30 @@ def only_attached(
     steps: Annotated[int, typer.Option(min=attached.PARTS)] = 200, out: Out = DEFAULT_OUT
 ) -> None:
     """A training step with the hook attached against one without."""
-    run_one(attached.PART, lambda stage: attached.measure(stage, steps=steps), out)
+    run_one(part(attached.PART, attached.measure, steps=steps), out)
 
 
 # Running.
 
 
-def run_one(name: str, measure: Callable[[Stage], list[Figure]], out: Path) -> None:
+def run_one(single: Part, out: Path) -> None:
     """A single part."""
-    run(name.replace(" ", "-").replace(",", ""), [Part(name, measure)], out)
+    run(single.name.replace(" ", "-").replace(",", ""), [single], out)
 
 
-def run(name: str, parts: Sequence[Part], out: Path, raw_bytes: int = WHOLE.raw_bytes) -> None:
+def run(name: str, parts: Sequence[Part], out: Path, raw_bytes: int = RAW_BYTES) -> None:
     """Measure some parts, print the tables, write the files."""
     if complaint := machine.complaint():
-        fail(complaint, 2)
+        refuse(complaint)
     at = datetime.now().astimezone()
     stem = f"{name}-{at:%Y%m%d-%H%M%S}"
     logs = out.resolve() / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        fail(f"cannot write to {out} ({error.strerror}); name another folder with --out", 2)
-    for each in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, leave)
-    shown = console()
-    if not shown.is_terminal:
-        shown = console(width=WIDTH)
+        refuse(f"cannot write to {out} ({error.strerror}); name another folder with --out")
+    end_like_an_error_on_signals()
+    shown = terminal.console_for_tables(WIDTH)
 
     def say(text: str) -> None:
         shown.print(text, soft_wrap=True)
@@ -294,7 +287,7 @@ def run(name: str, parts: Sequence[Part], out: Path, raw_bytes: int = WHOLE.raw_
                 say(f"{passed:4.0f} s  {number}/{len(parts)}  {part.name}")
                 try:
                     figures += part.measure(stage)
-                except (ActorFailed, ChildFailed) as error:
+                except ChildFailed as error:
                     # What was measured before, and what comes, is worth as much without it.
                     say(f"diloco-bench: {error}")
                     stage.skipped.append(f"{part.name}: FAILED, see above and {logs}")
@@ -302,7 +295,7 @@ def run(name: str, parts: Sequence[Part], out: Path, raw_bytes: int = WHOLE.raw_
                     stage.start_afresh()
             figures += conclusions(stage, figures)
     except KeyboardInterrupt:
-        fail("interrupted; every process of the benchmark has been ended", 130)
+        terminal.fail(COMMAND, "interrupted; every process of the benchmark has been ended", 130)
     seconds = time.monotonic() - began
     command = shlex.join(["diloco-bench", *sys.argv[1:]])
     skipped = tuple(stage.skipped)
@@ -317,7 +310,7 @@ def run(name: str, parts: Sequence[Part], out: Path, raw_bytes: int = WHOLE.raw_
 def write(report: Report, stem: Path, shown: Console) -> None:
     """Print the tables; write them, the figures and the picture beside each other."""
     with Path(f"{stem}.txt").open("w", encoding="utf-8") as file:
-        for target in (shown, console(file=file, width=WIDTH)):
+        for target in (shown, terminal.console(file=file, width=WIDTH)):
             target.print()
             for each in (*tables(report), targets_table(report)):
                 if each.row_count:
@@ -346,23 +339,17 @@ def whole_numbers(option: str, text: str, most: int) -> list[int]:
     """The numbers between commas, from 1 to `most`."""
     found = names(text)
     if not found or not all(each.isdecimal() and 1 <= int(each) <= most for each in found):
-        fail(f"{option} {text!r} should be numbers from 1 to {most}, with commas between them", 2)
+        refuse(f"{option} {text!r} should be numbers from 1 to {most}, with commas between them")
     return [int(each) for each in found]
 
 
 def check(size: str) -> None:
     """End with a sentence where there is no model of this size."""
     if size not in SIZES:
-        fail(
-            f"--parameters {size!r} is no model of the benchmark; choose from {', '.join(SIZES)}", 2
-        )
+        known = ", ".join(SIZES)
+        refuse(f"--parameters {size!r} is no model of the benchmark; choose from {known}")
 
 
-def leave(number: int, _frame: FrameType | None) -> NoReturn:
-    """On SIGTERM and SIGHUP: end like any other error does, so that all processes are ended too."""
-    raise SystemExit(128 + number)
-
-
-def fail(sentence: str, code: int) -> NoReturn:
-    typer.echo(f"diloco-bench: {sentence}", err=True)
-    raise typer.Exit(code)
+def refuse(sentence: str) -> NoReturn:
+    """End with a sentence and exit code 2."""
+    terminal.fail(COMMAND, sentence, 2)

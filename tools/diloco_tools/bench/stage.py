@@ -1,22 +1,14 @@
-"""The processes of a benchmark: actors, which are kept for the next part, and brokers."""
+"""The processes of a benchmark: roles, which are kept for the next part, and brokers."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
+<<<<<<< HEAD
 from diloco_tools.bench.raw import Ends, RawSample, RawTcp
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.processes import (
@@ -195,6 +187,12 @@ class BrokerProcess:
         self._thread.join(END_WITHIN_S)
         self._feed.close()
         self._child.end()
+=======
+from diloco_tools.bench.broker_process import BrokerProcess, running_broker
+from diloco_tools.bench.raw_tcp import Ends, RawSample, RawTcp
+from diloco_tools.bench.role_process import RoleProcess
+from diloco_tools.processes import Children
+>>>>>>> cfe7cd4 (Part the benchmark into what its child processes do, what is measured and what is reported; one TCP proxy and one way to run child processes)
 
 
 class Stage:
@@ -212,9 +210,8 @@ class Stage:
     def __init__(self, folder: Path, bytes_raw: int) -> None:
         self.folder = folder
         self.skipped: list[str] = []
-        self._actors: dict[str, Actor] = {}
+        self._roles: dict[str, RoleProcess] = {}
         self._children = Children(folder)
-        self._brokers: list[BrokerProcess] = []
         self._bytes_raw = bytes_raw
         self._raw: RawTcp | None = None
         self.raw_samples: list[RawSample] = []
@@ -229,40 +226,30 @@ class Stage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            self.dismiss("")
-        finally:
-            for broker in self._brokers:
-                broker.end()
-            self._children.__exit__(kind, error, trace)
+        self._children.__exit__(kind, error, trace)
 
-    def actor(self, role: str, name: str = "") -> Actor:
-        """The actor of this name, started if it is new."""
+    def role(self, role: str, name: str = "") -> RoleProcess:
+        """The process of this name, started in its role if it is new."""
         name = name or role
-        if name not in self._actors:
-            self._actors[name] = Actor(role, name, self.folder / f"{name}.log")
-        return self._actors[name]
+        if name not in self._roles:
+            self._roles[name] = self._children.add(RoleProcess(role, name, self.folder))
+        return self._roles[name]
 
-    def trainers(self, count: int) -> list[Actor]:
-        """So many processes with a model, an optimizer and the hook."""
-        return [self.actor("trainer", f"trainer-{i}") for i in range(count)]
+    def trainers(self, count: int) -> list[RoleProcess]:
+        """Processes with a model, an optimizer and the hook."""
+        return [self.role("trainer", f"trainer-{i}") for i in range(count)]
 
-    def stand_ins(self, count: int) -> list[Actor]:
-        """So many processes that speak the protocol and have no model."""
-        return [self.actor("stand-in", f"stand-in-{i}") for i in range(count)]
+    def fake_workers(self, count: int) -> list[RoleProcess]:
+        """Processes that speak the protocol and have no model."""
+        return [self.role("fake_worker", f"fake-worker-{i}") for i in range(count)]
 
-    def dismiss(self, *roles: str) -> None:
-        """End the actors whose names begin so, and with them their memory."""
-        names = [each for each in self._actors if each.startswith(roles)]
-        actors = [self._actors.pop(name) for name in names]
-        for actor in actors:
-            actor.close()
-        deadline = time.monotonic() + END_WITHIN_S
-        for actor in actors:
-            actor.end(deadline)
+    def dismiss(self, *starts: str) -> None:
+        """End the roles whose names start so, and with them their memory."""
+        for name in [each for each in self._roles if each.startswith(starts)]:
+            self._roles.pop(name).end()
 
     def start_afresh(self) -> None:
-        """End all actors: one of them has failed, and the others may wait for it."""
+        """End all roles: one of them has failed, and the others may wait for it."""
         self.dismiss("")
         self._raw = None
 
@@ -270,22 +257,10 @@ class Stage:
     def raw(self) -> RawTcp:
         """Raw TCP between two processes."""
         if self._raw is None:
-            ends = Ends(self.actor("raw", "raw-sender"), self.actor("raw", "raw-receiver"))
+            ends = Ends(self.role("raw", "raw-sender"), self.role("raw", "raw-receiver"))
             self._raw = RawTcp(ends, self._bytes_raw, self.raw_samples)
         return self._raw
 
-    @contextlib.contextmanager
-    def broker(self, *options: str) -> Iterator[BrokerProcess]:
+    def broker(self, *options: str) -> AbstractContextManager[BrokerProcess]:
         """A broker for as long as the context lasts."""
-        command = [sys.executable, "-m", "diloco_broker", "serve", *options]
-        command += ["--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*"]
-        if "--save-dir" not in options:
-            command.append("--no-save")
-        child = self._children.start(f"broker-{len(self._children.all) + 1}", command)
-        broker = BrokerProcess(child)
-        self._brokers.append(broker)
-        try:
-            yield broker
-        finally:
-            self._brokers.remove(broker)
-            broker.end()
+        return running_broker(self._children, options)

@@ -1,27 +1,33 @@
-"""What `diloco-bench all` consists of."""
+"""What `diloco-bench all` consists of, whole and quick, and what follows from several parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Concatenate, ParamSpec
 
-from diloco_tools.bench import (
+from diloco_tools.bench.parts import (
+    asynchronous,
     attached,
-    billion,
-    crowd,
-    folding,
-    free,
+    checkpoint,
+    fold,
     heartbeat,
+    idle,
+    largest,
     limits,
     rounds,
-    saving,
     streaming,
     transport,
     wan,
 )
-from diloco_tools.bench.figures import Figure, figure
-from diloco_tools.bench.scale import Scale
+from diloco_tools.bench.report.figures import Figure, figure
 from diloco_tools.bench.stage import Stage
+
+MIB = 1 << 20
+RAW_BYTES, QUICK_RAW_BYTES = 512 * MIB, 128 * MIB  # that a measurement of raw TCP moves
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -32,71 +38,88 @@ class Part:
     measure: Callable[[Stage], list[Figure]]
 
 
-def parts_of(scale: Scale) -> list[Part]:
-    """Everything; the largest model comes last, when the workers have given their memory back."""
-    fold_size, pushers = scale.fold
-    free_size, free_workers, free_seconds = scale.free
-    beat_size, beat_workers, beat_rounds = scale.heartbeat
-    idle_workers, idle_seconds = scale.idle
-    stream_steps, stream_repeats = scale.stream
-    parameters, largest_rounds = scale.billion
-    save_size, savers = scale.saving
-    n = scale.repeats
+def part(
+    name: str,
+    measure: Callable[Concatenate[Stage, P], list[Figure]],
+    *args: P.args,
+    **arguments: P.kwargs,
+) -> Part:
+    """A part with its arguments."""
 
-    def largest(stage: Stage) -> list[Figure]:
-        stage.dismiss("trainer-")
-        return billion.measure(stage, parameters=parameters, rounds=largest_rounds)
+    def with_arguments(stage: Stage) -> list[Figure]:
+        return measure(stage, *args, **arguments)
 
-    parts = [
-        Part(limits.PART, lambda s: limits.measure(s, repeats=n)),
-        Part(
-            transport.PART,
-            lambda s: transport.measure(s, repeats=n, total=scale.transport_bytes),
-        ),
-        Part(
-            folding.PART,
-            lambda s: folding.measure(s, size=fold_size, pushers=pushers, repeats=n),
-        ),
-        *rounds_of(scale.rounds, scale.round_repeats),
-        Part(
-            free.PART,
-            lambda s: free.measure(
-                s, size=free_size, workers=free_workers, seconds=free_seconds, repeats=n
-            ),
-        ),
-        Part(
-            streaming.PART,
-            lambda s: streaming.measure(s, steps=stream_steps, repeats=stream_repeats),
-        ),
-        Part(
-            heartbeat.PART,
-            lambda s: heartbeat.measure(
-                s, size=beat_size, workers=beat_workers, rounds=beat_rounds
-            ),
-        ),
-        Part(saving.PART, lambda s: saving.measure(s, size=save_size, workers=savers, repeats=n)),
-        Part(wan.PART, lambda s: wan.measure(s, size=scale.wan, repeats=n)),
-        Part(attached.PART, lambda s: attached.measure(s, steps=scale.attached_steps)),
-        Part(
-            crowd.PART,
-            lambda s: crowd.measure(s, workers=idle_workers, seconds=idle_seconds),
-        ),
-    ]
-    return [*parts, Part(billion.PART, largest)] if parameters else parts
+    return Part(name, with_arguments)
 
 
-def rounds_of(every: Sequence[tuple[str, int, str]], repeats: Mapping[str, int]) -> list[Part]:
-    """A part for each configuration of whole rounds: (size, workers, reply dtype)."""
-
-    def part(size: str, workers: int, reply: str) -> Part:
-        return Part(
-            f"{rounds.PART}, {rounds.of(size, workers, reply)}",
-            lambda s: rounds.measure(
-                s, size=size, workers=workers, reply=reply, repeats=repeats[size]
-            ),
+def round_parts(every: Sequence[tuple[str, int, str]], repeats: Mapping[str, int]) -> list[Part]:
+    """A part for each configuration of whole rounds (size, workers, reply dtype); repeats by size."""
+    return [
+        part(
+            f"{rounds.PART}, {rounds.row_of(size, workers, reply)}",
+            rounds.measure,
+            size=size,
+            workers=workers,
+            reply=reply,
+            repeats=repeats[size],
         )
+        for size, workers, reply in every
+    ]
 
-    return [part(*each) for each in every]
+
+def whole_parts() -> list[Part]:
+    """Everything; the largest model comes last, when the trainers have given their memory back."""
+    configurations = [
+        (size, workers, reply)
+        for size in ("10M", "50M", "125M")
+        for workers in (2, 4, 8)
+        for reply in ("fp32", "bf16")
+    ]
+    return [
+        part(limits.PART, limits.measure, repeats=5),
+        part(transport.PART, transport.measure, repeats=5, total=512 * MIB),
+        part(fold.PART, fold.measure, size="125M", pushers=(1, 2, 4), repeats=5),
+        *round_parts(configurations, {"10M": 5, "50M": 5, "125M": 3}),
+        part(
+            asynchronous.PART,
+            asynchronous.measure,
+            size="10M",
+            workers=(2, 4),
+            seconds=5.0,
+            repeats=5,
+        ),
+        part(streaming.PART, streaming.measure, steps=40, repeats=2),
+        part(heartbeat.PART, heartbeat.measure, size="125M", workers=4, rounds=3),
+        part(checkpoint.PART, checkpoint.measure, size="50M", workers=2, repeats=5),
+        part(wan.PART, wan.measure, size="50M", repeats=5),
+        part(attached.PART, attached.measure, steps=150),
+        part(idle.PART, idle.measure, workers=500, seconds=9.0),
+        part(largest.PART, largest.measure, parameters=1_000_000_000, repeats=2),
+    ]
+
+
+def quick_parts() -> list[Part]:
+    """The same with small models and few repeats, and without the largest."""
+    return [
+        part(limits.PART, limits.measure, repeats=3),
+        part(transport.PART, transport.measure, repeats=3, total=128 * MIB),
+        part(fold.PART, fold.measure, size="10M", pushers=(1,), repeats=3),
+        *round_parts([("10M", 2, "fp32")], {"10M": 3}),
+        part(
+            asynchronous.PART,
+            asynchronous.measure,
+            size="10M",
+            workers=(2,),
+            seconds=1.0,
+            repeats=3,
+        ),
+        part(streaming.PART, streaming.measure, steps=10, repeats=1),
+        part(heartbeat.PART, heartbeat.measure, size="10M", workers=2, rounds=3),
+        part(checkpoint.PART, checkpoint.measure, size="10M", workers=1, repeats=3),
+        part(wan.PART, wan.measure, size="10M", repeats=3),
+        part(attached.PART, attached.measure, steps=20),
+        part(idle.PART, idle.measure, workers=100, seconds=2.0),
+    ]
 
 
 def conclusions(stage: Stage, figures: Sequence[Figure]) -> list[Figure]:
@@ -104,9 +127,8 @@ def conclusions(stage: Stage, figures: Sequence[Figure]) -> list[Figure]:
     found = rounds.growth(figures)
     samples = stage.raw_samples
     if samples:
-        row = "raw TCP, over the whole run"
-        found.append(figure(limits.PART, row, "speed", [s.speed for s in samples], "GB/s"))
-        found.append(figure(limits.PART, row, "send", [s.send_cpu for s in samples], "s/GB"))
-        receive = [s.receive_cpu for s in samples]
-        found.append(figure(limits.PART, row, "receive", receive, "s/GB"))
+        of_all = partial(figure, limits.PART, "raw TCP, over the whole run")
+        found.append(of_all("speed", [s.speed for s in samples], "GB/s"))
+        found.append(of_all("send", [s.send_cpu for s in samples], "s/GB"))
+        found.append(of_all("receive", [s.receive_cpu for s in samples], "s/GB"))
     return found

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
@@ -18,8 +16,10 @@ from diloco_tools.chaos.faults import SHORT, WHOLE
 from diloco_tools.chaos.report import ModeReport
 from diloco_tools.chaos.table import NOTES, faults_table, figures_table
 from diloco_tools.demo.data import DataError
-from diloco_tools.terminal import console
+from diloco_tools.processes import end_like_an_error_on_signals
+from diloco_tools.terminal import console_for_tables, fail
 
+COMMAND = "diloco chaos"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 WIDTH = 120  # of the tables where there is no terminal
 REMARKS = 10  # of each mode; the audit prints all of them
@@ -48,14 +48,15 @@ def main(
     chosen = [mode.strip() for mode in modes.split(",") if mode.strip()]
     unknown = [mode for mode in chosen if mode not in MODES]
     if unknown or not chosen:
-        fail(f"--modes {modes!r} has none or unknown ones; choose from {', '.join(MODES)}", 2)
+        fail(
+            COMMAND,
+            f"--modes {modes!r} has none or unknown ones; choose from {', '.join(MODES)}",
+            2,
+        )
     out = out.resolve()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
+    end_like_an_error_on_signals()
     torch.set_num_threads(1)
-    shown = console()
-    if not shown.is_terminal:
-        shown = console(width=WIDTH)
+    shown = console_for_tables(WIDTH)
 
     def say(text: str) -> None:
         shown.print(text, soft_wrap=True)
@@ -81,11 +82,11 @@ def main(
             reports.append(report)
             (out / f"{mode}.json").write_text(json.dumps(report.plain(), indent=2) + "\n")
     except DataError as error:
-        fail(str(error), 2)
+        fail(COMMAND, str(error), 2)
     except OSError as error:
-        fail(f"cannot work in {out} ({error}); name another folder with --out", 2)
+        fail(COMMAND, f"cannot work in {out} ({error}); name another folder with --out", 2)
     except KeyboardInterrupt:
-        fail("interrupted; the broker and the workers have been ended", 130)
+        fail(COMMAND, "interrupted; the broker and the workers have been ended", 130)
     shown.print(faults_table(reports))
     shown.print(figures_table(reports))
     for note in NOTES:
@@ -99,13 +100,3 @@ def main(
     say(f"{', '.join(f'{mode}.json' for mode in chosen)} are in {out}")
     if problems:
         raise typer.Exit(1)
-
-
-def leave(number: int, _frame: FrameType | None) -> NoReturn:
-    """On SIGTERM and SIGHUP: end like any other error does, so that the processes are ended too."""
-    raise SystemExit(128 + number)
-
-
-def fail(sentence: str, code: int) -> NoReturn:
-    typer.echo(f"diloco chaos: {sentence}", err=True)
-    raise typer.Exit(code)

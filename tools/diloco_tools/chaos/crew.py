@@ -12,8 +12,8 @@ from pathlib import Path
 from diloco_tools.chaos.audit import BROKER_LOG
 from diloco_tools.chaos.disk import Disk
 from diloco_tools.chaos.faults import DISCONNECT_GRACE_S, HEARTBEAT_TIMEOUT_S, WORKERS
-from diloco_tools.chaos.proxy import Proxy
-from diloco_tools.chaos.worker import Job, steps_in
+from diloco_tools.chaos.job import Job, steps_in
+from diloco_tools.chaos.proxy import DrillProxy
 from diloco_tools.processes import Child, Children
 
 HOST = "127.0.0.1"
@@ -128,7 +128,7 @@ class Crew:
         self._port = free_port()
         self._brokers = 0
         self._children = Children(folder)
-        self._proxies: dict[str, Proxy] = {}
+        self._proxies: dict[str, DrillProxy] = {}
 
     def __enter__(self) -> Crew:
         return self
@@ -136,8 +136,7 @@ class Crew:
     def __exit__(self, *error: object) -> None:
         # Whoever is still here hangs, or the drill was broken off: no time for politeness.
         for child in self._children.all:
-            child.process.kill()
-            child.process.wait()
+            child.kill()
         for proxy in self._proxies.values():
             proxy.close()
         if self.disk is not None:
@@ -191,7 +190,7 @@ class Crew:
         number = 1 + sum(life.worker == worker for life in self.lives)
         proxy = self._proxies.get(worker)
         if proxy is None:
-            proxy = self._proxies[worker] = Proxy(HOST, self._port)
+            proxy = self._proxies[worker] = DrillProxy(self.address)
         name = f"{worker}.{number}"
         start = [sys.executable, "-m", "diloco_tools.chaos.worker"]
         job = Job(
@@ -222,20 +221,18 @@ class Crew:
         """The latest life of a worker."""
         return next(life for life in reversed(self.lives) if life.worker == worker)
 
-    def proxy(self, worker: str) -> Proxy:
+    def proxy(self, worker: str) -> DrillProxy:
         return self._proxies[worker]
 
     def kill_worker(self, worker: str) -> Life:
         """SIGKILL: it has no time for a last word."""
         life = self.life(worker)
-        life.child.process.kill()
-        life.child.process.wait()
+        life.child.kill()
         life.ended_at, life.was_killed = time.monotonic(), True
         return life
 
     def kill_broker(self) -> None:
-        self.broker.process.kill()
-        self.broker.process.wait()
+        self.broker.kill()
 
 
 def seed_of(seed: int, worker: str, life: int) -> int:

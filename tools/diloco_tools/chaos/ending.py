@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 
 from torch import Tensor
@@ -13,7 +12,6 @@ from diloco_tools.chaos.report import Ending
 from diloco_tools.chaos.stage import Broken, Stage
 from diloco_tools.chaos.worker import CONTEXT, checksum, named
 from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
-from diloco_tools.processes import Child
 from diloco_worker import DiLoCoClient, GlobalParameters
 
 LEAVE_WITHIN_S = 40.0
@@ -46,7 +44,7 @@ def bring_to_an_end(stage: Stage, held_out: tuple[Tensor, Tensor]) -> Ending:
         raise Broken(f"The final version cannot be pulled: {error}") from None
     crew.pull.touch()
     until = time.monotonic() + EXIT_WITHIN_S
-    exits = {life.name: exit_code(life.child, until - time.monotonic()) for life in staying}
+    exits = {life.name: life.child.wait(until - time.monotonic()) for life in staying}
     hung = [name for name, code in exits.items() if code is None]
     if hung:
         raise Broken(f"{', '.join(hung)} did not end within {EXIT_WITHIN_S:g} s of leaving.")
@@ -57,7 +55,7 @@ def bring_to_an_end(stage: Stage, held_out: tuple[Tensor, Tensor]) -> Ending:
     }
     began = time.monotonic()
     crew.broker.process.terminate()
-    broker_exit = exit_code(crew.broker, BROKER_EXIT_WITHIN_S)
+    broker_exit = crew.broker.wait(BROKER_EXIT_WITHIN_S)
     return Ending(
         named(final),
         checksum(final),
@@ -67,14 +65,6 @@ def bring_to_an_end(stage: Stage, held_out: tuple[Tensor, Tensor]) -> Ending:
         broker_exit,
         time.monotonic() - began,
     )
-
-
-def exit_code(child: Child, seconds: float) -> int | None:
-    """How a process ended; None if it has not within so many seconds."""
-    try:
-        return child.process.wait(max(0.0, seconds))
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def loss_of(final: GlobalParameters, held_out: tuple[Tensor, Tensor]) -> float:

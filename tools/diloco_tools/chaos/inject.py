@@ -131,7 +131,7 @@ def _fill_disk(stage: Stage, entry: Injected) -> None:
     """No checkpoint fits for some rounds. The broker has to say so, train on, and save again after."""
     crew, disk = stage.crew, stage.crew.disk
     assert disk is not None
-    broker = crew.broker.process.pid
+    broker = crew.broker.pid
     disk.fill(broker)
     entry.at = time.monotonic()
     try:

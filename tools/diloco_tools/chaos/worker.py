@@ -14,7 +14,6 @@ import logging
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from diloco_tools.chaos.audit import life_of, read_lines
+from diloco_tools.chaos.job import Job
 from diloco_tools.demo.data import training_batches
 from diloco_tools.demo.model import GPTConfig, build_model
 from diloco_tools.demo.recipe import LARGEST_GRADIENT, Recipe, build_optimizer
@@ -35,43 +35,6 @@ WARMUP = 10  # steps of each life: AdamW starts anew in it
 LOOK_EVERY_S = 0.05
 PATIENCE_S = 30.0  # without a sign of life of the broker
 FORCES = 3  # attempts to get the last steps in
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one process of a worker has to do. Paths are absolute.
-
-    Attributes:
-        server: where to connect to.
-        shard: the text to train on.
-        seed: of the batches.
-        pause: seconds of sleep behind each step: stands for a larger model.
-        steps: file of 8 bytes with the inner steps trained so far, little-endian.
-        audit: the worker's own log of its pushes.
-        finish: as soon as this file exists, training comes to its end.
-        pull: as soon as this one exists, the final version is pulled; empty: none is.
-        patience: seconds to wait for `pull`.
-        result: JSON file for what has come of it.
-    """
-
-    worker: str
-    server: str
-    shard: str
-    seed: int
-    pause: float
-    steps: str
-    audit: str
-    finish: str
-    pull: str
-    patience: float
-    result: str
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        return cls(**json.loads(path.read_text()))
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
 
 
 class StepCount:
@@ -88,11 +51,6 @@ class StepCount:
 
     def _write(self) -> None:
         os.pwrite(self._file, self.steps.to_bytes(8, "little"), 0)
-
-
-def steps_in(path: Path) -> int:
-    """What a StepCount has written; 0 where there is none yet."""
-    return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
 
 
 def train(job: Job) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 import json
 import logging
-import signal
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
@@ -23,9 +21,10 @@ from diloco_tools.demo.results import (
     summary,
     table,
 )
-from diloco_tools.processes import ChildFailed
-from diloco_tools.terminal import console
+from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
+from diloco_tools.terminal import console, fail
 
+COMMAND = "diloco-demo"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 DEFAULTS = Settings()
 
@@ -80,17 +79,18 @@ def main(
         data=None if data is None else str(data.resolve()),
     )
     if complaint := settings.complaint():
-        fail(complaint, 2)
+        fail(COMMAND, complaint, 2)
     out = out.resolve()
     try:
         out.mkdir(parents=True, exist_ok=True)
         for stale in ("summary.json", "log.jsonl", "loss.png"):
             (out / stale).unlink(missing_ok=True)
     except OSError as error:
-        fail(f"cannot write to {out} ({error.strerror}); name another folder with --out", 2)
+        fail(
+            COMMAND, f"cannot write to {out} ({error.strerror}); name another folder with --out", 2
+        )
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, leave)
+    end_like_an_error_on_signals()
     # What the observer has to say about its connection goes to a file, not between the bars.
     logging.basicConfig(filename=out / "demo.log", filemode="w", force=True)
     torch.set_num_threads(1)
@@ -99,11 +99,11 @@ def main(
         with Display(shown) as display:
             results = run(settings, out, display)
     except DataError as error:
-        fail(str(error), 2)
+        fail(COMMAND, str(error), 2)
     except (ChildFailed, DilocoError) as error:
-        fail(str(error), 1)
+        fail(COMMAND, str(error), 1)
     except KeyboardInterrupt:
-        fail("interrupted; the broker and the workers have been ended", 130)
+        fail(COMMAND, "interrupted; the broker and the workers have been ended", 130)
     write(results, out, shown)
 
 
@@ -122,13 +122,3 @@ def write(results: Results, out: Path, shown: Console) -> None:
     else:
         written += ", loss.png"
     shown.print(f"{written} are in {out}", soft_wrap=True)
-
-
-def leave(number: int, _frame: FrameType | None) -> NoReturn:
-    """On SIGTERM and SIGHUP: end like any other error does, so that the children are ended too."""
-    raise SystemExit(128 + number)
-
-
-def fail(sentence: str, code: int) -> NoReturn:
-    typer.echo(f"diloco-demo: {sentence}", err=True)
-    raise typer.Exit(code)

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
+<<<<<<< HEAD:tools/diloco_tools/bench/saving.py
 from diloco_protocol.feed import Snapshot
 from diloco_tools.bench.figures import Figure, figure
 from diloco_tools.bench.rounds import join, one_round
 from diloco_tools.bench.spread import against, in_turn
 from diloco_tools.bench.stage import Actor, BrokerProcess, ask_all
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Stage
+=======
+from diloco_tools.bench.broker_process import BrokerProcess
+from diloco_tools.bench.parts.rounds import one_round
+from diloco_tools.bench.report.figures import Figure, figure
+from diloco_tools.bench.report.ratios import against, in_turn
+from diloco_tools.bench.role_process import RoleProcess, ask_all, join_trainers
+from diloco_tools.bench.stage import Stage
+from diloco_tools.feed.model import Snapshot
+>>>>>>> cfe7cd4 (Part the benchmark into what its child processes do, what is measured and what is reported; one TCP proxy and one way to run child processes):tools/diloco_tools/bench/parts/checkpoint.py
 
 PART = "checkpoint"
 SAVED_WITHIN_S = 60.0
@@ -39,7 +46,7 @@ def measure(stage: Stage, *, size: str, workers: int, repeats: int) -> list[Figu
     with stage.broker(*common) as plain, stage.broker(*common, *options) as saver:
         ask_all(both, "build", size=size)
         for trainers, broker in ((without, plain), (saving, saver)):
-            join(trainers, broker.address)
+            join_trainers(trainers, broker.address)
             one_round(trainers, broker)
         _wait_until_saved(saver)
         saver.forget_turns()
@@ -51,16 +58,16 @@ def measure(stage: Stage, *, size: str, workers: int, repeats: int) -> list[Figu
         turn = saver.longest_turn_ms()
         ask_all(both, "leave")
     shutil.rmtree(folder, ignore_errors=True)
-    row = f"{size}, {workers} worker{'s' if workers > 1 else ''}"
+    of_it = partial(figure, PART, f"{size}, {workers} worker{'s' if workers > 1 else ''}")
     return [
-        figure(PART, row, "--no-save", limits, "s"),
-        figure(PART, row, "while saving", rounds, "s"),
-        figure(PART, row, "ratio", against(rounds, limits), "x"),
-        figure(PART, row, "longest turn", turn, "ms", "turn"),
+        of_it("--no-save", limits, "s"),
+        of_it("while saving", rounds, "s"),
+        of_it("ratio", against(rounds, limits), "x"),
+        of_it("longest turn", turn, "ms", target="turn"),
     ]
 
 
-def _round_during_a_save(trainers: Sequence[Actor], broker: BrokerProcess) -> float:
+def _round_during_a_save(trainers: Sequence[RoleProcess], broker: BrokerProcess) -> float:
     one_round(trainers, broker)  # its checkpoint is written during the next
     seconds = one_round(trainers, broker).seconds
     _wait_until_saved(broker)

@@ -7,14 +7,14 @@ link of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
-from diloco_tools.bench.figures import Figure, figure
-from diloco_tools.bench.raw import CALL_BYTES, HOST, Ends
-from diloco_tools.bench.rounds import join
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Stage
+from diloco_tools.bench.raw_tcp import Ends
+from diloco_tools.bench.report.figures import Figure, figure
+from diloco_tools.bench.role_process import join_trainers
+from diloco_tools.bench.roles.raw import CALL_BYTES
+from diloco_tools.bench.stage import Stage
+from diloco_tools.tcp_proxy import HOST
 
 PART = "wide-area link"
 BITS_PER_S = 1e9
@@ -24,17 +24,18 @@ RAW_S = 1.0  # that a measurement of raw TCP takes at the link's speed
 
 def measure(stage: Stage, *, size: str, repeats: int) -> list[Figure]:
     """The shares of raw TCP, up and down."""
-    link, trainers = stage.actor("link"), stage.trainers(1)
+    link, trainers = stage.role("link"), stage.trainers(1)
     shape = {"bits_per_s": BITS_PER_S, "delay_s": ROUND_TRIP_S / 2}
-    ends = Ends(stage.actor("raw", "far-sender"), stage.actor("raw", "far-receiver"))
-    raw_at = link.ask("open", port=ends.receiver.ask("port")["port"], **shape)["port"]
+    ends = Ends(stage.role("raw", "far-sender"), stage.role("raw", "far-receiver"))
+    receiver = f"tcp://{HOST}:{ends.receiver.ask('port')['port']}"
+    raw_at = link.ask("open", target=receiver, **shape)["port"]
     ends.connect(through=raw_at)
     count = int(RAW_S * BITS_PER_S / 8 / CALL_BYTES)
     raw, up, down, seconds = [], [], [], []
     with stage.broker("--workers", "1", "--sync-every", "1") as broker:
         trainers[0].ask("build", size=size)
-        at = link.ask("open", port=broker.port, **shape)["port"]
-        join(trainers, f"tcp://{HOST}:{at}")
+        at = link.ask("open", target=broker.address, **shape)["port"]
+        join_trainers(trainers, f"tcp://{HOST}:{at}")
         for _ in range(repeats):
             link.ask("forget", port=raw_at)
             ends.move(count)
@@ -47,10 +48,11 @@ def measure(stage: Stage, *, size: str, repeats: int) -> list[Figure]:
             down.append(shares["down"])
         trainers[0].ask("leave")
     stage.dismiss("link", "far-")
-    row = f"{size}, 1 worker, {BITS_PER_S / 1e9:g} Gb/s, {1e3 * ROUND_TRIP_S:g} ms"
+    network = f"{BITS_PER_S / 1e9:g} Gb/s, {1e3 * ROUND_TRIP_S:g} ms"
+    of_it = partial(figure, PART, f"{size}, 1 worker, {network}")
     return [
-        figure(PART, row, "round", seconds, "s"),
-        figure(PART, row, "raw TCP", raw, "%"),
-        figure(PART, row, "up", up, "%", "link"),
-        figure(PART, row, "down", down, "%", "link"),
+        of_it("round", seconds, "s"),
+        of_it("raw TCP", raw, "%"),
+        of_it("up", up, "%", target="link"),
+        of_it("down", down, "%", target="link"),
     ]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from functools import partial
 
-from diloco_tools.bench.figures import Figure, figure
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Stage
+from diloco_tools.bench.report.figures import Figure, figure
+from diloco_tools.bench.stage import Stage
 
 PART = "hook attached, idle"
 SIZE = "10M"
@@ -24,9 +22,9 @@ def measure(stage: Stage, *, steps: int) -> list[Figure]:
     without, attached = found["without"], found["attached"]
     pairs = [ours / alone for ours, alone in zip(attached, without, strict=True)]
     ratios = [statistics.median(pairs[i::PARTS]) for i in range(PARTS)]
-    row = f"{SIZE}, {steps} steps each"
+    of_it = partial(figure, PART, f"{SIZE}, {steps} steps each")
     return [
-        figure(PART, row, "step without", 1e3 * statistics.median(without), "ms"),
-        figure(PART, row, "step with", 1e3 * statistics.median(attached), "ms"),
-        figure(PART, row, "ratio", ratios, "times", "attached"),
+        of_it("step without", 1e3 * statistics.median(without), "ms"),
+        of_it("step with", 1e3 * statistics.median(attached), "ms"),
+        of_it("ratio", ratios, "times", target="attached"),
     ]

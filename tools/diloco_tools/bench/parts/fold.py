@@ -1,4 +1,4 @@
-"""Transport with fold: a real broker takes pushes in and adds them up, and steps nothing yet.
+"""Transport with fold: a real broker takes pushes in and adds them up, without a step of the optimizer.
 
 One worker more belongs to the run and begins its push last, so the round stays open while the
 others' chunks are measured: received, checked, decoded, added to the accumulator, acknowledged.
@@ -7,17 +7,15 @@ others' chunks are measured: received, checked, decoded, added to the accumulato
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
-from diloco_tools.bench.figures import Figure, figure
-from diloco_tools.bench.scale import parameters_of
-from diloco_tools.bench.spread import against, in_turn
-from diloco_tools.bench.stage import ask_all
+from diloco_tools.bench.report.figures import TRANSPORT_WITH_FOLD, Figure, figure
+from diloco_tools.bench.report.ratios import against, in_turn
+from diloco_tools.bench.role_process import ask_all, join_fake_workers
+from diloco_tools.bench.sizes import parameters_of
+from diloco_tools.bench.stage import Stage
 
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Stage
-
-PART = "transport with fold"
+PART = TRANSPORT_WITH_FOLD
 
 
 def measure(stage: Stage, *, size: str, pushers: Sequence[int], repeats: int) -> list[Figure]:
@@ -28,11 +26,9 @@ def measure(stage: Stage, *, size: str, pushers: Sequence[int], repeats: int) ->
 def _one(stage: Stage, size: str, count: int, repeats: int) -> list[Figure]:
     parameters = parameters_of(size)
     gigabytes = count * 2 * parameters / 1e9  # bf16
-    everybody = stage.stand_ins(count + 1)
+    everybody = stage.fake_workers(count + 1)
     with stage.broker("--workers", str(count + 1), "--stall-timeout", "0") as broker:
-        for i, actor in enumerate(everybody):
-            actor.ask("join", address=broker.address, worker_id=f"p{i}", parameters=parameters)
-        ask_all(everybody, "learn_version")
+        join_fake_workers(everybody, broker.address, parameters)
         *measured, last = everybody
 
         def push() -> tuple[float, float]:
@@ -47,11 +43,11 @@ def _one(stage: Stage, size: str, count: int, repeats: int) -> list[Figure]:
         limits, found = in_turn(stage.raw.measure, push, repeats)
         ask_all(everybody, "leave")
     speeds = [speed for speed, _ in found]
-    row = f"{size}, {count} at a time"
+    of_it = partial(figure, PART, f"{size}, {count} at a time")
     cpu = against([used for _, used in found], [each.receive_cpu for each in limits])
     shares = against(speeds, [each.speed for each in limits])
     return [
-        figure(PART, row, "speed", speeds, "GB/s"),
-        figure(PART, row, "/ raw", shares, "x", "fold"),
-        figure(PART, row, "broker CPU / raw receive", cpu, "x"),
+        of_it("speed", speeds, "GB/s"),
+        of_it("/ raw", shares, "x", target="fold"),
+        of_it("broker CPU / raw receive", cpu, "x"),
     ]

@@ -9,12 +9,12 @@ saves of the time that the hook takes with tau = 0, where training waits for eac
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from diloco_tools.bench.figures import Figure, figure
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Actor, Stage
+from diloco_tools.bench.report.figures import Figure, figure
+from diloco_tools.bench.role_process import RoleProcess
+from diloco_tools.bench.stage import Stage
 
 PART = "streaming"
 FRAGMENTS = 2
@@ -32,7 +32,7 @@ def measure(stage: Stage, *, steps: int, repeats: int) -> list[Figure]:
             at_once.append(_train(trainer, waiting.address, steps))
             late.append(_train(trainer, overlapping.address, steps))
         turn = overlapping.longest_turn_ms()
-    row = f"{SIZE}, P {FRAGMENTS}, H {SYNC_EVERY}, tau 2"
+    of_it = partial(figure, PART, f"{SIZE}, P {FRAGMENTS}, H {SYNC_EVERY}, tau 2")
     step = [1e3 * statistics.median(each["steps"]) for each in late]
     hidden = [
         1 - sum(with_delay["hook"]) / sum(without["hook"])
@@ -43,12 +43,12 @@ def measure(stage: Stage, *, steps: int, repeats: int) -> list[Figure]:
     each_time = [1e3 * sum(each["hook"]) / slots for each in late]
     copy = [1e3 * 2 * each["copy"] / FRAGMENTS for each in late]
     return [
-        figure(PART, row, "step", step, "ms"),
-        figure(PART, row, "hidden", hidden, "%"),
-        figure(PART, row, "hook, a fragment", each_time, "ms"),
-        figure(PART, row, "of it the copy", copy, "ms"),
-        figure(PART, row, "blocked beyond", blocked, "%", "blocked"),
-        figure(PART, row, "longest turn", turn, "ms", "turn"),
+        of_it("step", step, "ms"),
+        of_it("hidden", hidden, "%"),
+        of_it("hook, a fragment", each_time, "ms"),
+        of_it("of it the copy", copy, "ms"),
+        of_it("blocked beyond", blocked, "%", target="blocked"),
+        of_it("longest turn", turn, "ms", target="turn"),
     ]
 
 
@@ -60,7 +60,7 @@ def _options(tau: int) -> tuple[str, ...]:
     )
 
 
-def _train(trainer: Actor, server: str, steps: int) -> dict[str, Any]:
+def _train(trainer: RoleProcess, server: str, steps: int) -> dict[str, Any]:
     trainer.ask("build", size=SIZE, trains=True)
     trainer.ask("join", server=server, worker_id="streaming")
     trainer.ask("train", steps=SYNC_EVERY)  # everything happens for the first time

@@ -1,12 +1,15 @@
-"""What a benchmark comes to: figures with their spread, targets to hold them against. Pure."""
+"""The results of a benchmark: figures with their spread, and targets to compare them with. Pure."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+# Parts that the picture shows.
+TRANSPORT, TRANSPORT_WITH_FOLD = "transport", "transport with fold"
+WHOLE_ROUND, PHASES_OF_ROUNDS = "whole round", "phases of a round"
 FORMAT = 1  # of the JSON file; keys may be added without a new one
 
 
@@ -125,21 +128,12 @@ class Figure:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        target = None if self.target is None else TARGETS[self.target]
-        return {
-            "part": self.part,
-            "of": self.of,
-            "name": self.name,
-            "unit": self.unit,
-            "median": self.median,
-            "low": self.low,
-            "high": self.high,
-            "values": list(self.values),
-            "target": None
-            if target is None
-            else {"name": target.name, "words": str(target), "met": self.is_met},
-            "note": self.note,
-        }
+        plain = asdict(self) | {"median": self.median, "low": self.low, "high": self.high}
+        if self.target is not None:
+            target = TARGETS[self.target]
+            words = str(target)
+            plain["target"] = {"name": target.name, "words": words, "met": self.is_met}
+        return plain
 
 
 def figure(
@@ -148,12 +142,13 @@ def figure(
     name: str,
     values: Iterable[float] | float,
     unit: str,
+    *,
     target: str | None = None,
     note: str = "",
 ) -> Figure:
     """A figure of one value or of several."""
     several = (values,) if isinstance(values, int | float) else tuple(values)
-    return Figure(part, of, name, several, unit, target, note)
+    return Figure(part, of, name, several, unit, target=target, note=note)
 
 
 def worst(figures: Sequence[Figure], target: str) -> Figure | None:

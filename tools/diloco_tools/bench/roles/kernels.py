@@ -1,36 +1,29 @@
-"""What tensor work of the product could cost at best: copying, folding, stepping. One thread."""
+"""The role "kernels": copying, folding, stepping at the best speed that torch has. One thread."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from diloco_protocol import CHUNK_ELEMENTS
 
-if TYPE_CHECKING:
-    from diloco_tools.bench.actor import Action
-
 WORKING_SET = 64  # chunks that the work goes round through: 128 MiB in fp32, more than any cache
 LEARNING_RATE, MOMENTUM = 0.7, 0.9
 
 
-class Kernels:
-    """The actions of the role "kernels"."""
+class Role:
+    """Each action gives its speed in GB/s."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: object) -> None:
         torch.set_num_threads(1)
         self._received = torch.ones(WORKING_SET, CHUNK_ELEMENTS, dtype=torch.bfloat16)
         self._first = torch.ones(WORKING_SET, CHUNK_ELEMENTS)
         self._second = torch.zeros(WORKING_SET, CHUNK_ELEMENTS)
         self._third = torch.zeros(WORKING_SET, CHUNK_ELEMENTS)
         self._scratch = torch.empty(CHUNK_ELEMENTS)
-
-    @property
-    def actions(self) -> Mapping[str, Action]:
-        return {"memcpy": self.memcpy, "fold": self.fold, "outer_step": self.outer_step}
 
     def memcpy(self, chunks: int) -> dict[str, Any]:
         """Copy fp32 chunks one after the other; bytes copied."""

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from diloco_tools.bench import machine
-from diloco_tools.bench.figures import Figure, figure
-from diloco_tools.bench.phases import PHASES, Moments, phases
-from diloco_tools.bench.raw import RawSample
-from diloco_tools.bench.scale import parameters_of
-from diloco_tools.bench.spread import against, around, in_turn, slope
-from diloco_tools.bench.stage import Actor, BrokerProcess, ask_all
+from diloco_tools.bench.broker_process import BrokerProcess
+from diloco_tools.bench.raw_tcp import RawSample
+from diloco_tools.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, figure
+from diloco_tools.bench.report.phases import PHASES, Moments, phases
+from diloco_tools.bench.report.ratios import against, around, in_turn, slope
+from diloco_tools.bench.role_process import RoleProcess, ask_all, join_trainers
+from diloco_tools.bench.sizes import parameters_of
+from diloco_tools.bench.stage import Stage
 
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Stage
-
-PART = "whole round"
+PART = WHOLE_ROUND
 COST_PART = "what a round costs"
-PHASES_PART = "phases of a round"
+PHASES_PART = PHASES_OF_ROUNDS
 GROWTH_PARTS = "memory, over workers", "time, over parameters"  # slopes of straight lines
 # Rounds with the counters sampled, for their phases; the sampling costs a little, so they are apart.
 SAMPLED = 2
@@ -51,12 +51,12 @@ class Round:
         return self.cpu / (self.up + self.down)
 
 
-def of(size: str, workers: int, reply: str) -> str:
+def row_of(size: str, workers: int, reply: str) -> str:
     """The row of a configuration."""
     return f"{size}, {workers} worker{'s' if workers > 1 else ''}, {reply}"
 
 
-def one_round(trainers: Sequence[Actor], broker: BrokerProcess) -> Round:
+def one_round(trainers: Sequence[RoleProcess], broker: BrokerProcess) -> Round:
     """Let all workers make a boundary at the same time."""
     ask_all(trainers, "drift")
     cpu = broker.cpu_seconds
@@ -74,17 +74,9 @@ def seconds_of(found: Sequence[dict[str, Any]]) -> float:
     return float(max(each["ended"] for each in found) - max(each["began"] for each in found))
 
 
-def join(trainers: Sequence[Actor], server: str) -> None:
-    """Let workers join together; their models have been built."""
-    for i, trainer in enumerate(trainers):
-        trainer.tell("join", server=server, worker_id=f"w{i}")
-    for trainer in trainers:
-        trainer.hear()
-
-
 def measure(stage: Stage, *, size: str, workers: int, reply: str, repeats: int) -> list[Figure]:
     """One configuration."""
-    parameters, row = parameters_of(size), of(size, workers, reply)
+    parameters, row = parameters_of(size), row_of(size, workers, reply)
     needed = FP32 * parameters * (workers * WORKER_HOLDS + BROKER_HOLDS)
     if machine.available_bytes() < needed:
         free = machine.available_bytes() / 1e9
@@ -99,7 +91,7 @@ def measure(stage: Stage, *, size: str, workers: int, reply: str, repeats: int) 
     with stage.broker(*options) as broker:
         for trainer in trainers:
             trainer.hear()
-        join(trainers, broker.address)
+        join_trainers(trainers, broker.address)
         one_round(trainers, broker)  # memory is taken for the first time
         broker.forget_turns()
         limits, rounds = in_turn(stage.raw.measure, lambda: one_round(trainers, broker), repeats)
@@ -112,17 +104,18 @@ def measure(stage: Stage, *, size: str, workers: int, reply: str, repeats: int) 
             sampled.append(ask_all(trainers, "round", sampled=True))
         ask_all(trainers, "leave")
     shares = against([each.speed for each in rounds], [each.speed for each in limits])
-    is_asked = size == "125M" and workers in (2, 4)
-    own_limit = "broker memory" if workers == 2 else None
+    has_target = size == "125M" and workers in (2, 4)
+    memory_target = "broker memory" if workers == 2 else None
+    of_it, cost = partial(figure, PART, row), partial(figure, COST_PART, row)
     return [
-        figure(PART, row, "seconds", [each.seconds for each in rounds], "s"),
-        figure(PART, row, "in + out", [each.speed for each in rounds], "GB/s"),
-        figure(PART, row, "/ raw", shares, "x", "round" if is_asked else None),
-        figure(COST_PART, row, "broker CPU", [each.cpu_a_gb for each in rounds], "s/GB"),
-        figure(COST_PART, row, "broker CPU / raw", _cpu_shares(rounds, limits), "x", "cpu"),
-        figure(COST_PART, row, "longest turn", turn, "ms", "turn"),
-        figure(COST_PART, row, "broker beyond state", beyond, "MB", own_limit),
-        figure(COST_PART, row, "worker / fp32", held, "x", "worker memory"),
+        of_it("seconds", [each.seconds for each in rounds], "s"),
+        of_it("in + out", [each.speed for each in rounds], "GB/s"),
+        of_it("/ raw", shares, "x", target="round" if has_target else None),
+        cost("broker CPU", [each.cpu_a_gb for each in rounds], "s/GB"),
+        cost("broker CPU / raw", _cpu_shares(rounds, limits), "x", target="cpu"),
+        cost("longest turn", turn, "ms", target="turn"),
+        cost("broker beyond state", beyond, "MB", target=memory_target),
+        cost("worker / fp32", held, "x", target="worker memory"),
         *_phases(row, sampled),
     ]
 
@@ -163,7 +156,7 @@ def growth(figures: Sequence[Figure]) -> list[Figure]:
     memory = _points(figures, COST_PART, "broker beyond state")
     seconds = _points(figures, PART, "seconds")
     found = [
-        figure(GROWTH_PARTS[0], f"{size}, {reply}", "a worker", line, "MB", "broker growth")
+        figure(GROWTH_PARTS[0], f"{size}, {reply}", "a worker", line, "MB", target="broker growth")
         for size, reply, line in _slopes(memory, ("size", "reply"), "workers")
     ]
     found += [

@@ -1,4 +1,4 @@
-"""A round of a model with a billion parameters: workers without a model stream it from one small buffer.
+"""A round of a model with a billion parameters: fake workers send it from one small buffer.
 
 Four GB of parameters, as much of momentum and of the accumulator are at the broker; at its peak it
 should have little more. The same code serves any number of parameters.
@@ -6,24 +6,24 @@ should have little more. The same code serves any number of parameters.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
-from diloco_tools.bench.figures import Figure, figure
+from diloco_tools.bench.broker_process import STATE_BYTES
 from diloco_tools.bench.machine import available_bytes
-from diloco_tools.bench.spread import against, in_turn
-from diloco_tools.bench.stage import STATE_BYTES, ask_all
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Stage
+from diloco_tools.bench.report.figures import Figure, figure
+from diloco_tools.bench.report.ratios import against, in_turn
+from diloco_tools.bench.role_process import ask_all, join_fake_workers
+from diloco_tools.bench.stage import Stage
 
 PART = "largest model"
 WORKERS = 2
 SPARE_BYTES = 2e9  # that should be left to everything else
 
 
-def measure(stage: Stage, *, parameters: int, rounds: int) -> list[Figure]:
+def measure(stage: Stage, *, parameters: int, repeats: int) -> list[Figure]:
     """Two workers push bf16 and pull fp32."""
     row = f"{parameters / 1e9:.3g}G parameters, {WORKERS} stand-ins"
+    stage.dismiss("trainer-")  # they have memory that is needed here
     needed = STATE_BYTES * parameters + SPARE_BYTES
     if available_bytes() < needed:
         stage.skipped.append(
@@ -31,12 +31,10 @@ def measure(stage: Stage, *, parameters: int, rounds: int) -> list[Figure]:
             f"{available_bytes() / 1e9:.0f} GB are there"
         )
         return []
-    workers = stage.stand_ins(WORKERS)
+    workers = stage.fake_workers(WORKERS)
     gigabytes = WORKERS * (2 + 4) * parameters / 1e9
     with stage.broker("--workers", str(WORKERS), "--stall-timeout", "0") as broker:
-        for i, actor in enumerate(workers):
-            actor.ask("join", address=broker.address, worker_id=f"b{i}", parameters=parameters)
-        ask_all(workers, "learn_version")
+        join_fake_workers(workers, broker.address, parameters)
 
         def a_round() -> float:
             found = ask_all(workers, "push", pull=True)
@@ -45,15 +43,16 @@ def measure(stage: Stage, *, parameters: int, rounds: int) -> list[Figure]:
 
         a_round()
         broker.forget_turns()
-        limits, seconds = in_turn(lambda: stage.raw.measure().speed, a_round, rounds)
+        limits, seconds = in_turn(lambda: stage.raw.measure().speed, a_round, repeats)
         turn = broker.longest_turn_ms()
         beyond = broker.beyond_state(parameters) / 1e6
         ask_all(workers, "leave")
     speeds = [gigabytes / each for each in seconds]
+    of_it = partial(figure, PART, row)
     return [
-        figure(PART, row, "seconds", seconds, "s"),
-        figure(PART, row, "in + out", speeds, "GB/s"),
-        figure(PART, row, "/ raw", against(speeds, limits), "x"),
-        figure(PART, row, "broker beyond state", beyond, "MB", "broker memory"),
-        figure(PART, row, "longest turn", turn, "ms", "turn"),
+        of_it("seconds", seconds, "s"),
+        of_it("in + out", speeds, "GB/s"),
+        of_it("/ raw", against(speeds, limits), "x"),
+        of_it("broker beyond state", beyond, "MB", target="broker memory"),
+        of_it("longest turn", turn, "ms", target="turn"),
     ]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from diloco_tools.bench.figures import Figure, figure
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Stage
+from diloco_tools.bench.report.figures import Figure, figure
+from diloco_tools.bench.stage import Stage
 
 PART = "limits"
 CHUNKS = 512  # of each measurement: 1 GiB in fp32
@@ -15,12 +11,12 @@ CHUNKS = 512  # of each measurement: 1 GiB in fp32
 
 def measure(stage: Stage, *, repeats: int) -> list[Figure]:
     """All four in turn, several times."""
-    actor = stage.actor("kernels")
+    kernels = stage.role("kernels")
     found: dict[str, list[float]] = {"memcpy": [], "fold": [], "outer_step": []}
     raw: list[float] = []
     for _ in range(repeats):
         for name, values in found.items():
-            values.append(actor.ask(name, chunks=CHUNKS)["speed"])
+            values.append(kernels.ask(name, chunks=CHUNKS)["speed"])
         raw.append(stage.raw.measure().speed)
     stage.dismiss("kernels")
     rows = {

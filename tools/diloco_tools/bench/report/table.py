@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from diloco_tools.bench.figures import RATIOS, TARGETS, Figure, Report, number, show, worst
+from diloco_tools.bench.report.figures import RATIOS, TARGETS, Figure, Report, number, show, worst
 
 # Spreads of fewer values than this say nothing.
 LEAST_VALUES = 3

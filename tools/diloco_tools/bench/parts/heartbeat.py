@@ -9,16 +9,13 @@ at the same time: with more processes than cores, everybody waits for a core now
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from functools import partial
 
-from diloco_tools.bench.figures import Figure, figure
-from diloco_tools.bench.raw import Ends
-from diloco_tools.bench.rounds import join
-from diloco_tools.bench.spread import percentile
-from diloco_tools.bench.stage import ask_all
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Actor, Stage
+from diloco_tools.bench.raw_tcp import Ends
+from diloco_tools.bench.report.figures import Figure, figure
+from diloco_tools.bench.report.ratios import percentile
+from diloco_tools.bench.role_process import RoleProcess, ask_all, join_trainers
+from diloco_tools.bench.stage import Stage
 
 PART = "heartbeat"
 INTERVAL_S = 0.004
@@ -27,12 +24,12 @@ IDLE_S = 1.0
 
 def measure(stage: Stage, *, size: str, workers: int, rounds: int) -> list[Figure]:
     """p50, p99 and the longest over all heartbeats of some rounds."""
-    trainers, (heart,) = stage.trainers(workers), stage.stand_ins(1)
-    pinger, echo = stage.actor("raw", "pinger"), stage.actor("raw", "echo")
+    trainers, (heart,) = stage.trainers(workers), stage.fake_workers(1)
+    pinger, echo = stage.role("raw", "pinger"), stage.role("raw", "echo")
     Ends(pinger, echo).connect()
     with stage.broker("--workers", str(workers + 1), "--sync-every", "1") as broker:
         ask_all(trainers, "build", size=size)
-        join(trainers, broker.address)
+        join_trainers(trainers, broker.address)
         heart.ask("join", address=broker.address, worker_id="heart", parameters=None)
         heart.ask("learn_version")
         heart.tell("beat", interval_s=INTERVAL_S)
@@ -63,18 +60,19 @@ def measure(stage: Stage, *, size: str, workers: int, rounds: int) -> list[Figur
     ]
 
 
-def _milliseconds(actor: Actor) -> list[float]:
+def _milliseconds(role: RoleProcess) -> list[float]:
     """End the heartbeats or pings: whatever it is asked next does."""
-    actor.tell("rest")
-    found = [1e3 * seconds for seconds in actor.hear()["seconds"]]
-    actor.hear()
+    role.tell("rest")
+    found = [1e3 * seconds for seconds in role.hear()["seconds"]]
+    role.hear()
     return found
 
 
 def _of(row: str, found: list[float], target: str | None) -> list[Figure]:
     note = f"{len(found)} heartbeats"
+    of_it = partial(figure, PART, row, note=note)
     return [
-        figure(PART, row, "p50", percentile(found, 0.5), "ms", note=note),
-        figure(PART, row, "p99", percentile(found, 0.99), "ms", target, note),
-        figure(PART, row, "max", max(found), "ms", note=note),
+        of_it("p50", percentile(found, 0.5), "ms"),
+        of_it("p99", percentile(found, 0.99), "ms", target=target),
+        of_it("max", max(found), "ms"),
     ]

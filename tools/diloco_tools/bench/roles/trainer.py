@@ -1,4 +1,4 @@
-"""A worker of the benchmark: a GPT-shaped model, an optimizer, and the hook, as in a training script.
+"""The role "trainer": a GPT-shaped model, an optimizer, and the hook, as in a training script.
 
 Where only the exchange is measured nothing is trained: parameters drift a little before each round.
 So there are no gradients, which would take up the memory of a small machine.
@@ -10,21 +10,17 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from diloco_tools.bench import machine
-from diloco_tools.bench.phases import moments
-from diloco_tools.bench.scale import CONTEXT, SIZES, VOCABULARY, Shape
+from diloco_tools.bench.report.phases import moments
+from diloco_tools.bench.sizes import CONTEXT, SIZES, VOCABULARY, Shape
 from diloco_tools.demo.model import GPT, GPTConfig, build_model
 from diloco_worker import DiLoCoWorker
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.actor import Action
 
 SAMPLE_S = 0.0005  # between two looks at the counters
 DRIFT = 0.999  # what parameters are multiplied by before a round, so that there is a difference
@@ -92,10 +88,10 @@ class Sampler:
         return self.samples
 
 
-class Trainer:
-    """The actions of the role "trainer"."""
+class Role:
+    """One worker after the other, in one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: object) -> None:
         torch.set_num_threads(1)
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
@@ -103,20 +99,6 @@ class Trainer:
         self._before = machine.memory(os.getpid())
         self._began = 0.0
         self._mark: Any = None
-
-    @property
-    def actions(self) -> Mapping[str, Action]:
-        return {
-            "build": self.build,
-            "join": self.join,
-            "drift": self.drift,
-            "round": self.round,
-            "rounds_for": self.rounds_for,
-            "train": self.train,
-            "compare": self.compare,
-            "memory": self.memory,
-            "leave": self.leave,
-        }
 
     # Taking part.
 

@@ -1,4 +1,4 @@
-"""A worker without a model: it speaks the protocol and sends every chunk from one small buffer.
+"""The role "fake_worker": it speaks the protocol, has no model, and sends each chunk from one buffer.
 
 So a machine can hold many workers, or the two of a model with a billion parameters, and what is
 measured is the broker. What it receives is counted and dropped.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
@@ -25,11 +25,11 @@ from diloco_protocol import (
     pack,
     unpack,
 )
+from diloco_protocol.clients.operator import Operator
 from diloco_protocol.frames import MAX_FRAME_BYTES
 from diloco_protocol.messages import (
     Ack,
     Chunk,
-    Control,
     Credit,
     Error,
     Grant,
@@ -43,14 +43,10 @@ from diloco_protocol.messages import (
     Push,
     Rejoin,
     Released,
-    Result,
     Standing,
     Welcome,
 )
 from diloco_protocol.records import from_plain
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.actor import Action
 
 PATIENCE_S = 100.0  # for anything that is waited for
 TENSOR_ELEMENTS = 1 << 24  # of each tensor of the model that is pretended
@@ -89,11 +85,11 @@ class Upload:
     ended: float = 0.0
 
 
-class StandIn:
+class FakeWorker:
     """See the head of this module. One thread, two connections.
 
     Args:
-        manifest: of the model that is pretended; None takes what the run has.
+        manifest: of the model that is pretended.
     """
 
     def __init__(
@@ -101,7 +97,7 @@ class StandIn:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         worker_id: str,
-        manifest: Manifest | None,
+        manifest: Manifest,
     ) -> None:
         self.worker_id = worker_id
         self.control = _dealer(context, address)
@@ -115,7 +111,6 @@ class StandIn:
         self.config: RunConfig | None = None
         self.version: VersionId | None = None
         self.answered: list[float] = []  # when each heartbeat was answered
-        self._answer: Result | None = None
         self._lengths: list[int] = []  # elements of each chunk
         self._upload: Upload | None = None
         self._got = 0  # chunks of the version that is arriving
@@ -128,11 +123,6 @@ class StandIn:
 
     def join(self) -> None:
         """Join, and provide the parameters if the broker asks for them."""
-        if self._manifest is None:
-            self._send(Control("manifest", 1))
-            self._await(lambda: self._answer is not None, "the manifest")
-            assert self._answer is not None
-            self._manifest = from_plain(Manifest, self._answer.data["manifest"], "manifest")
         self._send(Join(self.worker_id, self._manifest))
         self._await(lambda: self.session != b"", "a welcome")
 
@@ -233,15 +223,12 @@ class StandIn:
                 self.answered.append(time.monotonic())
             case Notice(what="donate"):
                 self._donate()
-            case Result():
-                self._answer = message
             case Error() | Rejoin():
                 raise Refusal(f"{self.worker_id}: {message.text}")
             case _:
                 pass
 
     def _welcomed(self, welcome: Welcome) -> None:
-        assert self._manifest is not None
         self.session, self.config = welcome.session, welcome.config
         self.version = welcome.versions[0] if welcome.versions else None
         layout = lay_out(self._manifest, chunk_elements=welcome.config.chunk_elements)
@@ -317,35 +304,29 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket
     return socket
 
 
-class Player:
-    """The actions of the role "stand-in": one of them at a time."""
+class Role:
+    """One fake worker at a time."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._is_asked = is_asked
-        self._worker: StandIn | None = None
+        self._worker: FakeWorker | None = None
 
     @property
-    def actions(self) -> Mapping[str, Action]:
-        return {
-            "join": self.join,
-            "learn_version": self.learn_version,
-            "push": self.push,
-            "beat": self.beat,
-            "rest": self.rest,
-            "leave": self.leave,
-        }
-
-    @property
-    def _it(self) -> StandIn:
+    def _it(self) -> FakeWorker:
         assert self._worker is not None, "it has not joined"
         return self._worker
 
     def join(self, address: str, worker_id: str, parameters: int | None) -> None:
         """Join a run; without a number of parameters the model is the run's."""
-        manifest = None if parameters is None else flat_manifest(parameters)
+        if parameters is None:
+            with Operator(address, timeout=PATIENCE_S) as operator:
+                plain = operator.ask("manifest").data["manifest"]
+            manifest = from_plain(Manifest, plain, "manifest")
+        else:
+            manifest = flat_manifest(parameters)
         self._context = zmq.Context()
-        self._worker = StandIn(self._context, address, worker_id, manifest)
+        self._worker = FakeWorker(self._context, address, worker_id, manifest)
         self._worker.join()
 
     def learn_version(self) -> None:

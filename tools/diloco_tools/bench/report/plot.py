@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diloco_tools.bench import folding, rounds, transport
-from diloco_tools.bench.figures import TARGETS, Figure, Report
-from diloco_tools.bench.phases import PHASES
-from diloco_tools.bench.scale import parameters_of
-from diloco_tools.bench.spread import slope
+from diloco_tools.bench.report.figures import (
+    PHASES_OF_ROUNDS,
+    TARGETS,
+    TRANSPORT,
+    TRANSPORT_WITH_FOLD,
+    WHOLE_ROUND,
+    Figure,
+    Report,
+)
+from diloco_tools.bench.report.phases import PHASES
+from diloco_tools.bench.report.ratios import slope
+from diloco_tools.bench.sizes import parameters_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +41,7 @@ def draw(report: Report, path: Path) -> bool:
         (paint, figures, height)
         for paint, figures, height in (
             (_ratios, _shares(report), 0.26 * len(_shares(report)) + 1.2),
-            (_phases, report.of_part(rounds.PHASES_PART), 0.24 * len(_phase_rows(report)) + 1.2),
+            (_phases, report.of_part(PHASES_OF_ROUNDS), 0.24 * len(_phase_rows(report)) + 1.2),
             (_growth, _seconds(report), 3.2),
         )
         if figures
@@ -59,20 +66,20 @@ def draw(report: Report, path: Path) -> bool:
 
 def _shares(report: Report) -> list[Figure]:
     """Everything that is a share of raw TCP's speed."""
-    parts = (transport.PART, folding.PART, rounds.PART)
+    parts = (TRANSPORT, TRANSPORT_WITH_FOLD, WHOLE_ROUND)
     return [each for part in parts for each in report.of_part(part) if each.name.endswith("/ raw")
             and "CPU" not in each.name]  # fmt: skip
 
 
 def _phase_rows(report: Report) -> list[str]:
-    return list(dict.fromkeys(each.of for each in report.of_part(rounds.PHASES_PART)))
+    return list(dict.fromkeys(each.of for each in report.of_part(PHASES_OF_ROUNDS)))
 
 
 def _seconds(report: Report) -> list[Figure]:
     """Round times of fp32 replies, where there are several sizes."""
     found = [
         each
-        for each in report.of_part(rounds.PART)
+        for each in report.of_part(WHOLE_ROUND)
         if each.name == "seconds" and each.of.endswith("fp32")
     ]
     return found if len({each.of.split(",")[0] for each in found}) > 1 else []

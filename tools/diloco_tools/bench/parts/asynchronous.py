@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
-from diloco_tools.bench.figures import Figure, figure
-from diloco_tools.bench.rounds import join
-from diloco_tools.bench.spread import against, in_turn
-from diloco_tools.bench.stage import ask_all
-
-if TYPE_CHECKING:
-    from diloco_tools.bench.stage import Stage
+from diloco_tools.bench.report.figures import Figure, figure
+from diloco_tools.bench.report.ratios import against, in_turn
+from diloco_tools.bench.role_process import ask_all, join_trainers
+from diloco_tools.bench.stage import Stage
 
 PART = "asynchronous"
 
@@ -27,7 +24,7 @@ def _one(stage: Stage, size: str, count: int, seconds: float, repeats: int) -> l
     trainers = stage.trainers(count)
     with stage.broker("--mode", "async", "--workers", str(count), "--sync-every", "1") as broker:
         ask_all(trainers, "build", size=size)
-        join(trainers, broker.address)
+        join_trainers(trainers, broker.address)
         ask_all(trainers, "round")
         broker.forget_turns()
 
@@ -40,11 +37,11 @@ def _one(stage: Stage, size: str, count: int, seconds: float, repeats: int) -> l
         limits, found = in_turn(stage.raw.measure, run, repeats)
         turn = broker.longest_turn_ms()
         ask_all(trainers, "leave")
-    row = f"{size}, {count} workers"
+    of_it = partial(figure, PART, f"{size}, {count} workers")
     shares = against([speed for _, speed in found], [each.speed for each in limits])
     return [
-        figure(PART, row, "pushes", [pushes for pushes, _ in found], "/s"),
-        figure(PART, row, "in + out", [speed for _, speed in found], "GB/s"),
-        figure(PART, row, "/ raw", shares, "x"),
-        figure(PART, row, "longest turn", turn, "ms", "turn"),
+        of_it("pushes", [pushes for pushes, _ in found], "/s"),
+        of_it("in + out", [speed for _, speed in found], "GB/s"),
+        of_it("/ raw", shares, "x"),
+        of_it("longest turn", turn, "ms", target="turn"),
     ]

@@ -1,0 +1,1 @@
+"""What is measured: one part of the benchmark each."""

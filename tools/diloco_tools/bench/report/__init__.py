@@ -1,0 +1,1 @@
+"""What comes of the measurements: figures, tables, a picture."""

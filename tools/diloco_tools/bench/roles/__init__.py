@@ -1,0 +1,1 @@
+"""What the child processes of the benchmark do."""

@@ -1,0 +1,36 @@
+"""The models of the benchmark: the demo's GPT in four sizes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VOCABULARY = 256  # bytes
+CONTEXT = 64  # bytes that a model sees at once
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the demo's GPT."""
+
+    width: int
+    layers: int
+    heads: int
+
+
+# GPT-shaped models by the name of their size.
+SIZES: dict[str, Shape] = {
+    "0.4M": Shape(128, 2, 4),
+    "10M": Shape(320, 8, 5),
+    "50M": Shape(640, 10, 10),
+    "125M": Shape(1024, 10, 16),
+}
+
+
+def parameters_of(size: str) -> int:
+    """Trainable parameters of one of `SIZES`: 12 width^2 a block, bytes and positions.
+
+    >>> parameters_of("0.4M"), parameters_of("125M")
+    (434176, 126156800)
+    """
+    shape = SIZES[size]
+    return 12 * shape.width**2 * shape.layers + (VOCABULARY + CONTEXT) * shape.width

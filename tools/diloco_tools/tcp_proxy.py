@@ -1,0 +1,163 @@
+"""The TCP proxy of drill, benchmark and tests: it can break, refuse and hold up connections."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar
+
+HOST = "127.0.0.1"
+CONNECT_WITHIN_S = 5.0
+END_WITHIN_S = 10.0
+PIECE = 1 << 16  # bytes read at a time
+# One direction of a connection: from bytes that came, those that pass, and whether it breaks there.
+Gate = Callable[[bytes], tuple[bytes, bool]]
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Both ends of one that goes through the proxy; they are numbered 0, 1, ... as they come."""
+
+    number: int
+    near: socket.socket
+    far: socket.socket
+    ended: threading.Barrier
+
+    def shut(self) -> None:
+        """Break it, wherever somebody waits for it."""
+        _shut(self.near)
+        _shut(self.far)
+
+
+P = TypeVar("P", bound="TcpProxy")
+
+
+class TcpProxy:
+    """Forwards bytes both ways, each direction in a thread. A context manager.
+
+    Whoever connects has the address of the proxy for good; what is behind it may go and come back.
+    Subclasses say in `gate` what passes.
+
+    Args:
+        target: where to, such as tcp://127.0.0.1:8512.
+
+    Attributes:
+        address: where it listens, such as tcp://127.0.0.1:40123.
+        port: of `address`.
+        broken: connections that `cut` and `shut` have broken.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.removeprefix("tcp://").rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server((HOST, 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.address = f"tcp://{HOST}:{self.port}"
+        self.broken = 0
+        self._lock = threading.RLock()
+        self._connections = 0
+        self._open: set[Connection] = set()
+        self._threads: list[threading.Thread] = []
+        self._is_shut = False
+        self.in_background(self._accept)
+
+    def __enter__(self: P) -> P:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def gate(self, connection: int, up: bool) -> Gate:
+        """What passes in one direction of the connection of this number. Called with the lock held."""
+        return lambda data: (data, False)
+
+    def forward(self, source: socket.socket, sink: socket.socket, gate: Gate, *, up: bool) -> None:
+        """One direction of a connection, until either end is gone or the gate breaks it."""
+        breaks = False
+        while not breaks and (data := source.recv(PIECE)):
+            with self._lock:
+                passing, breaks = gate(data)
+            sink.sendall(passing)
+
+    def cut(self) -> None:
+        """Break every connection now."""
+        with self._lock:
+            self.broken += len(self._open)
+            for each in self._open:
+                each.shut()
+
+    def shut(self) -> None:
+        """Break every connection and let nobody through until `open`."""
+        with self._lock:
+            self._is_shut = True
+            self.cut()
+
+    def open(self) -> None:
+        """Let connections through again."""
+        with self._lock:
+            self._is_shut = False
+
+    def close(self) -> None:
+        """Break every connection and accept no more."""
+        self.shut()
+        _shut(self._listener)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(END_WITHIN_S)
+
+    def in_background(self, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        """Start a thread of the proxy; it ends when its connection does."""
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            try:
+                far = socket.create_connection(self._target, CONNECT_WITHIN_S)
+            except OSError:  # nobody is there
+                near.close()
+                continue
+            far.settimeout(None)
+            for end in (near, far):  # a small message behind another waits for nobody's receipt
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                connection = Connection(self._connections, near, far, threading.Barrier(2))
+                up, down = (self.gate(connection.number, way) for way in (True, False))
+                self._connections += 1
+                self._open.add(connection)
+                if self._is_shut:
+                    connection.shut()
+            self.in_background(self._pump, connection, up, True)
+            self.in_background(self._pump, connection, down, False)
+
+    def _pump(self, connection: Connection, gate: Gate, up: bool) -> None:
+        source, sink = connection.near, connection.far
+        if not up:
+            source, sink = sink, source
+        with contextlib.suppress(OSError):  # the other direction has shut both
+            self.forward(source, sink, gate, up=up)
+        connection.shut()
+        connection.ended.wait(END_WITHIN_S)  # neither closes what the other still reads from
+        with self._lock:
+            self._open.discard(connection)
+        source.close()
+
+
+def _shut(end: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # shut already
+        end.shutdown(socket.SHUT_RDWR)

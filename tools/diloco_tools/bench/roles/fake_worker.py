@@ -25,11 +25,11 @@ from diloco_protocol import (
     pack,
     unpack,
 )
-from diloco_protocol.clients.operator import Operator
 from diloco_protocol.frames import MAX_FRAME_BYTES
 from diloco_protocol.messages import (
     Ack,
     Chunk,
+    Control,
     Credit,
     Error,
     Grant,
@@ -43,6 +43,7 @@ from diloco_protocol.messages import (
     Push,
     Rejoin,
     Released,
+    Result,
     Standing,
     Welcome,
 )
@@ -89,7 +90,7 @@ class FakeWorker:
     """See the head of this module. One thread, two connections.
 
     Args:
-        manifest: of the model that is pretended.
+        manifest: of the model that is pretended; None takes what the run has.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class FakeWorker:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         worker_id: str,
-        manifest: Manifest,
+        manifest: Manifest | None,
     ) -> None:
         self.worker_id = worker_id
         self.control = _dealer(context, address)
@@ -118,11 +119,17 @@ class FakeWorker:
         self._released: VersionId | None = None
         self._owed = 0
         self._pushes = 0
+        self._answer: Result | None = None  # to a control action
 
     # Taking part.
 
     def join(self) -> None:
         """Join, and provide the parameters if the broker asks for them."""
+        if self._manifest is None:
+            self._send(Control("manifest", 1))
+            self._await(lambda: self._answer is not None, "the manifest")
+            assert self._answer is not None
+            self._manifest = from_plain(Manifest, self._answer.data["manifest"], "manifest")
         self._send(Join(self.worker_id, self._manifest))
         self._await(lambda: self.session != b"", "a welcome")
 
@@ -223,12 +230,15 @@ class FakeWorker:
                 self.answered.append(time.monotonic())
             case Notice(what="donate"):
                 self._donate()
+            case Result():
+                self._answer = message
             case Error() | Rejoin():
                 raise Refusal(f"{self.worker_id}: {message.text}")
             case _:
                 pass
 
     def _welcomed(self, welcome: Welcome) -> None:
+        assert self._manifest is not None
         self.session, self.config = welcome.session, welcome.config
         self.version = welcome.versions[0] if welcome.versions else None
         layout = lay_out(self._manifest, chunk_elements=welcome.config.chunk_elements)
@@ -319,12 +329,7 @@ class Role:
 
     def join(self, address: str, worker_id: str, parameters: int | None) -> None:
         """Join a run; without a number of parameters the model is the run's."""
-        if parameters is None:
-            with Operator(address, timeout=PATIENCE_S) as operator:
-                plain = operator.ask("manifest").data["manifest"]
-            manifest = from_plain(Manifest, plain, "manifest")
-        else:
-            manifest = flat_manifest(parameters)
+        manifest = None if parameters is None else flat_manifest(parameters)
         self._context = zmq.Context()
         self._worker = FakeWorker(self._context, address, worker_id, manifest)
         self._worker.join()

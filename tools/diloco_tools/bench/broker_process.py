@@ -8,8 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
-from diloco_tools.feed.model import Snapshot
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.processes import Child, Children, wait_for_line
 

@@ -11,21 +11,13 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 
-<<<<<<< HEAD:tools/diloco_tools/bench/saving.py
 from diloco_protocol.feed import Snapshot
-from diloco_tools.bench.figures import Figure, figure
-from diloco_tools.bench.rounds import join, one_round
-from diloco_tools.bench.spread import against, in_turn
-from diloco_tools.bench.stage import Actor, BrokerProcess, ask_all
-=======
 from diloco_tools.bench.broker_process import BrokerProcess
 from diloco_tools.bench.parts.rounds import one_round
 from diloco_tools.bench.report.figures import Figure, figure
 from diloco_tools.bench.report.ratios import against, in_turn
 from diloco_tools.bench.role_process import RoleProcess, ask_all, join_trainers
 from diloco_tools.bench.stage import Stage
-from diloco_tools.feed.model import Snapshot
->>>>>>> cfe7cd4 (Part the benchmark into what its child processes do, what is measured and what is reported; one TCP proxy and one way to run child processes):tools/diloco_tools/bench/parts/checkpoint.py
 
 PART = "checkpoint"
 SAVED_WITHIN_S = 60.0

@@ -6,7 +6,7 @@ test can ask the one question that matters: was each contribution counted exactl
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Restored, Resumption
+from diloco_broker.shell.effects import Executor, Record
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.storage.checkpoint import Image
 from diloco_broker.storage.writer import image_of
@@ -40,10 +41,10 @@ from diloco_protocol.messages import (
     Welcome,
 )
 from diloco_protocol.version import Ledger, VersionId
+from kit.noted_tensors import CHUNK_ELEMENTS, NotedTensors, Payload, Wire
 
 M = TypeVar("M", bound=Message)
 
-CHUNK_ELEMENTS = 4
 RUN = "00000000000000aa"
 
 
@@ -58,31 +59,6 @@ def layered(layers: int, chunks: int = 2) -> Manifest:
     size = (chunks * CHUNK_ELEMENTS,)
     names = [f"layers.{number}.weight" for number in range(layers)]
     return Manifest(tuple(TensorEntry(name, size, "float32", Kind.TRAINABLE) for name in names))
-
-
-class Payload:
-    """A buffer of which only the length and a mark matter; a donated one says what it contains."""
-
-    def __init__(
-        self,
-        nbytes: int,
-        *,
-        is_finite: bool = True,
-        squares: float = 1.0,
-        contents: tuple[tuple[str, int], ...] = (),
-    ) -> None:
-        self.nbytes = nbytes
-        self.is_finite = is_finite
-        self.squares = squares
-        self.contents = contents
-
-
-@dataclass(frozen=True)
-class Wire:
-    """A finished chunk: the (worker, push id) pairs that it has ever averaged, with multiplicity."""
-
-    contents: tuple[tuple[str, int], ...]
-    nbytes: int = 4 * CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -122,19 +98,12 @@ class Stage:
         self.audits: list[effects.RecordVersion] = []
         self.acts: list[effects.RecordAction] = []
         self.reports: list[effects.RoundReport] = []
-        self.tunes: list[BrokerConfig] = []
         self.ends: list[effects.End] = []
         self.finishes: list[effects.Finish] = []
-        self.restored: list[effects.Revert | effects.ForgetBuffer] = []
-        self.work_queue: deque[effects.TensorWork] = deque()
         self.gone: set[bytes] = set()
-        self.chunks: dict[tuple[int, int], Wire] = {}
-        self.sums: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
-        self.steps: list[effects.Step] = []
-        self.merges: list[effects.AggregateAndStep] = []
+        self.tensors = NotedTensors(lambda: self.state.bootstrap.layout, self.resumption)
+        self._executor = Executor(self.core, lambda: self.now, self)
         self._routes = 0
-        for fragment in self.resumption.fragments if self.resumption else ():
-            self._put_back(fragment)
 
     # The world.
 
@@ -164,71 +133,17 @@ class Stage:
 
     def happens(self, event: events.Event) -> None:
         """Feed the core and carry out what it asks for; invariants are checked after each event."""
-        pending = deque([event])
-        while pending:
-            for effect in self.core.handle(pending.popleft(), self.now):
-                match effect:
-                    case effects.Send(route, message, payload):
-                        if route in self.gone:
-                            pending.append(events.PeerGone(route))
-                        elif isinstance(message, Chunk):
-                            self.received.setdefault(route, []).append((message, payload))
-                        else:
-                            self.inbox.setdefault(route, []).append(message)
-                    case effects.Log():
-                        self.logs.append(effect.text)
-                    case (
-                        effects.Fold()
-                        | effects.Step()
-                        | effects.Inspect()
-                        | effects.AggregateAndStep()
-                        | effects.StoreInitial()
-                    ):
-                        self.work_queue.append(effect)
-                    case effects.Save(number, record):
-                        self.saves.append(number)
-                        self.images.append(image_of(self.state, self, record, self.life))  # type: ignore[arg-type]
-                    case effects.RecordVersion():
-                        self.audits.append(effect)
-                    case effects.Revert(fragment):
-                        self.restored.append(effect)
-                        self._put_back(fragment)
-                    case effects.ForgetBuffer():
-                        self.restored.append(effect)
-                    case effects.RecordAction(who=who, text=text):
-                        self.acts.append(effect)
-                        self.logs.append(f"{who}: {text}.")
-                    case effects.RecordRound(report):
-                        self.reports.append(report)
-                    case effects.SetOuterOptimizer(config):
-                        assert not any(
-                            isinstance(w, effects.Step | effects.AggregateAndStep)
-                            for w in self.work_queue
-                        )
-                        self.tunes.append(config)
-                    case effects.End():
-                        self.ends.append(effect)
-                    case effects.Finish():
-                        self.finishes.append(effect)
-                    case effects.DropInitial():
-                        kept = (
-                            w for w in self.work_queue if not isinstance(w, effects.StoreInitial)
-                        )
-                        self.work_queue = deque(kept)
-            self.core.check_invariants()
-            waiting = [
-                work for work in self.work_queue if isinstance(work, effects.Fold | effects.Inspect)
-            ]
-            assert self.state.waiting == len(waiting), "chunks that wait are miscounted"
+        self._executor.feed(event)
+        self._executor.acknowledge()
         if not self.by_hand:
             self.work()
 
     def work(self, pieces: int | None = None) -> None:
         """Carry out queued tensor work."""
         done = 0
-        while self.work_queue and (pieces is None or done < pieces):
+        while self.tensors.queue and (pieces is None or done < pieces):
             done += 1
-            self.happens_by_hand(self._carry_out(self.work_queue.popleft()))
+            self.happens_by_hand(self.tensors.do_one())
 
     def happens_by_hand(self, event: events.Event) -> None:
         by_hand, self.by_hand = self.by_hand, True
@@ -237,41 +152,44 @@ class Stage:
         finally:
             self.by_hand = by_hand
 
-    def _carry_out(self, work: effects.TensorWork) -> events.Event:
-        match work:
-            case effects.StoreInitial(fragment, index, payload):
-                if payload is not None and not payload.is_finite:
-                    return events.InitialRefused(work)
-                contents = () if payload is None else payload.contents
-                self.chunks[fragment, index] = Wire(contents)
-                return events.InitialStored(work, self.chunks[fragment, index])
-            case effects.Fold(fragment, index, worker, push_id, weight, _, payload):
-                if not payload.is_finite:
-                    return events.FoldRefused(work)
-                self.sums.setdefault((fragment, index), []).append((worker, push_id, weight))
-                return events.Folded(work)
-            case effects.Step(fragment, index, weight):
-                self.steps.append(work)
-                parts = self.sums.pop((fragment, index), [])
-                total = sum(part[2] for part in parts)
-                assert abs(total - weight) < 1e-9, "the mean is divided by what was not added"
-                added = tuple((worker, push_id) for worker, push_id, _ in parts)
-                return self._added(fragment, index, added)
-            case effects.Inspect(payload=payload):
-                if not payload.is_finite:
-                    return events.InspectRefused(work)
-                return events.Inspected(work, payload.squares)
-            case effects.AggregateAndStep(fragment, index, groups):
-                self.merges.append(work)
-                assert all(p.payload is not None for group in groups for p in group)
-                added = tuple((p.worker_id, p.push_id) for group in groups for p in group)
-                return self._added(fragment, index, added)
+    # What effects come to.
 
-    def _added(
-        self, fragment: int, index: int, added: tuple[tuple[str, int], ...]
-    ) -> events.Stepped:
-        self.chunks[fragment, index] = Wire(self.chunks[fragment, index].contents + added)
-        return events.Stepped(fragment, index, self.chunks[fragment, index])
+    def send(self, send: effects.Send) -> bool:
+        if send.route in self.gone:
+            return False
+        if isinstance(send.message, Chunk):
+            self.received.setdefault(send.route, []).append((send.message, send.payload))
+        else:
+            self.inbox.setdefault(send.route, []).append(send.message)
+        return True
+
+    def write(self, record: Record) -> None:
+        match record:
+            case effects.Log(text=text):
+                self.logs.append(text)
+            case effects.RecordAction(who=who, text=text):
+                self.acts.append(record)
+                self.logs.append(f"{who}: {text}.")
+            case effects.RecordRound(report):
+                self.reports.append(report)
+            case effects.RecordVersion():
+                self.audits.append(record)
+
+    def save(self, save: effects.Save) -> None:
+        self.saves.append(save.number)
+        self.images.append(image_of(self.state, self.tensors, save.record, self.life))
+
+    def end(self, end: effects.End) -> None:
+        self.ends.append(end)
+
+    def finish(self, save: effects.Save | None) -> None:
+        self.finishes.append(effects.Finish(save))
+
+    def handled(self, event: events.Event) -> None:
+        self.core.check_invariants()
+        queue = self.tensors.queue
+        waiting = [work for work in queue if isinstance(work, effects.Fold | effects.Inspect)]
+        assert self.state.waiting == len(waiting), "chunks that wait are miscounted"
 
     # The disk.
 
@@ -285,11 +203,6 @@ class Stage:
     ) -> None:
         self.happens(events.SaveFailed(self.saves[-1] if number is None else number, error))
 
-    def _put_back(self, fragment: int) -> None:
-        if self.resumption is not None:
-            for index, wire in enumerate(self.resumption.fragments[fragment].wires):
-                self.chunks[fragment, index] = wire
-
     def restarted(self, image: Image | None = None, **options: Any) -> Stage:
         """A broker that was killed and goes on from a checkpoint, the last one asked for."""
         image = image or self.images[-1]
@@ -297,18 +210,6 @@ class Stage:
         return Stage(
             config, self.manifest, self.by_hand, resumption=resumption(image), life=self.life + 1
         )
-
-    # Read by `saving.image_of`.
-
-    def masters(self, fragment: int) -> list[Wire]:
-        chunks = self.state.versions[fragment].layout.chunks
-        return [self.chunks[fragment, index] for index in range(chunks)]
-
-    def outer_state(self, fragment: int) -> dict[str, Any]:
-        return {}
-
-    def optimizer_state(self, fragment: int) -> None:
-        return None
 
     # What came of it.
 

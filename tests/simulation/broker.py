@@ -6,19 +6,15 @@ is as slow as it is told to be, on a disk that outlives the broker.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.state.run_record import RunRecord
-from diloco_broker.shell.ack_batch import Acks
-from diloco_broker.shell.work_queue import WorkQueue
+from diloco_broker.shell.effects import Executor, Record
 from diloco_broker.storage import writer
-from diloco_broker.tensors.parameters import Parameters
-from diloco_protocol.messages import Ack, Message
+from diloco_protocol.messages import Message
 from simulation.disk import Disk, Saver
 from simulation.network import Connection, World
 from simulation.referee import Referee
@@ -49,35 +45,31 @@ class BrokerHost:
     ) -> None:
         self.world = world
         self.referee = referee
-        self.tensors = Tensors(scenario.config, referee.records)
         self.is_alive = True
         self.messages = 0
         self._scenario = scenario
         self._life = 1 if disk is None else disk.next_life
         self._image = None if disk is None else disk.newest
+        self.tensors = Tensors(scenario.config, referee.records, self._image)
         resumption = None
         if self._image is not None:
             source = f"the checkpoint before round {self._image.number}"
             resumption = writer.take_up(
-                self._image, self._image.layout, self._as_parameters, scenario.config, source
+                self._image, self._image.layout, self.tensors, scenario.config, source
             )
         draw = partial(world.dice.getrandbits, 64)
         self.core = Core(scenario.config, draw, world.now, resumption=resumption)
         self._saver = None if disk is None else Saver(world, disk, scenario.save_s, self._is_saved)
         self._routes: dict[bytes, Connection] = {}
-        self._queue = WorkQueue()
-        self._acks = Acks()
+        self._executor = Executor(self.core, lambda: world.now, self)
+        self._handled: events.Event | None = None
+        self._finish: effects.Finish | None = None  # asked for in the turn at hand
         self._is_working = False
         self._lost_a_connection = False
         self._is_deaf = False  # it writes its last checkpoint
         self._ended: Callable[[], None] | None = None  # called at the end of an orderly stop
         referee.begins_life(self.tensors, self._image, self.owner_of)
         self._tick()
-
-    @property
-    def _as_parameters(self) -> Parameters:
-        """The simulated tensors, which do for checkpoints what the real ones do."""
-        return cast(Parameters, self.tensors)
 
     @property
     def is_stopping(self) -> bool:
@@ -123,7 +115,7 @@ class BrokerHost:
             self._feed(events.Tick(lost))
             self.world.after(self._scenario.tick_s, self._tick)
 
-    def _finish(self, save: effects.Save | None) -> None:
+    def _ends(self, save: effects.Save | None) -> None:
         """The core is done: wait until the last checkpoint is written."""
         world, saver, ended = self.world, self._saver, self._ended
         assert ended is not None
@@ -132,7 +124,7 @@ class BrokerHost:
             ended()
             return
         if save is not None:
-            self._save(save.record)
+            self.save(save)
         until = world.now + SAVE_WITHIN_S
 
         def look() -> None:
@@ -146,65 +138,44 @@ class BrokerHost:
     # Events and effects.
 
     def _feed(self, event: events.Event) -> None:
-        pending, finish = deque([event]), None
         self.referee.now = self.world.now
-        while pending:
-            event = pending.popleft()
-            for effect in self.core.handle(event, self.world.now):
-                match effect:
-                    case effects.Send(route, Ack() as ack):
-                        self._acks.add(route, ack)
-                    case effects.Send():
-                        if effect.payload is None:
-                            pending += self._acknowledge()
-                        if not self._say(effect):
-                            pending.append(events.PeerGone(effect.route))
-                    case effects.Log(level, text):
-                        if level != "debug":
-                            self.world.tell("broker", text)
-                    case effects.Save(_, record):
-                        self._save(record)
-                    case effects.Finish():
-                        finish = effect
-                    case effects.RecordVersion():
-                        self.referee.audited(effect)
-                    case effects.Revert(fragment):
-                        if self._image is not None:
-                            image = self._image.fragments[fragment]
-                            writer.restore(self._as_parameters, fragment, image)
-                    case effects.ForgetBuffer(fragment):
-                        self.tensors.forget_buffer(fragment)
-                    case effects.DropInitial():
-                        self._queue.drop_initial()
-                    case (
-                        effects.RecordRound()
-                        | effects.RecordAction()
-                        | effects.SetOuterOptimizer()
-                        | effects.End()
-                    ):
-                        pass  # nobody operates a simulated broker, and its history is the referee's
-                    case _:
-                        self._queue.add(effect)
-            self.referee.after(self.core, event, self._queue)
-            if not pending and (
-                isinstance(event, events.Tick) or self.world.dice.random() < TURN_ENDS
-            ):
-                pending += self._acknowledge()
+        self._executor.feed(event)
+        while self._ends_a_turn() and self._executor.acknowledge():
+            pass
         self._plan_work()
-        if finish is not None:
-            self._finish(finish.save)
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            self._ends(finish.save)
 
-    def _acknowledge(self) -> list[events.Event]:
-        return [events.PeerGone(send.route) for send in self._acks.take() if not self._say(send)]
+    def _ends_a_turn(self) -> bool:
+        return isinstance(self._handled, events.Tick) or self.world.dice.random() < TURN_ENDS
 
-    def _say(self, send: effects.Send) -> bool:
+    def finish(self, save: effects.Save | None) -> None:
+        self._finish = effects.Finish(save)
+
+    def handled(self, event: events.Event) -> None:
+        self._handled = event
+        self.referee.after(self.core, event, self.tensors.queue)
+
+    def send(self, send: effects.Send) -> bool:
         self.referee.lives.says(self.core, send.message)
         return self._routes[send.route].down(send.message, send.payload)
 
-    def _save(self, record: RunRecord) -> None:
+    def write(self, record: Record) -> None:
+        match record:
+            case effects.Log(level, text):
+                if level != "debug":
+                    self.world.tell("broker", text)
+            case effects.RecordVersion():
+                self.referee.audited(record)
+
+    def save(self, save: effects.Save) -> None:
         assert self._saver is not None, "a checkpoint is asked for where nothing is saved"
-        image = writer.image_of(self.core.state, self._as_parameters, record, self._life)
-        self._saver.save(image)
+        state = self.core.state
+        self._saver.save(writer.image_of(state, self.tensors, save.record, self._life))
+
+    def end(self, end: effects.End) -> None:
+        raise AssertionError("nobody operates a simulated broker")
 
     def _is_saved(self, number: int, error: str | None) -> None:
         if self.is_alive:
@@ -216,11 +187,11 @@ class BrokerHost:
             )
 
     def _plan_work(self) -> None:
-        if self._queue and not self._is_working:
+        if self.tensors.queue and not self._is_working:
             self._is_working = True
             self.world.after(self.world.dice.uniform(0, self._scenario.work_s), self._do_work)
 
     def _do_work(self) -> None:
         self._is_working = False
-        if self._queue and self.is_alive:
-            self._feed(self.tensors.carry_out(self._queue.take()))
+        if self.tensors.queue and self.is_alive:
+            self._feed(self.tensors.do_one())

@@ -13,6 +13,8 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
+from diloco_broker.shell.work_queue import WorkQueue
+from diloco_broker.storage.checkpoint import Image
 from diloco_protocol.messages import Push
 from diloco_protocol.version import VersionId
 from simulation.contents import Contents, Key
@@ -112,14 +114,22 @@ class Record:
 class Tensors:
     """The tensors of one life of a broker; it has what `Parameters` has for checkpoints.
 
+    Args:
+        checkpoint: that the life began with, if it did.
+
     Attributes:
+        queue: work that is not done yet.
         records: all pushes that were ever offered.
         versions: the current version of each fragment.
         added: by fragment, what its coming version has more than its current one: chunks by push.
     """
 
-    def __init__(self, config: BrokerConfig, records: dict[Key, Record]) -> None:
+    def __init__(
+        self, config: BrokerConfig, records: dict[Key, Record], checkpoint: Image | None = None
+    ) -> None:
         self.config = config
+        self.queue = WorkQueue()
+        self._checkpoint = checkpoint
         self.records = records
         self.versions: dict[int, VersionId] = {}
         self.added: dict[int, dict[Key, set[int]]] = {}
@@ -148,8 +158,8 @@ class Tensors:
     def restore(
         self,
         fragment: int,
-        masters: Sequence[Contents],
-        outer_state: Mapping[str, Sequence[Memory]],
+        masters: Sequence[Any],
+        outer_state: Mapping[str, Sequence[Any]],
         optimizer_state: Any = None,
     ) -> None:
         """Put back what the functions above gave."""
@@ -162,10 +172,25 @@ class Tensors:
         for spot in [spot for spot in self._memories if spot[0] == fragment]:
             self._memories[spot] = Memory(self._memories[spot].gradients)
 
-    # Work.
+    # What the core asks for.
 
-    def carry_out(self, work: effects.TensorWork) -> events.Event:
-        """Do a piece of work; raises Violation when it must not be done."""
+    def add(self, work: effects.TensorWork) -> None:
+        self.queue.add(work)
+
+    def drop_initial(self) -> None:
+        self.queue.drop_initial()
+
+    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
+        raise AssertionError("nobody operates a simulated broker")
+
+    def revert(self, fragment: int) -> None:
+        if self._checkpoint is not None:
+            saved = self._checkpoint.fragments[fragment]
+            self.restore(fragment, saved.chunks, saved.outer)
+
+    def do_one(self) -> events.Event:
+        """Do the next piece of work; raises Violation when it must not be done."""
+        work = self.queue.take()
         spot = (work.fragment, work.index)
         match work:
             case effects.StoreInitial(payload=payload):

@@ -14,7 +14,7 @@ from tools.test_top_picture import drawn as full_screen
 
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.config import BrokerConfig
-from diloco_broker.storage.history import start_line
+from diloco_broker.core.history_lines import start_line
 from diloco_protocol.feed import Asynchronous, Liveness, parse_snapshot
 from kit.core_harness import a_stage
 from kit.top_screen import document

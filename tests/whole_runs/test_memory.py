@@ -335,7 +335,7 @@ def test_connections_that_came_and_went_leave_nothing_behind() -> None:
     address = "tcp://127.0.0.1:*"
     config = BrokerConfig(bind=address, feed=address, disconnect_grace=0.0, chunk_elements=8)
     with Broker(config, {"weight": torch.zeros(50)}) as broker:
-        members = broker._core.state.members
+        members = broker._loop.core.state.members
         sizes = []
         for row in range(2):
             for number in range(150):
@@ -345,7 +345,7 @@ def test_connections_that_came_and_went_leave_nothing_behind() -> None:
                     if number % 2:
                         worker.send("leave", session=worker.session)
             # What it was given is let go of with the next word on the feed.
-            wait_for(lambda: not len(members) and broker._initial is None)
+            wait_for(lambda: not len(members) and broker._loop.tensors.initial is None)
             sizes.append(population(broker))
     assert sizes[0]["Core"] == 1
     assert sizes[1] == sizes[0]

@@ -20,7 +20,7 @@ from diloco_broker.config.declaration import RUN, SAVING, WIRE
 from diloco_protocol.errors import UsageError
 
 if TYPE_CHECKING:
-    from diloco_broker.shell.loop import Broker
+    from diloco_broker.shell.broker import Broker
 
 # Whatever imports torch is imported where it is used: that takes seconds, which no other command has.
 
@@ -115,7 +115,7 @@ def _save_nothing(options: dict[str, Any]) -> None:
 
 def _broker(options: dict[str, Any], model: Path | None) -> Broker:
     from diloco_broker.config import BrokerConfig
-    from diloco_broker.shell.loop import Broker
+    from diloco_broker.shell.broker import Broker
     from diloco_broker.storage.model_file import load_model
 
     delay = options["fragment_sync_delay"]

@@ -1,4 +1,4 @@
-"""What is done for those who look on (feed, history, audit): no failure of it ends a run."""
+"""What is written down and shown of a run: log, feed, history, audit. No failure in it ends the run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from diloco_broker.core.effects import Log, RecordAction, RecordRound, RecordVersion
+from diloco_broker.core.feed import TOPIC, EventLog, LoopFigures, snapshot_and_line
+from diloco_broker.core.history_lines import action_line, round_line, start_line
+from diloco_broker.core.state.run import RunState
+from diloco_broker.shell.effects import Record
+from diloco_broker.storage.audit_log import AuditLog
+from diloco_broker.storage.history import HistoryWriter
 
 logger = logging.getLogger("diloco.broker")
 
@@ -13,15 +23,15 @@ logger = logging.getLogger("diloco.broker")
 SAID_AGAIN_AFTER_S = 60.0
 
 
-class Onlookers:
-    """Runs what is done for them; an exception is logged, each kind at most once a minute."""
+class Failures:
+    """Catches what fails for onlookers and logs it, each kind at most once a minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._said_at: dict[str, float] = {}
 
     @contextmanager
-    def spared(self, what: str) -> Iterator[None]:
+    def caught(self, what: str) -> Iterator[None]:
         """In here any exception ends only what is done in here, which is `what`."""
         try:
             yield
@@ -30,3 +40,121 @@ class Onlookers:
             if now - self._said_at.get(what, -SAID_AGAIN_AFTER_S) >= SAID_AGAIN_AFTER_S:
                 self._said_at[what] = now
                 logger.exception("The %s failed; training goes on without it.", what)
+
+
+class Onlookers:
+    """See the head of this module.
+
+    Args:
+        state: the core's; only read.
+        clock: the broker's.
+        figures: what the loop knows of itself now.
+        publish: sends a message to the subscribers of the feed.
+
+    Attributes:
+        sequence: snapshots published.
+
+    Raises:
+        UsageError: the audit log cannot be written.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        *,
+        clock: Callable[[], float],
+        figures: Callable[[], LoopFigures],
+        publish: Callable[[bytes], None],
+    ) -> None:
+        self._state, self._clock, self._figures = state, clock, figures
+        self._send = publish
+        self._failures = Failures()
+        self._events = EventLog()
+        self.sequence = 0
+        config, epoch = state.config, state.epoch
+        self._audit = AuditLog(Path(config.audit), epoch) if config.audit else None
+        self._history = HistoryWriter(Path(config.save_dir), epoch) if config.save_dir else None
+        self._history_error: str | None = None
+        self._start_line: dict[str, Any] | None = None
+
+    def write(self, record: Record) -> None:
+        """Write down what the core says."""
+        match record:
+            case Log():
+                self._tell(record)
+            case RecordAction(who=who, text=text):
+                self._tell(Log("warning", f"{who}: {text}."))
+                with self._failures.caught("log of actions"):
+                    self._write_action(record)
+            case RecordRound(report):
+                with self._failures.caught("history of the round"):
+                    if self._history is not None:
+                        self._history.add(round_line(self._state, report, self._figures()))
+            case RecordVersion():
+                with self._failures.caught("audit"):
+                    self._write_audit(record)
+
+    def snapshot(self) -> tuple[dict[str, Any], str]:
+        """What the feed says now, and the JSON of it."""
+        return snapshot_and_line(
+            self._state, self._events, self._figures(), self.sequence, self._clock()
+        )
+
+    def publish(self) -> None:
+        """Send a snapshot to the subscribers."""
+        self.sequence += 1
+        with self._failures.caught("feed"):
+            snapshot, line = self.snapshot()
+            self._send(TOPIC + line.encode())
+            self._look_after_history(snapshot)
+
+    def close(self, last_words: str, *, run_is_over: bool) -> None:
+        """Write the last line of the history, and close the files."""
+        if self._audit is not None:
+            self._audit.close()
+        if self._history is not None:
+            self._history.add({"kind": "stop", "text": last_words, "run_is_over": run_is_over})
+            self._history.close()
+
+    def _tell(self, log: Log) -> None:
+        logger.log(logging.getLevelName(log.level.upper()), log.text)
+        if log.level == "debug" or not log.is_listed:
+            return
+        with self._failures.caught("history of an event"):
+            self._events.add(log, self._clock())
+            if self._history is not None:
+                self._history.add({"kind": "event", "level": log.level, "text": log.text})
+
+    def _write_action(self, acted: RecordAction) -> None:
+        if self._history is not None:
+            self._history.act(action_line(self._state, acted))
+
+    def _write_audit(self, audit: RecordVersion) -> None:
+        if self._audit is None:
+            return
+        try:
+            self._audit.add(audit)
+        except OSError as error:
+            path = self._state.config.audit
+            self._tell(Log("error", f"The audit log {path} cannot be written: {error.strerror}."))
+
+    def _look_after_history(self, snapshot: dict[str, Any]) -> None:
+        """Write down what the run is when that has changed; say it when lines are lost."""
+        if self._history is None:
+            return
+        line = start_line(snapshot)
+        reducer = {**line["settings"]["reducer"], "submissions": 0, "waiting": 0}
+        changing = {**line, "settings": {**line["settings"], "reducer": reducer}}
+        if changing != self._start_line:
+            self._start_line = changing
+            self._history.add(line)
+        error = self._history.error
+        if error != self._history_error:
+            self._history_error = error
+            folder = self._state.config.save_dir
+            text = (
+                f"The history in {folder} cannot be written: {error}. Training goes on without it."
+                if error
+                else f"The history in {folder} is written again; {self._history.lost} lines are lost."
+            )
+            self._tell(Log("error" if error else "info", text))

@@ -1,7 +1,4 @@
-"""Where the loop does what the core asks for on tensors: one chunk at a time.
-
-Also the way in and out for checkpoints: images are taken here, and put back.
-"""
+"""The tensor work that the core asks for: queued, and done one chunk at a time."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.core import events
 from diloco_broker.core.effects import (
     AggregateAndStep,
     Fold,
@@ -17,16 +15,6 @@ from diloco_broker.core.effects import (
     Step,
     StoreInitial,
     TensorWork,
-)
-from diloco_broker.core.events import (
-    Event,
-    Folded,
-    FoldRefused,
-    InitialRefused,
-    InitialStored,
-    Inspected,
-    InspectRefused,
-    Stepped,
 )
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.run import OuterGroup
@@ -42,7 +30,7 @@ from diloco_protocol.chunks import ModelLayout
 REMEMBERED = {"sgd": 0, "nesterov": 1, "fedbuff": 2, "dn": 2}
 
 
-class Workbench:
+class TensorExecutor:
     """See the head of this module. Belongs to the loop's thread.
 
     Args:
@@ -64,14 +52,14 @@ class Workbench:
     ) -> None:
         self._config = config
         self._outer = outer
-        self._initial = initial
+        self.initial = initial
         self._image = image
         self._queue = WorkQueue()
         self._parameters: Parameters | None = None
         self.resumption: Resumption | None = None
         if image is not None:
             layout = image.layout
-            tensors = self.tensors(layout)
+            tensors = self.of(layout)
             source = f"the checkpoint before round {image.number}"
             self.resumption = take_up(image, layout, tensors, config, source)
 
@@ -85,7 +73,7 @@ class Workbench:
             case None:
                 return False
             case StoreInitial(fragment, index):
-                return self.tensors(layout).has_room(fragment, index)
+                return self.of(layout).has_room(fragment, index)
             case _:
                 return True
 
@@ -115,7 +103,7 @@ class Workbench:
         """Forget every `StoreInitial`."""
         self._queue.drop_initial()
 
-    def tensors(self, layout: ModelLayout | None) -> Parameters:
+    def of(self, layout: ModelLayout | None) -> Parameters:
         """The tensors of this model; anew where another model took its place before the start."""
         assert layout is not None
         if self._parameters is None or self._parameters.layout is not layout:
@@ -131,29 +119,41 @@ class Workbench:
                 share=share_of(config),
                 stocks=self._stocks() if self._image is None else None,
                 is_round=not config.is_async,
-                initial=self._initial,
+                initial=self.initial,
             )
         return self._parameters
 
-    def do_one(self, layout: ModelLayout | None) -> list[Event]:
+    def do_one(self, layout: ModelLayout | None) -> list[events.Event]:
         """The next piece of work; of whole-tensor steps only the last chunk has results: all."""
-        work, tensors = self._queue.take(), self.tensors(layout)
+        work, tensors = self._queue.take(), self.of(layout)
         match work:
             case Fold(fragment, index, _, _, weight, dtype, payload):
                 is_in = tensors.fold(fragment, index, payload, weight, dtype)
-                return [Folded(work) if is_in else FoldRefused(work)]
+                return [events.Folded(work) if is_in else events.FoldRefused(work)]
             case Inspect(fragment, index, _, _, dtype, payload):
                 squares = tensors.inspect(fragment, index, payload, dtype)
-                return [InspectRefused(work) if squares is None else Inspected(work, squares)]
+                return [
+                    events.InspectRefused(work)
+                    if squares is None
+                    else events.Inspected(work, squares)
+                ]
             case Step(fragment, index, weight, count):
                 done = tensors.step(fragment, index, weight, count)
-                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
+                return [
+                    events.Stepped(fragment, each.index, each.wire, each.overflow) for each in done
+                ]
             case AggregateAndStep(fragment, index, groups, count):
                 done = tensors.merge(fragment, index, groups, count)
-                return [Stepped(fragment, each.index, each.wire, each.overflow) for each in done]
+                return [
+                    events.Stepped(fragment, each.index, each.wire, each.overflow) for each in done
+                ]
             case StoreInitial(fragment, index, payload):
                 wire = tensors.place(fragment, index, payload)
-                return [InitialRefused(work) if wire is None else InitialStored(work, wire)]
+                return [
+                    events.InitialRefused(work)
+                    if wire is None
+                    else events.InitialStored(work, wire)
+                ]
 
     def _stocks(self) -> Stocks:
         has_own = isinstance(self._outer, TorchOuter)
@@ -168,16 +168,19 @@ class Workbench:
     def revert(self, fragment: int) -> None:
         """Put a fragment back to what the checkpoint has, if there is one."""
         if self._image is not None:
-            restore(self.tensors(self._image_layout()), fragment, self._image.fragments[fragment])
+            assert self.resumption is not None
+            tensors = self.of(self.resumption.layout)
+            restore(tensors, fragment, self._image.fragments[fragment])
+
+    def forget_buffer(self, fragment: int) -> None:
+        """Throw away the gradients that the outer optimizer has collected of a fragment."""
+        assert self._parameters is not None
+        self._parameters.forget_buffer(fragment)
 
     def forget_sources(self) -> None:
         """Let go of the model file's tensors and of the checkpoint: the run has its own copy."""
         self._image = None
         self.resumption = None
-        if self._initial is not None and self._parameters is not None:
-            self._initial = None
+        if self.initial is not None and self._parameters is not None:
+            self.initial = None
             self._parameters.forget_initial()
-
-    def _image_layout(self) -> ModelLayout:
-        assert self.resumption is not None
-        return self.resumption.layout

@@ -17,9 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_broker.core.effects import RecordAction, RoundReport
 from diloco_broker.core.feed import json_safe
-from diloco_broker.core.state.run import RunState
 
 HISTORY = "history.jsonl"
 FORMER = "history.1.jsonl"
@@ -28,81 +26,6 @@ LONGEST_FILE = 16 << 20  # bytes
 LINES_WAITING = 10_000
 # How long the end of a broker waits for the last lines.
 FINISH_WITHIN_S = 5.0
-
-
-def round_line(state: RunState, report: RoundReport, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """A round that has ended, with what its workers had to say."""
-    return {
-        "kind": "round",
-        "number": report.number,
-        "fragment": report.fragment,
-        "version": report.version,
-        "seconds": round(report.seconds, 3),
-        "averaged": report.averaged,
-        "weight": report.weight,
-        "loss": report.loss,
-        "delta_norm": report.delta_norm,
-        "staleness": report.staleness,
-        "alive": len(state.members),
-        "bytes_up": state.totals.bytes_up - state.totals_before.bytes_up,
-        "bytes_down": state.versions.bytes_down,
-        **figures,
-        "workers": [
-            {
-                "id": member.worker_id,
-                "host": member.host,
-                "step": member.step,
-                "steps_per_s": member.steps_per_s,
-                "loss": member.loss,
-                "staleness": member.staleness,
-                "bytes_up": member.account.bytes_up,
-                "bytes_down": member.account.bytes_down,
-            }
-            for name in report.workers
-            if (member := state.members.named(name)) is not None
-        ],
-    }
-
-
-def start_line(snapshot: Mapping[str, Any]) -> dict[str, Any]:
-    """What does not change from round to round, from a snapshot of the feed."""
-    settings = (
-        "outer",
-        "sync_every",
-        "num_fragments",
-        "fragment_sync_delay",
-        "fragment_delay_auto",
-        "fragment_max_delay",
-        "fragment_pattern",
-        "fragment_update_alpha",
-        "fragment_merge",
-        "reducer",
-        "liveness",
-        "asynchronous",
-        "wire_dtype",
-        "reply_dtype",
-        "workers_wanted",
-        "min_workers",
-        "save_every",
-    )
-    return {
-        "kind": "start",
-        **{name: snapshot[name] for name in ("version", "run", "mode", "control", "model")},
-        "settings": {name: snapshot[name] for name in settings},
-    }
-
-
-def action_line(acted: RecordAction, run: str | None, round_: int | None) -> dict[str, Any]:
-    """What an operator did."""
-    return {
-        "who": acted.who,
-        "what": acted.what,
-        "before": acted.before,
-        "after": acted.after,
-        "text": acted.text,
-        "run": run,
-        "round": round_,
-    }
 
 
 class HistoryWriter:

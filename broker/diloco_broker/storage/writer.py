@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,11 +25,22 @@ from diloco_broker.storage.checkpoint import Damaged, FragmentImage, Image, NotP
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.own_plan import Split, check_same
 from diloco_broker.tensors.outer.torch_optim import DELAYED
-from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.errors import UsageError
 
 logger = logging.getLogger("diloco.broker")
+
+
+class SavedTensors(Protocol):
+    """What has tensors that a checkpoint takes and puts back: `Parameters`, or a test's stand-in."""
+
+    def masters(self, fragment: int) -> Sequence[Any]: ...
+    def outer_state(self, fragment: int) -> Mapping[str, Sequence[Any]]: ...
+    def optimizer_state(self, fragment: int) -> Mapping[str, Any] | None: ...
+    def wires(self, fragment: int) -> Sequence[Any]: ...
+    def restore(
+        self, fragment: int, masters: Any, outer_state: Any, optimizer_state: Any = None
+    ) -> None: ...
 
 
 def newest_image(
@@ -143,7 +155,7 @@ def next_life(config: BrokerConfig) -> int:
 
 
 def take_up(
-    image: Image, layout: ModelLayout, parameters: Parameters, config: BrokerConfig, source: str
+    image: Image, layout: ModelLayout, parameters: SavedTensors, config: BrokerConfig, source: str
 ) -> Resumption:
     """Put the tensors of an image in place; returns what the core has to know of it."""
     fragments = {}
@@ -171,7 +183,7 @@ def take_up(
     )
 
 
-def restore(parameters: Parameters, fragment: int, image: FragmentImage) -> None:
+def restore(parameters: SavedTensors, fragment: int, image: FragmentImage) -> None:
     """Put one fragment back to what an image has."""
     optimizer = None if image.optimizer is None else dict(image.optimizer)
     try:
@@ -183,7 +195,7 @@ def restore(parameters: Parameters, fragment: int, image: FragmentImage) -> None
         ) from None
 
 
-def image_of(state: RunState, parameters: Parameters, record: RunRecord, life: int) -> Image:
+def image_of(state: RunState, parameters: SavedTensors, record: RunRecord, life: int) -> Image:
     """The tensors that belong to these record. Only references are taken: nothing is written again."""
     fragments = {
         fragment: FragmentImage(
@@ -247,14 +259,16 @@ class Saver:
         self._next: Image | None = None
         self._is_busy = False
         self._is_closed = False
-        self._thread = threading.Thread(target=self._main, name="diloco-saver", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def save(self, image: Image) -> None:
         """Write this image as soon as the one at hand is done. Returns at once."""
         with self._changed:
             self._next = image
             self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="diloco-saver", daemon=True)
+            self._thread.start()
 
     def finish(self, timeout: float) -> bool:
         """Wait until everything is written, at most so many seconds; False when it is not."""

@@ -195,7 +195,7 @@ def test_paused_run_stands_still_and_goes_on_where_it_was() -> None:
 
     def watch() -> None:
         assert is_paused.wait(PATIENCE_S)
-        state = broker._core.state
+        state = broker._loop.core.state
         until(lambda: state.round is not None and len(state.round.begun) == 2)
         assert state.round is not None
         number = state.round.number
@@ -269,10 +269,10 @@ def test_commands_do_what_they_say(broker: Broker) -> None:
         assert (code, "goes on" in said) == (0, True)
         code, said = invoke(broker, "kick", "w1", "--yes")
         assert (code, "w1 was removed; 1 worker is left" in said) == (0, True)
-        assert [m.worker_id for m in broker._core.state.members] == ["w0"]
+        assert [m.worker_id for m in broker._loop.core.state.members] == ["w0"]
         code, said = invoke(broker, "shutdown", "--yes")
         assert (code, "The run is over" in said) == (0, True)
-        until(lambda: broker._core.state.stopping is not None)
+        until(lambda: broker._loop.core.state.stopping is not None)
         assert broker._thread is not None
         broker._thread.join(PATIENCE_S)
         assert not broker._thread.is_alive()
@@ -297,7 +297,7 @@ def test_what_cannot_be_done_is_one_sentence_and_an_exit_code(
 ) -> None:
     got, said = invoke(broker, *words)
     assert (got, sentence in said, said.count("\n")) == (code, True, 1), said
-    assert broker._core.state.config.outer_lr == 0.7
+    assert broker._loop.core.state.config.outer_lr == 0.7
 
 
 @pytest.mark.parametrize("words", [["status"], ["status", "--json"]], ids=str)

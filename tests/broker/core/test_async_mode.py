@@ -28,7 +28,9 @@ def a_run(*worker_ids: str, **fields: Any) -> tuple[Stage, list[Puppet]]:
 def who(stage: Stage) -> list[list[str]]:
     """Workers applied in each version, by the merges of chunk 0."""
     return [
-        [group[0].worker_id for group in merge.groups] for merge in stage.merges if not merge.index
+        [group[0].worker_id for group in merge.groups]
+        for merge in stage.tensors.merges
+        if not merge.index
     ]
 
 
@@ -51,7 +53,7 @@ def test_each_submission_makes_a_version_of_its_own() -> None:
         b.pushes(20 + number)
     assert stage.version().counter == 6
     assert who(stage) == [["a"], ["b"]] * 3
-    assert [m.count for m in stage.merges if not m.index] == [0, 1, 2, 3, 4, 5]
+    assert [m.count for m in stage.tensors.merges if not m.index] == [0, 1, 2, 3, 4, 5]
 
 
 def test_staleness_is_recorded_with_the_push_and_sent_with_the_version() -> None:
@@ -74,7 +76,7 @@ def test_old_submission_counts_less_with_poly_weights() -> None:
     for number in range(3):
         a.pushes(10 + number, base=stage.version())
     b.pushes(1, base=first)
-    scales = [m.groups[0][0].scale for m in stage.merges if not m.index]
+    scales = [m.groups[0][0].scale for m in stage.tensors.merges if not m.index]
     assert scales == [1.0, 1.0, 1.0, 0.5]
 
 

@@ -89,7 +89,7 @@ def test_step_of_a_fragment_leaves_the_others_untouched() -> None:
     a.pushes(1, fragment=0)
     b.pushes(2, fragment=0)
     assert [stage.version(f) == before[f] for f in range(3)] == [False, True, True]
-    assert {step.fragment for step in stage.steps} == {0}
+    assert {step.fragment for step in stage.tensors.steps} == {0}
     assert [each.gradients for each in stage.state.versions.fragments[:3]] == [1, 0, 0]
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from diloco_broker.core.events import Received, Tick
 from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
-from diloco_broker.storage.history import round_line
+from diloco_broker.core.history_lines import round_line
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
@@ -41,7 +41,8 @@ from diloco_protocol.messages import (
     encode,
 )
 from diloco_protocol.version import Counted, Ledger, VersionId
-from kit.core_harness import CHUNK_ELEMENTS, RUN, Payload, Puppet, Stage, a_stage
+from kit.core_harness import RUN, Puppet, Stage, a_stage
+from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 
 SIZES = [1, 4 * CHUNK_ELEMENTS, 4096]  # of payloads: one of them is right
 SESSION = object()  # stands for the member's own token
@@ -143,7 +144,7 @@ def is_shown(stage: Stage) -> dict[str, Any]:
     assert len(json.dumps(shown, allow_nan=False)) < 20_000, "a message swamps the displays"
     encode(Result(1, True, "status", shown))
     for report in stage.reports:
-        round_line(stage.state, report, {})
+        round_line(stage.state, report, figures)
     return shown
 
 

@@ -10,7 +10,8 @@ from diloco_broker.core.events import Received, Tick
 from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_broker.core.rules.admission import PROBES_A_TICK
 from diloco_protocol.messages import Chunk, Control, Notice, Purpose, Push, Rejoin, Result, Welcome
-from kit.core_harness import Payload, Puppet, Stage, a_stage
+from kit.core_harness import Puppet, Stage, a_stage
+from kit.noted_tensors import Payload
 
 
 def a_run(*worker_ids: str, rounds: int = 1, **options: Any) -> tuple[Stage, list[Puppet]]:

@@ -30,7 +30,8 @@ from diloco_protocol.messages import (
     Welcome,
 )
 from diloco_protocol.version import Counted, Ledger, VersionId
-from kit.core_harness import CHUNK_ELEMENTS, RUN, Payload, Stage, a_config, a_manifest, a_stage
+from kit.core_harness import RUN, Stage, a_config, a_manifest, a_stage
+from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 
 
 def test_welcome_hands_out_the_configuration() -> None:
@@ -174,7 +175,7 @@ def test_chunks_of_a_donor_that_left_are_never_placed() -> None:
     smaller = a_manifest(1)
     stage.manifest = smaller
     b = stage.worker("b").joins()
-    assert not stage.work_queue
+    assert not stage.tensors.queue
     stage.provide()
     assert stage.state.bootstrap.manifest == smaller
     b.pulls()

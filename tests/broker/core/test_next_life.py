@@ -11,14 +11,8 @@ from diloco_broker.core.effects import ForgetBuffer
 from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Released, Standing
-from kit.core_harness import (
-    CHUNK_ELEMENTS,
-    Held,
-    Puppet,
-    Stage,
-    a_config,
-    a_stage,
-)
+from kit.core_harness import Held, Puppet, Stage, a_config, a_stage
+from kit.noted_tensors import CHUNK_ELEMENTS
 
 # The first round of the new life.
 
@@ -120,11 +114,11 @@ def test_buffer_is_thrown_away_exactly_when_it_was_applied_in_what_is_adopted(
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=lost))
     a.donates()
     crossed = any(count % size == 0 for count in range(had + 1, had + lost + 1))
-    assert (stage.restored == [ForgetBuffer(0)]) == crossed
-    assert bool(stage.restored) == crossed
+    assert (stage.tensors.reverted == [ForgetBuffer(0)]) == crossed
+    assert bool(stage.tensors.reverted) == crossed
     assert stage.state.versions[0].gradients == had + lost
     a.pushes(999, base=stage.version())
-    assert stage.steps[-1].count == had + lost
+    assert stage.tensors.steps[-1].count == had + lost
 
 
 def test_buffer_of_a_fragment_that_nobody_has_newer_is_kept() -> None:
@@ -141,7 +135,7 @@ def test_buffer_of_a_fragment_that_nobody_has_newer_is_kept() -> None:
     stage = crashed.restarted()
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f1=1))
     a.donates(1)
-    assert stage.restored == [ForgetBuffer(1)]
+    assert stage.tensors.reverted == [ForgetBuffer(1)]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -160,7 +154,7 @@ def test_checkpoint_counts_the_gradients_of_the_versions_in_it_and_no_more(mode:
             if grant.standing is Standing.NEW:
                 puppet.delivers(range(2))
                 puppet.commits()
-    while crashed.work_queue:
+    while crashed.tensors.queue:
         crashed.work()
     assert crashed.saves, "a round has closed"
     for image in crashed.images:

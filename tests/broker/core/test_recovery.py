@@ -13,17 +13,8 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Grant, Rejoin, Released, Standing, Welcome
 from diloco_protocol.version import Ledger, VersionId
-from kit.core_harness import (
-    RUN,
-    Held,
-    Holdings,
-    Puppet,
-    Stage,
-    Wire,
-    a_config,
-    a_stage,
-    layered,
-)
+from kit.core_harness import RUN, Held, Holdings, Puppet, Stage, a_config, a_stage, layered
+from kit.noted_tensors import Wire
 
 MODES: dict[str, dict[str, Any]] = {
     "streaming": {},
@@ -78,7 +69,7 @@ def counters(stage: Stage) -> list[int]:
 
 def assert_masters_are_what_is_handed_out(stage: Stage) -> None:
     for fragment, versions in enumerate(stage.state.versions.fragments):
-        assert tuple(stage.masters(fragment)) == versions.wires, f"fragment {fragment}"
+        assert tuple(stage.tensors.masters(fragment)) == versions.wires, f"fragment {fragment}"
 
 
 # Whom a broker waits for.
@@ -227,7 +218,7 @@ def test_donor_that_dies_half_way_is_reverted_and_the_next_one_asked() -> None:
     assert (a.asked_for, b.asked_for) == ([0, 1], [])
     a.donates(0, [0])
     a.dies()
-    assert stage.restored == [Revert(0)], "fragment 1 was not touched"
+    assert stage.tensors.reverted == [Revert(0)], "fragment 1 was not touched"
     b.beats()
     assert not b.asked_for, "the one that is ahead of all may come back"
     stage.passes(10.0)
@@ -260,7 +251,7 @@ def test_without_a_donor_left_the_checkpoint_s_own_is_gone_on_with(how: str) -> 
         case "is kicked":
             stage.kicks("a")
     stage.passes(10.0)
-    assert stage.restored == [Revert(0)]
+    assert stage.tensors.reverted == [Revert(0)]
     assert stage.version() == crashed.version()
     assert stage.round.number == 2
     assert_masters_are_what_is_handed_out(stage)
@@ -338,7 +329,7 @@ def test_donor_on_a_new_connection_goes_on_where_it_stopped() -> None:
     assert (grant.standing, grant.held) == (Standing.RESUME, b"\x01")
     a.donates(0, [1])
     assert stage.version() == held[0].version  # type: ignore[union-attr]
-    assert Revert(0) not in stage.restored
+    assert Revert(0) not in stage.tensors.reverted
 
 
 def test_worker_that_starts_fresh_never_gives_the_parameters_of_a_run_that_exists() -> None:

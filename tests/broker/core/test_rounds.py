@@ -90,7 +90,7 @@ def test_closing_round_ends_without_the_chunks_of_a_worker_that_dies() -> None:
     assert stage.round.phase.value == "closing"
     b.dies()
     assert stage.counted() == [{("a", 1): 1, ("b", 2): 1}, {("a", 1): 1}, {("a", 1): 1}]
-    assert [step.weight for step in stage.steps] == [2.0, 1.0, 1.0]
+    assert [step.weight for step in stage.tensors.steps] == [2.0, 1.0, 1.0]
 
 
 def test_push_of_which_no_chunk_came_is_not_written_down_as_counted() -> None:
@@ -121,7 +121,7 @@ def test_chunk_that_nobody_delivered_keeps_its_value() -> None:
         worker.delivers([0])
     a.dies()
     b.dies()
-    assert [step.weight for step in stage.steps] == [2.0, 0.0]
+    assert [step.weight for step in stage.tensors.steps] == [2.0, 0.0]
     assert stage.version().counter == 1
 
 
@@ -362,7 +362,7 @@ def test_weights_of_each_chunk_are_those_that_reached_it() -> None:
     b.begins(2, weight=0.5)
     b.delivers([0])
     b.dies()
-    assert [step.weight for step in stage.steps] == [3.5, 3.0, 3.0]
+    assert [step.weight for step in stage.tensors.steps] == [3.5, 3.0, 3.0]
 
 
 def test_non_finite_chunk_voids_its_push_and_the_round_goes_on() -> None:
@@ -480,7 +480,7 @@ def test_window_stays_as_it_is_while_chunks_of_anybody_wait() -> None:
     b.delivers(range(2))
     for index in range(30):
         a.delivers([index])
-        stage.work_queue.rotate(1)  # the last comes first, so those of b wait all the time
+        stage.tensors.queue.rotate(1)  # the last comes first, so those of b wait all the time
         stage.work(1)
     assert on_top(a) == [0] * 30
     stage.work()

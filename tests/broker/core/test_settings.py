@@ -29,7 +29,7 @@ def test_set_says_what_changes_and_from_which_version() -> None:
     assert result.ok
     assert "Outer learning rate 0.7 -> 0.5 from version 2." in result.text
     assert result.data["changes"] == [{"name": "outer_lr", "before": 0.7, "after": 0.5}]
-    assert [config.outer_lr for config in stage.tunes] == [0.5]
+    assert [config.outer_lr for config in stage.tensors.tunes] == [0.5]
     (act,) = stage.acts
     assert (act.who, act.what, act.before, act.after) == ("ann@desk", "set outer_lr", 0.7, 0.5)
     assert stage.logs[-1] == "ann@desk: outer learning rate 0.7 -> 0.5 from version 2."
@@ -45,13 +45,13 @@ def test_version_that_is_being_made_is_finished_with_the_old_setting() -> None:
     worker.pushes(1)
     while stage.round.phase is Phase.OPEN:
         stage.work(1)
-    assert stage.work_queue, "some of its chunks have not been stepped yet"
+    assert stage.tensors.queue, "some of its chunks have not been stepped yet"
     result = stage.asks("set", outer_lr=0.5)
     assert "from version 2" in result.text
-    assert not stage.tunes
+    assert not stage.tensors.tunes
     assert stage.state.config.outer_lr == 0.7
     stage.work()
-    assert [config.outer_lr for config in stage.tunes] == [0.5]
+    assert [config.outer_lr for config in stage.tensors.tunes] == [0.5]
     assert stage.state.config.outer_lr == 0.5
 
 
@@ -69,7 +69,7 @@ def test_changes_asked_for_while_a_version_is_made_add_up() -> None:
     assert "0.5 -> 0.25" in stage.asks("set", outer_lr=0.25).text
     assert stage.asks("set", outer_momentum=0.8).ok
     stage.work()
-    (config,) = stage.tunes
+    (config,) = stage.tensors.tunes
     assert (config.outer_lr, config.outer_momentum) == (0.25, 0.8)
 
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_set_gets_a_sentence_and_changes_nothing(
     assert not result.ok
     assert sentence in result.text
     assert stage.state.config == before, "all of it, or nothing"
-    assert not stage.tunes
+    assert not stage.tensors.tunes
     assert not stage.acts
 
 
@@ -152,7 +152,7 @@ def test_workers_of_an_asynchronous_run_do_not_change_the_size_of_a_buffer() -> 
     (a,) = stage.joined("a")
     a.pushes(1)
     assert stage.asks("set", workers=2).ok
-    (config,) = stage.tunes
+    (config,) = stage.tensors.tunes
     assert (config.workers, config.dn_size) == (2, 4)
 
 

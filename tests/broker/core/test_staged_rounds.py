@@ -12,7 +12,7 @@ def ids(stage: Stage) -> list[list[str]]:
     """Workers in each merge of chunk 0, in the order in which they are added."""
     return [
         [part.worker_id for group in merge.groups for part in group]
-        for merge in stage.merges
+        for merge in stage.tensors.merges
         if merge.index == 0
     ]
 
@@ -91,7 +91,7 @@ def test_late_push_is_carried_into_the_next_round_with_its_weight() -> None:
     b.pulls()
     b.pushes(5)
     assert ids(stage)[-1] == ["a", "b", "c"]
-    assert [p.weight for p in stage.merges[-1].groups[0]] == [1.0, 1.0, 7.0]
+    assert [p.weight for p in stage.tensors.merges[-1].groups[0]] == [1.0, 1.0, 7.0]
     assert all(chunk["c", 3] == 1 for chunk in stage.counted())
 
 
@@ -294,7 +294,7 @@ def test_deterministic_round_waits_for_whole_submissions() -> None:
     b.begins(2)
     b.delivers([0, 1])
     stage.passes(60.0)
-    assert not stage.merges
+    assert not stage.tensors.merges
     b.delivers([2])
     b.commits()
     assert ids(stage) == [["a", "b"]]
@@ -305,7 +305,7 @@ def test_norm_of_the_whole_submission_goes_with_each_of_its_chunks() -> None:
     a, b = stage.joined("a", "b")
     a.pushes(1, squares=3.0)
     b.pushes(2, squares=12.0)
-    assert [[p.norm for p in m.groups[0]] for m in stage.merges] == [[3.0, 6.0]] * 3
+    assert [[p.norm for p in m.groups[0]] for m in stage.tensors.merges] == [[3.0, 6.0]] * 3
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_contributions_weigh_by_what_they_report(by: str) -> None:
     a, b = stage.joined("a", "b")
     a.pushes(1, **{by: 300})
     b.pushes(2, **{by: 100})
-    assert [p.weight for p in stage.merges[0].groups[0]] == [300.0, 100.0]
+    assert [p.weight for p in stage.tensors.merges[0].groups[0]] == [300.0, 100.0]
     assert stage.state.last_report.weight == 400.0
 
 
@@ -397,7 +397,7 @@ def test_closing_a_round_of_many_workers_makes_parts_only_as_they_are_needed() -
     puppets = stage.joined("a", "b", "c")
     for number, puppet in enumerate(puppets):
         puppet.pushes(number + 1)
-    first, *others = stage.merges
+    first, *others = stage.tensors.merges
     assert all(merge.wholes is first.wholes for merge in others)
 
 

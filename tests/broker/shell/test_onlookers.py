@@ -12,8 +12,7 @@ import torch
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.feed import EventLog
-from diloco_broker.shell import loop
-from diloco_broker.shell.onlookers import Onlookers
+from diloco_broker.shell import loop, onlookers
 from diloco_broker.storage import history
 from diloco_broker.storage.audit_log import AuditLog
 from diloco_broker.storage.history import HISTORY, HistoryWriter
@@ -55,10 +54,10 @@ def test_absurd_speeds_in_heartbeats_leave_a_broker_with_dynamic_local_updates_a
 @pytest.mark.parametrize(
     ("where", "name", "what"),
     [
-        (loop, "snapshot_and_line", "feed"),
-        (loop, "start_line", "feed"),
-        (loop, "round_line", "history of the round"),
-        (loop, "action_line", "log of actions"),
+        (onlookers, "snapshot_and_line", "feed"),
+        (onlookers, "start_line", "feed"),
+        (onlookers, "round_line", "history of the round"),
+        (onlookers, "action_line", "log of actions"),
         (EventLog, "add", "history of an event"),
         (AuditLog, "add", "audit"),
     ],
@@ -99,10 +98,10 @@ def test_failure_for_onlookers_is_said_again_after_a_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     now = 0.0
-    onlookers = Onlookers(lambda: now)
+    failures = onlookers.Failures(lambda: now)
     for now in range(0, 150, 10):  # noqa: B007 - the clock reads it
         for what in ("feed", "audit"):
-            with onlookers.spared(what):
+            with failures.caught(what):
                 raise ValueError(what)
     said = [r.getMessage().split()[1] for r in caplog.records if r.levelno == logging.ERROR]
     assert said == ["feed", "audit"] * 3

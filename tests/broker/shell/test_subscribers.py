@@ -56,13 +56,13 @@ def test_subscribers_that_never_read_do_not_slow_the_broker(
             stranger(stack, broker.feed_address)
         model = mlp()
         (client,) = stack.enter_context(joined(broker, model, 1))
-        until(lambda: broker._sequence > 1000)
-        before, said = rss_bytes(), broker._sequence
+        until(lambda: broker._loop.onlookers.sequence > 1000)
+        before, said = rss_bytes(), broker._loop.onlookers.sequence
         zeros = {name: value * 0 for name, value in model.state_dict().items()}
         for number in range(20):
             client.push(zeros)
             assert client.pull().version.counter == number + 1
-        until(lambda: broker._sequence > said + 3000)
+        until(lambda: broker._loop.onlookers.sequence > said + 3000)
         assert rss_bytes() - before < GROWTH_BYTES
         with FeedSubscriber(broker.feed_address) as good:
             heard = [good.receive(10.0) for _ in range(3)]

@@ -380,14 +380,14 @@ def test_extra_that_would_swamp_the_displays_is_refused(broker: Broker) -> None:
 def test_mistake_of_ours_costs_one_message_and_not_the_run(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handle = broker._core.handle
+    handle = broker._loop.core.handle
 
     def stumble(event: Any, now: float) -> Any:
         if getattr(getattr(event, "message", None), "request", 0) == 666:
             raise KeyError("a mistake of ours")
         return handle(event, now)
 
-    monkeypatch.setattr(broker._core, "handle", stumble)
+    monkeypatch.setattr(broker._loop.core, "handle", stumble)
     with RawWorker(broker.address, "unlucky") as unlucky:
         unlucky.send("control", action="manifest", request=666)
         assert "could not handle" in unlucky.receive("error")["text"]
@@ -432,7 +432,7 @@ def test_worker_trains_on_where_the_broker_ended_by_an_error(
     with RawWorker(broker.address, "w0") as worker:
         worker.join(one_tensor(ELEMENTS))
         worker.donate(torch.zeros(ELEMENTS))
-        monkeypatch.setattr(broker, "_turn", lambda: fails(0.0))
+        monkeypatch.setattr(broker._loop, "_turn", lambda: fails(0.0))
         while (notice := worker.receive("notice"))["what"] != "restarting":
             assert notice["what"] != "shutdown"
         assert "a mistake of ours" in notice["text"]

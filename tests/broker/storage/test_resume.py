@@ -148,7 +148,7 @@ def test_delta_in_flight_outlives_a_restart_with_another_wire_dtype(tmp_path: Pa
         broker.stop()
         config = a_config(tmp_path, **plain, bind=broker.address, wire_dtype="fp32")
         again = stack.enter_context(Broker(config))
-        wait_for(lambda: len(again._core.state.members) == 2)
+        wait_for(lambda: len(again._loop.core.state.members) == 2)
         clients[1].push(deltas[1])
         final = clients[0].pull()
     for name, before in start.tensors.items():

@@ -108,7 +108,7 @@ class Life:
 
     def dies(self) -> None:
         """As by kill -9: nothing is said to anybody, the connections are simply gone."""
-        link, members = self.hook._link, self.script.broker._core.state.members
+        link, members = self.hook._link, self.script.broker._loop.core.state.members
         assert link is not None
         self.hook._hook.remove()
         link._session.connection.phase = Phase.LEFT

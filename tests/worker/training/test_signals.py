@@ -75,7 +75,7 @@ def serving(**options: Any) -> Broker:
 
 
 def everybody_has_said_goodbye(broker: Broker) -> bool:
-    state = broker._core.state
+    state = broker._loop.core.state
     return len(state.members) == 0 and state.totals.deaths == 0
 
 
@@ -109,11 +109,11 @@ def test_sigterm_ends_a_wait_at_a_boundary(site: Site, manners: str, code: int) 
     with serving(workers=2) as broker:
         worker = site.run("train.py", manners, DILOCO_SERVER=broker.address)
         worker.waits_for("step 3")
-        until(lambda: any(m.state == "pushing" for m in broker._core.state.members))
+        until(lambda: any(m.state == "pushing" for m in broker._loop.core.state.members))
         worker.child.send_signal(signal.SIGTERM)
         assert worker.ends(SOON_S) == code
         until(lambda: everybody_has_said_goodbye(broker))
-        round_ = broker._core.state.round
+        round_ = broker._loop.core.state.round
         assert isinstance(round_, Round)
         counted = {c.worker_id for c in round_.contributions.values() if c.is_whole}
         assert len(counted) == 1, "what it had sent counts, though it is gone"
@@ -164,7 +164,7 @@ def test_ctrl_c_ends_a_wait_at_a_boundary(site: Site) -> None:
     with serving(workers=2) as broker:
         worker = site.run("train.py", "polite", DILOCO_SERVER=broker.address)
         worker.waits_for("step 3")
-        until(lambda: any(m.state == "pushing" for m in broker._core.state.members))
+        until(lambda: any(m.state == "pushing" for m in broker._loop.core.state.members))
         worker.child.send_signal(signal.SIGINT)
         assert worker.ends(SOON_S) == -signal.SIGINT
         until(lambda: everybody_has_said_goodbye(broker))

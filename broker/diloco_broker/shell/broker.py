@@ -1,0 +1,131 @@
+"""The public face of the broker: made from a configuration, started and stopped, in a thread or not."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.events import FINISH_WITHIN_S
+from diloco_broker.shell.loop import SAVE_WITHIN_S, Loop
+from diloco_broker.shell.sockets import LINGER_MS
+from diloco_broker.storage.model_file import check_state_dict
+from diloco_broker.tensors.outer.torch_optim import OuterOptimizerFactory
+from diloco_protocol.fragments.plan import Choose
+
+
+class Broker:
+    """A DiLoCo broker: `run()` it in this thread, or `start()` and `stop()` it in one of its own.
+
+    The sockets are bound when it is made, so `address` and `feed_address` are known at once.
+
+    Args:
+        config: its options.
+        initial: a state dict to begin with; without one the first worker provides the parameters.
+        outer_optimizer_factory: makes the outer optimizer of a fragment, any of `torch.optim`, from
+            its parameters (`FragmentParameters`). It is called once for each fragment. Such an
+            optimizer steps whole tensors, so a turn of the loop takes as long as its step.
+        fragment_plan: splits the model instead of a pattern: returns the fragment, 0 to
+            `num_fragments` - 1, of each trainable parameter by its name and shape. It is called when
+            the model is known. For a split from a file see `BrokerConfig.fragment_plan`.
+
+    Raises:
+        UsageError: when an address cannot be bound, `initial` is no state dict, the options leave no
+            place for an optimizer or a split of one's own, or the run in `save_dir` is split otherwise.
+    """
+
+    def __init__(
+        self,
+        config: BrokerConfig,
+        initial: Mapping[str, Tensor] | None = None,
+        *,
+        outer_optimizer_factory: OuterOptimizerFactory | None = None,
+        fragment_plan: Choose | None = None,
+    ) -> None:
+        self.config = config
+        checked = None if initial is None else check_state_dict(initial, "initial")
+        self._loop = Loop(config, checked, outer_optimizer_factory, fragment_plan)
+        self.address = self._loop.sockets.address
+        self.feed_address = self._loop.sockets.feed_address
+        self._failure: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self) -> None:
+        """Serve until `request_stop()` is called, from a signal handler or another thread."""
+        threads = torch.get_num_threads()
+        # With more threads a chunk's addition spends its time waking them: 7 times slower.
+        torch.set_num_threads(1)
+        try:
+            self._loop.run()
+        except Exception as error:
+            self._failure = error
+            raise
+        finally:
+            torch.set_num_threads(threads)
+            self.close()
+
+    def start(self) -> Broker:
+        """Serve in a background thread; returns the broker itself."""
+        self._thread = threading.Thread(target=self._serve, name="diloco-broker", daemon=True)
+        self._thread.start()
+        return self
+
+    def _serve(self) -> None:
+        with contextlib.suppress(Exception):  # `stop` raises it where somebody can catch it
+            self.run()
+
+    @property
+    def resumes(self) -> bool:
+        """Does the broker go on from a checkpoint?"""
+        return self._loop.core.state.is_resumed
+
+    @property
+    def run_is_over(self) -> bool:
+        """Was the broker asked to end for good, and not to come back?"""
+        return self._loop.run_is_over
+
+    def request_stop(
+        self, reason: str = "its program has ended it", *, restarting: bool = False
+    ) -> None:
+        """Ask `run()` to end in an orderly way; returns at once, fit for a signal handler.
+
+        Args:
+            reason: for the log and the workers, as the end of a sentence.
+            restarting: a broker will be back here, so workers train on and come back to it. False: the
+                run is over, which the workers' scripts see in `should_stop`. The first call counts.
+        """
+        self._loop.request_stop(reason or "its program has ended it", restarting=restarting)
+
+    def stop(self, *, restarting: bool = False) -> None:
+        """End in an orderly way: finish a closing round, tell the workers, close the sockets.
+
+        Waits for the thread of `start()`. May be called more than once.
+
+        Args:
+            restarting: as in `request_stop`.
+
+        Raises:
+            Exception: what that thread has ended with, once, if it was an error.
+        """
+        self.request_stop(restarting=restarting)
+        if self._thread is not None:
+            self._thread.join(FINISH_WITHIN_S + SAVE_WITHIN_S + 2 * LINGER_MS / 1000)
+        else:
+            self.close()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Close the sockets. `run()` does it; needed only for a broker that never ran."""
+        self._loop.close()
+
+    def __enter__(self) -> Broker:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -1,0 +1,142 @@
+"""Carrying out what the core asks for: the one place where an effect of the core meets the world.
+
+The broker's loop, the simulated broker and the tests' harness give it ports of their own. So the order
+in which effects are carried out, which tests rely on, is the same in all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core import effects
+from diloco_broker.core.effects import Effect, Send
+from diloco_broker.core.events import Event, PeerGone
+from diloco_broker.core.machine import Core
+from diloco_broker.shell.ack_batch import Acks
+from diloco_protocol.messages import Ack
+
+Record = effects.Log | effects.RecordAction | effects.RecordRound | effects.RecordVersion
+"""What is written down, for people."""
+
+
+class TensorPort(Protocol):
+    """Where work on tensors is queued, and what is asked of them besides."""
+
+    def add(self, work: effects.TensorWork) -> None:
+        """Queue a piece of work; its result comes back as an event."""
+
+    def drop_initial(self) -> None:
+        """Forget every `StoreInitial` that is queued."""
+
+    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
+        """Go on with these settings of the outer optimizer."""
+
+    def revert(self, fragment: int) -> None:
+        """Put a fragment back to what the checkpoint has."""
+
+    def forget_buffer(self, fragment: int) -> None:
+        """Throw away the gradients that the outer optimizer has collected of a fragment."""
+
+
+class Ports(Protocol):
+    """What differs between a broker, a simulated one, and a test."""
+
+    @property
+    def tensors(self) -> TensorPort: ...
+
+    def send(self, send: Send) -> bool:
+        """Send a message; False when the connection does not exist any more."""
+
+    def write(self, record: Record) -> None:
+        """Put something into the log, the history or the audit."""
+
+    def save(self, save: effects.Save) -> None:
+        """Write a checkpoint of the tensors as they are now; returns at once."""
+
+    def end(self, end: effects.End) -> None:
+        """Begin an orderly end, as an operator asked."""
+
+    def finish(self, save: effects.Save | None) -> None:
+        """The core is done: write this checkpoint, if any, wait for the one at hand, and end."""
+
+    def handled(self, event: Event) -> None:
+        """Called once an event is handled and what it led to is carried out."""
+
+
+class Executor:
+    """Hands events to the core and carries out the effects, in order.
+
+    Acknowledgements are gathered until `acknowledge` is called, or until something else is sent.
+
+    Args:
+        core: what decides.
+        clock: returns the seconds that the core's deadlines run on.
+        ports: where effects go.
+    """
+
+    def __init__(self, core: Core, clock: Callable[[], float], ports: Ports) -> None:
+        self._core = core
+        self._clock = clock
+        self._ports = ports
+        self._acks = Acks()
+        self._pending: deque[Event] = deque()
+
+    def feed(self, *events: Event) -> None:
+        """Handle these events, and those that come of them at once."""
+        self._pending += events
+        while self._pending:
+            event = self._pending.popleft()
+            for effect in self._core.handle(event, self._clock()):
+                self._carry_out(effect)
+            self._ports.handled(event)
+
+    def acknowledge(self) -> bool:
+        """Send the acknowledgements gathered; True when events came of it, which are handled."""
+        self._send_acks()
+        has_events = bool(self._pending)
+        self.feed()
+        return has_events
+
+    def _carry_out(self, effect: Effect) -> None:
+        ports = self._ports
+        match effect:
+            case Send(route, Ack() as ack):
+                self._acks.add(route, ack)
+            case Send():
+                if effect.payload is None:  # chunks go over a connection of their own
+                    self._send_acks()
+                self._send(effect)
+            case effects.DropInitial():
+                ports.tensors.drop_initial()
+            case effects.SetOuterOptimizer(config, own):
+                ports.tensors.tune(config, own)
+            case effects.Revert(fragment):
+                ports.tensors.revert(fragment)
+            case effects.ForgetBuffer(fragment):
+                ports.tensors.forget_buffer(fragment)
+            case effects.Save():
+                ports.save(effect)
+            case effects.End():
+                ports.end(effect)
+            case effects.Finish(save):
+                ports.finish(save)
+            case (
+                effects.Log()
+                | effects.RecordAction()
+                | effects.RecordRound()
+                | effects.RecordVersion()
+            ):
+                ports.write(effect)
+            case _:
+                ports.tensors.add(effect)
+
+    def _send_acks(self) -> None:
+        for send in self._acks.take():
+            self._send(send)
+
+    def _send(self, send: Send) -> None:
+        if not self._ports.send(send):
+            self._pending.append(PeerGone(send.route))

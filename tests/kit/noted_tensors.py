@@ -1,0 +1,150 @@
+"""Tensor work that is only noted: for every chunk, which pushes are in it, instead of numbers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core import effects, events
+from diloco_broker.core.state.model_source import Resumption
+from diloco_protocol.chunks import ModelLayout
+
+CHUNK_ELEMENTS = 4
+
+
+class Payload:
+    """A buffer of which only the length and a mark matter; a donated one says what it contains."""
+
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        is_finite: bool = True,
+        squares: float = 1.0,
+        contents: tuple[tuple[str, int], ...] = (),
+    ) -> None:
+        self.nbytes = nbytes
+        self.is_finite = is_finite
+        self.squares = squares
+        self.contents = contents
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A finished chunk: the (worker, push id) pairs that it has ever averaged, with multiplicity."""
+
+    contents: tuple[tuple[str, int], ...]
+    nbytes: int = 4 * CHUNK_ELEMENTS
+
+
+class NotedTensors:
+    """The tensors of one life of a broker.
+
+    Attributes:
+        queue: work that is not done yet.
+        chunks: by fragment and index.
+        steps, merges, tunes, reverted: what was asked for, in order.
+    """
+
+    def __init__(self, layout: Callable[[], ModelLayout], resumption: Resumption | None) -> None:
+        self._layout = layout
+        self._resumption = resumption
+        self.queue: deque[effects.TensorWork] = deque()
+        self.chunks: dict[tuple[int, int], Wire] = {}
+        self._sums: dict[tuple[int, int], list[tuple[str, int, float]]] = {}
+        self.steps: list[effects.Step] = []
+        self.merges: list[effects.AggregateAndStep] = []
+        self.tunes: list[BrokerConfig] = []
+        self.reverted: list[effects.Revert | effects.ForgetBuffer] = []
+        for fragment in resumption.fragments if resumption else ():
+            self._put_back(fragment)
+
+    # What the core asks for.
+
+    def add(self, work: effects.TensorWork) -> None:
+        self.queue.append(work)
+
+    def drop_initial(self) -> None:
+        self.queue = deque(
+            work for work in self.queue if not isinstance(work, effects.StoreInitial)
+        )
+
+    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
+        assert not any(
+            isinstance(work, effects.Step | effects.AggregateAndStep) for work in self.queue
+        )
+        self.tunes.append(config)
+
+    def revert(self, fragment: int) -> None:
+        self.reverted.append(effects.Revert(fragment))
+        self._put_back(fragment)
+
+    def forget_buffer(self, fragment: int) -> None:
+        self.reverted.append(effects.ForgetBuffer(fragment))
+
+    def _put_back(self, fragment: int) -> None:
+        if self._resumption is not None:
+            for index, wire in enumerate(self._resumption.fragments[fragment].wires):
+                self.chunks[fragment, index] = wire
+
+    # Work.
+
+    def do_one(self) -> events.Event:
+        """Carry out the next piece of work."""
+        work = self.queue.popleft()
+        match work:
+            case effects.StoreInitial(fragment, index, payload):
+                if payload is not None and not payload.is_finite:
+                    return events.InitialRefused(work)
+                contents = () if payload is None else payload.contents
+                self.chunks[fragment, index] = Wire(contents)
+                return events.InitialStored(work, self.chunks[fragment, index])
+            case effects.Fold(fragment, index, worker, push_id, weight, _, payload):
+                if not payload.is_finite:
+                    return events.FoldRefused(work)
+                self._sums.setdefault((fragment, index), []).append((worker, push_id, weight))
+                return events.Folded(work)
+            case effects.Step(fragment, index, weight):
+                self.steps.append(work)
+                parts = self._sums.pop((fragment, index), [])
+                total = sum(part[2] for part in parts)
+                assert abs(total - weight) < 1e-9, "the mean is divided by what was not added"
+                added = tuple((worker, push_id) for worker, push_id, _ in parts)
+                return self._added(fragment, index, added)
+            case effects.Inspect(payload=payload):
+                if not payload.is_finite:
+                    return events.InspectRefused(work)
+                return events.Inspected(work, payload.squares)
+            case effects.AggregateAndStep(fragment, index, groups):
+                self.merges.append(work)
+                assert all(p.payload is not None for group in groups for p in group)
+                added = tuple((p.worker_id, p.push_id) for group in groups for p in group)
+                return self._added(fragment, index, added)
+
+    def _added(
+        self, fragment: int, index: int, added: tuple[tuple[str, int], ...]
+    ) -> events.Stepped:
+        self.chunks[fragment, index] = Wire(self.chunks[fragment, index].contents + added)
+        return events.Stepped(fragment, index, self.chunks[fragment, index])
+
+    # What a checkpoint takes.
+
+    def masters(self, fragment: int) -> list[Wire]:
+        chunks = self._layout().all[fragment].chunks
+        return [self.chunks[fragment, index] for index in range(chunks)]
+
+    def outer_state(self, fragment: int) -> dict[str, Any]:
+        return {}
+
+    def optimizer_state(self, fragment: int) -> None:
+        return None
+
+    def wires(self, fragment: int) -> list[Wire]:
+        return self.masters(fragment)
+
+    def restore(self, fragment: int, masters: list[Wire], *_: object) -> None:
+        for index, wire in enumerate(masters):
+            self.chunks[fragment, index] = wire

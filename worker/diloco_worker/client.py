@@ -324,7 +324,7 @@ class DiLoCoClient:
             None if loss is None else float(loss),
             int(tokens),
         )
-        link.pulse()
+        link.beat_now()
 
     def leave(self, reason: str = "") -> None:
         """Tell the broker and close the connection. May be called more than once."""
@@ -408,7 +408,7 @@ class DiLoCoClient:
         self._run = _Run(manifest, link.layout, config)
         for part in link.layout.all:
             if part.chunks:
-                link.want(part.fragment)
+                link.request_version(part.fragment)
 
     def _take_all(self, what: str) -> None:
         """Wait for the first version of every fragment."""
@@ -425,7 +425,7 @@ class DiLoCoClient:
         stale = link.take(fragment)
         if stale is not None:
             self._take(stale)
-        link.want(fragment, after)
+        link.request_version(fragment, after)
 
     def _await_newest(self, link: Link, fragment: int, after: int | None) -> None:
         what = "the newest version" if after is None else f"a version above {after}"
@@ -439,7 +439,7 @@ class DiLoCoClient:
         released = arrival.released
         if arrival.values is not None:
             self._states[released.fragment] = arrival.values
-            self._link.stand_on(released.fragment, arrival.values)
+            self._link.set_base(released.fragment, arrival.values)
         self._versions[released.fragment] = released.version
         if released.fragment == 0:
             self._ledger = released.ledger

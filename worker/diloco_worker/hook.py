@@ -490,7 +490,7 @@ class DiLoCoWorker:
             self._frozen = Held(arrival.version, arrival.released.ledger)
             if arrival.values is not None:  # the script has loaded them otherwise
                 self._tensors.put(arrival.values)
-            link.stand_on(frozen.fragment, None)
+            link.set_base(frozen.fragment, None)
         resumption = None if link.has_forgotten else self._resumption
         self._boundaries = Boundaries(
             self.worker_id,

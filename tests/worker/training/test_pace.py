@@ -358,7 +358,7 @@ def hears_of_it(worker: DiLoCoWorker, standing: str) -> None:
     assert link is not None
 
     def is_so() -> bool:
-        return [each.standing for each in link._session.uploads] == [standing]
+        return [each.standing for each in link._io.session.uploads] == [standing]
 
     until(is_so)
 

@@ -220,7 +220,7 @@ def test_base_is_not_overwritten_before_the_version_that_follows_it_is_merged(
     broker.serves(filled(descent, 1000), version(1), push.push_id)
     until(lambda: bool(worker._link and worker._link.has_news))
     assert worker._link is not None
-    worker._link.want(0)
+    worker._link.request_version(0)
     broker.serves(filled(descent, 2000), version(2))
     until(lambda: worker._link is not None and worker._link.arrivals[0].version == version(2))
     base = worker._boundaries._exchanges[0].base  # type: ignore[union-attr]
@@ -238,7 +238,7 @@ def test_version_that_lacked_the_push_is_still_there_when_the_push_is_dropped(
     assert link is not None
     descent.steps(H)
     push = broker.hears(Push)
-    link.want(0)
+    link.request_version(0)
     broker.serves(filled(descent, 500), version(1))
     until(lambda: link.has_news)
     descent.steps(1)  # nobody looks at it: it lacks what is in flight
@@ -273,9 +273,9 @@ def test_so_many_sentences_are_remembered_and_no_more(begin: Make) -> None:
     assert link is not None
     link.close()
     for number in range(3 * SENTENCES):
-        link._say(f"Sentence {number}.")
-    assert len(link._said) == SENTENCES
-    assert f"Sentence {3 * SENTENCES - 1}." in link._said
+        link._io.say(f"Sentence {number}.")
+    assert len(link._io.said) == SENTENCES
+    assert f"Sentence {3 * SENTENCES - 1}." in link._io.said
 
 
 def test_connection_that_breaks_too_often_lets_training_go_on(
@@ -387,7 +387,7 @@ def test_unexpected_trouble_in_the_link_costs_a_connection_and_nothing_else(
     broker: ScriptedBroker, beside: Beside, begin: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, descent = begin()
-    monkeypatch.setattr("diloco_worker.shell.link.FAILURE_PAUSE_S", 0.01)
+    monkeypatch.setattr("diloco_worker.shell.io_thread.FAILURE_PAUSE_S", 0.01)
     original = Uploads.granted
 
     def explode(self: Uploads, *_: object) -> Any:
@@ -410,7 +410,7 @@ def test_link_that_fails_for_good_never_stops_the_training(
     broker: ScriptedBroker, beside: Beside, begin: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, descent = begin()
-    monkeypatch.setattr("diloco_worker.shell.link.MAX_FAILURES", 1)
+    monkeypatch.setattr("diloco_worker.shell.io_thread.MAX_FAILURES", 1)
     monkeypatch.setattr(Uploads, "granted", lambda *_: 1 / 0)
     steps = beside(descent.steps, H)
     broker.grants(broker.hears(Push))

@@ -32,12 +32,14 @@ def check_length(
         raise ProtocolError(Code.BAD_CHUNK, text)
 
 
-class Holdings:
+class FragmentBuffers:
     """See the head of this module. Belongs to the I/O thread.
 
     Args:
         capture: copies a fragment of the model to the host, for a broker that has no parameters; called
             in a thread of its own, one at a time, and only for fragments that nobody is training.
+        copied: called in that thread with the id of the push that the copy is for, and the copy or what
+            went wrong.
         pinned: whether to receive into pinned memory (the model is on a CUDA device).
         states: by fragment, the values of what is held already. They are room for later versions once
             training stands on others.
@@ -49,16 +51,18 @@ class Holdings:
     def __init__(
         self,
         capture: Callable[[FragmentLayout], FlatState] | None,
+        copied: Callable[[int, Future[WireFragment]], object],
         *,
         pinned: bool,
         states: Mapping[int, FlatState],
     ) -> None:
         self.outgoing: dict[int, WireFragment] = {}
         self._capture = capture
+        self._copied = copied
         self._pinned = pinned
         self._assembly: dict[int, FlatState] = {}  # by fragment
         self._spare: dict[int, FlatState] = {}  # by fragment; room for the next assembly
-        self._states = dict(states)  # by fragment; what is held, merged or not
+        self._held = dict(states)  # by fragment; merged or not
         self._bases: dict[int, FlatState] = {}  # by fragment; what training stands on
         self._copying = threading.Lock()
 
@@ -69,59 +73,65 @@ class Holdings:
             room = self._spare.pop(fragment, None)
             self._assembly[fragment] = room or FlatState.empty(layout, pinned=self._pinned)
 
-    def store(self, fragment: int, index: int, payload: memoryview, wire: str) -> None:
+    def store(self, fragment: int, index: int, payload: memoryview, wire_dtype: str) -> None:
         """Decode a chunk into its place; the payload has the right length."""
-        self._assembly[fragment].store(index, payload, wire)
+        self._assembly[fragment].store(index, payload, wire_dtype)
 
     def finish(self, fragment: int) -> FlatState:
         """The version that was assembled is whole, and held from now on."""
-        state = self._states[fragment] = self._assembly.pop(fragment)
+        state = self._held[fragment] = self._assembly.pop(fragment)
         return state
 
-    def state(self, fragment: int) -> FlatState | None:
+    def held(self, fragment: int) -> FlatState | None:
         """The version that is held, if a copy of it is."""
-        return self._states.get(fragment)
+        return self._held.get(fragment)
 
     def forget(self) -> None:
         """Nothing is held any more."""
-        self._states.clear()
+        self._held.clear()
 
-    def stand_on(self, fragment: int, state: FlatState | None) -> None:
+    def set_base(self, fragment: int, state: FlatState | None) -> None:
         """Training stands on this; the former base is room, unless it is held or being sent.
 
         With None no copy is kept of what is held: the model itself has it.
         """
         if state is None:
-            self._states.pop(fragment, None)
+            self._held.pop(fragment, None)
             return
         former, self._bases[fragment] = self._bases.get(fragment), state
-        if former is None or former is state or former is self._states.get(fragment):
+        if former is None or former is state or former is self._held.get(fragment):
             return
         if all(wire.vectors is not former.vectors for wire in self.outgoing.values()):
             self._spare[fragment] = former
 
-    def held(self, layout: FragmentLayout) -> WireFragment | None:
-        """A fragment as it is held, to be donated; None where there is no copy of it."""
-        state = self._states.get(layout.fragment)
-        return None if state is None else state.wire()
+    def chunk(self, push_id: int, fragment: int, index: int) -> memoryview:
+        """The bytes of a chunk to be sent."""
+        return self.outgoing[push_id].chunk(index)
 
-    def copy(self, layout: FragmentLayout, done: Callable[[Future[WireFragment]], object]) -> None:
-        """Copy a fragment as it is in the model, to be donated. Returns at once.
+    def drop(self, push_id: int) -> None:
+        """This push is over."""
+        self.outgoing.pop(push_id, None)
 
-        A large model takes long, and heartbeats must go on meanwhile.
+    def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
+        """Lay out a donation: what is held as it is, or else a copy of the model.
 
-        Args:
-            done: called in the thread that copied, with the copy or with what went wrong.
+        A large model takes long to copy, and heartbeats must go on meanwhile: returns False then, and
+        `copied` is called later.
         """
-        copied: Future[WireFragment] = Future()
-        copied.add_done_callback(done)
+        held = self._held.get(layout.fragment)
+        if held is not None:
+            self.outgoing[push_id] = held.wire()
+            return True
+        copy: Future[WireFragment] = Future()
+        copy.add_done_callback(lambda done: self._copied(push_id, done))
 
         def work() -> None:
             assert self._capture is not None
             try:
                 with self._copying:  # one after the other
-                    copied.set_result(self._capture(layout).wire())
+                    copy.set_result(self._capture(layout).wire())
             except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
-                copied.set_exception(error)
+                copy.set_exception(error)
 
         threading.Thread(target=work, name="diloco-copy", daemon=True).start()
+        return False

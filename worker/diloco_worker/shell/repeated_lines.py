@@ -7,7 +7,7 @@ REPEAT_S = 30.0
 SENTENCES = 100
 
 
-class Sayings:
+class RepeatedLines:
     """What has been logged lately, so that the same is not logged again and again."""
 
     def __init__(self) -> None:

@@ -156,7 +156,7 @@ class Boundaries:
         ]
         self._look()
         for exchange, ground in kept:
-            self._link.doubt(exchange.fragment, known_pushes(self._worker_id, ground))
+            self._link.verify_pushes(exchange.fragment, known_pushes(self._worker_id, ground))
         flights = [each for each in self._by_age() if not each.is_over]
         for exchange in flights:
             exchange.offer()
@@ -214,7 +214,7 @@ class Boundaries:
         if self._counters.rounds != merged and self._settings.heartbeat_interval != 0:
             # Displays count inner steps from here; the next heartbeat may be half a minute away.
             self._publish(False)
-            self._link.pulse()
+            self._link.beat_now()
         self._lines.say(self._counters.seconds_waited)
 
     def force(self) -> bool:
@@ -237,7 +237,7 @@ class Boundaries:
         link = self._link
         self._look(now=True)
         for exchange in self._exchanges:
-            link.want(exchange.fragment)
+            link.request_version(exchange.fragment)
 
         def are_here() -> bool:
             return all(exchange.fragment in link.arrivals for exchange in self._exchanges)
@@ -349,7 +349,7 @@ class Boundaries:
             self.trouble(changed)
         if self._settings.heartbeat_interval != 0:
             self._publish(False)
-            link.pulse()
+            link.beat_now()
         dtype = self._settings.wire_dtype or config.wire_dtype
         frozen = exchange.freeze(dtype, self.step, work, self.turns.sync_every)
         self._tally.restart(fragment, self.step)

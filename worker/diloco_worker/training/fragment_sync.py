@@ -234,7 +234,7 @@ class FragmentExchange:
             assert start.values is not None
             tensors.put(start.values)
             self.base, self.ledger = start.values, start.released.ledger
-        self._link.stand_on(part.fragment, self.base)
+        self._link.set_base(part.fragment, self.base)
 
     @property
     def fragment(self) -> int:
@@ -460,4 +460,4 @@ class FragmentExchange:
         """This version is the base now. Its former memory may be overwritten from here on."""
         self.base = state
         self.version, self.ledger = arrival.version, arrival.released.ledger
-        self._link.stand_on(self.fragment, state)
+        self._link.set_base(self.fragment, state)

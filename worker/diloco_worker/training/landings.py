@@ -99,7 +99,7 @@ class Landings:
                 self._audit.dropped(flight.push_id, exchange.fragment, rejection.code)
                 if rejection.code in (Code.LATE, Code.STALE):
                     # Newer parameters are there: local moves onto them as soon as they have come.
-                    self._link.want(exchange.fragment)
+                    self._link.request_version(exchange.fragment)
                     self._trouble(
                         f"The pseudo-gradient of {flight.steps} steps was dropped: "
                         f"{rejection.text} The model moves on to the newest global parameters."

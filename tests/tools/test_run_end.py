@@ -15,7 +15,7 @@ from diloco_broker.cli.status_text import as_text
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Leave
 from diloco_tools.feed.model import FeedModel, Verdict
-from diloco_tools.top.notation import Glyphs
+from diloco_tools.top.drawing.notation import Glyphs
 from kit.core_harness import Stage, a_stage
 
 __all__ = ["publisher"]

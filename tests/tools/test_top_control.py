@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tools.test_top_once import worker
 
-from diloco_tools.top import sentences
-from diloco_tools.top.notation import Glyphs
+from diloco_tools.top.drawing import sentences
+from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.steering import Answer, ask_broker, control_address
 from kit.top_screen import CREW, SIZES, Stage, snapshot
 

@@ -26,8 +26,8 @@ from tools.test_top_once import (
 
 from diloco_protocol.feed import FeedAddressError, FeedVersionError, Snapshot, parse_snapshot
 from diloco_tools.feed.subscriber import FeedSubscriber
+from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.listening import Listener
-from diloco_tools.top.notation import Glyphs
 from kit.top_screen import Stage
 
 

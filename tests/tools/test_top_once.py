@@ -21,8 +21,8 @@ from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC, FeedVersionError, pa
 from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.top.cli import app
-from diloco_tools.top.notation import Glyphs, byte_size, duration, number, scaled
-from diloco_tools.top.screen import screen
+from diloco_tools.top.drawing.notation import Glyphs, byte_size, duration, number, scaled
+from diloco_tools.top.drawing.text_screen import screen
 
 UTF8 = Glyphs.for_encoding("utf-8")
 PATIENCE_S = 20.0  # for what ought to happen at once

@@ -16,13 +16,13 @@ from tools.test_top_once import frame, status, worker
 from diloco_protocol.feed import Worker, parse_snapshot
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
-from diloco_tools.top.keys import KEYS, footer, keys_for
-from diloco_tools.top.lines import apart, beside, one_line
+from diloco_tools.top.drawing.full_screen import Picture, picture
+from diloco_tools.top.drawing.keys import KEYS, footer, keys_for
+from diloco_tools.top.drawing.lines import apart, beside, one_line
+from diloco_tools.top.drawing.notation import Glyphs
+from diloco_tools.top.drawing.scene import Said, Scene
+from diloco_tools.top.drawing.view import ORDERS, View
 from diloco_tools.top.load import CpuUse
-from diloco_tools.top.notation import Glyphs
-from diloco_tools.top.picture import Picture, picture
-from diloco_tools.top.scene import Said, Scene
-from diloco_tools.top.view import ORDERS, View
 from kit.top_screen import ESSENTIAL, document, snapshot
 
 UTF8, ASCII = Glyphs.for_encoding("utf-8"), Glyphs.ascii()

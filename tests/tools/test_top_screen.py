@@ -11,8 +11,8 @@ from tools.test_top_once import status, worker
 
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.top import palette
-from diloco_tools.top.keys import keys_for
-from diloco_tools.top.notation import Glyphs
+from diloco_tools.top.drawing.keys import keys_for
+from diloco_tools.top.drawing.notation import Glyphs
 from kit.top_screen import ESSENTIAL, LARGE, SIZES, SMALL, Stage, matches, snapshot
 
 SIZE_NAMES = ["80x24", "140x40"]

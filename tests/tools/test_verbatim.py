@@ -19,7 +19,7 @@ from tools.test_top_once import drawn, frame, status, worker
 
 import diloco_broker.cli.app
 import diloco_tools.bench.cli
-import diloco_tools.chaos.cli
+import diloco_tools.chaos.__main__
 import diloco_tools.dashboard.cli
 import diloco_tools.demo.cli
 import diloco_tools.exporter.cli
@@ -45,7 +45,7 @@ COMMANDS = {
     "diloco-demo": diloco_tools.demo.cli.app,
     "diloco-exporter": diloco_tools.exporter.cli.app,
     "diloco-top": diloco_tools.top.cli.app,
-    "chaos": diloco_tools.chaos.cli.app,
+    "chaos": diloco_tools.chaos.__main__.app,
 }
 
 

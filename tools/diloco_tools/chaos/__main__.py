@@ -1,5 +1,106 @@
-"""`python -m diloco_tools.chaos` is the chaos drill."""
+"""`python -m diloco_tools.chaos`: the drill in every mode, its tables, and what is broken."""
 
-from diloco_tools.chaos.cli import app
+from __future__ import annotations
 
-app()
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from diloco_tools.chaos.crew import MODES
+from diloco_tools.chaos.drill import drill, prepare_text
+from diloco_tools.chaos.faults import SHORT, WHOLE
+from diloco_tools.chaos.report import ModeReport
+from diloco_tools.chaos.table import NOTES, faults_table, figures_table
+from diloco_tools.demo.data import DataError
+from diloco_tools.processes import end_like_an_error_on_signals
+from diloco_tools.terminal import console_for_tables, fail
+
+COMMAND = "diloco chaos"
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+WIDTH = 120  # of the tables where there is no terminal
+REMARKS = 10  # of each mode; the audit prints all of them
+
+
+@app.command()
+def main(
+    modes: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(MODES),
+    out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/chaos"),
+    seed: Annotated[int, typer.Option(help="Decides faults, their order, and batches.")] = 0,
+    short: Annotated[
+        bool, typer.Option("--short", help="Fewer faults, and no calm run to compare with.")
+    ] = False,
+    durable: Annotated[
+        bool, typer.Option("--durable", help="The broker saves each version before it tells of it.")
+    ] = False,
+    minutes: Annotated[float, typer.Option(help="The drill ends after so long, done or not.")] = 5,
+) -> None:
+    """Kill, stop, cut off and fill up a run of one broker and four workers, then audit it.
+
+    Everything runs on this machine. Prints what was survived and how much of
+    the work is in the final parameters; ends with exit code 1 and a sentence
+    for each broken promise.
+    """
+    deadline = time.monotonic() + 60 * minutes
+    chosen = [mode.strip() for mode in modes.split(",") if mode.strip()]
+    unknown = [mode for mode in chosen if mode not in MODES]
+    if unknown or not chosen:
+        fail(
+            COMMAND,
+            f"--modes {modes!r} has none or unknown ones; choose from {', '.join(MODES)}",
+            2,
+        )
+    out = out.resolve()
+    end_like_an_error_on_signals()
+    torch.set_num_threads(1)
+    shown = console_for_tables(WIDTH)
+
+    def say(text: str) -> None:
+        shown.print(text, soft_wrap=True)
+
+    scale = SHORT if short else WHOLE
+    reports: list[ModeReport] = []
+    try:
+        text = prepare_text(out / "text")
+        for mode in chosen:
+            faults = sum(count for _, count in scale.counts)
+            say(f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {out / mode}")
+            report = drill(
+                mode,
+                out / mode,
+                text,
+                scale,
+                seed=seed,
+                deadline=deadline,
+                durable=durable,
+                with_calm=not short,
+                say=say,
+            )
+            reports.append(report)
+            (out / f"{mode}.json").write_text(json.dumps(report.plain(), indent=2) + "\n")
+    except DataError as error:
+        fail(COMMAND, str(error), 2)
+    except OSError as error:
+        fail(COMMAND, f"cannot work in {out} ({error}); name another folder with --out", 2)
+    except KeyboardInterrupt:
+        fail(COMMAND, "interrupted; the broker and the workers have been ended", 130)
+    shown.print(faults_table(reports))
+    shown.print(figures_table(reports))
+    for note in NOTES:
+        say(note)
+    for report in reports:
+        for sentence in report.remarks[:REMARKS]:
+            say(f"note    {report.mode}: {sentence}")
+    problems = [sentence for report in reports for sentence in report.problems]
+    for sentence in problems:
+        say(f"BROKEN  {sentence}")
+    say(f"{', '.join(f'{mode}.json' for mode in chosen)} are in {out}")
+    if problems:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

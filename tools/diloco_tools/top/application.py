@@ -27,18 +27,19 @@ from textual.widgets import Input, Static
 from diloco_protocol.feed import Snapshot, Worker
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
-from diloco_tools.top import palette, sentences
+from diloco_tools.top import palette
 from diloco_tools.top.canvas import Canvas
 from diloco_tools.top.dialogs import NewRate, Page, Question, TypedWord
-from diloco_tools.top.keys import KEYS, keys_for
+from diloco_tools.top.drawing import sentences
+from diloco_tools.top.drawing.full_screen import picture
+from diloco_tools.top.drawing.keys import KEYS, keys_for
+from diloco_tools.top.drawing.notation import BAD, OK, QUIET, UNEASY, Glyphs
+from diloco_tools.top.drawing.scene import Replayed, Said, Scene
+from diloco_tools.top.drawing.view import View
 from diloco_tools.top.listening import Feed, Listener
 from diloco_tools.top.load import CpuUse
-from diloco_tools.top.notation import BAD, OK, QUIET, UNEASY, Glyphs
-from diloco_tools.top.picture import picture
 from diloco_tools.top.playing import Player
-from diloco_tools.top.scene import Replayed, Said, Scene
 from diloco_tools.top.steering import Answer, Ask, ask_broker, control_address
-from diloco_tools.top.view import View
 
 REFRESH_S = 1.2  # without a snapshot for so long ages go on by themselves
 LOOK_S = 0.4  # how often that is looked at

@@ -7,7 +7,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
-from diloco_tools.top.picture import Picture
+from diloco_tools.top.drawing.full_screen import Picture
 
 
 class Canvas(Widget):

@@ -19,8 +19,8 @@ from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.terminal import console
-from diloco_tools.top.notation import Glyphs
-from diloco_tools.top.screen import screen
+from diloco_tools.top.drawing.notation import Glyphs
+from diloco_tools.top.drawing.text_screen import screen
 
 HEALTHY, DEGRADED, NO_FEED, INTERRUPTED = 0, 1, 2, 130
 LOOK_S = 1.0  # with --follow: how soon a feed that falls silent is noticed

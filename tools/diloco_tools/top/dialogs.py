@@ -10,8 +10,8 @@ from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
-from diloco_tools.top import sentences
-from diloco_tools.top.notation import BAD, QUIET, UNEASY, Glyphs
+from diloco_tools.top.drawing import sentences
+from diloco_tools.top.drawing.notation import BAD, QUIET, UNEASY, Glyphs
 
 
 class Question(ModalScreen[bool]):

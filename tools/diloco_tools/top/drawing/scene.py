@@ -6,7 +6,7 @@ from datetime import datetime, tzinfo
 
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
-from diloco_tools.top.keys import Key
+from diloco_tools.top.drawing.keys import Key
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from rich.text import Text
 from diloco_protocol.feed import Worker
 from diloco_tools.feed.estimate import MARK
 from diloco_tools.feed.series import Rate
-from diloco_tools.top.notation import (
+from diloco_tools.top.drawing.notation import (
     QUIET,
     UNEASY,
     Glyphs,

@@ -6,7 +6,7 @@ from enum import Enum
 
 from rich.text import Text
 
-from diloco_tools.top.notation import QUIET, Glyphs
+from diloco_tools.top.drawing.notation import QUIET, Glyphs
 
 
 class When(Enum):

@@ -7,9 +7,17 @@ from rich.text import Text
 
 from diloco_protocol.feed import Snapshot, Worker
 from diloco_tools.feed.series import Rate
-from diloco_tools.top import facts
-from diloco_tools.top.keys import Key, sign
-from diloco_tools.top.notation import QUIET, UNEASY, Glyphs, byte_size, duration, number, scaled
+from diloco_tools.top.drawing import facts
+from diloco_tools.top.drawing.keys import Key, sign
+from diloco_tools.top.drawing.notation import (
+    QUIET,
+    UNEASY,
+    Glyphs,
+    byte_size,
+    duration,
+    number,
+    scaled,
+)
 
 
 def kick(worker: Worker, snapshot: Snapshot, glyphs: Glyphs) -> Text:

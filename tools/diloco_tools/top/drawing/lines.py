@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from diloco_tools.top.notation import Glyphs
+from diloco_tools.top.drawing.notation import Glyphs
 
 LABEL = 10  # columns for the name of a row, its gap included
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.text import Text
 
 from diloco_protocol.feed import Fragment, Rejection, Snapshot
-from diloco_tools.top.notation import (
+from diloco_tools.top.drawing.notation import (
     BAD,
     OK,
     UNEASY,

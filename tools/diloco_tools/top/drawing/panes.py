@@ -1,6 +1,6 @@
 """The parts of the full screen: header, facts, curves, verdict, events. Pure.
 
-Each gives lines no wider than asked; `diloco_tools.top.picture` puts them together.
+Each gives lines no wider than asked; `diloco_tools.top.drawing.full_screen` puts them together.
 """
 
 import math
@@ -13,9 +13,9 @@ from rich.text import Text
 from diloco_protocol.feed import LastRound, Snapshot
 from diloco_tools.feed.model import Freshness
 from diloco_tools.feed.series import recent_scale
-from diloco_tools.top import facts
-from diloco_tools.top.lines import LABEL, apart, beside, cut, flow, one_line
-from diloco_tools.top.notation import (
+from diloco_tools.top.drawing import facts
+from diloco_tools.top.drawing.lines import LABEL, apart, beside, cut, flow, one_line
+from diloco_tools.top.drawing.notation import (
     BAD,
     LEVEL_STYLES,
     QUIET,
@@ -28,7 +28,7 @@ from diloco_tools.top.notation import (
     scaled,
     verdict_mark,
 )
-from diloco_tools.top.scene import Scene
+from diloco_tools.top.drawing.scene import Scene
 
 # The whole line turns: nobody should read old figures as new ones.
 HEADER_STYLES = {Freshness.LATE: f"bold reverse {UNEASY}", Freshness.STALE: f"bold reverse {BAD}"}

@@ -10,13 +10,13 @@ from rich.text import Text
 
 from diloco_protocol.feed import Snapshot, Worker
 from diloco_tools.feed.estimate import inner_step_now
-from diloco_tools.top import facts, panes
-from diloco_tools.top.keys import footer
-from diloco_tools.top.lines import apart, flow
-from diloco_tools.top.notation import QUIET, UNEASY, Glyphs
-from diloco_tools.top.scene import Said, Scene
-from diloco_tools.top.table import FULL_SCREEN, Row, Table, lay_out
-from diloco_tools.top.view import View
+from diloco_tools.top.drawing import facts, panes
+from diloco_tools.top.drawing.keys import footer
+from diloco_tools.top.drawing.lines import apart, flow
+from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs
+from diloco_tools.top.drawing.scene import Said, Scene
+from diloco_tools.top.drawing.table import FULL_SCREEN, Row, Table, lay_out
+from diloco_tools.top.drawing.view import View
 
 MIN_WIDTH, MIN_HEIGHT = 80, 24  # everything is there at 80 by 24
 TALL = 32  # lines from which there is room for air

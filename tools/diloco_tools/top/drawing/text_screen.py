@@ -12,9 +12,9 @@ from rich.text import Text
 from diloco_protocol.feed import Snapshot
 from diloco_tools.feed.estimate import inner_step_now
 from diloco_tools.feed.model import FeedModel, Freshness
-from diloco_tools.top import facts
-from diloco_tools.top.lines import flow
-from diloco_tools.top.notation import (
+from diloco_tools.top.drawing import facts
+from diloco_tools.top.drawing.lines import flow
+from diloco_tools.top.drawing.notation import (
     LEVEL_STYLES,
     QUIET,
     Glyphs,
@@ -22,7 +22,7 @@ from diloco_tools.top.notation import (
     freshness_mark,
     verdict_mark,
 )
-from diloco_tools.top.table import ONE_SCREEN, Row, lay_out
+from diloco_tools.top.drawing.table import ONE_SCREEN, Row, lay_out
 
 MIN_WIDTH = 80  # everything is there at 80; a narrower terminal wraps lines, and loses nothing
 LAST_EVENTS = 5

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.state.model_source import InitialModel, Restored, Resumption
+from diloco_broker.core.state.model_source import InitialModel, Resumption
 from diloco_broker.shell.effects import Executor, Record
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.storage.checkpoint import Image
-from diloco_broker.storage.writer import image_of
+from diloco_broker.storage.writer import image_of, record_of
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
@@ -446,26 +446,6 @@ def a_stage(workers: int = 2, chunks: int = 3, *, by_hand: bool = False, **field
 
 def resumption(image: Image) -> Resumption:
     """What `saving.take_up` makes of a checkpoint, here without tensors."""
-    fragments = {
-        fragment: Restored(
-            each.version,
-            each.ledger,
-            each.gradients,
-            each.round,
-            each.averaged,
-            tuple(each.chunks),
-            each.tags,
-        )
-        for fragment, each in image.fragments.items()
-    }
-    return Resumption(
-        f"the checkpoint before round {image.number}",
-        image.run,
-        image.manifest,
-        image.number,
-        image.plan,
-        image.layout,
-        fragments,
-        image.workers,
-        image.totals,
-    )
+    wires = {fragment: tuple(each.chunks) for fragment, each in image.fragments.items()}
+    source = f"the checkpoint before round {image.number}"
+    return Resumption(source, record_of(image), image.layout, wires)

@@ -59,7 +59,7 @@ class NotedTensors:
         self.merges: list[effects.AggregateAndStep] = []
         self.tunes: list[BrokerConfig] = []
         self.reverted: list[effects.Revert | effects.ForgetBuffer] = []
-        for fragment in resumption.fragments if resumption else ():
+        for fragment in resumption.wires if resumption else ():
             self._put_back(fragment)
 
     # What the core asks for.
@@ -87,7 +87,7 @@ class NotedTensors:
 
     def _put_back(self, fragment: int) -> None:
         if self._resumption is not None:
-            for index, wire in enumerate(self._resumption.fragments[fragment].wires):
+            for index, wire in enumerate(self._resumption.wires[fragment]):
                 self.chunks[fragment, index] = wire
 
     # Work.

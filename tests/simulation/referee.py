@@ -24,7 +24,8 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Phase
-from diloco_broker.core.state.versions import UPLOAD_WINDOW, FragmentVersions
+from diloco_broker.core.state.uploads import UPLOAD_WINDOW
+from diloco_broker.core.state.versions import FragmentVersions
 from diloco_broker.storage.checkpoint import Image
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Commit, Push, Released
@@ -314,10 +315,9 @@ class Referee:
         versions, report = state.versions[fragment], state.last_report
         assert report is not None
         if not self.config.is_async:
-            its_turn = (
-                versions.round == round_ and versions.round % self.config.num_fragments == fragment
-            )
-            demand(its_turn, "round {} made a version of {}: {}", versions.round, fragment, round_)
+            number = versions.record.round
+            its_turn = number == round_ and number % self.config.num_fragments == fragment
+            demand(its_turn, "round {} made a version of {}: {}", number, fragment, round_)
         added = self.tensors.added.get(fragment, {})
         whole = self._whole(added, versions)
         weight = sum(self.records[key].weight for key in whole)

@@ -412,8 +412,9 @@ def loses(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
 
         def lose(*of: Any) -> Resumption:
             whole = take_up(*of)
-            poor = {f: replace(each, **{name: value}) for f, each in whole.fragments.items()}
-            return replace(whole, fragments=poor)
+            fragments = whole.record.fragments
+            poor = {f: replace(each, **{name: value}) for f, each in fragments.items()}
+            return replace(whole, record=replace(whole.record, fragments=poor))
 
         broken.setattr(writer, "take_up", lose)
 

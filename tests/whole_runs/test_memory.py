@@ -28,7 +28,7 @@ from whole_runs.test_processes import Process, Site
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.state import versions
-from diloco_broker.core.state.versions import UPLOAD_WINDOW_TOTAL
+from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL
 from diloco_protocol.messages import Pull
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.core_harness import Puppet, a_stage

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.state.model_source import Restored, Resumption
+from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.run_record import RunRecord
+from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, FragmentImage, Image, NotPermitted
 from diloco_broker.storage.folder_lock import FolderLock
@@ -158,25 +158,27 @@ def take_up(
     image: Image, layout: ModelLayout, parameters: SavedTensors, config: BrokerConfig, source: str
 ) -> Resumption:
     """Put the tensors of an image in place; returns what the core has to know of it."""
-    fragments = {}
+    wires = {}
     for fragment, each in image.fragments.items():
         restore(parameters, fragment, each)
-        fragments[fragment] = Restored(
-            each.version,
-            each.ledger,
-            each.gradients,
-            each.round,
-            each.averaged,
-            tuple(parameters.wires(fragment)),
-            each.tags,
+        wires[fragment] = tuple(parameters.wires(fragment))
+    return Resumption(source, record_of(image), layout, wires)
+
+
+def record_of(image: Image) -> RunRecord:
+    """All of an image but the tensors."""
+    fragments = {
+        fragment: FragmentRecord(
+            each.version, each.ledger, each.gradients, each.round, each.averaged, each.tags
         )
-    return Resumption(
-        source,
+        for fragment, each in image.fragments.items()
+    }
+    return RunRecord(
         image.run,
-        image.manifest,
         image.number,
+        image.epoch,
+        image.manifest,
         image.plan,
-        layout,
         fragments,
         image.workers,
         image.totals,

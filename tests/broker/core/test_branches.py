@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from broker.core.test_recovery import a_round, a_run, ahead
 
-from diloco_broker.core.state.versions import TAGS_KEPT, TAGS_SAVED
+from diloco_broker.core.state.versions import TAGS_KEPT, TAGS_SAVED, WholeVersion
 from diloco_protocol.version import VersionId
 from kit.core_harness import Holdings, Stage
 
@@ -103,8 +103,9 @@ def test_worker_that_is_merely_behind_is_of_no_other_branch() -> None:
 def test_names_of_versions_are_remembered_up_to_a_bound() -> None:
     stage = a_run("a", rounds=1)
     each = stage.state.versions[0]
-    run, ledger, wires = stage.version().run, each.ledger, each.wires
+    run = stage.version().run
     for counter in range(2, TAGS_KEPT + 100):
-        each.put(VersionId(run, counter, counter), wires, ledger)
+        record = replace(each.record, version=VersionId(run, counter, counter))
+        each.set_current(WholeVersion(record, each.wires))
     assert len(each.tags) == TAGS_KEPT and max(each.tags) == TAGS_KEPT + 99
     assert list(each.newest_tags()) == list(each.tags)[-TAGS_SAVED:]

@@ -9,7 +9,8 @@ import pytest
 
 from diloco_broker.core.events import Malformed, Received
 from diloco_broker.core.state.model_source import InitialModel
-from diloco_broker.core.state.versions import MAX_OBSERVERS, first_window, upload_window
+from diloco_broker.core.state.uploads import first_window, upload_window
+from diloco_broker.core.state.versions import MAX_OBSERVERS
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (

@@ -202,13 +202,13 @@ def test_totals_ledgers_and_counters_go_on() -> None:
     a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
     after = stage.state
     assert (after.totals.rounds, after.totals.pushes) == (3, 6)
-    versions = after.versions.fragments[0]
-    assert versions.ledger == before.versions.fragments[0].ledger
-    assert (versions.round, versions.averaged, versions.gradients) == (2, 2, 3)
+    record = after.versions[0].record
+    assert record.ledger == before.versions[0].ledger
+    assert (record.round, record.averaged, record.gradients) == (2, 2, 3)
     a.pulls()
     released = a.last(Released)
     assert released is not None
-    assert (released.round, released.averaged, released.ledger) == (2, 2, versions.ledger)
+    assert (released.round, released.averaged, released.ledger) == (2, 2, record.ledger)
     a_round([a, b], 3)
     assert after.totals.pushes == 8
     assert stage.audits[-1].after == crashed.version(), "the history hangs together"

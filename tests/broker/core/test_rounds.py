@@ -6,7 +6,7 @@ import pytest
 
 from diloco_broker.core.effects import Finish
 from diloco_broker.core.events import Stop
-from diloco_broker.core.state.versions import FIRST_WINDOW, UPLOAD_WINDOW
+from diloco_broker.core.state.uploads import FIRST_WINDOW, UPLOAD_WINDOW
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import (
     Ack,

@@ -6,11 +6,11 @@ the core asked for, the next round may have begun in the state, though no tensor
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
+from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.core.state.streaming_round import Phase
 
 # How long a release waits before it asks again for a checkpoint that could not be written.
@@ -23,20 +23,12 @@ def run_record(state: RunState, number: int) -> RunRecord:
     assert boot.manifest is not None and boot.run is not None
     fragments = {}
     for versions in state.versions.fragments:
-        version, ledger, round_, averaged = (
-            versions.version,
-            versions.ledger,
-            versions.round,
-            versions.averaged,
-        )
-        if unreleased is not None and unreleased.ended.fragment == versions.layout.fragment:
-            assert versions.in_progress is not None
-            version, ledger = versions.in_progress.version, unreleased.ledger
-            round_, averaged = unreleased.ended.number, unreleased.ended.averaged
-        if version is not None:
-            fragments[versions.layout.fragment] = FragmentRecord(
-                version, ledger, versions.gradients, round_, averaged, versions.newest_tags()
-            )
+        fragment = versions.layout.fragment
+        record = versions.current.record if versions.current else None
+        if unreleased is not None and unreleased.ended.fragment == fragment:
+            record = unreleased.record
+        if record is not None:
+            fragments[fragment] = replace(record, tags=versions.newest_tags())
     return RunRecord(
         boot.run,
         number,

@@ -9,7 +9,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.versions import Upload, first_window, upload_window
+from diloco_broker.core.state.uploads import Upload, first_window, upload_window
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code, ProtocolError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from diloco_broker.core import effects
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.versions import (
+from diloco_broker.core.state.uploads import (
     UPLOAD_WINDOW_TOTAL,
     Upload,
     first_window,

@@ -20,12 +20,13 @@ from diloco_broker.core.rules import branches, checkpoints, donation, rounds
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake, Resumption
 from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.versions import WholeVersion
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import summarise
-from diloco_protocol.version import Ledger, VersionId
+from diloco_protocol.version import VersionId
 
 # A broker that comes back without a checkpoint may be the second life of one, and its workers on their
 # way: they try again every 2 s (protocol/README.md, section 7), and then join. So long after its start
@@ -36,17 +37,18 @@ RETURN_WITHIN_S = 3.0
 def resume(state: RunState, resumption: Resumption) -> None:
     """Know the run of a checkpoint. It goes on in `seek`, once those ahead of it have been heard."""
     boot = state.bootstrap
-    boot.manifest, boot.plan, boot.layout = (
-        resumption.manifest,
-        resumption.plan,
-        resumption.layout,
-    )
+    record = resumption.record
+    boot.manifest, boot.plan, boot.layout = record.manifest, record.plan, resumption.layout
     state.versions.set_layout(resumption.layout.all)
-    boot.run, boot.source = resumption.run, resumption.source
-    boot.resumed_number = resumption.number
-    boot.restored, boot.saved = dict(resumption.fragments), resumption.fragments
-    boot.known = resumption.workers
-    for name, value in resumption.totals.items():
+    boot.run, boot.source = record.run, resumption.source
+    boot.resumed_number = record.number
+    boot.saved = {
+        fragment: WholeVersion(each, resumption.wires[fragment])
+        for fragment, each in record.fragments.items()
+    }
+    boot.restored = dict(boot.saved)
+    boot.known = record.workers
+    for name, value in record.totals.items():
         setattr(state.totals, name, value)
     state.totals_before = replace(state.totals)
     state.is_resumed = True
@@ -238,7 +240,7 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
 def _begin_run(state: RunState, source: str) -> effects.Effects:
     boot = state.bootstrap
     for fragment, intake in boot.intakes.items():
-        state.versions.install(fragment, intake.version, intake.wires, Ledger())
+        state.versions.install(fragment, intake.whole())
         yield effects.RecordVersion(intake.version, None, fragment, 0)
     yield effects.Log("info", f"Run {boot.run} begins with the parameters of {source}.")
     yield from _begin(state, 0, is_new=True)
@@ -247,7 +249,7 @@ def _begin_run(state: RunState, source: str) -> effects.Effects:
 def _adopt(state: RunState, donor: str) -> effects.Effects:
     """Everything that the donor was asked for is here."""
     boot = state.bootstrap
-    before = {fragment: each.gradients for fragment, each in boot.restored.items()}
+    before = {fragment: each.record.gradients for fragment, each in boot.restored.items()}
     steps = boot.adopt()
     size = state.config.dn_size
     # In a grace window a version takes any number of gradients: nobody knows where the buffer stood.
@@ -283,11 +285,7 @@ def _go_on(state: RunState) -> effects.Effects:
             text = f"This broker goes on with run {boot.run}, which is another one; join again."
             yield effects.Send(member.control, messages.Rejoin(state.epoch, text))
     for fragment, restored in boot.restored.items():
-        versions = state.versions[fragment]
-        versions.tags.update(restored.tags)
-        state.versions.install(fragment, restored.version, list(restored.wires), restored.ledger)
-        versions.gradients = restored.gradients
-        versions.round, versions.averaged = restored.round, restored.averaged
+        state.versions.install(fragment, restored)
     for member in state.members:
         yield from branches.tell(state, member.worker_id, member.versions)
     number = sum(s.version.counter for s in state.versions.trained if s.version)

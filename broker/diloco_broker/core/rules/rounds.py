@@ -18,6 +18,7 @@ from diloco_broker.core.rules import (
 from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
+from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Counting, Phase, Round
 from diloco_protocol.messages import Push, Rejoin
@@ -168,7 +169,8 @@ def stepped(state: RunState, event: events.Stepped) -> effects.Effects:
 def _complete(state: RunState, ended: Round | StagedRound) -> effects.Effects:
     """Every chunk has been stepped: the version is whole. A durable run saves it before it is told."""
     versions = state.versions[ended.fragment]
-    assert versions.in_progress is not None
+    in_progress = versions.in_progress
+    assert in_progress is not None
     counting = tuple(ended.counting())
     ledger = versions.ledger
     pushes = []
@@ -177,9 +179,12 @@ def _complete(state: RunState, ended: Round | StagedRound) -> effects.Effects:
             pushes.append(effects.AuditedPush(each.worker_id, each.push, each.added, each.weight))
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
     ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
-    unreleased = UnreleasedVersion(ended, counting, ledger)
+    record = FragmentRecord(
+        in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
+    )
+    unreleased = UnreleasedVersion(ended, counting, record)
     yield effects.RecordVersion(
-        versions.in_progress.version, versions.version, ended.fragment, ended.number, tuple(pushes)
+        record.version, versions.version, ended.fragment, ended.number, tuple(pushes)
     )
     if state.config.durable:
         state.unreleased = unreleased
@@ -215,14 +220,12 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     versions.contributions += whole
     state.totals.contributions += whole
     state.totals.rounds += 1
-    assert versions.in_progress is not None
-    state.last_report = _report(
-        ended, unreleased.counting, versions.in_progress.version.counter, state.now
-    )
+    counter = unreleased.record.version.counter
+    state.last_report = _report(ended, unreleased.counting, counter, state.now)
     state.first_round_pending = False
     yield effects.RecordRound(state.last_report)
     yield from _tell(state, ended, unreleased.counting)
-    yield from state.versions.release(fragment, unreleased.ledger, ended.number, ended.averaged)
+    yield from state.versions.release(fragment, unreleased.record)
     state.staging.excused_from(fragment).clear()
     if isinstance(ended, StagedRound):
         staged.released(state, ended)

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.state.dylu import average_speed
-from diloco_broker.core.state.versions import Account, Upload
+from diloco_broker.core.state.uploads import Account, Upload
 from diloco_protocol import messages
 from diloco_protocol.version import VersionId
 

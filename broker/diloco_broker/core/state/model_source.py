@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
+from diloco_broker.core.state.versions import WholeVersion
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import ModelLayout, lay_out_plan
 from diloco_protocol.manifest import Kind, Manifest
@@ -37,46 +39,19 @@ class InitialModel:
 
 
 @dataclass(frozen=True)
-class Restored:
-    """One fragment as a checkpoint has it, or as a worker has it that is ahead of the checkpoint.
-
-    Attributes:
-        gradients: how many the outer optimizer has had.
-        round, averaged: the last round of it.
-        wires: its chunks in wire form.
-        tags: of the versions before it, by counter, as far as they are known.
-    """
-
-    version: VersionId
-    ledger: Ledger
-    gradients: int
-    round: int
-    averaged: int
-    wires: tuple[Any, ...]
-    tags: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Resumption:
     """What a broker goes on from: all of a checkpoint but the tensors.
 
     Attributes:
         source: where it came from, for people.
-        number: of the round that comes next.
-        plan: the fragment of each tensor of the manifest; `layout` is what follows from it.
-        workers: counters of the workers that were here, by id.
-        totals: counters of the run so far.
+        layout: what follows from the record's manifest and plan.
+        wires: of each fragment, its chunks in wire form.
     """
 
     source: str
-    run: str
-    manifest: Manifest
-    number: int
-    plan: tuple[int, ...]
+    record: RunRecord
     layout: ModelLayout
-    fragments: Mapping[int, Restored]
-    workers: Mapping[str, Mapping[str, int]]
-    totals: Mapping[str, int]
+    wires: Mapping[int, tuple[Any, ...]]
 
 
 @dataclass
@@ -99,6 +74,13 @@ class Intake:
     @property
     def is_whole(self) -> bool:
         return all(wire is not None for wire in self.wires)
+
+    def whole(self, before: FragmentRecord | None = None, gradients: int = 0) -> WholeVersion:
+        """What came in. `before`: what is known of the fragment's version that it replaces."""
+        ledger = (self.push.ledger if self.push else None) or Ledger()
+        round_, averaged = (before.round, before.averaged) if before else (0, 0)
+        record = FragmentRecord(self.version, ledger, gradients, round_, averaged)
+        return WholeVersion(record, tuple(self.wires))
 
 
 @dataclass
@@ -141,8 +123,8 @@ class Bootstrap:
     patience_s: float = DONOR_PATIENCE_S
     holder_lost_at: float | None = None
     waits_for: str = ""
-    restored: dict[int, Restored] = field(default_factory=dict)
-    saved: Mapping[int, Restored] = field(default_factory=dict)
+    restored: dict[int, WholeVersion] = field(default_factory=dict)
+    saved: Mapping[int, WholeVersion] = field(default_factory=dict)
     known: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     source: str = ""
     resumed_number: int | None = None  # the next round by the checkpoint
@@ -255,19 +237,11 @@ class Bootstrap:
         """Keep what came in. Returns, by fragment, how many versions newer it is than what we had."""
         steps = {}
         for fragment, intake in self.intakes.items():
-            ours = self.restored.get(fragment)
-            counter = intake.version.counter
-            steps[fragment] = counter - (ours.version.counter if ours else 0)
-            ledger = intake.push.ledger if intake.push else None
-            self.restored[fragment] = Restored(
-                intake.version,
-                ledger or Ledger(),
-                # Without a checkpoint the optimizer has nothing yet, however often we adopt.
-                ours.gradients + steps[fragment] if ours and self.source else 0,
-                ours.round if ours else 0,
-                ours.averaged if ours else 0,
-                tuple(intake.wires),
-            )
+            ours = self.restored[fragment].record if fragment in self.restored else None
+            steps[fragment] = intake.version.counter - (ours.version.counter if ours else 0)
+            # Without a checkpoint the optimizer has nothing yet, however often we adopt.
+            gradients = ours.gradients + steps[fragment] if ours and self.source else 0
+            self.restored[fragment] = intake.whole(ours, gradients)
         self.intakes.clear()
         self.donor, self.wanted, self.asked = None, (), b""
         return steps

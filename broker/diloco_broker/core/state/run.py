@@ -11,13 +11,14 @@ from diloco_broker.core import effects
 from diloco_broker.core.state.dylu import sync_every
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import Bootstrap
+from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.staged_round import StagedRound, Staging
 from diloco_broker.core.state.streaming_round import Counting, Phase, Round
 from diloco_broker.core.state.versions import VersionStore
 from diloco_protocol.fragments.plan import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Push, RunConfig
-from diloco_protocol.version import Ledger, VersionId
+from diloco_protocol.version import VersionId
 
 REJECTIONS_KEPT = 10
 
@@ -119,7 +120,7 @@ class UnreleasedVersion:
 
     ended: Round | StagedRound
     counting: tuple[Counting, ...]
-    ledger: Ledger
+    record: FragmentRecord
 
 
 @dataclass
@@ -218,11 +219,10 @@ class RunState:
         Returns how many the outer optimizer has had of this fragment before.
         """
         versions = self.versions[fragment]
-        version = versions.version
-        assert version is not None
-        self.versions.make(fragment, VersionId(version.run, version.counter + 1, self.draw()))
-        versions.gradients += gradients
-        return versions.gradients - gradients
+        version, before = versions.record.version, versions.record.gradients
+        new = VersionId(version.run, version.counter + 1, self.draw())
+        self.versions.make(fragment, new, before + gradients)
+        return before
 
     def is_counted(self, member: Member, push: Push) -> bool:
         """Does the current version contain all of this push?"""

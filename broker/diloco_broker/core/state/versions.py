@@ -1,8 +1,7 @@
-"""Moving chunks under credit, both ways, and the versions that are handed out.
+"""The versions that are handed out, and those who read them.
 
-Up: a push may have as many unacknowledged chunks under way as it was granted. Down: a reader says how
-many chunks it can take. Credits bind before any of ZeroMQ's high-water marks, so a slow reader holds a
-few chunk references and never a copy of the model.
+A reader says how many chunks it can take. This credit binds before any of ZeroMQ's high-water marks, so
+a slow reader holds a few chunk references and never a copy of the model.
 
 The store keeps, for each fragment, the current version (whole, never written again) and the one that is
 being made. A reader that waits for the next version gets its chunks as they become ready. When a newer
@@ -18,18 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core import effects
+from diloco_broker.core.state.run_record import FragmentRecord
+from diloco_broker.core.state.uploads import Account
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Chunk, Push, Released
 from diloco_protocol.version import Ledger, VersionId
 
-# Chunks one push may have under way at first, which is enough on a local network, and once the way has
-# proved to be long: 1 Gb/s with a round trip of 100 ms has 12 MiB under way, 12 chunks of bf16.
-FIRST_WINDOW = 6
-UPLOAD_WINDOW = 16
-# And all pushes together, so that many workers do not fill the broker's memory; two each at least.
-FIRST_WINDOW_TOTAL = 16
-UPLOAD_WINDOW_TOTAL = 64
 # More credit than this is not believed. It must stay below ZeroMQ's high-water mark of 1000 messages,
 # past which sends to a reader that is merely slow would fail.
 MAX_READER_CREDIT = 256
@@ -41,71 +35,6 @@ TAGS_KEPT = 1024
 TAGS_SAVED = 128
 # Readers that have not joined; more are refused.
 MAX_OBSERVERS = 256
-
-
-def upload_window(pushes: int) -> int:
-    """Chunks that each of so many concurrent pushes may have under way at most."""
-    return max(2, min(UPLOAD_WINDOW, UPLOAD_WINDOW_TOTAL // max(1, pushes)))
-
-
-def first_window(pushes: int) -> int:
-    """Chunks that each of so many concurrent pushes may have under way before anything is known."""
-    return max(2, min(FIRST_WINDOW, FIRST_WINDOW_TOTAL // max(1, pushes)))
-
-
-@dataclass
-class Account:
-    """What was exchanged with one worker or observer.
-
-    Attributes:
-        bytes_up, bytes_down: of chunks.
-        staleness: of its last counted push, by fragment: versions between base and merge.
-    """
-
-    bytes_up: int = 0
-    bytes_down: int = 0
-    staleness: dict[int, int] = field(default_factory=dict)
-
-
-@dataclass
-class Upload:
-    """One push of one connection: how many chunks it may still send.
-
-    Its window is as wide as bandwidth times delay need. Chunks that wait to be added, whoever sent them,
-    show that the broker is busy: more under way would only wait in its memory. Where a whole window has
-    come without that, the way is what takes long, and the window is doubled.
-
-    Attributes:
-        push: the offer.
-        credit: chunks that may still come.
-        window: chunks under way at most, at present.
-        widest: what `window` may grow to.
-        is_void: what still comes of it is ignored: its sender has been told.
-    """
-
-    push: Push
-    credit: int = 0
-    window: int = 0
-    widest: int = 0
-    is_void: bool = False
-    calm: int = 0  # chunks since one was acknowledged while others waited
-
-    def acknowledged(self, *, is_calm: bool) -> int:
-        """A chunk is in, and its credit goes back. Returns how many there are on top.
-
-        Args:
-            is_calm: no chunk waits to be added now.
-        """
-        self.credit += 1
-        self.calm = self.calm + 1 if is_calm else 0
-        if self.calm < self.window:
-            return 0
-        self.calm = 0
-        more = min(self.window, self.widest - self.window, UPLOAD_WINDOW_TOTAL - self.credit)
-        more = max(0, more)
-        self.window += more
-        self.credit += more
-        return more
 
 
 @dataclass
@@ -131,48 +60,76 @@ class Reader:
     waiting: dict[int, int] = field(default_factory=dict)  # fragment -> counter that it has
 
 
+@dataclass(frozen=True)
+class WholeVersion:
+    """A version of which every chunk is there: `wires`, in wire form, and what is known of it."""
+
+    record: FragmentRecord
+    wires: tuple[Any, ...]
+
+    @property
+    def version(self) -> VersionId:
+        return self.record.version
+
+
 @dataclass
 class VersionInProgress:
-    """A version that is being made: its chunks so far."""
+    """A version that is being made: its chunks so far.
+
+    `gradients` counts what the outer optimizer has had of the fragment when it is done.
+    """
 
     version: VersionId
+    gradients: int
     wires: list[Any]
     left: int
-
-
-@dataclass(frozen=True)
-class OldVersion:
-    """A version that is not the current one any more, and that somebody still reads."""
-
-    version: VersionId
-    wires: tuple[Any, ...]
 
 
 @dataclass
 class FragmentVersions:
     """One fragment: its current version, the one being made, and old ones that are still read.
 
-    `gradients` counts what the outer optimizer has had of it, the one being applied included;
-    `contributions` the whole ones in its versions since the broker started. `tags` has those of its last
-    versions, by counter.
+    `contributions` counts the whole ones in its versions since the broker started. `tags` has those of
+    its last versions, by counter.
     """
 
     layout: FragmentLayout
-    version: VersionId | None = None
-    ledger: Ledger = field(default_factory=Ledger)
-    wires: tuple[Any, ...] = ()
+    current: WholeVersion | None = None
     in_progress: VersionInProgress | None = None
-    old: list[OldVersion] = field(default_factory=list)
-    round: int = 0
-    averaged: int = 0
-    gradients: int = 0
+    old: list[WholeVersion] = field(default_factory=list)
     contributions: int = 0
     tags: dict[int, int] = field(default_factory=dict)
 
-    def put(self, version: VersionId, wires: tuple[Any, ...], ledger: Ledger) -> None:
-        """This version, whole, is the current one from now on."""
-        self.version, self.wires, self.ledger = version, wires, ledger
-        self.tags[version.counter] = version.tag
+    @property
+    def record(self) -> FragmentRecord:
+        """Of the current version, which there must be."""
+        assert self.current is not None
+        return self.current.record
+
+    @property
+    def version(self) -> VersionId | None:
+        return self.current.version if self.current else None
+
+    @property
+    def wires(self) -> tuple[Any, ...]:
+        return self.current.wires if self.current else ()
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.current.record.ledger if self.current else Ledger()
+
+    @property
+    def gradients(self) -> int:
+        """How many the outer optimizer has had of it, those being applied included."""
+        if self.in_progress is not None:
+            return self.in_progress.gradients
+        return self.current.record.gradients if self.current else 0
+
+    def set_current(self, whole: WholeVersion) -> None:
+        """This version is the current one from now on."""
+        self.current = whole
+        self.tags.update(whole.record.tags)
+        self.tags[whole.version.counter] = whole.version.tag
         while len(self.tags) > TAGS_KEPT:
             del self.tags[next(iter(self.tags))]
 
@@ -218,34 +175,34 @@ class VersionStore:
 
     # Making versions.
 
-    def make(self, fragment: int, version: VersionId) -> None:
+    def make(self, fragment: int, version: VersionId, gradients: int) -> None:
         """Begin a version. Readers that wait for one follow it from now on."""
-        versions = self.fragments[fragment]
+        versions = self[fragment]
         chunks = versions.layout.chunks
-        versions.in_progress = VersionInProgress(version, [None] * chunks, chunks)
+        versions.in_progress = VersionInProgress(version, gradients, [None] * chunks, chunks)
         for reader in self.readers.values():
             after = reader.waiting.get(fragment)
             if after is not None and after < version.counter:
                 reader.downloads[fragment] = Download(version, deque(), chunks)
 
-    def install(self, fragment: int, version: VersionId, wires: list[Any], ledger: Ledger) -> None:
-        """This whole version is the first one of its fragment."""
-        versions = self.fragments[fragment]
-        assert versions.version is None and versions.in_progress is None
-        versions.put(version, tuple(wires), ledger)
+    def install(self, fragment: int, whole: WholeVersion) -> None:
+        """This version is the first one of its fragment."""
+        versions = self[fragment]
+        assert versions.current is None and versions.in_progress is None
+        versions.set_current(whole)
 
     def serve_waiting(self) -> effects.Effects:
         """Start the readers that have waited for a version which is here now."""
         for reader in list(self.readers.values()):
             for fragment, after in list(reader.waiting.items()):
-                version = self.fragments[fragment].version
+                version = self[fragment].version
                 if version is not None and version.counter > after:
-                    chunks = self.fragments[fragment].layout.chunks
+                    chunks = self[fragment].layout.chunks
                     yield from self._start(reader, fragment, Bitmap(chunks))
 
     def chunk_ready(self, fragment: int, index: int, wire: Any) -> effects.Effects:
         """A chunk of the version being made is finished."""
-        in_progress = self.fragments[fragment].in_progress
+        in_progress = self[fragment].in_progress
         assert in_progress is not None and in_progress.wires[index] is None
         in_progress.wires[index] = wire
         in_progress.left -= 1
@@ -255,23 +212,22 @@ class VersionStore:
                 download.ready.append(index)
                 yield from self.pump(reader)
 
-    def release(self, fragment: int, ledger: Ledger, number: int, averaged: int) -> effects.Effects:
+    def release(self, fragment: int, record: FragmentRecord) -> effects.Effects:
         """The version being made is whole: it becomes the current one."""
-        versions = self.fragments[fragment]
-        assert versions.in_progress is not None and versions.in_progress.left == 0
+        versions = self[fragment]
+        in_progress = versions.in_progress
+        assert in_progress is not None and in_progress.left == 0
         self._keep_what_is_read(versions)
-        versions.put(versions.in_progress.version, tuple(versions.in_progress.wires), ledger)
-        versions.round, versions.averaged = number, averaged
+        versions.set_current(WholeVersion(record, tuple(in_progress.wires)))
         versions.in_progress = None
-        assert versions.version is not None
         for reader in list(self.readers.values()):
             download = reader.downloads.get(fragment)
             waits = reader.waiting.get(fragment)
-            if download is not None and download.version in {k.version for k in versions.old}:
+            if download is not None and any(download.version == o.version for o in versions.old):
                 continue
-            if download is not None and download.version != versions.version:
+            if download is not None and download.version != record.version:
                 yield from self._start(reader, fragment, Bitmap(versions.layout.chunks))
-            elif waits is not None and waits < versions.version.counter:
+            elif waits is not None and waits < record.version.counter:
                 del reader.waiting[fragment]
                 yield effects.Send(reader.announce, self._released(fragment, reader))
 
@@ -309,7 +265,7 @@ class VersionStore:
         self, reader: Reader, fragment: int, after: int, held: tuple[VersionId, bytes] | None
     ) -> effects.Effects:
         """Give a reader the newest version above `after`, now or when there is one."""
-        versions = self.fragments[fragment]
+        versions = self[fragment]
         if reader.downloads.pop(fragment, None) is not None:
             self._sweep()
         reader.waiting.pop(fragment, None)
@@ -349,7 +305,7 @@ class VersionStore:
                 self._sweep()
 
     def _start(self, reader: Reader, fragment: int, have: Bitmap) -> effects.Effects:
-        versions = self.fragments[fragment]
+        versions = self[fragment]
         assert versions.version is not None
         reader.waiting.pop(fragment, None)
         missing = deque(have.missing())
@@ -358,19 +314,14 @@ class VersionStore:
         yield from self.pump(reader)
 
     def _released(self, fragment: int, reader: Reader) -> Released:
-        versions = self.fragments[fragment]
-        assert versions.version is not None
+        record = self[fragment].record
+        staleness = reader.account.staleness.get(fragment)
         return Released(
-            fragment,
-            versions.version,
-            versions.ledger,
-            versions.round,
-            versions.averaged,
-            reader.account.staleness.get(fragment),
+            fragment, record.version, record.ledger, record.round, record.averaged, staleness
         )
 
     def _wires(self, fragment: int, version: VersionId) -> Any:
-        versions = self.fragments[fragment]
+        versions = self[fragment]
         if versions.in_progress is not None and versions.in_progress.version == version:
             return versions.in_progress.wires
         if versions.version == version:
@@ -386,8 +337,8 @@ class VersionStore:
         is_read = any(
             d is not None and d.version == versions.version and d.left < chunks for d in downloads
         )
-        if is_read and versions.version is not None and len(versions.old) < OLD_VERSIONS_KEPT:
-            versions.old.append(OldVersion(versions.version, versions.wires))
+        if is_read and versions.current is not None and len(versions.old) < OLD_VERSIONS_KEPT:
+            versions.old.append(versions.current)
 
     def _sweep(self) -> None:
         """Let go of old versions that nobody reads any more."""

@@ -18,7 +18,7 @@ from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_round import StagedRound, Submission
 from diloco_broker.core.state.streaming_round import Phase
-from diloco_broker.core.state.versions import Upload
+from diloco_broker.core.state.uploads import Upload
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Push
 

@@ -190,10 +190,10 @@ class Totals:
     rejected: int = 0
     malformed: int = 0
     contributions: int = 0  # whole ones, in versions
-    refused: Mapping[str, int] = field(default_factory=dict)  # work refused, by reason
     bytes_up: int = 0
-    bytes_down: int = 0
     deaths: int = 0
+    refused: Mapping[str, Any] = field(default_factory=dict)  # work refused: how often, by reason
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,14 +204,14 @@ class LastRound:
     """
 
     number: int
+    fragment: int = 0
+    version: int = 0
     seconds: float = 0.0
     averaged: int = 0
     weight: float = 0.0
     loss: float | None = None
     delta_norm: float | None = None
     staleness: int = 0
-    fragment: int = 0
-    version: int = 0
 
 
 @dataclass(frozen=True)
@@ -282,16 +282,17 @@ class Snapshot:
     counts: Counts = Counts()
     model: Model | None = None
     outer: Outer = Outer()
-    reducer: Reducer = Reducer()
-    liveness: Liveness = Liveness()
-    asynchronous: Asynchronous | None = None
     sync_every: int | None = None
+    num_fragments: int | None = None
     fragment_pattern: str | None = None  # None: one fragment, or a broker that does not say
     fragment_sync_delay: int = 0
     fragment_delay_auto: bool = False  # replies are merged when they are here
     fragment_max_delay: int | None = None  # steps after which a worker waits for a reply
     fragment_update_alpha: float = 0.0
     fragment_merge: str = "alpha"
+    reducer: Reducer = Reducer()
+    liveness: Liveness = Liveness()
+    asynchronous: Asynchronous | None = None
     wire_dtype: str = ""
     reply_dtype: str = ""
     workers_wanted: int | None = None
@@ -300,9 +301,9 @@ class Snapshot:
     fragments: tuple[Fragment, ...] = ()
     workers: tuple[Worker, ...] = ()
     totals: Totals = Totals()
-    last_round: LastRound | None = None
-    checkpoint: Checkpoint | None = None
     rejections: tuple[Rejection, ...] = ()
+    checkpoint: Checkpoint | None = None
+    last_round: LastRound | None = None
     events: tuple[Event, ...] = ()
     loop: Loop = Loop()
     raw: Mapping[str, object] = field(

@@ -7,9 +7,9 @@ there is none. Types are checked, and numbers are brought into the ranges of `ra
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -35,37 +35,50 @@ def to_plain(value: Any, *, with_none: bool = False) -> Any:
     """
     if type(value) in _SCALARS:
         return value
-    if isinstance(value, Enum):
-        return value.value
-    if dataclasses.is_dataclass(value):
-        return plain_fields(value, with_none=with_none)
     if isinstance(value, tuple):
         return [to_plain(item, with_none=with_none) for item in value]
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):  # most are dicts, which is found out sooner
         return {key: to_plain(item, with_none=with_none) for key, item in value.items()}
+    if isinstance(value, Enum):
+        return value.value
+    if is_dataclass(value):
+        return plain_fields(value, with_none=with_none)
     return value
 
 
 def plain_fields(record: Any, *, with_none: bool = False) -> dict[str, Any]:
     """The fields of a record by name; see `to_plain`."""
-    plain: dict[str, Any] = {}
-    for name in _field_names(record.__class__):
-        value = getattr(record, name)
-        if value is None:
-            if with_none:
-                plain[name] = None
-        else:
-            plain[name] = value if type(value) in _SCALARS else to_plain(value, with_none=with_none)
+    # Heartbeats and the feed's workers come by the hundred: no scalar is looked at.
+    kind: Any = type(record)
+    nested, not_sent = _by_their_types(kind)
+    plain: dict[str, Any] = vars(record).copy()
+    if not with_none:
+        plain = {name: value for name, value in plain.items() if value is not None}
+    for name in nested:
+        if plain.get(name) is not None:
+            plain[name] = to_plain(plain[name], with_none=with_none)
+    for name in not_sent:
+        plain.pop(name, None)
     return plain
 
 
 @cache
-def _field_names(record: type) -> tuple[str, ...]:
+def _by_their_types(record: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the fields that may hold more than a scalar, and of those that are not written."""
+    hints = get_type_hints(record)
+    names = field_names(record)
+    nested = tuple(name for name in names if _without_none(hints[name]) not in _SCALARS)
+    return nested, tuple(each.name for each in fields(record) if each.name not in names)
+
+
+@cache
+def field_names(record: type) -> tuple[str, ...]:
+    """Names of the fields that are written and read."""
     return tuple(field.name for field in _sent(record))
 
 
-def _sent(record: type[Any]) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(record) if field.metadata.get("is_sent", True)]
+def _sent(record: type[Any]) -> list[Field[Any]]:
+    return [field for field in fields(record) if field.metadata.get("is_sent", True)]
 
 
 def from_plain(record: type[R], plain: Any, where: str = "value") -> R:
@@ -113,7 +126,7 @@ def _reader(annotation: Any, *, lenient: bool) -> Reader:
             _expect(key, str, where): read(item, where)
             for key, item in _expect(value, dict, where).items()
         }
-    if dataclasses.is_dataclass(annotation):
+    if is_dataclass(annotation):
         assert isinstance(annotation, type)
         return _record_reader(annotation, lenient=lenient)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
@@ -140,15 +153,16 @@ def _record_reader(record: type[Any], *, lenient: bool) -> Reader:
 
     def read(value: Any, where: str) -> Any:
         plain = _expect(value, dict, where)
-        fields = {}
+        found = {}
         for name, exact, read_field, fit, required in readers:
             if name in plain and not (lenient and plain[name] is None):
-                found = plain[name]
-                found = found if type(found) is exact else read_field(found, f"{where}.{name}")
-                fields[name] = found if fit is None or found is None else fit(found, where, name)
+                item = plain[name]
+                if type(item) is not exact:
+                    item = read_field(item, f"{where}.{name}")
+                found[name] = item if fit is None or item is None else fit(item, where, name)
             elif required:
                 raise ProtocolError(Code.BAD_HEADER, f"{where}.{name} is missing.")
-        return record(**fields)
+        return record(**found)
 
     return read
 
@@ -160,9 +174,8 @@ def _without_none(annotation: Any) -> Any:
     return annotation
 
 
-def _required(a_field: dataclasses.Field[Any]) -> bool:
-    missing = dataclasses.MISSING
-    return a_field.default is missing and a_field.default_factory is missing
+def _required(a_field: Field[Any]) -> bool:
+    return a_field.default is MISSING and a_field.default_factory is MISSING
 
 
 _NUMBERS = (int, float)

@@ -34,11 +34,11 @@ def snapshot(
 class TestRounds:
     def test_each_closed_round_is_one_point(self) -> None:
         series = RunSeries()
-        closed = LastRound(7, 41.2, averaged=3, loss=2.4, delta_norm=0.01, staleness=1, fragment=2)
+        closed = LastRound(7, 2, seconds=41.2, averaged=3, loss=2.4, delta_norm=0.01, staleness=1)
         series.update(snapshot(1, 1.0), now=100.0)
         for sequence in (2, 3, 4):
             series.update(snapshot(sequence, sequence, last=closed), now=99.0 + sequence)
-        series.update(snapshot(5, 5.0, last=LastRound(8, 2.0)), now=104.0)
+        series.update(snapshot(5, 5.0, last=LastRound(8, seconds=2.0)), now=104.0)
         assert series.rounds == [
             RoundPoint(101.0, 7, 2, 41.2, 3, 2.4, 0.01, 1),
             RoundPoint(104.0, 8, 0, 2.0, 0, None, None, 0),

@@ -1,30 +1,28 @@
-"""What the PUB socket says: one whole snapshot of the broker as a JSON object.
-
-A subscriber that connects late or misses some needs nothing but the next one. Ages are durations by the
-broker's own clock, so no two machines' clocks are ever compared.
-"""
+"""What the feed says of the broker: its records, filled from the state once a second."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 from diloco_broker.core import effects
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
+from diloco_protocol import feed
+from diloco_protocol.records import field_names, to_plain
+from diloco_protocol.version import as_hex
 
-FEED_VERSION = 1
-TOPIC = b"status "
 EVENTS_KEPT = 20
 LONGEST_EVENT = 500  # characters: peers may provoke long sentences
 VERSION = version("diloco-broker")
 # A worker that missed two heartbeats of the default interval is called slow before it is called dead.
 SLOW_AFTER_S = 75.0
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -62,200 +60,194 @@ def snapshot(
 def snapshot_and_line(
     state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> tuple[dict[str, Any], str]:
-    """The snapshot, and the JSON of it."""
-    whole = _snapshot(state, events, figures, sequence, now)
+    """The snapshot as plain values, and the JSON of it."""
+    whole = to_plain(_snapshot(state, events, figures, sequence, now), with_none=True)
     try:
         return whole, json.dumps(whole, allow_nan=False)
-    except (
-        ValueError,
-        TypeError,
-    ):  # what a worker sent is in it; looking at all costs more than this
-        safe: dict[str, Any] = json_safe(whole)
+    except (ValueError, TypeError):  # of what a worker sent; looking at all costs more than this
+        safe: dict[str, Any] = feed.json_safe(whole)
         return safe, json.dumps(safe, allow_nan=False)
-
-
-def json_safe(value: Any) -> Any:
-    """What workers send may hold anything that msgpack can; JSON takes less."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): json_safe(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
-    if value is None or isinstance(value, str | int):
-        return value
-    return str(value)
 
 
 def _snapshot(
     state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
-) -> dict[str, Any]:
-    config, round_ = state.config, state.round
-    manifest, report = state.bootstrap.manifest, state.last_report
+) -> feed.Snapshot:
+    config = state.config
     waiting_for = _waiting_for(state)
-    return {
-        "feed": FEED_VERSION,
-        "sequence": sequence,
-        "epoch": state.epoch,
-        "run": state.bootstrap.run,
-        "version": VERSION,
-        "control": figures.control,
-        "uptime_s": round(now - state.started_at, 3),
-        "mode": state.run_config.mode,
-        "state": _condition(state, waiting_for),
-        "waiting_for": waiting_for,
-        "ended": _has_ended(state),
-        "paused_for_s": None if state.paused_at is None else round(now - state.paused_at, 3),
-        "round": {
-            "number": round_.number if round_ else 0,
-            "fragment": round_.fragment if round_ else 0,
-            "phase": round_.phase.value if round_ else "open",
-            "age_s": round(now - round_.opened_at, 3) if round_ else 0.0,
-            "expected": sorted(round_.expected) if round_ else [],
-            "arrived": sorted(round_.begun) if round_ else [],
-            "missing": sorted(round_.missing) if round_ else [],
-            "floor": round_.floor if round_ else config.workers,
-        },
-        "counts": {
-            "alive": len(state.members),
-            "participating": len(_participating(state)),
-            "averaged": report.averaged if report else 0,
-        },
-        "model": {
-            "parameters": manifest.trainable_elements,
-            "tensors": len(manifest.entries),
-            "bytes": 4 * sum(entry.elements for entry in manifest.entries),
-        }
-        if manifest
-        else None,
-        "outer": {
-            "optimizer": _outer_name(state),
-            "lr": _common(state, "lr") if state.has_own_optimizer else config.outer_lr,
-            "momentum": (
-                _common(state, "momentum")
-                if state.has_own_optimizer
-                else config.outer_momentum
-                if _has_momentum(state)
-                else None
-            ),
-            "groups": [asdict(group) for group in state.outer_groups],
-            "nesterov": config.nesterov if _has_momentum(state) else None,
-            "variant": config.dn_variant if config.outer_name == "dn" else None,
-            "buffer": config.dn_size if _has_buffer(state) else None,
-            "c": config.dn_c if config.outer_name == "dn" else None,
-        },
-        "sync_every": config.sync_every,
-        "num_fragments": config.num_fragments,
-        "fragment_pattern": state.fragment_pattern if config.num_fragments > 1 else None,
-        "fragment_sync_delay": config.least_delay,
-        "fragment_delay_auto": config.has_auto_delay,
-        "fragment_max_delay": config.longest_delay,
-        "fragment_update_alpha": config.fragment_update_alpha,
-        "fragment_merge": config.fragment_merge,
-        "reducer": {
-            "staged": config.is_staged,
-            "aggregate": config.aggregate,
-            "deterministic": config.deterministic,
-            "weight_by": config.weight_by,
-            "quorum": config.quorum,
-            "grace_s": config.grace,
-            "late": config.late,
-            "submissions": sum(1 for _ in state.staging),
-            "waiting": len(state.staging.waiting),
-        },
-        "liveness": {
-            "heartbeat_timeout_s": config.heartbeat_timeout,
-            "stall_timeout_s": config.stall_timeout,
-            "disconnect_grace_s": config.disconnect_grace,
-        },
-        "asynchronous": {
-            "dylu": config.dylu,
-            "dylu_min_steps": config.least_steps if config.dylu else None,
-            "staleness_weight": config.staleness_weight,
-            "max_staleness": config.max_staleness,
-            "slots": config.staging_slots,
-            "deadline_s": config.staging_deadline,
-        }
-        if config.is_async
-        else None,
-        "wire_dtype": config.wire_dtype,
-        "reply_dtype": config.reply_dtype,
-        "workers_wanted": config.workers,
-        "min_workers": config.min_workers,
-        "save_every": config.save_every,
-        "fragments": [
-            {
-                "fragment": each.layout.fragment,
-                "version": each.version.counter,
-                "tag": f"{each.version.tag:016x}",
-                "gradients": each.gradients,
-                "contributions": each.contributions,
-                "buffered": each.gradients % config.dn_size if _has_buffer(state) else 0,
-            }
+    return _filled(
+        feed.Snapshot,
+        config,
+        feed=feed.FEED_VERSION,
+        sequence=sequence,
+        epoch=state.epoch,
+        run=state.bootstrap.run,
+        version=VERSION,
+        control=figures.control,
+        uptime_s=_age(state.started_at, now),
+        mode=state.run_config.mode,
+        state=_condition(state, waiting_for),
+        waiting_for=waiting_for,
+        ended=_has_ended(state),
+        paused_for_s=_age_if(state.paused_at, now),
+        round=_round(state, now),
+        counts=feed.Counts(
+            alive=len(state.members),
+            participating=len(_participating(state)),
+            averaged=state.last_report.averaged if state.last_report else 0,
+        ),
+        model=_model(state),
+        outer=_outer(state),
+        fragment_pattern=state.fragment_pattern if config.num_fragments > 1 else None,
+        fragment_sync_delay=config.least_delay,
+        fragment_delay_auto=config.has_auto_delay,
+        fragment_max_delay=config.longest_delay,
+        reducer=_filled(
+            feed.Reducer,
+            config,
+            staged=config.is_staged,
+            grace_s=config.grace,
+            submissions=sum(1 for _ in state.staging),
+            waiting=len(state.staging.waiting),
+        ),
+        liveness=feed.Liveness(
+            heartbeat_timeout_s=config.heartbeat_timeout,
+            stall_timeout_s=config.stall_timeout,
+            disconnect_grace_s=config.disconnect_grace,
+        ),
+        asynchronous=_asynchronous(state),
+        workers_wanted=config.workers,
+        fragments=tuple(
+            _filled(
+                feed.Fragment,
+                each,
+                fragment=each.layout.fragment,
+                version=each.version.counter,
+                tag=as_hex(each.version.tag),
+                buffered=each.gradients % config.dn_size if _has_buffer(state) else 0,
+            )
             for each in state.versions.trained
             if each.version
-        ],
-        "workers": [_worker(state, member, now) for member in state.members],
-        "totals": _totals(state),
-        "rejections": [
-            {
-                "age_s": round(now - each.at, 3),
-                "worker": each.worker_id,
-                "code": each.code,
-                "text": each.text[:LONGEST_EVENT],
-            }
+        ),
+        workers=tuple(_worker(state, member, now) for member in state.members),
+        totals=_totals(state),
+        rejections=tuple(
+            feed.Rejection(_age(each.at, now), each.worker_id, each.code, each.text[:LONGEST_EVENT])
             for each in state.rejections
-        ],
-        "checkpoint": {
-            "folder": config.save_dir,
-            "round": state.saving.number,
-            "age_s": None
-            if state.saving.saved_at is None
-            else round(now - state.saving.saved_at, 3),
-            "error": state.saving.error,
-            "durable": config.durable,
-        }
-        if config.save_dir is not None
-        else None,
-        "last_round": {
-            "number": report.number,
-            "fragment": report.fragment,
-            "version": report.version,
-            "seconds": round(report.seconds, 3),
-            "averaged": report.averaged,
-            "weight": report.weight,
-            "loss": report.loss,
-            "delta_norm": report.delta_norm,
-            "staleness": report.staleness,
-        }
-        if report
-        else None,
-        "events": [
-            {
-                "sequence": number,
-                "age_s": round(now - at, 3),
-                "level": log.level,
-                "text": log.text,
-            }
+        ),
+        checkpoint=_checkpoint(state, now),
+        last_round=_last_round(state),
+        events=tuple(
+            feed.Event(number, _age(at, now), log.level, log.text)
             for number, at, log in events.entries
-        ],
-        "loop": {
-            "longest_turn_ms": round(figures.longest_turn_s * 1e3, 3),
-            "cpu_s": round(figures.cpu_s, 3),
-            "rss_bytes": figures.rss_bytes,
-        },
-    }
+        ),
+        loop=feed.Loop(
+            longest_turn_ms=round(figures.longest_turn_s * 1e3, 3),
+            cpu_s=round(figures.cpu_s, 3),
+            rss_bytes=figures.rss_bytes,
+        ),
+    )
 
 
-def _totals(state: RunState) -> dict[str, Any]:
+def _filled(record: type[R], source: object, **others: Any) -> R:
+    """A record with these fields, and all its other fields from what the source calls the same.
+
+    AttributeError for a field that neither has: nothing is left at its default unseen.
+    """
+    kind: Any = record
+    own = {name: getattr(source, name) for name in field_names(kind) if name not in others}
+    return record(**own, **others)
+
+
+def _age(at: float, now: float) -> float:
+    return round(now - at, 3)
+
+
+def _age_if(at: float | None, now: float) -> float | None:
+    return None if at is None else round(now - at, 3)
+
+
+def _round(state: RunState, now: float) -> feed.Round:
+    open_ = state.round
+    if open_ is None:
+        return feed.Round(0, floor=state.config.workers)
+    return _filled(
+        feed.Round,
+        open_,
+        phase=open_.phase.value,
+        age_s=_age(open_.opened_at, now),
+        expected=tuple(sorted(open_.expected)),
+        arrived=tuple(sorted(open_.begun)),
+        missing=tuple(sorted(open_.missing)),
+    )
+
+
+def _model(state: RunState) -> feed.Model | None:
+    manifest = state.bootstrap.manifest
+    if manifest is None:
+        return None
+    return feed.Model(
+        parameters=manifest.trainable_elements,
+        tensors=len(manifest.entries),
+        bytes=4 * sum(entry.elements for entry in manifest.entries),
+    )
+
+
+def _outer(state: RunState) -> feed.Outer:
+    config, has_momentum = state.config, _has_momentum(state)
+    if state.has_own_optimizer:
+        lr, momentum = _common(state, "lr"), _common(state, "momentum")
+    else:
+        lr, momentum = config.outer_lr, config.outer_momentum if has_momentum else None
+    return feed.Outer(
+        optimizer=_outer_name(state),
+        lr=lr,
+        momentum=momentum,
+        groups=tuple(feed.OuterGroup(each.lr, each.momentum) for each in state.outer_groups),
+        nesterov=config.nesterov if has_momentum else None,
+        variant=config.dn_variant if config.outer_name == "dn" else None,
+        buffer=config.dn_size if _has_buffer(state) else None,
+        c=config.dn_c if config.outer_name == "dn" else None,
+    )
+
+
+def _asynchronous(state: RunState) -> feed.Asynchronous | None:
+    config = state.config
+    if not config.is_async:
+        return None
+    return _filled(
+        feed.Asynchronous,
+        config,
+        dylu_min_steps=config.least_steps if config.dylu else None,
+        slots=config.staging_slots,
+        deadline_s=config.staging_deadline,
+    )
+
+
+def _checkpoint(state: RunState, now: float) -> feed.Checkpoint | None:
+    config, saving = state.config, state.saving
+    if config.save_dir is None:
+        return None
+    return feed.Checkpoint(
+        folder=config.save_dir,
+        round=saving.number,
+        age_s=_age_if(saving.saved_at, now),
+        error=saving.error,
+        durable=config.durable,
+    )
+
+
+def _last_round(state: RunState) -> feed.LastRound | None:
+    report = state.last_report
+    if report is None:
+        return None
+    return _filled(feed.LastRound, report, seconds=round(report.seconds, 3))
+
+
+def _totals(state: RunState) -> feed.Totals:
     """Counters of this life of the broker, so that all of them begin at the same time."""
     before = asdict(state.totals_before)
     counted = {name: value - before[name] for name, value in asdict(state.totals).items()}
-    return {
-        **counted,
-        "refused": dict(state.refused),
-        "bytes_down": state.versions.bytes_down,
-    }
+    return feed.Totals(**counted, refused=dict(state.refused), bytes_down=state.versions.bytes_down)
 
 
 def _condition(state: RunState, waiting_for: str | None) -> str:
@@ -305,43 +297,42 @@ def _participating(state: RunState) -> set[str]:
     return state.round.participating
 
 
-def _worker(state: RunState, member: Member, now: float) -> dict[str, Any]:
-    silent = now - member.last_seen
-    lost = member.disconnected_at is not None
-    return {
-        "id": member.worker_id,
-        "host": member.host,
-        "pid": member.pid,
-        "state": member.state,
-        "health": (
-            "lost"
-            if lost
-            else "stalled"
-            if member.is_stalled
-            else "slow"
-            if silent > SLOW_AFTER_S
-            else "ok"
-        ),
-        "round": member.last_round,
-        "inner_step": member.inner_step,
-        "inner_age_s": None if member.told_at is None else round(now - member.told_at, 3),
-        "sync_every": state.sync_every_of(member),
-        "step": member.step,
-        "steps_per_s": member.steps_per_s,
-        "loss": member.loss,
-        "loss_is_finite": member.loss is None or math.isfinite(member.loss),
-        "tokens": member.tokens,
-        "beat_age_s": round(silent, 3),
-        "sync_age_s": None if member.counted_at is None else round(now - member.counted_at, 3),
-        "staleness": member.staleness,
-        "merge_delay": member.merge_delay,
-        "warning": member.warning,
-        "bytes_up": member.account.bytes_up,
-        "bytes_down": member.account.bytes_down,
-        "pushes": member.pushes,
-        "rejected": member.rejected,
-        "extra": dict(member.extra),
-    }
+def _worker(state: RunState, member: Member, now: float) -> feed.Worker:
+    # Written out, since there may be hundreds of them.
+    return feed.Worker(
+        id=member.worker_id,
+        host=member.host,
+        pid=member.pid,
+        state=member.state,
+        health=_health(member, now),
+        round=member.last_round,
+        inner_step=member.inner_step,
+        inner_age_s=_age_if(member.told_at, now),
+        sync_every=state.sync_every_of(member),
+        step=member.step,
+        steps_per_s=member.steps_per_s,
+        loss=member.loss,
+        loss_is_finite=member.loss is None or math.isfinite(member.loss),
+        tokens=member.tokens,
+        beat_age_s=_age(member.last_seen, now),
+        sync_age_s=_age_if(member.counted_at, now),
+        staleness=member.staleness,
+        merge_delay=member.merge_delay,
+        warning=member.warning,
+        bytes_up=member.account.bytes_up,
+        bytes_down=member.account.bytes_down,
+        pushes=member.pushes,
+        rejected=member.rejected,
+        extra=dict(member.extra),
+    )
+
+
+def _health(member: Member, now: float) -> str:
+    if member.disconnected_at is not None:
+        return "lost"
+    if member.is_stalled:
+        return "stalled"
+    return "slow" if now - member.last_seen > SLOW_AFTER_S else "ok"
 
 
 def _waiting_for(state: RunState) -> str | None:

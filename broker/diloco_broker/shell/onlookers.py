@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from diloco_broker.core.effects import Log, RecordAction, RecordRound, RecordVersion
-from diloco_broker.core.feed import TOPIC, EventLog, LoopFigures, snapshot_and_line
+from diloco_broker.core.feed import EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.history_lines import action_line, round_line, start_line
 from diloco_broker.core.state.run import RunState
 from diloco_broker.shell.effects import Record
 from diloco_broker.storage.audit_log import AuditLog
 from diloco_broker.storage.history import HistoryWriter
+from diloco_protocol.feed import TOPIC
 
 logger = logging.getLogger("diloco.broker")
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_broker.core.feed import json_safe
+from diloco_protocol.feed import json_safe
 
 HISTORY = "history.jsonl"
 FORMER = "history.1.jsonl"

@@ -38,17 +38,14 @@ from diloco_worker.shell.inbox import Progress
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
 from diloco_worker.training.boundary import Boundaries
-from diloco_worker.training.capture import CaptureWatch
-from diloco_worker.training.occupancy import check_free, occupy, vacate
-from diloco_worker.training.other_steps import OtherSteps
+from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.patience import Patience
 from diloco_worker.training.push_log import Audit
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.saved_state import Resumption
 from diloco_worker.training.script_state import Saved, resume_plain
 from diloco_worker.training.settings import Settings, default_worker_id, resolve, warn_of_silence
-from diloco_worker.training.start import await_model, check_pair
-from diloco_worker.training.steps import is_inside_another
+from diloco_worker.training.start import await_model, check_free, check_pair, occupy, vacate
 
 logger = logging.getLogger("diloco.worker")
 
@@ -144,7 +141,8 @@ class DiLoCoWorker:
             }
         )
         self.worker_id: str = self._settings.worker_id or default_worker_id()
-        self._optimizer = check_pair(model, optimizer)
+        counted = check_pair(model, optimizer)
+        self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
         self._link: Link | None = None
         self._model = model
@@ -158,10 +156,7 @@ class DiLoCoWorker:
         self._termination = Termination(lambda: self._is_watched, self._wake)
         self._is_watched = False
         self._has_told_termination = False
-        self._capture = CaptureWatch()
-        self._others = OtherSteps(model, self._optimizer, self._trouble)
         self._frozen: Held | None = None
-        self._hook: Any = None
         self._clock: Callable[[], float] = time.monotonic
         self._reports = Reports()
         self._pace = Pace()
@@ -246,17 +241,13 @@ class DiLoCoWorker:
             self._termination.install()
         await_model(link, Patience(self._clock, first=FIRST_WORD_S))
         self._take_model(link, audit)
-        self._hook = self._optimizer.register_step_post_hook(self._after_step)
-        self._others.start()
+        self._steps.start()
         self._pace.resume(self._clock())
         return self
 
     def _undo_start(self) -> None:
         """As if it had never been started, except that it cannot be started again."""
-        self._others.stop()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._steps.stop()
         self._termination.restore()
         vacate(self._model, self)
         try:
@@ -280,10 +271,7 @@ class DiLoCoWorker:
 
     def _close(self, reason: str, *, failed: bool = False, hasty: bool = False) -> None:
         """Leave, telling the broker why. `hasty`: the process is about to end."""
-        self._others.stop()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._steps.stop()
         link, audit = self._link, self._audit
         if link is None or audit is None:
             return
@@ -394,7 +382,7 @@ class DiLoCoWorker:
             merge_delay=own.merge_delay,
             unsynced_steps=self._boundaries.unsynced_steps if self._boundaries else 0,
             model_change=self._model_change,
-            last_error=self._capture.problem or (link.last_error if link else None),
+            last_error=self._steps.problem or (link.last_error if link else None),
         )
 
     @property
@@ -524,15 +512,9 @@ class DiLoCoWorker:
 
     # Steps.
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _after_step(self) -> None:
         boundaries = self._boundaries
         assert boundaries is not None
-        if self._capture.sees_one():
-            return
-        # A fused optimizer leaves out an overflowing step by itself; the AMP scaler tells it so here.
-        overflow = getattr(optimizer, "found_inf", None)
-        if is_inside_another(optimizer) or (overflow is not None and float(overflow)):
-            return
         self._pace.step(self._clock())
         self._step += 1
         boundaries.step = self._step

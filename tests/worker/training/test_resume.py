@@ -110,7 +110,7 @@ class Life:
         """As by kill -9: nothing is said to anybody, the connections are simply gone."""
         link, members = self.hook._link, self.script.broker._loop.core.state.members
         assert link is not None
-        self.hook._hook.remove()
+        self.hook._steps.stop()
         link._io.session.connection.phase = Phase.LEFT
         link.wake()
         assert link.wait_for(lambda: link.has_ended, PATIENCE_S)

@@ -1,0 +1,129 @@
+"""Which optimizer steps are counted: the completed steps of one optimizer, each once.
+
+Two kinds of steps would be lost without a word, so that nothing would ever be pushed; each is said once:
+
+- Steps of another optimizer with this model's parameters, as when layers are unfrozen in mid-run and a
+  new optimizer is made for them. They call no hook of this worker's.
+- Replays of a CUDA graph that `optimizer.step()` was captured in. They call no Python at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+logger = logging.getLogger("diloco.worker")
+
+# So many steps of others without one of the counted optimizer are no turns of theirs, as the two
+# optimizers of a GAN take them.
+MANY = 100
+CAPTURED = (
+    "optimizer.step() was captured in a CUDA graph: its replays call no hook, so their steps are not "
+    "counted and this worker pushes nothing. Capture forward and backward alone, and call "
+    "optimizer.step() behind each replay."
+)
+
+
+class CountedSteps:
+    """See the head of this module. Looks from `start` to `stop`.
+
+    Args:
+        model: that is trained.
+        optimizer: whose steps are counted.
+        stepped: called after each of them.
+        tell: takes the sentence about another optimizer's steps.
+
+    Attributes:
+        problem: why steps are not seen, a sentence; None while they are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        stepped: Callable[[], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self.problem: str | None = None
+        self._model = model
+        self._optimizer = optimizer
+        self._stepped = stepped
+        self._tell = tell
+        self._others = 0  # steps of other optimizers, since the counted one made its last
+        self._trains_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._hook: Any = None
+        self._others_hook: Any = None
+
+    def start(self) -> None:
+        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        self._others_hook = register_optimizer_step_post_hook(self._after_any_step)
+
+    def stop(self) -> None:
+        for hook in (self._hook, self._others_hook):
+            if hook is not None:
+                hook.remove()
+        self._hook = self._others_hook = None
+
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        if self._is_captured():
+            return
+        # A fused optimizer leaves out an overflowing step by itself; the AMP scaler tells it so here.
+        overflow = getattr(optimizer, "found_inf", None)
+        if _is_inside_another(optimizer) or (overflow is not None and float(overflow)):
+            return
+        self._stepped()
+
+    def _is_captured(self) -> bool:
+        """Whether the kernels of now are recorded for a CUDA graph instead of run."""
+        # Without a device in use the second question may not be asked.
+        in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        is_captured = in_use and torch.cuda.is_current_stream_capturing()
+        if is_captured and self.problem is None:
+            self.problem = CAPTURED
+            logger.error(CAPTURED)
+        return is_captured
+
+    def _after_any_step(self, optimizer: Optimizer, *_: object) -> None:
+        if optimizer is self._optimizer:
+            self._others = 0
+            return
+        if optimizer not in self._trains_ours:
+            ours = {id(parameter) for parameter in self._model.parameters()}
+            trained = (id(p) for group in optimizer.param_groups for p in group["params"])
+            self._trains_ours[optimizer] = not ours.isdisjoint(trained)
+        self._others += self._trains_ours[optimizer]
+        if self._others == MANY and self._others_hook is not None:
+            self._tell(
+                f"Another optimizer ({type(optimizer).__name__}) has made {MANY} steps with this "
+                "model's parameters, and the one that the worker was made with none: these steps are "
+                "not counted and never pushed. Close this worker and make a new one with the "
+                "optimizer that is in use."
+            )
+            self._others_hook.remove()
+            self._others_hook = None
+
+
+def _is_inside_another(optimizer: Optimizer) -> bool:
+    """Asked by a step hook: was it called for a step inside another one of the same optimizer?
+
+    torch calls hooks from a wrapper around `step`, which each class gets when its first optimizer is
+    made. Where a user's class calls `super().step()`, and its parent has been used as well, the hooks
+    are called for either. The stack is looked at, since a count that a pre-hook keeps would be off for
+    good after an exception in a step.
+    """
+    wrapper = sys._getframe(2)  # of the step whose hook is asking
+    caller = wrapper.f_back
+    while caller is not None:
+        if caller.f_code is wrapper.f_code and caller.f_locals.get("self") is optimizer:
+            return True
+        caller = caller.f_back
+    return False

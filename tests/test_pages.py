@@ -1,0 +1,35 @@
+"""The pages: links lead somewhere, files that are named exist, none is too long to read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kit.paths import ROOT
+
+FOLDERS = [ROOT / name for name in (".github", "protocol", "broker", "worker", "tools", "tests")]
+PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in folder.rglob("*.md"))])
+LONGEST = 300
+# A path of ours in backticks: `broker/diloco_broker/core/machine.py`, `tests/kit`.
+NAMED = re.compile(r"`((?:protocol|broker|worker|tools|tests)/[\w/.-]+)`")
+
+
+def without_code(page: Path) -> str:
+    text = page.read_text()
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_named_files_are_there(page: Path) -> None:
+    text = without_code(page)
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    missing = [link for link in links if not (page.parent / link).exists()]
+    missing += [path for path in NAMED.findall(text) if not (ROOT / path).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_can_be_read_in_one_sitting(page: Path) -> None:
+    assert page.read_text().count("\n") <= LONGEST or page.name == "CHANGELOG.md"

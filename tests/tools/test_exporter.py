@@ -29,7 +29,7 @@ from diloco_tools.feed.model import FeedModel
 from kit.paths import ROOT
 
 PATIENCE_S = 20.0  # for what ought to happen at once
-README = ROOT / "tools" / "README.md"
+GUIDE = ROOT / "tools" / "EXPORTER.md"
 HOSTILE = [
     'quote"d',
     "back\\slash",
@@ -537,8 +537,8 @@ class TestNames:
         all_names = [metric.name for metric in catalogue.catalogue()]
         assert len(all_names) == len(set(all_names))
 
-    def test_the_readme_has_them_all(self) -> None:
-        text = README.read_text()
+    def test_the_guide_has_them_all(self) -> None:
+        text = GUIDE.read_text()
         missing = [m.name for m in catalogue.catalogue() if f"`{m.name}`" not in text]
         assert not missing
 

@@ -313,7 +313,7 @@ class Loss(nn.Module):
 def test_example_of_the_guide_goes_on_from_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guide = (ROOT / "worker" / "README.md").read_text()
+    guide = (ROOT / "worker" / "CHECKPOINTS.md").read_text()
     (example,) = [part for part in guide.split("```python\n") if "last.pt" in part]
     monkeypatch.chdir(tmp_path)
     begun_at = []

@@ -3,8 +3,8 @@
     python -m diloco_tools.experiments.tune --out runs/tune.json
 
 trains the single worker at several learning rates and DiLoCo at several learning rates and outer
-settings, and prints the table of `tools/README.md`. Each result is written as soon as it is there, and
-a second run goes on where the first one ended. The whole grid takes about an hour on one core.
+settings, and prints the table of `tools/EXPERIMENTS.md`. Each result is written at once, and a second
+run goes on where the first one ended. The whole grid takes about an hour on one core.
 """
 
 import json

@@ -84,5 +84,5 @@ def sentences(report: Report) -> list[str]:
 
 NOTE = (
     "Each figure is a median, with the least and the greatest value behind it. Ratios to raw TCP are of "
-    "measurements in turn, so they hold where absolute figures drift; see tools/README.md."
+    "measurements in turn, so they hold where absolute figures drift; see tools/BENCHMARK.md."
 )

@@ -17,8 +17,9 @@ from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Resumption
 from diloco_broker.shell.effects import Executor, Record
 from diloco_broker.shell.served_time import ServedTime
-from diloco_broker.storage.checkpoint import Image
-from diloco_broker.storage.writer import image_of, record_of
+from diloco_broker.storage.checkpoint_format import Checkpoint
+from diloco_broker.storage.resume import load_into
+from diloco_broker.storage.writer import checkpoint_of
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
@@ -94,7 +95,7 @@ class Stage:
         self.received: dict[bytes, list[tuple[Chunk, Any]]] = {}
         self.logs: list[str] = []
         self.saves: list[int] = []  # numbers of the checkpoints asked for
-        self.images: list[Image] = []  # what each of them would have in it
+        self.checkpoints: list[Checkpoint] = []  # what each of them would have in it
         self.audits: list[effects.RecordVersion] = []
         self.acts: list[effects.RecordAction] = []
         self.reports: list[effects.RoundReport] = []
@@ -177,7 +178,7 @@ class Stage:
 
     def save(self, save: effects.Save) -> None:
         self.saves.append(save.number)
-        self.images.append(image_of(self.state, self.tensors, save.record, self.life))
+        self.checkpoints.append(checkpoint_of(self.state, self.tensors, save.record, self.life))
 
     def end(self, end: effects.End) -> None:
         self.ends.append(end)
@@ -203,12 +204,16 @@ class Stage:
     ) -> None:
         self.happens(events.SaveFailed(self.saves[-1] if number is None else number, error))
 
-    def restarted(self, image: Image | None = None, **options: Any) -> Stage:
+    def restarted(self, checkpoint: Checkpoint | None = None, **options: Any) -> Stage:
         """A broker that was killed and goes on from a checkpoint, the last one asked for."""
-        image = image or self.images[-1]
+        checkpoint = checkpoint or self.checkpoints[-1]
         config = replace(self.config, **options)
         return Stage(
-            config, self.manifest, self.by_hand, resumption=resumption(image), life=self.life + 1
+            config,
+            self.manifest,
+            self.by_hand,
+            resumption=resumption(checkpoint),
+            life=self.life + 1,
         )
 
     # What came of it.
@@ -444,8 +449,7 @@ def a_stage(workers: int = 2, chunks: int = 3, *, by_hand: bool = False, **field
     return Stage(config, a_manifest(chunks) if pieces == 1 else layered(pieces, chunks), by_hand)
 
 
-def resumption(image: Image) -> Resumption:
-    """What `saving.take_up` makes of a checkpoint, here without tensors."""
-    wires = {fragment: tuple(each.chunks) for fragment, each in image.fragments.items()}
-    source = f"the checkpoint before round {image.number}"
-    return Resumption(source, record_of(image), image.layout, wires)
+def resumption(found: Checkpoint) -> Resumption:
+    """What a broker goes on from that has this checkpoint."""
+    layout = found.layout
+    return load_into(NotedTensors(lambda: layout, None), found, layout)

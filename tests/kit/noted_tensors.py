@@ -145,6 +145,6 @@ class NotedTensors:
     def wires(self, fragment: int) -> list[Wire]:
         return self.masters(fragment)
 
-    def restore(self, fragment: int, masters: list[Wire], *_: object) -> None:
+    def put_back(self, fragment: int, masters: list[Wire], *_: object) -> None:
         for index, wire in enumerate(masters):
             self.chunks[fragment, index] = wire

@@ -28,7 +28,9 @@ from diloco_broker.cli import app
 from diloco_broker.cli.serve import end_on_signals
 from diloco_broker.shell.process_memory import keep_freed_memory
 from diloco_broker.storage import checkpoint
+from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_worker import DiLoCoClient, DiLoCoWorker
+from kit.checkpoints import a_checkpoint
 
 PATIENCE_S = 40.0
 
@@ -160,11 +162,11 @@ def command_with_a_disk_that_hangs(*arguments: str) -> None:
     save = checkpoint.save
     saves = iter(range(1000))
 
-    def hang(folder: Path, image: checkpoint.Image, keep: int) -> Path:
+    def hang(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
         if next(saves):
             print("hangs", flush=True)
             threading.Event().wait()
-        return save(folder, image, keep)
+        return save(folder, checkpoint, keep)
 
     checkpoint.save = hang
     command(*arguments)
@@ -185,12 +187,10 @@ def stay(address: str, worker_id: str, model: torch.nn.Module) -> None:
 
 
 def save_for_ever(folder: Path, life: int) -> None:
-    """Checkpoint after checkpoint of what `an_image(number, number)` is."""
-    from broker.storage.test_checkpoint import an_image
-
+    """Checkpoint after checkpoint of what `a_checkpoint(number, number)` is."""
     for number in itertools.count(1):
-        image = replace(an_image(number, seed=number), life=life)
-        checkpoint.save(folder, image, keep=2)
+        made = replace(a_checkpoint(number, seed=number), life=life)
+        checkpoint.save(folder, made, keep=2)
         print(f"saved {number} of {life}", flush=True)
 
 

@@ -224,8 +224,8 @@ def test_run_goes_on_with_its_own_split_after_a_restart(tmp_path: Path) -> None:
         ),
     ]
     assert [list(map(list, plan.fragments)) for plan in plans] == [FRAGMENTS] * 3
-    image = load(found(folder)[0])
-    assert (image.number, image.config["fragment_pattern"]) == (6, "own")
+    newest = load(found(folder)[0])
+    assert (newest.number, newest.config["fragment_pattern"]) == (6, "own")
 
 
 @pytest.mark.parametrize(

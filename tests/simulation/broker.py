@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.shell.effects import Executor, Record
-from diloco_broker.storage import writer
+from diloco_broker.storage import resume
+from diloco_broker.storage.writer import checkpoint_of
 from diloco_protocol.messages import Message
 from simulation.disk import Disk, Saver
 from simulation.network import Connection, World
@@ -49,14 +50,12 @@ class BrokerHost:
         self.messages = 0
         self._scenario = scenario
         self._life = 1 if disk is None else disk.next_life
-        self._image = None if disk is None else disk.newest
-        self.tensors = Tensors(scenario.config, referee.records, self._image)
+        self._checkpoint = None if disk is None else disk.newest
+        self.tensors = Tensors(scenario.config, referee.records, self._checkpoint)
         resumption = None
-        if self._image is not None:
-            source = f"the checkpoint before round {self._image.number}"
-            resumption = writer.take_up(
-                self._image, self._image.layout, self.tensors, scenario.config, source
-            )
+        if self._checkpoint is not None:
+            layout = self._checkpoint.layout
+            resumption = resume.load_into(self.tensors, self._checkpoint, layout)
         draw = partial(world.dice.getrandbits, 64)
         self.core = Core(scenario.config, draw, world.now, resumption=resumption)
         self._saver = None if disk is None else Saver(world, disk, scenario.save_s, self._is_saved)
@@ -68,7 +67,7 @@ class BrokerHost:
         self._lost_a_connection = False
         self._is_deaf = False  # it writes its last checkpoint
         self._ended: Callable[[], None] | None = None  # called at the end of an orderly stop
-        referee.begins_life(self.tensors, self._image, self.owner_of)
+        referee.begins_life(self.tensors, self._checkpoint, self.owner_of)
         self._tick()
 
     @property
@@ -172,7 +171,7 @@ class BrokerHost:
     def save(self, save: effects.Save) -> None:
         assert self._saver is not None, "a checkpoint is asked for where nothing is saved"
         state = self.core.state
-        self._saver.save(writer.image_of(state, self.tensors, save.record, self._life))
+        self._saver.save(checkpoint_of(state, self.tensors, save.record, self._life))
 
     def end(self, end: effects.End) -> None:
         raise AssertionError("nobody operates a simulated broker")

@@ -1,15 +1,15 @@
 """The folder of checkpoints in a simulated run, and the thread that writes into it.
 
-The images are the product's own (`saving.image_of`), with the contents of chunks in the place of
-tensors. The folder outlives brokers. An image is there whole or not at all; which one is the newest, and
-how many are kept, is as `checkpoint` has it.
+They are the product's own (`writer.checkpoint_of`), with the contents of chunks in the place of tensors.
+The folder outlives brokers. A checkpoint is there whole or not at all; which one is the newest, and how
+many are kept, is as `storage.checkpoint` has it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from diloco_broker.storage.checkpoint import Image
+from diloco_broker.storage.checkpoint_format import Checkpoint
 from simulation.network import World
 
 # Longest time between the thread that writes and the loop.
@@ -20,46 +20,46 @@ class Disk:
     """See the head of this module.
 
     Attributes:
-        images: by (life of the broker, number of the next round).
+        checkpoints: by (life of the broker, number of the next round).
         is_full: nothing more can be written.
-        writes, failures: how many images were written and not.
+        writes, failures: how many were written and not.
     """
 
     def __init__(self, keep: int) -> None:
-        self.images: dict[tuple[int, int], Image] = {}
+        self.checkpoints: dict[tuple[int, int], Checkpoint] = {}
         self.is_full = False
         self.writes = 0
         self.failures = 0
         self._keep = keep
 
     @property
-    def newest(self) -> Image | None:
+    def newest(self) -> Checkpoint | None:
         """What the next broker goes on from."""
-        return self.images[max(self.images)] if self.images else None
+        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
     @property
     def next_life(self) -> int:
         """The number of the next life of the broker."""
-        return 1 + max((life for life, _ in self.images), default=0)
+        return 1 + max((life for life, _ in self.checkpoints), default=0)
 
-    def write(self, image: Image) -> str | None:
-        """Keep an image; returns what is wrong if that cannot be."""
+    def write(self, checkpoint: Checkpoint) -> str | None:
+        """Keep a checkpoint; returns what is wrong if that cannot be."""
         if self.is_full:
             self.failures += 1
             return "No space left on device"
         self.writes += 1
-        self.images[image.life, image.number] = image
-        for old in sorted(self.images)[: -self._keep]:
-            del self.images[old]
+        self.checkpoints[checkpoint.life, checkpoint.number] = checkpoint
+        for old in sorted(self.checkpoints)[: -self._keep]:
+            del self.checkpoints[old]
         return None
 
 
 class Saver:
-    """As `saving.Saver`: one image at a time, and of those that wait only the newest is written.
+    """As `CheckpointWriter`: one at a time, and of those that wait only the newest is written.
 
     Args:
         save_s: longest time that it takes.
-        report: told the number of an image and what is wrong, if something is.
+        report: told the number of a checkpoint and what is wrong, if something is.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Saver:
         self._disk = disk
         self._save_s = save_s
         self._report = report
-        self._next: Image | None = None
+        self._next: Checkpoint | None = None
         self._is_busy = False
         self._is_dead = False
 
@@ -82,9 +82,9 @@ class Saver:
         """Everything is written and reported."""
         return self._next is None and not self._is_busy
 
-    def save(self, image: Image) -> None:
-        """Write this image as soon as the one at hand is done."""
-        self._next = image
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write this checkpoint as soon as the one at hand is done."""
+        self._next = checkpoint
         self._go_on()
 
     def dies(self) -> None:
@@ -94,18 +94,20 @@ class Saver:
     def _go_on(self) -> None:
         if self._next is None or self._is_busy:
             return
-        image, self._next = self._next, None
+        checkpoint, self._next = self._next, None
         self._is_busy = True
-        self._world.after(self._world.dice.uniform(0, self._save_s), lambda: self._write(image))
+        self._world.after(
+            self._world.dice.uniform(0, self._save_s), lambda: self._write(checkpoint)
+        )
 
-    def _write(self, image: Image) -> None:
+    def _write(self, checkpoint: Checkpoint) -> None:
         if not self._is_dead:
-            error = self._disk.write(image)
+            error = self._disk.write(checkpoint)
             between = self._world.dice.uniform(0, BETWEEN_THREADS_S)
-            self._world.after(between, lambda: self._is_done(image.number, error))
+            self._world.after(between, lambda: self._is_done(checkpoint.number, error))
 
     def _is_done(self, number: int, error: str | None) -> None:
-        """The loop hears of it; killed in between, it never does though the image is there."""
+        """The loop hears of it; killed in between, it never does though it is there."""
         if not self._is_dead:
             self._is_busy = False
             self._report(number, error)

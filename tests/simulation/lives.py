@@ -16,8 +16,9 @@ from typing import Any
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.versions import FragmentVersions
-from diloco_broker.storage.checkpoint import FragmentImage, Image
+from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_protocol.messages import Grant, Message, Released, Standing
 from diloco_protocol.version import Ledger, VersionId
 from simulation.contents import Contents, Key
@@ -58,17 +59,17 @@ class Lives:
         self._counted_at: dict[Key, int] = {}  # in which life its worker was told so
         self._heard: dict[str, int] = {}  # the last life that had a run when it welcomed a process
         self._disk = disk
-        self._image: Image | None = None
+        self._checkpoint: Checkpoint | None = None
         self._owner_of: Callable[[bytes], str] = str
         self._first: dict[int, VersionId] = {}  # what this life began with, by fragment
         self._told: dict[int, list[Contents]] = {}  # the newest that anybody was told of
 
     def begins(
-        self, tensors: Tensors, image: Image | None, owner_of: Callable[[bytes], str]
+        self, tensors: Tensors, checkpoint: Checkpoint | None, owner_of: Callable[[bytes], str]
     ) -> None:
         """A broker starts. What it goes on with is settled later, fragment by fragment."""
         self.number += 1
-        self.tensors, self._image, self._owner_of = tensors, image, owner_of
+        self.tensors, self._checkpoint, self._owner_of = tensors, checkpoint, owner_of
         self._first.clear()
         for record in self._records.values():
             record.taken.clear()
@@ -106,7 +107,7 @@ class Lives:
         same = self.tensors.masters(fragment) == [wire.contents for wire in versions.wires]
         demand(same, "fragment {} has other parameters than its version {}", fragment, version)
         known = published.get((fragment, version))
-        ours = self._image.fragments[fragment] if self._image is not None else None
+        ours = self._checkpoint.record.fragments[fragment] if self._checkpoint is not None else None
         # A durable run may have died with a version on the disk that nobody was told of.
         is_saved = ours is not None and ours.version == version
         was = known is not None or is_saved or version.counter == 0
@@ -125,7 +126,7 @@ class Lives:
         core: Core,
         fragment: int,
         version: VersionId,
-        ours: FragmentImage | None,
+        ours: FragmentRecord | None,
         here: Iterable[Member],
     ) -> None:
         config, state = self.config, core.state
@@ -147,12 +148,12 @@ class Lives:
         )
         right = version.counter >= best
         demand(right, "somebody here has version {}, and it goes on from {}", best, version)
-        away = set(self._image.workers if self._image else ()) - {
+        away = set(self._checkpoint.record.workers if self._checkpoint else ()) - {
             m.worker_id for m in state.members
         }
         waited = state.now - state.started_at >= config.recover_wait
-        waits = bool(away) if self._image else len(state.members) < config.workers
-        is_run = self._image is not None or version.counter > 0
+        waits = bool(away) if self._checkpoint else len(state.members) < config.workers
+        is_run = self._checkpoint is not None or version.counter > 0
         demand(waited or not (is_run and waits), "it did not wait for {}", sorted(away))
 
     def _check_losses(
@@ -179,7 +180,7 @@ class Lives:
             record.is_lost = True
             demand(not self.config.durable, "it was counted, and is lost: {}", record)
             member = owners.get(record.process)
-            adopts = self._image is None or self.config.recover == "adopt"
+            adopts = self._checkpoint is None or self.config.recover == "adopt"
             if not adopts or member is None or record.process not in processes:
                 continue
             held, chosen = member.versions[fragment], versions.version
@@ -216,10 +217,10 @@ class Lives:
     def _is_on_disk(self, versions: FragmentVersions) -> None:
         """A durable run says nothing of a version that a crash could still take away."""
         fragment = versions.layout.fragment
-        image = self._disk.newest if self._disk is not None else None
+        newest = self._disk.newest if self._disk is not None else None
         chunks = [wire.contents for wire in versions.wires]
         if fragment in self._first and versions.version != self._first[fragment]:
-            saved: Sequence[Any] = image.fragments[fragment].chunks if image is not None else ()
+            saved: Sequence[Any] = newest.tensors[fragment].chunks if newest is not None else ()
             there = bool(saved) and all(map(Contents.leads_to, chunks, saved))
             demand(there, "{} is told of and is not on the disk", versions.version)
         self._told[fragment] = chunks

@@ -26,7 +26,7 @@ from diloco_broker.core.state.staged_round import StagedRound
 from diloco_broker.core.state.streaming_round import Phase
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW
 from diloco_broker.core.state.versions import FragmentVersions
-from diloco_broker.storage.checkpoint import Image
+from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Commit, Push, Released
 from diloco_protocol.version import PUSHES_REMEMBERED, VersionId
@@ -195,15 +195,15 @@ class Referee:
     # What happens at the broker.
 
     def begins_life(
-        self, tensors: Tensors, image: Image | None, owner_of: Callable[[bytes], str]
+        self, tensors: Tensors, checkpoint: Checkpoint | None, owner_of: Callable[[bytes], str]
     ) -> None:
         """A broker starts, the first one or another in its place.
 
         Args:
-            image: the checkpoint that it goes on from.
+            checkpoint: that it goes on from.
             owner_of: the name of the process at the other end of a connection.
         """
-        self.lives.begins(tensors, image, owner_of)
+        self.lives.begins(tensors, checkpoint, owner_of)
         self._history.clear()
         self._inherited.clear()
         self._audit = self._round = None

@@ -14,7 +14,8 @@ from typing import Any
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.shell.work_queue import WorkQueue
-from diloco_broker.storage.checkpoint import Image
+from diloco_broker.storage.checkpoint_format import Checkpoint
+from diloco_broker.storage.resume import put_back
 from diloco_protocol.messages import Push
 from diloco_protocol.version import VersionId
 from simulation.contents import Contents, Key
@@ -125,7 +126,7 @@ class Tensors:
     """
 
     def __init__(
-        self, config: BrokerConfig, records: dict[Key, Record], checkpoint: Image | None = None
+        self, config: BrokerConfig, records: dict[Key, Record], checkpoint: Checkpoint | None = None
     ) -> None:
         self.config = config
         self.queue = WorkQueue()
@@ -155,7 +156,7 @@ class Tensors:
         """The fragment's chunks as they are sent."""
         return [Wire((fragment, i), contents) for i, contents in enumerate(self.masters(fragment))]
 
-    def restore(
+    def put_back(
         self,
         fragment: int,
         masters: Sequence[Any],
@@ -185,8 +186,7 @@ class Tensors:
 
     def revert(self, fragment: int) -> None:
         if self._checkpoint is not None:
-            saved = self._checkpoint.fragments[fragment]
-            self.restore(fragment, saved.chunks, saved.outer)
+            put_back(self, fragment, self._checkpoint)
 
     def do_one(self) -> events.Event:
         """Do the next piece of work; raises Violation when it must not be done."""

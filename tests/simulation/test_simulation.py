@@ -26,7 +26,7 @@ from diloco_broker.core.state.model_source import Bootstrap, Resumption
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.staged_round import StagedRound, Submission
 from diloco_broker.core.state.streaming_round import Round
-from diloco_broker.storage import writer
+from diloco_broker.storage import resume
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.version import Ledger
 from kit.core_harness import a_config
@@ -331,18 +331,18 @@ def goes_on_without_those_it_knows(broken: pytest.MonkeyPatch) -> None:
 
 
 def loses(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """A broker that takes up everything of a checkpoint but one thing."""
+    """A broker that loads everything of a checkpoint but one thing."""
 
     def sabotage(broken: pytest.MonkeyPatch) -> None:
-        take_up = writer.take_up
+        load_into = resume.load_into
 
         def lose(*of: Any) -> Resumption:
-            whole = take_up(*of)
-            fragments = whole.record.fragments
-            poor = {f: replace(each, **{name: value}) for f, each in fragments.items()}
-            return replace(whole, record=replace(whole.record, fragments=poor))
+            whole = load_into(*of)
+            record = whole.record
+            poor = {f: replace(each, **{name: value}) for f, each in record.fragments.items()}
+            return replace(whole, record=replace(record, fragments=poor))
 
-        broken.setattr(writer, "take_up", lose)
+        broken.setattr(resume, "load_into", lose)
 
     return sabotage
 

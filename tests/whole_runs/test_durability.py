@@ -331,10 +331,10 @@ def test_signal_saves_tells_the_workers_and_ends_with_0(
         assert client._link is not None
         wait_for(lambda: client._link.restarting)  # type: ignore[union-attr]
         assert how.name in str(client._link.restarting)
-    image = load(found(folder)[0])
-    assert (image.number, image.fragments[0].version) == (3, final.version)
+    newest = load(found(folder)[0])
+    assert (newest.number, newest.record.fragments[0].version) == (3, final.version)
     assert torch.equal(
-        torch.cat(list(image.fragments[0].chunks)), final.tensors[name_of(0)].flatten()
+        torch.cat(list(newest.tensors[0].chunks)), final.tensors[name_of(0)].flatten()
     )
 
 

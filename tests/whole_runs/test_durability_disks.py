@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from broker.storage.test_checkpoint import an_image, assert_equal
 from whole_runs.test_durability import LOCAL, PATIENCE_S, Layers, delta, name_of, serve_options
 
 from diloco_broker import Broker, BrokerConfig
@@ -24,6 +23,7 @@ from diloco_broker.storage.folder_lock import LOCK, FolderLock
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient
 from kit import process_kit
+from kit.checkpoints import a_checkpoint, assert_equal
 from kit.process_kit import Child, Nursery, wait_for
 
 pytest_plugins = ("kit.process_fixtures",)
@@ -53,7 +53,7 @@ def test_run_goes_on_while_the_disk_is_full_and_is_saved_when_there_is_room(
         wait_for(lambda: client.status()["checkpoint"]["round"] == 6)
         assert client.status()["checkpoint"]["error"] is None
         broker.says("Checkpoints are written again")
-    assert load(found(folder)[0]).fragments[0].version == final.version
+    assert load(found(folder)[0]).record.fragments[0].version == final.version
 
 
 def pushes_and_pulls(client: DiLoCoClient, first: int, last: int) -> Any:
@@ -91,7 +91,7 @@ def test_file_in_the_place_of_the_folder_stops_no_run(nest: Nursery, tmp_path: P
         folder.unlink()
         final = pushes_and_pulls(client, 3, 4)
         wait_for(lambda: client.status()["checkpoint"]["error"] is None)
-    assert load(found(folder)[0]).fragments[0].version == final.version
+    assert load(found(folder)[0]).record.fragments[0].version == final.version
 
 
 def test_broker_starts_and_ends_on_a_full_disk(nest: Nursery, tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def some_rounds(config: BrokerConfig, first: int, last: int) -> Any:
 
 
 def lives_and_numbers(folder: Path) -> list[tuple[int, int]]:
-    images = [load(path) for path in found(folder)]
-    return [(image.life, image.number) for image in images]
+    made = [load(path) for path in found(folder)]
+    return [(each.life, each.number) for each in made]
 
 
 def test_run_goes_on_from_the_newest_or_the_one_that_is_named(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_run_that_begins_afresh_loses_nothing_of_the_one_before(tmp_path: Path) 
     assert one.version.run != other.version.run
     assert lives_and_numbers(tmp_path) == [(2, 9), (2, 8), (1, 4), (1, 3)]
     of_one = found(tmp_path)[2]
-    assert load(of_one).fragments[0].version == one.version
+    assert load(of_one).record.fragments[0].version == one.version
     assert some_rounds(a_config(tmp_path, keep=2), 9, 10).version.run == other.version.run
     again = some_rounds(a_config(tmp_path, keep=2, resume=str(of_one)), 4, 5)
     assert again.version.run == one.version.run
@@ -278,11 +278,11 @@ def test_save_that_is_killed_at_any_moment_leaves_what_was_there(
         child.says(f"saved 2 of {life}")
         threading.Event().wait(draw.uniform(0, 0.05))  # the moment is the fault
         child.kill()
-        images = [load(path) for path in found(folder)]
-        assert images[0].life == life
-        assert images[0].number >= 2
-        for image in images:
-            assert_equal(image, replace(an_image(image.number, seed=image.number), life=image.life))
+        made = [load(path) for path in found(folder)]
+        assert made[0].life == life
+        assert made[0].number >= 2
+        for each in made:
+            assert_equal(each, replace(a_checkpoint(each.number, seed=each.number), life=each.life))
     FolderLock(folder).release()
     left = {path.name for path in folder.iterdir()}
     assert left == {LOCK, *(path.name for path in found(folder))}, "rubbish is cleared away"
@@ -290,9 +290,9 @@ def test_save_that_is_killed_at_any_moment_leaves_what_was_there(
 
 def test_file_that_another_life_has_damaged_is_not_linked_to(tmp_path: Path) -> None:
     """The newest is damaged, the broker goes on from the one before and is given the same version."""
-    old = an_image(4)
+    old = a_checkpoint(4)
     checkpoint.save(tmp_path, old, keep=3)
-    fresh = an_image(5, seed=1)
+    fresh = a_checkpoint(5, seed=1)
     newer = checkpoint.save(tmp_path, fresh, keep=3)
     for file in newer.glob("fragment-*"):
         whole = file.read_bytes()
@@ -308,8 +308,8 @@ def test_checkpoint_that_is_written_again_is_never_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The only one there is, asked for twice: at no moment is there none."""
-    image = an_image(4)
-    checkpoint.save(tmp_path, image, keep=1)
+    made = a_checkpoint(4)
+    checkpoint.save(tmp_path, made, keep=1)
     rename = Path.rename
 
     def look(self: Path, target: Path) -> Path:
@@ -317,7 +317,7 @@ def test_checkpoint_that_is_written_again_is_never_away(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", look)
-    assert_equal(load(checkpoint.save(tmp_path, image, keep=1)), image)
+    assert_equal(load(checkpoint.save(tmp_path, made, keep=1)), made)
 
 
 def test_what_is_wrong_with_the_disk_is_the_same_sentence_each_time(
@@ -327,11 +327,11 @@ def test_what_is_wrong_with_the_disk_is_the_same_sentence_each_time(
         raise OSError(28, "No space left on device", str(self))
 
     monkeypatch.setattr(Path, "mkdir", full)
-    saver = writer.Saver(FolderLock(tmp_path / "run"), 3, lambda: None)
+    saver = writer.CheckpointWriter(FolderLock(tmp_path / "run"), 3, lambda: None)
     for number in (4, 5):
-        saver.save(an_image(number))
+        saver.save(a_checkpoint(number))
         assert saver.finish(PATIENCE_S)
     saver.close()
-    first, second = (outcome.error for outcome in saver.outcomes)
+    first, second = (result.error for result in saver.results)
     assert first == second
     assert "No space left on device" in str(first)

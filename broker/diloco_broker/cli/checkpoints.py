@@ -33,7 +33,7 @@ def export(
     """Write the global parameters as plain safetensors that load into the original model."""
     from diloco_broker.cli.checkpoint_report import newest_sound
     from diloco_broker.storage import checkpoint
-    from diloco_broker.storage.export import LiveModel, model_of_image, write_model
+    from diloco_broker.storage.export import LiveModel, model_of, write_model
 
     with failing_in_a_sentence():
         if to.exists() and not force:
@@ -45,8 +45,8 @@ def export(
             with LiveModel(address) as live:
                 model, what = live.read()
         else:
-            path, image = newest_sound(Path(source), checkpoint.load)
-            model, what = model_of_image(image), f"{path.name}, before round {image.number}"
+            path, found = newest_sound(Path(source), checkpoint.load)
+            model, what = model_of(found), f"{path.name}, before round {found.number}"
         size = write_model(model, to)
     typer.echo(f"{to}: {len(model)} tensors, {size:,} bytes, from {what}.")
 

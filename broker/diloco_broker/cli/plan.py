@@ -149,8 +149,9 @@ def _of_checkpoint(path: Path) -> Source:
     from diloco_broker.cli.checkpoint_report import newest_sound
     from diloco_broker.storage import checkpoint
 
-    found, (manifest, numbers, config) = newest_sound(path, checkpoint.plan_at)
-    return _of_run(found.name, manifest, numbers, config, config["fragment_pattern"])
+    place, found = newest_sound(path, checkpoint.load_record)
+    record, config = found.record, found.config
+    return _of_run(place.name, record.manifest, record.plan, config, config["fragment_pattern"])
 
 
 def _of_run(

@@ -32,7 +32,8 @@ from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.storage.model_file import describe
 from diloco_broker.storage.own_plan import make_split
-from diloco_broker.storage.writer import Saver, image_of, newest_image, next_life
+from diloco_broker.storage.resume import newest_checkpoint, next_life
+from diloco_broker.storage.writer import CheckpointWriter, checkpoint_of
 from diloco_broker.tensors.outer.chunked import make_outer
 from diloco_broker.tensors.outer.torch_optim import OuterOptimizerFactory
 from diloco_protocol.errors import Code, ProtocolError
@@ -116,19 +117,20 @@ class Loop:
         if lock is not None:
             opened.callback(lock.release)
         split = make_split(config, choose)
-        image = newest_image(config, has_own_optimizer=factory is not None, split=split)
+        found = newest_checkpoint(config, has_own_optimizer=factory is not None, split=split)
         self._life = next_life(config)
-        self.tensors = TensorExecutor(config, make_outer(config, factory), initial, image)
+        self.tensors = TensorExecutor(config, make_outer(config, factory), initial, found)
         opened.callback(self.tensors.close)
         self.now = ServedTime(_machine_clock())
         draw = partial(secrets.randbits, 64)
-        found = self.tensors.resumption
-        self.core = Core(config, draw, self.now(), describe(initial), found)
+        self.core = Core(config, draw, self.now(), describe(initial), self.tensors.resumption)
         self.sockets = Sockets(config.bind, config.feed)
         opened.callback(self.sockets.close)
-        self._saver = None if lock is None else Saver(lock, config.keep, self.sockets.wake)
-        if self._saver is not None:
-            opened.callback(self._saver.close)
+        self._writer = (
+            None if lock is None else CheckpointWriter(lock, config.keep, self.sockets.wake)
+        )
+        if self._writer is not None:
+            opened.callback(self._writer.close)
         state = self.core.state
         state.feed_address = self.sockets.feed_address
         state.has_own_optimizer = factory is not None
@@ -154,8 +156,8 @@ class Loop:
             self._publish()
         except Exception as error:
             self._say_goodbye(error)
-            if self._saver is not None:  # images never change, so what broke is not in them
-                self._saver.finish(SAVE_WITHIN_S)
+            if self._writer is not None:  # checkpoints never change, so what broke is not in them
+                self._writer.finish(SAVE_WITHIN_S)
             raise
 
     def request_stop(self, reason: str, *, restarting: bool) -> None:
@@ -273,9 +275,9 @@ class Loop:
         self.onlookers.write(record)
 
     def save(self, save: effects.Save) -> None:
-        assert self._saver is not None
+        assert self._writer is not None
         tensors = self.tensors.of(self.core.state.bootstrap.layout)
-        self._saver.save(image_of(self.core.state, tensors, save.record, self._life))
+        self._writer.save(checkpoint_of(self.core.state, tensors, save.record, self._life))
 
     def end(self, end: effects.End) -> None:
         self.request_stop(end.reason, restarting=end.restarting)
@@ -291,8 +293,8 @@ class Loop:
     # Checkpoints.
 
     def _report_saves(self) -> None:
-        while self._saver is not None and self._saver.outcomes:
-            done = self._saver.outcomes.popleft()
+        while self._writer is not None and self._writer.results:
+            done = self._writer.results.popleft()
             if done.error is None:
                 self._executor.feed(events.Saved(done.number, str(done.path)))
             else:
@@ -300,9 +302,9 @@ class Loop:
 
     def _await_the_last_save(self) -> None:
         """At an orderly end: the last checkpoint may still be being written."""
-        if self._saver is None:
+        if self._writer is None:
             return
-        if not self._saver.finish(SAVE_WITHIN_S):
+        if not self._writer.finish(SAVE_WITHIN_S):
             logger.error("The last checkpoint was not written within %g s.", SAVE_WITHIN_S)
         self._report_saves()
         number = self.core.state.saving.number

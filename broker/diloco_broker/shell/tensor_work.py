@@ -19,8 +19,8 @@ from diloco_broker.core.effects import (
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.shell.work_queue import WorkQueue
-from diloco_broker.storage.checkpoint import Image
-from diloco_broker.storage.writer import restore, take_up
+from diloco_broker.storage.checkpoint_format import Checkpoint
+from diloco_broker.storage.resume import load_into, put_back
 from diloco_broker.tensors.outer.chunked import Outer, make_outer, share_of
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import Parameters, Stocks
@@ -37,7 +37,7 @@ class TensorExecutor:
         config: the broker's options.
         outer: the outer optimizer.
         initial: tensors of the model file by name, or None.
-        image: the checkpoint to go on from, or None.
+        checkpoint: to go on from, or None.
 
     Raises:
         UsageError: the outer optimizer cannot go on from the checkpoint.
@@ -48,20 +48,18 @@ class TensorExecutor:
         config: BrokerConfig,
         outer: Outer,
         initial: Mapping[str, Tensor] | None,
-        image: Image | None,
+        checkpoint: Checkpoint | None,
     ) -> None:
         self._config = config
         self._outer = outer
         self.initial = initial
-        self._image = image
+        self._checkpoint = checkpoint
         self._queue = WorkQueue()
         self._parameters: Parameters | None = None
         self.resumption: Resumption | None = None
-        if image is not None:
-            layout = image.layout
-            tensors = self.of(layout)
-            source = f"the checkpoint before round {image.number}"
-            self.resumption = take_up(image, layout, tensors, config, source)
+        if checkpoint is not None:
+            layout = checkpoint.layout
+            self.resumption = load_into(self.of(layout), checkpoint, layout)
 
     def __bool__(self) -> bool:
         """Is there work?"""
@@ -117,7 +115,7 @@ class TensorExecutor:
                 reply=config.reply_dtype,
                 aggregate=config.aggregate,
                 share=share_of(config),
-                stocks=self._stocks() if self._image is None else None,
+                stocks=self._stocks() if self._checkpoint is None else None,
                 is_round=not config.is_async,
                 initial=self.initial,
             )
@@ -167,10 +165,10 @@ class TensorExecutor:
 
     def revert(self, fragment: int) -> None:
         """Put a fragment back to what the checkpoint has, if there is one."""
-        if self._image is not None:
+        if self._checkpoint is not None:
             assert self.resumption is not None
             tensors = self.of(self.resumption.layout)
-            restore(tensors, fragment, self._image.fragments[fragment])
+            put_back(tensors, fragment, self._checkpoint)
 
     def forget_buffer(self, fragment: int) -> None:
         """Throw away the gradients that the outer optimizer has collected of a fragment."""
@@ -179,7 +177,7 @@ class TensorExecutor:
 
     def forget_sources(self) -> None:
         """Let go of the model file's tensors and of the checkpoint: the run has its own copy."""
-        self._image = None
+        self._checkpoint = None
         self.resumption = None
         if self.initial is not None and self._parameters is not None:
             self.initial = None

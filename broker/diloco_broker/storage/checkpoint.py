@@ -15,8 +15,8 @@ A checkpoint is written beside its place under a name that begins with a dot, ea
 the disk, and then the folder is renamed. A fragment that is what it was in the last checkpoint is a hard
 link to the file that is there already.
 
-Nothing in here knows the broker's state or runs in its loop. What is saved are immutable objects (see
-`Image`), written chunk by chunk, so no copy of the model is made for it.
+Nothing in here runs in the broker's loop. What is saved never changes (see `Checkpoint`) and is written
+chunk by chunk, so no copy of the model is made for it.
 """
 
 from __future__ import annotations
@@ -27,91 +27,22 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from safetensors import SafetensorError
 
-from diloco_broker.storage import safetensors_writer
-from diloco_broker.storage.safetensors_writer import Chunked
-from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out_plan
-from diloco_protocol.codecs import segment_dtype
+from diloco_broker.storage import checkpoint_format, safetensors_writer
+from diloco_broker.storage.checkpoint_format import FORMAT, Checkpoint
 from diloco_protocol.errors import ProtocolError, UsageError
-from diloco_protocol.manifest import Manifest
-from diloco_protocol.records import from_plain, to_plain
-from diloco_protocol.version import Ledger, VersionId
+from diloco_protocol.records import to_plain
 
-FORMAT = 1
 MANIFEST = "checkpoint.json"
 NAME = re.compile(r"checkpoint-(\d{4,})-(\d{12,})(?:-(\d+))?")
-
-
-@dataclass(frozen=True)
-class FragmentImage:
-    """One fragment as it is saved. No tensor in it ever changes.
-
-    Attributes:
-        version: its name; `ledger` is what it contains.
-        gradients: how many the outer optimizer has had of it.
-        round, averaged: the last round of it.
-        chunks: master values, fp32 or int64.
-        outer: what the outer optimizer remembers of each chunk, by name; None where nothing yet.
-        optimizer: a torch optimizer's `state_dict`; None without one.
-        tags: of the versions before this one, by counter, as far as they are known.
-    """
-
-    version: VersionId
-    ledger: Ledger
-    gradients: int
-    round: int
-    averaged: int
-    chunks: Sequence[Tensor]
-    outer: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] | None = None
-    tags: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Image:
-    """All that a broker needs to go on: fragments, the frozen one last, and what surrounds them.
-
-    Attributes:
-        number: of the next round.
-        life: of the broker; the first is 1.
-        plan: the fragment of each tensor of the manifest.
-        epoch: name of that life.
-        workers: counters of the workers that were here, by id.
-        outer: kind of the outer optimizer.
-        config: options of the broker, for people and for `inspect`.
-        totals: counters of the run so far.
-    """
-
-    run: str
-    number: int
-    life: int
-    manifest: Manifest
-    plan: tuple[int, ...]
-    num_fragments: int
-    chunk_elements: int
-    outer: str
-    fragments: Mapping[int, FragmentImage]
-    epoch: str = ""
-    workers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    totals: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def layout(self) -> ModelLayout:
-        return lay_out_plan(
-            self.manifest,
-            self.plan,
-            num_fragments=self.num_fragments,
-            chunk_elements=self.chunk_elements,
-        )
+# What a file that is not ours raises when it is read.
+UNREADABLE = (KeyError, TypeError, ValueError, ProtocolError, UsageError, SafetensorError)
 
 
 class Damaged(Exception):
@@ -127,17 +58,17 @@ def _unreadable(path: Path, error: OSError) -> Damaged:
     return kind(f"{path} cannot be read: {error.strerror or error}.")
 
 
-def save(folder: Path, image: Image, keep: int) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write a checkpoint, and remove all but the newest `keep` of the run. Returns its path.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written. What was there is untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    place = name = folder / f"checkpoint-{image.life:04d}-{image.number:012d}"
+    place = name = folder / f"checkpoint-{checkpoint.life:04d}-{checkpoint.number:012d}"
     again = 1
     while place.exists():
-        if _has(place, image):
+        if _has(place, checkpoint):
             return place
         again += 1  # never in the place of one that is there: a kill in between would lose both
         place = name.with_name(f"{name.name}-{again}")
@@ -147,32 +78,29 @@ def save(folder: Path, image: Image, keep: int) -> Path:
     try:
         aside.mkdir()
         files = {
-            _file_name(fragment): _save_fragment(folder, before, aside, fragment, image)
-            for fragment in image.fragments
+            _file_name(fragment): _save_fragment(fragment, checkpoint, to=aside, before=before)
+            for fragment in checkpoint.tensors
         }
-        _write_manifest(aside / MANIFEST, _plain(image, files))
+        _write_manifest(aside / MANIFEST, checkpoint_format.plain(checkpoint, files))
         _sync_folder(aside)
         aside.rename(place)
         _sync_folder(folder)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    _retire(folder, image.run, keep)
+    _retire(folder, checkpoint.record.run, keep)
     return place
 
 
-def _has(place: Path, image: Image) -> bool:
-    """Whether this very image is there, sound: then it is not written again, and is never away."""
+def _has(place: Path, checkpoint: Checkpoint) -> bool:
+    """Whether this very checkpoint is there, sound: then it is not written again, and is never away."""
     try:
         plain = read_manifest(place)
         check_files(place, plain)
     except Damaged:
         return False
-    return bool(plain == _as_read(_plain(image, plain["files"])))
-
-
-def _as_read(body: Any) -> Any:
-    return json.loads(json.dumps(body))
+    body = checkpoint_format.plain(checkpoint, plain["files"])
+    return bool(plain == json.loads(json.dumps(body)))
 
 
 def sweep(folder: Path) -> None:
@@ -238,33 +166,37 @@ def found(folder: Path) -> list[Path]:
     return sorted(order, key=order.__getitem__, reverse=True)
 
 
-def load(path: Path) -> Image:
+def load(path: Path) -> Checkpoint:
     """Read a checkpoint and check every byte of it; raises Damaged."""
     plain = read_manifest(path)
+    found = _without_tensors(path, plain)
     try:
-        image = _from_plain(plain)
-        layouts = {part.fragment: part for part in image.layout.all}
-        fragments = {}
         check_files(path, plain)
-        for key, described in plain["fragments"].items():
-            fragment = int(key)
-            fragments[fragment] = _load_fragment(path, layouts[fragment], described)
-        wanted = {part.fragment for part in image.layout.all if part.chunks}
-        if set(fragments) != wanted:
-            raise Damaged(f"{path} has fragments {sorted(fragments)} of {sorted(wanted)}.")
-    except (KeyError, TypeError, ValueError, ProtocolError, UsageError, SafetensorError) as error:
+        parts = [part for part in found.layout.all if part.chunks]
+        has, wanted = set(found.record.fragments), {part.fragment for part in parts}
+        if has != wanted:
+            raise Damaged(f"{path} has fragments {sorted(has)} of {sorted(wanted)}.")
+        tensors = {
+            part.fragment: checkpoint_format.load_tensors(
+                path / _file_name(part.fragment), part, plain["fragments"][str(part.fragment)]
+            )
+            for part in parts
+        }
+    except UNREADABLE as error:
         raise Damaged(f"{path} cannot be read: {error!r:.200}.") from None
-    return Image(**{**vars(image), "fragments": fragments})
+    return replace(found, tensors=tensors)
 
 
-def plan_at(path: Path) -> tuple[Manifest, tuple[int, ...], Mapping[str, Any]]:
-    """Of a checkpoint without its tensors: model, fragment of each tensor, options; raises Damaged."""
-    plain = read_manifest(path)
+def load_record(path: Path) -> Checkpoint:
+    """A checkpoint without its tensors; raises Damaged."""
+    return _without_tensors(path, read_manifest(path))
+
+
+def _without_tensors(path: Path, plain: Mapping[str, Any]) -> Checkpoint:
     try:
-        image = _from_plain(plain)
-    except (KeyError, TypeError, ValueError, ProtocolError) as error:
+        return checkpoint_format.without_tensors(plain)
+    except UNREADABLE as error:
         raise Damaged(f"{path} cannot be read: {error!r:.200}.") from None
-    return image.manifest, image.plan, image.config
 
 
 def check_files(path: Path, plain: Mapping[str, Any]) -> None:
@@ -299,102 +231,27 @@ def _file_name(fragment: int) -> str:
 
 
 def _save_fragment(
-    folder: Path,
-    before: tuple[Path, dict[str, Any]] | None,
-    aside: Path,
-    fragment: int,
-    image: Image,
+    fragment: int, checkpoint: Checkpoint, *, to: Path, before: tuple[Path, dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Write one fragment, or link to the file that has it. Returns size and sum."""
+    """Write one fragment, or link to the file that has it. Returns size and sum.
+
+    Args:
+        before: folder and manifest of the checkpoint that was written last, if there is one.
+    """
     name = _file_name(fragment)
-    this = image.fragments[fragment]
     if before is not None:
         path, plain = before
-        told = plain["fragments"].get(str(fragment), {})
+        version = plain["fragments"].get(str(fragment), {}).get("version")
         # What an earlier life has written may have come to harm since.
-        if plain["life"] == image.life and told.get("version") == to_plain(this.version):
+        is_ours = plain["life"] == checkpoint.life
+        if is_ours and version == to_plain(checkpoint.record.fragments[fragment].version):
             with contextlib.suppress(OSError):  # another file system, or none that links
-                os.link(path / name, aside / name)
+                os.link(path / name, to / name)
                 return dict(plain["files"][name])
-    layout = next(part for part in image.layout.all if part.fragment == fragment)
-    size, digest = safetensors_writer.write(aside / name, _tensors(layout, this))
+    layout = next(part for part in checkpoint.layout.all if part.fragment == fragment)
+    tensors = checkpoint_format.tensors_of_file(layout, checkpoint.tensors[fragment])
+    size, digest = safetensors_writer.write(to / name, tensors)
     return {"bytes": size, "sha256": digest}
-
-
-def _tensors(layout: FragmentLayout, image: FragmentImage) -> dict[str, Chunked]:
-    """What a file of a fragment holds: its segments, and the outer state of its parameters."""
-    tensors = {}
-    for segment in Segment:
-        chunks = [image.chunks[span.index] for span in layout.spans if span.segment is segment]
-        if chunks:
-            tensors[segment.value] = Chunked(chunks, segment_dtype(segment, torch.float32))
-    for name, states in image.outer.items():
-        known = [state for state in states if state is not None]
-        if known:
-            tensors[f"outer.{name}"] = Chunked(known, torch.float32)
-    for key, tensor in _optimizer_tensors(image.optimizer):
-        flat = tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1)
-        tensors[f"optimizer.{key}"] = Chunked([flat], torch.float32)
-    return tensors
-
-
-def _optimizer_tensors(state: Mapping[str, Any] | None) -> list[tuple[str, Tensor]]:
-    found = []
-    for number, values in (state or {}).get("state", {}).items():
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                found.append((f"{number}.{name}", value))
-    return found
-
-
-def _plain(image: Image, files: Mapping[str, Any]) -> dict[str, Any]:
-    fragments = {}
-    for fragment, each in image.fragments.items():
-        fragments[str(fragment)] = {
-            "version": to_plain(each.version),
-            "ledger": each.ledger.plain(in_hex=False),
-            "gradients": each.gradients,
-            "round": each.round,
-            "averaged": each.averaged,
-            "tags": [list(pair) for pair in each.tags.items()],
-            "outer": {
-                name: [state is not None for state in states] for name, states in each.outer.items()
-            },
-            "optimizer": _plain_optimizer(each.optimizer),
-        }
-    return {
-        "format": FORMAT,
-        "run": image.run,
-        "number": image.number,
-        "life": image.life,
-        "manifest": to_plain(image.manifest),
-        "plan": list(image.plan),
-        "num_fragments": image.num_fragments,
-        "chunk_elements": image.chunk_elements,
-        "outer": image.outer,
-        "epoch": image.epoch,
-        "workers": {name: dict(counters) for name, counters in image.workers.items()},
-        "config": dict(image.config),
-        "totals": dict(image.totals),
-        "fragments": fragments,
-        "files": dict(files),
-    }
-
-
-def _plain_optimizer(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A torch optimizer's state without its tensors, which are in the file, by their shapes."""
-    if state is None:
-        return None
-    values = {
-        str(number): {
-            name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-            if isinstance(value, Tensor)
-            else {"value": value}
-            for name, value in each.items()
-        }
-        for number, each in state["state"].items()
-    }
-    return {"state": values, "param_groups": state["param_groups"]}
 
 
 def _write_manifest(path: Path, body: dict[str, Any]) -> None:
@@ -426,28 +283,6 @@ def _newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-# Reading.
-
-
-def _from_plain(plain: Mapping[str, Any]) -> Image:
-    manifest = from_plain(Manifest, plain["manifest"], "manifest")
-    return Image(
-        run=str(plain["run"]),
-        number=int(plain["number"]),
-        life=int(plain["life"]),
-        manifest=manifest,
-        plan=tuple(int(part) for part in plain["plan"]),
-        num_fragments=int(plain["num_fragments"]),
-        chunk_elements=int(plain["chunk_elements"]),
-        outer=str(plain["outer"]),
-        fragments={},
-        epoch=str(plain["epoch"]),
-        workers=plain["workers"],
-        config=plain["config"],
-        totals=plain["totals"],
-    )
-
-
 def _check_file(path: Path, told: Mapping[str, Any]) -> None:
     try:
         size, digest = safetensors_writer.checksum(path)
@@ -455,56 +290,3 @@ def _check_file(path: Path, told: Mapping[str, Any]) -> None:
         raise _unreadable(path, error) from None
     if (size, digest) != (told["bytes"], told["sha256"]):
         raise Damaged(f"{path} is not what was written: its size or checksum differs.")
-
-
-def _load_fragment(path: Path, layout: FragmentLayout, told: Mapping[str, Any]) -> FragmentImage:
-    """The tensors of one fragment, each chunk in memory of its own."""
-    with safe_open(path / _file_name(layout.fragment), framework="pt") as file:
-        segments = {s: file.get_tensor(s.value) for s in Segment if layout.lengths[s]}
-        for segment, tensor in segments.items():
-            if tensor.numel() != layout.lengths[segment]:
-                raise Damaged(f"{path} has {tensor.numel()} {segment.value} in {layout.fragment}.")
-        chunks = [segments[s.segment][s.start : s.stop].clone() for s in layout.spans]
-        outer = {}
-        for name, known in told["outer"].items():
-            whole = file.get_tensor(f"outer.{name}") if any(known) else torch.empty(0)
-            outer[name] = _split(whole, layout, known)
-        optimizer = _load_optimizer(file, told["optimizer"])
-    return FragmentImage(
-        version=from_plain(VersionId, told["version"], "version"),
-        ledger=Ledger.from_plain(told["ledger"]),
-        gradients=int(told["gradients"]),
-        round=int(told["round"]),
-        averaged=int(told["averaged"]),
-        chunks=chunks,
-        outer=outer,
-        optimizer=optimizer,
-        tags={int(counter): int(tag) for counter, tag in told.get("tags", ())},
-    )
-
-
-def _split(whole: Tensor, layout: FragmentLayout, known: Sequence[bool]) -> list[Tensor | None]:
-    """The outer state of each chunk, from those that had one end to end."""
-    found: list[Tensor | None] = []
-    start = 0
-    for span, is_known in zip(layout.spans, known, strict=True):
-        stop = start + span.elements if is_known else start
-        found.append(whole[start:stop].clone() if is_known else None)
-        start = stop
-    return found
-
-
-def _load_optimizer(file: Any, told: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if told is None:
-        return None
-    state: dict[int, dict[str, Any]] = {}
-    for number, values in told["state"].items():
-        state[int(number)] = {}
-        for name, value in values.items():
-            if "shape" in value:
-                flat = file.get_tensor(f"optimizer.{number}.{name}")
-                dtype = getattr(torch, value["dtype"])
-                state[int(number)][name] = flat.reshape(value["shape"]).to(dtype).clone()
-            else:
-                state[int(number)][name] = value["value"]
-    return {"state": state, "param_groups": told["param_groups"]}

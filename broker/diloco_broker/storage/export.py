@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from diloco_broker.storage.checkpoint import Image
+from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_protocol.chunks import FragmentLayout, ModelLayout, lay_out_plan
 from diloco_protocol.codecs import from_bytes, segment_dtype, wire_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
@@ -38,9 +38,9 @@ from diloco_protocol.records import from_plain
 CREDIT = 16
 
 
-def model_of_image(image: Image) -> dict[str, Tensor]:
+def model_of(found: Checkpoint) -> dict[str, Tensor]:
     """The model of a checkpoint: what its `state_dict` has, in its own shapes and dtypes."""
-    return assemble(image.layout, {f: each.chunks for f, each in image.fragments.items()})
+    return assemble(found.layout, {f: each.chunks for f, each in found.tensors.items()})
 
 
 def assemble(layout: ModelLayout, chunks: Mapping[int, Sequence[Tensor]]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from diloco_protocol.manifest import Manifest, summarise
 
 if TYPE_CHECKING:  # both import torch, which takes seconds that `diloco-broker plan` has not
     from diloco_broker.config import BrokerConfig
-    from diloco_broker.storage.checkpoint import Image
+    from diloco_broker.storage.checkpoint_format import Checkpoint
 
 Split = Callable[[Manifest], FragmentPlan]
 
@@ -57,7 +57,7 @@ def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
     return split.plan
 
 
-def check_same(config: BrokerConfig, split: Split | None, image: Image, path: Path) -> None:
+def check_same(config: BrokerConfig, split: Split | None, found: Checkpoint, path: Path) -> None:
     """Refuse another split of the model than a checkpoint's: chunks of a run are numbered by it.
 
     Where both are of one pattern, the checkpoint's is gone on with, whatever a later release makes of
@@ -66,19 +66,22 @@ def check_same(config: BrokerConfig, split: Split | None, image: Image, path: Pa
     Raises:
         UsageError: naming parameters that would change their fragment.
     """
-    before = image.config.get("fragment_pattern")
+    record, before = found.record, found.config.get("fragment_pattern")
     if split is None and before == config.fragment_pattern:
         return
     if split is None:
-        plan = FragmentPlan.of(image.manifest, config.num_fragments, config.fragment_pattern)
+        plan = FragmentPlan.of(record.manifest, config.num_fragments, config.fragment_pattern)
         given = f"--fragment-pattern {config.fragment_pattern}"
     else:
-        plan = split(image.manifest)
+        plan = split(record.manifest)
         given = f"--fragment-plan {config.fragment_plan or '(the function)'}"
     moved = [
         f"{entry.name} in fragment {now} instead of {was}"
         for entry, was, now in zip(
-            image.manifest.entries, image.plan, plan.numbers(image.manifest), strict=True
+            found.record.manifest.entries,
+            found.record.plan,
+            plan.numbers(record.manifest),
+            strict=True,
         )
         if was != now
     ]

@@ -231,7 +231,7 @@ class Parameters:
         whole = self._wholes.get(fragment)
         return None if whole is None else whole.state_dict()
 
-    def restore(
+    def put_back(
         self,
         fragment: int,
         masters: Sequence[Tensor],

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_broker.core.effects import Finish
 from diloco_broker.core.events import Received, Stop
-from diloco_broker.storage.checkpoint import Image
+from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_protocol.messages import Control, Grant, Notice, Released, Result, Standing, Welcome
 from kit.core_harness import Puppet, Stage, a_stage
 
@@ -46,8 +46,8 @@ def released(puppet: Puppet) -> list[int]:
     return [message.version.counter for message in puppet.all(Released)]
 
 
-def versions(image: Image) -> list[int]:
-    return [each.version.counter for each in image.fragments.values()]
+def versions(saved: Checkpoint) -> list[int]:
+    return [each.version.counter for each in saved.record.fragments.values()]
 
 
 # A durable run.
@@ -85,31 +85,31 @@ def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_image_of_a_version_that_waits_has_it_and_its_ledger(mode: str) -> None:
+def test_checkpoint_of_a_version_that_waits_has_it_and_its_ledger(mode: str) -> None:
     stage, a, b = a_run(mode, durable=True)
     a.pushes(1)
     if mode != "async":
         b.pushes(2)
-    image = stage.images[-1]
-    assert (image.number, versions(image)) == (1, [1])
-    each = image.fragments[0]
+    saved = stage.checkpoints[-1]
+    assert (saved.number, versions(saved)) == (1, [1])
+    each = saved.record.fragments[0]
     assert each.ledger.names_whole("a", 1)
     assert (each.round, each.gradients) == (0, 1)
     assert each.averaged == (1 if mode == "async" else 2)
-    assert all(("a", 1) in wire.contents for wire in each.chunks)  # type: ignore[attr-defined]
+    assert all(("a", 1) in wire.contents for wire in saved.tensors[0].chunks)  # type: ignore[attr-defined]
     stage.is_saved()
     assert stage.version() == each.version, "what was saved is what is told"
     assert stage.state.versions[0].ledger == each.ledger
 
 
-def test_image_of_a_version_that_waits_has_the_other_fragments_as_they_are() -> None:
+def test_checkpoint_of_a_version_that_waits_has_the_other_fragments_as_they_are() -> None:
     stage, a, b = a_run(durable=True, num_fragments=2, sync_every=8)
     a_round(a, b, 0)
     stage.is_saved()
     a_round(a, b, 1, fragment=1)
-    assert versions(stage.images[-1]) == [1, 1]
+    assert versions(stage.checkpoints[-1]) == [1, 1]
     assert stage.version(1).counter == 0
-    assert stage.images[-1].fragments[0].ledger == stage.state.versions[0].ledger
+    assert stage.checkpoints[-1].record.fragments[0].ledger == stage.state.versions[0].ledger
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -118,10 +118,10 @@ def test_broker_that_is_killed_while_a_version_waits_counts_it_when_it_was_saved
     a.pushes(1)
     if mode != "async":
         b.pushes(2)
-    before, after = stage.images[-2], stage.images[-1]
+    before, after = stage.checkpoints[-2], stage.checkpoints[-1]
     held = stage.holdings()
-    for image, is_in in ((after, True), (before, False)):
-        again = stage.restarted(image)
+    for saved, is_in in ((after, True), (before, False)):
+        again = stage.restarted(saved)
         a = again.worker("a").comes_with(held)
         again.worker("b").comes_with(held)
         grant = a.begins(1)
@@ -306,7 +306,7 @@ def test_checkpoints_count_rounds_of_all_fragments() -> None:
     for number in range(7):
         a_round(a, b, number, fragment=number % 3)
     assert stage.saves == [0, 2, 4, 6]
-    assert [versions(image) for image in stage.images] == [
+    assert [versions(saved) for saved in stage.checkpoints] == [
         [0, 0, 0],
         [1, 1, 0],
         [2, 1, 1],
@@ -332,8 +332,8 @@ def test_operator_gets_a_checkpoint_at_once_between_rounds() -> None:
     a.begins(11)
     assert asks(stage, "save").ok
     assert stage.saves == [0, 1]
-    assert versions(stage.images[-1]) == [1]
-    assert ("a", 11) not in stage.images[-1].fragments[0].chunks[0].contents  # type: ignore[attr-defined]
+    assert versions(stage.checkpoints[-1]) == [1]
+    assert ("a", 11) not in stage.checkpoints[-1].tensors[0].chunks[0].contents  # type: ignore[attr-defined]
 
 
 def test_operator_gets_a_checkpoint_of_the_round_that_is_closing_when_it_is_whole() -> None:
@@ -347,7 +347,7 @@ def test_operator_gets_a_checkpoint_of_the_round_that_is_closing_when_it_is_whol
     assert stage.saves == [0], "half of the version is made"
     b.delivers([1])
     assert stage.saves == [0, 1]
-    assert versions(stage.images[-1]) == [1]
+    assert versions(stage.checkpoints[-1]) == [1]
     a_round(a, b, 1)
     assert stage.saves == [0, 1], "once"
 

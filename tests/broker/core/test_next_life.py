@@ -140,7 +140,7 @@ def test_buffer_of_a_fragment_that_nobody_has_newer_is_kept() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_checkpoint_counts_the_gradients_of_the_versions_in_it_and_no_more(mode: str) -> None:
-    """Whatever the next round has begun with by the time the image is taken."""
+    """Whatever the next round has begun with by the time the checkpoint is taken."""
     crashed = a_run("a", "b", pieces=2, **MODES[mode])
     puppets = []
     for name in "ab":
@@ -157,10 +157,10 @@ def test_checkpoint_counts_the_gradients_of_the_versions_in_it_and_no_more(mode:
     while crashed.tensors.queue:
         crashed.work()
     assert crashed.saves, "a round has closed"
-    for image in crashed.images:
-        for each in image.fragments.values():
+    for saved in crashed.checkpoints:
+        for each in saved.record.fragments.values():
             made = each.version.counter  # one gradient for each version, in all these modes
-            assert each.gradients == made, f"checkpoint {image.number}"
+            assert each.gradients == made, f"checkpoint {saved.number}"
 
 
 def test_what_was_recovered_and_what_was_lost_is_said() -> None:
@@ -224,17 +224,17 @@ def test_contribution_counts_exactly_once_across_a_restart(mode: str, adopts: bo
     b.pushes(2)
     b.pushes(12)
     a.pushes(11)
-    image = crashed.images[-1]
-    assert image.number == crashed.round.number
+    saved = crashed.checkpoints[-1]
+    assert saved.number == crashed.round.number
     a.pushes(21)
     b.pushes(22)
     newer = crashed.holdings()
     assert newer[0] is not None
-    assert newer[0].version.counter > image.fragments[0].version.counter
-    stage = crashed.restarted(image)
+    assert newer[0].version.counter > saved.record.fragments[0].version.counter
+    stage = crashed.restarted(saved)
     older = tuple(
-        Held(each.version, each.ledger, tuple(each.chunks))  # type: ignore[arg-type]
-        for each in image.fragments.values()
+        Held(each.version, each.ledger, tuple(saved.tensors[fragment].chunks))  # type: ignore[arg-type]
+        for fragment, each in saved.record.fragments.items()
     )
     b = stage.worker("b").comes_with(older)
     a = stage.worker("a").comes_with(newer if adopts else older)

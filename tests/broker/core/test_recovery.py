@@ -161,8 +161,8 @@ def test_worker_that_comes_when_the_run_has_gone_on_does_not_change_it() -> None
 
 def test_checkpoint_that_knows_nobody_is_gone_on_with_at_once() -> None:
     crashed = a_run("a", rounds=2)
-    image = replace(crashed.images[-1], workers={})
-    stage = crashed.restarted(image)
+    newest = crashed.checkpoints[-1]
+    stage = crashed.restarted(replace(newest, record=replace(newest.record, workers={})))
     stage.worker("z").joins()
     assert stage.round.number == 2
 

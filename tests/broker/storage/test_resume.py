@@ -88,8 +88,8 @@ def test_run_that_is_stopped_and_resumed_is_bit_for_bit_the_run_that_is_not(
     newest = [load(found(tmp_path / each)[0]) for each in ("calm", "broken")]
     assert newest[0].number == newest[1].number == 8
     assert newest[1].life == 3
-    assert newest[1].run != newest[0].run
-    assert newest[0].totals["rounds"] == newest[1].totals["rounds"] == 8
+    assert newest[1].record.run != newest[0].record.run
+    assert newest[0].record.totals["rounds"] == newest[1].record.totals["rounds"] == 8
 
 
 def test_workers_outlive_a_killed_broker_and_the_run_is_as_if_it_had_lived(tmp_path: Path) -> None:
@@ -223,14 +223,14 @@ def test_gradients_collected_for_a_buffer_of_another_size_are_left_out(
                 client.pull()
 
     pushes(0, 2, dn_buffer=3)
-    assert "delayed" in load(found(tmp_path)[0]).fragments[0].outer
+    assert "delayed" in load(found(tmp_path)[0]).tensors[0].outer
     pushes(2, 3, dn_buffer=3)  # the third: a momentum step
     pushes(3, 5, dn_buffer=3)
     pushes(5, 5, dn_buffer=4)
     assert "took 3 gradients" in caplog.text
     assert "takes 4 now (--dn-buffer)" in caplog.text
     pushes(5, 6, dn_buffer=4)
-    collected = load(found(tmp_path)[0]).fragments[0].outer["delayed"]
+    collected = load(found(tmp_path)[0]).tensors[0].outer["delayed"]
     alone = dict(gradients(5, model.state_dict()))
     total = sum(float(t.double().sum()) for t in collected if t is not None)
     assert total == pytest.approx(sum(float(t.double().sum()) for t in alone.values()), rel=1e-4)

@@ -504,7 +504,7 @@ def test_training_goes_on_from_what_was_exported(name: str, fragments: int) -> N
     again = ChunkedModel(EVERY[name], fragments=fragments)
     for fragment in range(fragments):
         masters, state, optimizer = model.memory(fragment)
-        again.tensors.restore(fragment, masters, state, optimizer)
+        again.tensors.put_back(fragment, masters, state, optimizer)
         again.counts[fragment] = model.counts[fragment]
     for _ in range(N + 1):
         for fragment, start in enumerate(model.start):

@@ -1,0 +1,260 @@
+"""What a checkpoint consists of, and how that is written: JSON for the record, files for the tensors.
+
+The tensors of a fragment are one safetensors file: its segments end to end, and what the outer optimizer
+remembers of its parameters. `checkpoint.json` has everything else. A `Checkpoint` never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
+from diloco_broker.storage.safetensors_writer import Chunked
+from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out_plan
+from diloco_protocol.codecs import segment_dtype
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.records import from_plain, to_plain
+from diloco_protocol.version import Ledger, VersionId
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FragmentTensors:
+    """The tensors of one fragment.
+
+    Attributes:
+        chunks: master values, fp32 or int64.
+        outer: what the outer optimizer remembers of each chunk, by name; None where nothing yet.
+        optimizer: a torch optimizer's `state_dict`; None without one.
+    """
+
+    chunks: Sequence[Tensor]
+    outer: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """All that a broker needs to continue a run.
+
+    Attributes:
+        record: everything but the tensors, as the core gives it.
+        life: of the broker; the first is 1.
+        outer: kind of the outer optimizer.
+        config: options of the broker, for people and for `inspect`.
+        tensors: by fragment, the frozen one last; empty where only the rest was read.
+    """
+
+    record: RunRecord
+    life: int
+    num_fragments: int
+    chunk_elements: int
+    outer: str
+    config: Mapping[str, Any]
+    tensors: Mapping[int, FragmentTensors]
+
+    @property
+    def number(self) -> int:
+        """Of the round that comes next."""
+        return self.record.number
+
+    @property
+    def layout(self) -> ModelLayout:
+        return lay_out_plan(
+            self.record.manifest,
+            self.record.plan,
+            num_fragments=self.num_fragments,
+            chunk_elements=self.chunk_elements,
+        )
+
+
+class TensorStore(Protocol):
+    """What has tensors that a checkpoint takes and puts back: `Parameters`, or a test's stand-in."""
+
+    def masters(self, fragment: int) -> Sequence[Any]: ...
+    def outer_state(self, fragment: int) -> Mapping[str, Sequence[Any]]: ...
+    def optimizer_state(self, fragment: int) -> Mapping[str, Any] | None: ...
+    def wires(self, fragment: int) -> Sequence[Any]: ...
+    def put_back(
+        self, fragment: int, masters: Any, outer_state: Any, optimizer_state: Any = None
+    ) -> None: ...
+
+
+# The record, as JSON.
+
+
+def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of `checkpoint.json`; `files` has size and sum of each fragment's file."""
+    record = checkpoint.record
+    fragments = {}
+    for fragment, each in record.fragments.items():
+        tensors = checkpoint.tensors[fragment]
+        fragments[str(fragment)] = {
+            "version": to_plain(each.version),
+            "ledger": each.ledger.plain(in_hex=False),
+            "gradients": each.gradients,
+            "round": each.round,
+            "averaged": each.averaged,
+            "tags": [list(pair) for pair in each.tags.items()],
+            "outer": {
+                name: [state is not None for state in states]
+                for name, states in tensors.outer.items()
+            },
+            "optimizer": _plain_optimizer(tensors.optimizer),
+        }
+    return {
+        "format": FORMAT,
+        "run": record.run,
+        "number": record.number,
+        "life": checkpoint.life,
+        "manifest": to_plain(record.manifest),
+        "plan": list(record.plan),
+        "num_fragments": checkpoint.num_fragments,
+        "chunk_elements": checkpoint.chunk_elements,
+        "outer": checkpoint.outer,
+        "epoch": record.epoch,
+        "workers": {name: dict(counters) for name, counters in record.workers.items()},
+        "config": dict(checkpoint.config),
+        "totals": dict(record.totals),
+        "fragments": fragments,
+        "files": dict(files),
+    }
+
+
+def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
+    """What `checkpoint.json` says; raises KeyError, TypeError, ValueError or ProtocolError."""
+    return Checkpoint(
+        record=RunRecord(
+            run=str(plain["run"]),
+            number=int(plain["number"]),
+            epoch=str(plain["epoch"]),
+            manifest=from_plain(Manifest, plain["manifest"], "manifest"),
+            plan=tuple(int(part) for part in plain["plan"]),
+            fragments={
+                int(fragment): _fragment_record(each)
+                for fragment, each in plain["fragments"].items()
+            },
+            workers=plain["workers"],
+            totals=plain["totals"],
+        ),
+        life=int(plain["life"]),
+        num_fragments=int(plain["num_fragments"]),
+        chunk_elements=int(plain["chunk_elements"]),
+        outer=str(plain["outer"]),
+        config=plain["config"],
+        tensors={},
+    )
+
+
+def _fragment_record(plain: Mapping[str, Any]) -> FragmentRecord:
+    return FragmentRecord(
+        version=from_plain(VersionId, plain["version"], "version"),
+        ledger=Ledger.from_plain(plain["ledger"]),
+        gradients=int(plain["gradients"]),
+        round=int(plain["round"]),
+        averaged=int(plain["averaged"]),
+        tags={int(counter): int(tag) for counter, tag in plain.get("tags", ())},
+    )
+
+
+def _plain_optimizer(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """A torch optimizer's state without its tensors, which are in the file, by their shapes."""
+    if state is None:
+        return None
+    values = {
+        str(number): {
+            name: {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+            if isinstance(value, Tensor)
+            else {"value": value}
+            for name, value in each.items()
+        }
+        for number, each in state["state"].items()
+    }
+    return {"state": values, "param_groups": state["param_groups"]}
+
+
+# The tensors of a fragment, as a file.
+
+
+def tensors_of_file(layout: FragmentLayout, fragment: FragmentTensors) -> dict[str, Chunked]:
+    """What a file of a fragment holds: its segments, and the outer state of its parameters."""
+    tensors = {}
+    for segment in Segment:
+        chunks = [fragment.chunks[span.index] for span in layout.spans if span.segment is segment]
+        if chunks:
+            tensors[segment.value] = Chunked(chunks, segment_dtype(segment, torch.float32))
+    for name, states in fragment.outer.items():
+        known = [state for state in states if state is not None]
+        if known:
+            tensors[f"outer.{name}"] = Chunked(known, torch.float32)
+    for key, tensor in _optimizer_tensors(fragment.optimizer):
+        flat = tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1)
+        tensors[f"optimizer.{key}"] = Chunked([flat], torch.float32)
+    return tensors
+
+
+def _optimizer_tensors(state: Mapping[str, Any] | None) -> list[tuple[str, Tensor]]:
+    found = []
+    for number, values in (state or {}).get("state", {}).items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                found.append((f"{number}.{name}", value))
+    return found
+
+
+def load_tensors(path: Path, layout: FragmentLayout, plain: Mapping[str, Any]) -> FragmentTensors:
+    """Read the file of one fragment, each chunk into memory of its own.
+
+    Args:
+        plain: of this fragment, from `checkpoint.json`.
+
+    Raises:
+        ValueError, KeyError, SafetensorError: it does not hold what the layout says.
+    """
+    with safe_open(path, framework="pt") as file:
+        segments = {s: file.get_tensor(s.value) for s in Segment if layout.lengths[s]}
+        for segment, tensor in segments.items():
+            if tensor.numel() != layout.lengths[segment]:
+                raise ValueError(f"{tensor.numel()} {segment.value} in {path.name}")
+        chunks = [segments[s.segment][s.start : s.stop].clone() for s in layout.spans]
+        outer = {}
+        for name, known in plain["outer"].items():
+            whole = file.get_tensor(f"outer.{name}") if any(known) else torch.empty(0)
+            outer[name] = _split(whole, layout, known)
+        optimizer = _load_optimizer(file, plain["optimizer"])
+    return FragmentTensors(chunks, outer, optimizer)
+
+
+def _split(whole: Tensor, layout: FragmentLayout, known: Sequence[bool]) -> list[Tensor | None]:
+    """The outer state of each chunk, from those that had one end to end."""
+    found: list[Tensor | None] = []
+    start = 0
+    for span, is_known in zip(layout.spans, known, strict=True):
+        stop = start + span.elements if is_known else start
+        found.append(whole[start:stop].clone() if is_known else None)
+        start = stop
+    return found
+
+
+def _load_optimizer(file: Any, told: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if told is None:
+        return None
+    state: dict[int, dict[str, Any]] = {}
+    for number, values in told["state"].items():
+        state[int(number)] = {}
+        for name, value in values.items():
+            if "shape" in value:
+                flat = file.get_tensor(f"optimizer.{number}.{name}")
+                dtype = getattr(torch, value["dtype"])
+                state[int(number)][name] = flat.reshape(value["shape"]).to(dtype).clone()
+            else:
+                state[int(number)][name] = value["value"]
+    return {"state": state, "param_groups": told["param_groups"]}

@@ -1,0 +1,155 @@
+"""Continuing a run: which checkpoint, whether it fits the options, and putting its tensors in place."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.state.model_source import Resumption
+from diloco_broker.storage import checkpoint
+from diloco_broker.storage.checkpoint import Damaged, NotPermitted
+from diloco_broker.storage.checkpoint_format import Checkpoint, FragmentTensors, TensorStore
+from diloco_broker.storage.own_plan import Split, check_same
+from diloco_broker.tensors.outer.torch_optim import DELAYED
+from diloco_protocol.chunks import ModelLayout
+from diloco_protocol.errors import UsageError
+
+logger = logging.getLogger("diloco.broker")
+
+
+def newest_checkpoint(
+    config: BrokerConfig, *, has_own_optimizer: bool = False, split: Split | None = None
+) -> Checkpoint | None:
+    """The checkpoint that the configuration says to go on from; None to begin afresh.
+
+    Args:
+        split: the user's own split of the model, if there is one.
+
+    Raises:
+        UsageError: a checkpoint that was asked for by its path cannot be used, or none fits.
+    """
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        folder = None if config.save_dir is None else Path(config.save_dir)
+        candidates = [] if folder is None else checkpoint.at(folder)
+    else:
+        folder = Path(config.resume)
+        candidates = checkpoint.at(folder)
+        if not candidates:
+            raise UsageError(f"--resume {config.resume}: there is no checkpoint at that place.")
+    problems = []
+    for path in candidates:
+        try:
+            found = checkpoint.load(path)
+        except NotPermitted as error:
+            # An older one is no replacement: the run would go back, and nothing is wrong with this one.
+            raise UsageError(
+                f"{error} Let this user read it, or name the checkpoint to go on from: --resume PATH."
+            ) from None
+        except Damaged as error:
+            problems.append(str(error))
+            logger.warning("Skipped a checkpoint: %s", error)
+            continue
+        _check_fit(config, found, path)
+        check_same(config, split, found, path)
+        return _with_fitting_optimizer(config, found, path, has_own_optimizer)
+    if problems:
+        raise UsageError(
+            f"None of the {len(problems)} checkpoints in {folder} is sound, the newest because "
+            f"{problems[0]} Give --resume none to begin afresh, or another --save-dir."
+        )
+    return None
+
+
+def _check_fit(config: BrokerConfig, found: Checkpoint, path: Path) -> None:
+    """What cannot change in the middle of a run: how the model is cut."""
+    for name in ("num_fragments", "chunk_elements"):
+        saved, given = getattr(found, name), getattr(config, name)
+        if saved != given:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is {given}, the checkpoint {path} has {saved}; give the "
+                "same, or --resume none to begin afresh."
+            )
+
+
+def _with_fitting_optimizer(
+    config: BrokerConfig, found: Checkpoint, path: Path, has_own_optimizer: bool
+) -> Checkpoint:
+    """The checkpoint without what another outer optimizer remembers, which says nothing to this one."""
+    had, has = found.outer, outer_kind(config, has_own_optimizer)
+    if had == has:
+        return _with_fitting_buffer(config, found, path)
+    logger.warning(
+        "The outer optimizer was %s in %s and is %s now: it begins without momentum.",
+        had,
+        path,
+        has,
+    )
+    bare = {f: FragmentTensors(each.chunks) for f, each in found.tensors.items()}
+    return replace(found, tensors=bare)
+
+
+def _with_fitting_buffer(config: BrokerConfig, found: Checkpoint, path: Path) -> Checkpoint:
+    """The checkpoint without gradients that were collected for a mean of another size."""
+    saved = found.config
+    before = saved.get("dn_buffer")
+    if before is None:
+        before = saved.get("workers", 1) if saved.get("mode") == "async" else 1
+    collected = any(DELAYED in each.outer for each in found.tensors.values())
+    if before == config.dn_size or not collected:
+        return found
+    logger.warning(
+        "The buffer of the outer optimizer took %d gradients in %s and takes %d now (--dn-buffer): "
+        "those that were in it are left out of the next momentum step.",
+        before,
+        path,
+        config.dn_size,
+    )
+    emptied = {
+        f: replace(each, outer={n: state for n, state in each.outer.items() if n != DELAYED})
+        for f, each in found.tensors.items()
+    }
+    return replace(found, tensors=emptied)
+
+
+def outer_kind(config: BrokerConfig, has_own_optimizer: bool) -> str:
+    """Which state the outer optimizer has: that of another kind is of no use to it."""
+    kind = config.outer_name
+    if kind == "dn":
+        kind += f" {config.dn_variant}"
+    return f"{config.outer or ''} torch".strip() if has_own_optimizer else kind
+
+
+def next_life(config: BrokerConfig) -> int:
+    """The number of this life of the broker: one more than that of any checkpoint in its folder."""
+    if config.save_dir is None:
+        return 1
+    return 1 + max((checkpoint.life_of(p) for p in checkpoint.at(Path(config.save_dir))), default=0)
+
+
+def load_into(store: TensorStore, found: Checkpoint, layout: ModelLayout) -> Resumption:
+    """Put the tensors of a checkpoint in place; returns what the core has to know of it."""
+    for fragment in found.tensors:
+        put_back(store, fragment, found)
+    wires = {fragment: tuple(store.wires(fragment)) for fragment in found.tensors}
+    return Resumption(f"the checkpoint before round {found.number}", found.record, layout, wires)
+
+
+def put_back(store: TensorStore, fragment: int, found: Checkpoint) -> None:
+    """Put one fragment back to what a checkpoint has.
+
+    Raises:
+        UsageError: the outer optimizer cannot continue from the checkpoint's state.
+    """
+    tensors = found.tensors[fragment]
+    optimizer = None if tensors.optimizer is None else dict(tensors.optimizer)
+    try:
+        store.put_back(fragment, tensors.chunks, tensors.outer, optimizer)
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            "The outer optimizer that the factory makes cannot go on from the checkpoint's state "
+            f"({error}); use the one that wrote it, or --resume none."
+        ) from None

@@ -57,7 +57,7 @@ def digest(job: Job) -> str:
                 run.referee.rounds = []
                 run.run()
     disk = run.disk
-    saved = None if disk is None else (sorted(disk.images), disk.writes, disk.failures)
+    saved = None if disk is None else (sorted(disk.checkpoints), disk.writes, disk.failures)
     said.update(repr((saved, run.world.dice.getstate())).encode())
     return said.hexdigest()
 

@@ -6,16 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco_worker.client import DiLoCoClient, GlobalParameters
+    from diloco_worker.client import DiLoCoClient
     from diloco_worker.hook import DiLoCoWorker
     from diloco_worker.model.model_manifest import manifest_of
+    from diloco_worker.training.pulled_model import GlobalParameters
 
 __all__ = ["DiLoCoClient", "DiLoCoWorker", "GlobalParameters", "manifest_of"]
 
 _HOMES = {
     "DiLoCoClient": "diloco_worker.client",
     "DiLoCoWorker": "diloco_worker.hook",
-    "GlobalParameters": "diloco_worker.client",
+    "GlobalParameters": "diloco_worker.training.pulled_model",
     "manifest_of": "diloco_worker.model.model_manifest",
 }
 

@@ -14,33 +14,25 @@ Without `join` it is an observer: it can `pull`, ask for the `status` and send `
 from __future__ import annotations
 
 import itertools
-import os
 import secrets
-import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from diloco_protocol import (
     Code,
-    Ledger,
     Manifest,
-    ModelLayout,
     ProtocolError,
     Refused,
     RunConfig,
-    Segment,
     Unreachable,
     UsageError,
-    VersionId,
 )
 from diloco_protocol.addresses import with_scheme
-from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.messages import BUFFERS, Control, Push, Result
 from diloco_protocol.messages import encode as encode_message
@@ -50,42 +42,16 @@ from diloco_worker.core.connection import Phase
 from diloco_worker.core.events import Observe
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.news import Arrival
-from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors, encode
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.inbox import Progress
 from diloco_worker.shell.link import Link
+from diloco_worker.training.pulled_model import GlobalParameters, PulledModel
 from diloco_worker.training.settings import ADDRESS, check, default_worker_id
+from diloco_worker.training.start import new_session
 
 # Seconds between two questions for the model while the broker has none.
 ASK_AGAIN_S = 0.5
-
-
-@dataclass(frozen=True)
-class GlobalParameters:
-    """One version of the global parameters.
-
-    Attributes:
-        version: its name; with fragments that of fragment 0.
-        tensors: every entry of the model's `state_dict`, tied ones under each of their names, on the
-            CPU, in the model's dtypes. They are the caller's own.
-        ledger: the pushes contained in `version`.
-        versions: of each trained fragment, by its number.
-    """
-
-    version: VersionId
-    tensors: dict[str, Tensor]
-    ledger: Ledger
-    versions: dict[int, VersionId] = field(default_factory=dict)
-
-
-@dataclass
-class _Run:
-    """What is known of the run by whoever may pull."""
-
-    manifest: Manifest
-    layout: ModelLayout
-    config: RunConfig
 
 
 class DiLoCoClient:
@@ -123,10 +89,7 @@ class DiLoCoClient:
         self._extra = dict(extra or {})
         self._link: Link | None = None
         self._joined = False
-        self._run: _Run | None = None
-        self._states: dict[int, FlatState] = {}  # by fragment
-        self._versions: dict[int, VersionId] = {}
-        self._ledger = Ledger()
+        self._pulled: PulledModel | None = None
         self._flights: dict[int, int] = {}  # push ids, by fragment
         self._requests = itertools.count(1)
 
@@ -176,26 +139,23 @@ class DiLoCoClient:
         except BaseException:
             self._stop_link("it did not get to training")
             raise
-        return self._parameters()
+        assert self._pulled is not None
+        return self._pulled.parameters()
 
     def _join(self, tensors: ModelTensors) -> None:
         check_values(tensors)
-        session = Session(
+        session = new_session(
             self.worker_id,
             tensors.manifest,
-            lambda: secrets.randbits(64),
             wants=self._wants,
             heartbeat_interval=self._heartbeat_interval,
-            host=socket.gethostname(),
-            pid=os.getpid(),
             extra=self._extra,
         )
-        link = self._link = self._link_to(session, capture=tensors.capture)
-        link.start()
+        link = self._begin(session, capture=tensors.capture)
         self._await(lambda: link.layout is not None, "joining")
         assert link.layout is not None and link.config is not None
-        self._run = _Run(tensors.manifest, link.layout, link.config)
-        self._take_all("waiting for the first parameters")
+        self._pulled = PulledModel(tensors.manifest, link.layout, link.config)
+        self._take_all(link, self._pulled, "waiting for the first parameters")
         self._joined = True
 
     def push(
@@ -234,10 +194,10 @@ class DiLoCoClient:
             Refused: the broker does not take it; it is dropped.
             Unreachable: it was not in within the timeout. It stays in flight: `pull` goes on.
         """
-        link, run = self._require_joined()
-        part = self._part(run, fragment)
-        dtype = self._wants.get("wire_dtype") or run.config.wire_dtype
-        frozen = encode(part, self._complete(part, delta), wire_dtype(dtype))
+        link, pulled = self._require_joined()
+        part = pulled.part(fragment)
+        dtype = self._wants.get("wire_dtype") or pulled.config.wire_dtype
+        frozen = encode(part, pulled.complete(part, delta), wire_dtype(dtype))
         if frozen.bad is not None:
             raise UsageError(
                 f"The pseudo-gradient is not finite in {frozen.bad} (in {dtype}); nothing was sent."
@@ -248,7 +208,7 @@ class DiLoCoClient:
             fragment=part.fragment,
             chunks=part.chunks,
             wire_dtype=dtype,
-            base=self._versions[part.fragment],
+            base=pulled.versions[part.fragment],
             weight=float(weight),
             steps=int(steps),
             tokens=int(tokens),
@@ -281,25 +241,21 @@ class DiLoCoClient:
             Refused: the push in flight was dropped, or the broker has no model.
             Unreachable: there was none within the timeout.
         """
-        if self._run is None:
+        if self._pulled is None:
             self._observe()
-        link, run = self._link, self._run
-        assert link is not None and run is not None
-        if not self._versions:
-            self._take_all("waiting for parameters")
+        link, pulled = self._link, self._pulled
+        assert link is not None and pulled is not None
+        if not pulled.versions:
+            self._take_all(link, pulled, "waiting for parameters")
         else:
-            waited_for = list(self._flights)
-            for fragment in waited_for:
-                self._take(self._await_flight(link, fragment))
-            others = [p.fragment for p in run.layout.fragments if p.fragment not in waited_for]
-            for fragment in others:
-                self._ask_newest(link, fragment, after if fragment == 0 else None)
-            for fragment in others:
-                self._await_newest(link, fragment, after if fragment == 0 else None)
-        while after is not None and self._versions[0].counter <= after:
-            self._ask_newest(link, 0, after)
-            self._await_newest(link, 0, after)
-        return self._parameters()
+            in_flight = list(self._flights)
+            for fragment in in_flight:
+                self._take(link, pulled, self._await_flight(link, fragment))
+            trained = [part.fragment for part in pulled.layout.fragments]
+            self._take_newest(link, pulled, [f for f in trained if f not in in_flight], after)
+        while after is not None and pulled.versions[0].counter <= after:
+            self._take_newest(link, pulled, [0], after)
+        return pulled.parameters()
 
     def heartbeat(
         self,
@@ -373,15 +329,13 @@ class DiLoCoClient:
 
     def _connect(self) -> Link:
         """The link; as an observer if this client has not joined."""
-        if self._link is None:
-            session = Session(self.worker_id, None, lambda: secrets.randbits(64))
-            self._link = self._link_to(session)
-            self._link.start()
-        return self._link
+        return self._link or self._begin(new_session(self.worker_id, None))
 
-    def _link_to(self, session: Session, **options: Any) -> Link:
+    def _begin(self, session: Session, **options: Any) -> Link:
         # Whose turn it is, the caller knows.
-        return Link(self.server, session, follows_rounds=False, **options)
+        self._link = Link(self.server, session, follows_rounds=False, **options)
+        self._link.start()
+        return self._link
 
     def _observe(self) -> None:
         """Learn the model and the configuration without joining."""
@@ -405,44 +359,38 @@ class DiLoCoClient:
         link.observe(Observe(manifest, config, plan))
         self._await(lambda: link.layout is not None, "learning the model")
         assert link.layout is not None
-        self._run = _Run(manifest, link.layout, config)
+        self._pulled = PulledModel(manifest, link.layout, config)
         for part in link.layout.all:
             if part.chunks:
                 link.request_version(part.fragment)
 
-    def _take_all(self, what: str) -> None:
+    def _take_all(self, link: Link, pulled: PulledModel, what: str) -> None:
         """Wait for the first version of every fragment."""
-        link, run = self._link, self._run
-        assert link is not None and run is not None
-        fragments = [part.fragment for part in run.layout.all if part.chunks]
+        fragments = [part.fragment for part in pulled.layout.all if part.chunks]
         self._await(lambda: all(each in link.arrivals for each in fragments), what)
         for fragment in fragments:
-            arrival = link.take(fragment)
-            assert arrival is not None
-            self._take(arrival)
+            self._take(link, pulled, link.take(fragment))
 
-    def _ask_newest(self, link: Link, fragment: int, after: int | None) -> None:
-        stale = link.take(fragment)
-        if stale is not None:
-            self._take(stale)
-        link.request_version(fragment, after)
+    def _take_newest(
+        self, link: Link, pulled: PulledModel, fragments: Sequence[int], after: int | None
+    ) -> None:
+        """Wait for the newest version of these fragments; of fragment 0, for one above `after`."""
+        above = {fragment: after if fragment == 0 else None for fragment in fragments}
+        for fragment in fragments:
+            self._take(link, pulled, link.take(fragment))  # one that came unasked
+            link.request_version(fragment, above[fragment])
+        for fragment in fragments:
+            floor = above[fragment]
+            what = "the newest version" if floor is None else f"a version above {floor}"
+            self._await(partial(link.arrivals.__contains__, fragment), f"waiting for {what}")
+            self._take(link, pulled, link.take(fragment))
 
-    def _await_newest(self, link: Link, fragment: int, after: int | None) -> None:
-        what = "the newest version" if after is None else f"a version above {after}"
-        self._await(lambda: fragment in link.arrivals, f"waiting for {what}")
-        arrival = link.take(fragment)
-        assert arrival is not None
-        self._take(arrival)
-
-    def _take(self, arrival: Arrival) -> None:
-        assert self._link is not None
-        released = arrival.released
-        if arrival.values is not None:
-            self._states[released.fragment] = arrival.values
-            self._link.set_base(released.fragment, arrival.values)
-        self._versions[released.fragment] = released.version
-        if released.fragment == 0:
-            self._ledger = released.ledger
+    @staticmethod
+    def _take(link: Link, pulled: PulledModel, arrival: Arrival | None) -> None:
+        if arrival is not None:
+            pulled.take(arrival)
+            if arrival.values is not None:
+                link.set_base(arrival.released.fragment, arrival.values)
 
     def _await_flight(self, link: Link, fragment: int) -> Arrival:
         flight = self._flights[fragment]
@@ -466,68 +414,10 @@ class DiLoCoClient:
             del self._flights[fragment]
             raise Refused(rejection.code, rejection.text)
 
-    def _part(self, run: _Run, fragment: int | None) -> FragmentLayout:
-        """The fragment that is to be pushed; raises UsageError for one that there is not."""
-        parts = run.layout.fragments
-        if fragment is None and len(parts) == 1:
-            return parts[0]
-        if fragment is None or not 0 <= fragment < len(parts):
-            raise UsageError(
-                f"push() was given fragment {fragment}, and this run has {len(parts)}; give the number "
-                f"of one of them, 0 to {len(parts) - 1}."
-            )
-        return parts[fragment]
-
-    def _parameters(self) -> GlobalParameters:
-        run = self._run
-        assert run is not None
-        places: dict[str, tuple[FlatState, Place]] = {}
-        for fragment, state in self._states.items():
-            for place in run.layout.all[fragment].places:
-                places[place.entry.name] = (state, place)
-        tensors: dict[str, Tensor] = {}
-        for entry in run.manifest.entries:
-            dtype = getattr(torch, entry.dtype)
-            if entry.name in places:
-                state, place = places[entry.name]
-                value = state.of(place).to(dtype, copy=True)
-            else:
-                value = torch.empty(entry.shape, dtype=dtype)  # of a fragment without elements
-            for name in (entry.name, *entry.aliases):
-                tensors[name] = value
-        trained = {part.fragment: self._versions[part.fragment] for part in run.layout.fragments}
-        return GlobalParameters(self._versions[0], tensors, self._ledger, trained)
-
-    def _complete(self, part: FragmentLayout, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The delta of each tensor of a fragment; raises UsageError for what does not fit."""
-        run = self._run
-        assert run is not None
-        whole: dict[str, Tensor] = {}
-        trained = (place.entry for each in run.layout.fragments for place in each.places)
-        known = {name for entry in trained for name in (entry.name, *entry.aliases)}
-        for place in part.places:
-            entry = place.entry
-            names = (entry.name, *entry.aliases)
-            given = next((delta[name] for name in names if name in delta), None)
-            if given is None:
-                if place.segment is Segment.PARAMETERS:
-                    raise UsageError(f"The pseudo-gradient lacks {entry.name!r}.")
-                given = self._states[part.fragment].of(place)
-            if tuple(given.shape) != entry.shape:
-                raise UsageError(
-                    f"The pseudo-gradient of {entry.name} has shape {list(given.shape)}, the model "
-                    f"has {list(entry.shape)}."
-                )
-            whole[entry.name] = given
-        strange = [name for name in delta if name not in known]
-        if strange:
-            raise UsageError(f"The run does not train {strange[0]!r}; leave it out.")
-        return whole
-
-    def _require_joined(self) -> tuple[Link, _Run]:
-        if not self._joined or self._link is None or self._run is None:
+    def _require_joined(self) -> tuple[Link, PulledModel]:
+        if not self._joined or self._link is None or self._pulled is None:
             raise UsageError("This client has not joined the run; call join() first.")
-        return self._link, self._run
+        return self._link, self._pulled
 
     def _await(self, what: Callable[[], bool], doing: str, *, timeout: float | None = None) -> None:
         """Wait for something; raises Refused or Unreachable when it does not come."""
@@ -549,7 +439,5 @@ class DiLoCoClient:
         if link is not None:
             link.close(reason)
         self._joined = False
-        self._run = None
+        self._pulled = None
         self._flights.clear()
-        self._states.clear()
-        self._versions.clear()

@@ -15,9 +15,6 @@ what goes wrong is logged under "diloco.worker" and shown in `sync_metrics`.
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +27,6 @@ from torch import Tensor, nn
 from diloco_protocol import RunConfig, UsageError
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.events import Resume
-from diloco_worker.core.session import Session
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
@@ -45,7 +41,14 @@ from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.saved_state import Resumption
 from diloco_worker.training.script_state import Saved, resume_plain
 from diloco_worker.training.settings import Settings, default_worker_id, resolve, warn_of_silence
-from diloco_worker.training.start import await_model, check_free, check_pair, occupy, vacate
+from diloco_worker.training.start import (
+    await_model,
+    check_free,
+    check_pair,
+    new_session,
+    occupy,
+    vacate,
+)
 
 logger = logging.getLogger("diloco.worker")
 
@@ -214,14 +217,11 @@ class DiLoCoWorker:
         if resumption is not None:
             resumption.check_model(tensors)
         audit = self._audit = Audit(settings.audit, self.worker_id)
-        session = Session(
+        session = new_session(
             self.worker_id,
             tensors.manifest,
-            lambda: secrets.randbits(64),
             wants=settings.wants,
             heartbeat_interval=settings.heartbeat_interval,
-            host=socket.gethostname(),
-            pid=os.getpid(),
             extra=settings.extra,
         )
         if resumption is not None:

@@ -8,15 +8,19 @@ cell is run again.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from diloco_protocol import Unreachable, UsageError
+from diloco_protocol import Manifest, Unreachable, UsageError
 from diloco_worker.core.connection import Phase
+from diloco_worker.core.session import Session
 from diloco_worker.model.model_manifest import unwrapped
 from diloco_worker.shell.link import Link
 from diloco_worker.training.patience import Patience
@@ -100,6 +104,27 @@ def vacate(model: nn.Module, worker: object) -> None:
     occupant = _occupants.get(unwrapped(model))
     if occupant is not None and occupant.number == id(worker):
         del _occupants[unwrapped(model)]
+
+
+def new_session(
+    worker_id: str,
+    manifest: Manifest | None,
+    *,
+    wants: Mapping[str, Any] | None = None,
+    heartbeat_interval: float | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Session:
+    """A session of this process; the arguments are those of `Session`."""
+    return Session(
+        worker_id,
+        manifest,
+        lambda: secrets.randbits(64),
+        wants=wants,
+        heartbeat_interval=heartbeat_interval,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        extra=extra,
+    )
 
 
 def await_model(link: Link, patience: Patience) -> None:

@@ -1,0 +1,116 @@
+"""The model as a client has pulled it: versions of all fragments, by the names of a state dict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from diloco_protocol import Ledger, Manifest, ModelLayout, RunConfig, Segment, UsageError, VersionId
+from diloco_protocol.chunks import FragmentLayout, Place
+from diloco_worker.core.sync.news import Arrival
+from diloco_worker.model.flat_state import FlatState
+
+
+@dataclass(frozen=True)
+class GlobalParameters:
+    """One version of the global parameters.
+
+    Attributes:
+        version: its name; with fragments that of fragment 0.
+        tensors: every entry of the model's `state_dict`, tied ones under each of their names, on the
+            CPU, in the model's dtypes. They are the caller's own.
+        ledger: the pushes contained in `version`.
+        versions: of each trained fragment, by its number.
+    """
+
+    version: VersionId
+    tensors: dict[str, Tensor]
+    ledger: Ledger
+    versions: dict[int, VersionId] = field(default_factory=dict)
+
+
+class PulledModel:
+    """See the head of this module.
+
+    Args:
+        manifest, layout: of what it consists, and how it is cut.
+        config: how the run is trained.
+
+    Attributes:
+        versions: by fragment, what is here.
+    """
+
+    def __init__(self, manifest: Manifest, layout: ModelLayout, config: RunConfig) -> None:
+        self.manifest = manifest
+        self.layout = layout
+        self.config = config
+        self.versions: dict[int, VersionId] = {}
+        self._states: dict[int, FlatState] = {}  # by fragment
+        self._ledger = Ledger()  # of fragment 0
+
+    def take(self, arrival: Arrival) -> None:
+        """A version has come."""
+        released = arrival.released
+        if arrival.values is not None:
+            self._states[released.fragment] = arrival.values
+        self.versions[released.fragment] = released.version
+        if released.fragment == 0:
+            self._ledger = released.ledger
+
+    def part(self, fragment: int | None) -> FragmentLayout:
+        """The fragment that is to be pushed; raises UsageError for one that there is not."""
+        parts = self.layout.fragments
+        if fragment is None and len(parts) == 1:
+            return parts[0]
+        if fragment is None or not 0 <= fragment < len(parts):
+            raise UsageError(
+                f"push() was given fragment {fragment}, and this run has {len(parts)}; give the number "
+                f"of one of them, 0 to {len(parts) - 1}."
+            )
+        return parts[fragment]
+
+    def parameters(self) -> GlobalParameters:
+        """What is here, as tensors that are the caller's own."""
+        places: dict[str, tuple[FlatState, Place]] = {}
+        for fragment, state in self._states.items():
+            for place in self.layout.all[fragment].places:
+                places[place.entry.name] = (state, place)
+        tensors: dict[str, Tensor] = {}
+        for entry in self.manifest.entries:
+            dtype = getattr(torch, entry.dtype)
+            if entry.name in places:
+                state, place = places[entry.name]
+                value = state.of(place).to(dtype, copy=True)
+            else:
+                value = torch.empty(entry.shape, dtype=dtype)  # of a fragment without elements
+            for name in (entry.name, *entry.aliases):
+                tensors[name] = value
+        trained = {part.fragment: self.versions[part.fragment] for part in self.layout.fragments}
+        return GlobalParameters(self.versions[0], tensors, self._ledger, trained)
+
+    def complete(self, part: FragmentLayout, delta: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The delta of each tensor of a fragment; raises UsageError for what does not fit."""
+        whole: dict[str, Tensor] = {}
+        trained = (place.entry for each in self.layout.fragments for place in each.places)
+        known = {name for entry in trained for name in (entry.name, *entry.aliases)}
+        for place in part.places:
+            entry = place.entry
+            names = (entry.name, *entry.aliases)
+            given = next((delta[name] for name in names if name in delta), None)
+            if given is None:
+                if place.segment is Segment.PARAMETERS:
+                    raise UsageError(f"The pseudo-gradient lacks {entry.name!r}.")
+                given = self._states[part.fragment].of(place)
+            if tuple(given.shape) != entry.shape:
+                raise UsageError(
+                    f"The pseudo-gradient of {entry.name} has shape {list(given.shape)}, the model "
+                    f"has {list(entry.shape)}."
+                )
+            whole[entry.name] = given
+        strange = [name for name in delta if name not in known]
+        if strange:
+            raise UsageError(f"The run does not train {strange[0]!r}; leave it out.")
+        return whole

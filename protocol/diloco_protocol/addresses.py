@@ -4,6 +4,8 @@ from __future__ import annotations
 
 DEFAULT_CONTROL_ADDRESS = "tcp://127.0.0.1:8512"
 DEFAULT_FEED_ADDRESS = "tcp://127.0.0.1:8513"
+# What a socket is bound to where all addresses of its machine are meant, and nobody connects to.
+EVERYWHERE = frozenset({"*", "0.0.0.0", "[::]", "[::0]"})
 
 
 def with_scheme(address: str) -> str:
@@ -22,3 +24,16 @@ def can_be_reached(address: str) -> bool:
     port = address.rpartition(":")[2]
     is_port = port.isascii() and port.isdigit() and 1 <= int(port[:6]) <= 65535
     return address.isprintable() and (is_port or not address.startswith("tcp://"))
+
+
+def control_address(bound: str, feed: str) -> str:
+    """Where a broker is steered, by what its feed says that it is bound to and where the feed is.
+
+    A broker that is bound to every address of its machine is sought where its feed is.
+    """
+    scheme, separator, rest = bound.partition("://")
+    host, colon, port = rest.rpartition(":")
+    if not (separator and colon) or host not in EVERYWHERE:
+        return bound
+    feed_host = feed.partition("://")[2].rpartition(":")[0] if feed.startswith("tcp://") else ""
+    return f"{scheme}://{feed_host or '127.0.0.1'}:{port}"

@@ -13,11 +13,11 @@ from typing import Any
 from textual.pilot import Pilot
 from tools.test_top_once import frame, status, worker
 
+from diloco_protocol.clients.operator import Answer
 from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_tools.top import palette
 from diloco_tools.top.application import Top
 from diloco_tools.top.canvas import Canvas
-from diloco_tools.top.steering import Answer
 from kit.paths import ROOT
 
 SNAPSHOTS = ROOT / "tests" / "tools" / "snapshots"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.cli.app import app as broker_app
-from diloco_protocol.addresses import with_scheme
+from diloco_protocol.addresses import control_address, with_scheme
 from diloco_protocol.clients.operator import Operator
 from diloco_tools.dashboard.source import FeedSource
 from diloco_tools.feed.subscriber import FeedSubscriber
@@ -98,3 +98,20 @@ def test_displays_listen_at_host_and_port(broker: Broker) -> None:
 )
 def test_only_host_and_port_get_the_scheme(written: str, meant: str) -> None:
     assert with_scheme(written) == meant
+
+
+@pytest.mark.parametrize(
+    ("control", "feed", "expected"),
+    [
+        ("tcp://10.1.1.1:8512", "tcp://10.1.1.1:8513", "tcp://10.1.1.1:8512"),
+        ("tcp://0.0.0.0:8512", "tcp://broker:8513", "tcp://broker:8512"),
+        ("tcp://*:8512", "tcp://broker:8513", "tcp://broker:8512"),
+        ("tcp://[::]:8512", "tcp://[2001:db8::1]:8513", "tcp://[2001:db8::1]:8512"),
+        ("tcp://*:8512", "ipc:///run/feed", "tcp://127.0.0.1:8512"),
+        ("ipc:///run/control", "tcp://broker:8513", "ipc:///run/control"),
+    ],
+)
+def test_a_broker_that_listens_everywhere_is_asked_where_its_feed_is(
+    control: str, feed: str, expected: str
+) -> None:
+    assert control_address(control, feed) == expected

@@ -17,7 +17,7 @@ import pytest
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.feed import TOPIC, Snapshot, parse_snapshot
 from diloco_tools.dashboard import app, orders, streams
-from diloco_tools.dashboard.orders import BadOrderError, control_address, read_order
+from diloco_tools.dashboard.orders import BadOrderError, read_order, steering_address
 from diloco_tools.dashboard.picture import encoded, history, thinned
 from diloco_tools.dashboard.security import Policy, is_loopback
 from diloco_tools.dashboard.streams import Streams
@@ -174,11 +174,11 @@ class TestOrders:
     def test_broker_is_steered_where_its_feed_says(
         self, given: str | None, bound: str, wanted: str | None
     ) -> None:
-        found = control_address(given, snapshot(control=bound), "tcp://gpu-box:8513")
+        found = steering_address(given, snapshot(control=bound), "tcp://gpu-box:8513")
         assert found == wanted
 
     def test_nobody_is_steered_before_the_first_snapshot(self) -> None:
-        assert control_address(None, None, "tcp://gpu-box:8513") is None
+        assert steering_address(None, None, "tcp://gpu-box:8513") is None
 
 
 class TestPicture:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tools.test_top_once import worker
 
+from diloco_protocol.clients.operator import Answer, ask_once
 from diloco_tools.top.drawing import sentences
 from diloco_tools.top.drawing.notation import Glyphs
-from diloco_tools.top.steering import Answer, ask_broker, control_address
 from kit.top_screen import CREW, SIZES, Stage, snapshot
 
 CONTROL = "tcp://127.0.0.1:8512"  # the feed of the stage names it
@@ -289,12 +289,12 @@ class TestRequests:
             await stage.sees("No answer from tcp://127.0.0.1:1 within 0.1 s")
 
         def impatient(address: str, action: str, arguments: object) -> Answer:
-            return ask_broker(address, action, {}, patience_s=0.1)
+            return ask_once(address, action, {}, timeout=0.1)
 
         Stage(ask=impatient, control="tcp://127.0.0.1:1").play(script)
 
     def test_what_is_no_address_gets_a_sentence(self) -> None:
-        answer = ask_broker("tcp://nowhere", "save", {})
+        answer = ask_once("tcp://nowhere", "save", {})
         assert not answer.ok
         assert "is not a control address" in answer.text
 
@@ -305,19 +305,3 @@ class TestRequests:
             assert stage.broker.requests[0][0] == "tcp://tunnel:9"
 
         Stage(control="tcp://tunnel:9").play(script)
-
-    @pytest.mark.parametrize(
-        ("control", "feed", "expected"),
-        [
-            ("tcp://10.1.1.1:8512", "tcp://10.1.1.1:8513", "tcp://10.1.1.1:8512"),
-            ("tcp://0.0.0.0:8512", "tcp://broker:8513", "tcp://broker:8512"),
-            ("tcp://*:8512", "tcp://broker:8513", "tcp://broker:8512"),
-            ("tcp://[::]:8512", "tcp://[2001:db8::1]:8513", "tcp://[2001:db8::1]:8512"),
-            ("tcp://*:8512", "ipc:///run/feed", "tcp://127.0.0.1:8512"),
-            ("ipc:///run/control", "tcp://broker:8513", "ipc:///run/control"),
-        ],
-    )
-    def test_a_broker_that_listens_everywhere_is_asked_where_its_feed_is(
-        self, control: str, feed: str, expected: str
-    ) -> None:
-        assert control_address(control, feed) == expected

@@ -25,13 +25,13 @@ import diloco_tools.demo.cli
 import diloco_tools.exporter.cli
 import diloco_tools.top.cli
 from diloco_broker.cli.status_text import as_text
+from diloco_protocol.clients.operator import Answer
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.bench.report.figures import figure
 from diloco_tools.bench.report.table import tables, targets_table
 from diloco_tools.demo.display import Display
 from diloco_tools.exporter.labels import label_value
 from diloco_tools.terminal import console
-from diloco_tools.top.steering import Answer
 from kit.paths import MODULES
 from kit.top_screen import LARGE, Stage
 

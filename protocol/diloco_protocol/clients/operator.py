@@ -1,4 +1,4 @@
-"""Asking a broker to do something: the one socket of this package.
+"""Asking a broker to do something.
 
 The command line, the terminal and the page all steer a broker by the same few requests. They need
 neither the broker's packages nor the worker's for that, so it is here.
@@ -10,17 +10,55 @@ import getpass
 import math
 import socket
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import zmq
 
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, can_be_reached, with_scheme
-from diloco_protocol.errors import ProtocolError, Unreachable, UsageError
+from diloco_protocol.errors import DilocoError, ProtocolError, Unreachable, UsageError
 from diloco_protocol.frames import MAX_FRAME_BYTES, pack, unpack
 from diloco_protocol.messages import Control, Error, Result
 
 LONGEST_WHO = 200  # characters
+ANSWER_WITHIN_S = 5.0  # a broker in the longest turn of its loop is back long before
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one request, in a sentence.
+
+    Attributes:
+        ok: it was done; not where the broker refused or did not answer.
+        error: why there is no answer of a broker; None where there is one.
+    """
+
+    ok: bool
+    text: str
+    error: DilocoError | None = None
+
+
+# Address, action, arguments: what displays steer by, and what their tests put in its place.
+Ask = Callable[[str, str, Mapping[str, object]], Answer]
+
+
+def ask_once(
+    address: str,
+    action: str,
+    arguments: Mapping[str, object],
+    *,
+    timeout: float = ANSWER_WITHIN_S,
+    who: str | None = None,
+) -> Answer:
+    """Connect, ask, and wait for the answer, in a thread that may wait; raises nothing of ours."""
+    try:
+        with Operator(address, timeout=timeout, who=who) as operator:
+            result = operator.ask(action, **arguments)
+    except DilocoError as error:
+        return Answer(False, str(error), error)
+    return Answer(result.ok, result.text)
 
 
 class Operator:
@@ -43,7 +81,7 @@ class Operator:
         self,
         address: str = DEFAULT_CONTROL_ADDRESS,
         *,
-        timeout: float = 5.0,
+        timeout: float = ANSWER_WITHIN_S,
         who: str | None = None,
     ) -> None:
         self.address = address = with_scheme(address)

@@ -26,8 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diloco_tools.dashboard.orders import (
     BadOrderError,
     carry_out,
-    control_address,
+    http_status,
     read_order,
+    steering_address,
 )
 from diloco_tools.dashboard.security import HEADERS, Policy, Refusal
 from diloco_tools.dashboard.source import FeedSource, ReplaySource
@@ -206,12 +207,12 @@ class _Pages:
             return _refused(Refusal(error.status, str(error)))
         except BadOrderError as error:
             return _refused(Refusal(400, str(error)))
-        address = control_address(self._dashboard.control, feed.snapshot, feed.address)
+        address = steering_address(self._dashboard.control, feed.snapshot, feed.address)
         if address is None:
             text = "The broker has not said yet where it is steered; wait for its feed."
             return _refused(Refusal(503, text))
         answer = await run_in_threadpool(carry_out, order, address)
-        return JSONResponse({"ok": answer.ok, "text": answer.text}, answer.status)
+        return JSONResponse({"ok": answer.ok, "text": answer.text}, http_status(answer))
 
 
 async def _sentence(request: Request, error: Exception) -> Response:

@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_protocol.clients.operator import Operator, this_user
-from diloco_protocol.errors import Unreachable, UsageError
+from diloco_protocol.addresses import control_address
+from diloco_protocol.clients.operator import ANSWER_WITHIN_S, Answer, ask_once, this_user
+from diloco_protocol.errors import Unreachable
 from diloco_protocol.feed import Snapshot
 
 LONGEST_WORKER_ID = 1000  # characters
-ANSWER_S = 5.0  # what a broker that is there needs is milliseconds
 SHORT_RUN = 8  # characters of a run's name: what the header shows, and what is typed to stop it
-ANYWHERE = frozenset({"*", "0.0.0.0", "[::]"})  # hosts to bind to, not to connect to
 
 
 class BadOrderError(Exception):
@@ -25,15 +24,6 @@ class Order:
 
     action: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What came of it: an HTTP status, and a sentence that states the effect."""
-
-    status: int
-    ok: bool
-    text: str
 
 
 def _number(value: object) -> float | None:
@@ -107,30 +97,26 @@ def run_name(snapshot: Snapshot | None) -> str:
     return snapshot.run[:SHORT_RUN] if snapshot is not None and snapshot.run else "shutdown"
 
 
-def control_address(given: str | None, snapshot: Snapshot | None, feed_address: str) -> str | None:
-    """Where the broker is steered: as `given`, else as its feed says; None while nobody knows.
-
-    A broker that was bound to every address of its machine is sought where its feed is.
-    """
+def steering_address(given: str | None, snapshot: Snapshot | None, feed: str) -> str | None:
+    """Where the broker is steered: as `given`, else as its feed says; None while nobody knows."""
     if given is not None:
         return given
     bound = snapshot.control if snapshot is not None else ""
-    scheme, separator, rest = bound.partition("://")
-    host, colon, port = rest.rpartition(":")
-    if not (scheme and separator and colon):
-        return None
-    if host in ANYWHERE:
-        host = feed_address.partition("://")[2].rpartition(":")[0]
-    return f"{scheme}://{host}:{port}"
+    return control_address(bound, feed) if bound else None
 
 
-def carry_out(order: Order, address: str, timeout_s: float = ANSWER_S) -> Answer:
+def carry_out(order: Order, address: str, timeout_s: float = ANSWER_WITHIN_S) -> Answer:
     """Ask the broker and wait for its answer; to be called from a thread of its own."""
-    try:
-        with Operator(address, timeout=timeout_s, who=f"{this_user()}, dashboard") as operator:
-            result = operator.ask(order.action, **order.arguments)
-    except UsageError as error:
-        return Answer(400, False, str(error))
-    except Unreachable as error:
-        return Answer(504, False, str(error))
-    return Answer(200, result.ok, result.text)
+    who = f"{this_user()}, dashboard"
+    return ask_once(address, order.action, order.arguments, timeout=timeout_s, who=who)
+
+
+def http_status(answer: Answer) -> int:
+    """What a page is told besides the sentence: no broker was there, it cannot be asked, it answered."""
+    match answer.error:
+        case Unreachable():
+            return 504
+        case None:
+            return 200
+        case _:
+            return 400

@@ -24,6 +24,8 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
+from diloco_protocol.addresses import control_address
+from diloco_protocol.clients.operator import Answer, Ask, ask_once
 from diloco_protocol.feed import Snapshot, Worker
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
@@ -39,7 +41,6 @@ from diloco_tools.top.drawing.view import View
 from diloco_tools.top.listening import Feed, Listener
 from diloco_tools.top.load import CpuUse
 from diloco_tools.top.playing import Player
-from diloco_tools.top.steering import Answer, Ask, ask_broker, control_address
 
 REFRESH_S = 1.2  # without a snapshot for so long ages go on by themselves
 LOOK_S = 0.4  # how often that is looked at
@@ -124,7 +125,7 @@ class Top(App[None]):
         address: str,
         *,
         open_feed: Callable[[], Feed] | None = None,
-        ask: Ask = ask_broker,
+        ask: Ask = ask_once,
         control: str | None = None,
         readonly: bool = False,
         glyphs: Glyphs | None = None,

@@ -15,6 +15,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Resumption
+from diloco_broker.core.state.update import Barrier
 from diloco_broker.shell.effects import Executor, Record
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.storage.checkpoint_format import Checkpoint
@@ -190,7 +191,7 @@ class Stage:
         self.core.check_invariants()
         queue = self.tensors.queue
         waiting = [work for work in queue if isinstance(work, effects.Fold | effects.Inspect)]
-        assert self.state.waiting == len(waiting), "chunks that wait are miscounted"
+        assert self.state.chunks_waiting == len(waiting), "chunks that wait are miscounted"
 
     # The disk.
 
@@ -222,6 +223,12 @@ class Stage:
     def round(self) -> Any:
         assert self.state.round is not None, "no round is open: there are no parameters yet"
         return self.state.round
+
+    @property
+    def expected(self) -> set[str]:
+        """Whom the round waits for."""
+        barrier: Barrier | None = self.round.barrier
+        return barrier.expected if barrier else set()
 
     def version(self, fragment: int = 0) -> VersionId:
         version = self.state.versions[fragment].version

@@ -22,8 +22,8 @@ from typing import Protocol
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.core.state.staged_round import StagedRound
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.streaming_round import StreamingRound
+from diloco_broker.core.state.update import Phase
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW
 from diloco_broker.core.state.versions import FragmentVersions
 from diloco_broker.storage.checkpoint_format import Checkpoint
@@ -256,7 +256,7 @@ class Referee:
                 pass
 
     def _whole_if_staged(self, core: Core, fragment: int, key: Key) -> None:
-        submission = core.state.staging.find(fragment, *key)
+        submission = core.state.submissions.find(fragment, *key)
         if submission is not None and submission.is_whole:
             self.records[key].whole_at = self.records[key].whole_at or self.now
 
@@ -386,26 +386,29 @@ class Referee:
             if isinstance(work, effects.Fold | effects.Inspect)
         )
         total = sum(waiting.values())
-        demand(state.waiting == total, "{} chunks wait to be added: {}", total, state.waiting)
+        demand(
+            state.chunks_waiting == total,
+            "{} chunks wait to be added: {}",
+            total,
+            state.chunks_waiting,
+        )
         crowded = max(waiting.values(), default=0)
         demand(crowded <= UPLOAD_WINDOW, "{} chunks of a push wait to be added", crowded)
         if not config.is_staged:
-            demand(not list(state.staging), "a streaming round keeps submissions")
+            demand(not list(state.submissions), "a streaming round keeps submissions")
             return
         if config.is_async:
             # Within a grace window whole ones wait for each other, and are as many as have come.
-            kept = [s for s in state.staging if not (config.grace and s.is_whole)]
+            kept = [s for s in state.submissions if not (config.grace and s.is_whole)]
             slots = config.staging_slots
             demand(len(kept) <= slots, "{} submissions are kept in {} slots", len(kept), slots)
         ids = {member.worker_id for member in state.members}
-        orphans = [s.key for s in state.staging if not s.is_whole and s.worker_id not in ids]
+        orphans = [s.key for s in state.submissions if not s.is_whole and s.worker_id not in ids]
         demand(not orphans, "half a push of a worker that is gone is kept: {}", orphans)
-        chosen = state.round.chosen if isinstance(state.round, StagedRound) else ()
-        taken = {id(submission) for submission in chosen}
         rooms = Counter(
             (s.worker_id, s.push.fragment, s.is_whole)
-            for s in state.staging
-            if id(s) not in taken and not (config.is_async and s.is_whole)
+            for s in state.submissions
+            if not s.is_chosen and not (config.is_async and s.is_whole)
         )
         demand(max(rooms.values(), default=0) <= 1, "more than one of a kind is kept: {}", rooms)
 
@@ -480,6 +483,6 @@ class Referee:
         if self.config.max_staleness is not None:
             return True  # it may have grown too old, and there is nobody to be told
         round_ = core.state.round
-        if isinstance(round_, StagedRound):
-            return core.state.staging.find(record.push.fragment, *key) is not None
-        return round_ is not None and key in round_.contributions
+        if isinstance(round_, StreamingRound):
+            return key in round_.contributions
+        return core.state.submissions.find(record.push.fragment, *key) is not None

@@ -20,12 +20,13 @@ from diloco_broker.core.rules import (
     rounds,
 )
 from diloco_broker.core.rules.checkpoints import run_record
-from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
+from diloco_broker.core.rules.reducers import asynchronous, collect, streaming
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Bootstrap, Resumption
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.staged_round import StagedRound, Submission
-from diloco_broker.core.state.streaming_round import Round
+from diloco_broker.core.state.streaming_round import StreamingRound
+from diloco_broker.core.state.submissions import Submission
+from diloco_broker.core.state.update import Update
 from diloco_broker.storage import resume
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.version import Ledger
@@ -204,7 +205,7 @@ def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
 
 
 def merges_twice(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(staged, "released", lambda *_: None)
+    broken.setattr(collect, "forget", lambda *_: None)
 
 
 def forgets_weights(broken: pytest.MonkeyPatch) -> None:
@@ -216,11 +217,7 @@ def waits_for_the_dead(broken: pytest.MonkeyPatch) -> None:
 
 
 def forgets_early_pushes(broken: pytest.MonkeyPatch) -> None:
-    def open_round(state: RunState, round_: Round) -> Iterator[Effect]:
-        state.round = round_
-        yield from ()
-
-    broken.setattr(streaming, "open_round", open_round)
+    broken.setattr(Member, "take_deferred", lambda *_: None)
 
 
 def keeps_no_ledger(broken: pytest.MonkeyPatch) -> None:
@@ -247,7 +244,9 @@ def forgets_what_is_counted(broken: pytest.MonkeyPatch) -> None:
 
 
 def divides_by_what_was_promised(broken: pytest.MonkeyPatch) -> None:
-    def step(state: RunState, round_: Round, indexes: list[int]) -> Iterator[Effect]:
+    def step(state: RunState, indexes: list[int]) -> Iterator[Effect]:
+        round_ = state.round
+        assert isinstance(round_, StreamingRound)
         count = state.versions[round_.fragment].gradients - 1
         weight = sum(c.weight for c in round_.contributions.values())
         for index in indexes:
@@ -293,7 +292,7 @@ def test_broken_broker_is_found_out(
 def tells_before_it_is_saved(broken: pytest.MonkeyPatch) -> None:
     complete = rounds._complete
 
-    def hasty(state: RunState, ended: Round | StagedRound) -> Iterator[Effect]:
+    def hasty(state: RunState, ended: Update) -> Iterator[Effect]:
         yield from complete(state, ended)
         made, state.unreleased = state.unreleased, None
         if made is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from diloco_broker.config.option import (
@@ -238,6 +239,11 @@ class Options:
     @property
     def is_async(self) -> bool:
         return self.mode == "async"
+
+    @cached_property
+    def reducer(self) -> str:
+        """How versions are made of pushes: "streaming", "staged" or "async"."""
+        return "async" if self.is_async else "staged" if self.is_staged else "streaming"
 
     @property
     def is_staged(self) -> bool:

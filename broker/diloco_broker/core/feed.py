@@ -106,8 +106,8 @@ def _snapshot(
             config,
             staged=config.is_staged,
             grace_s=config.grace,
-            submissions=sum(1 for _ in state.staging),
-            waiting=len(state.staging.waiting),
+            submissions=sum(1 for _ in state.submissions),
+            waiting=len(state.submissions.queue),
         ),
         liveness=feed.Liveness(
             heartbeat_timeout_s=config.heartbeat_timeout,
@@ -170,14 +170,16 @@ def _round(state: RunState, now: float) -> feed.Round:
     open_ = state.round
     if open_ is None:
         return feed.Round(0, floor=state.config.workers)
+    barrier = open_.barrier
     return _filled(
         feed.Round,
         open_,
         phase=open_.phase.value,
         age_s=_age(open_.opened_at, now),
-        expected=tuple(sorted(open_.expected)),
+        expected=tuple(sorted(barrier.expected)) if barrier else (),
         arrived=tuple(sorted(open_.begun)),
         missing=tuple(sorted(open_.missing)),
+        floor=state.floor if barrier else 0,
     )
 
 
@@ -290,11 +292,7 @@ def _has_buffer(state: RunState) -> bool:
 
 def _participating(state: RunState) -> set[str]:
     """Workers whose push is under way or whole and not yet in a version."""
-    if state.round is None:
-        return set()
-    if state.config.is_async:
-        return {submission.worker_id for submission in state.staging}
-    return state.round.participating
+    return state.round.participating if state.round is not None else set()
 
 
 def _worker(state: RunState, member: Member, now: float) -> feed.Worker:
@@ -349,9 +347,9 @@ def _waiting_for(state: RunState) -> str | None:
         if last.why:
             return f"for workers to join: nobody is left; {last.worker_id} went last: {last.why}"
         return "for workers to join: all have left"
-    if round_.below_floor:
+    if state.below_floor:
         still = sum(member.is_stalled for member in state.members)
         verb = "stands" if still == 1 else "stand"
         idle = f" of which {still} {verb} still" if still else ""
-        return f"for workers to join: {alive} here{idle}, the round needs {round_.floor}"
+        return f"for workers to join: {alive} here{idle}, the round needs {state.floor}"
     return None

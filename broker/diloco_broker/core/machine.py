@@ -38,7 +38,7 @@ from diloco_broker.core.rules import (
 from diloco_broker.core.state.members import Member, printable
 from diloco_broker.core.state.model_source import Bootstrap, InitialModel, Resumption
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.update import Phase
 from diloco_broker.core.state.versions import MAX_OBSERVERS, Reader
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
@@ -95,14 +95,10 @@ class Core:
                     "warning", f"A message that cannot be read was refused: {sentence}"
                 )
                 return [effects.Send(route, messages.Error(code, sentence)), log]
-            case events.Folded():
-                return list(pushes.folded(state, event))
-            case events.FoldRefused():
-                return list(pushes.fold_refused(state, event))
-            case events.Inspected():
-                return list(pushes.inspected(state, event))
-            case events.InspectRefused():
-                return list(pushes.inspect_refused(state, event))
+            case events.Folded() | events.Inspected():
+                return list(pushes.done(state, event))
+            case events.FoldRefused() | events.InspectRefused():
+                return list(pushes.refused(state, event))
             case events.Stepped():
                 return list(rounds.stepped(state, event))
             case events.InitialStored():
@@ -237,7 +233,7 @@ class Core:
             and push.purpose is messages.Purpose.GRADIENT
             and push.fragment in known
         ):
-            yield from rounds.skip_this_round(self.state, member.worker_id, push)
+            yield from rounds.skip_this_round(self.state, member.worker_id, push.fragment)
 
     # Readers.
 
@@ -280,12 +276,14 @@ class Core:
         state = self.state
         state.members.check_invariants()
         state.versions.check_invariants()
+        state.submissions.check_invariants()
         if state.round is None:
             return
         state.round.check_invariants()
         ids = {member.worker_id for member in state.members}
         if state.round.phase is Phase.OPEN:
-            assert state.round.expected <= ids, "a round waits for somebody who is not here"
+            waits_for = state.round.barrier.expected if state.round.barrier else set()
+            assert waits_for <= ids, "a round waits for somebody who is not here"
         in_progress = state.versions[state.round.fragment].in_progress
         assert (in_progress is not None) == (state.round.phase is Phase.CLOSING)
         assert state.unreleased is None or (

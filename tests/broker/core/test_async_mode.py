@@ -215,8 +215,8 @@ def test_window_holds_one_whole_submission_of_each_worker_and_fragment() -> None
         assert grant is not None
         assert grant.standing is Standing.WAIT
     b.pushes(100)
-    assert len(list(stage.state.staging)) == 2
-    assert len(stage.state.staging.waiting) == 1
+    assert len(list(stage.state.submissions)) == 2
+    assert len(stage.state.submissions.queue) == 1
     stage.passes(101.0)
     last = a.last(Grant)
     assert last is not None
@@ -250,7 +250,7 @@ def test_push_that_grew_too_old_while_it_waited_is_refused_before_a_byte_is_sent
     a.delivers([0, 1, 2])
     a.commits()
     assert (b.error().code, b.error().push_id) == ("stale", 2)
-    assert not list(stage.state.staging)
+    assert not list(stage.state.submissions)
 
 
 def test_more_workers_than_planned_are_named_with_the_remedy() -> None:
@@ -262,8 +262,8 @@ def test_more_workers_than_planned_are_named_with_the_remedy() -> None:
 
 def test_asynchronous_run_never_waits_for_workers() -> None:
     stage, _ = a_run("a", "b")
-    assert not stage.round.below_floor
-    assert stage.round.expected == set()
+    assert not stage.state.below_floor
+    assert stage.expected == set()
     assert [stage.worker(name).joins().last(Welcome).first_round for name in "cd"] == [0, 0]  # type: ignore[union-attr]
 
 

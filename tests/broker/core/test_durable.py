@@ -149,7 +149,7 @@ def test_worker_that_dies_while_its_version_waits_is_in_it() -> None:
     stage.is_saved()
     assert stage.version().counter == 1
     assert stage.state.versions[0].ledger.names_whole("a", 1)
-    assert stage.round.expected == {"b"}
+    assert stage.expected == {"b"}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -105,7 +105,7 @@ def test_joiner_is_told_its_first_round_and_the_plan() -> None:
     assert [v.counter for v in welcome.versions if v] == [2, 1, 1]
     a.pushes(80, fragment=1)
     b.pushes(81, fragment=1)
-    assert stage.round.expected == {"a", "b", "c"}
+    assert stage.expected == {"a", "b", "c"}
     assert stage.round.number == 5
 
 
@@ -172,7 +172,7 @@ def test_round_that_falls_below_its_floor_needs_those_who_joined_before(
     (c,) = stage.joined("c")
     assert c.last(Welcome).first_round == 1  # type: ignore[union-attr]
     b.dies()
-    assert stage.round.expected == {"a", "c"}
+    assert stage.expected == {"a", "c"}
     assert c.last(Rejoin) is not None
     c.joins()
     assert c.last(Welcome).first_round == 0  # type: ignore[union-attr]

@@ -70,7 +70,7 @@ def test_round_closes_when_the_worker_it_waits_for_stands_still() -> None:
     assert stage.version().counter == 2, "at once, with the heartbeat that shows it"
     assert any("b has stood at step 2 for 70 s" in text for text in stage.logs)
     assert "b" in stage.state.members
-    assert stage.round.expected == {"a"}
+    assert stage.expected == {"a"}
     assert [w["health"] for w in feed(stage)["workers"]] == ["ok", "stalled"]
 
 
@@ -80,11 +80,11 @@ def test_worker_that_does_not_train_does_not_stand_still(state: str) -> None:
     beating = Beating(stage)
     beating.goes_on(20, a="training", b="training")
     beating.goes_on(600, a="training", b=state)
-    assert stage.round.expected == {"a", "b"}
+    assert stage.expected == {"a", "b"}
     beating.goes_on(60, a="training", b="standing")
-    assert stage.round.expected == {"a", "b"}, "it counts from when it was to train again"
+    assert stage.expected == {"a", "b"}, "it counts from when it was to train again"
     beating.goes_on(10, a="training", b="standing")
-    assert stage.round.expected == {"a"}
+    assert stage.expected == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_push_of_a_worker_that_stood_still_counts(options: dict[str, Any]) -> No
     stage, (a, b) = a_run("a", "b", **options)
     beating = Beating(stage)
     beating.goes_on(80, a="training", b="standing")
-    assert stage.round.expected == {"a"}
+    assert stage.expected == {"a"}
     b.pushes(12)
     a.pushes(11)
     stage.passes(2.0)
@@ -118,9 +118,9 @@ def test_worker_that_goes_on_is_expected_from_the_next_round() -> None:
     beating.goes_on(80, a="training", b="standing")
     beating.beats("b")
     assert any("b trains again" in text for text in stage.logs)
-    assert stage.round.expected == {"a"}, "this one closes without it"
+    assert stage.expected == {"a"}, "this one closes without it"
     a.pushes(11)
-    assert stage.round.expected == {"a", "b"}
+    assert stage.expected == {"a", "b"}
     a.pushes(21)
     assert stage.version().counter == 2
     b.pushes(22)
@@ -133,7 +133,7 @@ def test_push_shows_that_a_worker_goes_on() -> None:
     Beating(stage).goes_on(80, a="training", b="standing")
     b.pushes(12)
     a.pushes(11)
-    assert stage.round.expected == {"a", "b"}
+    assert stage.expected == {"a", "b"}
 
 
 def test_worker_that_stands_still_while_a_round_is_closing_is_not_expected_in_the_next() -> None:
@@ -146,7 +146,7 @@ def test_worker_that_stands_still_while_a_round_is_closing_is_not_expected_in_th
     a.delivers([0, 1])
     b.delivers([0, 1])
     assert stage.version().counter == 2
-    assert stage.round.expected == {"a"}
+    assert stage.expected == {"a"}
 
 
 def test_floor_holds_and_the_run_says_that_it_waits() -> None:
@@ -170,7 +170,7 @@ def test_newcomer_is_expected_at_once_in_the_place_of_one_that_stands_still() ->
     beating.goes_on(80, a="training", b="standing")
     a.pushes(11)
     c = stage.worker("c").joins()
-    assert stage.round.expected == {"a", "c"}
+    assert stage.expected == {"a", "c"}
     assert c.last(Welcome).first_round == 1  # type: ignore[union-attr]
     c.pulls()
     c.pushes(13)
@@ -181,9 +181,9 @@ def test_worker_that_goes_on_below_the_floor_is_expected_at_once() -> None:
     stage, (a, b) = a_run("a", "b", min_workers=2)
     beating = Beating(stage)
     beating.goes_on(80, a="training", b="standing")
-    assert stage.round.expected == {"a"}
+    assert stage.expected == {"a"}
     beating.beats("b")
-    assert stage.round.expected == {"a", "b"}
+    assert stage.expected == {"a", "b"}
     b.pushes(12)
     a.pushes(11)
     assert stage.version().counter == 2
@@ -204,15 +204,15 @@ def test_reconnection_is_no_step() -> None:
     beating.goes_on(80, a="training", b="standing")
     b.loses_connection()
     b.joins()
-    assert stage.round.expected == {"a"}
+    assert stage.expected == {"a"}
     beating.goes_on(20, a="training", b="standing")
-    assert stage.round.expected == {"a"}
+    assert stage.expected == {"a"}
 
 
 def test_worker_without_heartbeats_never_stands_still() -> None:
     stage, (a, b) = a_run("a", "b", heartbeat_timeout=0.0)
     stage.passes(10_000.0)
-    assert stage.round.expected == {"a", "b"}
+    assert stage.expected == {"a", "b"}
     a.pushes(11)
     assert stage.version().counter == 1
     b.pushes(12)
@@ -222,13 +222,13 @@ def test_worker_without_heartbeats_never_stands_still() -> None:
 def test_zero_is_no_limit() -> None:
     stage, _ = a_run("a", "b", stall_timeout=0.0)
     Beating(stage).goes_on(3000, a="training", b="standing")
-    assert stage.round.expected == {"a", "b"}
+    assert stage.expected == {"a", "b"}
 
 
 def test_all_workers_standing_still_leave_a_round_that_closes_with_whoever_pushes() -> None:
     stage, (a, b) = a_run("a", "b")
     Beating(stage).goes_on(80, a="standing", b="standing")
-    assert stage.round.expected == set()
+    assert stage.expected == set()
     assert stage.version().counter == 1, "a round without a contribution does not close"
     a.pushes(11)
     assert stage.version().counter == 2
@@ -339,7 +339,7 @@ def test_worker_that_comes_back_within_the_grace_keeps_its_place() -> None:
     stage.passes(0.8)
     b.joins()
     stage.passes(5.0)
-    assert stage.round.expected == {"a", "b"}
+    assert stage.expected == {"a", "b"}
     a.pushes(11)
     assert stage.version().counter == 1
 
@@ -355,7 +355,7 @@ def test_worker_that_is_kicked_is_told_and_not_waited_for() -> None:
     assert notice is not None
     assert notice.what == "kicked"
     assert stage.version().counter == 2
-    assert stage.round.expected == {"a"}
+    assert stage.expected == {"a"}
     assert stage.logs.count("an operator: b removed from the run.") == 1
     b.beats()
     assert b.last(Rejoin) is not None
@@ -418,7 +418,7 @@ def test_kick_in_the_middle_of_an_asynchronous_submission_frees_its_slot() -> No
     a.begins(11)
     a.delivers([0])
     b.begins(12)
-    assert stage.state.staging.waiting
+    assert stage.state.submissions.queue
     assert stage.kicks("a").ok
     b.delivers([0, 1])
     b.commits()

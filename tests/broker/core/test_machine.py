@@ -208,7 +208,7 @@ class BrokerLife(RuleBasedStateMachine):
     @invariant()
     def slots_bound_what_is_kept(self) -> None:
         if self._has_version() and self.how == "async":
-            assert len(list(self.stage.state.staging)) <= 1
+            assert len(list(self.stage.state.submissions)) <= 1
 
     @invariant()
     def readers_hold_only_what_is_current(self) -> None:
@@ -250,7 +250,7 @@ class BrokerLife(RuleBasedStateMachine):
                 puppet.delivers(range(CHUNKS))
                 puppet.commits()
                 self.stage.work()
-        floor = self.stage.round.floor
+        floor = self.stage.state.floor if self.stage.round.barrier else 0
         if alive and len(alive) >= floor:
             assert self.stage.version().counter > before, self.stage.round
 

@@ -66,7 +66,7 @@ def test_next_worker_is_asked_when_the_donor_dies_half_way() -> None:
     assert [n.what for n in b.all(Notice) if n.what != "alive"] == ["donate"]
     stage.provide()
     assert b.holds() == stage.version()
-    assert stage.round.expected == {"b"}
+    assert stage.expected == {"b"}
 
 
 def test_donor_that_reconnects_resumes_its_donation() -> None:

@@ -46,7 +46,7 @@ def training_loop_that_hangs() -> Deadline:
     def has_stalled() -> bool:
         beating.beats("a")
         beating.beats("b", "standing")
-        return bool(stage.round.expected == {"a"})
+        return bool(stage.expected == {"a"})
 
     return stage, has_stalled, 60.0
 
@@ -68,7 +68,7 @@ def slot_without_progress() -> Deadline:
     stage, (a, b) = a_run("a", "b", rounds=0, **options)
     a.begins(1)
     b.begins(2)
-    return stage, lambda: stage.state.staging.find(0, "b", 2) is not None, 20.0
+    return stage, lambda: stage.state.submissions.find(0, "b", 2) is not None, 20.0
 
 
 def worker_that_the_checkpoint_knows() -> Deadline:
@@ -161,7 +161,7 @@ def test_round_does_not_close_without_those_whose_connections_broke_meanwhile(
         stage.passes(1.0)
         for puppet in (a, b):
             puppet.beats()
-    assert stage.round.expected == {"a", "b"}
+    assert stage.expected == {"a", "b"}
     b.pushes(12)
     assert stage.version().counter == 2
     assert stage.state.last_report.averaged == 2

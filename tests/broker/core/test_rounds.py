@@ -56,7 +56,7 @@ def test_newcomer_is_expected_from_the_next_round_otherwise() -> None:
     assert b.last(Welcome).first_round == 1  # type: ignore[union-attr]
     a.pushes(1)
     assert stage.version().counter == 1
-    assert stage.round.expected == {"a", "b"}
+    assert stage.expected == {"a", "b"}
 
 
 def test_contribution_of_a_newcomer_not_yet_expected_counts_too() -> None:

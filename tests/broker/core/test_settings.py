@@ -8,7 +8,7 @@ import pytest
 
 from diloco_broker.core.effects import End
 from diloco_broker.core.events import Stop
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.update import Phase
 from diloco_protocol.messages import Notice
 from kit.core_harness import Puppet, Stage, a_stage
 
@@ -306,9 +306,9 @@ def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() ->
     c = stage.worker("c").joins()
     c.pulls()
     assert stage.round.number == 0
-    assert "c" not in stage.round.expected
+    assert "c" not in stage.expected
     assert stage.asks("set", workers=3).ok
-    assert stage.round.expected == {"a", "b", "c"}
+    assert stage.expected == {"a", "b", "c"}
 
 
 @pytest.mark.parametrize(

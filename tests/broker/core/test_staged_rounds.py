@@ -403,11 +403,11 @@ def test_closing_a_round_of_many_workers_makes_parts_only_as_they_are_needed() -
 
 def test_commit_for_a_fragment_that_does_not_exist_leaves_no_trace() -> None:
     stage, (a, *_) = three()
-    before = len(stage.state.staging.pools)
+    before = len(stage.state.submissions.pools)
     for fragment in range(50, 100):
         a.fragment = fragment
         a.commits()
-    assert len(stage.state.staging.pools) == before
+    assert len(stage.state.submissions.pools) == before
 
 
 def test_push_without_the_count_it_weighs_by_is_refused_with_what_to_call() -> None:

@@ -20,7 +20,7 @@ import pytest
 from whole_runs.test_processes import Site, a_free_address
 
 from diloco_broker import Broker
-from diloco_broker.core.state.streaming_round import Round
+from diloco_broker.core.state.streaming_round import StreamingRound
 from diloco_protocol.messages import Leave
 from diloco_worker.shell.sigterm import EXIT_CODE, Termination
 from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
@@ -114,7 +114,7 @@ def test_sigterm_ends_a_wait_at_a_boundary(site: Site, manners: str, code: int) 
         assert worker.ends(SOON_S) == code
         until(lambda: everybody_has_said_goodbye(broker))
         round_ = broker._loop.core.state.round
-        assert isinstance(round_, Round)
+        assert isinstance(round_, StreamingRound)
         counted = {c.worker_id for c in round_.contributions.values() if c.is_whole}
         assert len(counted) == 1, "what it had sent counts, though it is gone"
 

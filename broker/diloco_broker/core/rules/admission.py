@@ -97,11 +97,11 @@ def _first_round(state: RunState, member: Member) -> int:
     if round_ is None:
         # At least: an estimate that is too high would make the worker leave rounds out.
         return state.bootstrap.resumed_number or 0
-    if state.config.is_async:
+    if round_.barrier is None:
         return round_.number  # it says only which fragment to begin with
-    if round_.below_floor:
-        round_.expected.add(member.worker_id)
-    return round_.number + (member.worker_id not in round_.expected)
+    if state.below_floor:
+        round_.barrier.expect(member.worker_id)
+    return round_.number + (member.worker_id not in round_.barrier.expected)
 
 
 def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:

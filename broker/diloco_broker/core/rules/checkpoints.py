@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from diloco_broker.core import effects, events
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import RunRecord
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.update import Phase
 
 # How long a release waits before it asks again for a checkpoint that could not be written.
 RETRY_S = 1.0

@@ -19,6 +19,7 @@ from diloco_protocol.errors import Code
 def grant(
     member: Member,
     push: messages.Push,
+    *,
     held: Bitmap,
     waiting: int,
     sharing: int,
@@ -62,7 +63,7 @@ def counted(member: Member, push: messages.Push) -> effects.Effects:
 
 def wait(member: Member, push: messages.Push, text: str, number: int | None) -> effects.Effects:
     """Another grant follows; the push is kept until then."""
-    member.deferred[push.fragment] = push
+    member.defer(push)
     yield effects.Send(
         member.control,
         messages.Grant(
@@ -73,7 +74,7 @@ def wait(member: Member, push: messages.Push, text: str, number: int | None) -> 
 
 def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> effects.Effects:
     """A chunk is in: its credit goes back to the sender."""
-    more = upload.acknowledged(is_calm=not state.waiting)
+    more = upload.acknowledged(is_calm=not state.chunks_waiting)
     if more:
         member.window = upload.window  # its next push begins with it
     yield effects.Send(

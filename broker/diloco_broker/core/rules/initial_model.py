@@ -310,11 +310,10 @@ def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
         yield checkpoints.save(state, number)
     yield from rounds.open_round(state, number)
     round_, here = state.round, len(state.members)
-    if round_ is not None and here < round_.floor:
+    if round_ is not None and round_.barrier is not None and here < state.floor:
         are = "is" if here == 1 else "are"
-        yield effects.Log(
-            "info", f"Round {number} waits for {round_.floor} workers; {here} {are} here."
-        )
+        text = f"Round {number} waits for {state.floor} workers; {here} {are} here."
+        yield effects.Log("info", text)
 
 
 def _room_needed(state: RunState) -> str:

@@ -9,7 +9,7 @@ from diloco_broker.core import effects
 from diloco_broker.core.rules import admission, checkpoints, rounds, settings
 from diloco_broker.core.state.members import printable
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.update import Phase
 from diloco_protocol import messages
 from diloco_protocol.errors import UsageError
 from diloco_protocol.records import to_plain

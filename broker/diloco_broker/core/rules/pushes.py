@@ -14,11 +14,9 @@ from diloco_broker.core.rules import (
     grants,
     rounds,
 )
-from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
+from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.staged_round import Submission
-from diloco_broker.core.state.streaming_round import Contribution, Round
 from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, Segment
 from diloco_protocol.dtypes import BUFFERS_DTYPE, INTEGERS_DTYPE, WIRE_DTYPES, span_bytes
@@ -47,14 +45,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
             f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
             "0 (a scheduler), frozen parameters, or an optimizer over other parameters.",
         )
-    round_ = state.round
-    assert round_ is not None
-    if isinstance(round_, Round):
-        yield from streaming.push(state, round_, member, push)
-    elif state.config.is_async:
-        yield from asynchronous.push(state, member, push)
-    else:
-        yield from staged.push(state, round_, member, push)
+    yield from reducer_of(state).offer(state, member, push)
     yield from rounds.close_if_due(state)
 
 
@@ -77,10 +68,10 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
         raise ProtocolError(
             Code.BAD_CHUNK, f"Chunk {chunk.index} came without credit; wait for an ack."
         )
-    taker = None if is_donation else _taker(state, member, push)
+    found = None if is_donation else reducer_of(state).find(state, member.worker_id, push)
     arrived = donation.arrived(state, push) if is_donation else None
-    if taker is not None:
-        arrived = taker.before if chunk.index in taker.before else taker.arrived
+    if found is not None:
+        arrived = found.before if chunk.index in found.before else found.arrived
     if arrived is None:
         return  # it was under way when its push was over
     member.account.bytes_up += size
@@ -90,67 +81,32 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
         yield from grants.acknowledge(state, member, upload, chunk.index)
         return
     arrived.add(chunk.index)
-    key = (member.worker_id, push.push_id)
-    if taker is None:
+    if found is None:
+        key = (member.worker_id, push.push_id)
         yield effects.StoreInitial(push.fragment, chunk.index, payload, *key)
         return
-    state.waiting += 1
-    if isinstance(taker, Contribution):
-        yield effects.Fold(push.fragment, chunk.index, *key, taker.weight, push.wire_dtype, payload)
-    else:
-        yield effects.Inspect(push.fragment, chunk.index, *key, push.wire_dtype, payload)
-
-
-def _taker(
-    state: RunState, member: Member, push: messages.Push
-) -> Contribution | Submission | None:
-    """Where chunks of this push go; None when it is over."""
-    round_ = state.round
-    assert round_ is not None
-    if isinstance(round_, Round):
-        contribution = round_.contributions.get((member.worker_id, push.push_id))
-        return contribution if contribution and contribution.ended is None else None
-    return state.staging.find(push.fragment, member.worker_id, push.push_id)
+    state.chunks_waiting += 1
+    yield found.work(chunk.index, payload)
 
 
 def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
-    """Every chunk was sent. The streaming reducer counts chunks and does not need to be told."""
-    if not isinstance(state.round, Round):
-        staged.commit(state, member, commit)
+    """Every chunk was sent."""
+    if state.round is not None:
+        reducer_of(state).commit(state, member, commit)
         yield from rounds.close_if_due(state)
 
 
-def folded(state: RunState, event: events.Folded) -> effects.Effects:
-    """A chunk has been added."""
-    state.waiting -= 1
-    round_ = state.round
-    assert isinstance(round_, Round) and round_.fragment == event.work.fragment
-    yield from streaming.folded(state, round_, event)
+def done(state: RunState, event: events.Folded | events.Inspected) -> effects.Effects:
+    """A chunk has been added, or found to be finite."""
+    state.chunks_waiting -= 1
+    yield from reducer_of(state).done(state, event)
     yield from rounds.close_if_due(state)
 
 
-def fold_refused(state: RunState, event: events.FoldRefused) -> effects.Effects:
+def refused(state: RunState, event: events.FoldRefused | events.InspectRefused) -> effects.Effects:
     """A chunk was not finite."""
-    state.waiting -= 1
-    round_ = state.round
-    assert isinstance(round_, Round) and round_.fragment == event.work.fragment
-    yield from streaming.fold_refused(state, round_, event)
-    yield from rounds.close_if_due(state)
-
-
-def inspected(state: RunState, event: events.Inspected) -> effects.Effects:
-    """A chunk of a submission is finite."""
-    state.waiting -= 1
-    yield from staged.inspected(state, event)
-    yield from rounds.close_if_due(state)
-
-
-def inspect_refused(state: RunState, event: events.InspectRefused) -> effects.Effects:
-    """A chunk of a submission is not finite."""
-    state.waiting -= 1
-    yield from staged.inspect_refused(state, event)
-    if state.config.is_async:
-        yield from asynchronous.hand_out_slots(state)
+    state.chunks_waiting -= 1
+    yield from reducer_of(state).refused(state, event)
     yield from rounds.close_if_due(state)
 
 

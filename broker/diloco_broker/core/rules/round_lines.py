@@ -8,28 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_broker.core import effects
+from diloco_broker.core.effects import Effects, Log
 from diloco_broker.core.state.run import RunState, UntoldVersions
-from diloco_broker.core.state.staged_round import StagedRound
-from diloco_broker.core.state.streaming_round import Counting, Round
+from diloco_broker.core.state.update import CountedPush, Update
 
 # Least seconds between two lines of asynchronous mode.
 LINE_S = 1.0
 NAMES_SHOWN = 5
 
 
-def add_untold(state: RunState, newest: str, counting: Sequence[Counting]) -> effects.Effects:
-    """One more version of asynchronous mode; `newest` names it."""
-    untold = state.untold
+def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
+    """How a round of synchronous mode closed."""
+    expected = ended.barrier.expected if ended.barrier else set()
+    whole = {each.worker_id for each in pushes if each.chunks.is_full}
+    absent = sorted(expected - whole)
+    shown = ", ".join(absent[:NAMES_SHOWN])
+    names = f", without {shown}{' ...' * (len(absent) > NAMES_SHOWN)}" if absent else ""
+    which = f" (fragment {ended.fragment})" if state.config.num_fragments > 1 else ""
+    yield Log(
+        "info",
+        f"Round {ended.number}{which} closed in {state.now - ended.opened_at:.1f} s: "
+        f"{ended.averaged} of {len(expected)} expected workers averaged{names}.",
+    )
+
+
+def applied(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
+    """Whose pushes one more version of asynchronous mode contains; those that come fast share a line."""
+    untold, report = state.untold, state.last_report
+    assert report is not None
+    which = f" of fragment {ended.fragment}" if state.config.num_fragments > 1 else ""
     untold.versions += 1
-    untold.newest = newest
-    for each in counting:
+    untold.newest = f"version {report.version}{which}"
+    for each in pushes:
         known = untold.staleness.get(each.worker_id, 0)
         untold.staleness[each.worker_id] = max(known, each.staleness)
-    yield from tell(state)
+    yield from applied_so_far(state)
 
 
-def tell(state: RunState) -> effects.Effects:
+def applied_so_far(state: RunState) -> Effects:
     """A line, if there is something to tell and the last one was long enough ago."""
     untold, now = state.untold, state.now
     if not untold.versions or (untold.told_at is not None and now - untold.told_at < LINE_S):
@@ -46,24 +62,8 @@ def tell(state: RunState) -> effects.Effects:
             f"{_age(max(untold.staleness.values(), default=0))}."
         )
     state.untold = UntoldVersions(told_at=now)
-    yield effects.Log("info", text, is_listed=False)
+    yield Log("info", text, is_listed=False)
 
 
 def _age(staleness: int) -> str:
     return f"{staleness} version{'s'[: staleness != 1]} old"
-
-
-def closed(
-    ended: Round | StagedRound, counting: Sequence[Counting], pieces: int, now: float
-) -> effects.Log:
-    """How a round of synchronous mode closed."""
-    whole = {each.worker_id for each in counting if each.chunks.is_full}
-    absent = sorted(ended.expected - whole)
-    shown = ", ".join(absent[:NAMES_SHOWN])
-    names = f", without {shown}{' ...' * (len(absent) > NAMES_SHOWN)}" if absent else ""
-    which = f" (fragment {ended.fragment})" if pieces > 1 else ""
-    return effects.Log(
-        "info",
-        f"Round {ended.number}{which} closed in {now - ended.opened_at:.1f} s: "
-        f"{ended.averaged} of {len(ended.expected)} expected workers averaged{names}.",
-    )

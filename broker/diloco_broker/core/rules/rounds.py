@@ -10,75 +10,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import (
-    checkpoints,
-    round_lines,
-    settings,
-)
-from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
+from diloco_broker.core.rules import checkpoints, grants, settings
+from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
 from diloco_broker.core.state.run_record import FragmentRecord
-from diloco_broker.core.state.staged_round import StagedRound
-from diloco_broker.core.state.streaming_round import Counting, Phase, Round
-from diloco_protocol.messages import Push, Rejoin
+from diloco_broker.core.state.update import CountedPush, Phase, Update
+from diloco_protocol.messages import Rejoin
 
 
 def open_round(state: RunState, number: int) -> effects.Effects:
-    """Open a round, with everyone here expected, and enter the pushes that came too early for it."""
+    """Open a round, and close it at once if everything for it is here."""
     yield from settings.take_effect(state)
-    config = state.config
-    fragment = number % config.num_fragments
-    chunks = state.versions[fragment].layout.chunks
-    if config.is_async:
-        state.round = StagedRound(number, fragment, chunks, 0, set(), state.now)
-    else:
-        floor = config.workers if state.first_round_pending else config.min_workers
-        expected = {member.worker_id for member in state.members if not member.is_stalled}
-        if config.is_staged:
-            round_ = StagedRound(
-                number,
-                fragment,
-                chunks,
-                floor,
-                expected,
-                state.now,
-                state.staging.pool(fragment),
-                state.staging.excused_from(fragment),
-                config.quorum,
-                config.grace,
-            )
-            yield from staged.open_round(state, round_)
-        else:
-            excused = state.staging.excused_from(fragment)
-            yield from streaming.open_round(
-                state, Round(number, fragment, chunks, floor, expected, state.now, excused)
-            )
+    yield from reducer_of(state).open_round(state, number)
     yield from close_if_due(state)
 
 
 def close_if_due(state: RunState) -> effects.Effects:
     """Begin to close the round if it is time to."""
-    round_ = state.round
-    if round_ is None or state.stopping is not None or state.paused_at is not None:
-        return
-    if isinstance(round_, Round):
-        yield from streaming.close_if_due(state, round_)
-    elif state.config.is_async:
-        yield from asynchronous.apply_if_ready(state, round_)
-    else:
-        yield from staged.close_if_due(state, round_)
+    if state.round is not None and state.stopping is None and state.paused_at is None:
+        yield from reducer_of(state).close_if_due(state)
 
 
 def leave(state: RunState, worker_id: str) -> effects.Effects:
     """A worker is gone: whoever waited for it waits no longer."""
-    round_ = state.round
-    if isinstance(round_, Round):
-        yield from streaming.leave(state, round_, worker_id)
-    elif round_ is not None:
-        staged.leave(state, round_, worker_id)
-        if state.config.is_async:
-            yield from asynchronous.hand_out_slots(state)
+    if state.round is not None:
+        yield from reducer_of(state).leave(state, worker_id)
     yield from expect_all(state)
     yield from close_if_due(state)
 
@@ -86,11 +43,11 @@ def leave(state: RunState, worker_id: str) -> effects.Effects:
 def expect_all(state: RunState) -> effects.Effects:
     """A round that has fallen below its floor needs everybody, also those expected from a later one."""
     round_ = state.round
-    if round_ is None or not round_.below_floor:
+    if round_ is None or round_.barrier is None or not state.below_floor:
         return
     for member in state.members:
-        if member.worker_id not in round_.expected and not member.is_stalled:
-            round_.expected.add(member.worker_id)
+        if member.worker_id not in round_.barrier.expected and not member.is_stalled:
+            round_.barrier.expect(member.worker_id)
             if state.config.num_fragments > 1:
                 text = (
                     f"Round {round_.number} lacks workers and needs this one as well; join again."
@@ -100,8 +57,10 @@ def expect_all(state: RunState) -> effects.Effects:
 
 def stall(state: RunState, worker_id: str) -> effects.Effects:
     """A worker trains no longer: it is not waited for, what it has sent counts."""
-    if state.round is not None and state.round.phase is Phase.OPEN:
-        state.round.expected.discard(worker_id)
+    round_ = state.round
+    if round_ is not None and round_.phase is Phase.OPEN:
+        if round_.barrier is not None:
+            round_.barrier.expect_no_more(worker_id)
         yield from expect_all(state)
         yield from close_if_due(state)
 
@@ -116,18 +75,17 @@ def mark_active(state: RunState, member: Member) -> effects.Effects:
         yield from expect_all(state)
 
 
-def skip_this_round(state: RunState, worker_id: str, push: Push) -> effects.Effects:
+def skip_this_round(state: RunState, worker_id: str, fragment: int) -> effects.Effects:
     """A push was refused: the others do not wait for its worker in that round."""
-    if state.round is not None and not state.config.is_async:
-        state.staging.excused_from(push.fragment).add(worker_id)
+    if state.round is not None and state.round.barrier is not None:
+        state.barriers[fragment].skip(worker_id)
         yield from close_if_due(state)
 
 
 def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
-    if state.round is not None and state.config.is_async:
-        yield from asynchronous.take_back_slots(state)
-    yield from round_lines.tell(state)
+    if state.round is not None:
+        yield from reducer_of(state).tick(state)
     yield from _go_on_with_fewer(state)
     yield from checkpoints.save_again(state)
     yield from close_if_due(state)
@@ -144,10 +102,9 @@ def _go_on_with_fewer(state: RunState) -> effects.Effects:
     here = {member.worker_id: member.joined_at for member in state.members}
     are_back = bool(known) and known.keys() <= here.keys()
     if here and (are_back or state.now - min(here.values()) >= state.config.recover_wait):
-        state.first_round_pending = False
-        if round_.floor > state.config.min_workers and len(here) < round_.floor:
-            yield effects.Log("info", f"Going on with {len(here)} of {round_.floor} workers.")
-        round_.floor = min(round_.floor, state.config.min_workers)
+        was_due, state.first_round_pending = state.floor, False
+        if round_.barrier is not None and len(here) < was_due and state.floor < was_due:
+            yield effects.Log("info", f"Going on with {len(here)} of {was_due} workers.")
 
 
 def stepped(state: RunState, event: events.Stepped) -> effects.Effects:
@@ -166,15 +123,15 @@ def stepped(state: RunState, event: events.Stepped) -> effects.Effects:
         yield from _complete(state, round_)
 
 
-def _complete(state: RunState, ended: Round | StagedRound) -> effects.Effects:
+def _complete(state: RunState, ended: Update) -> effects.Effects:
     """Every chunk has been stepped: the version is whole. A durable run saves it before it is told."""
     versions = state.versions[ended.fragment]
     in_progress = versions.in_progress
     assert in_progress is not None
-    counting = tuple(ended.counting())
+    counted = tuple(ended.counted())
     ledger = versions.ledger
     pushes = []
-    for each in counting:
+    for each in counted:
         if each.added:
             pushes.append(effects.AuditedPush(each.worker_id, each.push, each.added, each.weight))
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
@@ -182,7 +139,7 @@ def _complete(state: RunState, ended: Round | StagedRound) -> effects.Effects:
     record = FragmentRecord(
         in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
     )
-    unreleased = UnreleasedVersion(ended, counting, record)
+    unreleased = UnreleasedVersion(ended, counted, record)
     yield effects.RecordVersion(
         record.version, versions.version, ended.fragment, ended.number, tuple(pushes)
     )
@@ -205,53 +162,37 @@ def saved(state: RunState, event: events.Saved) -> effects.Effects:
 def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     """Everybody gets the version, and the next round opens."""
     ended, fragment = unreleased.ended, unreleased.ended.fragment
-    for each in unreleased.counting:
+    for each in unreleased.pushes:
         member = state.members.named(each.worker_id)
         if member is not None:
-            upload = member.uploads.get(fragment)
-            if upload is not None and upload.push.push_id == each.push.push_id:
-                upload.is_void = True
+            grants.void(member, fragment, each.push.push_id)
             member.merges()
             member.staleness = each.staleness
             member.account.staleness[fragment] = each.staleness
             member.counted_at = state.now
     versions = state.versions[fragment]
-    whole = sum(each.chunks.is_full for each in unreleased.counting)
+    whole = sum(each.chunks.is_full for each in unreleased.pushes)
     versions.contributions += whole
     state.totals.contributions += whole
     state.totals.rounds += 1
     counter = unreleased.record.version.counter
-    state.last_report = _report(ended, unreleased.counting, counter, state.now)
+    state.last_report = _report(ended, unreleased.pushes, counter, state.now)
     state.first_round_pending = False
     yield effects.RecordRound(state.last_report)
-    yield from _tell(state, ended, unreleased.counting)
+    reducer = reducer_of(state)
+    yield from reducer.tell(state, ended, unreleased.pushes)
     yield from state.versions.release(fragment, unreleased.record)
-    state.staging.excused_from(fragment).clear()
-    if isinstance(ended, StagedRound):
-        staged.released(state, ended)
+    if ended.barrier is not None:
+        ended.barrier.end()
     yield from checkpoints.save_if_due(state, ended.number + 1)
     yield from open_round(state, ended.number + 1)
-    if state.config.is_async:
-        yield from asynchronous.hand_out_slots(state)
-
-
-def _tell(
-    state: RunState, ended: Round | StagedRound, counting: Sequence[Counting]
-) -> effects.Effects:
-    pieces = state.config.num_fragments
-    if not state.config.is_async:
-        yield round_lines.closed(ended, counting, pieces, state.now)
-        return
-    assert state.last_report is not None
-    which = f" of fragment {ended.fragment}" if pieces > 1 else ""
-    newest = f"version {state.last_report.version}{which}"
-    yield from round_lines.add_untold(state, newest, counting)
+    yield from reducer.released(state)
 
 
 def _report(
-    ended: Round | StagedRound, counting: Sequence[Counting], version: int, now: float
+    ended: Update, pushes: Sequence[CountedPush], version: int, now: float
 ) -> effects.RoundReport:
-    whole = [each for each in counting if each.chunks.is_full]
+    whole = [each for each in pushes if each.chunks.is_full]
     losses = [each.push.loss for each in whole if each.push.loss is not None]
     norms = [each.push.norm for each in whole if each.push.norm is not None]
     return effects.RoundReport(
@@ -264,5 +205,5 @@ def _report(
         sum(losses) / len(losses) if losses else None,
         sum(norms) / len(norms) if norms else None,
         max((each.staleness for each in whole), default=0),
-        tuple(each.worker_id for each in counting),
+        tuple(each.worker_id for each in pushes),
     )

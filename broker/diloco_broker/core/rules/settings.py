@@ -14,8 +14,7 @@ from typing import Any
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.staged_round import StagedRound
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.update import Phase
 from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import Notice
 
@@ -197,14 +196,3 @@ def take_effect(state: RunState) -> effects.Effects:
             yield effects.Send(
                 member.control, Notice("sync_every", text, sync_every=wanted.sync_every)
             )
-    round_ = state.round
-    if round_ is None or wanted.is_async:
-        return
-    if state.first_round_pending and before.workers != wanted.workers:
-        round_.floor = wanted.workers
-    elif not state.first_round_pending:
-        round_.floor = wanted.min_workers
-    if isinstance(round_, StagedRound):
-        if round_.quorum != wanted.quorum:
-            round_.quorum_at = None
-        round_.quorum, round_.grace = wanted.quorum, wanted.grace

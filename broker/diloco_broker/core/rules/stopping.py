@@ -7,7 +7,7 @@ from diloco_broker.core.effects import Effects
 from diloco_broker.core.events import Stop
 from diloco_broker.core.rules import checkpoints
 from diloco_broker.core.state.run import RunState, Stopping
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.update import Phase
 from diloco_protocol.messages import Notice
 
 

@@ -145,9 +145,17 @@ class Member:
         self.account.bytes_up = counters["bytes_up"]
         self.account.bytes_down = counters["bytes_down"]
 
+    def defer(self, push: messages.Push) -> None:
+        """This push waits for its turn; it takes the place of an earlier one of its fragment."""
+        self.deferred[push.fragment] = push
+
+    def take_deferred(self, fragment: int) -> messages.Push | None:
+        """The push of a fragment that waits, which does so no longer."""
+        return self.deferred.pop(fragment, None)
+
     def begins(self, push: messages.Push, number: int | None) -> None:
         """A push of this worker is taken in, for round `number` where there are common rounds."""
-        self.deferred.pop(push.fragment, None)  # an earlier one, which this one takes the place of
+        self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
         self.pushes += 1
         self.state = "pushing"
         self.inner_step, self.told_at = push.steps, None

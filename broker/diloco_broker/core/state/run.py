@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,8 +12,8 @@ from diloco_broker.core.state.dylu import sync_every
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import Bootstrap
 from diloco_broker.core.state.run_record import FragmentRecord
-from diloco_broker.core.state.staged_round import StagedRound, Staging
-from diloco_broker.core.state.streaming_round import Counting, Phase, Round
+from diloco_broker.core.state.submissions import Submissions
+from diloco_broker.core.state.update import Barrier, CountedPush, Phase, Update
 from diloco_broker.core.state.versions import VersionStore
 from diloco_protocol.fragments.plan import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
@@ -118,8 +118,8 @@ class Stopping:
 class UnreleasedVersion:
     """A version of which every chunk is there, and what it contains; not released yet."""
 
-    ended: Round | StagedRound
-    counting: tuple[Counting, ...]
+    ended: Update
+    pushes: tuple[CountedPush, ...]
     record: FragmentRecord
 
 
@@ -131,10 +131,11 @@ class RunState:
         draw: returns an unpredictable number below 2**64 (tokens, tags, the run's name).
         epoch: this life of the broker, 16 hexadecimal digits.
         now: the time of the event at hand, seconds of the core's clock.
-        round: the round going on; None until there are parameters.
+        round: the round going on, in asynchronous mode the update; None until there are parameters.
+        barriers: whom rounds wait for, by fragment.
         unreleased: a version that waits for its checkpoint to be written, if the run is durable.
-        waiting: chunks of pseudo-gradients that wait to be added or looked at.
-        staging: whole submissions, where the run needs whole ones.
+        chunks_waiting: chunks of pseudo-gradients that wait to be added or looked at.
+        submissions: pushes that are kept until they are whole, where the run needs whole ones.
         untold: versions of asynchronous mode that the log has no line of yet.
         has_own_optimizer: the outer optimizer is one of torch's, made by a factory.
         outer_groups: the groups of it, over all fragments; empty before it is made.
@@ -159,10 +160,11 @@ class RunState:
     bootstrap: Bootstrap
     members: Membership = field(default_factory=Membership)
     versions: VersionStore = field(default_factory=VersionStore)
-    round: Round | StagedRound | None = None
+    round: Update | None = None
+    barriers: dict[int, Barrier] = field(default_factory=lambda: defaultdict(Barrier))
     unreleased: UnreleasedVersion | None = None
-    waiting: int = 0
-    staging: Staging = field(default_factory=Staging)
+    chunks_waiting: int = 0
+    submissions: Submissions = field(default_factory=Submissions)
     now: float = 0.0
     is_resumed: bool = False
     saving: Saving = field(default_factory=Saving)
@@ -205,6 +207,30 @@ class RunState:
         self.totals.rejected += 1
         self.refused[code] += 1
         self.rejections.append(Rejection(self.now, worker_id, code, text))
+
+    @property
+    def floor(self) -> int:
+        """Contributions that a round needs."""
+        return self.config.workers if self.first_round_pending else self.config.min_workers
+
+    @property
+    def below_floor(self) -> bool:
+        """True while even all the workers that the open round waits for would be too few."""
+        round_ = self.round
+        if round_ is None or round_.barrier is None or round_.phase is Phase.CLOSING:
+            return False
+        return len(round_.barrier.expected | round_.participating) < self.floor
+
+    def coming(self, number: int) -> tuple[int, int]:
+        """The fragment whose turn it is in round `number`, and its chunks."""
+        fragment = number % self.config.num_fragments
+        return fragment, self.versions[fragment].layout.chunks
+
+    def open_barrier(self, fragment: int) -> Barrier:
+        """A round of this fragment opens: it waits for everyone who is here and trains."""
+        barrier = self.barriers[fragment]
+        barrier.open({member.worker_id for member in self.members if not member.is_stalled})
+        return barrier
 
     def next_round_of(self, fragment: int) -> int:
         """The first round that a new push of this fragment can be part of."""

@@ -1,7 +1,7 @@
 """One streaming round: who is expected, who contributes, which chunks are ready for the outer step.
 
 Each chunk is added to a sum soon after it has come, so the memory needed does not depend on the number
-of workers. (`staging` has the rounds over whole submissions.) The rules, all of them:
+of workers. (`staged_round` has the rounds over whole submissions.) The rules, all of them:
 
 - A round is OPEN until every expected worker has begun its push and at least `floor` contribute; then
   it is CLOSING, and it ends when every chunk has been stepped.
@@ -12,7 +12,7 @@ of workers. (`staging` has the rounds over whole submissions.) The rules, all of
   nobody owes any more is ready. It is normalised by the weight that actually reached it.
 - A chunk that an earlier version contains (`before`) is not owed again: each (worker, push id, chunk)
   counts once.
-- A worker whose push was refused before it began is *excused*: not waited for in that round.
+- A worker whose push was refused before it began is *skipped*: not waited for in that round.
 - A worker has one live contribution in a round, and one vote on each chunk. Another push id abandons an
   unfinished contribution; what had arrived of it stays, since it was honest work, and the new push
   brings only the other chunks. (Both in full would count the same steps twice: a worker that was killed
@@ -24,16 +24,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
+from diloco_broker.core.effects import Fold
+from diloco_broker.core.state.update import Barrier, CountedPush, Phase, PushKey, Update
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
-
-Key = tuple[str, int]  # (worker id, push id)
-
-
-class Phase(str, Enum):
-    OPEN = "open"
-    CLOSING = "closing"
 
 
 class Ended(str, Enum):
@@ -42,25 +38,6 @@ class Ended(str, Enum):
     GONE = "gone"
     VOIDED = "voided"
     ABANDONED = "abandoned"
-
-
-@dataclass(frozen=True)
-class Counting:
-    """What a round says of one push.
-
-    Attributes:
-        chunks: those that the ledger names from now on.
-        added: those of which its values are in this round's version.
-        weight: their share.
-        staleness: versions between the push's base and the one that it goes into.
-    """
-
-    worker_id: str
-    push: Push
-    chunks: Bitmap
-    added: Bitmap
-    weight: float
-    staleness: int
 
 
 @dataclass
@@ -91,12 +68,21 @@ class Contribution:
         return self.before | self.arrived
 
     @property
-    def counted(self) -> Bitmap:
-        return self.before | self.folded
-
-    @property
     def is_whole(self) -> bool:
-        return self.counted.is_full
+        return (self.before | self.folded).is_full
+
+    def work(self, index: int, payload: Any) -> Fold:
+        """What is to be done with a chunk that has arrived."""
+        push = self.push
+        return Fold(
+            push.fragment,
+            index,
+            self.worker_id,
+            push.push_id,
+            self.weight,
+            push.wire_dtype,
+            payload,
+        )
 
     def owes(self, index: int) -> bool:
         if index in self.before or index in self.folded:
@@ -105,27 +91,25 @@ class Contribution:
 
 
 @dataclass
-class Round:
-    """State of a streaming round. `size` is the number of chunks of its fragment."""
+class StreamingRound(Update):
+    """State of a streaming round.
 
-    number: int
-    fragment: int
-    size: int
-    floor: int
-    expected: set[str]
-    opened_at: float
-    excused: set[str] = field(default_factory=set)
-    phase: Phase = Phase.OPEN
-    contributions: dict[Key, Contribution] = field(default_factory=dict)
-    reached: list[float] = field(default_factory=list)  # weight in each chunk's sum
-    owed: list[int] = field(default_factory=list)  # contributions that owe a chunk; when closing
-    stepping: Bitmap = field(default_factory=lambda: Bitmap(0))  # given out for the outer step
-    stepped: Bitmap = field(default_factory=lambda: Bitmap(0))
+    Attributes:
+        reached: weight in the sum of each chunk.
+        owed: contributions that owe each chunk; only while it is closing.
+        stepping: chunks given out for the outer step.
+    """
+
+    barrier: Barrier
+    contributions: dict[PushKey, Contribution] = field(default_factory=dict)
+    reached: list[float] = field(init=False)
+    owed: list[int] = field(default_factory=list, init=False)
+    stepping: Bitmap = field(init=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.reached = [0.0] * self.size
         self.stepping = Bitmap(self.size)
-        self.stepped = Bitmap(self.size)
 
     # Who.
 
@@ -138,7 +122,6 @@ class Round:
 
     @property
     def participating(self) -> set[str]:
-        """Workers whose push is under way or whole: what the floor is about."""
         return {c.worker_id for c in self.contributions.values() if c.ended is None or c.is_whole}
 
     def has_all_of(self, worker_id: str) -> bool:
@@ -147,18 +130,7 @@ class Round:
 
     @property
     def averaged(self) -> int:
-        """Workers of whom a whole push has been added."""
         return len({c.worker_id for c in self.contributions.values() if c.is_whole})
-
-    @property
-    def missing(self) -> set[str]:
-        """Expected workers that have not begun."""
-        return self.expected - self.begun - self.excused
-
-    @property
-    def below_floor(self) -> bool:
-        """True while even all expected workers together would be too few."""
-        return self.phase is Phase.OPEN and len(self.expected | self.participating) < self.floor
 
     def of_worker(self, worker_id: str) -> Iterator[Contribution]:
         return (c for c in self.contributions.values() if c.worker_id == worker_id)
@@ -185,14 +157,14 @@ class Round:
             raise AssertionError(f"{worker_id} begins a push in closing round {self.number}")
         return contribution
 
-    def folded(self, key: Key, index: int) -> list[int]:
+    def folded(self, key: PushKey, index: int) -> list[int]:
         """A chunk has been added. Returns the chunks that are ready through it."""
         contribution = self.contributions[key]
         contribution.folded.add(index)
         self.reached[index] += contribution.weight
         return self._settle([index])
 
-    def refused(self, key: Key, index: int) -> list[int]:
+    def refused(self, key: PushKey, index: int) -> list[int]:
         """A chunk that arrived was not folded: void the push. Returns the chunks that are ready."""
         contribution = self.contributions[key]
         contribution.arrived.discard(index)
@@ -200,7 +172,7 @@ class Round:
             return self._settle([index]) + self.end(key, Ended.VOIDED, settled=index)
         return self._settle([index])
 
-    def end(self, key: Key, why: Ended, settled: int | None = None) -> list[int]:
+    def end(self, key: PushKey, why: Ended, settled: int | None = None) -> list[int]:
         """Nothing more will come of a contribution. Returns the chunks that are ready through it."""
         contribution = self.contributions[key]
         if contribution.ended is not None:
@@ -218,20 +190,20 @@ class Round:
 
     def leave(self, worker_id: str) -> list[int]:
         """A worker is gone. Returns the chunks that are ready through it."""
-        self.expected.discard(worker_id)
+        self.barrier.expect_no_more(worker_id)
         ready: list[int] = []
         for contribution in list(self.of_worker(worker_id)):
             ready += self.end((worker_id, contribution.push.push_id), Ended.GONE)
         return ready
 
-    def close_if_due(self) -> list[int] | None:
+    def close_if_due(self, floor: int) -> list[int] | None:
         """Begin to close if every expected worker has begun; returns the chunks ready at once.
 
         None means that the round is not due (or is closing already).
         """
         if self.phase is Phase.CLOSING or self.missing or not self.participating:
             return None
-        if len(self.participating) < self.floor:
+        if len(self.participating) < floor:
             return None
         self.phase = Phase.CLOSING
         live = self.contributions.values()
@@ -255,10 +227,11 @@ class Round:
             self.stepping.add(index)
         return given
 
-    def counting(self) -> Iterator[Counting]:
-        """What the version contains through this round."""
+    def counted(self) -> Iterator[CountedPush]:
         for c in self.contributions.values():
-            yield Counting(c.worker_id, c.push, c.counted, c.folded, c.weight, c.staleness)
+            yield CountedPush(
+                c.worker_id, c.push, c.before | c.folded, c.folded, c.weight, c.staleness
+            )
 
     def check_invariants(self) -> None:
         """Raise AssertionError when an invariant is broken; for tests."""

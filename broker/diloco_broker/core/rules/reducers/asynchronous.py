@@ -1,6 +1,6 @@
 """Asynchronous mode: each submission is an outer step of its own as soon as it is whole.
 
-There is no barrier. A few *slots* bound how many submissions are on their way at a time; the others
+There are no rounds. A few *slots* bound how many submissions are on their way at a time; the others
 wait for their turn with a grant that says so. A slot whose submission makes no progress goes to the next
 in line. With a grace window (Liu et al. 2024, arXiv 2401.09135, algorithm 2) the first whole submission
 waits for others; those of one fragment are then applied one after the other into one version, so that
@@ -11,56 +11,80 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from diloco_broker.core import effects
-from diloco_broker.core.rules import grants
-from diloco_broker.core.rules.reducers import staged
+from diloco_broker.core.effects import Effects, Log
+from diloco_broker.core.events import FoldRefused, InspectRefused
+from diloco_broker.core.rules import grants, round_lines
+from diloco_broker.core.rules.reducers import collect
+from diloco_broker.core.state.async_update import AsyncUpdate
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.staged_round import StagedRound, Submission
-from diloco_broker.core.state.streaming_round import Phase
+from diloco_broker.core.state.submissions import Submission
+from diloco_broker.core.state.update import Phase
 from diloco_broker.core.state.uploads import Upload
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Push
 
 WAIT_TEXT = "Others are sending; this push gets its turn when one of them is done."
 
+find, done, commit = collect.find, collect.done, collect.commit
+tell = round_lines.applied
 
-def push(state: RunState, member: Member, push: Push) -> effects.Effects:
+
+def _update(state: RunState) -> AsyncUpdate:
+    assert isinstance(state.round, AsyncUpdate)
+    return state.round
+
+
+def open_round(state: RunState, number: int) -> Effects:
+    """The next update; until it is known what it applies, it counts as that of the fragment in turn."""
+    if state.round is not None:
+        collect.forget(state, _update(state).chosen)
+    fragment, size = state.coming(number)
+    state.round = AsyncUpdate(number, fragment, size, state.now, submissions=state.submissions)
+    yield from ()
+
+
+def offer(state: RunState, member: Member, push: Push) -> Effects:
     """A worker offers a push: give it a slot, or let it wait for one."""
-    known = state.staging.find(push.fragment, member.worker_id, push.push_id)
+    known = find(state, member.worker_id, push)
     if known is not None:
-        yield from staged.resume(state, member, known, None)
+        yield from collect.resume(member, known, sharing=state.config.staging_slots)
         return
     if state.is_counted(member, push):
-        staged.abandon_others(state, member, push)
+        collect.abandon_others(state, member, push)
         yield from grants.counted(member, push)
         return
     text = _too_old(state, member.worker_id, push)
     if text is not None:
         raise ProtocolError(Code.STALE, text)
-    staged.abandon_others(state, member, push)
-    if _may_send(state, member, push) and not state.staging.waiting:
-        yield from staged.begin(state, member, push, None)
+    collect.abandon_others(state, member, push)
+    queue = state.submissions.queue
+    if _may_send(state, member, push) and not queue:
+        yield from _begin(state, member, push)
     else:
         place = (member.worker_id, push.fragment)
-        if place not in state.staging.waiting:
-            state.staging.waiting.append(place)
+        if place not in queue:
+            queue.append(place)
         yield from grants.wait(member, push, WAIT_TEXT, None)
-        yield from hand_out_slots(state)
+        yield from _hand_out_slots(state)
 
 
-def hand_out_slots(state: RunState) -> effects.Effects:
+def _begin(state: RunState, member: Member, push: Push) -> Effects:
+    yield from collect.begin(state, member, push, sharing=state.config.staging_slots)
+
+
+def _hand_out_slots(state: RunState) -> Effects:
     """Those that wait longest send next."""
-    waiting = state.staging.waiting
-    for place in list(waiting):
+    queue = state.submissions.queue
+    for place in list(queue):
         worker_id, fragment = place
         member = state.members.named(worker_id)
         push = member.deferred.get(fragment) if member else None
         if member is None or push is None:
-            waiting.remove(place)  # gone, or back on another connection: it asks again
+            queue.remove(place)  # gone, or back on another connection: it asks again
         elif _may_send(state, member, push):
-            waiting.remove(place)
-            del member.deferred[fragment]
+            queue.remove(place)
+            member.take_deferred(fragment)
             text = _too_old(state, worker_id, push)
             if text is not None:
                 member.uploads[fragment] = Upload(push, 0)
@@ -68,29 +92,46 @@ def hand_out_slots(state: RunState) -> effects.Effects:
             elif state.is_counted(member, push):
                 yield from grants.counted(member, push)
             else:
-                yield from staged.begin(state, member, push, None)
+                yield from _begin(state, member, push)
 
 
 def _may_send(state: RunState, member: Member, push: Push) -> bool:
     """Is there a slot, and nothing whole of this worker and fragment waiting to be applied?"""
     # With a grace window whole submissions wait for each other, so they must not fill the slots.
     windowed = state.config.grace > 0
-    taken = sum(not (windowed and s.is_whole) for s in state.staging)
+    taken = sum(not (windowed and s.is_whole) for s in state.submissions)
     free = taken < state.config.staging_slots
-    return free and not staged.has_whole(state, member, push)
+    return free and not collect.has_whole(state, member, push)
 
 
-def take_back_slots(state: RunState) -> effects.Effects:
-    """A submission without progress does not keep others waiting."""
-    if not state.staging.waiting:
-        return
-    for submission in list(state.staging):
+def refused(state: RunState, event: FoldRefused | InspectRefused) -> Effects:
+    """A chunk was not finite: nothing of its push counts, and its slot is free."""
+    yield from collect.refused(state, event)
+    yield from _hand_out_slots(state)
+
+
+def leave(state: RunState, worker_id: str) -> Effects:
+    """A worker is gone: what is whole counts, what is not leaves its slot."""
+    collect.leave(state, worker_id)
+    yield from _hand_out_slots(state)
+
+
+def tick(state: RunState) -> Effects:
+    """A submission without progress does not keep others waiting; lines of the log may be due."""
+    if state.submissions.queue:
+        yield from _take_back_slots(state)
+        yield from _hand_out_slots(state)
+    yield from round_lines.applied_so_far(state)
+
+
+def _take_back_slots(state: RunState) -> Effects:
+    for submission in list(state.submissions):
         silent = state.now - submission.progress_at
         if submission.is_whole or silent <= state.config.staging_deadline:
             continue
-        state.staging.drop(submission)
+        state.submissions.drop(submission)
         worker_id, push = submission.worker_id, submission.push
-        yield effects.Log(
+        yield Log(
             "warning",
             f"The push of {worker_id} made no progress for {silent:.0f} s while others wait; it "
             "starts again when it is its turn.",
@@ -98,14 +139,14 @@ def take_back_slots(state: RunState) -> effects.Effects:
         member = state.members.named(worker_id)
         if member is not None:
             grants.void(member, push.fragment, push.push_id)
-            state.staging.waiting.append((worker_id, push.fragment))
+            state.submissions.queue.append((worker_id, push.fragment))
             yield from grants.wait(member, push, WAIT_TEXT, None)
-    yield from hand_out_slots(state)
 
 
-def apply_if_ready(state: RunState, round_: StagedRound) -> effects.Effects:
+def close_if_due(state: RunState) -> Effects:
     """Apply the submission that has been whole longest, if nothing else is being applied."""
-    if round_.phase is Phase.CLOSING:
+    update = _update(state)
+    if update.phase is Phase.CLOSING:
         return
     whole = list(_young_enough(state))
     yield from _refuse_the_old(state)
@@ -114,33 +155,30 @@ def apply_if_ready(state: RunState, round_: StagedRound) -> effects.Effects:
     fragment = whole[0].push.fragment
     together = [s for s in whole if s.push.fragment == fragment]
     chosen = tuple(together if state.config.grace > 0 else together[:1])
-    for submission in chosen:
-        submission.staleness = state.versions[fragment].staleness(submission.push)
-    round_.set_fragment(fragment, state.versions[fragment].layout.chunks)
-    round_.choose(chosen)
-    count = state.begin_version(fragment, len(chosen))
-    scales = [_scale(state, submission) for submission in chosen]
-    wholes = tuple((s.merged(scale),) for s, scale in zip(chosen, scales, strict=True))
-    for index in range(round_.size):
-        yield effects.AggregateAndStep(fragment, index, wholes, count)
+    update.apply(chosen, state.versions[fragment].layout.chunks)
+    groups = [[each] for each in chosen]
+    if state.config.staleness_weight == "poly":
+        yield from collect.merge(state, fragment, groups, lambda staleness: (1 + staleness) ** -0.5)
+    else:
+        yield from collect.merge(state, fragment, groups)
 
 
 def _young_enough(state: RunState) -> Iterator[Submission]:
-    for s in state.staging.whole():
+    for s in state.submissions.whole():
         if _too_old(state, s.worker_id, s.push) is None:
             yield s
 
 
-def _refuse_the_old(state: RunState) -> effects.Effects:
+def _refuse_the_old(state: RunState) -> Effects:
     """While a submission was on its way others were applied: it may have grown too old."""
-    for s in state.staging.whole():
+    for s in state.submissions.whole():
         text = _too_old(state, s.worker_id, s.push)
         if text is not None:
-            state.staging.drop(s)
+            state.submissions.drop(s)
             yield from grants.refuse(
                 state, s.worker_id, s.push.fragment, s.push.push_id, Code.STALE, text
             )
-            yield from hand_out_slots(state)
+            yield from _hand_out_slots(state)
 
 
 def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:
@@ -155,8 +193,6 @@ def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:
     )
 
 
-def _scale(state: RunState, submission: Submission) -> float:
-    """What an old submission counts: (1 + s)^-1/2 with `poly`."""
-    if state.config.staleness_weight == "poly":
-        return float((1 + submission.staleness) ** -0.5)
-    return 1.0
+def released(state: RunState) -> Effects:
+    """What was applied has left its slots."""
+    yield from _hand_out_slots(state)

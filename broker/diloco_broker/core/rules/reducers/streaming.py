@@ -7,31 +7,48 @@ has delivered.
 
 from __future__ import annotations
 
-from diloco_broker.core import effects, events
-from diloco_broker.core.rules import grants
+from collections.abc import Iterable
+
+from diloco_broker.core.effects import Effects, Step
+from diloco_broker.core.events import Folded, FoldRefused, Inspected, InspectRefused
+from diloco_broker.core.rules import grants, round_lines
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.streaming_round import Contribution, Ended, Phase, Round
+from diloco_broker.core.state.streaming_round import Contribution, Ended, StreamingRound
+from diloco_broker.core.state.update import Phase
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.messages import Push
+from diloco_protocol.messages import Commit, Push
+
+tell = round_lines.closed
 
 
-def open_round(state: RunState, round_: Round) -> effects.Effects:
-    """Enter the pushes that came too early for this round."""
-    state.round = round_
-    ledger = state.versions[round_.fragment].ledger
+def _round(state: RunState) -> StreamingRound:
+    assert isinstance(state.round, StreamingRound)
+    return state.round
+
+
+def open_round(state: RunState, number: int) -> Effects:
+    """Open a round and take in the pushes that came too early for it."""
+    fragment, size = state.coming(number)
+    barrier = state.open_barrier(fragment)
+    round_ = state.round = StreamingRound(number, fragment, size, state.now, barrier)
     for member in state.members:
-        push = member.deferred.pop(round_.fragment, None)
+        push = member.take_deferred(fragment)
         if push is not None:
-            before = ledger.standing(member.worker_id, push.push_id, push.chunks)
-            yield from _enter(state, round_, member, push, before)
+            before = _standing(state, member, push)
+            yield from _begin(state, round_, member, push, before)
 
 
-def push(state: RunState, round_: Round, member: Member, push: Push) -> effects.Effects:
-    """A worker offers a push: take it into the round, or tell it to wait for its own."""
+def _standing(state: RunState, member: Member, push: Push) -> Bitmap:
+    """Chunks of a push that earlier versions contain."""
     ledger = state.versions[push.fragment].ledger
-    before = ledger.standing(member.worker_id, push.push_id, push.chunks)
+    return ledger.standing(member.worker_id, push.push_id, push.chunks)
+
+
+def offer(state: RunState, member: Member, push: Push) -> Effects:
+    """A worker offers a push: take it into the round, or tell it to wait for its own."""
+    round_, before = _round(state), _standing(state, member, push)
     known = round_.contributions.get((member.worker_id, push.push_id))
     if known is not None and known.ended in (Ended.VOIDED, Ended.ABANDONED):
         raise ProtocolError(
@@ -45,7 +62,7 @@ def push(state: RunState, round_: Round, member: Member, push: Push) -> effects.
         known.ended = None  # the worker is back with the same delta
         yield from _grant(round_, member, known)
     elif _takes_now(round_, member, push):
-        yield from _enter(state, round_, member, push, before)
+        yield from _begin(state, round_, member, push, before)
     else:
         number = state.next_round_of(push.fragment)
         if known is not None and known.held.is_full:
@@ -56,15 +73,15 @@ def push(state: RunState, round_: Round, member: Member, push: Push) -> effects.
         yield from grants.wait(member, push, text, number)
 
 
-def _abandon_others(state: RunState, round_: Round, worker_id: str, push: Push) -> effects.Effects:
+def _abandon_others(state: RunState, round_: StreamingRound, worker_id: str, push: Push) -> Effects:
     """A worker that comes with another push of the fragment has given up the unfinished ones."""
     for other in list(round_.of_worker(worker_id)):
         same = other.push.fragment == push.fragment
         if same and other.push.push_id != push.push_id and not other.held.is_full:
-            yield from step(state, round_, round_.abandon(other))
+            yield from step(state, round_.abandon(other))
 
 
-def _takes_now(round_: Round, member: Member, push: Push) -> bool:
+def _takes_now(round_: StreamingRound, member: Member, push: Push) -> bool:
     """Can this new push enter the round that is going on?"""
     if round_.phase is Phase.CLOSING or round_.fragment != push.fragment:
         return False
@@ -72,58 +89,52 @@ def _takes_now(round_: Round, member: Member, push: Push) -> bool:
     return not round_.has_all_of(member.worker_id)
 
 
-def _enter(
-    state: RunState, round_: Round, member: Member, push: Push, before: Bitmap
-) -> effects.Effects:
+def _begin(
+    state: RunState, round_: StreamingRound, member: Member, push: Push, before: Bitmap
+) -> Effects:
     """Let a new push into the open round. Others of the same worker have been abandoned."""
     if before.is_full:
         yield from grants.counted(member, push)
         return
     staleness = state.versions[push.fragment].staleness(push)
-    round_.excused.discard(member.worker_id)
+    round_.barrier.has_begun(member.worker_id)
     contribution = round_.begin(member.worker_id, push, before, state.weight_of(push), staleness)
     member.begins(push, round_.number)
     state.totals.pushes += 1
     yield from _grant(round_, member, contribution)
 
 
-def _grant(round_: Round, member: Member, contribution: Contribution) -> effects.Effects:
+def _grant(round_: StreamingRound, member: Member, contribution: Contribution) -> Effects:
     waiting = len(contribution.arrived) - len(contribution.folded)
-    push, sharing = contribution.push, len(round_.expected)
-    yield from grants.grant(member, push, contribution.held, waiting, sharing, round_.number)
+    yield from grants.grant(
+        member,
+        contribution.push,
+        held=contribution.held,
+        waiting=waiting,
+        sharing=len(round_.barrier.expected),
+        number=round_.number,
+    )
 
 
-def close_if_due(state: RunState, round_: Round) -> effects.Effects:
-    """Begin to close the round if everyone expected has begun; what is ready is stepped at once."""
-    ready = round_.close_if_due()
-    if ready is not None:
-        state.begin_version(round_.fragment, 1)
-        yield from step(state, round_, ready)
+def find(state: RunState, worker_id: str, push: Push) -> Contribution | None:
+    """The contribution that takes chunks of this push; None when it has ended."""
+    contribution = _round(state).contributions.get((worker_id, push.push_id))
+    return contribution if contribution and contribution.ended is None else None
 
 
-def step(state: RunState, round_: Round, indexes: list[int]) -> effects.Effects:
-    """The outer step of chunks that nobody owes any more."""
-    count = state.versions[round_.fragment].gradients - 1
-    for index in indexes:
-        yield effects.Step(round_.fragment, index, round_.reached[index], count)
-
-
-def leave(state: RunState, round_: Round, worker_id: str) -> effects.Effects:
-    """A worker is gone; what it delivered stays, what it owed is not waited for."""
-    yield from step(state, round_, round_.leave(worker_id))
-
-
-def folded(state: RunState, round_: Round, event: events.Folded) -> effects.Effects:
+def done(state: RunState, event: Folded | Inspected) -> Effects:
     """A chunk has been added."""
-    work = event.work
+    work, round_ = event.work, _round(state)
+    assert round_.fragment == work.fragment
     ready = round_.folded((work.worker_id, work.push_id), work.index)
     yield from grants.acknowledge_work(state, work)
-    yield from step(state, round_, ready)
+    yield from step(state, ready)
 
 
-def fold_refused(state: RunState, round_: Round, event: events.FoldRefused) -> effects.Effects:
+def refused(state: RunState, event: FoldRefused | InspectRefused) -> Effects:
     """A chunk was not finite: the push is void from there on, the round goes on."""
-    work = event.work
+    work, round_ = event.work, _round(state)
+    assert round_.fragment == work.fragment
     key = (work.worker_id, work.push_id)
     is_news = round_.contributions[key].ended is not Ended.VOIDED
     ready = round_.refused(key, work.index)
@@ -135,4 +146,40 @@ def fold_refused(state: RunState, round_: Round, event: events.FoldRefused) -> e
         yield from grants.refuse(
             state, work.worker_id, work.fragment, work.push_id, Code.NON_FINITE, text
         )
-    yield from step(state, round_, ready)
+    yield from step(state, ready)
+
+
+def commit(state: RunState, member: Member, commit: Commit) -> None:
+    """Chunks are counted as they come, so this says nothing new."""
+
+
+def close_if_due(state: RunState) -> Effects:
+    """Begin to close the round if everyone expected has begun; what is ready is stepped at once."""
+    round_ = _round(state)
+    ready = round_.close_if_due(state.floor)
+    if ready is not None:
+        state.begin_version(round_.fragment, 1)
+        yield from step(state, ready)
+
+
+def step(state: RunState, indexes: Iterable[int]) -> Effects:
+    """The outer step of chunks that nobody owes any more."""
+    round_ = _round(state)
+    count = state.versions[round_.fragment].gradients - 1
+    for index in indexes:
+        yield Step(round_.fragment, index, round_.reached[index], count)
+
+
+def leave(state: RunState, worker_id: str) -> Effects:
+    """A worker is gone; what it delivered stays, what it owed is not waited for."""
+    yield from step(state, _round(state).leave(worker_id))
+
+
+def tick(state: RunState) -> Effects:
+    """Nothing here depends on time."""
+    yield from ()
+
+
+def released(state: RunState) -> Effects:
+    """Nobody waits for room."""
+    yield from ()

@@ -1,0 +1,146 @@
+"""Collecting pushes until they are whole: what the staged and the asynchronous reducer share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+
+from diloco_broker.core.effects import AggregateAndStep, Effect, Effects
+from diloco_broker.core.events import Folded, FoldRefused, Inspected, InspectRefused
+from diloco_broker.core.rules import grants
+from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.submissions import Submission
+from diloco_protocol.errors import Code
+from diloco_protocol.messages import Commit, Push
+
+
+def begin(
+    state: RunState, member: Member, push: Push, *, sharing: int, number: int | None = None
+) -> Effects:
+    """Give a new push its place in the pool of its fragment. Arguments are as in `grants.grant`."""
+    ledger = state.versions[push.fragment].ledger
+    before = ledger.standing(member.worker_id, push.push_id, push.chunks)
+    submission = Submission(
+        member.worker_id, push, before, state.weight_of(push), progress_at=state.now
+    )
+    state.submissions.pool(push.fragment)[submission.key] = submission
+    member.begins(push, number)
+    state.totals.pushes += 1
+    yield from resume(member, submission, sharing=sharing, number=number)
+
+
+def resume(
+    member: Member, submission: Submission, *, sharing: int, number: int | None = None
+) -> Effects:
+    """Tell the worker which chunks are held of its push, and how many it may send now."""
+    yield from grants.grant(
+        member,
+        submission.push,
+        held=submission.held,
+        waiting=len(submission.arrived) - len(submission.taken),
+        sharing=sharing,
+        number=number,
+    )
+
+
+def abandon_others(state: RunState, member: Member, push: Push) -> None:
+    """A worker that comes with another push of the fragment has given up the unfinished ones."""
+    for other in _others(state, member, push):
+        if not other.is_whole:
+            state.submissions.drop(other)
+
+
+def has_whole(state: RunState, member: Member, push: Push) -> bool:
+    """Is another whole submission of this worker and fragment waiting to be merged?"""
+    return any(s.is_whole and not s.is_chosen for s in _others(state, member, push))
+
+
+def _others(state: RunState, member: Member, push: Push) -> list[Submission]:
+    return [
+        s
+        for s in state.submissions.pool(push.fragment).values()
+        if s.worker_id == member.worker_id and s.push.push_id != push.push_id
+    ]
+
+
+def find(state: RunState, worker_id: str, push: Push) -> Submission | None:
+    """The submission that this push is on its way to be; None when it is given up."""
+    return state.submissions.find(push.fragment, worker_id, push.push_id)
+
+
+def done(state: RunState, event: Folded | Inspected) -> Effects:
+    """A chunk is here and finite."""
+    assert isinstance(event, Inspected)
+    work, submission = event.work, _at_work(state, event)
+    if submission is not None and work.index not in submission.taken:
+        submission.take(work.index, work.payload, event.squares, state.now)
+        yield from grants.acknowledge_work(state, work)
+
+
+def _at_work(
+    state: RunState, event: Folded | FoldRefused | Inspected | InspectRefused
+) -> Submission | None:
+    """The submission that a chunk is for.
+
+    None when that was given up meanwhile; if the same push has begun again, the chunk comes again.
+    """
+    work = event.work
+    submission = state.submissions.find(work.fragment, work.worker_id, work.push_id)
+    return submission if submission and work.index in submission.arrived else None
+
+
+def refused(state: RunState, event: FoldRefused | InspectRefused) -> Generator[Effect, None, bool]:
+    """A chunk was not finite: nothing of its push counts. Returns whether that is news."""
+    work, submission = event.work, _at_work(state, event)
+    if submission is None:
+        return False
+    state.submissions.drop(submission)
+    text = (
+        f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are not "
+        "finite; nothing of it counts, the run goes on without it."
+    )
+    yield from grants.refuse(
+        state, work.worker_id, work.fragment, work.push_id, Code.NON_FINITE, text
+    )
+    return True
+
+
+def commit(state: RunState, member: Member, commit: Commit) -> None:
+    """Its worker has sent every chunk; some may still be on their way on the other connection."""
+    submission = state.submissions.find(commit.fragment, member.worker_id, commit.push_id)
+    if submission is not None and not submission.is_whole:
+        submission.commit(state.now)
+
+
+def leave(state: RunState, worker_id: str) -> None:
+    """A worker is gone: what is whole counts, what is not is forgotten."""
+    for submission in list(state.submissions):
+        if submission.worker_id == worker_id and not submission.is_whole:
+            state.submissions.drop(submission)
+
+
+def merge(
+    state: RunState,
+    fragment: int,
+    groups: Sequence[Sequence[Submission]],
+    factor: Callable[[int], float] = lambda _: 1.0,
+) -> Effects:
+    """Make a version of the fragment; each group makes one gradient.
+
+    Args:
+        factor: of a submission's values, by its staleness.
+    """
+    versions = state.versions[fragment]
+    for submission in (each for group in groups for each in group):
+        submission.is_chosen = True
+        submission.staleness = versions.staleness(submission.push)
+    count = state.begin_version(fragment, len(groups))
+    wholes = tuple(tuple(s.merged(factor(s.staleness)) for s in group) for group in groups)
+    for index in range(versions.layout.chunks):
+        yield AggregateAndStep(fragment, index, wholes, count)
+
+
+def forget(state: RunState, merged: Sequence[Submission]) -> None:
+    """These are in a version that is out: they need no room any more."""
+    for submission in merged:
+        state.submissions.drop(submission)

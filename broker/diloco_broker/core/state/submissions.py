@@ -1,0 +1,154 @@
+"""Submissions: pushes that are kept until they are whole, and counted whole or not at all.
+
+Every way of reducing that needs whole pushes (asynchronous, quorum, deterministic, robust) shares these
+records. A submission belongs to the *pool* of its fragment from its grant until it has been merged; a
+round looks at the pool of its own fragment, so work that comes too late for one round is simply still
+there for the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_broker.core.effects import Inspect, WholePush
+from diloco_broker.core.state.update import CountedPush, PushKey
+from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.messages import Push
+
+
+@dataclass(eq=False)
+class Submission:
+    """One push on its way to being whole. Two are the same only if they are one object.
+
+    Attributes:
+        before: chunks that an earlier version contains; they are not needed again.
+        weight: its share in a mean.
+        arrived: chunks received, looked at or waiting to be.
+        taken: chunks received and found finite.
+        payloads: the chunks taken, None where one is missing.
+        squares: sum of the squared parameters so far.
+        progress_at: when the last chunk came.
+        whole_at: when it became whole; None before.
+        is_chosen: it is part of the update that is being made.
+        staleness: versions between its base and the version it is merged into; set when it is.
+    """
+
+    worker_id: str
+    push: Push
+    before: Bitmap
+    weight: float
+    progress_at: float
+    arrived: Bitmap = field(init=False)
+    taken: Bitmap = field(init=False)
+    payloads: list[Any] = field(init=False)
+    squares: float = 0.0
+    committed: bool = False
+    whole_at: float | None = None
+    is_chosen: bool = False
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        self.arrived = Bitmap(self.push.chunks)
+        self.taken = Bitmap(self.push.chunks)
+        self.payloads = [None] * self.push.chunks
+
+    @property
+    def key(self) -> PushKey:
+        return (self.worker_id, self.push.push_id)
+
+    @property
+    def held(self) -> Bitmap:
+        return self.before | self.arrived
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole_at is not None
+
+    def work(self, index: int, payload: Any) -> Inspect:
+        """What is to be done with a chunk that has arrived."""
+        push = self.push
+        return Inspect(push.fragment, index, *self.key, push.wire_dtype, payload)
+
+    def take(self, index: int, payload: Any, squares: float, now: float) -> None:
+        """A chunk is here and finite."""
+        self.taken.add(index)
+        self.payloads[index] = payload
+        self.squares += squares
+        self._settle(now)
+
+    def commit(self, now: float) -> None:
+        """Its worker has sent everything."""
+        self.committed = True
+        self._settle(now)
+
+    def _settle(self, now: float) -> None:
+        self.progress_at = now
+        if self.committed and (self.before | self.taken).is_full:
+            self.whole_at = now
+
+    def merged(self, scale: float) -> WholePush:
+        """Itself as it is merged; its values are multiplied by `scale`."""
+        return WholePush(
+            *self.key,
+            self.weight,
+            scale,
+            math.sqrt(self.squares),
+            self.push.wire_dtype,
+            self.payloads,
+        )
+
+
+def counted(chosen: Iterable[Submission]) -> Iterator[CountedPush]:
+    """What an update counts of the submissions that are merged into it."""
+    for s in chosen:
+        whole = Bitmap.full(s.push.chunks)
+        yield CountedPush(s.worker_id, s.push, whole, whole - s.before, s.weight, s.staleness)
+
+
+Pool = dict[PushKey, Submission]
+
+
+@dataclass
+class Submissions:
+    """All submissions that have not been merged, and who waits for room.
+
+    Attributes:
+        pools: by fragment.
+        queue: (worker id, fragment) in the order in which they asked for a slot.
+    """
+
+    pools: dict[int, Pool] = field(default_factory=dict)
+    queue: deque[tuple[str, int]] = field(default_factory=deque)
+
+    def pool(self, fragment: int) -> Pool:
+        return self.pools.setdefault(fragment, {})
+
+    def __iter__(self) -> Iterator[Submission]:
+        return (s for pool in self.pools.values() for s in list(pool.values()))
+
+    def find(self, fragment: int, worker_id: str, push_id: int | None) -> Submission | None:
+        if push_id is None:
+            return None
+        return self.pools.get(fragment, {}).get((worker_id, push_id))
+
+    def drop(self, submission: Submission) -> None:
+        """Forget a submission; its memory is free once nothing refers to it."""
+        self.pool(submission.push.fragment).pop(submission.key, None)
+
+    def whole(self) -> list[Submission]:
+        """Whole submissions of all fragments, those that became whole first in front."""
+        return sorted((s for s in self if s.is_whole), key=lambda s: s.whole_at or 0.0)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        for pool in self.pools.values():
+            for key, s in pool.items():
+                assert key == s.key
+                assert not any(i in s.before for i in s.arrived), f"{key} counts a chunk again"
+                assert all(i in s.arrived for i in s.taken), f"{key} has what never arrived"
+                assert s.is_whole == (s.committed and (s.before | s.taken).is_full)
+                assert all((p is not None) == (i in s.taken) for i, p in enumerate(s.payloads))

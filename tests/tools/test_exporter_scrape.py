@@ -333,8 +333,9 @@ class TestSlowClients:
             return answer
 
         with serving(collect) as url:
-            with pytest.raises(OSError, match="without response"):
+            with pytest.raises(urllib.error.HTTPError, match="500") as raised:
                 fetch(url)
+            raised.value.close()
             assert ("diloco_feed_up", frozenset()) in scrape(url)
         assert "AssertionError: a fault of ours" in capsys.readouterr().err
 

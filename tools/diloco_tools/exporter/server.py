@@ -1,9 +1,11 @@
-"""Metrics over HTTP: prometheus_client writes the text, and no client can take more than its share.
+"""Metrics over HTTP: prometheus_client answers, and no client can take more than its share.
 
 A scrape takes milliseconds, so a connection that is there for ten seconds is not one. At most sixteen
 are served at a time: the next one ends the oldest. So a client that says nothing, sends a byte now and
 then, or never reads its answer costs one thread for ten seconds and keeps nobody from scraping.
 """
+
+from __future__ import annotations
 
 import contextlib
 import socket
@@ -12,8 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
@@ -25,6 +27,9 @@ from prometheus_client.core import (
 
 from diloco_tools.exporter.catalogue import catalogue
 from diloco_tools.exporter.metrics import Family
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 MOST_CONNECTIONS = 16
 LONGEST_CONNECTION_S = 10.0
@@ -69,7 +74,7 @@ def _for_client(family: Family) -> Metric:
             return gauge
 
 
-class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
     """Listens from its making on; `serve_forever` answers.
 
     Raises:
@@ -78,7 +83,6 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     daemon_threads = True
     block_on_close = False  # a thread at its end sees its socket closed
-    allow_reuse_address = True  # a restart need not wait for the connections of the life before
     request_queue_size = 64
 
     def __init__(self, host: str, port: int, collector: FamilyCollector) -> None:
@@ -88,17 +92,31 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.address_family = family
         registry = CollectorRegistry()
         registry.register(collector)
-        self.app = make_wsgi_app(registry)
+        self._metrics: WSGIApplication = make_wsgi_app(registry)
         self._since: dict[socket.socket, float] = {}  # the oldest first
         self._lock = threading.Lock()
         super().__init__(address, _Handler)  # type: ignore[arg-type]
+        self.set_app(self._answer)
+
+    def server_bind(self) -> None:
+        """As WSGIServer does, without asking a name server what this machine is called."""
+        socketserver.TCPServer.server_bind(self)
+        host, self.server_port = self.server_address[:2]
+        self.server_name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
+        self.setup_environ()
 
     @property
     def url(self) -> str:
         """Where the metrics are."""
-        host, port = self.server_address[:2]
-        name = host.decode() if isinstance(host, bytes | bytearray) else str(host)
-        return f"http://{f'[{name}]' if ':' in name else name}:{port}/metrics"
+        name = f"[{self.server_name}]" if ":" in self.server_name else self.server_name
+        return f"http://{name}:{self.server_port}/metrics"
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] == "/metrics":
+            return self._metrics(environ, start_response)
+        is_home = environ["PATH_INFO"] == "/"
+        start_response("200 OK" if is_home else "404 Not Found", [("Content-Type", "text/plain")])
+        return [HOME]
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Take a connection, at the cost of the oldest one where there are too many."""
@@ -140,41 +158,10 @@ class MetricsServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             request.shutdown(socket.SHUT_RDWR)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(WSGIRequestHandler):
     """One request, one answer, then the connection ends: HTTP/1.0."""
 
-    server: MetricsServer
-    server_version = "diloco-exporter"
-    sys_version = ""
     timeout = LONGEST_CONNECTION_S
-    wbufsize = -1  # headers and body in one segment
-
-    def do_GET(self) -> None:
-        path, _, query = self.path.partition("?")
-        if path == "/metrics":
-            environment = {
-                "REQUEST_METHOD": "GET",
-                "PATH_INFO": path,
-                "QUERY_STRING": query,
-                "HTTP_ACCEPT": self.headers.get("Accept", ""),
-                "HTTP_ACCEPT_ENCODING": self.headers.get("Accept-Encoding", ""),
-            }
-            body = b"".join(self.server.app(environment, self._start))
-        elif path == "/":
-            self._start("200 OK", [("Content-Type", "text/plain; charset=utf-8")])
-            body = HOME
-        else:
-            self.send_error(404, "Not Found", "the metrics are at /metrics")
-            return
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _start(self, status: str, headers: list[tuple[str, str]]) -> None:
-        code, _, reason = status.partition(" ")
-        self.send_response(int(code), reason)
-        for name, value in headers:
-            self.send_header(name, value)
 
     def log_message(self, format: str, *args: object) -> None:
         """Scrapes are not news."""

@@ -10,17 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import zmq
-from tools.test_top_once import status, worker
-
-from diloco_protocol.feed import TOPIC
 from diloco_tools.dashboard.app import Dashboard, application
 from diloco_tools.dashboard.security import Policy
 from diloco_tools.dashboard.serving import Server, listen
 from diloco_tools.dashboard.source import FeedSource, ReplaySource
 from diloco_tools.dashboard.streams import Streams
+from kit import feed_snapshots
+from kit.feed_snapshots import PATIENCE_S, frame, status, worker
 
-PATIENCE_S = 20.0  # for what ought to happen at once
 TOKEN = "the-token-of-these-tests"
 
 
@@ -62,26 +59,18 @@ def a_status(**keys: Any) -> dict[str, Any]:
     return status(**{**more, **keys})
 
 
-class Publisher:
-    """A broker's feed without a broker; sends only once somebody has subscribed."""
+class Publisher(feed_snapshots.Publisher):
+    """A feed that says `a_status`, and only once somebody has subscribed."""
 
     def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
-        self._socket.linger = 0
-        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        super().__init__()
         self._has_subscriber = False
 
     def says(self, **keys: Any) -> None:
         if not self._has_subscriber:
-            assert self._socket.poll(int(1000 * PATIENCE_S)), "nobody subscribed"
-            assert self._socket.recv() == b"\x01" + TOPIC
+            self.await_subscriber()
             self._has_subscriber = True
-        self._socket.send(TOPIC + json.dumps(a_status(**keys)).encode())
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        self.send(frame(a_status(**keys)))
 
     def __enter__(self) -> Publisher:
         return self
@@ -207,3 +196,67 @@ def serving(
         if source is not None:
             source.close()
         assert not thread.is_alive(), "the server does not end"
+
+
+def a_history(rounds: int) -> str:
+    """What a broker writes: its start, so many rounds, one event, its end."""
+    common = {"epoch": "ab12", "at": 1_700_000_000.0}
+    lines: list[dict[str, Any]] = [
+        {
+            "kind": "start",
+            **common,
+            "version": "0.1.0",
+            "run": "3fa2c1d09b11aaaa",
+            "mode": "sync",
+            "control": "tcp://127.0.0.1:8512",
+            "feed": "tcp://127.0.0.1:8513",
+            "settings": {
+                "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9, "nesterov": True},
+                "sync_every": 500,
+                "num_fragments": 1,
+                "workers_wanted": 2,
+                "min_workers": 1,
+            },
+            "model": {"parameters": 151_200_000, "tensors": 291, "bytes": 604_800_000},
+        }
+    ]
+    for number in range(rounds):
+        lines.append(
+            {
+                "kind": "round",
+                "epoch": "ab12",
+                "at": common["at"] + 40.0 * (number + 1),  # type: ignore[operator]
+                "number": number,
+                "fragment": 0,
+                "version": number + 1,
+                "seconds": 40.0,
+                "averaged": 2,
+                "weight": 2.0,
+                "loss": 4.0 - 0.01 * number,
+                "delta_norm": 0.5,
+                "staleness": 0,
+                "alive": 2,
+                "bytes_up": 1_000_000 * (number + 1),
+                "bytes_down": 2_000_000 * (number + 1),
+                "cpu_s": 1.0 * number,
+                "rss_bytes": 300_000_000,
+                "longest_turn_ms": 4.0,
+                "workers": [
+                    {
+                        "id": name,
+                        "host": "h",
+                        "step": 500 * number,
+                        "steps_per_s": 12.0,
+                        "loss": 4.0,
+                        "staleness": 0,
+                        "bytes_up": 500_000 * number,
+                        "bytes_down": 1_000_000 * number,
+                    }
+                    for name in ("a", "b")
+                ],
+            }
+        )
+    after = common["at"] + 40.0 * rounds + 1  # type: ignore[operator]
+    lines.append({"kind": "event", **common, "at": after, "level": "info", "text": "all is well"})
+    lines.append({"kind": "stop", **common, "at": after + 1, "text": "it was asked to"})
+    return "".join(json.dumps(line) + "\n" for line in lines)

@@ -11,19 +11,27 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from textual.pilot import Pilot
-from tools.test_top_once import frame, status, worker
 
 from diloco_protocol.clients.operator import Answer
 from diloco_protocol.feed import Snapshot, parse_snapshot
+from diloco_tools.feed.model import FeedModel, Freshness
+from diloco_tools.feed.series import RunSeries
 from diloco_tools.top import palette
 from diloco_tools.top.application import Top
 from diloco_tools.top.canvas import Canvas
+from diloco_tools.top.drawing.full_screen import Picture, picture
+from diloco_tools.top.drawing.keys import keys_for
+from diloco_tools.top.drawing.notation import Glyphs
+from diloco_tools.top.drawing.scene import Scene
+from diloco_tools.top.drawing.view import View
+from kit.feed_snapshots import frame, status, worker
 from kit.paths import ROOT
 
 SNAPSHOTS = ROOT / "tests" / "tools" / "snapshots"
 UPDATE = "DILOCO_UPDATE_SNAPSHOTS"  # set it to write what is drawn now, and look at the difference
 FEED = "tcp://10.0.0.1:8513"
 PATIENCE_S = 20.0
+UTF8 = Glyphs.for_encoding("utf-8")
 SMALL, LARGE = (80, 24), (140, 40)
 SIZES = (SMALL, LARGE)
 # Titles of the columns that are there at any width.
@@ -268,3 +276,29 @@ def matches(name: str, lines: list[str]) -> None:
     stored = path.read_text(encoding="utf-8") if path.exists() else ""
     difference = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "drawn")
     assert stored == text, f"{name}, see {UPDATE}:\n" + "\n".join(difference)
+
+
+def full_screen(
+    news: dict[str, Any],
+    width: int = 80,
+    height: int = 24,
+    glyphs: Glyphs = UTF8,
+    view: View | None = None,
+    series: RunSeries | None = None,
+    **keys: Any,
+) -> Picture:
+    model, series = FeedModel(), series or RunSeries()
+    read = parse_snapshot(frame(news))
+    model.update(read, 5.0)
+    series.update(read, 5.0)
+    scene = Scene(
+        model=model,
+        series=series,
+        now=5.0,
+        fresh=Freshness.LIVE,
+        age_s=0.0,
+        address="tcp://127.0.0.1:8513",
+        keys=keys_for(readonly=False, replay=False),
+        **keys,
+    )
+    return picture(scene, view or View(), width, height, glyphs)

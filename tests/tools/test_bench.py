@@ -21,7 +21,7 @@ from diloco_tools.bench import machine
 from diloco_tools.bench import parts as parts_folder
 from diloco_tools.bench.cli import app, write
 from diloco_tools.bench.parts import rounds, transport
-from diloco_tools.bench.report.figures import TARGETS, Figure, Report, figure, number, show, worst
+from diloco_tools.bench.report.figures import TARGETS, figure, number, show, worst
 from diloco_tools.bench.report.phases import CHUNK_IS_MORE_THAN, Moments, moments, phases
 from diloco_tools.bench.report.plot import draw
 from diloco_tools.bench.report.ratios import against, around, in_turn, percentile, slope
@@ -36,14 +36,10 @@ from diloco_tools.bench.suite import Part, quick_parts, whole_parts
 from diloco_tools.demo.model import GPT
 from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient
+from kit.tool_results import report
 
 MIB = 1 << 20
 CHUNK = 1000  # elements, where the broker is the test's own
-
-
-def report(*figures: Figure, skipped: tuple[str, ...] = ()) -> Report:
-    about = {"cores": 2}
-    return Report("diloco-bench all", "2026-01-01T00:00:00+00:00", 1.0, about, figures, skipped)
 
 
 def printed(*things: object, width: int = 200) -> str:

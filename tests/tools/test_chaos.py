@@ -26,7 +26,7 @@ from diloco_tools.chaos.audit import (
     read_lines,
     releases_of,
 )
-from diloco_tools.chaos.faults import FRAGILE, SHORT, STURDY, WHOLE, Fault, Kind, plan
+from diloco_tools.chaos.faults import FRAGILE, SHORT, STURDY, WHOLE, Kind, plan
 from diloco_tools.chaos.figures import (
     Aftermath,
     Averaged,
@@ -37,65 +37,19 @@ from diloco_tools.chaos.figures import (
     rows,
     work_of,
 )
-
-RUN = "00000000000000aa"
-WITHIN_S = 10.0
-
+from kit.audit_records import (
+    LEFT,
+    a_fault,
+    counted,
+    dropped,
+    frozen,
+    key,
+    push,
+    release,
+    version,
+)
 
 # Logs, written as the broker and the workers write them.
-
-
-def version(counter: int, tag: str = "t") -> list[Any]:
-    return [RUN, counter, f"{tag}{counter}"]
-
-
-def key(counter: int, tag: str = "t") -> Version:
-    return (RUN, counter, f"{tag}{counter}")
-
-
-def push(push_id: str, worker: str = "a", steps: int = 5, chunks: str = "all") -> dict[str, Any]:
-    return {"worker": worker, "push_id": push_id, "steps": steps, "chunks": chunks, "weight": 1.0}
-
-
-def release(
-    counter: int, *pushes: dict[str, Any], tag: str = "t", after: str = "t", fragment: int = 0
-) -> dict[str, Any]:
-    return {
-        "version": version(counter, tag),
-        "after": version(counter - 1, after) if counter else None,
-        "fragment": fragment,
-        "round": counter,
-        "epoch": "e",
-        "pushes": list(pushes),
-    }
-
-
-def frozen(push_id: str, steps: int = 5, step: int = 5, fragment: int = 0) -> dict[str, Any]:
-    return {
-        "event": "frozen",
-        "worker": "a",
-        "push_id": push_id,
-        "fragment": fragment,
-        "steps": steps,
-        "base": version(0),
-        "step": step,
-    }
-
-
-def counted(push_id: str, counter: int, tag: str = "t") -> dict[str, Any]:
-    return {
-        "event": "counted",
-        "push_id": push_id,
-        "fragment": 0,
-        "version": version(counter, tag),
-    }
-
-
-def dropped(push_id: str) -> dict[str, Any]:
-    return {"event": "dropped", "push_id": push_id, "fragment": 0, "why": "late"}
-
-
-LEFT = {"event": "left", "step": 10}
 
 
 def life(*records: dict[str, Any], worker: str = "a", number: int = 1) -> Life:
@@ -423,17 +377,13 @@ def test_without_rounds_a_window_of_versions_takes_their_place() -> None:
     assert averaged(versions, [stay("c", joined=-1.0)], 4) == Averaged(2, 0)
 
 
-def fault(kind: Kind, target: str = "w0") -> Fault:
-    return Fault(kind, target, 1, 0.0)
-
-
 def test_rows_are_by_kind_with_median_and_worst() -> None:
     made = rows(
         [
-            Aftermath(fault(Kind.CUT), 1.0, 0.5, True),
-            Aftermath(fault(Kind.CUT), 2.0, 1.5, True),
-            Aftermath(fault(Kind.CUT), 3.0, None, False),
-            Aftermath(fault(Kind.KILL_WORKER), 4.0, 2.0, True),
+            Aftermath(a_fault(Kind.CUT), 1.0, 0.5, True),
+            Aftermath(a_fault(Kind.CUT), 2.0, 1.5, True),
+            Aftermath(a_fault(Kind.CUT), 3.0, None, False),
+            Aftermath(a_fault(Kind.KILL_WORKER), 4.0, 2.0, True),
         ]
     )
     assert [(row.kind, row.injected, row.survived) for row in made] == [

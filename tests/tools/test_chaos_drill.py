@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tools.test_chaos import LEFT, RUN, WITHIN_S, fault, frozen, push, release, version
 
 from diloco_protocol import Ledger, VersionId
 from diloco_tools.chaos import stage as stage_module
@@ -42,6 +41,7 @@ from diloco_tools.chaos.stage import Broken, Stage
 from diloco_tools.chaos.table import faults_table, figures_table
 from diloco_tools.chaos.worker import StepCount, bring_in, checksum
 from diloco_worker import GlobalParameters
+from kit.audit_records import LEFT, RUN, WITHIN_S, a_fault, frozen, push, release, version
 
 # The report.
 
@@ -54,8 +54,8 @@ def sound() -> ModeReport:
         least_rounds=40,
         disk="tmpfs",
         aftermaths=[
-            Aftermath(fault(Kind.KILL_WORKER), 1.0, 1.1, True),
-            Aftermath(fault(Kind.KILL_BROKER, "broker"), 5.0, 4.0, True),
+            Aftermath(a_fault(Kind.KILL_WORKER), 1.0, 1.1, True),
+            Aftermath(a_fault(Kind.KILL_BROKER, "broker"), 5.0, 4.0, True),
         ],
         findings=Findings(),
         ending=Ending([version(9)], "c0ffee", {"a.1": "c0ffee"}, 2.0, {"a.1": 0}, 0, 1.0),
@@ -84,9 +84,9 @@ def test_run_that_kept_every_promise_has_no_problem() -> None:
         ({"calm": Calm(1.9, 150, 20.0)}, "5.3% above the calm run's"),
         ({"broken": ["w0 did not join."]}, "w0 did not join"),
         ({"findings": Findings(lost=["a.1 saw p1."])}, "a.1 saw p1"),
-        ({"aftermaths": [Aftermath(fault(Kind.CUT), 3.0, None, False)]}, "did not get over"),
-        ({"aftermaths": [Aftermath(fault(Kind.CUT), None, None, False)]}, "never carried out"),
-        ({"aftermaths": [Aftermath(fault(Kind.KILL_BROKER), 3.0, 60.0, True)]}, "in 60.0 s"),
+        ({"aftermaths": [Aftermath(a_fault(Kind.CUT), 3.0, None, False)]}, "did not get over"),
+        ({"aftermaths": [Aftermath(a_fault(Kind.CUT), None, None, False)]}, "never carried out"),
+        ({"aftermaths": [Aftermath(a_fault(Kind.KILL_BROKER), 3.0, 60.0, True)]}, "in 60.0 s"),
     ],
 )
 def test_broken_promise_is_one_sentence_with_its_values(change: dict[str, Any], words: str) -> None:

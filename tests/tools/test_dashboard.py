@@ -22,7 +22,8 @@ from diloco_tools.dashboard.picture import encoded, history, thinned
 from diloco_tools.dashboard.security import Policy, is_loopback
 from diloco_tools.dashboard.streams import Streams
 from diloco_tools.feed.series import RunSeries
-from kit.dashboard_server import PATIENCE_S, TOKEN, Publisher, Site, a_status, a_worker, serving
+from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving
+from kit.feed_snapshots import PATIENCE_S
 
 
 def snapshot(**keys: Any) -> Snapshot:

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tools.test_dashboard_command import a_history
 
 from diloco_broker import Broker
 from diloco_tools.dashboard import app, streams
 from diloco_tools.dashboard.security import Policy
 from diloco_tools.dashboard.source import ReplaySource
 from diloco_worker import DiLoCoClient
-from kit.dashboard_server import PATIENCE_S, TOKEN, Publisher, Site, a_worker, serving
+from kit.dashboard_server import TOKEN, Publisher, Site, a_history, a_worker, serving
+from kit.feed_snapshots import PATIENCE_S
 from kit.whole_run import make_config, mlp
 
 playwright = pytest.importorskip(

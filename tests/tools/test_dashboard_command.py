@@ -19,7 +19,8 @@ import pytest
 
 from diloco_protocol.feed import FeedError
 from diloco_tools.dashboard.source import ReplaySource
-from kit.dashboard_server import PATIENCE_S, Publisher, serving
+from kit.dashboard_server import Publisher, a_history, serving
+from kit.feed_snapshots import PATIENCE_S
 
 COMMAND = [sys.executable, "-m", "diloco_tools.dashboard"]
 NOBODY = "tcp://127.0.0.1:1"
@@ -150,70 +151,6 @@ class TestEnd:
             process.stdin = None
             assert fetch(f"{address.split('?')[0]}api/session")["mode"] == "live"
             assert process.poll() is None
-
-
-def a_history(rounds: int) -> str:
-    """What a broker writes: its start, so many rounds, one event, its end."""
-    common = {"epoch": "ab12", "at": 1_700_000_000.0}
-    lines: list[dict[str, Any]] = [
-        {
-            "kind": "start",
-            **common,
-            "version": "0.1.0",
-            "run": "3fa2c1d09b11aaaa",
-            "mode": "sync",
-            "control": "tcp://127.0.0.1:8512",
-            "feed": "tcp://127.0.0.1:8513",
-            "settings": {
-                "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9, "nesterov": True},
-                "sync_every": 500,
-                "num_fragments": 1,
-                "workers_wanted": 2,
-                "min_workers": 1,
-            },
-            "model": {"parameters": 151_200_000, "tensors": 291, "bytes": 604_800_000},
-        }
-    ]
-    for number in range(rounds):
-        lines.append(
-            {
-                "kind": "round",
-                "epoch": "ab12",
-                "at": common["at"] + 40.0 * (number + 1),  # type: ignore[operator]
-                "number": number,
-                "fragment": 0,
-                "version": number + 1,
-                "seconds": 40.0,
-                "averaged": 2,
-                "weight": 2.0,
-                "loss": 4.0 - 0.01 * number,
-                "delta_norm": 0.5,
-                "staleness": 0,
-                "alive": 2,
-                "bytes_up": 1_000_000 * (number + 1),
-                "bytes_down": 2_000_000 * (number + 1),
-                "cpu_s": 1.0 * number,
-                "rss_bytes": 300_000_000,
-                "longest_turn_ms": 4.0,
-                "workers": [
-                    {
-                        "id": name,
-                        "host": "h",
-                        "step": 500 * number,
-                        "steps_per_s": 12.0,
-                        "loss": 4.0,
-                        "staleness": 0,
-                        "bytes_up": 500_000 * number,
-                        "bytes_down": 1_000_000 * number,
-                    }
-                    for name in ("a", "b")
-                ],
-            }
-        )
-    after = common["at"] + 40.0 * rounds + 1  # type: ignore[operator]
-    lines.append({"kind": "event", **common, "at": after, "level": "info", "text": "all is well"})
-    lines.append({"kind": "stop", **common, "at": after + 1, "text": "it was asked to"})
-    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 class TestReplay:

@@ -29,8 +29,6 @@ from diloco_tools.demo.model import GPTConfig, build_model
 from diloco_tools.demo.plot import draw
 from diloco_tools.demo.recipe import WARMUP, Recipe, learning_rate_factor
 from diloco_tools.demo.results import (
-    Point,
-    Results,
     Settings,
     WorkerResult,
     data_parallel_bytes,
@@ -47,20 +45,7 @@ from diloco_tools.processes import (
     environment,
     wait_for_line,
 )
-
-SETTINGS = Settings(steps=100, workers=2, sync_every=25, wire_dtype="bf16", reply_dtype="fp32")
-RESULTS = Results(
-    settings=SETTINGS,
-    parameters=1000,
-    rounds=4,
-    workers=(
-        WorkerResult("worker-0", seconds=5.0, seconds_waited=1.0, bytes_up=10, bytes_down=20),
-        WorkerResult("worker-1", seconds=6.0, seconds_waited=3.0, bytes_up=12, bytes_down=22),
-    ),
-    diloco_curve=(Point(50, 3.0), Point(100, 2.0)),
-    single_curve=(Point(50, 3.5), Point(100, 2.5)),
-    single_seconds=4.0,
-)
+from kit.tool_results import RESULTS, SETTINGS
 
 
 def documents(count: int, size: int = 100) -> list[Document]:

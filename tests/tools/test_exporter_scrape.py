@@ -14,21 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
-import zmq
-from tools.test_exporter import (
-    HOSTILE,
-    PATIENCE_S,
-    exported,
-    fetch,
-    frame,
-    parsed,
-    problems,
-    scrape,
-    status,
-    until,
-    values,
-    worker,
-)
 from typer.testing import CliRunner, Result
 
 from diloco_protocol.feed import TOPIC
@@ -40,35 +25,19 @@ from diloco_tools.exporter.reader import FeedReader
 from diloco_tools.exporter.server import FamilyCollector, MetricsServer
 from diloco_tools.feed import model
 from diloco_tools.feed.subscriber import FeedSubscriber
-
-
-class Publisher:
-    """A broker's feed without a broker; sends only to somebody who has subscribed."""
-
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
-        self._socket.linger = 0
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{port}"
-
-    def await_subscriber(self) -> None:
-        assert self._socket.poll(int(1000 * PATIENCE_S))
-        assert self._socket.recv() == b"\x01" + TOPIC
-
-    def send(self, payload: bytes) -> None:
-        self._socket.send(payload)
-
-    def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
-
-
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    made = Publisher()
-    yield made
-    made.close()
+from kit.exporter_scrapes import (
+    HOSTILE,
+    exported,
+    fetch,
+    parsed,
+    problems,
+    scrape,
+    status,
+    until,
+    values,
+    worker,
+)
+from kit.feed_snapshots import PATIENCE_S, Publisher, frame
 
 
 def first_line(process: subprocess.Popen[str]) -> str:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from broker.core.test_liveness import a_run, feed
-from tools.test_top_once import Publisher, drawn, frame, publisher, status, top_of, worker
-from tools.test_top_picture import drawn as full_screen
 from torch import nn
 from worker.training.test_overlap import has_news, layers
 
@@ -17,11 +15,13 @@ from diloco_protocol.messages import Heartbeat
 from diloco_tools.feed.estimate import inner_step_now
 from diloco_tools.feed.model import FeedModel
 from kit.core_harness import Stage
+from kit.feed_snapshots import Publisher, frame, status, worker
 from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
+from kit.top_screen import full_screen
+from kit.top_text import drawn, top_of
 from kit.uniform_model import Make, filled
 
 pytest_plugins = ("kit.worker_fixtures",)
-__all__ = ["publisher"]
 
 
 # The worker reports when training goes on.

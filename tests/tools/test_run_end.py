@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 from broker.core.test_liveness import a_run, feed
-from tools.test_exporter import exported
-from tools.test_top_once import Publisher, drawn, frame, publisher, status, top_of
-from tools.test_top_picture import drawn as full_screen
 
 from diloco_broker.cli.status_text import as_text
 from diloco_protocol.feed import parse_snapshot
@@ -17,8 +14,11 @@ from diloco_protocol.messages import Leave
 from diloco_tools.feed.model import FeedModel, Verdict
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.core_harness import Stage, a_stage
+from kit.exporter_scrapes import exported
+from kit.feed_snapshots import Publisher, frame, status
+from kit.top_screen import full_screen
+from kit.top_text import drawn, top_of
 
-__all__ = ["publisher"]
 MODES = pytest.mark.parametrize("options", [{}, {"mode": "async"}], ids=["sync", "async"])
 
 

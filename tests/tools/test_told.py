@@ -9,15 +9,15 @@ import pytest
 from broker.core.test_liveness import a_run, feed
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.test_top_once import drawn, frame, worker
-from tools.test_top_picture import drawn as full_screen
 
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.history_lines import start_line
 from diloco_protocol.feed import Asynchronous, Liveness, parse_snapshot
 from kit.core_harness import a_stage
-from kit.top_screen import document
+from kit.feed_snapshots import frame, worker
+from kit.top_screen import document, full_screen
+from kit.top_text import drawn
 
 PIECES: dict[str, Any] = {"num_fragments": 2, "sync_every": 100}
 ASYNC: dict[str, Any] = {"mode": "async"}

@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 import pytest
-from tools.test_top_once import worker
 
 from diloco_protocol.clients.operator import Answer, ask_once
 from diloco_tools.top.drawing import sentences
 from diloco_tools.top.drawing.notation import Glyphs
+from kit.feed_snapshots import worker
 from kit.top_screen import CREW, SIZES, Stage, snapshot
 
 CONTROL = "tcp://127.0.0.1:8512"  # the feed of the stage names it

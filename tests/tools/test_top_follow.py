@@ -8,34 +8,18 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import zmq
-from tools.test_top_once import (
-    LOST,
-    PATIENCE_S,
-    Publisher,
-    drawn,
-    frame,
-    status,
-    top,
-    top_of,
-    worker,
-)
 
 from diloco_protocol.feed import FeedAddressError, FeedVersionError, Snapshot, parse_snapshot
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.listening import Listener
+from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worker
 from kit.top_screen import Stage
-
-
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    made = Publisher()
-    yield made
-    made.close()
+from kit.top_text import drawn, top, top_of
 
 
 class Follower:

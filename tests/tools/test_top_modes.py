@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.test_top_once import drawn, status
+from kit.feed_snapshots import status
+from kit.top_text import drawn
 
 REDUCER = {
     "staged": True,

@@ -4,9 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,186 +11,15 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from typer.testing import CliRunner, Result
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
-from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC, FeedVersionError, parse_snapshot
+from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC, FeedVersionError
 from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.subscriber import FeedSubscriber
-from diloco_tools.top.cli import app
 from diloco_tools.top.drawing.notation import Glyphs, byte_size, duration, number, scaled
 from diloco_tools.top.drawing.text_screen import screen
-
-UTF8 = Glyphs.for_encoding("utf-8")
-PATIENCE_S = 20.0  # for what ought to happen at once
-
-
-def worker(name: str, **keys: Any) -> dict[str, Any]:
-    return {
-        "id": name,
-        "host": f"host-of-{name}",
-        "pid": 4242,
-        "state": "training",
-        "health": "ok",
-        "round": 412,
-        "inner_step": 212,
-        "sync_every": 500,
-        "step": 205_712,
-        "steps_per_s": 5.23,
-        "loss": 2.4131,
-        "tokens": 420_000_000,
-        "beat_age_s": 0.4,
-        "staleness": 0,
-        "bytes_up": 38_000_000,
-        "bytes_down": 76_400_000,
-        "pushes": 411,
-        "rejected": 0,
-        "extra": {},
-        **keys,
-    }
-
-
-def status(**keys: Any) -> dict[str, Any]:
-    return {
-        "feed": 1,
-        "sequence": 7,
-        "epoch": "ab12",
-        "run": "3fa2c1d09b11",
-        "version": "0.1.0",
-        "control": "tcp://127.0.0.1:8512",
-        "uptime_s": 8000.0,
-        "mode": "sync",
-        "state": "training",
-        "waiting_for": None,
-        "round": {
-            "number": 412,
-            "fragment": 0,
-            "phase": "open",
-            "age_s": 12.2,
-            "expected": ["a100-0", "mac", "rtx", "xeon"],
-            "arrived": ["a100-0"],
-            "missing": ["mac", "rtx", "xeon"],
-            "floor": 1,
-        },
-        "counts": {"alive": 5, "participating": 4, "averaged": 3},
-        "model": {"parameters": 151_200_000, "tensors": 291, "bytes": 604_800_000},
-        "outer": {"optimizer": "nesterov", "lr": 0.7, "momentum": 0.9, "nesterov": True},
-        "sync_every": 500,
-        "wire_dtype": "bf16",
-        "reply_dtype": "fp32",
-        "workers_wanted": 2,
-        "fragments": [{"fragment": 0, "version": 411, "tag": "deadbeef"}],
-        "workers": [worker("a100-0", state="waiting"), worker("rtx")],
-        "totals": {
-            "rounds": 411,
-            "pushes": 1644,
-            "rejected": 6,
-            "malformed": 9,
-            "bytes_up": 150_000_000_000,
-            "bytes_down": 300_000_000_000,
-            "deaths": 1,
-        },
-        "last_round": {
-            "number": 411,
-            "seconds": 41.24,
-            "averaged": 3,
-            "weight": 3.0,
-            "loss": 2.4131,
-            "delta_norm": 0.0131,
-        },
-        "events": [
-            {"sequence": n, "age_s": 90.0 - n, "level": "info", "text": f"round {n} closed"}
-            for n in range(1, 21)
-        ],
-        "loop": {"longest_turn_ms": 4.81, "cpu_s": 312.0, "rss_bytes": 310_000_000},
-        **keys,
-    }
-
-
-def frame(document: Any) -> bytes:
-    return TOPIC + json.dumps(document).encode()
-
-
-LOST = status(
-    workers=[
-        worker("mac-mini-of-the-second-floor", health="lost", beat_age_s=41.0, staleness=5),
-        worker("rtx", health="slow", beat_age_s=3.1),
-        worker("a100-0"),
-    ]
-)
-
-
-class Publisher:
-    """A broker's feed without a broker. Sends only once somebody has subscribed: no sleeps."""
-
-    def __init__(self) -> None:
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
-        self._socket.linger = 0
-        self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of each subscriber, not only the first
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{port}"
-
-    def await_subscriber(self) -> None:
-        while self._socket.poll(int(1000 * PATIENCE_S)):
-            if self._socket.recv() == b"\x01" + TOPIC:
-                return
-        raise TimeoutError("nobody subscribed")
-
-    def send(self, *payloads: bytes) -> None:
-        for payload in payloads:
-            self._socket.send(payload)
-
-    def close(self, deliver: bool = False) -> None:
-        self._socket.close(linger=int(1000 * PATIENCE_S) if deliver else 0)
-        self._context.term()
-
-
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    made = Publisher()
-    yield made
-    made.close()
-
-
-@contextmanager
-def sending(publisher: Publisher, *payloads: bytes) -> Iterator[str]:
-    """A thread sends `payloads` to the next subscriber; gives the address to subscribe to."""
-    failures: list[Exception] = []
-
-    def send() -> None:
-        try:
-            publisher.await_subscriber()
-            publisher.send(*payloads)
-        except TimeoutError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield publisher.address
-    finally:
-        thread.join()
-    assert not failures
-
-
-def top(*arguments: str, charset: str = "utf-8", **environment: str) -> Result:
-    clean: dict[str, str | None] = dict.fromkeys(
-        ("NO_COLOR", "FORCE_COLOR", "DILOCO_FEED", "TTY_COMPATIBLE"), None
-    )
-    plain = clean | {"COLUMNS": "80", "TERM": "xterm-256color"} | environment
-    return CliRunner(charset=charset, env=plain).invoke(app, list(arguments))
-
-
-def top_of(publisher: Publisher, document: Any, *arguments: str, **environment: str) -> Result:
-    with sending(publisher, frame(document)) as address:
-        return top(address, "--once", "--timeout", str(PATIENCE_S), *arguments, **environment)
-
-
-def drawn(document: Any, width: int = 80, glyphs: Glyphs = UTF8, later_s: float = 0.0) -> str:
-    model = FeedModel()
-    model.update(parse_snapshot(frame(document)), now=5.0)
-    return screen(model, 5.0 + later_s, "tcp://127.0.0.1:8513", width, glyphs).plain
+from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worker
+from kit.top_text import UTF8, drawn, sending, top, top_of
 
 
 class TestCommand:

@@ -11,47 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.text import Text
-from tools.test_top_once import frame, status, worker
 
-from diloco_protocol.feed import Worker, parse_snapshot
-from diloco_tools.feed.model import FeedModel, Freshness
+from diloco_protocol.feed import Worker
 from diloco_tools.feed.series import RunSeries
-from diloco_tools.top.drawing.full_screen import Picture, picture
 from diloco_tools.top.drawing.keys import KEYS, footer, keys_for
 from diloco_tools.top.drawing.lines import apart, beside, one_line
 from diloco_tools.top.drawing.notation import Glyphs
-from diloco_tools.top.drawing.scene import Said, Scene
+from diloco_tools.top.drawing.scene import Said
 from diloco_tools.top.drawing.view import ORDERS, View
 from diloco_tools.top.load import CpuUse
+from kit.feed_snapshots import status, worker
 from kit.top_screen import ESSENTIAL, document, snapshot
+from kit.top_screen import full_screen as drawn
 
 UTF8, ASCII = Glyphs.for_encoding("utf-8"), Glyphs.ascii()
-
-
-def drawn(
-    news: dict[str, Any],
-    width: int = 80,
-    height: int = 24,
-    glyphs: Glyphs = UTF8,
-    view: View | None = None,
-    series: RunSeries | None = None,
-    **keys: Any,
-) -> Picture:
-    model, series = FeedModel(), series or RunSeries()
-    read = parse_snapshot(frame(news))
-    model.update(read, 5.0)
-    series.update(read, 5.0)
-    scene = Scene(
-        model=model,
-        series=series,
-        now=5.0,
-        fresh=Freshness.LIVE,
-        age_s=0.0,
-        address="tcp://127.0.0.1:8513",
-        keys=keys_for(readonly=False, replay=False),
-        **keys,
-    )
-    return picture(scene, view or View(), width, height, glyphs)
 
 
 class TestPicture:

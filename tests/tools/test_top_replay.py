@@ -8,11 +8,11 @@ from datetime import timezone
 from pathlib import Path
 
 import pytest
-from tools.test_top_once import top
 
 from diloco_tools.feed.replay import Moment
 from diloco_tools.top.playing import SPEEDS, Player
 from kit.top_screen import SIZES, Stage, matches, snapshot
+from kit.top_text import top
 
 BEGAN = 1_790_000_000.0
 both = pytest.mark.parametrize("size", SIZES, ids=["80x24", "140x40"])

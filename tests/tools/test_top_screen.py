@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from textual.widgets import Input
-from tools.test_top_once import status, worker
 
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.top import palette
 from diloco_tools.top.drawing.keys import keys_for
 from diloco_tools.top.drawing.notation import Glyphs
+from kit.feed_snapshots import status, worker
 from kit.top_screen import ESSENTIAL, LARGE, SIZES, SMALL, Stage, matches, snapshot
 
 SIZE_NAMES = ["80x24", "140x40"]

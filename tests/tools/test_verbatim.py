@@ -12,10 +12,6 @@ from typing import Any
 import pytest
 import typer
 from rich.text import Text
-from tools.test_bench import report
-from tools.test_demo import RESULTS
-from tools.test_exporter import exported
-from tools.test_top_once import drawn, frame, status, worker
 
 import diloco_broker.cli.app
 import diloco_tools.bench.cli
@@ -32,8 +28,12 @@ from diloco_tools.bench.report.table import tables, targets_table
 from diloco_tools.demo.display import Display
 from diloco_tools.exporter.labels import label_value
 from diloco_tools.terminal import console
+from kit.exporter_scrapes import exported
+from kit.feed_snapshots import frame, status, worker
 from kit.paths import MODULES
+from kit.tool_results import RESULTS, report
 from kit.top_screen import LARGE, Stage
+from kit.top_text import drawn
 
 # What Rich or Textual would take for a style, an end of one, a variable of a theme, or an emoji.
 NAMES = ["[red]x", "[RED]x[/]", "[$primary]x", "[/]", "w[0]", "x\\", ":boom:", "[@click=app.quit]x"]

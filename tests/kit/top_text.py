@@ -1,0 +1,59 @@
+"""diloco-top as text: the real command on a fake feed, or one screen drawn from a snapshot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from diloco_protocol.feed import parse_snapshot
+from diloco_tools.feed.model import FeedModel
+from diloco_tools.top.cli import app
+from diloco_tools.top.drawing.notation import Glyphs
+from diloco_tools.top.drawing.text_screen import screen
+from kit.feed_snapshots import PATIENCE_S, Publisher, frame
+
+UTF8 = Glyphs.for_encoding("utf-8")
+
+
+@contextmanager
+def sending(publisher: Publisher, *payloads: bytes) -> Iterator[str]:
+    """A thread sends `payloads` to the next subscriber; gives the address to subscribe to."""
+    failures: list[Exception] = []
+
+    def send() -> None:
+        try:
+            publisher.await_subscriber()
+            publisher.send(*payloads)
+        except TimeoutError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield publisher.address
+    finally:
+        thread.join()
+    assert not failures
+
+
+def top(*arguments: str, charset: str = "utf-8", **environment: str) -> Result:
+    clean: dict[str, str | None] = dict.fromkeys(
+        ("NO_COLOR", "FORCE_COLOR", "DILOCO_FEED", "TTY_COMPATIBLE"), None
+    )
+    plain = clean | {"COLUMNS": "80", "TERM": "xterm-256color"} | environment
+    return CliRunner(charset=charset, env=plain).invoke(app, list(arguments))
+
+
+def top_of(publisher: Publisher, document: Any, *arguments: str, **environment: str) -> Result:
+    with sending(publisher, frame(document)) as address:
+        return top(address, "--once", "--timeout", str(PATIENCE_S), *arguments, **environment)
+
+
+def drawn(document: Any, width: int = 80, glyphs: Glyphs = UTF8, later_s: float = 0.0) -> str:
+    model = FeedModel()
+    model.update(parse_snapshot(frame(document)), now=5.0)
+    return screen(model, 5.0 + later_s, "tcp://127.0.0.1:8513", width, glyphs).plain

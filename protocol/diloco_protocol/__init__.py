@@ -2,7 +2,7 @@
 
 Pure functions and records, without socket, thread, clock or torch, but for `clients` (ask a broker over
 a socket), `codecs` (torch) and `tensor_pool` (memory, touched by a thread). The specification is
-protocol/README.md.
+protocol/SPECIFICATION.md.
 """
 
 from diloco_protocol.bitmap import Bitmap

@@ -1,7 +1,7 @@
 """Every message kind as a typed, frozen record, and the header that it travels in.
 
 The header is a msgpack map: "v" (protocol version), "kind", and one key for each field below, as the
-codec of `records` writes them. The meaning of each is in protocol/README.md.
+codec of `records` writes them. The meaning of each is in protocol/SPECIFICATION.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker written from protocol/README.md alone: plain msgpack and a DEALER, nothing of the product.
+"""A worker written from protocol/SPECIFICATION.md alone: plain msgpack and a DEALER, nothing of ours.
 
 It keeps the specification honest, and it can misbehave in ways the real worker cannot.
 """

@@ -29,8 +29,8 @@ from diloco_protocol.manifest import summarise
 from diloco_protocol.version import VersionId
 
 # A broker that comes back without a checkpoint may be the second life of one, and its workers on their
-# way: they try again every 2 s (protocol/README.md, section 7), and then join. So long after its start
-# parameters that would begin a new run are not taken.
+# way: they try again every 2 s (protocol/SPECIFICATION.md, section 7), and then join. So long after its
+# start parameters that would begin a new run are not taken.
 RETURN_WITHIN_S = 3.0
 
 

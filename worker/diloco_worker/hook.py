@@ -8,8 +8,8 @@
 After every H optimizer steps (a *boundary*) the pseudo-gradient is frozen and pushed, and training waits
 for the new global parameters. With P fragments there are P boundaries in H steps, one for each part of
 the model, and training may go on while a fragment is under way (Streaming DiLoCo, Douillard et al. 2025,
-arXiv 2501.18512); what happens then is in `boundaries`. The network never raises into the training loop;
-what goes wrong is logged under "diloco.worker" and shown in `sync_metrics`.
+arXiv 2501.18512); what happens then is in `core.sync.boundary`. The network never raises into the
+training loop; what goes wrong is logged under "diloco.worker" and shown in `sync_metrics`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from diloco_protocol import RunConfig, UsageError
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.events import Resume
 from diloco_worker.core.sync.metrics import SyncMetrics
+from diloco_worker.core.sync.patience import Patience
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.inbox import Progress
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
-from diloco_worker.training.boundary import Boundaries
 from diloco_worker.training.counted_steps import CountedSteps
-from diloco_worker.training.patience import Patience
+from diloco_worker.training.driver import Driver
 from diloco_worker.training.push_log import Audit
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.saved_state import Resumption
@@ -152,7 +152,7 @@ class DiLoCoWorker:
         if self._settings.server is not None:
             check_free(model)
             self._tensors = ModelTensors.of_module(model)
-        self._boundaries: Boundaries | None = None
+        self._driver: Driver | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # what was loaded of it, until it is in use
         self._audit: Audit | None = None
@@ -278,8 +278,8 @@ class DiLoCoWorker:
         self._tell_termination()
         patience = LINK_PATIENCE_S
         try:
-            if not failed and not link.has_ended and self._boundaries is not None:
-                self._boundaries.leave(hasty=hasty or self._termination.is_asked)
+            if not failed and not link.has_ended and self._driver is not None:
+                self._driver.leave(hasty=hasty or self._termination.is_asked)
         except KeyboardInterrupt:
             patience = 0.0 if hasty else patience  # the second one waits for nothing
             raise
@@ -322,9 +322,9 @@ class DiLoCoWorker:
         With P fragments these are the next P rounds, in order, each waited for and merged at once. The
         others reach theirs when they do, so this may wait up to a whole round (with fragments P).
         """
-        if self._boundaries is None or self._link is None or self._link.has_ended:
+        if self._driver is None or self._link is None or self._link.has_ended:
             return False
-        return self._between_steps(Boundaries.force)
+        return self._between_steps(Driver.force)
 
     def load_global(self) -> bool:
         """Put the newest global parameters into the model: these are the ones to evaluate.
@@ -333,12 +333,12 @@ class DiLoCoWorker:
         behind one or at the end. Returns False, and leaves the model alone, when the broker cannot be
         reached.
         """
-        if self._boundaries is None or self._link is None:
+        if self._driver is None or self._link is None:
             return False
         if self._link.has_ended:
             logger.warning("load_global() came after the worker has left; the model is as it was.")
             return False
-        return self._between_steps(Boundaries.load)
+        return self._between_steps(Driver.load)
 
     @property
     def should_stop(self) -> bool:
@@ -380,7 +380,7 @@ class DiLoCoWorker:
             staleness=own.staleness,
             late_merges=own.late_merges,
             merge_delay=own.merge_delay,
-            unsynced_steps=self._boundaries.unsynced_steps if self._boundaries else 0,
+            unsynced_steps=self._driver.unsynced_steps if self._driver else 0,
             model_change=self._model_change,
             last_error=self._steps.problem or (link.last_error if link else None),
         )
@@ -393,7 +393,7 @@ class DiLoCoWorker:
     @property
     def sync_every(self) -> int | None:
         """H in use, which Dynamic Local Updates may change from cycle to cycle; None before joining."""
-        return self._boundaries.turns.sync_every if self._boundaries else None
+        return self._driver.schedule.sync_every if self._driver else None
 
     @property
     def local_step(self) -> int:
@@ -428,7 +428,7 @@ class DiLoCoWorker:
         return {
             "local_step": self._step,
             "cycle_start": (
-                self._boundaries.turns.cycle_start if self._boundaries else self._cycle_start
+                self._driver.schedule.cycle_start if self._driver else self._cycle_start
             ),
             "sync_count": self.sync_count,
             "tokens": self._reports.tokens,
@@ -438,10 +438,10 @@ class DiLoCoWorker:
         }
 
     def _resume_plain(self) -> object:
-        link, tensors, boundaries = self._link, self._tensors, self._boundaries
-        if boundaries is None or link is None or tensors is None:
+        link, tensors, driver = self._link, self._tensors, self._driver
+        if driver is None or link is None or tensors is None:
             return self._carried
-        return resume_plain(self.worker_id, tensors, link, boundaries, self._frozen)
+        return resume_plain(self.worker_id, tensors, link, driver, self._frozen)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`; before `start`, and with model and optimizer of the same moment.
@@ -480,18 +480,18 @@ class DiLoCoWorker:
                 self._tensors.put(arrival.values)
             link.set_base(frozen.fragment, None)
         resumption = None if link.has_forgotten else self._resumption
-        self._boundaries = Boundaries(
+        self._driver = Driver(
             self.worker_id,
             self._tensors,
             link,
-            self._settings,
-            self._reports,
-            self._counters,
-            self._publish,
-            audit,
-            self._asked_to_stop,
-            self._termination.waiting,
-            self._clock,
+            settings=self._settings,
+            reports=self._reports,
+            metrics=self._counters,
+            publish=self._publish,
+            audit=audit,
+            why_stop=self._asked_to_stop,
+            waiting=self._termination.waiting,
+            clock=self._clock,
             step=self._step,
             cycle_start=self._cycle_start,
             resumption=resumption,
@@ -513,22 +513,22 @@ class DiLoCoWorker:
     # Steps.
 
     def _after_step(self) -> None:
-        boundaries = self._boundaries
-        assert boundaries is not None
+        driver = self._driver
+        assert driver is not None
         self._pace.step(self._clock())
         self._step += 1
-        boundaries.step = self._step
-        self._guarded(lambda: boundaries.after_step(self._step))
+        driver.step = self._step
+        self._guarded(lambda: driver.after_step(self._step))
         self._publish()
         self._pace.resume(self._clock())
 
-    def _between_steps(self, action: Callable[[Boundaries], bool]) -> bool:
+    def _between_steps(self, action: Callable[[Driver], bool]) -> bool:
         """Something that the script asks for between two steps; its time is no training."""
-        boundaries = self._boundaries
-        assert boundaries is not None
+        driver = self._driver
+        assert driver is not None
         began = self._clock()
         done: list[bool] = []
-        self._guarded(lambda: done.append(action(boundaries)))
+        self._guarded(lambda: done.append(action(driver)))
         self._publish()
         self._pace.leave_out(self._clock() - began)
         return bool(done and done[0])
@@ -540,21 +540,21 @@ class DiLoCoWorker:
                 action()
         except Exception as error:
             logger.exception("Synchronising failed; training goes on, next attempt in a round.")
-            if self._boundaries is not None:
-                self._boundaries.restart()
+            if self._driver is not None:
+                self._driver.restart()
             if self._link is not None:
                 self._link.last_error = f"Synchronising failed: {error!r}"
 
     def _trouble(self, text: str) -> None:
-        if self._boundaries is not None:
-            self._boundaries.trouble(text)
+        if self._driver is not None:
+            self._driver.trouble(text)
 
     def _publish(self, waiting: bool = False) -> None:
         """What the next heartbeat tells."""
         if self._link is not None:
             self._link.progress = Progress(
                 step=self._step,
-                inner_step=self._boundaries.position if self._boundaries else 0,
+                inner_step=self._driver.position if self._driver else 0,
                 waiting=waiting,
                 steps_per_s=self._pace.steps_per_s,
                 loss=self._reports.loss,

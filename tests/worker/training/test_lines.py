@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from diloco_protocol import Ledger
 from diloco_protocol.messages import Message, Push, Released
-from diloco_worker.core.sync.news import Arrival
-from diloco_worker.core.sync.stillness import Stillness
-from diloco_worker.model.flat_state import WireFragment
-from diloco_worker.training.fragment_sync import Flight
-from diloco_worker.training.sync_lines import SyncLines
 from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
 from kit.uniform_model import Make, filled, until
 
@@ -101,15 +95,6 @@ def test_line_of_a_fragment_names_it_and_its_delay(
     assert "merged 2 steps after the slot" in line
 
 
-def test_line_of_a_single_step_says_step(info: pytest.LogCaptureFixture) -> None:
-    told = SyncLines(lambda: 0.0, has_fragments=True)
-    told.counted(flight(1, 1), arrival(1), 0, 11)
-    told.say(0.0)
-    (line,) = lines(info, "Synchronised: ")
-    assert "has 1 step of this worker" in line
-    assert "merged 1 step after the slot" in line
-
-
 def test_line_of_a_sync_is_not_held_back_by_the_wait_of_the_next(
     broker: ScriptedBroker, beside: Beside, begin: Make, info: pytest.LogCaptureFixture
 ) -> None:
@@ -123,36 +108,6 @@ def test_line_of_a_sync_is_not_held_back_by_the_wait_of_the_next(
     assert beside.is_busy, "the third boundary still waits"
     broker.serves(filled(descent, 100), version(3), push.push_id)
     training()
-
-
-def flight(push_id: int, steps: int) -> Flight:
-    push = Push(b"", push_id, 0, 1, "fp32", version(0), steps=steps, norm=0.5)
-    wire: WireFragment = None  # type: ignore[assignment]  # nobody looks at it
-    return Flight(push, 10, 10, 10, wire)
-
-
-def arrival(counter: int) -> Arrival:
-    return Arrival(Released(0, version(counter), Ledger(), round=counter - 1), frozenset(), None)
-
-
-def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second(
-    info: pytest.LogCaptureFixture,
-) -> None:
-    now = 0.0
-    told = SyncLines(lambda: now, 100.0)
-    for counter in range(1, 31):
-        told.counted(flight(counter, 5), arrival(counter), 2, 12)
-        told.say(100.0 + counter)
-        now += 0.125
-    said = lines(info, "Synchronised: ")
-    assert len(said) == 4
-    assert "waited 1.0 s." in said[0], "what a previous life has waited is no part of it"
-    assert "version 9 (round 8)" in said[1]
-    assert said[1].endswith("waited 8.0 s; and 7 more since the last line.")
-    told.say(130.0, at_once=True)
-    assert "version 30" in lines(info, "Synchronised: ")[-1]
-    told.say(140.0, at_once=True)
-    assert len(lines(info, "Synchronised: ")) == 5, "nothing is said twice"
 
 
 # Nothing is learnt.
@@ -184,18 +139,3 @@ def test_boundaries_that_are_forced_without_a_step_are_no_warning(
         broker.serves(filled(descent, 100), version(counter), push.push_id)
         assert forced()
     assert worker.sync_metrics.last_error is None
-
-
-def test_fragment_that_does_not_move_is_named_until_it_does() -> None:
-    noticed = Stillness(2)
-    assert [noticed.pushed(n % 2, 0.0 if n % 2 else 1.0, 9) for n in range(3)] == [None] * 3
-    warning = noticed.pushed(1, 0.0, 9)
-    assert warning is not None
-    assert "of fragment 1 was all zeros twice in a row, the last time after 9" in warning
-    assert noticed.pushed(0, 0.0, 9) is None
-    assert noticed.pushed(0, 0.0, 9) is None, "the warning stands already"
-    assert noticed.pushed(1, 1.0, 9) is None
-    assert noticed.pushed(0, 1.0, 9) is None
-    assert noticed.pushed(0, 0.0, 9) is None
-    assert noticed.pushed(0, 0.0, 9) is not None
-    assert noticed.pushed(0, None, 9) is None

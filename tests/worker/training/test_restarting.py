@@ -113,7 +113,7 @@ def test_delta_that_a_restart_leaves_behind_is_said(
     is_hasty: bool,
 ) -> None:
     """All chunks were in, but in a round that the broker gave up."""
-    monkeypatch.setattr("diloco_worker.training.boundary.HASTY_S", 0.3)
+    monkeypatch.setattr("diloco_worker.core.sync.boundary.HASTY_S", 0.3)
     worker, descent = begin(timeout=30.0 if is_hasty else 0.3)
     steps = beside(descent.steps, H)
     broker.takes_push()

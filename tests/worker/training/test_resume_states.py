@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from diloco_protocol import Counted, Ledger, Segment, UsageError, VersionId
 from diloco_protocol.messages import Join, Released
 from diloco_protocol.version import ABSENT_REMEMBERED
+from diloco_worker.core.sync.fragment import TrainingBase
 from diloco_worker.core.sync.news import Arrival
-from diloco_worker.training.fragment_sync import Ground, Work
-from diloco_worker.training.saved_state import compared
+from diloco_worker.core.sync.resumption import compared
 from kit.next_life import H, Resume, saved_by, says_current
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
-from kit.uniform_model import Make, filled, values
+from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
+from kit.uniform_model import Make, filled
 
 pytest_plugins = ("kit.worker_fixtures", "kit.next_life_fixtures")
 
@@ -25,9 +25,8 @@ pytest_plugins = ("kit.worker_fixtures", "kit.next_life_fixtures")
 # What the broker's version means.
 
 
-def ground(*known: int) -> Ground:
-    base = values(Descent())
-    return Ground(version(5), Ledger({"me": tuple(map(Counted, known))}), base, Work(3), None)
+def base(*known: int) -> TrainingBase:
+    return TrainingBase(version(5), Ledger({"me": tuple(map(Counted, known))}))
 
 
 def arrival(what: VersionId, ledger: Mapping[str, tuple[Counted, ...]]) -> Arrival:
@@ -36,25 +35,25 @@ def arrival(what: VersionId, ledger: Mapping[str, tuple[Counted, ...]]) -> Arriv
 
 def test_ledger_that_may_have_forgotten_the_worker_drops_its_steps() -> None:
     others = {f"other {number}": (Counted(number),) for number in range(ABSENT_REMEMBERED)}
-    found = compared("me", ground(1), arrival(version(900), others))
+    found = compared("me", base(1), arrival(version(900), others))
     assert found is not None
     assert "no longer knows" in str(found.superseding)
     del others["other 0"]
-    assert compared("me", ground(1), arrival(version(900), others)) is None, "it remembers all"
+    assert compared("me", base(1), arrival(version(900), others)) is None, "it remembers all"
 
 
 @pytest.mark.parametrize("partly", [None, b"\1"])
 def test_push_that_is_unknown_is_a_stranger_even_if_only_a_part_of_it_counted(
     partly: bytes | None,
 ) -> None:
-    found = compared("me", ground(1), arrival(version(6), {"me": (Counted(1), Counted(2, partly))}))
+    found = compared("me", base(1), arrival(version(6), {"me": (Counted(1), Counted(2, partly))}))
     assert found is not None
     assert "previous life" in str(found.superseding)
-    assert compared("me", ground(1), arrival(version(6), {"you": (Counted(2),)})) is None
+    assert compared("me", base(1), arrival(version(6), {"you": (Counted(2),)})) is None
 
 
 def test_version_of_another_run_takes_the_place_of_what_is_there() -> None:
-    found = compared("me", ground(), arrival(VersionId("b" * 16, 5, 1), {}))
+    found = compared("me", base(), arrival(VersionId("b" * 16, 5, 1), {}))
     assert found is not None
     assert "b" * 16 in str(found.superseding)
 

@@ -184,13 +184,13 @@ def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(site: Site) -> Non
 def test_second_ctrl_c_does_not_wait(
     begin: Make, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diloco_worker.training.boundary.HASTY_S", 2 * SOON_S)
+    monkeypatch.setattr("diloco_worker.core.sync.boundary.HASTY_S", 2 * SOON_S)
     broker.config = run_config(fragment_sync_delay=3)
     worker, descent = begin()
     descent.steps(4)  # a push that nobody answers
 
     def presses() -> None:
-        until(lambda: worker._boundaries is not None and worker._boundaries._leaving is not None)
+        until(lambda: worker._driver is not None and worker._driver.boundary.is_leaving)
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGINT)

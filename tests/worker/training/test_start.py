@@ -17,8 +17,8 @@ from torch import nn
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker, hook
+from diloco_worker.core.sync.patience import Patience
 from diloco_worker.training import start
-from diloco_worker.training.patience import Patience
 from kit.uniform_model import until
 
 PATIENCE_S = 20.0
@@ -189,14 +189,15 @@ def test_name_that_stands_for_no_machine_is_pointed_out(
 ) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = Patience.say
+    told: list[Patience] = []
 
-    def say(patience: Patience, text: str) -> None:
-        patience._say_at = 0.0
-        said(patience, text)
-        raise KeyboardInterrupt  # somebody has read it
+    def is_due(patience: Patience) -> bool:
+        if told:
+            raise KeyboardInterrupt  # somebody has read it
+        told.append(patience)
+        return True
 
-    monkeypatch.setattr(Patience, "say", say)
+    monkeypatch.setattr(Patience, "is_due", is_due)
     with pytest.raises(KeyboardInterrupt):
         DiLoCoWorker(model, optimizer, "tcp://no-such-host.invalid:8512").start()
     assert "'no-such-host.invalid'; is it spelt right?" in caplog.text

@@ -223,7 +223,7 @@ def test_base_is_not_overwritten_before_the_version_that_follows_it_is_merged(
     worker._link.request_version(0)
     broker.serves(filled(descent, 2000), version(2))
     until(lambda: worker._link is not None and worker._link.arrivals[0].version == version(2))
-    base = worker._boundaries._exchanges[0].base  # type: ignore[union-attr]
+    base = worker._driver._fragments[0].base  # type: ignore[union-attr]
     assert first(base) == 100
     descent.steps(2)
     assert at(descent) == 2000

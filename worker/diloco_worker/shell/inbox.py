@@ -12,7 +12,7 @@ from diloco_protocol.messages import Heartbeat
 from diloco_worker.core.effects import Answered, Carried, Deliver, Granted, Joined
 from diloco_worker.core.previous_life import SENT_BEFORE
 from diloco_worker.core.session import Session
-from diloco_worker.core.sync.news import Arrival, News, Rejection, Turning
+from diloco_worker.core.sync.news import Arrival, LinkState, News, Rejection, Turning
 from diloco_worker.model.flat_state import FlatState
 
 # Of a warning in a heartbeat; whole, it is in the worker's log.
@@ -122,6 +122,34 @@ class Inbox:
             self.arrivals.clear()
             self.rejections.clear()
             return news
+
+    def state(
+        self,
+        *,
+        silence: float | None,
+        asked_to_stop: str | None = None,
+        address: str = "",
+        description: str = "",
+    ) -> LinkState:
+        """How things stand now; what is handed in is known elsewhere."""
+        assert self.config is not None
+        return LinkState(
+            self.config,
+            self.sync_every,
+            self.phase,
+            self.reconnections,
+            self.uploaded,
+            self.put_off,
+            has_ended=self.has_ended,
+            is_over=self.stopping is not None,
+            is_restarting=self.restarting is not None,
+            asked_to_stop=asked_to_stop,
+            refusal=None if self.refusal is None else str(self.refusal),
+            silence=silence,
+            address=address,
+            last_error=self.last_error,
+            description=description,
+        )
 
     def take_rejection(self, push_id: int) -> Rejection | None:
         with self.condition:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from diloco_protocol import UsageError, VersionId
 from diloco_protocol.version import as_hex
+from diloco_worker.core.sync.flights import Flight
 from diloco_worker.shell.forks import keep_from_children
-from diloco_worker.training.fragment_sync import Flight
 
 logger = logging.getLogger("diloco.worker")
 

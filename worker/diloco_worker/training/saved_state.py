@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -35,15 +35,17 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import segment_dtype, wire_dtype
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
-from diloco_protocol.version import ABSENT_REMEMBERED, as_hex, from_hex
+from diloco_protocol.version import as_hex, from_hex
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.downloads import Held
-from diloco_worker.core.previous_life import SENT_BEFORE, names_unknown_push
-from diloco_worker.core.sync.news import Arrival
+from diloco_worker.core.sync.flights import Flight
+from diloco_worker.core.sync.fragment import TrainingBase
+from diloco_worker.core.sync.schedule import SchedulePlace
+from diloco_worker.core.sync.work import Work
 from diloco_worker.model.checksums import differing
 from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.training.fragment_sync import Flight, Ground, Work
+from diloco_worker.training.fragment_sync import DeltaValues
 
 # Of this layout; another number than these two is refused with a sentence.
 FORMAT = 2
@@ -57,12 +59,17 @@ Plain = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker is in its cycle of slots; see `turns`."""
+class SavedFragment:
+    """One fragment as training stands on it.
 
-    sync_every: int
-    slot: int
-    cursor: int
+    Attributes:
+        values: of the base.
+        delta: the values of the flight, if there is one.
+    """
+
+    base: TrainingBase
+    values: FlatState
+    delta: DeltaValues | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class Resumption:
     Attributes:
         plan: fragment of each manifest entry; empty where there is one.
         frozen: the version of the frozen parameters, where there are any.
-        grounds: of each fragment.
+        fragments: in order.
         checksums: by name, of the model's tensors; see `checksums`. None in a state of the old format.
         distances: of each fragment, Euclidean, how far the model's parameters are from its base; only in
             a state of the old format.
@@ -82,9 +89,9 @@ class Resumption:
     config: RunConfig
     plan: tuple[int, ...]
     layout: ModelLayout
-    place: Place
+    place: SchedulePlace
     frozen: Held | None
-    grounds: tuple[Ground, ...]
+    fragments: tuple[SavedFragment, ...]
     checksums: Mapping[str, tuple[int, ...]] | None
     distances: tuple[float, ...] = ()
 
@@ -92,8 +99,8 @@ class Resumption:
     def held(self) -> dict[int, Held]:
         """By fragment, the versions that are held."""
         held = {
-            part.fragment: Held(ground.version, ground.ledger)
-            for part, ground in zip(self.layout.fragments, self.grounds, strict=True)
+            part.fragment: Held(each.base.version, each.base.ledger)
+            for part, each in zip(self.layout.fragments, self.fragments, strict=True)
         }
         if self.frozen is not None:
             held[self.layout.frozen.fragment] = self.frozen
@@ -102,7 +109,7 @@ class Resumption:
     @property
     def states(self) -> dict[int, FlatState]:
         """By fragment, the values of these versions; frozen ones are in the model."""
-        return {ground.base.layout.fragment: ground.base for ground in self.grounds}
+        return {each.values.layout.fragment: each.values for each in self.fragments}
 
     def check_model(self, tensors: ModelTensors) -> None:
         """Raise UsageError when this is not the model that the checkpoint was written with.
@@ -118,45 +125,15 @@ class Resumption:
                     "the model's own checkpoint of that moment before the worker starts."
                 )
             return
-        for ground, then in zip(self.grounds, self.distances, strict=True):
-            now = tensors.distance(ground.base)
-            room = TOLERANCE * max(then, ground.base.norm())
+        for each, then in zip(self.fragments, self.distances, strict=True):
+            now = tensors.distance(each.values)
+            room = TOLERANCE * max(then, each.values.norm())
             if math.isfinite(then) and not abs(now - then) <= room:
                 raise UsageError(
                     f"The model is {now:.3g} away from the parameters that this worker's state was "
                     f"measured from, and was {then:.3g} away when the state was taken; load the "
                     "model's own checkpoint of that moment before the worker starts."
                 )
-
-
-def known_pushes(worker_id: str, ground: Ground) -> frozenset[int]:
-    """The pushes of a worker that the checkpoint takes into account in this fragment."""
-    known = {counted.push_id for counted in ground.ledger.pushes.get(worker_id, ())}
-    if ground.flight is not None:
-        known.add(ground.flight.push_id)
-    return frozenset(known)
-
-
-def compared(worker_id: str, ground: Ground, arrival: Arrival) -> Arrival | None:
-    """What the broker's version means for a worker that goes on from a checkpoint.
-
-    Returns:
-        None where what is in the model stays, with its base and its flight; a version that contains the
-        flight; or one that takes the place of what is in the model.
-    """
-    ledger = arrival.released.ledger
-    if arrival.version == ground.version:
-        return None
-    if arrival.version.run != ground.version.run:
-        return replace(arrival, superseding=f"the run is {arrival.version.run} now")
-    if names_unknown_push(ledger, worker_id, known_pushes(worker_id, ground)):
-        return replace(arrival, superseding=SENT_BEFORE)
-    if worker_id not in ledger.pushes and len(ledger.pushes) >= ABSENT_REMEMBERED:
-        return replace(arrival, superseding="the broker no longer knows whether they were counted")
-    flight = ground.flight
-    if flight is not None and ledger.names_whole(worker_id, flight.push_id):
-        return replace(arrival, counted=frozenset({flight.push_id}))
-    return None
 
 
 def plan_of(manifest: Manifest, layout: ModelLayout) -> tuple[int, ...]:
@@ -174,15 +151,15 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
     """A dict for a checkpoint."""
     fragments = [
         {
-            "version": ground.version.plain(),
-            "ledger": ground.ledger.plain(in_hex=True),
-            "base": {s.value: vector.clone() for s, vector in ground.base.vectors.items()},
-            "steps": ground.work.steps,
-            "tokens": ground.work.tokens,
-            "samples": ground.work.samples,
-            "flight": None if ground.flight is None else _flight_plain(ground.flight),
+            "version": each.base.version.plain(),
+            "ledger": each.base.ledger.plain(in_hex=True),
+            "base": {s.value: vector.clone() for s, vector in each.values.vectors.items()},
+            "steps": each.base.work.steps,
+            "tokens": each.base.work.tokens,
+            "samples": each.base.work.samples,
+            "flight": _flight_plain(each.base.flight, each.delta),
         }
-        for ground in resumption.grounds
+        for each in resumption.fragments
     ]
     checksums = resumption.checksums
     assert checksums is not None
@@ -203,7 +180,10 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
     }
 
 
-def _flight_plain(flight: Flight) -> Plain:
+def _flight_plain(flight: Flight | None, delta: DeltaValues | None) -> Plain | None:
+    if flight is None:
+        return None
+    assert delta is not None
     push = flight.push
     return {
         "push_id": as_hex(push.push_id),
@@ -211,9 +191,9 @@ def _flight_plain(flight: Flight) -> Plain:
         **{name: getattr(push, name) for name in _OF_PUSH},
         **{name: getattr(flight, name) for name in _OF_FLIGHT},
         "buffers": push.buffers,
-        "wire": _shared(flight.wire),
-        "frozen": _shared(flight.frozen),
-        "anchor": _shared(flight.anchor),
+        "wire": _shared(delta.wire),
+        "frozen": _shared(delta.frozen),
+        "anchor": _shared(delta.anchor),
     }
 
 
@@ -256,19 +236,19 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
     config = RunConfig(**_dict(plain["config"]))
     plan = tuple(_whole(number) for number in plain["plan"])
     layout = cut(tensors.manifest, config, plan)
-    place = Place(**{name: _whole(value) for name, value in _dict(plain["place"]).items()})
+    place = SchedulePlace(**{name: _whole(value) for name, value in _dict(plain["place"]).items()})
     if not 0 <= place.slot < config.num_fragments <= place.sync_every:
         raise ValueError(f"slot {place.slot} of {config.num_fragments} in {place.sync_every} steps")
     pinned = tensors.is_on_cuda
     parts = [_dict(each) for each in plain["fragments"]]
     if len(parts) != len(layout.fragments):
         raise ValueError(f"{len(parts)} fragments instead of {len(layout.fragments)}")
-    grounds = tuple(
-        _ground(part, each, pinned=pinned)
+    fragments = tuple(
+        _fragment(part, each, pinned=pinned)
         for part, each in zip(layout.fragments, parts, strict=True)
     )
     frozen = Held(VersionId.from_plain(plain["frozen"]), Ledger()) if layout.frozen.chunks else None
-    runs = {ground.version.run for ground in grounds}
+    runs = {each.base.version.run for each in fragments}
     if len(runs | ({frozen.version.run} if frozen else set())) > 1:
         raise ValueError(f"fragments of several runs, {', '.join(sorted(runs))}")
     return Resumption(
@@ -278,7 +258,7 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
         layout=layout,
         place=place,
         frozen=frozen,
-        grounds=grounds,
+        fragments=fragments,
         checksums=None if is_old else _checksums(plain["checksums"], tensors.manifest),
         distances=tuple(float(each["distance"]) for each in parts) if is_old else (),
     )
@@ -298,29 +278,26 @@ def _check_model(theirs: Manifest, ours: Manifest) -> None:
         )
 
 
-def _ground(part: FragmentLayout, plain: Plain, *, pinned: bool) -> Ground:
-    base = FlatState.empty(part, pinned=pinned)
+def _fragment(part: FragmentLayout, plain: Plain, *, pinned: bool) -> SavedFragment:
+    values = FlatState.empty(part, pinned=pinned)
     for segment, vector in _vectors(part, plain["base"], "fp32").items():
-        base.vectors[segment].copy_(vector)
+        values.vectors[segment].copy_(vector)
     work = Work(*(_whole(plain[name]) for name in ("steps", "tokens", "samples")))
-    flight = None if plain["flight"] is None else _flight(base, _dict(plain["flight"]))
-    return Ground(
-        VersionId.from_plain(plain["version"]),
-        Ledger.from_plain(plain["ledger"]),
-        base,
-        work,
-        flight,
-    )
+    flight = delta = None
+    if plain["flight"] is not None:
+        flight = _flight(part, _dict(plain["flight"]))
+        delta = _delta(values, _dict(plain["flight"]), flight.push.wire_dtype)
+    version, ledger = VersionId.from_plain(plain["version"]), Ledger.from_plain(plain["ledger"])
+    return SavedFragment(TrainingBase(version, ledger, work, flight), values, delta)
 
 
-def _flight(base: FlatState, plain: Plain) -> Flight:
-    part, dtype = base.layout, _text(plain["wire_dtype"])
+def _flight(part: FragmentLayout, plain: Plain) -> Flight:
     push = Push(
         session=b"",
         push_id=from_hex(plain["push_id"]),
         fragment=part.fragment,
         chunks=part.chunks,
-        wire_dtype=dtype,
+        wire_dtype=_text(plain["wire_dtype"]),
         base=VersionId.from_plain(plain["base"]),
         steps=_whole(plain["steps"]),
         tokens=_whole(plain["tokens"]),
@@ -329,6 +306,17 @@ def _flight(base: FlatState, plain: Plain) -> Flight:
         norm=_figure(plain["norm"]),
         buffers=BUFFERS,
     )
+    return Flight(
+        push,
+        began=_whole(plain["began"]),
+        apply_at=_whole(plain["apply_at"]),
+        wait_at=_whole(plain["wait_at"]),
+        let_go=bool(plain["let_go"]),
+    )
+
+
+def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:
+    part = base.layout
     wire = _vectors(part, plain["wire"], dtype)
     if Segment.BUFFERS in wire and plain.get("buffers") != BUFFERS:
         # Of a release that sent float buffers as differences: these are the values it meant.
@@ -338,16 +326,7 @@ def _flight(base: FlatState, plain: Plain) -> Flight:
         given = plain[name]
         return None if given is None else FlatState(part, _vectors(part, given, "fp32"))
 
-    return Flight(
-        push,
-        began=_whole(plain["began"]),
-        apply_at=_whole(plain["apply_at"]),
-        wait_at=_whole(plain["wait_at"]),
-        wire=WireFragment(part, wire),
-        let_go=bool(plain["let_go"]),
-        frozen=copy_of("frozen"),
-        anchor=copy_of("anchor"),
-    )
+    return DeltaValues(WireFragment(part, wire), copy_of("frozen"), copy_of("anchor"))
 
 
 def _vectors(part: FragmentLayout, plain: object, dtype: str) -> dict[Segment, Tensor]:

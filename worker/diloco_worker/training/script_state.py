@@ -13,7 +13,7 @@ from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.shell.link import Link
-from diloco_worker.training.boundary import Boundaries
+from diloco_worker.training.driver import Driver
 from diloco_worker.training.saved_state import Plain, Resumption, from_plain, plan_of, to_plain
 
 logger = logging.getLogger("diloco.worker")
@@ -86,7 +86,7 @@ def resume_plain(
     worker_id: str,
     tensors: ModelTensors,
     link: Link,
-    boundaries: Boundaries,
+    driver: Driver,
     frozen: Held | None,
 ) -> Plain | None:
     """The parameters and deltas of a worker in a run; None, with a warning, while a merge is broken off,
@@ -97,7 +97,7 @@ def resume_plain(
     """
     config, layout = link.config, link.layout
     assert config is not None and layout is not None
-    standing = boundaries.resumption()
+    standing = driver.standing()
     if standing is None:
         logger.warning(
             "A merge is broken off, so the state says nothing of the parameters: a worker that "
@@ -113,7 +113,7 @@ def resume_plain(
             error,
         )
         return None
-    place, grounds = standing
+    place, fragments = standing
     resumption = Resumption(
         worker_id=worker_id,
         config=config,
@@ -121,7 +121,7 @@ def resume_plain(
         layout=layout,
         place=place,
         frozen=frozen,
-        grounds=grounds,
+        fragments=fragments,
         checksums=sums,
     )
     return to_plain(resumption, tensors.manifest)

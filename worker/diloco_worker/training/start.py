@@ -7,6 +7,7 @@ cell is run again.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -21,9 +22,11 @@ from torch import nn
 from diloco_protocol import Manifest, Unreachable, UsageError
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
+from diloco_worker.core.sync.patience import Patience
 from diloco_worker.model.model_manifest import unwrapped
 from diloco_worker.shell.link import Link
-from diloco_worker.training.patience import Patience
+
+logger = logging.getLogger("diloco.worker")
 
 # Optimizers around optimizers, at most.
 DEEPEST = 10
@@ -145,10 +148,13 @@ def await_model(link: Link, patience: Patience) -> None:
     while not link.wait_for(settled, patience.pause()):
         if link.has_ended:
             raise Unreachable(f"Joining {link.address} failed: {link.last_error}")
+        if not patience.is_due():
+            continue
+        # A warning, since most training scripts configure no logging and nobody should wonder.
         if link.phase is Phase.JOINED:
-            patience.say(f"Joined at {link.address}; waiting for its parameters.")
+            logger.warning("Joined at %s; waiting for its parameters.", link.address)
         else:
-            patience.say(f"Waiting to join the run: {link.describe()}{_advice(link)}.")
+            logger.warning("Waiting to join the run: %s%s.", link.describe(), _advice(link))
     if link.refused_for_good:
         assert link.refusal is not None
         raise link.refusal

@@ -30,6 +30,7 @@ every flight may be waited for.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from enum import Enum
 
 from diloco_protocol.fragments.plan import slots
@@ -43,6 +44,15 @@ class TurnState(str, Enum):
     BUSY = "busy"  # its last push is under way for an earlier round: that comes first
     TAKEN = "taken"  # what is under way is in this very round
     PAST = "past"  # what is under way is in a later round: this one is over
+
+
+@dataclass(frozen=True)
+class SchedulePlace:
+    """Where a worker is in its cycle of slots, for a checkpoint."""
+
+    sync_every: int
+    slot: int
+    cursor: int
 
 
 class RoundSchedule:
@@ -98,6 +108,11 @@ class RoundSchedule:
     def slot(self) -> int:
         """The next one of this cycle: 0 .. P - 1."""
         return self._slot
+
+    @property
+    def place(self) -> SchedulePlace:
+        """What `resume_cycle` and `resume_flights` go on from, but for the step."""
+        return SchedulePlace(self.sync_every, self._slot, self.cursor)
 
     def position(self, step: int) -> int:
         """Steps since the cycle began."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 
+from diloco_worker.core.sync.flights import Flight
 from diloco_worker.core.sync.news import Arrival
-from diloco_worker.training.fragment_sync import Flight
-
-logger = logging.getLogger("diloco.worker")
 
 # Least seconds between two lines.
 LINE_S = 1.0
@@ -63,31 +60,27 @@ class SyncLines:
 
     @property
     def due_in(self) -> float:
-        """Seconds until `say` has something to say; infinite while there is nothing unsaid."""
+        """Seconds until `line` has something to say; infinite while there is nothing unsaid."""
         if not self._unsaid:
             return math.inf
         return 0.0 if self._said_at is None else max(0.0, self._said_at + LINE_S - self._clock())
 
-    def say(self, waited: float, *, at_once: bool = False) -> None:
-        """Log a line, if there is something to say and the last one was long enough ago.
+    def line(self, waited: float, *, at_once: bool = False) -> str | None:
+        """The line, if there is something to say and the last one was long enough ago.
 
         Args:
             waited: seconds that training has stood still so far.
             at_once: however short ago it was.
         """
         if not self._unsaid:
-            return
+            return None
         now = self._clock()
         if not at_once and self._said_at is not None and now - self._said_at < LINE_S:
-            return
-        others = self._unsaid - 1
-        logger.info(
-            "Synchronised: %s; waited %.1f s%s.",
-            self._newest,
-            waited - self._waited_before,
-            f"; and {others} more since the last line" if others else "",
-        )
+            return None
+        waited_now, others = waited - self._waited_before, self._unsaid - 1
+        more = f"; and {others} more since the last line" if others else ""
         self._said_at, self._unsaid, self._waited_before = now, 0, waited
+        return f"Synchronised: {self._newest}; waited {waited_now:.1f} s{more}."
 
 
 def _steps(number: int) -> str:

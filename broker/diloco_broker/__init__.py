@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from diloco_broker.config import BrokerConfig
     from diloco_broker.shell.broker import Broker
-    from diloco_broker.tensors.outer.torch_optim import FragmentParameters, OuterOptimizerFactory
+    from diloco_broker.tensors.outer.torch_fragment import FragmentParameters, OuterOptimizerFactory
 
 __all__ = ["Broker", "BrokerConfig", "FragmentParameters", "OuterOptimizerFactory"]
 
 _HOMES = {
     "Broker": "diloco_broker.shell.broker",
     "BrokerConfig": "diloco_broker.config",
-    "FragmentParameters": "diloco_broker.tensors.outer.torch_optim",
-    "OuterOptimizerFactory": "diloco_broker.tensors.outer.torch_optim",
+    "FragmentParameters": "diloco_broker.tensors.outer.torch_fragment",
+    "OuterOptimizerFactory": "diloco_broker.tensors.outer.torch_fragment",
 }
 
 

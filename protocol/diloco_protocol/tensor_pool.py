@@ -59,7 +59,7 @@ class Buffers:
     def __init__(self) -> None:
         self._free: dict[int, list[_Piece]] = defaultdict(list)
         self._counting = threading.Lock()
-        self._stocking: threading.Thread | None = None
+        self._filling: threading.Thread | None = None
         self._is_closed = False
         self.mapped_bytes = 0
 
@@ -103,7 +103,7 @@ class Buffers:
         halves += seen.values()
         return joined
 
-    def stock_up(self, sizes: Sequence[int]) -> threading.Thread | None:
+    def preallocate(self, sizes: Sequence[int]) -> threading.Thread | None:
         """Have a thread of its own map and touch memory that will be needed; None if it is too little.
 
         The first touch of a page costs more than all that is done with it later, on a virtual machine a
@@ -116,23 +116,23 @@ class Buffers:
         if not wanted:
             return None
         limit = self.mapped_bytes + sum(wanted)
-        self._stocking = threading.Thread(
+        self._filling = threading.Thread(
             target=self._touch, args=(wanted, limit), name="diloco-memory", daemon=True
         )
-        self._stocking.start()
-        return self._stocking
+        self._filling.start()
+        return self._filling
 
     def is_worth_waiting(self, size: int) -> bool:
-        """Is none free of so many bytes, though `stock_up` is still at work?"""
+        """Is none free of so many bytes, though `preallocate` is still at work?"""
         if size < SMALLEST or self._free[size]:
             return False
-        return self._stocking is not None and self._stocking.is_alive()
+        return self._filling is not None and self._filling.is_alive()
 
     def close(self) -> None:
-        """End `stock_up`, which takes as long as it takes to touch one buffer. Nothing else changes."""
+        """End `preallocate`, which takes as long as to touch one buffer. Nothing else changes."""
         self._is_closed = True
-        if self._stocking is not None:
-            self._stocking.join()
+        if self._filling is not None:
+            self._filling.join()
 
     def _touch(self, sizes: Sequence[int], limit: int) -> None:
         for size in sizes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diloco_broker.core.effects import PushPart
-from diloco_broker.tensors.outer.chunked import Outer
+from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.parameters import Done, Parameters
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment, lay_out
 from diloco_protocol.codecs import as_bytes, segment_dtype, wire_dtype

@@ -64,7 +64,7 @@ def test_each_dtype_and_length_is_as_asked() -> None:
 def test_memory_that_was_stocked_up_is_handed_out_and_no_more_is_mapped() -> None:
     buffers = Buffers()
     assert not buffers.is_worth_waiting(SMALLEST)
-    thread = buffers.stock_up([SMALLEST] * 5)
+    thread = buffers.preallocate([SMALLEST] * 5)
     assert thread is not None
     thread.join(20)
     assert buffers.mapped_bytes == 5 * SMALLEST
@@ -113,7 +113,7 @@ def test_memory_of_every_length_is_used_again_in_any_order() -> None:
     assert buffers.mapped_bytes <= 3 * 8 * 4 * SMALLEST
 
 
-def test_stocking_up_counts_what_others_have_mapped_meanwhile() -> None:
+def test_filling_up_counts_what_others_have_mapped_meanwhile() -> None:
     buffers = Buffers()
     begun, go_on = threading.Event(), threading.Event()
     new, first = buffers._new, threading.current_thread()
@@ -125,7 +125,7 @@ def test_stocking_up_counts_what_others_have_mapped_meanwhile() -> None:
         return new(size)
 
     buffers._new = slowly  # type: ignore[method-assign]
-    thread = buffers.stock_up([SMALLEST] * 4)
+    thread = buffers.preallocate([SMALLEST] * 4)
     assert thread is not None
     assert begun.wait(20)
     assert buffers.is_worth_waiting(SMALLEST)
@@ -136,9 +136,9 @@ def test_stocking_up_counts_what_others_have_mapped_meanwhile() -> None:
     assert len(kept) == 3
 
 
-def test_stocking_up_ends_when_it_is_told_to() -> None:
+def test_filling_up_ends_when_it_is_told_to() -> None:
     buffers = Buffers()
-    thread = buffers.stock_up([SMALLEST] * 100_000)
+    thread = buffers.preallocate([SMALLEST] * 100_000)
     assert thread is not None
     buffers.close()
     assert not thread.is_alive()
@@ -147,6 +147,6 @@ def test_stocking_up_ends_when_it_is_told_to() -> None:
 
 def test_small_buffers_are_left_to_the_allocator() -> None:
     buffers = Buffers()
-    assert buffers.stock_up([SMALLEST - 1] * 100) is None
+    assert buffers.preallocate([SMALLEST - 1] * 100) is None
     buffers.take(10, torch.float32)
     assert buffers.mapped_bytes == 0

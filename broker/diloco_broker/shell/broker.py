@@ -14,7 +14,7 @@ from diloco_broker.core.events import FINISH_WITHIN_S
 from diloco_broker.shell.loop import SAVE_WITHIN_S, Loop
 from diloco_broker.shell.sockets import LINGER_MS
 from diloco_broker.storage.model_file import check_state_dict
-from diloco_broker.tensors.outer.torch_optim import OuterOptimizerFactory
+from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol.fragments.plan import Choose
 
 

@@ -34,8 +34,8 @@ from diloco_broker.storage.model_file import describe
 from diloco_broker.storage.own_plan import make_split
 from diloco_broker.storage.resume import newest_checkpoint, next_life
 from diloco_broker.storage.writer import CheckpointWriter, checkpoint_of
-from diloco_broker.tensors.outer.chunked import make_outer
-from diloco_broker.tensors.outer.torch_optim import OuterOptimizerFactory
+from diloco_broker.tensors.outer.make import make_outer
+from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.fragments.plan import Choose
 from diloco_protocol.frames import MAX_FRAMES, pack, unpack

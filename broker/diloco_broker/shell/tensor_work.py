@@ -21,13 +21,11 @@ from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.shell.work_queue import WorkQueue
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import load_into, put_back
-from diloco_broker.tensors.outer.chunked import Outer, make_outer, share_of
+from diloco_broker.tensors.outer.make import Outer, make_outer, remembered, share_of
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
-from diloco_broker.tensors.parameters import Parameters, Stocks
+from diloco_broker.tensors.parameters import Parameters
+from diloco_broker.tensors.pool_sizes import pool_sizes
 from diloco_protocol.chunks import ModelLayout
-
-# Tensors of the size of a chunk that an outer optimizer remembers of it; others: one.
-REMEMBERED = {"sgd": 0, "nesterov": 1, "fedbuff": 2, "dn": 2}
 
 
 class TensorExecutor:
@@ -115,7 +113,7 @@ class TensorExecutor:
                 reply=config.reply_dtype,
                 aggregate=config.aggregate,
                 share=share_of(config),
-                stocks=self._stocks() if self._checkpoint is None else None,
+                preallocate=self._pool_sizes(layout),
                 is_round=not config.is_async,
                 initial=self.initial,
             )
@@ -153,10 +151,12 @@ class TensorExecutor:
                     else events.InitialStored(work, wire)
                 ]
 
-    def _stocks(self) -> Stocks:
-        has_own = isinstance(self._outer, TorchOuter)
-        remembered = 0 if has_own else REMEMBERED.get(self._config.outer_name, 1)
-        return Stocks(remembered, means=not self._config.is_staged)
+    def _pool_sizes(self, layout: ModelLayout) -> list[int]:
+        """What to have memory at hand for; a checkpoint's tensors are there already."""
+        if self._checkpoint is not None:
+            return []
+        kept = remembered(self._config, self._outer)
+        return pool_sizes(layout, remembered=kept, means=not self._config.is_staged)
 
     def close(self) -> None:
         """End what goes on beside."""

@@ -12,7 +12,8 @@ from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, NotPermitted
 from diloco_broker.storage.checkpoint_format import Checkpoint, FragmentTensors, TensorStore
 from diloco_broker.storage.own_plan import Split, check_same
-from diloco_broker.tensors.outer.torch_optim import DELAYED
+from diloco_broker.tensors.outer.make import outer_kind
+from diloco_broker.tensors.outer.state import DELAYED
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.errors import UsageError
 
@@ -109,18 +110,10 @@ def _with_fitting_buffer(config: BrokerConfig, found: Checkpoint, path: Path) ->
         config.dn_size,
     )
     emptied = {
-        f: replace(each, outer={n: state for n, state in each.outer.items() if n != DELAYED})
+        f: replace(each, outer={name: s for name, s in each.outer.items() if name != DELAYED})
         for f, each in found.tensors.items()
     }
     return replace(found, tensors=emptied)
-
-
-def outer_kind(config: BrokerConfig, has_own_optimizer: bool) -> str:
-    """Which state the outer optimizer has: that of another kind is of no use to it."""
-    kind = config.outer_name
-    if kind == "dn":
-        kind += f" {config.dn_variant}"
-    return f"{config.outer or ''} torch".strip() if has_own_optimizer else kind
 
 
 def next_life(config: BrokerConfig) -> int:

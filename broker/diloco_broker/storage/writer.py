@@ -17,7 +17,7 @@ from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint_format import Checkpoint, FragmentTensors, TensorStore
 from diloco_broker.storage.folder_lock import FolderLock
-from diloco_broker.storage.resume import outer_kind
+from diloco_broker.tensors.outer.make import outer_kind
 
 
 def checkpoint_of(state: RunState, store: TensorStore, record: RunRecord, life: int) -> Checkpoint:

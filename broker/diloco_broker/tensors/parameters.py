@@ -1,7 +1,7 @@
 """The tensors of the run: master parameters, outer state, accumulators, and the chunks in wire form.
 
 Everything here works on one chunk at a time and is called by the loop in small slices; only a torch
-optimizer steps whole tensors (see `torch_outer`). A chunk that has been handed out is never written
+optimizer steps whole tensors (see `torch_optim`). A chunk that has been handed out is never written
 again: a step makes a new tensor, and the old one is freed when the last reader has let go of it.
 """
 
@@ -18,28 +18,15 @@ from diloco_broker.core.effects import PushPart
 from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
-from diloco_broker.tensors.outer.chunked import ChunkOuter, DelayedNesterovByGroup, Nesterov, Outer
-from diloco_broker.tensors.outer.torch_optim import DELAYED, State, TorchOuter, WholeTensors
+from diloco_broker.tensors.outer.chunked import ChunkOuter, DelayedNesterovByGroup, Nesterov
+from diloco_broker.tensors.outer.make import Outer
+from diloco_broker.tensors.outer.state import DELAYED, State, without_buffer
+from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
+from diloco_broker.tensors.pool_sizes import bytes_of
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
 from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
 from diloco_protocol.tensor_pool import Buffers
-
-# Chunks of memory that are between two uses.
-BETWEEN = 4
-
-
-@dataclass(frozen=True)
-class Stocks:
-    """What there will be besides one copy of everything.
-
-    Attributes:
-        remembered: tensors of the size of a chunk that the outer optimizer remembers of it.
-        means: whether contributions are added up as they come.
-    """
-
-    remembered: int
-    means: bool
 
 
 @dataclass(frozen=True)
@@ -67,13 +54,13 @@ class Parameters:
         wire: name of the dtype of pseudo-gradients on their way up, where they are streamed and
             nothing else is said of them.
         reply: name of the dtype of parameters on their way down.
-        aggregate: what whole submissions are merged with, one of `reduce.AGGREGATES`.
+        aggregate: what whole submissions are merged with, one of `aggregate.AGGREGATES`.
         is_round: whether a gradient is a round's. The maximum of its integers then replaces their
             value, which otherwise only grows: a single submission may be behind the others.
         share: how far a buffer of the model moves to the values that were sent: 1, all the way, where
             they are a round's mean, 1/workers where each submission is applied by itself.
         initial: tensors of the model file by name, or None.
-        stocks: what to have memory at hand for, None where it is there already.
+        preallocate: bytes of buffers to have at hand.
     """
 
     def __init__(
@@ -87,7 +74,7 @@ class Parameters:
         is_round: bool = True,
         share: float = 1.0,
         initial: Mapping[str, Tensor] | None = None,
-        stocks: Stocks | None = None,
+        preallocate: Sequence[int] = (),
     ) -> None:
         self.outer = outer
         self.layout = layout
@@ -103,21 +90,7 @@ class Parameters:
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
         self._states: list[list[State]] = [[{} for _ in p.spans] for p in layout.all]
         self._wholes: dict[int, WholeTensors] = {}
-        if stocks is not None:
-            self._buffers.stock_up(self._sizes(stocks))
-
-    def _sizes(self, stocks: Stocks) -> list[int]:
-        """Bytes of each chunk of what will be there."""
-        every = [_bytes_of(span) for part in self._layouts for span in part.spans]
-        steps = [
-            [_bytes_of(span) for span in part.spans if span.segment is Segment.PARAMETERS]
-            for part in self.layout.fragments
-        ]
-        moved = [size for part in steps for size in part]
-        means = max(steps, key=sum, default=[]) if stocks.means else []
-        # Those between two uses: readers still hold them when the chunk in their place is made.
-        between = [max(moved, default=0)] * BETWEEN
-        return [*every, *moved * stocks.remembered, *means, *between]
+        self._buffers.preallocate(preallocate)
 
     def close(self) -> None:
         """End what goes on beside."""
@@ -126,7 +99,7 @@ class Parameters:
     def has_room(self, fragment: int, index: int) -> bool:
         """Can a chunk be placed without touching new memory, or is there no use in waiting for it?"""
         span = self._layouts[fragment].spans[index]
-        return not self._buffers.is_worth_waiting(_bytes_of(span))
+        return not self._buffers.is_worth_waiting(bytes_of(span))
 
     def place(self, fragment: int, index: int, payload: Any = None) -> Any | None:
         """Store a chunk of the first version: from a donation, or the model file (payload None).
@@ -169,12 +142,14 @@ class Parameters:
 
     def outer_groups(self) -> tuple[OuterGroup, ...]:
         """The groups of the torch optimizers, over all fragments; empty where there are none."""
-        return tuple(group for _, each in sorted(self._wholes.items()) for group in each.groups())
+        return tuple(
+            group for _, each in sorted(self._wholes.items()) for group in each.fragment.groups()
+        )
 
     def tune(self, settings: Mapping[str, float]) -> None:
         """Give all groups of the torch optimizers these settings."""
         for whole in self._wholes.values():
-            whole.tune(settings)
+            whole.fragment.tune(settings)
 
     def step(self, fragment: int, index: int, weight: float, count: int) -> list[Done]:
         """The outer step of one chunk, with the mean of what was folded.
@@ -229,7 +204,7 @@ class Parameters:
     def optimizer_state(self, fragment: int) -> dict[str, Any] | None:
         """A copy of a torch optimizer's `state_dict`; None where there is no such optimizer."""
         whole = self._wholes.get(fragment)
-        return None if whole is None else whole.state_dict()
+        return None if whole is None else whole.fragment.state_dict()
 
     def put_back(
         self,
@@ -249,13 +224,12 @@ class Parameters:
             self._states[fragment][index] = {n: t for n, t in found.items() if t is not None}
             self._make_whole(fragment, index)
         if optimizer_state is not None:
-            self._wholes[fragment].load_state_dict(optimizer_state)
+            self._wholes[fragment].fragment.load_state_dict(optimizer_state)
 
     def forget_buffer(self, fragment: int) -> None:
         """Throw away the gradients that the outer optimizer has collected of a fragment."""
         for index, state in enumerate(self._states[fragment]):
-            kept = {name: tensor for name, tensor in state.items() if name != DELAYED}
-            self._states[fragment][index] = kept
+            self._states[fragment][index] = without_buffer(state)
 
     def _advance(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
@@ -344,8 +318,7 @@ class Parameters:
         nothing = Gradient.of(torch.zeros(span.elements))
         if self._apply(fragment, span, nothing, count) is not None:
             return True
-        kept = {name: tensor for name, tensor in state.items() if name != DELAYED}
-        self._states[fragment][span.index] = kept
+        self._states[fragment][span.index] = without_buffer(state)
         return False
 
     def _outer_of(self, fragment: int, span: ChunkSpan) -> ChunkOuter:
@@ -353,7 +326,7 @@ class Parameters:
         if not isinstance(outer, TorchOuter):
             return outer
         # Only lr and momentum are the torch optimizer's; the step is made chunk by chunk.
-        rates = self._wholes[fragment].rates(span.index)
+        rates = self._wholes[fragment].fragment.rates(span.index)
         return DelayedNesterovByGroup(rates, outer.size, outer.c)
 
     def _is_whole(self, fragment: int, index: int) -> bool:
@@ -368,7 +341,7 @@ class Parameters:
             return
         layout, masters = self._layouts[fragment], self._masters[fragment]
         if fragment in self._wholes:
-            self._wholes[fragment].place(index, masters)
+            self._wholes[fragment].fragment.load(masters, [index])
         elif all(
             masters[span.index] is not None
             for span in layout.spans
@@ -399,8 +372,3 @@ class Parameters:
                 part = tensor.reshape(-1)[start - place.start : stop - place.start]
                 values[start - span.start : stop - span.start].copy_(part)
         return values
-
-
-def _bytes_of(span: ChunkSpan) -> int:
-    """Of a chunk at the broker."""
-    return span.elements * segment_dtype(span.segment, torch.float32).itemsize

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW
-from diloco_broker.tensors.outer.chunked import make_outer
+from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
 from diloco_protocol.codecs import as_bytes, wire_dtype

@@ -33,15 +33,11 @@ from diloco_broker.tensors.outer.chunked import (
     DirectDelayed,
     FedBuff,
     Nesterov,
-    Outer,
     Sgd,
-    make_outer,
 )
-from diloco_broker.tensors.outer.torch_optim import (
-    FragmentParameters,
-    OuterOptimizerFactory,
-    TorchOuter,
-)
+from diloco_broker.tensors.outer.make import Outer, make_outer
+from diloco_broker.tensors.outer.torch_fragment import FragmentParameters, OuterOptimizerFactory
+from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_protocol.codecs import as_bytes
 from diloco_protocol.errors import UsageError
 from kit.chunked_model import MANIFEST, SHAPES, ChunkedModel, same, shaped

@@ -16,14 +16,12 @@ from diloco_broker.tensors.outer.chunked import (
     DirectDelayed,
     FedBuff,
     Nesterov,
-    Outer,
     Sgd,
 )
-from diloco_broker.tensors.outer.torch_optim import (
-    FragmentParameters,
-    State,
-    TorchOuter,
-)
+from diloco_broker.tensors.outer.make import Outer
+from diloco_broker.tensors.outer.state import State
+from diloco_broker.tensors.outer.torch_fragment import FragmentParameters
+from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import Done
 from diloco_protocol.codecs import as_bytes
 from kit.chunked_model import SHAPES, ChunkedModel, read, same, wire

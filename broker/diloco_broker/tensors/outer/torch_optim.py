@@ -9,50 +9,22 @@ optimizer's state, so that a step whose result cannot be used leaves no trace.
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from diloco_broker.core.state.run import OuterGroup
-from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place, Segment
+from diloco_broker.tensors.outer.state import DELAYED, State, added
+from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory, TorchFragment, placed
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout
 from diloco_protocol.codecs import is_finite
-from diloco_protocol.errors import UsageError
 
-State = Mapping[str, Tensor]
-"""What an outer optimizer remembers of one chunk, by name; a name is missing before its first use."""
+Fits = Callable[[ChunkSpan, Tensor], bool]
+"""Whether a chunk's new value can be sent."""
 
-DELAYED = "delayed"  # D, the sum of the gradients in the buffer
-
-
-class FragmentParameters(list[Parameter]):
-    """What a factory is given: a fragment's parameters, fp32, in the manifest's order and shapes.
-
-    Attributes:
-        fragment: number of the fragment, from 0.
-        named: the same parameters by name, in the same order.
-    """
-
-    def __init__(self, fragment: int, named: dict[str, Parameter]) -> None:
-        super().__init__(named.values())
-        self.fragment = fragment
-        self.named = named
-
-
-OuterOptimizerFactory = Callable[[FragmentParameters], torch.optim.Optimizer]
-"""Makes the outer optimizer of one fragment; called once for each fragment that has parameters.
-
-    lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-    lambda parameters: torch.optim.AdamW([
-        {"params": [parameters.named["embedding.weight"]], "lr": 0.1},
-        {"params": [p for name, p in parameters.named.items() if name != "embedding.weight"]},
-    ])
-"""
+# Settings of the optimizer's groups that the steps of Delayed Nesterov read.
+READ = {"direct": ("lr",), "paper": ("lr", "momentum")}
 
 
 @dataclass(frozen=True)
@@ -62,9 +34,9 @@ class TorchOuter:
     Attributes:
         factory: called once for each fragment.
         rule: "each" gradient goes through `optimizer.step()`; "fedbuff": the mean of each `size`
-            does; "direct": that, and between them theta <- theta - lr g (see `outer.DirectDelayed`);
+            does; "direct": that, and between them theta <- theta - lr g (see `chunked.DirectDelayed`);
             "paper": the optimizer is never stepped, its groups say lr and momentum of Delayed
-            Nesterov (see `outer.DelayedNesterov`), and its parameters keep their first values.
+            Nesterov (see `chunked.DelayedNesterov`), and its parameters keep their first values.
         size: N, gradients in a buffer.
         c: c of Delayed Nesterov.
     """
@@ -75,34 +47,16 @@ class TorchOuter:
     c: float = 0.0
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Elements [start, stop) of a chunk, whose parameters are all in one group of the optimizer."""
-
-    start: int
-    stop: int
-    lr: float
-    momentum: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Where a chunk and a parameter overlap: the same elements as [start, stop) of either."""
-
-    parameter: int
-    in_tensor: slice
-    in_chunk: slice
-
-
 class WholeTensors:
-    """One fragment that a torch optimizer steps: its parameters, and the gradients collected for them.
-
-    Chunks of parameters are named by their number in the fragment.
+    """Steps one fragment with a torch optimizer, once the gradients of all its chunks are there.
 
     Args:
         outer: the factory, and what its optimizer is used for.
         layout: the fragment; it has parameters.
         masters: the fragment's chunks, all placed; copied.
+
+    Attributes:
+        fragment: the optimizer, and the parameters that it steps.
 
     Raises:
         UsageError: when the factory fails, or returns what cannot be used.
@@ -112,16 +66,8 @@ class WholeTensors:
         self, outer: TorchOuter, layout: FragmentLayout, masters: list[Tensor | None]
     ) -> None:
         self._outer = outer
-        places = [place for place in layout.places if place.segment is Segment.PARAMETERS]
-        spans = [span for span in layout.spans if span.segment is Segment.PARAMETERS]
-        self._spans = {span.index: span for span in spans}
-        self._pieces = {span.index: list(_pieces(places, span)) for span in spans}
-        self._parameters = FragmentParameters(
-            layout.fragment,
-            {p.entry.name: Parameter(torch.empty(p.entry.shape)) for p in places},
-        )
-        self._load(masters, self._spans)
-        self.optimizer = self._make()
+        self.fragment = TorchFragment(outer.factory, layout, masters, READ.get(outer.rule, ()))
+        self._spans = self.fragment.spans
         self._awaited = set(self._spans)
         self._turns: list[dict[int, Tensor]] = []
 
@@ -153,7 +99,7 @@ class WholeTensors:
         states: list[State],
         gradients: Mapping[int, Tensor],
         count: int,
-        fits: Callable[[ChunkSpan, Tensor], bool],
+        fits: Fits,
     ) -> set[int]:
         """Take one gradient of the fragment.
 
@@ -165,7 +111,7 @@ class WholeTensors:
             states: the buffers' sums; likewise.
             gradients: fp32, by chunk.
             count: gradients of this fragment before this one.
-            fits: whether a chunk's new value can be sent.
+            fits: as it says.
 
         Returns:
             Chunks of which something was left out because a result was not finite: this gradient,
@@ -184,7 +130,7 @@ class WholeTensors:
         masters: list[Tensor | None],
         states: list[State],
         gradients: Mapping[int, Tensor],
-        fits: Callable[[ChunkSpan, Tensor], bool],
+        fits: Fits,
     ) -> bool:
         """Add a gradient to the buffer, between boundaries."""
         totals = _totals(states, gradients)
@@ -201,7 +147,7 @@ class WholeTensors:
         masters: list[Tensor | None],
         states: list[State],
         gradients: Mapping[int, Tensor],
-        fits: Callable[[ChunkSpan, Tensor], bool],
+        fits: Fits,
     ) -> set[int]:
         """Step on the mean of the buffer, at a boundary; without its gradient if that is unusable.
 
@@ -220,82 +166,45 @@ class WholeTensors:
             states[index] = {}
         return left_out
 
-    def rates(self, index: int) -> list[Rate]:
-        """lr and momentum of each part of a chunk, as the optimizer's groups say them now.
-
-        Raises:
-            UsageError: for a group that has neither.
-        """
-        found: list[Rate] = []
-        for piece, number, group in self._groups_of(index):
-            start, stop = piece.in_chunk.start, piece.in_chunk.stop
-            lr = self._value(number, group, "lr")
-            is_paper = self._outer.rule == "paper"
-            momentum = self._value(number, group, "momentum") if is_paper else 0.0
-            last = found[-1] if found else None
-            if last is not None and (last.lr, last.momentum) == (lr, momentum):
-                found[-1] = Rate(last.start, stop, lr, momentum)
-            else:
-                found.append(Rate(start, stop, lr, momentum))
-        return found
-
     def _step(
         self,
         masters: list[Tensor | None],
         gradients: Mapping[int, Tensor],
-        fits: Callable[[ChunkSpan, Tensor], bool],
+        fits: Fits,
     ) -> bool:
         """`optimizer.step()`, if there is any gradient; undone when the result is not finite."""
         if not gradients:
             return True
         if not _are_finite(gradients):
             return False
-        saved = self.state_dict()
-        self._run(gradients)
-        stepped = {index: self._cut(index) for index in gradients}
-        is_good = self._is_state_finite() and all(
+        torch_ = self.fragment
+        saved = torch_.state_dict()
+        torch_.step(gradients)
+        stepped = {index: torch_.cut(index) for index in gradients}
+        is_good = torch_.is_state_finite() and all(
             fits(self._spans[index], values) for index, values in stepped.items()
         )
         if is_good:
             for index, values in stepped.items():
                 masters[index] = values
             # Weight decay and momentum move what has no gradient, too.
-            self._load(masters, self._spans.keys() - stepped.keys())
+            self.fragment.load(masters, self._spans.keys() - stepped.keys())
         else:
-            self.optimizer.load_state_dict(saved)
-            self._load(masters, self._spans)
+            torch_.load_state_dict(saved)
+            self.fragment.load(masters, self._spans)
         return is_good
-
-    def _run(self, gradients: Mapping[int, Tensor]) -> None:
-        for parameter in self._parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        for index, gradient in gradients.items():
-            for piece in self._pieces[index]:
-                grad = self._parameters[piece.parameter].grad
-                assert grad is not None
-                grad.view(-1)[piece.in_tensor] = gradient[piece.in_chunk]
-        try:
-            self.optimizer.step()
-        except Exception as error:
-            raise UsageError(
-                f"The outer optimizer {self._name} failed in step(): {error!r}; choose one whose "
-                "step() needs nothing but the gradients."
-            ) from error
-        finally:
-            for parameter in self._parameters:
-                parameter.grad = None
 
     def _descend(
         self,
         masters: list[Tensor | None],
         gradients: Mapping[int, Tensor],
-        fits: Callable[[ChunkSpan, Tensor], bool],
+        fits: Fits,
     ) -> bool:
         """theta <- theta - lr g, with the lr of each group."""
         moved = {}
         for index, gradient in gradients.items():
-            values = _placed(masters, index).clone()
-            for rate in self.rates(index):
+            values = placed(masters, index).clone()
+            for rate in self.fragment.rates(index):
                 part = slice(rate.start, rate.stop)
                 values[part].add_(gradient[part], alpha=-rate.lr)
             moved[index] = values
@@ -303,152 +212,8 @@ class WholeTensors:
             return False
         for index, values in moved.items():
             masters[index] = values
-        self._load(masters, moved)
+        self.fragment.load(masters, moved)
         return True
-
-    def _is_state_finite(self) -> bool:
-        """Whether all moments are: an enormous gradient can leave finite parameters behind, as when
-        Adam divides by an infinite second moment, and would have stopped them for good."""
-        return all(
-            is_finite(value)
-            for state in self.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.is_floating_point()
-        )
-
-    # What an operator sees and sets.
-
-    def groups(self) -> list[OuterGroup]:
-        """What each group says now."""
-        return [
-            OuterGroup(_number(group.get("lr")), _number(_momentum(group)))
-            for group in self.optimizer.param_groups
-        ]
-
-    def tune(self, settings: Mapping[str, float]) -> None:
-        """Give all groups this "lr" or "momentum" (beta 1, for Adam's kind); they have it."""
-        for group in self.optimizer.param_groups:
-            if "lr" in settings:
-                group["lr"] = settings["lr"]
-            if "momentum" in settings and "momentum" in group:
-                group["momentum"] = settings["momentum"]
-            elif "momentum" in settings:
-                group["betas"] = (settings["momentum"], *group["betas"][1:])
-
-    # Between chunks and the optimizer's tensors.
-
-    @torch.no_grad()
-    def _load(self, masters: list[Tensor | None], indices: Iterable[int]) -> None:
-        """Copy chunks into the optimizer's parameters."""
-        for index in indices:
-            values = _placed(masters, index)
-            for piece in self._pieces[index]:
-                parameter = self._parameters[piece.parameter]
-                parameter.view(-1)[piece.in_tensor] = values[piece.in_chunk]
-
-    @torch.no_grad()
-    def _cut(self, index: int) -> Tensor:
-        """A chunk of the optimizer's parameters, in memory of its own: it will be handed out."""
-        values = torch.empty(self._spans[index].elements)
-        for piece in self._pieces[index]:
-            flat = self._parameters[piece.parameter].reshape(-1)
-            values[piece.in_chunk] = flat[piece.in_tensor]
-        return values
-
-    def place(self, index: int, masters: list[Tensor | None]) -> None:
-        """Take over a chunk that was placed again: another worker provides the first version."""
-        self._load(masters, [index])
-
-    # The optimizer and its groups.
-
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the optimizer's state, which later steps do not change."""
-        return copy.deepcopy(self.optimizer.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave, which is copied."""
-        self.optimizer.load_state_dict(copy.deepcopy(state))
-
-    @property
-    def _name(self) -> str:
-        return f"{type(self.optimizer).__name__} of fragment {self._parameters.fragment}"
-
-    def _make(self) -> torch.optim.Optimizer:
-        fragment = self._parameters.fragment
-        wanted = "it must return a torch.optim.Optimizer over all parameters that it is given"
-        try:
-            made = self._outer.factory(self._parameters)
-        except Exception as error:
-            raise UsageError(
-                f"outer_optimizer_factory failed for fragment {fragment} with "
-                f"{len(self._parameters)} parameters: {error!r}; {wanted}."
-            ) from error
-        if not isinstance(made, torch.optim.Optimizer):
-            raise UsageError(
-                f"outer_optimizer_factory returned {type(made).__name__} for fragment {fragment}; "
-                f"{wanted}."
-            )
-        self.optimizer = made
-        try:
-            json.dumps(made.state_dict()["param_groups"])
-        except TypeError as error:
-            raise UsageError(
-                f"outer_optimizer_factory returned an optimizer whose settings cannot be saved "
-                f"({error}); give plain numbers, such as lr=0.1 instead of a tensor."
-            ) from None
-        held = self._group_numbers()
-        lacking = [name for name, p in self._parameters.named.items() if id(p) not in held]
-        if lacking:
-            raise UsageError(
-                f"outer_optimizer_factory left {len(lacking)} of {len(self._parameters)} parameters "
-                f"of fragment {fragment} out, the first is {lacking[0]}; {wanted}."
-            )
-        if self._outer.rule in ("direct", "paper"):
-            for index in self._spans:
-                self.rates(index)
-        return made
-
-    def _group_numbers(self) -> dict[int, int]:
-        """Which group each parameter is in, by its `id`."""
-        groups = enumerate(self.optimizer.param_groups)
-        return {id(parameter): number for number, group in groups for parameter in group["params"]}
-
-    def _groups_of(self, index: int) -> Iterator[tuple[_Piece, int, Mapping[str, Any]]]:
-        numbers = self._group_numbers()
-        for piece in self._pieces[index]:
-            number = numbers[id(self._parameters[piece.parameter])]
-            yield piece, number, self.optimizer.param_groups[number]
-
-    def _value(self, number: int, group: Mapping[str, Any], what: str) -> float:
-        """lr or momentum of a group; beta 1 is the momentum of Adam's kind."""
-        found = _momentum(group) if what == "momentum" else group.get(what)
-        if found is not None:
-            return float(found)
-        keys = "neither momentum nor betas" if what == "momentum" else f"no {what}"
-        raise UsageError(
-            f"Group {number} of {self._name} has {keys}, which --outer dn reads; choose an optimizer "
-            "that has it, such as torch.optim.SGD."
-        )
-
-
-def _momentum(group: Mapping[str, Any]) -> Any:
-    """Momentum of a group; beta 1 is that of Adam's kind. None where it has neither."""
-    betas = group.get("betas")
-    return group.get("momentum", betas[0] if betas else None)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
-
-
-def added(
-    state: State, gradient: Tensor, new: Callable[[Tensor], Tensor] = torch.empty_like
-) -> Tensor:
-    """The buffer's sum with one more gradient, in a new tensor."""
-    total = state.get(DELAYED)
-    if total is None:
-        return new(gradient).copy_(gradient)
-    return torch.add(total, gradient, out=new(gradient))
 
 
 def _totals(states: list[State], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -457,20 +222,3 @@ def _totals(states: list[State], gradients: Mapping[int, Tensor]) -> dict[int, T
 
 def _are_finite(chunks: Mapping[int, Tensor]) -> bool:
     return all(is_finite(chunk) for chunk in chunks.values())
-
-
-def _placed(masters: list[Tensor | None], index: int) -> Tensor:
-    values = masters[index]
-    assert values is not None, f"chunk {index} has no value yet"
-    return values
-
-
-def _pieces(places: list[Place], span: ChunkSpan) -> Iterator[_Piece]:
-    for number, place in enumerate(places):
-        start, stop = max(place.start, span.start), min(place.stop, span.stop)
-        if start < stop:
-            yield _Piece(
-                number,
-                slice(start - place.start, stop - place.start),
-                slice(start - span.start, stop - span.start),
-            )

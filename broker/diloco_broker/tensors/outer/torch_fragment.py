@@ -1,0 +1,285 @@
+"""One fragment as a torch optimizer has it: parameters laid over chunks, and the optimizer's groups."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from diloco_broker.core.state.run import OuterGroup
+from diloco_broker.tensors.outer.state import Rate
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place, Segment
+from diloco_protocol.codecs import is_finite
+from diloco_protocol.errors import UsageError
+
+WANTED = "it must return a torch.optim.Optimizer over all parameters that it is given"
+
+
+class FragmentParameters(list[Parameter]):
+    """What a factory is given: a fragment's parameters, fp32, in the manifest's order and shapes.
+
+    Attributes:
+        fragment: number of the fragment, from 0.
+        named: the same parameters by name, in the same order.
+    """
+
+    def __init__(self, fragment: int, named: dict[str, Parameter]) -> None:
+        super().__init__(named.values())
+        self.fragment = fragment
+        self.named = named
+
+
+OuterOptimizerFactory = Callable[[FragmentParameters], torch.optim.Optimizer]
+"""Makes the outer optimizer of one fragment; called once for each fragment that has parameters.
+
+    lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+    lambda parameters: torch.optim.AdamW([
+        {"params": [parameters.named["embedding.weight"]], "lr": 0.1},
+        {"params": [p for name, p in parameters.named.items() if name != "embedding.weight"]},
+    ])
+"""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Where a chunk and a parameter overlap: the same elements as [start, stop) of either."""
+
+    parameter: int
+    in_tensor: slice
+    in_chunk: slice
+
+
+class TorchFragment:
+    """A fragment's parameters in tensors of their own, and the torch optimizer over them.
+
+    Chunks of parameters are named by their number in the fragment.
+
+    Args:
+        factory: makes the optimizer.
+        layout: the fragment; it has parameters.
+        masters: the fragment's chunks, all placed; copied.
+        reads: settings that each group of the optimizer has to have.
+
+    Attributes:
+        spans: the chunks of parameters.
+        optimizer: of torch's.
+
+    Raises:
+        UsageError: when the factory fails, or returns what cannot be used.
+    """
+
+    def __init__(
+        self,
+        factory: OuterOptimizerFactory,
+        layout: FragmentLayout,
+        masters: list[Tensor | None],
+        reads: Iterable[str] = (),
+    ) -> None:
+        places = [place for place in layout.places if place.segment is Segment.PARAMETERS]
+        spans = [span for span in layout.spans if span.segment is Segment.PARAMETERS]
+        self.spans = {span.index: span for span in spans}
+        self._pieces = {span.index: list(_pieces(places, span)) for span in spans}
+        self._parameters = FragmentParameters(
+            layout.fragment,
+            {p.entry.name: Parameter(torch.empty(p.entry.shape)) for p in places},
+        )
+        self._reads = frozenset(reads)
+        self.load(masters, self.spans)
+        self.optimizer = self._make(factory)
+        self._check()
+
+    # Between chunks and the optimizer's tensors.
+
+    @torch.no_grad()
+    def load(self, masters: list[Tensor | None], indices: Iterable[int]) -> None:
+        """Copy chunks into the optimizer's parameters."""
+        for index in indices:
+            values = placed(masters, index)
+            for piece in self._pieces[index]:
+                parameter = self._parameters[piece.parameter]
+                parameter.view(-1)[piece.in_tensor] = values[piece.in_chunk]
+
+    @torch.no_grad()
+    def cut(self, index: int) -> Tensor:
+        """A chunk of the optimizer's parameters, in memory of its own: it will be handed out."""
+        values = torch.empty(self.spans[index].elements)
+        for piece in self._pieces[index]:
+            flat = self._parameters[piece.parameter].reshape(-1)
+            values[piece.in_chunk] = flat[piece.in_tensor]
+        return values
+
+    # Stepping.
+
+    def step(self, gradients: Mapping[int, Tensor]) -> None:
+        """`optimizer.step()` with these gradients by chunk, and 0 elsewhere."""
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for index, gradient in gradients.items():
+            for piece in self._pieces[index]:
+                grad = self._parameters[piece.parameter].grad
+                assert grad is not None
+                grad.view(-1)[piece.in_tensor] = gradient[piece.in_chunk]
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            raise UsageError(
+                f"The outer optimizer {self._name} failed in step(): {error!r}; choose one whose "
+                "step() needs nothing but the gradients."
+            ) from error
+        finally:
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def is_state_finite(self) -> bool:
+        """Whether all moments are: an enormous gradient can leave finite parameters behind, as when
+        Adam divides by an infinite second moment, and would have stopped them for good."""
+        return all(
+            is_finite(value)
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the optimizer's state, which later steps do not change."""
+        return copy.deepcopy(self.optimizer.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` gave, which is copied."""
+        self.optimizer.load_state_dict(copy.deepcopy(state))
+
+    # Groups.
+
+    def groups(self) -> list[OuterGroup]:
+        """What each group says now."""
+        return [
+            OuterGroup(_number(group.get("lr")), _number(_momentum(group)))
+            for group in self.optimizer.param_groups
+        ]
+
+    def tune(self, settings: Mapping[str, float]) -> None:
+        """Give all groups this "lr" or "momentum" (beta 1, for Adam's kind); they have it."""
+        for group in self.optimizer.param_groups:
+            if "lr" in settings:
+                group["lr"] = settings["lr"]
+            if "momentum" in settings and "momentum" in group:
+                group["momentum"] = settings["momentum"]
+            elif "momentum" in settings:
+                group["betas"] = (settings["momentum"], *group["betas"][1:])
+
+    def rates(self, index: int) -> list[Rate]:
+        """lr and momentum of each part of a chunk, as the optimizer's groups say them now.
+
+        Raises:
+            UsageError: for a group that has neither.
+        """
+        found: list[Rate] = []
+        for piece, number, group in self._groups_of(index):
+            start, stop = piece.in_chunk.start, piece.in_chunk.stop
+            lr = self._value(number, group, "lr")
+            momentum = self._value(number, group, "momentum") if "momentum" in self._reads else 0.0
+            last = found[-1] if found else None
+            if last is not None and (last.lr, last.momentum) == (lr, momentum):
+                found[-1] = Rate(last.start, stop, lr, momentum)
+            else:
+                found.append(Rate(start, stop, lr, momentum))
+        return found
+
+    def _groups_of(self, index: int) -> Iterator[tuple[_Piece, int, Mapping[str, Any]]]:
+        numbers = self._group_numbers()
+        for piece in self._pieces[index]:
+            number = numbers[id(self._parameters[piece.parameter])]
+            yield piece, number, self.optimizer.param_groups[number]
+
+    def _group_numbers(self) -> dict[int, int]:
+        """Which group each parameter is in, by its `id`."""
+        groups = enumerate(self.optimizer.param_groups)
+        return {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+    def _value(self, number: int, group: Mapping[str, Any], what: str) -> float:
+        """lr or momentum of a group; beta 1 is the momentum of Adam's kind."""
+        found = _momentum(group) if what == "momentum" else group.get(what)
+        if found is not None:
+            return float(found)
+        keys = "neither momentum nor betas" if what == "momentum" else f"no {what}"
+        raise UsageError(
+            f"Group {number} of {self._name} has {keys}, which --outer dn reads; choose an optimizer "
+            "that has it, such as torch.optim.SGD."
+        )
+
+    # Making it.
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self.optimizer).__name__} of fragment {self._parameters.fragment}"
+
+    def _make(self, factory: OuterOptimizerFactory) -> torch.optim.Optimizer:
+        fragment = self._parameters.fragment
+        try:
+            made = factory(self._parameters)
+        except Exception as error:
+            raise UsageError(
+                f"outer_optimizer_factory failed for fragment {fragment} with "
+                f"{len(self._parameters)} parameters: {error!r}; {WANTED}."
+            ) from error
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UsageError(
+                f"outer_optimizer_factory returned {type(made).__name__} for fragment {fragment}; "
+                f"{WANTED}."
+            )
+        return made
+
+    def _check(self) -> None:
+        """The optimizer can be saved, has all parameters, and has the settings that are read."""
+        fragment = self._parameters.fragment
+        try:
+            json.dumps(self.optimizer.state_dict()["param_groups"])
+        except TypeError as error:
+            raise UsageError(
+                f"outer_optimizer_factory returned an optimizer whose settings cannot be saved "
+                f"({error}); give plain numbers, such as lr=0.1 instead of a tensor."
+            ) from None
+        held = self._group_numbers()
+        lacking = [name for name, p in self._parameters.named.items() if id(p) not in held]
+        if lacking:
+            raise UsageError(
+                f"outer_optimizer_factory left {len(lacking)} of {len(self._parameters)} parameters "
+                f"of fragment {fragment} out, the first is {lacking[0]}; {WANTED}."
+            )
+        if self._reads:
+            for index in self.spans:
+                self.rates(index)
+
+
+def _momentum(group: Mapping[str, Any]) -> Any:
+    """Momentum of a group; beta 1 is that of Adam's kind. None where it has neither."""
+    betas = group.get("betas")
+    return group.get("momentum", betas[0] if betas else None)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def placed(masters: list[Tensor | None], index: int) -> Tensor:
+    """The value of a chunk, which has one."""
+    values = masters[index]
+    assert values is not None, f"chunk {index} has no value yet"
+    return values
+
+
+def _pieces(places: list[Place], span: ChunkSpan) -> Iterator[_Piece]:
+    for number, place in enumerate(places):
+        start, stop = max(place.start, span.start), min(place.stop, span.stop)
+        if start < stop:
+            yield _Piece(
+                number,
+                slice(start - place.start, stop - place.start),
+                slice(start - span.start, stop - span.start),
+            )

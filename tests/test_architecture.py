@@ -63,6 +63,36 @@ PURE = {
 NOT_PURE = ("diloco_protocol.clients", "diloco_protocol.codecs", "diloco_protocol.tensor_pool")
 # What no file of ours ever imports: a file or a message must never run code.
 BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+# Of the broker's state, the one module of `core` that changes each of these: whoever looks for what may
+# have happened to it need not look anywhere else.
+CHANGED_BY = {
+    "is_void": "state.uploads",  # of an upload: what still comes of it is ignored
+    "window": "state.uploads",
+    "deferred": "state.members",  # pushes whose round is not open yet
+    "last_seen": "state.members",
+    "disconnected_at": "state.members",
+    "contested_at": "state.members",
+    "beat_at": "state.members",
+    "moved_at": "state.members",
+    "is_stalled": "state.members",
+    "told_at": "state.members",
+    "current": "state.versions",
+    "in_progress": "state.versions",
+    "old": "state.versions",
+    "tags": "state.versions",
+    "expected": "state.update",  # workers that an open round waits for
+    "donor": "state.model_source",
+    "is_done": "state.model_source",
+    "unreleased": "rules.rounds",
+    "is_asked": "rules.checkpoints",  # a checkpoint
+    "retry_at": "rules.checkpoints",
+    "to_probe": "rules.liveness",
+    "departed": "rules.admission",
+    "config": "rules.settings",
+    "paused_at": "rules.operator",
+    "stopping": "rules.stopping",
+}
+CHANGES = {"add", "append", "clear", "discard", "extend", "pop", "popitem", "remove", "update"}
 MAX_MODULES, MAX_FLOORS, MAX_LINES = 16, 6, 600
 
 
@@ -222,6 +252,40 @@ def test_folder_is_small_and_flat(folder: str) -> None:
 
     highest = max(inside, key=floor)
     assert floor(highest) <= MAX_FLOORS, f"{highest} is on floor {floor(highest)} of {folder}"
+
+
+def changed(module: str) -> set[str]:
+    """Attributes that a module assigns, deletes from, or calls a method on that changes them."""
+    found = set()
+
+    def note(target: ast.AST) -> None:
+        if isinstance(target, ast.Tuple):
+            for each in target.elts:
+                note(each)
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        if isinstance(target, ast.Attribute):
+            found.add(target.attr)
+
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        match node:
+            case ast.Assign(targets=targets) | ast.Delete(targets=targets):
+                for target in targets:
+                    note(target)
+            case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
+                note(target)
+            case ast.Call(func=ast.Attribute(value=value, attr=name)) if name in CHANGES:
+                note(value)
+    return found
+
+
+def test_state_is_changed_in_one_place_for_each_thing() -> None:
+    found: dict[str, list[str]] = {name: [] for name in CHANGED_BY}
+    for module in MODULES:
+        if is_in(module, "diloco_broker.core"):
+            for name in changed(module) & CHANGED_BY.keys():
+                found[name].append(module.removeprefix("diloco_broker.core."))
+    assert found == {name: [module] for name, module in CHANGED_BY.items()}
 
 
 def test_nothing_is_ever_unpickled() -> None:

@@ -455,7 +455,7 @@ class Referee:
             waits = round_.phase is Phase.OPEN and process.worker_id in round_.missing
             waits = waits and process.hangs_until > self.now
             demand(not waits, "{} hangs since {:.0f} s and is waited for", process.name, since)
-        if member.is_stalled:
+        if member.liveness.is_stalled:
             back = max(process.hangs_until, process.online_since)
             demand(self.now - back <= beats_s, "{} trains, and counts as stalled", process.name)
 

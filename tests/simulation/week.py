@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from diloco_broker.core.rules import admission
+from diloco_broker.core.rules import liveness
 from kit.core_harness import a_config
 from simulation.network import Weather
 from simulation.simulator import Scenario, Simulation, Troubles
@@ -142,7 +142,7 @@ def coarse() -> Iterator[None]:
     """For a week: few probes, and no search for garbage among what is all still needed."""
     gc.disable()
     try:
-        with patch.object(admission, "PROBE_AFTER_S", PROBE_S):
+        with patch.object(liveness, "PROBE_AFTER_S", PROBE_S):
             yield
     finally:
         gc.enable()

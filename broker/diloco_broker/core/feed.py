@@ -299,38 +299,38 @@ def _worker(state: RunState, member: Member, now: float) -> feed.Worker:
     # Written out, since there may be hundreds of them.
     return feed.Worker(
         id=member.worker_id,
-        host=member.host,
-        pid=member.pid,
-        state=member.state,
+        host=member.figures.host,
+        pid=member.figures.pid,
+        state=member.figures.state,
         health=_health(member, now),
-        round=member.last_round,
-        inner_step=member.inner_step,
-        inner_age_s=_age_if(member.told_at, now),
+        round=member.figures.last_round,
+        inner_step=member.figures.inner_step,
+        inner_age_s=_age_if(member.figures.told_at, now),
         sync_every=state.sync_every_of(member),
-        step=member.step,
-        steps_per_s=member.steps_per_s,
-        loss=member.loss,
-        loss_is_finite=member.loss is None or math.isfinite(member.loss),
-        tokens=member.tokens,
-        beat_age_s=_age(member.last_seen, now),
-        sync_age_s=_age_if(member.counted_at, now),
-        staleness=member.staleness,
-        merge_delay=member.merge_delay,
-        warning=member.warning,
+        step=member.figures.step,
+        steps_per_s=member.figures.steps_per_s,
+        loss=member.figures.loss,
+        loss_is_finite=member.figures.loss is None or math.isfinite(member.figures.loss),
+        tokens=member.figures.tokens,
+        beat_age_s=_age(member.liveness.last_seen, now),
+        sync_age_s=_age_if(member.figures.counted_at, now),
+        staleness=member.figures.staleness,
+        merge_delay=member.figures.merge_delay,
+        warning=member.figures.warning,
         bytes_up=member.account.bytes_up,
         bytes_down=member.account.bytes_down,
-        pushes=member.pushes,
-        rejected=member.rejected,
-        extra=dict(member.extra),
+        pushes=member.figures.pushes,
+        rejected=member.figures.rejected,
+        extra=dict(member.figures.extra),
     )
 
 
 def _health(member: Member, now: float) -> str:
-    if member.disconnected_at is not None:
+    if member.liveness.disconnected_at is not None:
         return "lost"
-    if member.is_stalled:
+    if member.liveness.is_stalled:
         return "stalled"
-    return "slow" if now - member.last_seen > SLOW_AFTER_S else "ok"
+    return "slow" if now - member.liveness.last_seen > SLOW_AFTER_S else "ok"
 
 
 def _waiting_for(state: RunState) -> str | None:
@@ -348,7 +348,7 @@ def _waiting_for(state: RunState) -> str | None:
             return f"for workers to join: nobody is left; {last.worker_id} went last: {last.why}"
         return "for workers to join: all have left"
     if state.below_floor:
-        still = sum(member.is_stalled for member in state.members)
+        still = sum(member.liveness.is_stalled for member in state.members)
         verb = "stands" if still == 1 else "stand"
         idle = f" of which {still} {verb} still" if still else ""
         return f"for workers to join: {alive} here{idle}, the round needs {state.floor}"

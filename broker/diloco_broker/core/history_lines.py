@@ -53,11 +53,11 @@ def round_line(state: RunState, report: RoundReport, figures: LoopFigures) -> di
         "workers": [
             {
                 "id": member.worker_id,
-                "host": member.host,
-                "step": member.step,
-                "steps_per_s": member.steps_per_s,
-                "loss": member.loss,
-                "staleness": member.staleness,
+                "host": member.figures.host,
+                "step": member.figures.step,
+                "steps_per_s": member.figures.steps_per_s,
+                "loss": member.figures.loss,
+                "staleness": member.figures.staleness,
                 "bytes_up": member.account.bytes_up,
                 "bytes_down": member.account.bytes_down,
             }

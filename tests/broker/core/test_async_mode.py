@@ -63,7 +63,7 @@ def test_staleness_is_recorded_with_the_push_and_sent_with_the_version() -> None
         a.pushes(10 + number, base=stage.version())
     b.pulls(after=3)
     b.pushes(1, base=first)
-    assert stage.state.members.named("b").staleness == 3
+    assert stage.state.members.named("b").figures.staleness == 3
     assert stage.state.last_report.staleness == 3
     released = b.last(Released)
     assert released is not None

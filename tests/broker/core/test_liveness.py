@@ -8,7 +8,7 @@ import pytest
 
 from diloco_broker.core.events import Received, Tick
 from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
-from diloco_broker.core.rules.admission import PROBES_A_TICK
+from diloco_broker.core.rules.liveness import PROBES_A_TICK
 from diloco_protocol.messages import Chunk, Control, Notice, Purpose, Push, Rejoin, Result, Welcome
 from kit.core_harness import Puppet, Stage, a_stage
 from kit.noted_tensors import Payload
@@ -295,7 +295,7 @@ def test_closed_connection_makes_the_broker_look_for_whose_it_was() -> None:
     stage.happens(Tick(lost=True))
     after = probed(stage, puppets)
     assert [x - y for x, y in zip(after, before, strict=True)] == [1, 0, 1]
-    assert stage.state.members.named("b").disconnected_at == stage.now
+    assert stage.state.members.named("b").liveness.disconnected_at == stage.now
     stage.passes(0.9)
     assert "b" in stage.state.members
     stage.passes(0.3)

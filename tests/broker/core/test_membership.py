@@ -302,8 +302,13 @@ def test_heartbeat_is_answered_and_its_figures_are_kept() -> None:
     (a,) = stage.joined("a")
     a.sends(Heartbeat(a.token(), step=17, inner_step=3, loss=2.5, steps_per_s=4.0))
     assert a.last(Notice).what == "alive"  # type: ignore[union-attr]
-    member = stage.state.members.named("a")
-    assert (member.step, member.inner_step, member.loss, member.steps_per_s) == (17, 3, 2.5, 4.0)
+    figures = stage.state.members.named("a").figures
+    assert (figures.step, figures.inner_step, figures.loss, figures.steps_per_s) == (
+        17,
+        3,
+        2.5,
+        4.0,
+    )
 
 
 def test_message_on_another_connection_than_the_session_s_is_answered_with_rejoin() -> None:

@@ -14,7 +14,8 @@ from broker.core.test_recovery import a_run as a_saved_run
 from broker.core.test_recovery import holding
 
 from diloco_broker.core.events import Received, Tick
-from diloco_broker.core.rules.admission import BACK_WITHIN_S, CONTEST_S
+from diloco_broker.core.rules.admission import CONTEST_S
+from diloco_broker.core.rules.liveness import BACK_WITHIN_S
 from diloco_broker.core.state.model_source import DONOR_PATIENCE_S
 from diloco_broker.shell.served_time import COUNTED_S, LONGEST_S, WORTH_SAYING_S, ServedTime
 from diloco_protocol.messages import Error, Join

@@ -507,7 +507,7 @@ def test_push_of_a_worker_that_is_ahead_of_the_broker_counts() -> None:
     a.base = type(base)(base.run, 9, 12345)
     a.pushes(1)
     assert stage.version().counter == 1
-    assert stage.state.members.named("a").staleness == 0
+    assert stage.state.members.named("a").figures.staleness == 0
 
 
 def test_sender_without_a_session_has_no_effect() -> None:

@@ -339,4 +339,4 @@ def test_quorum_of_nobody_means_all() -> None:
 def test_what_a_worker_says_of_itself_is_fit_for_a_terminal() -> None:
     stage, (a,) = a_run("a")
     a.beats(state="\x1b[31mtraining")
-    assert stage.state.members.named("a").state == "?[31mtraining"
+    assert stage.state.members.named("a").figures.state == "?[31mtraining"

@@ -103,7 +103,7 @@ def test_push_that_begins_after_its_round_closed_goes_into_the_open_one() -> Non
     grant = c.begins(3)
     assert grant is not None
     assert (grant.standing, grant.round) == (Standing.NEW, 2)
-    assert stage.state.members.named("c").last_round == 2
+    assert stage.state.members.named("c").figures.last_round == 2
 
 
 def test_late_push_under_way_is_dropped_and_its_worker_told() -> None:

@@ -109,7 +109,7 @@ def test_sigterm_ends_a_wait_at_a_boundary(site: Site, manners: str, code: int) 
     with serving(workers=2) as broker:
         worker = site.run("train.py", manners, DILOCO_SERVER=broker.address)
         worker.waits_for("step 3")
-        until(lambda: any(m.state == "pushing" for m in broker._loop.core.state.members))
+        until(lambda: any(m.figures.state == "pushing" for m in broker._loop.core.state.members))
         worker.child.send_signal(signal.SIGTERM)
         assert worker.ends(SOON_S) == code
         until(lambda: everybody_has_said_goodbye(broker))
@@ -164,7 +164,7 @@ def test_ctrl_c_ends_a_wait_at_a_boundary(site: Site) -> None:
     with serving(workers=2) as broker:
         worker = site.run("train.py", "polite", DILOCO_SERVER=broker.address)
         worker.waits_for("step 3")
-        until(lambda: any(m.state == "pushing" for m in broker._loop.core.state.members))
+        until(lambda: any(m.figures.state == "pushing" for m in broker._loop.core.state.members))
         worker.child.send_signal(signal.SIGINT)
         assert worker.ends(SOON_S) == -signal.SIGINT
         until(lambda: everybody_has_said_goodbye(broker))

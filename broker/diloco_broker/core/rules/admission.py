@@ -1,10 +1,10 @@
-"""Workers that come and go: joining, coming back, leaving, dying."""
+"""Who takes part: workers that join, come back on a new connection, and go."""
 
 from __future__ import annotations
 
 from diloco_broker.core import effects
 from diloco_broker.core.rules import branches, compatibility, initial_model, rounds
-from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member
+from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member, printable
 from diloco_broker.core.state.run import Departure, RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError, UsageError
@@ -12,30 +12,21 @@ from diloco_protocol.manifest import Manifest, differences, summarise
 
 Scalar = str | int | float | None
 MAX_EXTRA_LENGTH = 2000  # as text: it is published once a second for each worker
-# A worker that was silent for so long is sent a word, so that a broken connection shows itself.
-PROBE_AFTER_S = 1.0
-# When a connection was closed, each worker is sent a word to find out whose; so many at a time.
-PROBES_A_TICK = 64
-# Observers send no heartbeats; one that is gone is found out by sending it a word now and then.
-PROBE_OBSERVERS_S = 10.0
-# After the broker has stood still, a worker whose connection broke has at least so long to come back: it
-# tries again every 2 s, and a connection that nothing has answered is given up after 3 s.
-BACK_WITHIN_S = 6.0
 # How long the answer to "are you alive?" counts when another worker asks for the same id.
 CONTEST_S = 30.0
 
 
-def join(state: RunState, route: effects.Route, join: messages.Join, now: float) -> effects.Effects:
+def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.Effects:
     """A worker asks to take part, for the first time or again on new connections."""
     plan = _check_join(state, join)
     member = state.members.named(join.worker_id)
     if member is not None and member.session != join.session:
-        yield from _contest(member, route, now)
+        yield from _contest(member, route, state.now)
         return
     state.bootstrap.forgive(join.worker_id)
     session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     if member is None:
-        member = state.members.admit(join, session, route, now)
+        member = state.members.admit(join, session, route, state.now)
         if join.worker_id in state.bootstrap.known:
             member.goes_on_from(state.bootstrap.known[join.worker_id])
         yield effects.Log(
@@ -54,7 +45,7 @@ def join(state: RunState, route: effects.Route, join: messages.Join, now: float)
             )
     else:
         state.versions.forget(member.bulk)
-        state.members.renew(member, join, session, route, now)
+        state.members.renew(member, join, session, route, state.now)
         yield effects.Log("info", f"{join.worker_id} is back on a new connection.")
     if state.bootstrap.manifest != join.manifest:
         layout = state.bootstrap.settle_manifest(join.manifest, plan, state.run_config)
@@ -175,20 +166,21 @@ def _check_manifest(state: RunState, manifest: Manifest) -> None:
 
 def _contest(member: Member, route: effects.Route, now: float) -> effects.Effects:
     """Another worker wants this id: find out whether the one that has it is alive."""
-    age = now - member.last_seen
-    if member.contested_at is not None and now - member.contested_at > CONTEST_S:
-        member.contested_at = None
-    is_alive = member.contested_at is not None and member.last_seen > member.contested_at
+    life, figures = member.liveness, member.figures
+    age = now - life.last_seen
+    if life.contested_at is not None and now - life.contested_at > CONTEST_S:
+        life.contest(None)
+    is_alive = life.contested_at is not None and life.last_seen > life.contested_at
     if is_alive:
-        member.contested_at = None
+        life.contest(None)
         text = (
-            f"A worker named {member.worker_id!r} is alive on {member.host or 'some host'} "
-            f"(pid {member.pid}); give this one another worker_id."
+            f"A worker named {member.worker_id!r} is alive on {figures.host or 'some host'} "
+            f"(pid {figures.pid}); give this one another worker_id."
         )
         yield effects.Log("warning", f"Refused a second worker named {member.worker_id!r}.")
     else:
-        if member.contested_at is None:
-            member.contested_at = now
+        if life.contested_at is None:
+            life.contest(now)
         text = (
             f"A worker named {member.worker_id!r} was heard {age:.1f} s ago; if it is gone, its "
             "place will be free soon."
@@ -208,98 +200,8 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     yield from rounds.leave(state, member.worker_id)
 
 
-def evict(state: RunState, member: Member, why: str) -> effects.Effects:
-    """A worker counts as dead."""
-    state.totals.deaths += 1
-    yield effects.Log("warning", f"{member.worker_id} counts as dead: {why}.")
-    if any(member.versions) and not state.bootstrap.is_done:
-        state.bootstrap.holder_lost_at = state.now
+def leave(state: RunState, member: Member, message: messages.Leave) -> effects.Effects:
+    """A worker says that it goes."""
+    why = printable(message.reason, 200)
+    yield effects.Log("info", f"{member.worker_id} leaves: {why or 'it is done'}.")
     yield from remove(state, member, why)
-
-
-def peer_gone(state: RunState, route: effects.Route, now: float) -> effects.Effects:
-    """A connection does not exist any more; its worker has a moment to come back."""
-    state.versions.forget(route)
-    member = state.members.on_route(route)
-    if member is not None and member.disconnected_at is None:
-        member.disconnected_at = now
-        yield effects.Log("info", f"A connection of {member.worker_id} broke.")
-
-
-def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.Effects:
-    """A sign of life, with the step count: a training loop that hangs shows in it."""
-    member.hears(beat, state.now)
-    if member.warning and not member.has_warned:  # once: what peers say must not fill the log
-        member.has_warned = True
-        yield effects.Log("warning", f"{member.worker_id} warns: {member.warning}")
-    limit = state.config.stall_timeout
-    if member.moved_at == state.now:
-        yield from rounds.mark_active(state, member)
-    elif limit and not member.is_stalled and member.stood_still() > limit:
-        member.is_stalled = True
-        yield effects.Log(
-            "warning",
-            f"{member.worker_id} has stood at step {member.step} for {member.stood_still():.0f} s "
-            "though it sends heartbeats; the others do not wait for it until it goes on.",
-        )
-        yield from rounds.stall(state, member.worker_id)
-
-
-def stood_still(state: RunState, seconds: float) -> effects.Effects:
-    """The broker did not run for a while: deadlines have not moved, but connections may have broken."""
-    state.back_at = state.now
-    own = ", or a step of its torch optimizer took so long" if state.has_own_optimizer else ""
-    yield effects.Log(
-        "warning",
-        f"The broker stood still for {seconds:.0f} s: its process was stopped, or its machine slept or "
-        f"was overloaded{own}. That time counts against nobody; workers whose connections broke "
-        f"meanwhile have {BACK_WITHIN_S:g} s to come back.",
-    )
-
-
-def _is_given_up(state: RunState, member: Member) -> bool:
-    """Has its connection been broken for longer than it may be?"""
-    broken = member.disconnected_at
-    return (
-        broken is not None
-        and state.now >= broken + state.config.disconnect_grace
-        and not _may_be_on_its_way(state)
-    )
-
-
-def _may_be_on_its_way(state: RunState) -> bool:
-    """Has the broker stood still, and so lately that a worker may still be coming back to it?"""
-    return state.back_at is not None and state.now < state.back_at + BACK_WITHIN_S
-
-
-def tick(state: RunState, now: float, lost: bool) -> effects.Effects:
-    """Time has passed: who is dead, who should be tried?"""
-    if lost:
-        due = set(state.to_probe)
-        state.to_probe += [
-            m.worker_id
-            for m in state.members
-            if m.disconnected_at is None and m.worker_id not in due
-        ]
-    for name in state.to_probe[:PROBES_A_TICK]:
-        found = state.members.named(name)
-        if found is not None:
-            yield effects.Send(found.control, messages.Notice("alive"))
-    del state.to_probe[:PROBES_A_TICK]
-    timeout = state.config.heartbeat_timeout
-    for member in state.members:
-        silent = now - member.last_seen
-        if _is_given_up(state, member):
-            yield from evict(state, member, "its connection closed and it did not come back")
-        elif timeout and silent > timeout and not _may_be_on_its_way(state):
-            yield from evict(state, member, f"nothing was heard of it for {silent:.0f} s")
-        elif silent > PROBE_AFTER_S and now - member.probed_at > PROBE_AFTER_S:
-            # A dead connection shows only when something is sent on it.
-            member.probed_at = now
-            yield effects.Send(member.control, messages.Notice("alive"))
-    yield from rounds.tick(state)
-    for reader in state.versions.observers:
-        if now - reader.probed_at > PROBE_OBSERVERS_S:
-            reader.probed_at = now
-            yield effects.Send(reader.announce, messages.Notice("alive"))
-    yield from initial_model.seek(state)

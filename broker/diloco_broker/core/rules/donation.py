@@ -47,9 +47,8 @@ def begin(state: RunState, member: Member, push: messages.Push) -> effects.Effec
         boot.intakes[push.fragment] = intake
     boot.progress_at = state.now
     window = first_window(1)
-    member.uploads[push.fragment] = Upload(
-        push, window, window, upload_window(1), is_void=intake.is_whole
-    )
+    upload = Upload(push, window, window, upload_window(1), is_void=intake.is_whole)
+    member.uploads.begin(upload)
     held = intake.arrived.to_bytes() if intake.arrived else None
     standing = messages.Standing.RESUME if held else messages.Standing.NEW
     yield effects.Send(
@@ -98,21 +97,21 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     intake.stored += 1
     boot.progress_at = state.now
     donor = state.members.named(work.worker_id)
-    if donor is not None and work.fragment in donor.uploads:
-        upload = donor.uploads[work.fragment]
+    upload = donor.uploads.of(work.fragment) if donor is not None else None
+    if donor is not None and upload is not None:
         more = upload.acknowledged(is_calm=intake.stored == len(intake.arrived))
         yield effects.Send(
             donor.control, messages.Ack(work.push_id, work.fragment, (work.index,), more)
         )
-        upload.is_void = intake.is_whole
+        if intake.is_whole:
+            upload.void()
 
 
 def abandon(state: RunState, why: str = "") -> effects.Effects:
     """The donor cannot go on, or need not (`why`): forget what came from it."""
     donor = state.members.named(state.bootstrap.donor or "")
     if donor is not None:
-        for upload in donor.uploads.values():
-            upload.is_void = True
+        donor.uploads.void_all()
         for intake in state.bootstrap.intakes.values():
             if why and intake.push is not None:
                 push_id = intake.push.push_id

@@ -5,12 +5,7 @@ from __future__ import annotations
 from diloco_broker.core import effects
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.uploads import (
-    UPLOAD_WINDOW_TOTAL,
-    Upload,
-    first_window,
-    upload_window,
-)
+from diloco_broker.core.state.uploads import Upload
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code
@@ -36,16 +31,7 @@ def grant(
         sharing: pushes that may be under way at the same time.
         number: of the round, if there are common rounds.
     """
-    widest = upload_window(sharing)
-    window = min(widest, max(first_window(sharing), member.window))
-    credit = max(0, window - waiting)
-    earlier = member.uploads.get(push.fragment)
-    if earlier is not None and earlier.push.push_id == push.push_id:
-        # Chunks that an earlier grant allowed on this connection may still be under way.
-        allowed = min(credit + earlier.credit, UPLOAD_WINDOW_TOTAL)
-    else:
-        allowed = credit
-    member.uploads[push.fragment] = Upload(push, allowed, window, widest)
+    credit = member.uploads.grant(push, waiting=waiting, sharing=sharing)
     standing = messages.Standing.RESUME if held else messages.Standing.NEW
     have = held.to_bytes() if held else None
     yield effects.Send(
@@ -74,9 +60,7 @@ def wait(member: Member, push: messages.Push, text: str, number: int | None) -> 
 
 def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> effects.Effects:
     """A chunk is in: its credit goes back to the sender."""
-    more = upload.acknowledged(is_calm=not state.chunks_waiting)
-    if more:
-        member.window = upload.window  # its next push begins with it
+    more = member.uploads.acknowledged(upload, is_calm=not state.chunks_waiting)
     yield effects.Send(
         member.control, messages.Ack(upload.push.push_id, upload.push.fragment, (index,), more)
     )
@@ -85,8 +69,8 @@ def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> 
 def acknowledge_work(state: RunState, work: effects.Fold | effects.Inspect) -> effects.Effects:
     """The same for tensor work that is done, if its push is still the one under way."""
     member = state.members.named(work.worker_id)
-    upload = member.uploads.get(work.fragment) if member else None
-    if member and upload and upload.push.push_id == work.push_id and not upload.is_void:
+    upload = member.uploads.under_way(work.fragment, work.push_id) if member else None
+    if member and upload and not upload.is_void:
         yield from acknowledge(state, member, upload, work.index)
 
 
@@ -97,17 +81,8 @@ def refuse(
     state.reject(worker_id, code.value, text)
     yield effects.Log("warning", text)
     member = state.members.named(worker_id)
-    upload = member.uploads.get(fragment) if member else None
-    if member and upload and upload.push.push_id == push_id:
-        member.rejected += 1
-        upload.is_void = True
+    if member and member.uploads.void(fragment, push_id):
+        member.figures.rejected += 1
         yield effects.Send(
             member.control, messages.Error(code, text, push_id=push_id, about="push")
         )
-
-
-def void(member: Member, fragment: int, push_id: int) -> None:
-    """What still comes of this push is ignored."""
-    upload = member.uploads.get(fragment)
-    if upload is not None and upload.push.push_id == push_id:
-        upload.is_void = True

@@ -12,6 +12,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.rules import (
     donation,
     grants,
+    liveness,
     rounds,
 )
 from diloco_broker.core.rules.reducers import reducer_of
@@ -34,10 +35,9 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
         yield from donation.begin(state, member, push)
         return
     _check_base(state, push)
-    if member.newest_push != push.push_id:  # not one that only comes again
-        member.newest_push = push.push_id
-        yield from rounds.mark_active(state, member)
-    if member.stands_still(push):
+    if member.uploads.is_new(push):
+        yield from liveness.mark_active(state, member)
+    if member.uploads.has_zeros_again(push):
         whose = f"for fragment {push.fragment} " if state.config.num_fragments > 1 else ""
         yield effects.Log(
             "warning",
@@ -51,7 +51,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
 
 def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) -> effects.Effects:
     """One chunk of a push: hand it to the reducer unless it is there already."""
-    upload = member.uploads.get(chunk.fragment)
+    upload = member.uploads.of(chunk.fragment)
     if upload is None or upload.push.push_id != chunk.push_id:
         raise ProtocolError(
             Code.BAD_CHUNK,
@@ -76,7 +76,7 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
         return  # it was under way when its push was over
     member.account.bytes_up += size
     state.totals.bytes_up += size
-    upload.credit -= 1
+    upload.spend()
     if chunk.index in arrived:
         yield from grants.acknowledge(state, member, upload, chunk.index)
         return

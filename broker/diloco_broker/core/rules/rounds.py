@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import checkpoints, grants, settings
+from diloco_broker.core.rules import checkpoints, settings
 from diloco_broker.core.rules.reducers import reducer_of
-from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.update import CountedPush, Phase, Update
@@ -46,7 +45,7 @@ def expect_all(state: RunState) -> effects.Effects:
     if round_ is None or round_.barrier is None or not state.below_floor:
         return
     for member in state.members:
-        if member.worker_id not in round_.barrier.expected and not member.is_stalled:
+        if member.worker_id not in round_.barrier.expected and not member.liveness.is_stalled:
             round_.barrier.expect(member.worker_id)
             if state.config.num_fragments > 1:
                 text = (
@@ -63,16 +62,6 @@ def stall(state: RunState, worker_id: str) -> effects.Effects:
             round_.barrier.expect_no_more(worker_id)
         yield from expect_all(state)
         yield from close_if_due(state)
-
-
-def mark_active(state: RunState, member: Member) -> effects.Effects:
-    """A worker goes on. One that stood still is expected again: from the next round, or at once
-    below the floor."""
-    member.moved_at = state.now
-    if member.is_stalled:
-        member.is_stalled = False
-        yield effects.Log("info", f"{member.worker_id} trains again, at step {member.step}.")
-        yield from expect_all(state)
 
 
 def skip_this_round(state: RunState, worker_id: str, fragment: int) -> effects.Effects:
@@ -165,11 +154,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     for each in unreleased.pushes:
         member = state.members.named(each.worker_id)
         if member is not None:
-            grants.void(member, fragment, each.push.push_id)
-            member.merges()
-            member.staleness = each.staleness
-            member.account.staleness[fragment] = each.staleness
-            member.counted_at = state.now
+            member.counts(each.push, each.staleness, state.now)
     versions = state.versions[fragment]
     whole = sum(each.chunks.is_full for each in unreleased.pushes)
     versions.contributions += whole

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_broker.core import effects
 from diloco_broker.core.state.dylu import average_speed
-from diloco_broker.core.state.uploads import Account, Upload
+from diloco_broker.core.state.uploads import Account, Uploads
 from diloco_protocol import messages
 from diloco_protocol.version import VersionId
 
@@ -34,59 +34,107 @@ def own_sync_every(wants: Mapping[str, Any]) -> int | None:
 
 
 @dataclass
-class Member:
-    """A worker that has joined, and what it last told about itself. Times are the core's clock."""
+class Liveness:
+    """Signs of life of a worker. Times are the core's clock.
 
-    worker_id: str
-    session: bytes
-    control: effects.Route
-    joined_at: float
+    Attributes:
+        last_seen: when anything came from it.
+        probed_at: when it was last sent a word to see whether its connection is there.
+        disconnected_at: when its connection broke; None while it is there.
+        contested_at: when another worker asked for its id.
+        beat_at, moved_at: of its last heartbeat, and of the last one that showed progress.
+        is_stalled: it stands still, and the others do not wait for it.
+    """
+
     last_seen: float
-    bulk: effects.Route | None = None
+    probed_at: float
+    beat_at: float
+    moved_at: float
+    disconnected_at: float | None = None
+    contested_at: float | None = None
+    is_stalled: bool = False
+
+    @classmethod
+    def since(cls, now: float) -> Liveness:
+        return cls(last_seen=now, probed_at=now, beat_at=now, moved_at=now)
+
+    def hear(self, now: float) -> None:
+        """Something came from it: its connection is there."""
+        self.last_seen = now
+        self.disconnected_at = None
+
+    def connect(self, now: float) -> None:
+        """It is back on a new connection."""
+        self.hear(now)
+        self.probed_at = now
+
+    def probe(self, now: float) -> None:
+        self.probed_at = now
+
+    def disconnect(self, now: float) -> None:
+        self.disconnected_at = now
+
+    def contest(self, now: float | None) -> None:
+        """Another worker asks for its id; None when that is settled."""
+        self.contested_at = now
+
+    def beat(self, now: float, *, has_moved: bool) -> None:
+        """A heartbeat came, which shows progress or does not."""
+        self.beat_at = now
+        if has_moved:
+            self.moved_at = now
+
+    def stall(self) -> None:
+        self.is_stalled = True
+
+    def move(self, now: float) -> bool:
+        """It makes progress. Returns whether it stood still before."""
+        was_stalled, self.is_stalled, self.moved_at = self.is_stalled, False, now
+        return was_stalled
+
+    def stood_still(self) -> float:
+        """Seconds without a step while it said that it trains, as of its last heartbeat."""
+        return self.beat_at - self.moved_at
+
+
+@dataclass
+class Figures:
+    """What displays show of a worker: what it last told about itself, and what it has contributed.
+
+    Attributes:
+        step, inner_step: optimizer steps in all, and in its present cycle.
+        told_at: when it told of its inner step; None: the broker concluded it.
+        speed: `steps_per_s` as an average over heartbeats.
+        warning: a sentence, as long as it holds.
+        merge_delay: steps from slot to merge, of the last merge it told of.
+        pushes, rejected: how many were taken in, and refused.
+        counted_at: when a version last took in work of this worker; `staleness` is that work's.
+    """
+
     host: str = ""
     pid: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    sync_every: int | None = None  # H of its own
-    versions: tuple[VersionId | None, ...] = ()
-    uploads: dict[int, Upload] = field(default_factory=dict)  # by fragment
-    window: int = 0  # chunks that its last push could have under way
-    deferred: dict[int, messages.Push] = field(
-        default_factory=dict
-    )  # pushes whose round is not open yet
-    early_pulls: dict[int, messages.Pull] = field(
-        default_factory=dict
-    )  # came before the bulk connection
-    disconnected_at: float | None = None
-    contested_at: float | None = None  # when another worker asked for this id
-    probed_at: float = 0.0
-    moved_at: float = 0.0
-    beat_at: float = 0.0
-    is_stalled: bool = False
-    newest_push: int | None = None
-    zeros: dict[int, int] = field(default_factory=dict)  # by fragment, its last push if all zeros
-    is_told_of_zeros: bool = False
     step: int = 0
     inner_step: int = 0
-    told_at: float | None = None  # when it told of its inner step; None: the broker concluded it
+    told_at: float | None = None
     state: str = "joining"
     steps_per_s: float | None = None
-    speed: float | None = None  # the same as an average over heartbeats
+    speed: float | None = None
     loss: float | None = None
     tokens: int = 0
-    account: Account = field(default_factory=Account)
+    warning: str | None = None
+    has_warned: bool = False
+    merge_delay: int | None = None
     pushes: int = 0
     rejected: int = 0
     staleness: int = 0
-    warning: str | None = None  # a sentence, as long as it holds
-    has_warned: bool = False
-    merge_delay: int | None = None  # steps from slot to merge, of the last merge it told of
     last_round: int | None = None
-    counted_at: float | None = None  # when a version last took in work of this worker
+    counted_at: float | None = None
 
-    def hears(self, beat: messages.Heartbeat, now: float) -> None:
-        if beat.step != self.step or beat.state != "training" or self.told_at is None:
-            self.moved_at = now
-        self.beat_at = self.told_at = now
+    def take(self, beat: messages.Heartbeat, now: float) -> bool:
+        """Take over what a heartbeat tells. Returns whether the worker has made progress."""
+        has_moved = beat.step != self.step or beat.state != "training" or self.told_at is None
+        self.told_at = now
         self.step = beat.step
         self.inner_step = beat.inner_step
         self.state = printable(beat.state, MAX_STATE_LENGTH)
@@ -97,26 +145,18 @@ class Member:
         self.warning = printable(beat.warning, MAX_WARNING_LENGTH) if beat.warning else None
         if beat.merge_delay is not None:
             self.merge_delay = beat.merge_delay
+        return has_moved
 
-    def stands_still(self, push: messages.Push) -> bool:
-        """Whether this is the second push in a row of a fragment with zeros only; True once.
+    def push_begins(self, push: messages.Push, number: int | None) -> None:
+        """A push is taken in, for round `number` where there are common rounds."""
+        self.pushes += 1
+        self.state = "pushing"
+        self.inner_step, self.told_at = push.steps, None
+        self.loss = push.loss if push.loss is not None else self.loss
+        if number is not None:
+            self.last_round = number
 
-        That is told anew when every fragment has moved in between.
-        """
-        if push.norm != 0:
-            self.zeros.pop(push.fragment, None)
-            self.is_told_of_zeros = self.is_told_of_zeros and bool(self.zeros)
-            return False
-        if not push.steps:
-            return False  # nothing was done, so zeros are no news
-        earlier = self.zeros.get(push.fragment, push.push_id)
-        self.zeros[push.fragment] = push.push_id
-        if earlier == push.push_id or self.is_told_of_zeros:
-            return False
-        self.is_told_of_zeros = True
-        return True
-
-    def merges(self) -> None:
+    def push_counts(self, staleness: int, now: float) -> None:
         """A version is on its way to this worker, with work of it.
 
         It will train on from there at once or when that has arrived; unless it has said, since its
@@ -125,25 +165,35 @@ class Member:
         if self.state != "training" or self.told_at is None:
             self.inner_step, self.told_at = 0, None
         self.state = "training"
+        self.staleness, self.counted_at = staleness, now
 
-    def stood_still(self) -> float:
-        """Seconds without a step while it said that it trains, as of its last heartbeat."""
-        return self.beat_at - self.moved_at
 
-    def counters(self) -> dict[str, int]:
-        """What a checkpoint keeps of this worker."""
-        return {
-            "pushes": self.pushes,
-            "rejected": self.rejected,
-            "bytes_up": self.account.bytes_up,
-            "bytes_down": self.account.bytes_down,
-        }
+@dataclass
+class Member:
+    """A worker that has joined.
 
-    def goes_on_from(self, counters: Mapping[str, int]) -> None:
-        """Count on from what a checkpoint has of this worker."""
-        self.pushes, self.rejected = counters["pushes"], counters["rejected"]
-        self.account.bytes_up = counters["bytes_up"]
-        self.account.bytes_down = counters["bytes_down"]
+    Attributes:
+        session: the token of this stay.
+        control, bulk: its connections; the bulk one is None until a credit has come on it.
+        sync_every: H of its own; None where it takes the run's.
+        versions: by fragment, what it held when it joined.
+        deferred: by fragment, a push whose round is not open yet.
+        early_pulls: by fragment, those that came before the bulk connection.
+    """
+
+    worker_id: str
+    session: bytes
+    control: effects.Route
+    joined_at: float
+    liveness: Liveness
+    bulk: effects.Route | None = None
+    sync_every: int | None = None
+    versions: tuple[VersionId | None, ...] = ()
+    deferred: dict[int, messages.Push] = field(default_factory=dict)
+    early_pulls: dict[int, messages.Pull] = field(default_factory=dict)
+    uploads: Uploads = field(default_factory=Uploads)
+    figures: Figures = field(default_factory=Figures)
+    account: Account = field(default_factory=Account)
 
     def defer(self, push: messages.Push) -> None:
         """This push waits for its turn; it takes the place of an earlier one of its fragment."""
@@ -154,14 +204,30 @@ class Member:
         return self.deferred.pop(fragment, None)
 
     def begins(self, push: messages.Push, number: int | None) -> None:
-        """A push of this worker is taken in, for round `number` where there are common rounds."""
+        """A push is taken in, for round `number` where there are common rounds."""
         self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
-        self.pushes += 1
-        self.state = "pushing"
-        self.inner_step, self.told_at = push.steps, None
-        self.loss = push.loss if push.loss is not None else self.loss
-        if number is not None:
-            self.last_round = number
+        self.figures.push_begins(push, number)
+
+    def counts(self, push: messages.Push, staleness: int, now: float) -> None:
+        """A push is in a version that is being released."""
+        self.uploads.void(push.fragment, push.push_id)
+        self.figures.push_counts(staleness, now)
+        self.account.staleness[push.fragment] = staleness
+
+    def counters(self) -> dict[str, int]:
+        """What a checkpoint keeps of this worker."""
+        return {
+            "pushes": self.figures.pushes,
+            "rejected": self.figures.rejected,
+            "bytes_up": self.account.bytes_up,
+            "bytes_down": self.account.bytes_down,
+        }
+
+    def goes_on_from(self, counters: Mapping[str, int]) -> None:
+        """Count on from what a checkpoint has of this worker."""
+        self.figures.pushes, self.figures.rejected = counters["pushes"], counters["rejected"]
+        self.account.bytes_up = counters["bytes_up"]
+        self.account.bytes_down = counters["bytes_down"]
 
 
 class Membership:
@@ -197,15 +263,10 @@ class Membership:
             session,
             route,
             joined_at=now,
-            last_seen=now,
-            host=printable(join.host, MAX_HOST_LENGTH),
-            pid=join.pid,
-            extra=join.extra,
+            liveness=Liveness.since(now),
             sync_every=own_sync_every(join.wants),
             versions=join.versions,
-            probed_at=now,
-            moved_at=now,
-            beat_at=now,
+            figures=Figures(printable(join.host, MAX_HOST_LENGTH), join.pid, join.extra),
         )
         self._by_session[session] = member
         self._by_id[join.worker_id] = member
@@ -220,8 +281,7 @@ class Membership:
         member.session = session
         member.control = route
         member.bulk = None
-        member.last_seen = member.probed_at = now
-        member.disconnected_at = None
+        member.liveness.connect(now)
         member.sync_every = own_sync_every(join.wants)
         member.versions = join.versions
         member.uploads.clear()

@@ -17,7 +17,7 @@ from diloco_broker.core.state.update import Barrier, CountedPush, Phase, Update
 from diloco_broker.core.state.versions import VersionStore
 from diloco_protocol.fragments.plan import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Push, RunConfig
+from diloco_protocol.messages import Notice, Push, RunConfig
 from diloco_protocol.version import VersionId
 
 REJECTIONS_KEPT = 10
@@ -144,6 +144,7 @@ class RunState:
         is_resumed: this life of the broker went on from a checkpoint.
         stopping: why and how the broker is about to stop; None while it is not.
         back_at: when the broker ran again after it had stood still; None when it never has.
+        alive: the last answer to a heartbeat: most are alike, so it is kept.
         to_probe: workers to send a word, since a connection was closed and nobody knows whose.
         totals_before: what the totals were when this life of the broker began.
         wanted: the configuration that an operator has asked for, until the next version is begun.
@@ -177,6 +178,7 @@ class RunState:
     paused_at: float | None = None
     first_round_pending: bool = True
     departed: Departure | None = None
+    alive: Notice = field(default_factory=lambda: Notice("alive"))
     to_probe: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
@@ -229,7 +231,9 @@ class RunState:
     def open_barrier(self, fragment: int) -> Barrier:
         """A round of this fragment opens: it waits for everyone who is here and trains."""
         barrier = self.barriers[fragment]
-        barrier.open({member.worker_id for member in self.members if not member.is_stalled})
+        barrier.open(
+            {member.worker_id for member in self.members if not member.liveness.is_stalled}
+        )
         return barrier
 
     def next_round_of(self, fragment: int) -> int:
@@ -272,5 +276,5 @@ class RunState:
             return own if config.is_async else min(own, config.sync_every)
         if not config.dylu:
             return config.sync_every
-        speeds = {m.worker_id: m.speed for m in self.members if m.speed is not None}
+        speeds = {m.worker_id: m.figures.speed for m in self.members if m.figures.speed is not None}
         return sync_every(speeds, member.worker_id, config.sync_every, config.least_steps)

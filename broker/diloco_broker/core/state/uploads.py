@@ -66,6 +66,14 @@ class Upload:
     is_void: bool = False
     calm: int = 0  # chunks since one was acknowledged while others waited
 
+    def spend(self) -> None:
+        """A chunk has come."""
+        self.credit -= 1
+
+    def void(self) -> None:
+        """What still comes of it is ignored."""
+        self.is_void = True
+
     def acknowledged(self, *, is_calm: bool) -> int:
         """A chunk is in, and its credit goes back. Returns how many there are on top.
 
@@ -82,3 +90,97 @@ class Upload:
         self.window += more
         self.credit += more
         return more
+
+
+@dataclass
+class Uploads:
+    """The pushes of one worker on its present connection: one of each fragment.
+
+    Attributes:
+        window: chunks that its last push could have under way.
+        newest_push: the push id that came last.
+        zeros: by fragment, its last push if that was all zeros.
+        is_told_of_zeros: people have been told that it learns nothing.
+    """
+
+    window: int = 0
+    newest_push: int | None = None
+    zeros: dict[int, int] = field(default_factory=dict)
+    is_told_of_zeros: bool = False
+    _by_fragment: dict[int, Upload] = field(default_factory=dict)
+
+    def of(self, fragment: int) -> Upload | None:
+        return self._by_fragment.get(fragment)
+
+    def under_way(self, fragment: int, push_id: int) -> Upload | None:
+        """That of this push; None when its worker is at another one."""
+        upload = self._by_fragment.get(fragment)
+        return upload if upload is not None and upload.push.push_id == push_id else None
+
+    def begin(self, upload: Upload) -> None:
+        """Its worker is at this push of the fragment from now on."""
+        self._by_fragment[upload.push.fragment] = upload
+
+    def grant(self, push: Push, *, waiting: int, sharing: int) -> int:
+        """Begin a push, or go on with it. Returns the chunks that may come on top of those allowed.
+
+        Args:
+            waiting: its chunks that are not acknowledged; they are still in our memory, so they count
+                against the window.
+            sharing: pushes that may be under way at the same time.
+        """
+        widest = upload_window(sharing)
+        window = min(widest, max(first_window(sharing), self.window))
+        credit = max(0, window - waiting)
+        earlier = self.under_way(push.fragment, push.push_id)
+        # Chunks that an earlier grant allowed on this connection may still be under way.
+        allowed = min(credit + earlier.credit, UPLOAD_WINDOW_TOTAL) if earlier else credit
+        self.begin(Upload(push, allowed, window, widest))
+        return credit
+
+    def acknowledged(self, upload: Upload, *, is_calm: bool) -> int:
+        """A chunk is in. Returns the credit on top; the next push begins with what has grown."""
+        more = upload.acknowledged(is_calm=is_calm)
+        if more:
+            self.window = upload.window
+        return more
+
+    def void(self, fragment: int, push_id: int) -> bool:
+        """What still comes of this push is ignored. False when its worker is not at it."""
+        upload = self.under_way(fragment, push_id)
+        if upload is not None:
+            upload.void()
+        return upload is not None
+
+    def void_all(self) -> None:
+        """What still comes of any push is ignored."""
+        for upload in self._by_fragment.values():
+            upload.void()
+
+    def clear(self) -> None:
+        """The connection is a new one: no chunk is under way."""
+        self._by_fragment.clear()
+
+    def is_new(self, push: Push) -> bool:
+        """False for one that only comes again."""
+        is_new = self.newest_push != push.push_id
+        self.newest_push = push.push_id
+        return is_new
+
+    def has_zeros_again(self, push: Push) -> bool:
+        """Whether this is the second push in a row of a fragment with zeros only; True once.
+
+        That is told anew when every fragment has moved in between.
+        """
+        if push.norm != 0:
+            self.zeros.pop(push.fragment, None)
+            self.is_told_of_zeros = self.is_told_of_zeros and bool(self.zeros)
+            return False
+        if not push.steps:
+            return False  # nothing was done, so zeros are no news
+        earlier = self.zeros.get(push.fragment, push.push_id)
+        self.zeros[push.fragment] = push.push_id
+        if earlier == push.push_id or self.is_told_of_zeros:
+            return False
+        self.is_told_of_zeros = True
+        return True

@@ -87,7 +87,7 @@ def _hand_out_slots(state: RunState) -> Effects:
             member.take_deferred(fragment)
             text = _too_old(state, worker_id, push)
             if text is not None:
-                member.uploads[fragment] = Upload(push, 0)
+                member.uploads.begin(Upload(push))
                 yield from grants.refuse(state, worker_id, fragment, push.push_id, Code.STALE, text)
             elif state.is_counted(member, push):
                 yield from grants.counted(member, push)
@@ -138,7 +138,7 @@ def _take_back_slots(state: RunState) -> Effects:
         )
         member = state.members.named(worker_id)
         if member is not None:
-            grants.void(member, push.fragment, push.push_id)
+            member.uploads.void(push.fragment, push.push_id)
             state.submissions.queue.append((worker_id, push.fragment))
             yield from grants.wait(member, push, WAIT_TEXT, None)
 

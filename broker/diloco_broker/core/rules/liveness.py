@@ -1,0 +1,137 @@
+"""Who is alive: heartbeats, workers that stand still, broken connections, deaths."""
+
+from __future__ import annotations
+
+from diloco_broker.core import effects
+from diloco_broker.core.rules import admission, initial_model, rounds
+from diloco_broker.core.state.members import Member
+from diloco_broker.core.state.run import RunState
+from diloco_protocol import messages
+
+# A worker that was silent for so long is sent a word, so that a broken connection shows itself.
+PROBE_AFTER_S = 1.0
+# When a connection was closed, each worker is sent a word to find out whose; so many at a time.
+PROBES_A_TICK = 64
+# Observers send no heartbeats; one that is gone is found out by sending it a word now and then.
+PROBE_OBSERVERS_S = 10.0
+# After the broker has stood still, a worker whose connection broke has at least so long to come back: it
+# tries again every 2 s, and a connection that nothing has answered is given up after 3 s.
+BACK_WITHIN_S = 6.0
+
+
+def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.Effects:
+    """A sign of life, with the step count: a training loop that hangs shows in it."""
+    figures, life = member.figures, member.liveness
+    has_moved = figures.take(beat, state.now)
+    life.beat(state.now, has_moved=has_moved)
+    if figures.warning and not figures.has_warned:  # once: what peers say must not fill the log
+        figures.has_warned = True
+        yield effects.Log("warning", f"{member.worker_id} warns: {figures.warning}")
+    limit = state.config.stall_timeout
+    if has_moved:
+        yield from mark_active(state, member)
+    elif limit and not life.is_stalled and life.stood_still() > limit:
+        life.stall()
+        yield effects.Log(
+            "warning",
+            f"{member.worker_id} has stood at step {figures.step} for {life.stood_still():.0f} s "
+            "though it sends heartbeats; the others do not wait for it until it goes on.",
+        )
+        yield from rounds.stall(state, member.worker_id)
+    number = state.round.number if state.round else 0
+    steps = state.sync_every_of(member) if state.config.dylu else None
+    if (state.alive.round, state.alive.sync_every) != (number, steps):
+        state.alive = messages.Notice("alive", round=number, sync_every=steps)
+    yield effects.Send(member.control, state.alive)
+
+
+def mark_active(state: RunState, member: Member) -> effects.Effects:
+    """A worker makes progress. One that stood still is expected again: from the next round, or at once
+    below the floor."""
+    if member.liveness.move(state.now):
+        step = member.figures.step
+        yield effects.Log("info", f"{member.worker_id} trains again, at step {step}.")
+        yield from rounds.expect_all(state)
+
+
+def peer_gone(state: RunState, route: effects.Route) -> effects.Effects:
+    """A connection does not exist any more; its worker has a moment to come back."""
+    state.versions.forget(route)
+    member = state.members.on_route(route)
+    if member is not None and member.liveness.disconnected_at is None:
+        member.liveness.disconnect(state.now)
+        yield effects.Log("info", f"A connection of {member.worker_id} broke.")
+
+
+def stood_still(state: RunState, seconds: float) -> effects.Effects:
+    """The broker did not run for a while: deadlines have not moved, but connections may have broken."""
+    state.back_at = state.now
+    own = ", or a step of its torch optimizer took so long" if state.has_own_optimizer else ""
+    yield effects.Log(
+        "warning",
+        f"The broker stood still for {seconds:.0f} s: its process was stopped, or its machine slept or "
+        f"was overloaded{own}. That time counts against nobody; workers whose connections broke "
+        f"meanwhile have {BACK_WITHIN_S:g} s to come back.",
+    )
+
+
+def tick(state: RunState, *, lost: bool) -> effects.Effects:
+    """Time has passed: who is dead, who should be tried?
+
+    Args:
+        lost: a connection was closed, nobody knows whose.
+    """
+    now = state.now
+    if lost:
+        due = set(state.to_probe)
+        state.to_probe += [
+            m.worker_id
+            for m in state.members
+            if m.liveness.disconnected_at is None and m.worker_id not in due
+        ]
+    for name in state.to_probe[:PROBES_A_TICK]:
+        found = state.members.named(name)
+        if found is not None:
+            yield effects.Send(found.control, messages.Notice("alive"))
+    del state.to_probe[:PROBES_A_TICK]
+    timeout = state.config.heartbeat_timeout
+    for member in state.members:
+        silent = now - member.liveness.last_seen
+        if _is_given_up(state, member):
+            yield from _evict(state, member, "its connection closed and it did not come back")
+        elif timeout and silent > timeout and not _may_be_on_its_way(state):
+            yield from _evict(state, member, f"nothing was heard of it for {silent:.0f} s")
+        elif silent > PROBE_AFTER_S and now - member.liveness.probed_at > PROBE_AFTER_S:
+            # A dead connection shows only when something is sent on it.
+            member.liveness.probe(now)
+            yield effects.Send(member.control, messages.Notice("alive"))
+    yield from rounds.tick(state)
+    for reader in state.versions.observers:
+        if now - reader.probed_at > PROBE_OBSERVERS_S:
+            reader.probed_at = now
+            yield effects.Send(reader.announce, messages.Notice("alive"))
+    yield from initial_model.seek(state)
+
+
+def _is_given_up(state: RunState, member: Member) -> bool:
+    """Has its connection been broken for longer than it may be?"""
+    broken = member.liveness.disconnected_at
+    return (
+        broken is not None
+        and state.now >= broken + state.config.disconnect_grace
+        and not _may_be_on_its_way(state)
+    )
+
+
+def _may_be_on_its_way(state: RunState) -> bool:
+    """Has the broker stood still, and so lately that a worker may still be coming back to it?"""
+    return state.back_at is not None and state.now < state.back_at + BACK_WITHIN_S
+
+
+def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
+    """A worker counts as dead."""
+    state.totals.deaths += 1
+    yield effects.Log("warning", f"{member.worker_id} counts as dead: {why}.")
+    if any(member.versions) and not state.bootstrap.is_done:
+        state.bootstrap.holder_lost_at = state.now
+    yield from admission.remove(state, member, why)

@@ -17,7 +17,7 @@ from diloco_protocol.version import VersionId
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.effects import Carried, Granted, Joined
 from diloco_worker.core.events import BeatNow, Depart, Offer, RequestVersion
-from diloco_worker.core.sync.news import Turning
+from diloco_worker.core.sync.news import Arrival
 from diloco_worker.core.sync.schedule import RoundSchedule, TurnState
 
 if TYPE_CHECKING:
@@ -56,26 +56,6 @@ class Habits:
     repeats: float = 0.0
     look_s: float = 5.0
     heartbeat_interval: float | None = None
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A whole version and the pushes in flight that it contains."""
-
-    released: Released
-    counted: frozenset[int]
-
-
-@dataclass
-class News:
-    """What has come for the training thread since it last looked."""
-
-    turns: list[Turning] = field(default_factory=list)
-    arrivals: dict[int, Arrival] = field(default_factory=dict)  # by fragment
-    rejections: dict[int, str] = field(default_factory=dict)  # code by push id
-
-    def __bool__(self) -> bool:
-        return bool(self.turns or self.arrivals or self.rejections)
 
 
 @dataclass
@@ -181,7 +161,7 @@ class Training:
     def _await_model(self) -> Generator[float | None, None, None]:
         worker = self.worker
         while True:
-            layout, arrivals = worker.session.layout, worker.news.arrivals
+            layout, arrivals = worker.session.layout, worker.inbox.arrivals
             if layout is not None and all(p.fragment in arrivals for p in layout.all if p.chunks):
                 break
             if self.leaving:
@@ -304,7 +284,7 @@ class Training:
 
     def _sync_every(self) -> int:
         """H: the worker's own, what the broker has worked out for it, or the run's."""
-        own, worked_out = self.worker.habits.wants.get("sync_every"), self.worker.sync_every
+        own, worked_out = self.worker.habits.wants.get("sync_every"), self.worker.inbox.sync_every
         if own is not None:
             barrier = self._config.mode == "sync"
             return min(int(own), self._config.sync_every) if barrier else int(own)
@@ -325,9 +305,9 @@ class Training:
             self._settle(fragment)
 
     def _absorb(self, turns: RoundSchedule) -> None:
-        news, self.worker.news = self.worker.news, News()
-        if not news:
+        if not self.worker.has_news:
             return
+        news = self.worker.inbox.take_news()
         for fragment, arrival in news.arrivals.items():
             flight = self.flights.get(fragment)
             if flight is None:
@@ -337,7 +317,8 @@ class Training:
                 flight.reply = arrival
         over = set()
         for fragment, flight in self.flights.items():
-            flight.rejection = news.rejections.get(flight.push_id, flight.rejection)
+            if flight.push_id in news.rejections:
+                flight.rejection = news.rejections[flight.push_id].code
             has_ended = flight.reply is not None or flight.rejection is not None
             if has_ended and fragment in turns.rounds:
                 over.add(fragment)

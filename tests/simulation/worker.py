@@ -10,50 +10,43 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Chunk, Join, Message
+from diloco_protocol.messages import Chunk, Heartbeat, Join, Message
 from diloco_protocol.version import VersionId
 from diloco_worker.core.compatibility import heartbeat_interval
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.effects import (
-    Beat,
-    BeginVersion,
     Carried,
-    Close,
     Deliver,
     DropParts,
     Effect,
     Granted,
     Joined,
     JoinRefused,
-    Open,
-    Paced,
-    PrepareDonation,
     PushOver,
     Restarting,
     Say,
-    Send,
-    SendChunk,
     Stopping,
-    StoreChunk,
 )
 from diloco_worker.core.events import (
     Connected,
     Disconnected,
     Event,
-    Prepared,
     Received,
     Start,
     Tick,
 )
 from diloco_worker.core.session import Session
-from simulation.contents import Contents
+from diloco_worker.shell.effects import Executor
+from diloco_worker.shell.inbox import Inbox
+from simulation.fragments import Fragments
 from simulation.network import INSTANT_S, Connection, World
 from simulation.referee import Referee
-from simulation.tensors import Delta, Violation, Wire
-from simulation.training import Arrival, Habits, News, Training
+from simulation.tensors import Delta, Violation
+from simulation.training import Habits, Training
 
 # Longest time between the two threads of a worker.
 BETWEEN_THREADS_S = 0.002
@@ -80,8 +73,7 @@ class Worker:
         frozen_until: until then the whole process stands still.
         broker_stops, broker_restarts: it was told that the broker is about to end, or to come back.
         may_be_refused: codes, and whether finally, with which a join may be refused.
-        news: for the training thread.
-        sync_every: H that the broker has worked out for it.
+        inbox: for the training thread.
         bad_chunks: (push id, chunk) of those that are not finite.
     """
 
@@ -118,19 +110,18 @@ class Worker:
             heartbeat_interval=habits.heartbeat_interval,
         )
         self.connections: tuple[Connection, Connection] | None = None  # control, bulk
-        self.news = News()
-        self.sync_every: int | None = None
+        self.inbox = Inbox(self.session)
+        self._memory = Fragments(self._layout_of, self._gradient)
+        self._executor = Executor(self.session, self.inbox, self, self._memory, self._notice)
         self.training = Training(self)
         self.bad_chunks: set[tuple[int, int]] = set()
+        self.address = "the simulated broker"
         self._connect = connect
-        self._states: dict[int, tuple[Wire, ...]] = {}  # what is held, by fragment
-        self._held: dict[int, VersionId] = {}
-        self._assembly: dict[int, dict[int, Wire]] = {}  # chunks by fragment and index
-        self._donations: dict[int, tuple[Wire, ...]] = {}  # by push id; empty: a fresh model
-        self._payload: Any = None  # of the message at hand
+        self._held: dict[int, VersionId] = {}  # the last that was delivered, by fragment
         self._tick_at: float | None = None
         self._ticks: tuple[float, int] = (0.0, 0)  # how many at the latest moment
         self._command_at = 0.0
+        self._has_asked = False  # the session, for anything, at the event at hand
         self._plan = 0  # number of the latest plan to let the training thread go on
         self._is_nudged = False
 
@@ -138,6 +129,11 @@ class Worker:
     def waiting_since(self) -> float | None:
         """When training began to stand still; None while it goes on."""
         return self.training.waiting_since
+
+    @property
+    def has_news(self) -> bool:
+        """Whether something has come for the training thread."""
+        return bool(self.inbox.turns) or self.inbox.has_news
 
     @property
     def oldest_flight(self) -> float | None:
@@ -211,28 +207,27 @@ class Worker:
         if self.world.now < self.frozen_until:
             self._awake(lambda: self.hears(connection, message, payload))
         elif self.connections is not None and connection in self.connections:
-            self._payload = payload
+            self._executor.payload = payload
             self._feed(Received(message))
-            self._payload = None
+            self._executor.payload = None
 
     def _feed(self, event: Event) -> None:
         if not self.is_alive:
             return
-        effects = self.session.handle(event, self.world.now)
-        for effect in effects:
-            self._do(effect)
+        self._has_asked = False
+        self._executor.feed(event)
         if self.session.phase is Phase.LEFT:
             self._ends()
             return
         if self.world.events % self.referee.thoroughness == 0:
             self.session.check_invariants()
-        if effects or self._tick_at is None or not isinstance(event, Received):
+        if self._has_asked or self._tick_at is None or not isinstance(event, Received):
             self._plan_tick()  # of a message that changes nothing it would wake no earlier
-        if self.news:
+        if self.has_news:
             self._nudge()
 
     def _ends(self) -> None:
-        self._hang_up()
+        self.close()
         self._is_gone()
 
     def _plan_tick(self) -> None:
@@ -254,73 +249,56 @@ class Worker:
 
         self.world.after(at - self.world.now, lambda: self._awake(tick))
 
-    def _do(self, effect: Effect) -> None:
+    def _notice(self, effect: Effect) -> None:
+        """The session asks for this: tell the story and the referee before it is done."""
+        self._has_asked = True
         match effect:
-            case Open():
-                self._open()
-            case Close():
-                self._hang_up()
-            case Send(message, bulk):
-                if isinstance(message, Join) and not self.session.downloads.held:
-                    self.news.arrivals.clear()  # part of a model, of a run that may be over
-                self._say(message, bulk=bulk)
-            case SendChunk(session, push_id, fragment, index):
-                chunk = Chunk(fragment, index, session=session, push_id=push_id)
-                for _ in range(self._times(push_id)):
-                    self._say(chunk, self._outgoing(push_id, fragment, index), bulk=True)
-            case Beat(session, uploading):
-                self._say(self.training.heartbeat(session, uploading=uploading))
-            case BeginVersion(fragment):
-                self._assembly[fragment] = {}
-            case StoreChunk(fragment, index):
-                self._assembly[fragment][index] = self._payload
             case Deliver():
-                self._deliver(effect)
-            case PrepareDonation(push_id, fragment):
-                self._donations[push_id] = self._states.get(fragment, ())
-                self._feed(Prepared(push_id))
-            case PushOver(push_id, code):
-                if code is not None:
-                    self.world.tell(self.name, f"hears that push {push_id:#x} is over: {code}")
-                    self.referee.told(self.worker_id, push_id, code)
-                    self.news.rejections[push_id] = code
+                self._delivered(effect)
+            case PushOver(push_id, code) if code is not None:
+                self.world.tell(self.name, f"hears that push {push_id:#x} is over: {code}")
+                self.referee.told(self.worker_id, push_id, code)
             case Joined(welcome):
                 self.world.tell(self.name, f"is welcome from round {welcome.first_round}")
-                self.news.turns[:] = [effect]  # what came before it has no meaning any more
                 self.online_since = self.world.now
                 if self.welcome_at is None:
                     self.welcome_at = self.world.now
-                self.broker_stops = self.broker_restarts = False
+                self.broker_stops = False
                 if welcome.run is not None:
                     self.referee.lives.heard_of(self.name)
-            case DropParts():
-                self._states.clear()
-                self._held.clear()
-                self.news.arrivals.clear()
             case Stopping(text) | Restarting(text):
                 self.world.tell(self.name, f"hears: {text}")
-                self.broker_stops |= isinstance(effect, Stopping)
-                self.broker_restarts |= isinstance(effect, Restarting)
+                self.broker_stops = True
                 self._nudge()
             case JoinRefused(code, text, final):
                 self.world.tell(self.name, f"is refused: {text}")
                 if (code, final) not in self.may_be_refused:
                     raise Violation(f"{self.name} is refused: {text}")
                 self._ends()
+            case DropParts():
+                self._held.clear()
             case Granted() | Carried():
                 self.world.tell(self.name, effect)
-                self.news.turns.append(effect)
-            case Paced(sync_every):
-                self.sync_every = sync_every
             case Say(text, trouble):
                 if trouble:
                     self.world.tell(self.name, text)
-            case _:
-                pass
 
-    # Connections.
+    def _delivered(self, effect: Deliver) -> None:
+        released, counted = effect.released, effect.counted
+        fragment = released.fragment
+        wires = None if effect.unchanged else self._memory.assembled(fragment)
+        self.referee.delivered(self.worker_id, released, counted, wires, self._held.get(fragment))
+        self._held[fragment] = released.version
+        if counted is not None:
+            self.world.tell(self.name, f"has {released.version}, which contains {counted:#x}")
+            self.referee.told(self.worker_id, counted, "counted")
 
-    def _open(self) -> None:
+    # Connections; see `diloco_worker.shell.effects.Network`.
+
+    def now(self) -> float:
+        return self.world.now
+
+    def open(self) -> None:
         control, bulk = self._connect(self, self.hears), self._connect(self, self.hears)
         self.connections = (control, bulk)
 
@@ -330,58 +308,47 @@ class Worker:
 
         self.world.at(control.is_up_at, lambda: self._awake(connected))
 
-    def _hang_up(self) -> None:
+    def close(self) -> None:
         connections, self.connections = self.connections, None
         for connection in connections or ():
             connection.hang_up()
 
-    def _say(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
-        if self.connections is not None:
-            self.connections[bulk].up(message, payload)
+    def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
+        if isinstance(message, Join) and not self.session.downloads.held:
+            self.inbox.drop_arrivals()  # part of a model, of a run that may be over
+        for _ in range(self._times(message)):
+            if self.connections is not None:
+                self.connections[bulk].up(message, payload)
 
-    def _times(self, push_id: int) -> int:
-        """How often a chunk is sent: once; sometimes twice, if its credit allows."""
-        upload = self.session.uploads.by_id[push_id]
+    def _times(self, message: Message) -> int:
+        """How often a message is sent: once; a chunk sometimes twice, if its credit allows."""
+        if not isinstance(message, Chunk) or message.push_id is None:
+            return 1
+        upload = self.session.uploads.by_id[message.push_id]
         if self.world.dice.random() >= self.habits.repeats or upload.credit < 1:
             return 1
         upload.credit -= 1  # it comes back with the second `ack`
         return 2
 
-    # Payloads.
+    def heartbeat(self, session: bytes, *, uploading: bool) -> Heartbeat:
+        return self.training.heartbeat(session, uploading=uploading)
 
-    def _outgoing(self, push_id: int, fragment: int, index: int) -> Delta | Wire:
+    def welcomed(self, epoch: str) -> None:
+        """The story has it already, and so it is with what is said."""
+
+    def say(self, text: str, *, trouble: bool = False) -> None:
+        pass
+
+    def _layout_of(self, fragment: int) -> FragmentLayout:
         assert self.session.layout is not None
-        spot, span = (fragment, index), self.session.layout.all[fragment].spans[index]
-        if push_id in self._donations:
-            state = self._donations[push_id]
-            contents = state[index].contents if state else Contents()
-            return Wire(spot, contents, span_bytes(span, "fp32"))
+        return self.session.layout.all[fragment]
+
+    def _gradient(self, push_id: int, fragment: int, index: int) -> Delta:
+        """The payload of a chunk of a pseudo-gradient."""
+        span = self._layout_of(fragment).spans[index]
         nbytes = span_bytes(span, self.training.wire_dtype())
         is_finite = (push_id, index) not in self.bad_chunks
-        return Delta((self.worker_id, push_id), spot, nbytes, is_finite)
-
-    def _deliver(self, effect: Deliver) -> None:
-        released, counted = effect.released, effect.counted
-        fragment = released.fragment
-        wires = None
-        if not effect.unchanged:
-            parts = self._assembly.pop(fragment)
-            wires = tuple(parts[index] for index in sorted(parts))
-        held = self._held.get(fragment)
-        self.referee.delivered(self.worker_id, released, counted, wires, held)
-        if wires is not None:
-            self._states[fragment] = wires
-            self._held[fragment] = released.version
-        ids: frozenset[int] = frozenset()
-        if counted is not None:
-            self.world.tell(self.name, f"has {released.version}, which contains {counted:#x}")
-            self.referee.told(self.worker_id, counted, "counted")
-            ids = frozenset({counted})
-        earlier = self.news.arrivals.get(fragment)
-        self.news.arrivals[fragment] = Arrival(
-            released, ids | (earlier.counted if earlier else ids)
-        )
-        self.news.turns.append(released)
+        return Delta((self.worker_id, push_id), (fragment, index), nbytes, is_finite)
 
     # The training thread.
 

@@ -5,7 +5,7 @@ Sockets and memory are handed in: the I/O thread has real ones, a simulation its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from diloco_protocol import Code
@@ -73,23 +73,33 @@ class Memory(Protocol):
 class Executor:
     """See the head of this module.
 
+    Args:
+        noticed: called with each effect before it is carried out.
+
     Attributes:
         payload: of the chunk that the session is told of.
     """
 
-    def __init__(self, session: Session, inbox: Inbox, network: Network, memory: Memory) -> None:
+    def __init__(
+        self,
+        session: Session,
+        inbox: Inbox,
+        network: Network,
+        memory: Memory,
+        noticed: Callable[[effects.Effect], None],
+    ) -> None:
         self.payload: Any = None
         self._session = session
         self._inbox = inbox
         self._network = network
         self._memory = memory
+        self._noticed = noticed
 
-    def feed(self, event: events.Event) -> Sequence[effects.Effect]:
+    def feed(self, event: events.Event) -> None:
         """Let the session take in an event, and carry out what it asks for."""
-        wanted = self._session.handle(event, self._network.now())
-        for effect in wanted:
+        for effect in self._session.handle(event, self._network.now()):
+            self._noticed(effect)
             self._carry_out(effect)
-        return wanted
 
     def _carry_out(self, effect: effects.Effect) -> None:
         network, memory, inbox = self._network, self._memory, self._inbox

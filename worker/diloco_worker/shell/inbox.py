@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from diloco_protocol import ModelLayout, Refused, RunConfig
 from diloco_protocol.messages import Heartbeat
@@ -13,7 +14,6 @@ from diloco_worker.core.effects import Answered, Carried, Deliver, Granted, Join
 from diloco_worker.core.previous_life import SENT_BEFORE
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.news import Arrival, LinkState, News, Rejection, Turning
-from diloco_worker.model.flat_state import FlatState
 
 # Of a warning in a heartbeat; whole, it is in the worker's log.
 MAX_WARNING_LENGTH = 300
@@ -181,8 +181,8 @@ class Inbox:
         with self.condition:
             self.turns.append(effect)
 
-    def deliver(self, effect: Deliver, values: FlatState | None) -> None:
-        """A version is whole."""
+    def deliver(self, effect: Deliver, values: Any) -> None:
+        """A version is whole; `values` are as the shell keeps them, None where no copy is kept."""
         released = effect.released
         arrival = Arrival(
             released,

@@ -86,7 +86,7 @@ class IoThread:
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
         self._thread = threading.Thread(target=self._main, name="diloco-link", daemon=True)
-        self._executor = Executor(session, inbox, self, buffers)
+        self._executor = Executor(session, inbox, self, buffers, self._notice)
         self._connections: Connections | None = None
         self._poller = zmq.Poller()
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -134,8 +134,10 @@ class IoThread:
 
     def feed(self, event: events.Event) -> None:
         """Let the session take in an event, and do what it asks for."""
-        for effect in self._executor.feed(event):
-            self._is_news |= not isinstance(effect, QUIET)
+        self._executor.feed(event)
+
+    def _notice(self, effect: effects.Effect) -> None:
+        self._is_news |= not isinstance(effect, QUIET)
 
     def offer(self, push: Push, wire: WireFragment) -> None:
         former = self._offered.get(push.fragment)

@@ -330,6 +330,11 @@ def parse_snapshot(frame: bytes) -> Snapshot:
         raise MalformedFeedError(f"the snapshot is not JSON: {error}") from None
     if not isinstance(document, dict):
         raise MalformedFeedError("the snapshot is not a JSON object")
+    return read_snapshot(document)
+
+
+def read_snapshot(document: Mapping[str, Any]) -> Snapshot:
+    """The same from a JSON object."""
     version = document.get("feed")
     if type(version) is not int:
         raise MalformedFeedError(f"feed is {version!r:.40}; it must be a whole number")

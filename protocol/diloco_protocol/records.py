@@ -140,7 +140,7 @@ def _reader(annotation: Any, *, lenient: bool) -> Reader:
 
 def _record_reader(record: type[Any], *, lenient: bool) -> Reader:
     hints = get_type_hints(record)
-    readers = []
+    readers = {}
     for each in _sent(record):
         hint = hints[each.name]
         bare = _without_none(hint)
@@ -149,18 +149,19 @@ def _record_reader(record: type[Any], *, lenient: bool) -> Reader:
             fit = fit_of(record, each.name, is_whole=bare is int)
         # A value of just this type needs no look, and no place to name.
         exact = bare if bare in _SCALARS and not (bare is int and lenient) else None
-        readers.append((each.name, exact, _reader(hint, lenient=lenient), fit, _required(each)))
+        readers[each.name] = (exact, _reader(hint, lenient=lenient), fit)
+    required = [each.name for each in _sent(record) if _is_required(each)]
 
     def read(value: Any, where: str) -> Any:
-        plain = _expect(value, dict, where)
         found = {}
-        for name, exact, read_field, fit, required in readers:
-            if name in plain and not (lenient and plain[name] is None):
-                item = plain[name]
-                if type(item) is not exact:
-                    item = read_field(item, f"{where}.{name}")
-                found[name] = item if fit is None or item is None else fit(item, where, name)
-            elif required:
+        for name, plain in _expect(value, dict, where).items():
+            if name not in readers or (lenient and plain is None):
+                continue
+            exact, read_field, fit = readers[name]
+            item = plain if type(plain) is exact else read_field(plain, f"{where}.{name}")
+            found[name] = item if fit is None or item is None else fit(item, where, name)
+        for name in required:
+            if name not in found:
                 raise ProtocolError(Code.BAD_HEADER, f"{where}.{name} is missing.")
         return record(**found)
 
@@ -174,7 +175,7 @@ def _without_none(annotation: Any) -> Any:
     return annotation
 
 
-def _required(a_field: Field[Any]) -> bool:
+def _is_required(a_field: Field[Any]) -> bool:
     return a_field.default is MISSING and a_field.default_factory is MISSING
 
 

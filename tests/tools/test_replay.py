@@ -13,11 +13,28 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco_protocol.feed import TOPIC, FeedError, Snapshot, parse_snapshot
+from diloco_protocol.feed import (
+    TOPIC,
+    FeedError,
+    LastRound,
+    Loop,
+    Snapshot,
+    Totals,
+    Worker,
+    parse_snapshot,
+)
+from diloco_protocol.records import field_names
 from diloco_tools.feed import replay
 from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.replay import History, Moment, read_history
 from diloco_tools.feed.series import RunSeries
+
+# Every key that the lines of a history have.
+OF_LINES = [
+    *replay.OF_START,
+    *(name for record in (LastRound, Totals, Loop) for name in field_names(record)),
+    *("alive", "workers", "level", "text"),
+]
 
 
 def start(at: float, epoch: str = "a0", **keys: Any) -> dict[str, Any]:
@@ -374,8 +391,8 @@ class TestFiles:
 
     @given(
         kind=st.sampled_from(["start", "round", "event", "stop"]),
-        key=st.sampled_from([*replay.OF_ROUND, *replay.OF_EVENT, *replay.OF_START, "workers"]),
-        of_worker=st.sampled_from([None, *replay.OF_WORKER]),
+        key=st.sampled_from(OF_LINES),
+        of_worker=st.sampled_from([None, *field_names(Worker)]),
         value=st.one_of(
             st.none(),
             st.booleans(),

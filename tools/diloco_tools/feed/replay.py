@@ -12,7 +12,6 @@ Times are those of the broker's wall clock; they step back where somebody set it
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -21,17 +20,20 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
 
+from diloco_protocol.errors import ProtocolError
 from diloco_protocol.feed import (
     FEED_VERSION,
-    TOPIC,
     Event,
     FeedError,
     Fragment,
     MalformedFeedError,
+    Round,
     Snapshot,
     Worker,
-    parse_snapshot,
+    json_safe,
+    read_snapshot,
 )
+from diloco_protocol.records import from_json, to_plain
 
 EVENTS = 20  # in a snapshot, as in the feed
 LOOK_BACK = 400  # rounds searched for the last work of each worker and fragment
@@ -39,33 +41,9 @@ LINES_KEPT = 512  # as records, so that going through a history reads each line 
 MAX_FILE_BYTES = 256 << 20  # the broker rotates at 16 MiB
 MAX_LINE_BYTES = 4 << 20  # a round of ten thousand workers fits
 
-# What the lines hold, by the record of a snapshot that it goes into.
+# What the line of a start has besides its settings, and what is no setting, whatever a line holds.
 OF_START = ("run", "version", "mode", "control", "model")
-OF_LAST_ROUND: Mapping[str, type] = {
-    "number": int,
-    "fragment": int,
-    "version": int,
-    "seconds": float,
-    "averaged": int,
-    "weight": float,
-    "loss": float,
-    "delta_norm": float,
-    "staleness": int,
-}
-OF_TOTALS: Mapping[str, type] = {"bytes_up": int, "bytes_down": int}
-OF_LOOP: Mapping[str, type] = {"cpu_s": float, "rss_bytes": int, "longest_turn_ms": float}
-OF_ROUND = {**OF_LAST_ROUND, **OF_TOTALS, **OF_LOOP, "alive": int}
-OF_WORKER: Mapping[str, type] = {
-    "id": str,
-    "host": str,
-    "step": int,
-    "steps_per_s": float,
-    "loss": float,
-    "staleness": int,
-    "bytes_up": int,
-    "bytes_down": int,
-}
-OF_EVENT: Mapping[str, type] = {"level": str, "text": str}
+NO_SETTINGS = {"round", "last_round", "counts", "fragments", "totals", "loop", "workers"}
 
 
 @dataclass(frozen=True)
@@ -170,15 +148,9 @@ def _line(text: bytes, before: _Line | None) -> _Line:
         raise MalformedFeedError("no kind or no epoch")
     if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e12:
         raise MalformedFeedError("no time")
-    match kind:
-        case "start":
-            _snapshot_of(text)
-        case "round":
-            _check_round(document)
-        case "event" | "stop":
-            _check(document, OF_EVENT, "event")
-        case _:
-            raise _UnknownKind(kind)
+    if kind not in ("start", "round", "event", "stop"):
+        raise _UnknownKind(kind)
+    _snapshot_of(document)
     whole = before
     if before is not None and before.epoch != epoch:
         before = None
@@ -209,78 +181,52 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return document
 
 
-def _check_round(document: Mapping[str, Any]) -> None:
-    """What `parse_snapshot` would refuse, at a tenth of its time: a history has many rounds."""
-    _check(document, OF_ROUND, "round")
-    workers = document.get("workers") or []
-    if document.get("number") is None or not isinstance(workers, list):
-        raise MalformedFeedError("round without number, or workers that are no list")
-    for worker in workers:
-        if not isinstance(worker, dict) or worker.get("id") is None:
-            raise MalformedFeedError("a worker without id")
-        _check(worker, OF_WORKER, "worker")
-
-
-def _check(document: Mapping[str, Any], kinds: Mapping[str, type], where: str) -> None:
-    for key, kind in kinds.items():
-        value = document.get(key)
-        if value is None or (type(value) is kind and kind is not int):
-            continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if kind is str or not number or not abs(value) < 1 << 63 or (kind is int and value % 1):
-            raise MalformedFeedError(f"{where}.{key} is no {kind.__name__}")
-
-
-def _snapshot_of(text: bytes) -> Snapshot:
+def _snapshot_of(document: Mapping[str, Any]) -> Snapshot:
     """A snapshot with nothing but what one line gives."""
-    document = _parsed(text)
-    match document["kind"]:
-        case "start":
-            settings = document.get("settings") or {}
-            if not isinstance(settings, dict):
-                raise MalformedFeedError("settings is not an object")
-            hidden = {"round", "last_round", "counts", "fragments", "totals", "loop", "workers"}
-            part = {key: value for key, value in settings.items() if key not in hidden}
-            part |= _only(OF_START, document)
-            if isinstance(reducer := part.get("reducer"), dict):  # settings, and two counts of then
-                part["reducer"] = reducer | {"submissions": 0, "waiting": 0}
-        case "round":
-            workers = [_only(OF_WORKER, worker) for worker in document.get("workers") or []]
-            names = [worker["id"] for worker in workers]
-            averaged = document.get("averaged")
-            part = {
-                "last_round": _only(OF_LAST_ROUND, document),
-                "round": {
-                    **_only(("number", "fragment"), document),
-                    "phase": "closed",
-                    "expected": names,
-                    "arrived": names,
-                },
-                "counts": {
-                    "alive": document.get("alive"),
-                    "participating": averaged,
-                    "averaged": averaged,
-                },
-                "fragments": [
-                    {
-                        "fragment": document.get("fragment") or 0,
-                        "version": document.get("version"),
-                    }
-                ],
-                "totals": _only(OF_TOTALS, document),
-                "loop": _only(OF_LOOP, document),
-                "workers": workers,
-            }
-        case _:
-            part = {"events": [_only(OF_EVENT, document)]}
-            if document["kind"] == "stop":
-                part["events"][0]["text"] = f"The broker stopped: {document.get('text')}."
-    whole = {**part, "feed": FEED_VERSION, "sequence": 0, "epoch": document.get("epoch")}
-    return parse_snapshot(TOPIC + json.dumps(whole).encode())
+    given: dict[str, Any] = {"feed": FEED_VERSION, "sequence": 0, "epoch": document.get("epoch")}
+    try:
+        match document["kind"]:
+            case "start":
+                return read_snapshot({**_settings(document), **given})
+            case "round":
+                return _round_of(document, given)
+            case "event":
+                return from_json(Snapshot, {"events": [document], **given}, "event")
+            case _:
+                said = {**document, "text": f"The broker stopped: {document.get('text')}."}
+                return from_json(Snapshot, {"events": [said], **given}, "stop")
+    except ProtocolError as error:
+        raise MalformedFeedError(str(error)) from None
 
 
-def _only(keys: Sequence[str] | Mapping[str, type], document: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: document.get(key) for key in keys}
+def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    settings = document.get("settings") or {}
+    if not isinstance(settings, dict):
+        raise MalformedFeedError("settings is not an object")
+    part = {key: value for key, value in settings.items() if key not in NO_SETTINGS}
+    part |= {key: document.get(key) for key in OF_START}
+    if isinstance(reducer := part.get("reducer"), dict):  # settings, and two counts of then
+        part["reducer"] = reducer | {"submissions": 0, "waiting": 0}
+    return part
+
+
+def _round_of(document: Mapping[str, Any], given: Mapping[str, Any]) -> Snapshot:
+    """The line of a round has the keys of several records of a snapshot side by side."""
+    averaged = document.get("averaged")
+    counts = {"alive": document.get("alive"), "participating": averaged, "averaged": averaged}
+    whole = {
+        **dict.fromkeys(("last_round", "totals", "loop"), document),
+        "counts": counts,
+        "fragments": [{**document, "fragment": document.get("fragment") or 0}],
+        "workers": document.get("workers"),
+        **given,
+    }
+    read = from_json(Snapshot, whole, "round")
+    assert read.last_round is not None
+    names = tuple(worker.id for worker in read.workers)
+    number, fragment = read.last_round.number, read.last_round.fragment
+    closed = Round(number, fragment, "closed", expected=names, arrived=names)
+    return replace(read, round=closed)
 
 
 class _Moments(Sequence[Moment]):
@@ -292,7 +238,7 @@ class _Moments(Sequence[Moment]):
         self._events = [line for line in lines if line.kind in ("event", "stop")]
         # The first of each life, for the events that come before it.
         self._starts = {line.epoch: line.text for line in reversed(lines) if line.kind == "start"}
-        self._read = lru_cache(LINES_KEPT)(_snapshot_of)
+        self._read = lru_cache(LINES_KEPT)(lambda text: _snapshot_of(_parsed(text)))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -309,7 +255,6 @@ class _Moments(Sequence[Moment]):
         return Moment(line.at, self._snapshot(line, sequence))
 
     def _snapshot(self, line: _Line, sequence: int) -> Snapshot:
-        """Records and `raw` side by side: they are changed in the same keys."""
         first = max(line.rounds_before, line.rounds - LOOK_BACK)
         rounds = self._rounds[first : line.rounds]  # of this life of the broker
         start = line.start or self._starts.get(line.epoch)
@@ -320,48 +265,36 @@ class _Moments(Sequence[Moment]):
             "uptime_s": max(0.0, rounds[-1].at - line.since) if rounds else 0.0,
             "state": "stopping" if line.stopped else "training" if rounds else "waiting",
             "waiting_for": None if rounds or line.stopped else "for the first round to close",
+            "events": self._last_events(line),
         }
-        events, raw_events = self._last_events(line)
-        raw: dict[str, Any] = {**base.raw, "feed": FEED_VERSION, **now, "events": raw_events}
-        if not rounds:
-            return replace(base, **now, events=events, raw=raw)
-        newest = self._read(rounds[-1].text)
-        assert newest.round is not None
-        aged: dict[str, Any] = {"age_s": max(0.0, line.at - rounds[-1].at)}
-        counted: dict[str, Any] = {
-            "rounds": line.rounds - line.rounds_before,
-            "contributions": line.contributions,
-        }
-        fragments, workers = self._last_work(line.at, rounds, base)
-        parts: dict[str, Any] = dict(newest.raw)
-        raw |= {
-            **{key: parts[key] for key in ("last_round", "counts", "loop")},
-            "round": parts["round"] | aged,
-            "totals": parts["totals"] | counted,
-            "fragments": [_raw(each) for each in fragments],
-            "workers": [_raw(each) for each in workers],
-        }
-        return replace(
-            base,
-            **now,
-            events=events,
-            round=replace(newest.round, **aged),
-            last_round=newest.last_round,
-            counts=newest.counts,
-            loop=newest.loop,
-            totals=replace(newest.totals, **counted),
-            fragments=tuple(fragments),
-            workers=tuple(workers),
-            raw=raw,
-        )
+        if rounds:
+            newest = self._read(rounds[-1].text)
+            assert newest.round is not None
+            fragments, workers = self._last_work(line.at, rounds, base)
+            counted: dict[str, Any] = {
+                "rounds": line.rounds - line.rounds_before,
+                "contributions": line.contributions,
+            }
+            now |= {
+                "round": replace(newest.round, age_s=max(0.0, line.at - rounds[-1].at)),
+                "last_round": newest.last_round,
+                "counts": newest.counts,
+                "loop": newest.loop,
+                "totals": replace(newest.totals, **counted),
+                "fragments": tuple(fragments),
+                "workers": tuple(workers),
+            }
+        plain = {key: to_plain(value, with_none=True) for key, value in now.items()}
+        raw = {**base.raw, "feed": FEED_VERSION, **json_safe(plain)}
+        return replace(base, **now, raw=raw)
 
-    def _last_events(self, line: _Line) -> tuple[tuple[Event, ...], list[dict[str, Any]]]:
+    def _last_events(self, line: _Line) -> tuple[Event, ...]:
         first = max(0, line.events - EVENTS)
         found = []
         for number, each in enumerate(self._events[first : line.events], first + 1):
             (event,) = self._read(each.text).events
             found.append(replace(event, sequence=number, age_s=max(0.0, line.at - each.at)))
-        return tuple(found), [_raw(event) for event in found]
+        return tuple(found)
 
     def _last_work(
         self, at: float, rounds: Sequence[_Line], settings: Snapshot
@@ -392,11 +325,3 @@ class _Moments(Sequence[Moment]):
             [fragments[number] for number in sorted(fragments)],
             [workers[name] for name in sorted(workers)],
         )
-
-
-def _raw(record: Event | Fragment | Worker) -> dict[str, Any]:
-    """The record as strict JSON has it: without what is not finite."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in vars(record).items()
-    }

@@ -33,7 +33,8 @@ def export(
     """Write the global parameters as plain safetensors that load into the original model."""
     from diloco_broker.cli.checkpoint_report import newest_sound
     from diloco_broker.storage import checkpoint
-    from diloco_broker.storage.export import LiveModel, model_of, write_model
+    from diloco_broker.storage.export import model_of, write_model
+    from diloco_protocol.clients.observer import Observer
 
     with failing_in_a_sentence():
         if to.exists() and not force:
@@ -42,8 +43,10 @@ def export(
             raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
         address = source if Path(source).exists() else with_scheme(source)
         if "://" in address:
-            with LiveModel(address) as live:
-                model, what = live.read()
+            with Observer(address) as observer:
+                read = observer.read()
+            versions = ", ".join(map(str, read.versions))
+            model, what = read.tensors, f"version{'s'[: len(read.versions) != 1]} {versions}"
         else:
             path, found = newest_sound(Path(source), checkpoint.load)
             model, what = model_of(found), f"{path.name}, before round {found.number}"

@@ -24,8 +24,9 @@ from diloco_broker.tensors.outer.state import DELAYED, State, without_buffer
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.pool_sizes import bytes_of
 from diloco_broker.tensors.reply_chunk import Reply
-from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
+from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
+from diloco_protocol.state_dict import cut_chunk
 from diloco_protocol.tensor_pool import Buffers
 
 
@@ -111,7 +112,10 @@ class Parameters:
         """
         span = self._layouts[fragment].spans[index]
         if payload is None:
-            values = self._from_file(self._layouts[fragment], span)
+            assert self._initial is not None
+            dtype = segment_dtype(span.segment, torch.float32)
+            values = self._buffers.take(span.elements, dtype)
+            cut_chunk(self._initial, self._layouts[fragment], span, values)
         else:
             sent = from_bytes(payload, segment_dtype(span.segment, torch.float32))
             values = self._buffers.like(sent).copy_(sent)
@@ -359,16 +363,3 @@ class Parameters:
     def _in_wire_form(self, fragment: int, span: ChunkSpan, values: Tensor) -> Tensor | None:
         is_frozen = fragment == self.layout.frozen.fragment
         return Reply(span, self._reply, self._buffers, frozen=is_frozen).of(values)
-
-    def _from_file(self, layout: FragmentLayout, span: ChunkSpan) -> Tensor:
-        assert self._initial is not None
-        dtype = segment_dtype(span.segment, torch.float32)
-        values = self._buffers.take(span.elements, dtype)
-        for place in layout.places:
-            start, stop = max(place.start, span.start), min(place.stop, span.stop)
-            if place.segment is span.segment and start < stop:
-                names = (place.entry.name, *place.entry.aliases)
-                tensor = next(self._initial[name] for name in names if name in self._initial)
-                part = tensor.reshape(-1)[start - place.start : stop - place.start]
-                values[start - span.start : stop - span.start].copy_(part)
-        return values

@@ -17,9 +17,9 @@ from typing import Any
 
 import zmq
 
-from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, can_be_reached, with_scheme
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, with_scheme
+from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.errors import DilocoError, ProtocolError, Unreachable, UsageError
-from diloco_protocol.frames import MAX_FRAME_BYTES, pack, unpack
 from diloco_protocol.messages import Control, Error, Result
 
 LONGEST_WHO = 200  # characters
@@ -90,18 +90,9 @@ class Operator:
         self._request = 0
         if not (timeout > 0 and math.isfinite(timeout)):
             raise UsageError(f"A timeout of {timeout:g} s is no time to wait; give more than 0.")
-        # A context of its own: `close` then never waits for what others have queued.
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.IPV6, int("[" in address))
         try:
-            if not can_be_reached(address):
-                raise zmq.ZMQError(zmq.EINVAL)
-            self._socket.connect(address)
+            self._dealer = Dealer(address)
         except zmq.ZMQError:
-            self.close()
             raise UsageError(
                 f"{address!a} is not a control address; write tcp://HOST:PORT as diloco-broker serve "
                 f"prints it, for example {DEFAULT_CONTROL_ADDRESS}."
@@ -116,18 +107,18 @@ class Operator:
         """
         self._request += 1
         try:
-            frames = pack(Control(action, self._request, {"who": self.who, **arguments}))
+            self._dealer.send(Control(action, self._request, {"who": self.who, **arguments}))
         except (TypeError, ValueError) as error:
             raise UsageError(f"The arguments of {action!r} cannot be sent: {error}.") from None
-        self._socket.send_multipart(frames)
-        deadline = time.monotonic() + self.timeout
-        while (left := deadline - time.monotonic()) > 0:
-            if not self._socket.poll(math.ceil(1000 * left)):
-                break
+        until = time.monotonic() + self.timeout
+        while True:
             try:
-                message, _ = unpack(self._socket.recv_multipart())
+                found = self._dealer.receive(until)
             except ProtocolError:
                 continue
+            if found is None:
+                break
+            message, _ = found
             if isinstance(message, Error):  # it answers no request by number
                 return Result(self._request, False, message.text)
             if isinstance(message, Result) and message.request == self._request:
@@ -142,8 +133,7 @@ class Operator:
 
     def close(self) -> None:
         """Close the socket; what has not been sent is dropped. Again does no harm."""
-        self._socket.close(linger=0)
-        self._context.term()
+        self._dealer.close()
 
     def __enter__(self) -> Operator:
         return self

@@ -1,0 +1,134 @@
+"""Reading the newest parameters of a broker that is running, as anybody may who takes no part."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+
+from diloco_protocol.chunks import FragmentLayout, lay_out_plan
+from diloco_protocol.clients.dealer import Dealer
+from diloco_protocol.codecs import from_bytes, segment_dtype, wire_dtype
+from diloco_protocol.errors import ProtocolError, UsageError
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.messages import (
+    Chunk,
+    Control,
+    Credit,
+    Error,
+    Message,
+    Pull,
+    Released,
+    Result,
+    RunConfig,
+)
+from diloco_protocol.records import from_plain
+from diloco_protocol.state_dict import assemble
+from diloco_protocol.version import VersionId
+
+# Chunks asked for at a time.
+CREDIT = 16
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """A model as a broker had it.
+
+    Attributes:
+        tensors: its state dict, in its own shapes and dtypes.
+        versions: of each trained fragment, in order.
+    """
+
+    tensors: dict[str, Tensor]
+    versions: tuple[VersionId, ...]
+
+
+class Observer:
+    """Asks a broker for its newest parameters. A context manager; not for several threads.
+
+    Args:
+        address: of the broker's control socket.
+        timeout: seconds without a word after which it is given up.
+
+    Raises:
+        UsageError: there is no broker, it has no model, or it goes silent.
+    """
+
+    def __init__(self, address: str, timeout: float = 10.0) -> None:
+        self._address, self._timeout = address, timeout
+        try:
+            self._dealer = Dealer(address)
+        except zmq.ZMQError as error:
+            raise UsageError(f"{address} is no address of a broker: {error}.") from None
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._dealer.close()
+
+    def read(self) -> ReadModel:
+        """The whole model, each fragment in its newest version."""
+        request = secrets.randbits(31)
+        self._dealer.send(Control("manifest", request))
+        answer = self._await(lambda m: isinstance(m, Result) and m.request == request)[0]
+        assert isinstance(answer, Result)
+        if not answer.ok:
+            raise UsageError(f"{self._address}: {answer.text}")
+        config = from_plain(RunConfig, answer.data["config"], "config")
+        layout = lay_out_plan(
+            from_plain(Manifest, answer.data["manifest"], "manifest"),
+            answer.data["plan"] or (),
+            num_fragments=config.num_fragments,
+            chunk_elements=config.chunk_elements,
+        )
+        dtype = wire_dtype(config.reply_dtype)
+        found = {part.fragment: self._pull(part, dtype) for part in layout.all if part.chunks}
+        versions = tuple(found[part.fragment][1] for part in layout.fragments)
+        return ReadModel(assemble(layout, {f: each for f, (each, _) in found.items()}), versions)
+
+    def _pull(self, part: FragmentLayout, dtype: torch.dtype) -> tuple[list[Tensor], VersionId]:
+        """All chunks of the fragment's newest version; from the beginning where a newer one comes."""
+        self._dealer.send(Pull(part.fragment, credit=CREDIT))
+        chunks: dict[int, Tensor] = {}
+        version: VersionId | None = None
+        while version is None or len(chunks) < part.chunks:
+            message, payload = self._await(
+                lambda m: isinstance(m, Released | Chunk) and m.fragment == part.fragment
+            )
+            if isinstance(message, Released):
+                version = message.version
+                chunks.clear()
+            elif isinstance(message, Chunk):
+                self._dealer.send(Credit(1))
+                if version is not None and message.version == version:
+                    span = part.spans[message.index]
+                    values = from_bytes(payload, segment_dtype(span.segment, dtype))
+                    chunks[message.index] = values.to(segment_dtype(span.segment, torch.float32))
+        return [chunks[index] for index in range(part.chunks)], version
+
+    def _await(self, is_it: Callable[[Message], bool]) -> tuple[Message, Any]:
+        until = time.monotonic() + self._timeout
+        while True:
+            try:
+                found = self._dealer.receive(until)
+            except ProtocolError as error:
+                raise UsageError(f"{self._address} does not speak our protocol: {error}") from None
+            if found is None:
+                raise UsageError(
+                    f"No broker answered at {self._address} for {self._timeout:g} s; is the address "
+                    "right and the broker running?"
+                )
+            if isinstance(found[0], Error):
+                raise UsageError(f"{self._address}: {found[0].text}")
+            if is_it(found[0]):
+                return found

@@ -1,0 +1,54 @@
+"""Between the chunks of a model and its state dict, in either direction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
+from diloco_protocol.codecs import segment_dtype
+
+
+def assemble(layout: ModelLayout, chunks: Mapping[int, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Tensors by name, in the model's shapes and dtypes; a tied one stands under all its names.
+
+    Args:
+        chunks: of each fragment that has any, by its number; fp32 and int64.
+    """
+    model: dict[str, Tensor] = {}
+    for part in layout.all:
+        if not part.chunks:
+            continue
+        flat = _segments(part, chunks[part.fragment])
+        for place in part.places:
+            entry = place.entry
+            values = flat[place.segment][place.start : place.stop].reshape(entry.shape)
+            for name in (entry.name, *entry.aliases):
+                model[name] = values.to(getattr(torch, entry.dtype), copy=True)
+    return model
+
+
+def _segments(part: FragmentLayout, chunks: Sequence[Tensor]) -> dict[Segment, Tensor]:
+    pieces: dict[Segment, list[Tensor]] = {}
+    for span in part.spans:
+        pieces.setdefault(span.segment, []).append(chunks[span.index])
+    flat = {segment: torch.cat(found) for segment, found in pieces.items()}
+    for segment, length in part.lengths.items():  # tensors without elements lie in no chunk
+        if not length:
+            flat[segment] = torch.empty(0, dtype=segment_dtype(segment, torch.float32))
+    return flat
+
+
+def cut_chunk(
+    model: Mapping[str, Tensor], part: FragmentLayout, span: ChunkSpan, into: Tensor
+) -> None:
+    """Write one chunk of a state dict into a 1-D tensor, fp32 or int64, of its length."""
+    for place in part.places:
+        start, stop = max(place.start, span.start), min(place.stop, span.stop)
+        if place.segment is span.segment and start < stop:
+            names = (place.entry.name, *place.entry.aliases)
+            tensor = next(model[name] for name in names if name in model)
+            values = tensor.reshape(-1)[start - place.start : stop - place.start]
+            into[start - span.start : stop - span.start].copy_(values)

@@ -24,7 +24,6 @@ from diloco_tools.exporter.metrics import Family, families
 from diloco_tools.exporter.reader import FeedReader
 from diloco_tools.exporter.server import FamilyCollector, MetricsServer
 from diloco_tools.feed import model
-from diloco_tools.feed.subscriber import FeedSubscriber
 from kit.exporter_scrapes import (
     HOSTILE,
     exported,
@@ -182,24 +181,23 @@ class TestScrape:
     ) -> None:
         monkeypatch.setattr(model, "STALE_ABOVE_S", 0.3)
         monkeypatch.setattr(model, "LIVE_BELOW_S", 0.2)
-        with FeedSubscriber(publisher.address) as subscriber:
-            reader = FeedReader(subscriber, complain=pytest.fail)
-            places = Places(9)
+        reader = FeedReader(publisher.address, complain=pytest.fail)
+        places = Places(9)
 
-            def collect() -> list[Family]:
-                reading, now = reader.read()
-                return families(reading, now, "9.9", lambda ids: places.take(ids, now))
+        def collect() -> list[Family]:
+            reading, now = reader.read()
+            return families(reading, now, "9.9", lambda ids: places.take(ids, now))
 
-            with serving(collect) as url, reader:
-                publisher.await_subscriber()
-                publisher.send(frame(status(sequence=1)))
-                until(url, "diloco_feed_up", 1)
-                gone = until(url, "diloco_feed_up", 0)
-                assert not [labels for _, labels in gone if "worker" in dict(labels)]
-                assert ("diloco_workers_alive", frozenset()) not in gone
-                publisher.send(frame(status(sequence=4)))
-                back = until(url, "diloco_workers_alive", 5)
-                assert back["diloco_feed_snapshots_missed_total", frozenset()] == 2
+        with serving(collect) as url, reader:
+            publisher.await_subscriber()
+            publisher.send(frame(status(sequence=1)))
+            until(url, "diloco_feed_up", 1)
+            gone = until(url, "diloco_feed_up", 0)
+            assert not [labels for _, labels in gone if "worker" in dict(labels)]
+            assert ("diloco_workers_alive", frozenset()) not in gone
+            publisher.send(frame(status(sequence=4)))
+            back = until(url, "diloco_workers_alive", 5)
+            assert back["diloco_feed_snapshots_missed_total", frozenset()] == 2
 
 
 @contextmanager

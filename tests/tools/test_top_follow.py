@@ -13,10 +13,15 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from diloco_protocol.feed import FeedAddressError, FeedVersionError, Snapshot, parse_snapshot
+from diloco_protocol.feed import (
+    FeedError,
+    FeedVersionError,
+    Snapshot,
+    parse_snapshot,
+)
+from diloco_tools.feed.listener import Listener
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.top.drawing.notation import Glyphs
-from diloco_tools.top.listening import Listener
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worker
 from kit.top_screen import Stage
 from kit.top_text import drawn, top, top_of
@@ -188,8 +193,8 @@ class TestListener:
             heard.append(news)
             check()
 
-        def complain(text: str) -> None:
-            said.append(text)
+        def complain(error: FeedError) -> None:
+            said.append(str(error))
             check()
 
         def check() -> None:
@@ -228,13 +233,6 @@ class TestListener:
         feed.malformed, feed.last_error = 3, "not JSON"
         _, said = self.run(lambda: feed, 1)
         assert said[0] == "3 unreadable snapshots, the last: not JSON"
-
-    def test_what_cannot_be_opened_ends_it_with_a_sentence(self) -> None:
-        def opened() -> FakeFeed:
-            raise FeedAddressError("no such address")
-
-        _, said = self.run(opened, 1)
-        assert said == ["no such address"]
 
 
 def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from textual.widgets import Input
 
-from diloco_protocol.feed import parse_snapshot
+from diloco_protocol.feed import FeedError, parse_snapshot
 from diloco_tools.top import palette
 from diloco_tools.top.drawing.keys import keys_for
 from diloco_tools.top.drawing.notation import Glyphs
@@ -147,7 +147,7 @@ class TestFreshness:
 
     def test_complaint_about_the_feed_is_a_sentence(self) -> None:
         async def script(stage: Stage) -> None:
-            stage.app._heard_complaint("the broker publishes feed version 2")
+            stage.app._heard_complaint(FeedError("the broker publishes feed version 2"))
             await stage.sees("the broker publishes feed version 2")
             await stage.waits(31.0)
             assert "feed version 2" not in stage.text()

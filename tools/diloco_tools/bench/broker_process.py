@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
+from diloco_tools.feed.listener import Listener
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.processes import Child, Children, wait_for_line
 
 START_WITHIN_S = 60.0
-END_WITHIN_S = 3.0
 LOOK_EVERY_S = 0.02
 STATE_BYTES = 12  # per parameter at the broker: parameters, momentum, accumulator, each in fp32
 
@@ -35,11 +34,12 @@ class BrokerProcess:
         self._child = child
         self.address = wait_for_line(child, "control", START_WITHIN_S)
         self.snapshots: list[Snapshot] = []
-        self._feed = FeedSubscriber(wait_for_line(child, "feed", START_WITHIN_S))
+        feed = wait_for_line(child, "feed", START_WITHIN_S)
         self.idle = machine.memory(child.pid)
-        self._is_over = False
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        self._listener = Listener(
+            lambda: FeedSubscriber(feed), self.snapshots.append, lambda _: None
+        )
+        self._listener.start()
 
     @property
     def cpu_seconds(self) -> float:
@@ -75,16 +75,8 @@ class BrokerProcess:
             time.sleep(LOOK_EVERY_S)
         raise self._child.failure()
 
-    def _read(self) -> None:
-        while not self._is_over:
-            snapshot = self._feed.receive(0.2)
-            if snapshot is not None:
-                self.snapshots.append(snapshot)
-
     def end(self) -> None:
-        self._is_over = True
-        self._thread.join(END_WITHIN_S)
-        self._feed.close()
+        self._listener.close()
         self._child.end()
 
 

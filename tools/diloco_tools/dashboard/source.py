@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.feed import FeedError, FeedVersionError, Snapshot
+from diloco_protocol.addresses import with_scheme
+from diloco_protocol.feed import FeedError, Snapshot
 from diloco_tools.dashboard.picture import encoded, history, picture
+from diloco_tools.feed.listener import Listener
 from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.feed.subscriber import FeedSubscriber
 
-TURN_S = 0.2  # the longest that `close` waits for the thread
 POINTS = 900  # of each figure: a quarter of an hour at one snapshot a second
 REPLAY_POINTS = 2_000  # moments of a recorded run that are plotted: more than a plot has columns
 
@@ -32,26 +33,23 @@ class FeedSource:
     """
 
     def __init__(self, address: str) -> None:
-        self._feed = FeedSubscriber(address)
-        self.address = self._feed.address
+        self.address = with_scheme(address)
+        self._listener = Listener(
+            lambda: FeedSubscriber(self.address), self._take, self._cannot_read
+        )
         self._lock = threading.Lock()
         self._model = FeedModel()
         self._series = RunSeries(points=POINTS)
         self._problem: str | None = None
         self._serial = 0
         self._encoded = (0, "null")  # serial and JSON of the newest picture that was asked for
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="feed", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self._listener.start()
 
     def close(self) -> None:
         """End the thread and close its socket; again does no harm."""
-        self._closing.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        self._feed.close()
+        self._listener.close()
 
     @property
     def serial(self) -> int:
@@ -89,25 +87,20 @@ class FeedSource:
             "age_s": None if model.snapshot is None else model.age_s(now),
             "missed": model.missed,
             "restarts": model.restarts,
-            "malformed": self._feed.malformed,
-            "problem": self._problem or self._feed.last_error or None,
+            "malformed": self._listener.malformed,
+            "problem": self._problem,
         }
 
-    def _listen(self) -> None:
-        while not self._closing.is_set():
-            try:
-                snapshot = self._feed.receive(TURN_S)
-            except FeedVersionError as error:
-                self._problem = str(error)
-                continue
-            if snapshot is None:
-                continue
-            with self._lock:
-                now = time.monotonic()
-                if self._model.update(snapshot, now):
-                    self._series.update(snapshot, now)
-                    self._problem = None
-                    self._serial += 1
+    def _take(self, snapshot: Snapshot) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self._model.update(snapshot, now):
+                self._series.update(snapshot, now)
+                self._problem = None
+                self._serial += 1
+
+    def _cannot_read(self, error: FeedError) -> None:
+        self._problem = str(error)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from diloco_protocol.feed import FeedError
 from diloco_tools.exporter.labels import Places
 from diloco_tools.exporter.metrics import Family, families
 from diloco_tools.exporter.reader import FeedReader
-from diloco_tools.feed.subscriber import FeedSubscriber
 
 CANNOT_START = 2
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -71,20 +70,19 @@ def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
     if max_workers < 0:
         _fail(f"--max-workers {max_workers} is no number of workers: give 0 or more")
     try:
-        subscriber = FeedSubscriber(feed)
+        reader = FeedReader(feed, _say)
     except FeedError as error:
         _fail(str(error))
     places = Places(max_workers)
     version = importlib.metadata.version("diloco-broker")
     one_at_a_time = threading.Lock()
-    reader = FeedReader(subscriber, _say)
 
     def collect() -> list[Family]:
         with one_at_a_time:
             reading, now = reader.read()
             return families(reading, now, version, lambda ids: places.take(ids, now))
 
-    with subscriber:
+    with reader:
         try:
             server = MetricsServer(host, port, FamilyCollector(collect))
         except (OSError, UnicodeError) as error:
@@ -93,12 +91,10 @@ def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
                 f"cannot listen on {host!a} port {port} ({reason}): give an address of this "
                 "machine with --host and a free port with --port, or --port 0"
             )
-        with server, reader:
+        with server:
             thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
             thread.start()
-            print(
-                f"diloco-exporter: {server.url} has the metrics of {subscriber.address}", flush=True
-            )
+            print(f"diloco-exporter: {server.url} has the metrics of {reader.address}", flush=True)
             signal.sigwait(STOP_SIGNALS)
             server.shutdown()
 

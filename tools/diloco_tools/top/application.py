@@ -26,7 +26,8 @@ from textual.widgets import Input, Static
 
 from diloco_protocol.addresses import control_address
 from diloco_protocol.clients.operator import Answer, Ask, ask_once
-from diloco_protocol.feed import Snapshot, Worker
+from diloco_protocol.feed import FeedError, Snapshot, Worker
+from diloco_tools.feed.listener import Feed, Listener
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top import palette
@@ -38,7 +39,6 @@ from diloco_tools.top.drawing.keys import KEYS, keys_for
 from diloco_tools.top.drawing.notation import BAD, OK, QUIET, UNEASY, Glyphs
 from diloco_tools.top.drawing.scene import Replayed, Said, Scene
 from diloco_tools.top.drawing.view import View
-from diloco_tools.top.listening import Feed, Listener
 from diloco_tools.top.load import CpuUse
 from diloco_tools.top.playing import Player
 
@@ -175,8 +175,8 @@ class Top(App[None]):
         """A snapshot came; any thread may say so."""
         self.post_message(Arrived(snapshot, self._clock()))
 
-    def _heard_complaint(self, text: str) -> None:
-        self.post_message(Complained(text))
+    def _heard_complaint(self, error: FeedError) -> None:
+        self.post_message(Complained(str(error)))
 
     def on_arrived(self, event: Arrived) -> None:
         if self.model.update(event.snapshot, event.at):

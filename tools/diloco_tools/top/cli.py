@@ -214,8 +214,6 @@ def _full_screen(
     from diloco_tools.top.playing import Player
 
     player = None if history is None else Player(history.moments, time.monotonic())
-    if history is None:
-        FeedSubscriber(address).close()  # what is no address is told on the command line
     shown = Top(
         address if replay is None else str(replay),
         open_feed=None if history is not None else lambda: FeedSubscriber(address),

@@ -1,4 +1,4 @@
-"""The thread that listens to the feed for the full screen, and connects anew after a long silence.
+"""The thread that listens to the feed for every display, and connects anew after a long silence.
 
 ZeroMQ connects again by itself when a connection breaks. It does not notice a host that vanished without
 a word, nor a name that has another address by now: after some silence the socket is made anew.
@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from diloco_protocol.feed import FeedError, Snapshot
+from diloco_protocol.feed import FeedError, MalformedFeedError, Snapshot
 
 POLL_S = 0.25  # how long the end of the program may have to wait
 RENEW_AFTER_S = 15.0  # of silence; the feed speaks once a second
@@ -27,54 +27,76 @@ class Feed(Protocol):
 
 
 class Listener(threading.Thread):
-    """Hands each snapshot to `take` and each complaint to `complain`, both called in this thread."""
+    """Hands each snapshot to `take`, and what cannot be read to `complain`, both called in this thread.
+
+    The same sentence is complained of once, until another follows or the connection is new.
+
+    Attributes:
+        malformed: frames that were no snapshots.
+        other_versions: snapshots of another feed version.
+
+    Raises:
+        FeedAddressError: from `open_feed`, which is called at once: the address is none.
+    """
 
     def __init__(
         self,
         open_feed: Callable[[], Feed],
         take: Callable[[Snapshot], None],
-        complain: Callable[[str], None],
+        complain: Callable[[FeedError], None],
         *,
         renew_after_s: float = RENEW_AFTER_S,
     ) -> None:
         super().__init__(name="feed", daemon=True)
         self._open_feed = open_feed
+        self._feed = open_feed()
         self._take = take
         self._complain = complain
         self._renew_after_s = renew_after_s
+        self.malformed = self.other_versions = 0
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Until `stop`. Only a feed that cannot be opened at all ends it before."""
-        while not self._ended.is_set():
-            try:
-                feed = self._open_feed()
-            except FeedError as error:
-                self._complain(str(error))
-                return
-            try:
-                self._listen(feed)
-            finally:
-                feed.close()
+        """Until `stop`."""
+        try:
+            while not self._ended.is_set():
+                self._listen(self._feed)
+                if not self._ended.is_set():
+                    self._feed.close()
+                    self._feed = self._open_feed()
+        finally:
+            self._feed.close()
 
     def stop(self) -> None:
         """Have the thread end, within a quarter of a second."""
         self._ended.set()
 
+    def close(self) -> None:
+        """End the thread, or the connection of one that was never started. Again does no harm."""
+        self.stop()
+        if self.ident is None:
+            self._feed.close()
+        else:
+            self.join()
+
     def _listen(self, feed: Feed) -> None:
         heard_at, unreadable, said = time.monotonic(), 0, ""
         while not self._ended.is_set() and time.monotonic() - heard_at < self._renew_after_s:
-            complaint = ""
+            complaint: FeedError | None = None
             try:
                 snapshot = feed.receive(POLL_S)
             except FeedError as error:  # a feed version that is not ours: the next broker's may be
-                snapshot, complaint = None, str(error)
+                snapshot, complaint = None, error
+                self.other_versions += 1
             if snapshot is not None:
                 heard_at = time.monotonic()
                 self._take(snapshot)
-            elif feed.malformed > unreadable:
+            if feed.malformed > unreadable:
+                self.malformed += feed.malformed - unreadable
                 unreadable = feed.malformed
-                complaint = f"{unreadable} unreadable snapshots, the last: {feed.last_error}"
-            if complaint and complaint != said:
-                said = complaint
+                complaint = complaint or MalformedFeedError(
+                    f"{unreadable} unreadable snapshots, the last: {feed.last_error}"
+                )
+            if complaint is not None and str(complaint) != said:
+                said = str(complaint)
                 self._complain(complaint)

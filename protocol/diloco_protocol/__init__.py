@@ -15,7 +15,7 @@ from diloco_protocol.errors import (
     Unreachable,
     UsageError,
 )
-from diloco_protocol.fragments.plan import FragmentPlan
+from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.frames import pack, unpack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import PROTOCOL_VERSION, Message, RunConfig

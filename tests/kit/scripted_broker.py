@@ -24,7 +24,7 @@ from diloco_protocol import (
 )
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import wire_dtype
-from diloco_protocol.fragments.plan import FragmentPlan
+from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
     Ack,
     Chunk,

@@ -12,7 +12,7 @@ from typing import Any
 
 from textual.pilot import Pilot
 
-from diloco_protocol.clients.operator import Answer
+from diloco_protocol.clients import Answer
 from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries

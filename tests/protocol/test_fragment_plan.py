@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol import Code, FragmentPlan, ProtocolError, Segment, UsageError, lay_out
-from diloco_protocol.fragments.plan import PATTERNS, slots
+from diloco_protocol.fragments import PATTERNS, slots
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 
 
@@ -347,7 +347,7 @@ def test_every_trainable_parameter_is_in_exactly_one_fragment(
     )
     deciding = sum(e.kind is Kind.TRAINABLE and e.elements > 0 for e in manifest.entries)
     num_fragments = data.draw(st.integers(1, deciding + 1))
-    pattern = data.draw(st.sampled_from(PATTERNS))
+    pattern = data.draw(st.sampled_from(list(PATTERNS)))
     if num_fragments > deciding:
         with pytest.raises(UsageError, match=f"num_fragments {num_fragments}[;, ]"):
             FragmentPlan.of(manifest, num_fragments, pattern)

@@ -14,8 +14,8 @@ from torch import nn
 from diloco_broker import Broker
 from diloco_broker.storage.checkpoint import found, load
 from diloco_protocol import FragmentPlan, Kind, Manifest, Refused, UsageError
-from diloco_protocol.clients.operator import Operator
-from diloco_protocol.fragments.own_split import OwnSplit
+from diloco_protocol.clients import Operator
+from diloco_protocol.fragments import OwnSplit
 from diloco_worker import DiLoCoClient
 from kit.reference import Plan, streaming
 from kit.whole_run import LAYERS, PATIENCE_S, assert_same, make_config, mlp, run, trainees

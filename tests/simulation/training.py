@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.errors import Code
-from diloco_protocol.fragments.plan import longest_delay
+from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import BUFFERS, Heartbeat, Push, Released, RunConfig
 from diloco_protocol.version import VersionId
 from diloco_worker.core.connection import Phase

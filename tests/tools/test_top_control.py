@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diloco_protocol.clients.operator import Answer, ask_once
+from diloco_protocol.clients import Answer, ask_once
 from diloco_tools.top.drawing import sentences
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.feed_snapshots import worker

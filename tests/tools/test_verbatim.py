@@ -21,7 +21,7 @@ import diloco_tools.demo.cli
 import diloco_tools.exporter.cli
 import diloco_tools.top.cli
 from diloco_broker.cli.status_text import as_text
-from diloco_protocol.clients.operator import Answer
+from diloco_protocol.clients import Answer
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.bench.report.figures import figure
 from diloco_tools.bench.report.table import tables, targets_table

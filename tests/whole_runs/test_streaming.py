@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from diloco_broker import Broker
-from diloco_protocol.fragments.plan import slots
+from diloco_protocol.fragments import slots
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.proxy import CuttingProxy
 from kit.reference import Plan, nesterov, state_of, streaming

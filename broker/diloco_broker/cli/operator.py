@@ -19,7 +19,7 @@ from diloco_broker.cli.failures import FAILED, fail
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.core.rules.settings import SETTINGS
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
-from diloco_protocol.clients.operator import Operator
+from diloco_protocol.clients import Operator
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Result
 

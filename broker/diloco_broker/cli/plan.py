@@ -16,9 +16,9 @@ from diloco_broker.cli.plan_report import Planned, as_json, as_text
 from diloco_broker.storage.model_header import read_header
 from diloco_broker.storage.own_plan import read_split
 from diloco_protocol.addresses import with_scheme
-from diloco_protocol.clients.operator import Operator
+from diloco_protocol.clients import Operator
 from diloco_protocol.errors import UsageError
-from diloco_protocol.fragments.plan import OWN, FragmentPlan
+from diloco_protocol.fragments import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.records import from_plain
 

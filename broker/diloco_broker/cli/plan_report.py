@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from diloco_protocol.fragments.plan import PATTERNS, FragmentPlan, block_of, unit_of
-from diloco_protocol.fragments.view import PlanView
+from diloco_protocol.fragments import PATTERNS, FragmentPlan, PlanView, block_of, unit_of
 from diloco_protocol.manifest import Kind, Manifest
 
 WIDTH = 80

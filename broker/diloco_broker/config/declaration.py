@@ -23,7 +23,7 @@ from diloco_broker.config.option import (
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.dtypes import WIRE_DTYPES
-from diloco_protocol.fragments.plan import PATTERNS, longest_delay
+from diloco_protocol.fragments import PATTERNS, longest_delay
 from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 
 AGGREGATES = ("mean", "clip-median-norm")

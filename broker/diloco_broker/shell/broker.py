@@ -15,7 +15,7 @@ from diloco_broker.shell.loop import SAVE_WITHIN_S, Loop
 from diloco_broker.shell.sockets import LINGER_MS
 from diloco_broker.storage.model_file import check_state_dict
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
-from diloco_protocol.fragments.plan import Choose
+from diloco_protocol.fragments import Choose
 
 
 class Broker:

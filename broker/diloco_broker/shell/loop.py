@@ -37,7 +37,7 @@ from diloco_broker.storage.writer import CheckpointWriter, checkpoint_of
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.fragments.plan import Choose
+from diloco_protocol.fragments import Choose
 from diloco_protocol.frames import MAX_FRAMES, pack, unpack
 from diloco_protocol.messages import Control, Heartbeat, Notice, Result
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_protocol.errors import UsageError
-from diloco_protocol.fragments.plan import block_of
+from diloco_protocol.fragments import block_of
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, summarise
 
 # Dtypes in the words of safetensors.

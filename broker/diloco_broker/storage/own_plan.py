@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco_protocol.errors import UsageError
-from diloco_protocol.fragments.own_split import OwnSplit
-from diloco_protocol.fragments.plan import OWN, Choose, FragmentPlan
+from diloco_protocol.fragments import OWN, Choose, FragmentPlan, OwnSplit
 from diloco_protocol.manifest import Manifest, summarise
 
 if TYPE_CHECKING:  # both import torch, which takes seconds that `diloco-broker plan` has not

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_broker import BrokerConfig
 from diloco_protocol import UsageError
-from diloco_protocol.fragments.plan import PATTERNS
+from diloco_protocol.fragments import PATTERNS
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "both"}, "--mode is both; it must be sync or async."),

@@ -18,7 +18,7 @@ from whole_runs.test_processes import a_free_address
 from diloco_broker import Broker, FragmentParameters
 from diloco_broker.cli.app import app
 from diloco_broker.storage.history import ACTIONS, HISTORY
-from diloco_protocol.clients.operator import Operator
+from diloco_protocol.clients import Operator
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.frames import pack, unpack
 from diloco_protocol.messages import Control, Result

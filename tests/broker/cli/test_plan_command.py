@@ -18,7 +18,7 @@ from diloco_broker import Broker
 from diloco_broker.cli.app import app
 from diloco_protocol import FragmentPlan, Kind, Manifest, UsageError, lay_out
 from diloco_protocol.dtypes import span_bytes
-from diloco_protocol.fragments.plan import PATTERNS
+from diloco_protocol.fragments import PATTERNS
 from diloco_worker import DiLoCoClient, manifest_of
 from kit.whole_run import PATIENCE_S, make_config, mlp
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_protocol import UsageError
-from diloco_protocol.fragments.plan import slots
+from diloco_protocol.fragments import slots
 from diloco_protocol.messages import Standing
 from diloco_worker.core.sync.schedule import RoundSchedule, TurnState
 

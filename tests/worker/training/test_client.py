@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, Unreachable, UsageError
-from diloco_protocol.fragments.plan import FragmentPlan
+from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
     Chunk,
     Control,

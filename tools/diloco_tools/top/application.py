@@ -25,7 +25,7 @@ from textual.screen import Screen
 from textual.widgets import Input, Static
 
 from diloco_protocol.addresses import control_address
-from diloco_protocol.clients.operator import Answer, Ask, ask_once
+from diloco_protocol.clients import Answer, Ask, ask_once
 from diloco_protocol.feed import FeedError, Snapshot, Worker
 from diloco_tools.feed.listener import Feed, Listener
 from diloco_tools.feed.model import FeedModel, Freshness

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from diloco_protocol import Code, Manifest, ModelLayout, ProtocolError, RunConfig, Segment
 from diloco_protocol.chunks import lay_out_plan
-from diloco_protocol.fragments.plan import FragmentPlan
+from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import BUFFERS, MERGES, MODES, Welcome
 
 # Seconds between heartbeats where neither the worker nor the broker asks for something else.

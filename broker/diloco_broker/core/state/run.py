@@ -15,7 +15,7 @@ from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.submissions import Submissions
 from diloco_broker.core.state.update import Barrier, CountedPush, Phase, Update
 from diloco_broker.core.state.versions import VersionStore
-from diloco_protocol.fragments.plan import OWN, FragmentPlan
+from diloco_protocol.fragments import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Notice, Push, RunConfig
 from diloco_protocol.version import VersionId

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from diloco_protocol import RunConfig, VersionId
-from diloco_protocol.fragments.plan import longest_delay
+from diloco_protocol.fragments import longest_delay
 from diloco_protocol.messages import Push
 from diloco_worker.core.sync.news import Arrival, Rejection
 
@@ -35,7 +35,7 @@ class MergeRule:
         alpha: weight of the local values.
         delay: tau, steps from the freeze to the apply point.
         max_delay: steps from the freeze after which training waits for the reply; at least tau. None:
-            what goes with H, see `diloco_protocol.fragments.plan.longest_delay`.
+            what goes with H, see `diloco_protocol.fragments.longest_delay`.
         is_auto: the apply point is when the reply is here, so none comes late before training waits.
         num_fragments: P.
     """

@@ -33,7 +33,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from diloco_protocol.fragments.plan import slots
+from diloco_protocol.fragments import slots
 from diloco_protocol.messages import Standing
 
 

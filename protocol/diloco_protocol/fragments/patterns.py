@@ -1,0 +1,144 @@
+"""The patterns by which a model is split into fragments, by the names and sizes of what is trained.
+
+    strided      the paper's: block i of the model goes to fragment i mod P
+    contiguous   neighbouring blocks stay together, in P runs whose largest is as small as can be
+    balanced     single tensors, so that the largest fragment is near the mean
+
+A user's own split has no pattern (`FragmentPlan.by`); displays call it "own".
+
+A *block* is one of the repeated layers. The first component of a name that is a decimal number, or
+that names a module and ends with "_" and one, ends the block's name: "model.layers.3.mlp.up.weight" is
+in block "model.layers.3", "0.weight" of an `nn.Sequential` in block "0". Blocks are numbered through all
+lists of a model in order of appearance. Parameters outside blocks (embedding, final norm, head) are
+grouped by module, the name up to its last dot: a weight and its bias stay together. Blocks and modules
+are the *units* that a pattern deals with.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from diloco_protocol.fragments.packing import pack
+from diloco_protocol.manifest import TensorEntry
+
+
+def block_of(name: str) -> str | None:
+    """The repeated layer that a parameter belongs to; see the head of this module."""
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        # "layers.3", and "encoder_layer_3.ln" of models that number attributes instead of a list.
+        is_module = index + 1 < len(parts)
+        if part.isdecimal() or (is_module and part.rpartition("_")[2].isdecimal()):
+            return ".".join(parts[: index + 1])
+    return None
+
+
+def unit_of(name: str) -> str:
+    """The block or module that a parameter belongs to; see the head of this module."""
+    return block_of(name) or name.rpartition(".")[0]
+
+
+def _units(entries: Sequence[TensorEntry], fewest: int) -> list[int]:
+    """The unit of each entry, counted from 0: a run of entries of the same block or module.
+
+    Single tensors where there would be fewer than `fewest`.
+    """
+    units: list[int] = []
+    before = None
+    for entry in entries:
+        key = unit_of(entry.name)
+        units.append(0 if not units else units[-1] + (key != before))
+        before = key
+    return units if units[-1] + 1 >= fewest else list(range(len(entries)))
+
+
+def strided(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
+    """Blocks in turn; what is outside goes with the block before it, at the head with the first."""
+    blocks: dict[str, int] = {}
+    for entry in entries:
+        block = block_of(entry.name)
+        if block is not None:
+            blocks.setdefault(block, len(blocks))
+    if len(blocks) < num_fragments:
+        return [unit % num_fragments for unit in _units(entries, num_fragments)]
+    chosen = []
+    current = 0
+    for entry in entries:
+        block = block_of(entry.name)
+        if block is not None:
+            current = blocks[block] % num_fragments
+        chosen.append(current)
+    return chosen
+
+
+def contiguous(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
+    """Runs of units with the smallest possible largest run."""
+    units = _units(entries, num_fragments)
+    sizes = [0] * (units[-1] + 1)
+    for unit, entry in zip(units, entries, strict=True):
+        sizes[unit] += entry.elements
+    ends = list(_cut(sizes, num_fragments))
+    return [bisect_right(ends, unit) for unit in units]
+
+
+def _cut(sizes: Sequence[int], runs: int) -> Iterator[int]:
+    """Where each run of a cut ends (one past its last), the largest run being minimal.
+
+    The smallest capacity is found by bisection: a capacity is enough if runs filled to it one after
+    the other reach the end. Of the cuts within it, each run takes the end at which it comes nearest
+    to the mean of what is left.
+    """
+    sums = [0, *accumulate(sizes)]
+    number = len(sizes)
+
+    def reach(start: int, capacity: int) -> int:
+        return bisect_right(sums, sums[start] + capacity) - 1
+
+    low, high = max(*sizes, -(-sums[-1] // runs)), sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        end = 0
+        for _ in range(runs):
+            end = reach(end, middle)
+        if end == number:
+            high = middle
+        else:
+            low = middle + 1
+    # Runs that the sizes from each position on need at least.
+    needed = [0] * (number + 1)
+    for start in reversed(range(number)):
+        needed[start] = 1 + needed[reach(start, high)]
+    start = 0
+    for left in range(runs, 0, -1):
+        # Each later run must have a unit, and all of them must have room for what remains.
+        last = min(reach(start, high), number - left + 1)
+        ends = [end for end in range(start + 1, last + 1) if needed[end] < left]
+        rest = sums[-1] - sums[start]
+        distances = {end: abs((sums[end] - sums[start]) * left - rest) for end in ends}
+        start = min(ends, key=distances.__getitem__)
+        yield start
+
+
+def balanced(entries: Sequence[TensorEntry], num_fragments: int) -> list[int]:
+    """Single tensors by elements, which are bytes, since all travel in one dtype.
+
+    Ties are broken by name; fragments are numbered by their earliest tensor.
+    """
+    order = sorted(range(len(entries)), key=lambda i: (-entries[i].elements, entries[i].name))
+    sizes = [entries[i].elements for i in order]
+    chosen = [0] * len(entries)
+    groups = sorted(sorted(order[i] for i in group) for group in pack(sizes, num_fragments))
+    for number, group in enumerate(groups):
+        for index in group:
+            chosen[index] = number
+    return chosen
+
+
+# Each takes the entries that decide, and P, and returns the fragment of each.
+PATTERNS: Mapping[str, Callable[[Sequence[TensorEntry], int], list[int]]] = {
+    "strided": strided,
+    "contiguous": contiguous,
+    "balanced": balanced,
+}

@@ -28,9 +28,11 @@ from diloco_broker.core.rules import (
     rounds,
     stopping,
 )
+from diloco_broker.core.state.invariants import InvariantBroken
 from diloco_broker.core.state.model_source import Bootstrap, InitialModel, Resumption
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.update import Phase
+from diloco_broker.core.story import Story
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
@@ -67,13 +69,25 @@ class Core:
         resumption: Resumption | None = None,
     ) -> None:
         self.state = RunState(config, draw, now, f"{draw():016x}", Bootstrap(initial))
+        self._story = Story()
         if resumption is not None:
             initial_model.resume(self.state, resumption)
 
     def handle(self, event: events.Event, now: float) -> list[effects.Effect]:
-        """Take in one event. Returns the effects to carry out, in order."""
+        """Take in one event. Returns the effects to carry out, in order.
+
+        Raises:
+            InvariantBroken, CoreError: a mistake of ours; the text tells what came before it.
+        """
+        self.state.now = now
+        self._story.note(event, self.state)
+        try:
+            return self._handle(event)
+        except Exception as error:
+            raise self._story.failure(error, self.state) from error
+
+    def _handle(self, event: events.Event) -> list[effects.Effect]:
         state = self.state
-        state.now = now
         try:
             asked_for = list(self._rule(event))
         except ProtocolError as error:
@@ -150,7 +164,13 @@ class Core:
                 return admission.leave(state, member, message)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when an invariant is broken; for tests."""
+        """Raise InvariantBroken, which tells the last events, when an invariant is; for tests."""
+        try:
+            self._check_invariants()
+        except AssertionError as error:
+            raise self._story.failure(error, self.state) from error
+
+    def _check_invariants(self) -> None:
         state = self.state
         state.members.check_invariants()
         state.versions.check_invariants()
@@ -160,8 +180,9 @@ class Core:
         state.round.check_invariants()
         ids = {member.worker_id for member in state.members}
         if state.round.phase is Phase.OPEN:
-            waits_for = state.round.barrier.expected if state.round.barrier else set()
-            assert waits_for <= ids, "a round waits for somebody who is not here"
+            expected = state.round.barrier.expected if state.round.barrier else set()
+            for worker_id in expected - ids:
+                raise InvariantBroken("a round waits for somebody who is not here", worker_id)
         in_progress = state.versions[state.round.fragment].in_progress
         assert (in_progress is not None) == (state.round.phase is Phase.CLOSING)
         assert state.unreleased is None or (

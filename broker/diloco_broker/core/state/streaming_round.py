@@ -27,6 +27,7 @@ from enum import Enum
 from typing import Any
 
 from diloco_broker.core.effects import Fold
+from diloco_broker.core.state.invariants import InvariantBroken
 from diloco_broker.core.state.update import Barrier, CountedPush, Phase, PushKey, Update
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
@@ -234,11 +235,12 @@ class StreamingRound(Update):
             )
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when an invariant is broken; for tests."""
         for key, c in self.contributions.items():
             assert key == (c.worker_id, c.push.push_id)
-            assert not any(i in c.before for i in c.arrived), f"{key} counts a chunk again"
-            assert all(i in c.arrived for i in c.folded), f"{key} folded what never arrived"
+            if any(i in c.before for i in c.arrived):
+                raise InvariantBroken(f"{key} counts a chunk again", c.worker_id)
+            if not all(i in c.arrived for i in c.folded):
+                raise InvariantBroken(f"{key} folded what never arrived", c.worker_id)
         for index in range(self.size):
             weight = sum(c.weight for c in self.contributions.values() if index in c.folded)
             assert abs(weight - self.reached[index]) <= 1e-9 * max(1.0, weight)

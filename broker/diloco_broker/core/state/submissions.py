@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core.effects import Inspect, WholePush
+from diloco_broker.core.state.invariants import InvariantBroken
 from diloco_broker.core.state.update import CountedPush, PushKey
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
@@ -148,7 +149,9 @@ class Submissions:
         for pool in self.pools.values():
             for key, s in pool.items():
                 assert key == s.key
-                assert not any(i in s.before for i in s.arrived), f"{key} counts a chunk again"
-                assert all(i in s.arrived for i in s.taken), f"{key} has what never arrived"
+                if any(i in s.before for i in s.arrived):
+                    raise InvariantBroken(f"{key} counts a chunk again", s.worker_id)
+                if not all(i in s.arrived for i in s.taken):
+                    raise InvariantBroken(f"{key} has what never arrived", s.worker_id)
                 assert s.is_whole == (s.committed and (s.before | s.taken).is_full)
                 assert all((p is not None) == (i in s.taken) for i, p in enumerate(s.payloads))

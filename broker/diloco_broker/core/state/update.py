@@ -121,7 +121,7 @@ class Update(ABC):
 
     @abstractmethod
     def check_invariants(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
+        """Raise AssertionError when something does not hold that must between two events."""
 
     @property
     def missing(self) -> set[str]:

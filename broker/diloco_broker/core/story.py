@@ -1,0 +1,152 @@
+"""The last events of the core, for the error that ends it: what had happened to this worker and round?
+
+Events are kept as short tuples of numbers and names, never with a payload or a text of a peer; sentences
+are made when an error needs them. What comes for every chunk has a place of its own, so that it does not
+push out what comes once a round. Heartbeats and ticks are not kept. (The idea is `story()` in
+`distributed/worker_state_machine.py` of Dask.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from diloco_broker.core import events
+from diloco_broker.core.state.invariants import InvariantBroken
+from diloco_broker.core.state.members import Membership
+from diloco_broker.core.state.run import RunState
+from diloco_protocol import messages
+
+KEPT = 200  # of the events that come once a round, and as many of those that come for each chunk
+TOLD = 8  # of each of these, of a worker and of a round
+LONGEST_CAUSE, LONGEST_ID = 500, 64  # characters
+
+# Whose it is (a worker id, or its session), fragment, chunk and push id, as far as an event has them.
+Facts = tuple[str | bytes | None, int | None, int | None, int | None]
+# When, in which round, what.
+Entry = tuple[float, int | None, type, Facts]
+
+_NONE: Facts = (None, None, None, None)
+
+
+def _of_work(event: Any, _: Membership) -> Facts:
+    work = event.work
+    return work.worker_id, work.fragment, work.index, work.push_id
+
+
+def _of_push(message: Any, members: Membership) -> Facts:
+    return _name(message.session, members), message.fragment, None, message.push_id
+
+
+def _of_peer(event: Any, members: Membership) -> Facts:
+    member = members.on_route(event.route)
+    return member.worker_id if member is not None else None, None, None, None
+
+
+def _name(session: bytes | None, members: Membership) -> str | None:
+    member = members.with_session(session or b"")
+    return member.worker_id if member is not None else None
+
+
+_RARE: dict[type, Callable[[Any, Membership], Facts]] = {
+    messages.Join: lambda message, _: (message.worker_id[:LONGEST_ID], None, None, None),
+    messages.Push: _of_push,
+    messages.Commit: _of_push,
+    messages.Leave: lambda message, members: (_name(message.session, members), None, None, None),
+    messages.Control: lambda *_: _NONE,
+    events.FoldRefused: _of_work,
+    events.InspectRefused: _of_work,
+    events.InitialRefused: _of_work,
+    events.PeerGone: _of_peer,
+    events.Saved: lambda *_: _NONE,
+    events.SaveFailed: lambda *_: _NONE,
+    events.StoodStill: lambda *_: _NONE,
+    events.Stop: lambda *_: _NONE,
+}
+_FREQUENT: dict[type, Callable[[Any, Membership], Facts]] = {
+    messages.Chunk: lambda m, _: (m.session, m.fragment, m.index, m.push_id),
+    messages.Pull: lambda m, _: (m.session, m.fragment, None, None),
+    events.Folded: _of_work,
+    events.Inspected: _of_work,
+    events.InitialStored: _of_work,
+    events.Stepped: lambda event, _: (None, event.fragment, event.index, None),
+    events.Malformed: lambda *_: _NONE,
+}
+
+
+class CoreError(RuntimeError):
+    """The core could not handle an event; the cause is what it met. The text tells what came before."""
+
+
+class Story:
+    """See the head of this module. `len` is how many events it keeps."""
+
+    def __init__(self) -> None:
+        self._rare: deque[Entry] = deque(maxlen=KEPT)
+        self._frequent: deque[Entry] = deque(maxlen=KEPT)
+        self._last: Entry = (0.0, None, object, _NONE)
+
+    def __len__(self) -> int:
+        return len(self._rare) + len(self._frequent)
+
+    def note(self, event: events.Event, state: RunState) -> None:
+        """An event comes in; the state is as it was before. Every event comes here."""
+        subject: Any = event
+        if type(event) is events.Received:
+            subject = event.message
+        kind = type(subject)
+        number = None if state.round is None else state.round.number
+        if (facts := _FREQUENT.get(kind)) is not None:
+            self._last = (state.now, number, kind, facts(subject, state.members))
+            self._frequent.append(self._last)
+        elif (facts := _RARE.get(kind)) is not None:
+            self._last = (state.now, number, kind, facts(subject, state.members))
+            self._rare.append(self._last)
+        else:
+            whose = getattr(subject, "session", None)
+            self._last = (state.now, number, kind, (whose, None, None, None))
+
+    def failure(self, error: Exception, state: RunState) -> InvariantBroken | CoreError:
+        """The error to raise for one that the core has met: it names round, worker and their events."""
+        round_ = state.round
+        number = None if round_ is None else round_.number
+        phase = "" if round_ is None else f" ({round_.phase.value}, fragment {round_.fragment})"
+        worker_id = getattr(error, "worker_id", "") or _whose(self._last, state)
+        cause = str(error) if isinstance(error, InvariantBroken) else repr(error)
+        lines = [
+            f"{cause:.{LONGEST_CAUSE}}",
+            f"  in round {number}{phase}, at the event: {_sentence(self._last, state)}",
+        ]
+        if worker_id:
+            lines.append(f"  before it, of {worker_id}:")
+            lines += self._told(lambda entry: _whose(entry, state) == worker_id, state)
+        lines.append("  before it, in this round:")
+        lines += self._told(lambda entry: entry[1] == number, state)
+        text = "\n".join(lines)
+        if isinstance(error, AssertionError):
+            return InvariantBroken(text, worker_id)
+        return CoreError(text)
+
+    def _told(self, concerns: Callable[[Entry], bool], state: RunState) -> list[str]:
+        found: list[Entry] = []
+        for kept in (self._rare, self._frequent):
+            found += [each for each in kept if each is not self._last and concerns(each)][-TOLD:]
+        found.sort(key=lambda entry: entry[0])
+        return [f"    {_sentence(entry, state)}" for entry in found]
+
+
+def _whose(entry: Entry, state: RunState) -> str:
+    """The worker that an event was about; empty where it was about none, or one that is gone."""
+    whose = entry[3][0]
+    return (_name(whose, state.members) if isinstance(whose, bytes) else whose) or ""
+
+
+def _sentence(entry: Entry, state: RunState) -> str:
+    at, number, kind, facts = entry
+    worker_id = _whose(entry, state)
+    named = zip(("fragment", "chunk", "push"), facts[1:], strict=True)
+    said = [f"{name} {value}" for name, value in named if value is not None]
+    of = f" of {worker_id}" if worker_id else ""
+    when = f"{state.now - at:.3f} s ago, round {number}"
+    return ", ".join([f"{when}: {kind.__name__}{of}", *said])

@@ -1,0 +1,136 @@
+"""What an error of the core tells: the round, the worker, and the last events of both."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+import weakref
+
+import pytest
+
+from diloco_broker.core import events
+from diloco_broker.core.rules import grants
+from diloco_broker.core.state.invariants import InvariantBroken
+from diloco_broker.core.story import KEPT, CoreError
+from diloco_protocol.messages import Chunk, Heartbeat, Push
+from kit.core_harness import Puppet, Stage, a_stage
+from kit.noted_tensors import CHUNK_ELEMENTS, Payload
+
+CHUNKS = 3
+
+
+def a_run(*, by_hand: bool = False) -> tuple[Stage, Puppet, Puppet]:
+    stage = a_stage(workers=2, chunks=CHUNKS, by_hand=by_hand)
+    a, b = stage.joined("a", "b")
+    return stage, a, b
+
+
+def broken_by(stage: Stage, worker_id: str) -> str:
+    """Make the round's record of a worker wrong; returns what the core says of it."""
+    (mine,) = stage.round.of_worker(worker_id)
+    mine.folded.add(CHUNKS - 1)
+    with pytest.raises(InvariantBroken) as caught:
+        stage.core.check_invariants()
+    assert caught.value.worker_id == worker_id
+    return str(caught.value)
+
+
+def test_broken_invariant_names_the_round_the_worker_and_their_last_events() -> None:
+    stage, a, b = a_run()
+    a.pushes(1)
+    b.pushes(2)
+    b.begins(4)
+    a.begins(3)
+    a.delivers([0])
+    b.delivers([0, 1])
+    text = broken_by(stage, "a")
+    first, where, *rest = text.splitlines()
+    assert first == "('a', 3) folded what never arrived"
+    assert where.startswith("  in round 1 (closing, fragment 0), at the event: ")
+    assert where.endswith("Folded of b, fragment 0, chunk 1, push 4")
+    own, of_round = "\n".join(rest).split("  before it, in this round:\n")
+    assert own.startswith("  before it, of a:\n")
+    assert "round 0: Commit of a, fragment 0, push 1" in own
+    assert "round 1: Push of a, fragment 0, push 3" in own
+    assert "round 1: Chunk of a, fragment 0, chunk 0, push 3" in own
+    assert " of b" not in own
+    assert "round 1: Push of b, fragment 0, push 4" in of_round
+    assert "round 0" not in of_round
+
+
+def test_mistake_of_ours_in_a_run_tells_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, a, _ = a_run()
+    a.begins(1)
+
+    def stumble(*_: object) -> None:
+        raise KeyError("a mistake of ours")
+
+    monkeypatch.setattr(grants, "acknowledge_work", stumble)
+    with pytest.raises(CoreError) as caught:
+        a.delivers([0])
+    text = str(caught.value)
+    assert text.startswith("KeyError('a mistake of ours')\n  in round 0 (open, fragment 0)")
+    assert "Folded of a, fragment 0, chunk 0, push 1" in text
+    before = text.partition("  before it, of a:")[2]
+    assert "Push of a, fragment 0, push 1" in before
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_what_comes_often_does_not_push_out_what_comes_once_a_round() -> None:
+    stage, a, b = a_run(by_hand=True)
+    a.begins(1)
+    b.begins(2)
+    chunk = Chunk(0, 0, session=b.session, push_id=2)
+    for number in range(2 * KEPT):
+        stage.core.handle(events.Received(b.control, Heartbeat(b.token(), number)), stage.now)
+        stage.core.handle(events.Received(b.bulk, chunk, Payload(4 * CHUNK_ELEMENTS)), stage.now)
+        stage.core.handle(events.Tick(), stage.now)
+    assert "Push of a, fragment 0, push 1" in broken_by(stage, "a")
+
+
+def test_story_stays_small_whatever_happens() -> None:
+    stage, a, b = a_run()
+    a.begins(1)
+    b.begins(2)
+    again = Push(b.token(), 2, 0, CHUNKS, "fp32", base=stage.version())
+    for _ in range(2 * KEPT):
+        stage.core.handle(events.Received(b.control, again), stage.now)
+        stage.core.handle(events.Malformed(b"x" * 5, "bad_header", "z" * 10_000), stage.now)
+    assert len(stage.core._story) <= 2 * KEPT
+    text = broken_by(stage, "a")
+    assert len(text) < 5000
+    assert "zzz" not in text
+
+
+def test_story_keeps_no_payload_alive() -> None:
+    stage, a, _ = a_run()
+    a.begins(1)
+    payload = Payload(4 * CHUNK_ELEMENTS)
+    seen = weakref.ref(payload)
+    stage.happens(events.Received(a.bulk, Chunk(0, 0, session=a.session, push_id=1), payload))
+    del payload
+    stage.happens(events.Tick())
+    gc.collect()
+    assert seen() is None
+
+
+def test_story_does_not_grow() -> None:
+    stage, a, _ = a_run(by_hand=True)
+    a.begins(1)
+
+    def sends_again() -> None:
+        for _ in range(2 * KEPT):
+            stage.core.handle(events.Tick(), stage.now)
+            stage.core.handle(events.PeerGone(b"nobody"), stage.now)
+
+    sends_again()
+    tracemalloc.start()
+    try:
+        sends_again()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(5):
+            sends_again()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 20_000

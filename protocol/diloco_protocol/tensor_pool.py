@@ -43,7 +43,7 @@ class _Piece:
         return _Piece(self.memory[:middle], self), _Piece(self.memory[middle:], self)
 
 
-class Buffers:
+class TensorPool:
     """Hands out tensors with memory that nobody reads any more.
 
     Each time a buffer is handed out there is one array object over it, which the tensor, each view of

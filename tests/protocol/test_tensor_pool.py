@@ -10,113 +10,113 @@ from typing import Any
 import torch
 
 from diloco_protocol.codecs import as_bytes
-from diloco_protocol.tensor_pool import SMALLEST, Buffers
+from diloco_protocol.tensor_pool import SMALLEST, TensorPool
 
 ELEMENTS = SMALLEST // 4
 
 
-def places(buffers: Buffers, count: int) -> set[int]:
+def places(pool: TensorPool, count: int) -> set[int]:
     """Where the next tensors lie, all of them kept until the last is made."""
-    taken = [buffers.take(ELEMENTS, torch.float32) for _ in range(count)]
+    taken = [pool.take(ELEMENTS, torch.float32) for _ in range(count)]
     return {each.data_ptr() for each in taken}
 
 
 def test_memory_is_used_again_when_its_tensor_is_gone() -> None:
-    buffers = Buffers()
-    first = places(buffers, 5)
+    pool = TensorPool()
+    first = places(pool, 5)
     assert len(first) == 5
     for _ in range(20):
-        assert places(buffers, 5) == first
-    assert buffers.mapped_bytes == 5 * SMALLEST
+        assert places(pool, 5) == first
+    assert pool.mapped_bytes == 5 * SMALLEST
 
 
 def test_view_or_frame_that_is_still_read_keeps_its_memory() -> None:
-    buffers = Buffers()
+    pool = TensorPool()
     for keep in (lambda t: t[3:5], as_bytes, lambda t: t.view(torch.uint8).numpy()):
-        tensor = buffers.take(ELEMENTS, torch.float32).fill_(1.5)
+        tensor = pool.take(ELEMENTS, torch.float32).fill_(1.5)
         place, kept = tensor.data_ptr(), keep(tensor)
         del tensor
         gc.collect()
-        assert place not in places(buffers, 10)
+        assert place not in places(pool, 10)
         del kept
-        assert place in places(buffers, 10)
+        assert place in places(pool, 10)
 
 
 def test_tensors_in_use_never_share_memory() -> None:
-    buffers = Buffers()
-    taken = [buffers.take(ELEMENTS, torch.float32).fill_(n) for n in range(200)]
+    pool = TensorPool()
+    taken = [pool.take(ELEMENTS, torch.float32).fill_(n) for n in range(200)]
     del taken[::3]
-    taken += [buffers.take(ELEMENTS, torch.float32).fill_(n) for n in range(1000, 1100)]
+    taken += [pool.take(ELEMENTS, torch.float32).fill_(n) for n in range(1000, 1100)]
     assert len({each.data_ptr() for each in taken}) == len(taken)
     assert all(each.eq(each[0]).all() for each in taken)
 
 
 def test_each_dtype_and_length_is_as_asked() -> None:
-    buffers = Buffers()
+    pool = TensorPool()
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for elements in (0, 1, ELEMENTS, 2 * ELEMENTS + 1):
-            tensor = buffers.take(elements, dtype)
+            tensor = pool.take(elements, dtype)
             assert (tensor.dtype, tuple(tensor.shape)) == (dtype, (elements,))
-            like = buffers.like(tensor)
+            like = pool.like(tensor)
             assert (like.dtype, like.shape) == (tensor.dtype, tensor.shape)
 
 
 def test_memory_that_was_stocked_up_is_handed_out_and_no_more_is_mapped() -> None:
-    buffers = Buffers()
-    assert not buffers.is_worth_waiting(SMALLEST)
-    thread = buffers.preallocate([SMALLEST] * 5)
+    pool = TensorPool()
+    assert not pool.is_worth_waiting(SMALLEST)
+    thread = pool.preallocate([SMALLEST] * 5)
     assert thread is not None
     thread.join(20)
-    assert buffers.mapped_bytes == 5 * SMALLEST
-    assert not buffers.is_worth_waiting(SMALLEST)
-    assert len(places(buffers, 5)) == 5
-    assert buffers.mapped_bytes == 5 * SMALLEST
+    assert pool.mapped_bytes == 5 * SMALLEST
+    assert not pool.is_worth_waiting(SMALLEST)
+    assert len(places(pool, 5)) == 5
+    assert pool.mapped_bytes == 5 * SMALLEST
 
 
 def test_memory_of_a_long_tensor_is_used_for_two_of_half_its_length_and_for_it_again() -> None:
-    buffers = Buffers()
+    pool = TensorPool()
     for _ in range(5):
         for dtype, count in ((torch.float32, 3), (torch.bfloat16, 6)):
-            taken = [buffers.take(2 * ELEMENTS, dtype).fill_(n) for n in range(count)]
+            taken = [pool.take(2 * ELEMENTS, dtype).fill_(n) for n in range(count)]
             assert all(each.eq(n).all() for n, each in enumerate(taken))
             del taken
-    assert buffers.mapped_bytes == 3 * 2 * SMALLEST
+    assert pool.mapped_bytes == 3 * 2 * SMALLEST
 
 
 def test_half_that_is_still_read_keeps_the_other_from_being_joined_with_it() -> None:
-    buffers = Buffers()
-    buffers.take(2 * ELEMENTS, torch.float32)
-    first, second = (buffers.take(ELEMENTS, torch.float32).fill_(1.0) for _ in range(2))
-    assert buffers.mapped_bytes == 2 * SMALLEST
+    pool = TensorPool()
+    pool.take(2 * ELEMENTS, torch.float32)
+    first, second = (pool.take(ELEMENTS, torch.float32).fill_(1.0) for _ in range(2))
+    assert pool.mapped_bytes == 2 * SMALLEST
     del second
-    whole = buffers.take(2 * ELEMENTS, torch.float32).fill_(2.0)
-    assert buffers.mapped_bytes == 4 * SMALLEST
+    whole = pool.take(2 * ELEMENTS, torch.float32).fill_(2.0)
+    assert pool.mapped_bytes == 4 * SMALLEST
     assert first.eq(1.0).all()
     del first, whole
-    assert len({buffers.take(2 * ELEMENTS, torch.float32).data_ptr()}) == 1
-    kept = [buffers.take(2 * ELEMENTS, torch.float32) for _ in range(2)]
+    assert len({pool.take(2 * ELEMENTS, torch.float32).data_ptr()}) == 1
+    kept = [pool.take(2 * ELEMENTS, torch.float32) for _ in range(2)]
     assert len({each.data_ptr() for each in kept}) == 2
-    assert buffers.mapped_bytes == 4 * SMALLEST
+    assert pool.mapped_bytes == 4 * SMALLEST
 
 
 def test_memory_of_every_length_is_used_again_in_any_order() -> None:
     """Random lengths, taken and let go: no two in use overlap, and what is mapped stays bounded."""
-    dice, buffers = random.Random(3), Buffers()
+    dice, pool = random.Random(3), TensorPool()
     kept: list[tuple[int, torch.Tensor]] = []
     for number in range(2000):
         elements = ELEMENTS * dice.choice((1, 2, 4))
-        kept.append((number, buffers.take(elements, torch.float32).fill_(number)))
+        kept.append((number, pool.take(elements, torch.float32).fill_(number)))
         while len(kept) > 8 or (kept and dice.random() < 0.4):
             filled, tensor = kept.pop(dice.randrange(len(kept)))
             assert tensor.eq(filled).all()
             del tensor
-    assert buffers.mapped_bytes <= 3 * 8 * 4 * SMALLEST
+    assert pool.mapped_bytes <= 3 * 8 * 4 * SMALLEST
 
 
 def test_filling_up_counts_what_others_have_mapped_meanwhile() -> None:
-    buffers = Buffers()
+    pool = TensorPool()
     begun, go_on = threading.Event(), threading.Event()
-    new, first = buffers._new, threading.current_thread()
+    new, first = pool._new, threading.current_thread()
 
     def slowly(size: int) -> Any:
         if threading.current_thread() is not first:
@@ -124,29 +124,29 @@ def test_filling_up_counts_what_others_have_mapped_meanwhile() -> None:
             assert go_on.wait(20)
         return new(size)
 
-    buffers._new = slowly  # type: ignore[method-assign]
-    thread = buffers.preallocate([SMALLEST] * 4)
+    pool._new = slowly  # type: ignore[method-assign]
+    thread = pool.preallocate([SMALLEST] * 4)
     assert thread is not None
     assert begun.wait(20)
-    assert buffers.is_worth_waiting(SMALLEST)
-    kept = [buffers.take(ELEMENTS, torch.float32) for _ in range(3)]
+    assert pool.is_worth_waiting(SMALLEST)
+    kept = [pool.take(ELEMENTS, torch.float32) for _ in range(3)]
     go_on.set()
     thread.join(20)
-    assert buffers.mapped_bytes == 4 * SMALLEST
+    assert pool.mapped_bytes == 4 * SMALLEST
     assert len(kept) == 3
 
 
 def test_filling_up_ends_when_it_is_told_to() -> None:
-    buffers = Buffers()
-    thread = buffers.preallocate([SMALLEST] * 100_000)
+    pool = TensorPool()
+    thread = pool.preallocate([SMALLEST] * 100_000)
     assert thread is not None
-    buffers.close()
+    pool.close()
     assert not thread.is_alive()
-    assert buffers.mapped_bytes < 100_000 * SMALLEST
+    assert pool.mapped_bytes < 100_000 * SMALLEST
 
 
 def test_small_buffers_are_left_to_the_allocator() -> None:
-    buffers = Buffers()
-    assert buffers.preallocate([SMALLEST - 1] * 100) is None
-    buffers.take(10, torch.float32)
-    assert buffers.mapped_bytes == 0
+    pool = TensorPool()
+    assert pool.preallocate([SMALLEST - 1] * 100) is None
+    pool.take(10, torch.float32)
+    assert pool.mapped_bytes == 0

@@ -19,7 +19,7 @@ from diloco_broker.core.effects import PushPart
 from diloco_broker.tensors.blend import Blend
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
 from diloco_protocol.codecs import from_bytes, is_finite, segment_dtype, wire_dtype
-from diloco_protocol.tensor_pool import Buffers
+from diloco_protocol.tensor_pool import TensorPool
 
 # Elements that are worked on at a time: a few fp32 pieces of this size stay in the cache of a core.
 PIECE_ELEMENTS = 1 << 16
@@ -171,10 +171,10 @@ class StreamingMean:
     """
 
     def __init__(
-        self, layout: FragmentLayout, wire_dtype: torch.dtype, buffers: Buffers | None = None
+        self, layout: FragmentLayout, wire_dtype: torch.dtype, buffers: TensorPool | None = None
     ) -> None:
         self._spans = layout.spans
-        self._buffers = buffers or Buffers()
+        self._buffers = buffers or TensorPool()
         self._wire_dtype = wire_dtype
         self._sums: list[Tensor | None] = [None] * layout.chunks
         self._blends: dict[int, Blend] = {}  # of float buffers, by chunk

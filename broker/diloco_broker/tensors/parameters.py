@@ -27,7 +27,7 @@ from diloco_broker.tensors.reply_chunk import Reply
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
 from diloco_protocol.state_dict import cut_chunk
-from diloco_protocol.tensor_pool import Buffers
+from diloco_protocol.tensor_pool import TensorPool
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Parameters:
         self._is_round = is_round
         self.share = share
         self._initial = initial
-        self._buffers = buffers = Buffers()
+        self._buffers = buffers = TensorPool()
         self._means = [StreamingMean(part, wire_dtype(wire), buffers) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0))

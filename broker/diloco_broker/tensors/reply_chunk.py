@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco_protocol.chunks import ChunkSpan, Segment
 from diloco_protocol.codecs import has_nan, is_finite, segment_dtype
-from diloco_protocol.tensor_pool import Buffers
+from diloco_protocol.tensor_pool import TensorPool
 
 
 class Reply:
@@ -23,7 +23,7 @@ class Reply:
     """
 
     def __init__(
-        self, span: ChunkSpan, dtype: torch.dtype, buffers: Buffers, *, frozen: bool = False
+        self, span: ChunkSpan, dtype: torch.dtype, buffers: TensorPool, *, frozen: bool = False
     ) -> None:
         self._is_frozen = frozen
         self._span = span

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from diloco_protocol import Manifest, Segment, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.codecs import is_finite, segment_dtype, wire_dtype
-from diloco_protocol.tensor_pool import Buffers, mapped
+from diloco_protocol.tensor_pool import TensorPool, mapped
 from diloco_worker.model.flat_state import FlatState, WireFragment, held
 from diloco_worker.model.merging import Change, wait_for_copies
 from diloco_worker.model.model_manifest import (
@@ -68,7 +68,7 @@ class ModelTensors:
         self.manifest = manifest
         self.watch = watch
         self._lookup = lookup
-        self._buffers = Buffers()
+        self._buffers = TensorPool()
 
     @classmethod
     def of_module(cls, model: nn.Module) -> ModelTensors:

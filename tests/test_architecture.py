@@ -81,7 +81,9 @@ CHANGED_BY = {
     "old": "state.versions",
     "tags": "state.versions",
     "expected": "state.update",  # workers that an open round waits for
-    "donor": "state.model_source",
+    "donation": "state.model_source",  # the first parameters, on their way in
+    "manifest": "state.model_source",
+    "checkpoint": "state.model_source",
     "is_done": "state.model_source",
     "unreleased": "rules.rounds",
     "is_asked": "rules.checkpoints",  # a checkpoint

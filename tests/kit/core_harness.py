@@ -103,7 +103,7 @@ class Stage:
         self.ends: list[effects.End] = []
         self.finishes: list[effects.Finish] = []
         self.gone: set[bytes] = set()
-        self.tensors = NotedTensors(lambda: self.state.bootstrap.layout, self.resumption)
+        self.tensors = NotedTensors(lambda: self.state.model.layout, self.resumption)
         self._executor = Executor(self.core, lambda: self.now, self)
         self._routes = 0
 
@@ -272,8 +272,8 @@ class Stage:
 
     def provide(self) -> None:
         """Let the parameters come from a donor, if one was asked."""
-        donor = self.state.members.named(self.state.bootstrap.donor or "")
-        for fragment in self.state.bootstrap.wanted if donor else ():
+        donor = self.state.members.named(self.state.model.donation.donor or "")
+        for fragment in self.state.model.donation.wanted if donor else ():
             layout = self.state.versions[fragment].layout
             push = Push(
                 donor.session, 77, fragment, layout.chunks, "fp32", purpose=Purpose.DONATION

@@ -22,7 +22,7 @@ from diloco_broker.core.rules import (
 from diloco_broker.core.rules.checkpoints import run_record
 from diloco_broker.core.rules.reducers import asynchronous, collect, streaming
 from diloco_broker.core.state.members import Member
-from diloco_broker.core.state.model_source import Bootstrap, Resumption
+from diloco_broker.core.state.model_source import Resumption, RunModel
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.streaming_round import StreamingRound
 from diloco_broker.core.state.submissions import Submission
@@ -308,17 +308,17 @@ def saves_without_the_version_that_waits(broken: pytest.MonkeyPatch) -> None:
 
 
 def adopts_nothing(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(Bootstrap, "sources", lambda *_: {})
+    broken.setattr(RunModel, "sources", lambda *_: {})
 
 
 def adopts_the_oldest(broken: pytest.MonkeyPatch) -> None:
-    def sources(boot: Bootstrap, members: Iterable[Member]) -> dict[int, Member]:
+    def sources(model: RunModel, members: Iterable[Member]) -> dict[int, Member]:
         holders = [member for member in members if all(member.versions[:1])]
         oldest = min(holders, key=lambda m: sum(v.counter for v in m.versions if v), default=None)
-        pieces = [f for f in boot.all_fragments if f not in boot.restored]
+        pieces = [f for f in model.all_fragments if f not in model.restored]
         return dict.fromkeys(pieces, oldest) if oldest and oldest.versions else {}
 
-    broken.setattr(Bootstrap, "sources", sources)
+    broken.setattr(RunModel, "sources", sources)
 
 
 def goes_on_without_those_it_knows(broken: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,7 @@ def test_copy_of_a_large_model_may_outlast_every_patience_of_the_broker(
     wanted = copy.deepcopy(model.state_dict())
     address = "tcp://127.0.0.1:*"
     broker = Broker(BrokerConfig(bind=address, feed=address, heartbeat_timeout=1.0))
-    broker._loop.core.state.bootstrap.patience_s = 0.1
+    broker._loop.core.state.model.patience_s = 0.1
     with broker, ThreadPoolExecutor(1) as pool:
         worker = DiLoCoWorker(model, sgd(model), server=broker.address, worker_id="slow")
         try:

@@ -80,7 +80,7 @@ def _snapshot(
         feed=feed.FEED_VERSION,
         sequence=sequence,
         epoch=state.epoch,
-        run=state.bootstrap.run,
+        run=state.model.run,
         version=VERSION,
         control=figures.control,
         uptime_s=_age(state.started_at, now),
@@ -184,7 +184,7 @@ def _round(state: RunState, now: float) -> feed.Round:
 
 
 def _model(state: RunState) -> feed.Model | None:
-    manifest = state.bootstrap.manifest
+    manifest = state.model.manifest
     if manifest is None:
         return None
     return feed.Model(
@@ -336,8 +336,8 @@ def _health(member: Member, now: float) -> str:
 def _waiting_for(state: RunState) -> str | None:
     """What has to happen before training goes on, in a sentence; None when nothing has."""
     alive, round_ = len(state.members), state.round
-    if round_ is None and (alive or state.bootstrap.waits_for):
-        return f"for {state.bootstrap.waits_for or 'the parameters of a worker'}"
+    if round_ is None and (alive or state.model.waits_for):
+        return f"for {state.model.waits_for or 'the parameters of a worker'}"
     if round_ is None:
         needed = f"; round one needs {state.config.workers}" if not state.config.is_async else ""
         return f"for workers to join{needed}"

@@ -84,6 +84,6 @@ def action_line(state: RunState, acted: RecordAction) -> dict[str, Any]:
         "before": acted.before,
         "after": acted.after,
         "text": acted.text,
-        "run": state.bootstrap.run,
+        "run": state.model.run,
         "round": state.round.number if state.round else None,
     }

@@ -29,7 +29,7 @@ from diloco_broker.core.rules import (
     stopping,
 )
 from diloco_broker.core.state.invariants import InvariantBroken
-from diloco_broker.core.state.model_source import Bootstrap, InitialModel, Resumption
+from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.update import Phase
 from diloco_broker.core.story import Story
@@ -68,7 +68,7 @@ class Core:
         initial: InitialModel | None = None,
         resumption: Resumption | None = None,
     ) -> None:
-        self.state = RunState(config, draw, now, f"{draw():016x}", Bootstrap(initial))
+        self.state = RunState(config, draw, now, f"{draw():016x}", RunModel(initial))
         self._story = Story()
         if resumption is not None:
             initial_model.resume(self.state, resumption)

@@ -246,7 +246,7 @@ class Loop:
             self._executor.feed(events.Malformed(route, Code.BAD_HEADER, text))
 
     def _is_ready(self) -> bool:
-        return self.tensors.is_ready(self.core.state.bootstrap.layout)
+        return self.tensors.is_ready(self.core.state.model.layout)
 
     def _work(self) -> None:
         """Tensor work, for one slice of time."""
@@ -254,7 +254,7 @@ class Loop:
         while self._is_ready() and time.perf_counter() < until:
             if self.core.state.has_own_optimizer:  # its step may take long
                 self._executor.acknowledge()
-            for event in self.tensors.do_one(self.core.state.bootstrap.layout):
+            for event in self.tensors.do_one(self.core.state.model.layout):
                 self._executor.feed(event)
 
     # What effects come to.
@@ -276,7 +276,7 @@ class Loop:
 
     def save(self, save: effects.Save) -> None:
         assert self._writer is not None
-        tensors = self.tensors.of(self.core.state.bootstrap.layout)
+        tensors = self.tensors.of(self.core.state.model.layout)
         self._writer.save(checkpoint_of(self.core.state, tensors, save.record, self._life))
 
     def end(self, end: effects.End) -> None:
@@ -326,6 +326,6 @@ class Loop:
     def _publish(self) -> None:
         self.core.state.outer_groups = self.tensors.outer_groups()
         self.onlookers.publish()
-        if self.core.state.bootstrap.is_done:
+        if self.core.state.model.is_done:
             self.tensors.forget_sources()
         self._longest_turn_s = 0.0

@@ -163,7 +163,7 @@ def test_nobody_sees_parameters_of_a_donor_that_dies_between_two_fragments() -> 
     a.leaves()
     stage.provide()
     assert len(b.chunks) == 6
-    assert {m.version.run for m in b.all(Released)} == {stage.state.bootstrap.run}
+    assert {m.version.run for m in b.all(Released)} == {stage.state.model.run}
 
 
 def test_chunks_of_a_donor_that_left_are_never_placed() -> None:
@@ -178,7 +178,7 @@ def test_chunks_of_a_donor_that_left_are_never_placed() -> None:
     b = stage.worker("b").joins()
     assert not stage.tensors.queue
     stage.provide()
-    assert stage.state.bootstrap.manifest == smaller
+    assert stage.state.model.manifest == smaller
     b.pulls()
     assert b.holds() == stage.version()
 

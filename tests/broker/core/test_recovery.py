@@ -439,7 +439,7 @@ def test_newest_version_of_each_fragment_is_adopted_without_a_checkpoint() -> No
     assert (a.asked_for, b.asked_for) == ([0], [1])
     assert counters(stage) == [3, 3]
     assert stage.round.number == 6
-    assert stage.state.bootstrap.run == RUN
+    assert stage.state.model.run == RUN
     assert_masters_are_what_is_handed_out(stage)
 
 

@@ -23,12 +23,12 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
     if member is not None and member.session != join.session:
         yield from _contest(member, route, state.now)
         return
-    state.bootstrap.forgive(join.worker_id)
+    state.model.forgive(join.worker_id)
     session = state.draw().to_bytes(8, "big") + state.draw().to_bytes(8, "big")
     if member is None:
         member = state.members.admit(join, session, route, state.now)
-        if join.worker_id in state.bootstrap.known:
-            member.goes_on_from(state.bootstrap.known[join.worker_id])
+        if join.worker_id in state.model.known:
+            member.goes_on_from(state.model.known[join.worker_id])
         yield effects.Log(
             "info", f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}."
         )
@@ -47,8 +47,8 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         state.versions.forget(member.bulk)
         state.members.renew(member, join, session, route, state.now)
         yield effects.Log("info", f"{join.worker_id} is back on a new connection.")
-    if state.bootstrap.manifest != join.manifest:
-        layout = state.bootstrap.settle_manifest(join.manifest, plan, state.run_config)
+    if state.model.manifest != join.manifest:
+        layout = state.model.settle_manifest(join.manifest, plan, state.run_config)
         state.versions.set_layout(layout.all)
     first_round = _first_round(state, member)
     versions = tuple(each.version for each in state.versions.trained)
@@ -58,17 +58,19 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         state.epoch,
         state.run_config,
         first_round,
-        state.bootstrap.run if state.bootstrap.is_done else None,
+        state.model.run if state.model.is_done else None,
         versions,
         state.feed_address,
         plan if state.config.num_fragments > 1 else (),
     )
     yield effects.Send(route, welcome)
-    if any(join.versions) and not state.bootstrap.is_done:
-        state.bootstrap.holder_lost_at = None
-        donor = state.members.named(state.bootstrap.donor or "")
+    if any(join.versions) and not state.model.is_done:
+        state.model.holder_lost_at = None
+        donor = state.members.named(state.model.donation.donor or "")
         is_new_run = donor is not None and not any(donor.versions)
-        if is_new_run or state.bootstrap.is_loading:  # a run that exists comes before a new one
+        if (
+            is_new_run or state.model.donation.is_loading
+        ):  # a run that exists comes before a new one
             why = f"{join.worker_id} holds a version of a run, which goes on instead of a new one."
             yield from initial_model.abandon_donation(state, why)
             return
@@ -77,9 +79,9 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
 
 def _run_is_settled(state: RunState) -> bool:
     """False while a worker that started afresh gives parameters: an older run may still turn up."""
-    boot = state.bootstrap
-    donor = state.members.named(boot.donor or "")
-    return boot.is_done or bool(boot.restored) or (donor is not None and any(donor.versions))
+    model = state.model
+    donor = state.members.named(model.donation.donor or "")
+    return model.is_done or bool(model.restored) or (donor is not None and any(donor.versions))
 
 
 def _first_round(state: RunState, member: Member) -> int:
@@ -87,7 +89,7 @@ def _first_round(state: RunState, member: Member) -> int:
     round_ = state.round
     if round_ is None:
         # At least: an estimate that is too high would make the worker leave rounds out.
-        return state.bootstrap.resumed_number or 0
+        return state.model.resumed_number or 0
     if round_.barrier is None:
         return round_.number  # it says only which fragment to begin with
     if state.below_floor:
@@ -123,7 +125,7 @@ def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
             Code.MODEL_DIFFERS, f"The model cannot be trained: {summarise(problems)}."
         )
     compatibility.check_wants(state.config, join)
-    run = state.bootstrap.run if _run_is_settled(state) else None
+    run = state.model.run if _run_is_settled(state) else None
     if join.run is not None and run is not None and join.run != run:
         raise ProtocolError(
             Code.RUN_DIFFERS,
@@ -136,8 +138,8 @@ def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
 
 def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...]:
     """The fragment of each tensor; raises ProtocolError where the model cannot be split so."""
-    if state.bootstrap.manifest == manifest:
-        return state.bootstrap.plan
+    if state.model.manifest == manifest:
+        return state.model.plan
     try:
         return state.plan_of(manifest).numbers(manifest)
     except UsageError as error:
@@ -145,18 +147,21 @@ def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...]:
 
 
 def _check_manifest(state: RunState, manifest: Manifest) -> None:
-    boot = state.bootstrap
+    model = state.model
     nobody_yet = (
-        not len(state.members) and not boot.is_done and not boot.is_loading and not boot.restored
+        not len(state.members)
+        and not model.is_done
+        and not model.donation.is_loading
+        and not model.restored
     )
-    if boot.manifest is not None and boot.manifest != manifest and not nobody_yet:
-        clauses = differences(boot.manifest, manifest)
-        source = f" (it goes on from {boot.source})" if boot.source else ""
+    if model.manifest is not None and model.manifest != manifest and not nobody_yet:
+        clauses = differences(model.manifest, manifest)
+        source = f" (it goes on from {model.checkpoint})" if model.checkpoint else ""
         raise ProtocolError(
             Code.MODEL_DIFFERS,
             f"The worker's model differs from the run's{source}: {summarise(clauses)}.",
         )
-    clauses = boot.mismatches(manifest)
+    clauses = model.mismatches(manifest)
     if clauses:
         raise ProtocolError(
             Code.MODEL_DIFFERS,
@@ -195,7 +200,7 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     state.members.remove(member)
     state.departed = Departure(member.worker_id, why)
     state.versions.forget(member.bulk)
-    if state.bootstrap.donor == member.worker_id:
+    if state.model.donation.donor == member.worker_id:
         yield from initial_model.abandon_donation(state)
     yield from rounds.leave(state, member.worker_id)
 

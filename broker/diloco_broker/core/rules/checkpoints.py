@@ -19,8 +19,8 @@ RETRY_S = 1.0
 
 def run_record(state: RunState, number: int) -> RunRecord:
     """How things stand between rounds, or when a version is whole that is not released yet."""
-    boot, unreleased = state.bootstrap, state.unreleased
-    assert boot.manifest is not None and boot.run is not None
+    model, unreleased = state.model, state.unreleased
+    assert model.manifest is not None and model.run is not None
     fragments = {}
     for versions in state.versions.fragments:
         fragment = versions.layout.fragment
@@ -30,11 +30,11 @@ def run_record(state: RunState, number: int) -> RunRecord:
         if record is not None:
             fragments[fragment] = replace(record, tags=versions.newest_tags())
     return RunRecord(
-        boot.run,
+        model.run,
         number,
         state.epoch,
-        boot.manifest,
-        boot.plan,
+        model.manifest,
+        model.plan,
         fragments,
         {member.worker_id: member.counters() for member in state.members},
         asdict(state.totals),

@@ -21,31 +21,31 @@ MAX_COUNTER = 1 << 48
 
 def begin(state: RunState, member: Member, push: messages.Push) -> effects.Effects:
     """The donor offers a fragment; a donation that broke off goes on where it stopped."""
-    boot = state.bootstrap
-    if boot.donor != member.worker_id:
+    model = state.model
+    if model.donation.donor != member.worker_id:
         raise ProtocolError(
             Code.NOT_ALLOWED,
             f"Parameters of {member.worker_id} are not wanted: the run has others, or another worker "
             "was asked.",
         )
     _check_provenance(push)
-    if push.fragment not in boot.wanted:
+    if push.fragment not in model.donation.wanted:
         raise ProtocolError(
             Code.NOT_ALLOWED, f"Fragment {push.fragment} is not wanted: the broker has it."
         )
-    run = push.base.run if push.base else boot.run
-    if boot.run is not None and boot.run != run:
+    run = push.base.run if push.base else model.run
+    if model.run is not None and model.run != run:
         raise ProtocolError(Code.BAD_PUSH, "The fragments donated are of different runs.")
     _check_promise(member, push)
-    intake = boot.intakes.get(push.fragment)
+    intake = model.donation.intakes.get(push.fragment)
     if intake is not None and intake.push is not None and intake.push.push_id != push.push_id:
         raise ProtocolError(Code.BAD_PUSH, f"Fragment {push.fragment} is donated already.")
     if intake is None:
-        boot.run = run or f"{state.draw():016x}"
-        version = push.base or VersionId(boot.run, 0, state.draw())
+        model.run = run or f"{state.draw():016x}"
+        version = push.base or VersionId(model.run, 0, state.draw())
         intake = Intake(version, [None] * push.chunks, Bitmap(push.chunks), push)
-        boot.intakes[push.fragment] = intake
-    boot.progress_at = state.now
+        model.donation.intakes[push.fragment] = intake
+    model.donation.progress_at = state.now
     window = first_window(1)
     upload = Upload(push, window, window, upload_window(1), is_void=intake.is_whole)
     member.uploads.begin(upload)
@@ -84,18 +84,18 @@ def _check_provenance(push: messages.Push) -> None:
 
 def arrived(state: RunState, push: messages.Push) -> Bitmap | None:
     """The chunks received of a donation; None when it is over."""
-    intake = state.bootstrap.intakes.get(push.fragment)
+    intake = state.model.donation.intakes.get(push.fragment)
     return None if intake is None else intake.arrived
 
 
 def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     """A chunk is in place: its credit goes back to the donor."""
-    work, boot = event.work, state.bootstrap
-    intake = boot.intakes[work.fragment]
+    work, model = event.work, state.model
+    intake = model.donation.intakes[work.fragment]
     assert intake.wires[work.index] is None, "a chunk was stored twice"
     intake.wires[work.index] = event.wire
     intake.stored += 1
-    boot.progress_at = state.now
+    model.donation.progress_at = state.now
     donor = state.members.named(work.worker_id)
     upload = donor.uploads.of(work.fragment) if donor is not None else None
     if donor is not None and upload is not None:
@@ -109,19 +109,19 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
 
 def abandon(state: RunState, why: str = "") -> effects.Effects:
     """The donor cannot go on, or need not (`why`): forget what came from it."""
-    donor = state.members.named(state.bootstrap.donor or "")
+    donor = state.members.named(state.model.donation.donor or "")
     if donor is not None:
         donor.uploads.void_all()
-        for intake in state.bootstrap.intakes.values():
+        for intake in state.model.donation.intakes.values():
             if why and intake.push is not None:
                 push_id = intake.push.push_id
                 yield effects.Send(
                     donor.control,
                     messages.Error(Code.NOT_ALLOWED, why, push_id=push_id, about="push"),
                 )
-    over = [f for f in state.bootstrap.intakes if f in state.bootstrap.restored]
-    state.bootstrap.abandon()
+    over = [f for f in state.model.donation.intakes if f in state.model.restored]
+    state.model.abandon()
     yield effects.DropInitial()
     for fragment in over:
-        state.bootstrap.revert(fragment)
+        state.model.revert(fragment)
         yield effects.Revert(fragment)

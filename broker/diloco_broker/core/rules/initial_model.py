@@ -20,7 +20,6 @@ from diloco_broker.core.rules import branches, checkpoints, donation, rounds
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake, Resumption
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.versions import WholeVersion
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.dtypes import span_bytes
@@ -36,18 +35,9 @@ RETURN_WITHIN_S = 3.0
 
 def resume(state: RunState, resumption: Resumption) -> None:
     """Know the run of a checkpoint. It goes on in `seek`, once those ahead of it have been heard."""
-    boot = state.bootstrap
     record = resumption.record
-    boot.manifest, boot.plan, boot.layout = record.manifest, record.plan, resumption.layout
+    state.model.resume(resumption)
     state.versions.set_layout(resumption.layout.all)
-    boot.run, boot.source = record.run, resumption.source
-    boot.resumed_number = record.number
-    boot.saved = {
-        fragment: WholeVersion(each, resumption.wires[fragment])
-        for fragment, each in record.fragments.items()
-    }
-    boot.restored = dict(boot.saved)
-    boot.known = record.workers
     for name, value in record.totals.items():
         setattr(state.totals, name, value)
     state.totals_before = replace(state.totals)
@@ -56,16 +46,16 @@ def resume(state: RunState, resumption: Resumption) -> None:
 
 def seek(state: RunState) -> effects.Effects:
     """Get parameters if there are none: of a run that exists, else the model file's, else a worker's."""
-    boot = state.bootstrap
-    if boot.is_done or boot.is_loading or boot.manifest is None:
+    model = state.model
+    if model.is_done or model.donation.is_loading or model.manifest is None:
         return
-    donor = state.members.named(boot.donor or "")
+    donor = state.members.named(model.donation.donor or "")
     if donor is not None:
         yield from _ask(state, donor)
     elif _is_called_for(state):
         yield from _seek_run(state)
     elif not (yield from _wait_for_a_run(state)):
-        if boot.initial is not None:
+        if model.initial is not None:
             yield from _load_file(state)
         else:
             yield from _ask_a_newcomer(state)
@@ -73,82 +63,85 @@ def seek(state: RunState) -> effects.Effects:
 
 def _is_called_for(state: RunState) -> bool:
     """Is there a run to go on with, in a checkpoint or with a worker?"""
-    boot = state.bootstrap
-    holders = (m for m in state.members if m.worker_id not in boot.rejected_donors)
-    return bool(boot.restored) or any(any(member.versions) for member in holders)
+    model = state.model
+    holders = (m for m in state.members if m.worker_id not in model.rejected_donors)
+    return bool(model.restored) or any(any(member.versions) for member in holders)
 
 
 def _seek_run(state: RunState) -> effects.Effects:
     """Wait for whoever may be ahead, take from each what is newest with him, then go on."""
-    boot = state.bootstrap
-    if not boot.source or state.config.recover == "adopt":
+    model = state.model
+    if not model.checkpoint or state.config.recover == "adopt":
         if (yield from _wait_for_others(state)):
             return
-        if boot.run is None:
-            newest = boot.choose_donor(state.members)
+        if model.run is None:
+            newest = model.choose_donor(state.members)
             if newest is None or not any(newest.versions):  # those that hold a version were slow
-                boot.ask_all_again()
-                newest = boot.choose_donor(state.members)
+                model.ask_all_again()
+                newest = model.choose_donor(state.members)
             assert newest is not None
-            boot.run = next(held.run for held in newest.versions if held is not None)
-        sources = boot.sources(state.members)
-        is_whole = set(boot.restored) >= set(boot.all_fragments)
-        if not sources and not is_whole and boot.ask_all_again():
-            sources = boot.sources(state.members)
+            model.run = next(held.run for held in newest.versions if held is not None)
+        sources = model.sources(state.members)
+        is_whole = set(model.restored) >= set(model.all_fragments)
+        if not sources and not is_whole and model.ask_all_again():
+            sources = model.sources(state.members)
         if sources:
             donor = next(iter(sources.values()))
-            boot.ask(donor, tuple(f for f, m in sources.items() if m is donor), state.now)
+            model.ask(donor, tuple(f for f, m in sources.items() if m is donor), state.now)
             whose = ", ".join(
-                f"fragment {f} at version {donor.versions[f]}" for f in sorted(boot.wanted)
+                f"fragment {f} at version {donor.versions[f]}"
+                for f in sorted(model.donation.wanted)
             )
-            ahead = "is ahead of the checkpoint" if boot.source else "has parameters of this run"
-            instead = ", not the model file's" if boot.initial is not None else ""
+            ahead = (
+                "is ahead of the checkpoint" if model.checkpoint else "has parameters of this run"
+            )
+            instead = ", not the model file's" if model.initial is not None else ""
             yield effects.Log(
                 "info", f"{donor.worker_id} {ahead}; taking {whose} from it{instead}."
             )
             yield from _ask(state, donor)
             return
-    if set(boot.restored) >= set(boot.all_fragments):
+    if set(model.restored) >= set(model.all_fragments):
         yield from _go_on(state)
     else:
-        boot.restored.clear()  # nobody has the rest: a new run begins with the next donor
-        boot.abandon()
+        model.restored.clear()  # nobody has the rest: a new run begins with the next donor
+        model.abandon()
         yield effects.DropInitial()
 
 
 def _wait_for_others(state: RunState) -> Generator[effects.Effect, None, bool]:
     """True while somebody who may hold a newer version has time left to come back."""
-    boot, config = state.bootstrap, state.config
-    if boot.source:
-        away = sorted(boot.known.keys() - {member.worker_id for member in state.members})
+    model, config = state.model, state.config
+    if model.checkpoint:
+        away = sorted(model.known.keys() - {member.worker_id for member in state.members})
         if not away or state.now >= state.started_at + config.recover_wait:
-            boot.waits_for = ""
+            model.waits_for = ""
             return False
         whom = f"workers of the run that may hold newer rounds: {summarise(away)}"
-        if not boot.waits_for:
+        if not model.waits_for:
             left = state.started_at + config.recover_wait - state.now
             yield effects.Log(
                 "info", f"Before the run goes on, waiting {left:.1f} s at most for {whom}."
             )
-        boot.waits_for = whom
+        model.waits_for = whom
         return True
     if len(state.members) >= config.workers:
         return False
-    if boot.offered_at is None:
-        boot.offered_at = state.now
+    if model.offered_at is None:
+        model.offered_at = state.now
         holders = [member.worker_id for member in state.members if any(member.versions)]
         for worker_id in holders[:1]:  # none, when those that gave some of it have gone since
             yield effects.Log("info", f"{worker_id} holds a version of an earlier run.")
-    return state.now - boot.offered_at < config.recover_wait
+    return state.now - model.offered_at < config.recover_wait
 
 
 def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
     """True while a worker that holds a version may be on its way: no new run takes its place."""
-    boot, config = state.bootstrap, state.config
+    model, config = state.model, state.config
     here = len(state.members)
     until, whom = state.now, ""
-    if boot.holder_lost_at is not None:
-        until = boot.holder_lost_at + config.recover_wait
+    if model.holder_lost_at is not None:
+        until = model.holder_lost_at + config.recover_wait
         whom = "the worker that holds the run and whose connection broke"
     elif not config.has_new_address:
         enough = here >= config.workers  # more may have been in an earlier run
@@ -157,80 +150,80 @@ def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
         whom += "" if enough else f", and for {config.workers} workers to be here"
     if state.now >= until:
         whom = ""
-    elif whom != boot.waits_for:
+    elif whom != model.waits_for:
         text = f"Waiting {until - state.now:.1f} s at most for {whom}; then a new run begins."
         yield effects.Log("info", text)
-    boot.waits_for = whom
+    model.waits_for = whom
     return bool(whom)
 
 
 def _load_file(state: RunState) -> effects.Effects:
-    boot = state.bootstrap
-    boot.is_loading = True
-    boot.run = f"{state.draw():016x}"
-    boot.wanted = boot.all_fragments
+    model = state.model
+    model.donation.is_loading = True
+    model.run = f"{state.draw():016x}"
+    model.donation.wanted = model.all_fragments
     for each in state.versions.fragments:
         chunks = each.layout.chunks
         if chunks:
-            version = VersionId(boot.run, 0, state.draw())
+            version = VersionId(model.run, 0, state.draw())
             intake = Intake(version, [None] * chunks, Bitmap.full(chunks))
-            boot.intakes[each.layout.fragment] = intake
+            model.donation.intakes[each.layout.fragment] = intake
             for index in range(chunks):
                 yield effects.StoreInitial(each.layout.fragment, index)
 
 
 def _ask_a_newcomer(state: RunState) -> effects.Effects:
-    boot = state.bootstrap
-    donor = boot.choose_donor(state.members)
-    if donor is None and boot.ask_all_again():
-        donor = boot.choose_donor(state.members)
+    model = state.model
+    donor = model.choose_donor(state.members)
+    if donor is None and model.ask_all_again():
+        donor = model.choose_donor(state.members)
     if donor is not None:
-        boot.ask(donor, boot.all_fragments, state.now)
+        model.ask(donor, model.all_fragments, state.now)
         yield effects.Log("info", f"Asking {donor.worker_id} for its parameters.")
         yield from _ask(state, donor)
 
 
 def _ask(state: RunState, donor: Member) -> effects.Effects:
     """Ask the donor for what is needed; again on a new connection, another one if it is silent."""
-    boot = state.bootstrap
-    if state.now - boot.progress_at > boot.patience_s:
+    model = state.model
+    if state.now - model.donation.progress_at > model.patience_s:
         yield from _pass_over(state, donor)
-    elif boot.asked != donor.session:
-        boot.asked = donor.session
-        for fragment in boot.wanted:
+    elif model.donation.asked != donor.session:
+        model.donation.asked = donor.session
+        for fragment in model.donation.wanted:
             text = "The broker needs the parameters of this worker; send them."
             yield effects.Send(donor.control, messages.Notice("donate", text, fragment))
 
 
 def _pass_over(state: RunState, donor: Member) -> effects.Effects:
     """A donor delivers nothing: another one is asked. Where there is none, it gets more time."""
-    boot = state.bootstrap
-    slow = f"{donor.worker_id} has sent no parameters for {boot.patience_s:g} s"
-    boot.passed_over.add(donor.worker_id)
+    model = state.model
+    slow = f"{donor.worker_id} has sent no parameters for {model.patience_s:g} s"
+    model.passed_over.add(donor.worker_id)
     if _can_do_without(state, donor):
         yield effects.Log("warning", f"{slow}; going on without it.")
         yield from abandon_donation(state, why="The broker asks another worker meanwhile.")
     else:
-        boot.ask_all_again()
-        boot.progress_at = state.now
+        model.ask_all_again()
+        model.donation.progress_at = state.now
         yield effects.Log("warning", f"{slow}, and nobody else has them; waiting for it.")
 
 
 def _can_do_without(state: RunState, donor: Member) -> bool:
     """Is there somebody else to ask for what this donor was asked for, or something to go on from?"""
-    boot = state.bootstrap
+    model = state.model
     if any(donor.versions):
-        return set(boot.restored) >= set(boot.all_fragments) or bool(boot.sources(state.members))
-    return bool(boot.candidates(state.members))
+        return set(model.restored) >= set(model.all_fragments) or bool(model.sources(state.members))
+    return bool(model.candidates(state.members))
 
 
 def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     """A chunk of the first version is in place; with the last of all the first round opens."""
     yield from donation.stored(state, event)
-    boot = state.bootstrap
-    if not boot.is_complete:
+    model = state.model
+    if not model.donation.is_complete:
         return
-    push = boot.intakes[event.work.fragment].push
+    push = model.donation.intakes[event.work.fragment].push
     if push is not None and push.base is not None:
         yield from _adopt(state, event.work.worker_id)
     else:
@@ -238,19 +231,19 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
 
 
 def _begin_run(state: RunState, source: str) -> effects.Effects:
-    boot = state.bootstrap
-    for fragment, intake in boot.intakes.items():
+    model = state.model
+    for fragment, intake in model.donation.intakes.items():
         state.versions.install(fragment, intake.whole())
         yield effects.RecordVersion(intake.version, None, fragment, 0)
-    yield effects.Log("info", f"Run {boot.run} begins with the parameters of {source}.")
+    yield effects.Log("info", f"Run {model.run} begins with the parameters of {source}.")
     yield from _begin(state, 0, is_new=True)
 
 
 def _adopt(state: RunState, donor: str) -> effects.Effects:
     """Everything that the donor was asked for is here."""
-    boot = state.bootstrap
-    before = {fragment: each.record.gradients for fragment, each in boot.restored.items()}
-    steps = boot.adopt()
+    model = state.model
+    before = {fragment: each.record.gradients for fragment, each in model.restored.items()}
+    steps = model.adopt()
     size = state.config.dn_size
     # In a grace window a version takes any number of gradients: nobody knows where the buffer stood.
     is_unsure = state.config.is_async and state.config.grace > 0
@@ -265,7 +258,7 @@ def _adopt(state: RunState, donor: str) -> effects.Effects:
         if fragment < pieces and number
     ]
     if rounds:
-        since = f" since {boot.source}" if boot.source else ""
+        since = f" since {model.checkpoint}" if model.checkpoint else ""
         yield effects.Log(
             "warning",
             f"Recovered the parameters from {donor}. What the outer optimizer remembered of the rounds"
@@ -276,23 +269,23 @@ def _adopt(state: RunState, donor: str) -> effects.Effects:
 
 def _go_on(state: RunState) -> effects.Effects:
     """Every fragment is at its newest version: the next round opens."""
-    boot = state.bootstrap
+    model = state.model
     for member in state.members:
-        if any(held is not None and held.run != boot.run for held in member.versions):
+        if any(held is not None and held.run != model.run for held in member.versions):
             # It came before anybody knew which run goes on. When it joins again it is told.
             state.members.remove(member)
             state.versions.forget(member.bulk)
-            text = f"This broker goes on with run {boot.run}, which is another one; join again."
+            text = f"This broker goes on with run {model.run}, which is another one; join again."
             yield effects.Send(member.control, messages.Rejoin(state.epoch, text))
-    for fragment, restored in boot.restored.items():
+    for fragment, restored in model.restored.items():
         state.versions.install(fragment, restored)
     for member in state.members:
         yield from branches.tell(state, member.worker_id, member.versions)
     number = sum(s.version.counter for s in state.versions.trained if s.version)
-    is_newer = number != boot.resumed_number
-    source = f"from {boot.source}" if boot.source else "with what its workers hold"
-    more = " and what its workers had newer" if boot.source and is_newer else ""
-    yield effects.Log("info", f"Run {boot.run} goes on with round {number}, {source}{more}.")
+    is_newer = number != model.resumed_number
+    source = f"from {model.checkpoint}" if model.checkpoint else "with what its workers hold"
+    more = " and what its workers had newer" if model.checkpoint and is_newer else ""
+    yield effects.Log("info", f"Run {model.run} goes on with round {number}, {source}{more}.")
     yield from _begin(state, number, is_new=is_newer)
 
 
@@ -302,7 +295,7 @@ def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
     Args:
         is_new: no checkpoint has all of it yet.
     """
-    state.bootstrap.finish()
+    state.model.finish()
     if state.config.is_staged:
         yield effects.Log("info", _room_needed(state))
     yield from state.versions.serve_waiting()
@@ -352,8 +345,8 @@ def refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
 
 def reject_donor(state: RunState, donor: Member) -> effects.Effects:
     """What this worker donates cannot be used: it is not asked again."""
-    if state.bootstrap.donor == donor.worker_id:
-        state.bootstrap.rejected_donors.add(donor.worker_id)
+    if state.model.donation.donor == donor.worker_id:
+        state.model.rejected_donors.add(donor.worker_id)
         yield from abandon_donation(state)
 
 

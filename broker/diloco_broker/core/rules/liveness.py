@@ -132,6 +132,6 @@ def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
     """A worker counts as dead."""
     state.totals.deaths += 1
     yield effects.Log("warning", f"{member.worker_id} counts as dead: {why}.")
-    if any(member.versions) and not state.bootstrap.is_done:
-        state.bootstrap.holder_lost_at = state.now
+    if any(member.versions) and not state.model.is_done:
+        state.model.holder_lost_at = state.now
     yield from admission.remove(state, member, why)

@@ -61,7 +61,7 @@ def _no(route: effects.Route, control: messages.Control, text: str) -> effects.S
 
 
 def _manifest(state: RunState, route: effects.Route, control: messages.Control) -> effects.Send:
-    manifest = state.bootstrap.manifest
+    manifest = state.model.manifest
     if manifest is None:
         return _no(
             route, control, "The broker has no model yet; the first worker that joins brings it."
@@ -69,7 +69,7 @@ def _manifest(state: RunState, route: effects.Route, control: messages.Control) 
     data = {
         "manifest": to_plain(manifest),
         "config": to_plain(state.run_config),
-        "plan": list(state.bootstrap.plan if state.config.num_fragments > 1 else ()),
+        "plan": list(state.model.plan if state.config.num_fragments > 1 else ()),
         "pattern": state.fragment_pattern,
     }
     text = f"The model has {manifest.trainable_elements} trainable parameters."

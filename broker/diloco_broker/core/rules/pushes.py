@@ -163,7 +163,7 @@ def _check_base(state: RunState, push: messages.Push) -> None:
         raise ProtocolError(Code.BAD_PUSH, "Frozen parameters are not trained.")
     current = fragments[push.fragment].version
     if current is None or state.round is None:
-        whom = state.bootstrap.waits_for or "the parameters of a worker"
+        whom = state.model.waits_for or "the parameters of a worker"
         text = f"The broker waits for {whom}; this push can be offered again when a round is open."
         raise ProtocolError(Code.NO_MODEL, text)
     base = push.base

@@ -85,7 +85,7 @@ def _go_on_with_fewer(state: RunState) -> effects.Effects:
 
     A run that has not had a round yet still does.
     """
-    round_, known = state.round, state.bootstrap.known
+    round_, known = state.round, state.model.known
     if round_ is None or not (round_.number and state.first_round_pending):
         return
     here = {member.worker_id: member.joined_at for member in state.members}

@@ -84,7 +84,33 @@ class Intake:
 
 
 @dataclass
-class Bootstrap:
+class Donation:
+    """The first parameters on their way in.
+
+    Attributes:
+        donor: id of the worker that was asked; None where nobody was, or the model file is loaded.
+        wanted: the fragments that it was asked for.
+        asked: session of the donor that was asked.
+        progress_at: when the donor last delivered something.
+        intakes: by fragment.
+        is_loading: the model file is being placed.
+    """
+
+    donor: str | None = None
+    wanted: tuple[int, ...] = ()
+    asked: bytes = b""
+    progress_at: float = 0.0
+    intakes: dict[int, Intake] = field(default_factory=dict)
+    is_loading: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """True when every fragment that was asked for is whole."""
+        return all(f in self.intakes and self.intakes[f].is_whole for f in self.wanted)
+
+
+@dataclass
+class RunModel:
     """The model of the run: what it consists of, and where its first parameters come from.
 
     Attributes:
@@ -92,8 +118,6 @@ class Bootstrap:
         manifest: the run's model, settled by the first worker that joins.
         plan: the fragment of each of its tensors.
         run: name of the run; None until parameters are on their way.
-        donor: id of the worker that was asked.
-        wanted: the fragments that it was asked for.
         rejected_donors: workers whose parameters could not be used, until they join again.
         passed_over: workers that were asked and sent nothing for `patience_s`; asked again when nobody
             else is left, with more patience.
@@ -102,8 +126,7 @@ class Bootstrap:
         restored: fragments of a run that exists, from a checkpoint or a worker, until it goes on.
         saved: the fragments as the checkpoint has them.
         known: counters of the workers that were here when the checkpoint was written, by id.
-        source: the checkpoint, for people; empty without one.
-        is_loading: the model file is being placed.
+        checkpoint: its name, for people; empty without one.
         is_done: every fragment has a version.
     """
 
@@ -112,12 +135,8 @@ class Bootstrap:
     plan: tuple[int, ...] = ()
     layout: ModelLayout | None = None
     run: str | None = None
-    donor: str | None = None
+    donation: Donation = field(default_factory=Donation)
     offered_at: float | None = None  # when the first worker came that holds a version
-    asked: bytes = b""  # session of the donor that was asked
-    progress_at: float = 0.0  # when the donor last delivered something
-    wanted: tuple[int, ...] = ()
-    intakes: dict[int, Intake] = field(default_factory=dict)  # by fragment
     rejected_donors: set[str] = field(default_factory=set)
     passed_over: set[str] = field(default_factory=set)
     patience_s: float = DONOR_PATIENCE_S
@@ -126,9 +145,8 @@ class Bootstrap:
     restored: dict[int, WholeVersion] = field(default_factory=dict)
     saved: Mapping[int, WholeVersion] = field(default_factory=dict)
     known: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    source: str = ""
+    checkpoint: str = ""
     resumed_number: int | None = None  # the next round by the checkpoint
-    is_loading: bool = False
     is_done: bool = False
 
     def settle_manifest(
@@ -143,6 +161,18 @@ class Bootstrap:
             chunk_elements=config.chunk_elements,
         )
         return self.layout
+
+    def resume(self, resumption: Resumption) -> None:
+        """Know the run of a checkpoint."""
+        record = resumption.record
+        self.manifest, self.plan, self.layout = record.manifest, record.plan, resumption.layout
+        self.run, self.checkpoint = record.run, resumption.source
+        self.resumed_number, self.known = record.number, record.workers
+        self.saved = {
+            fragment: WholeVersion(each, resumption.wires[fragment])
+            for fragment, each in record.fragments.items()
+        }
+        self.restored = dict(self.saved)
 
     def mismatches(self, manifest: Manifest) -> list[str]:
         """How a worker's model differs from the model file, one clause each."""
@@ -195,25 +225,16 @@ class Bootstrap:
         assert self.layout is not None
         return tuple(part.fragment for part in self.layout.all if part.chunks)
 
-    @property
-    def is_complete(self) -> bool:
-        """True when every fragment that was asked for is whole."""
-        return all(f in self.intakes and self.intakes[f].is_whole for f in self.wanted)
-
     def ask(self, donor: Member, wanted: tuple[int, ...], now: float) -> None:
         """This worker is the donor of these fragments from now on."""
-        self.donor, self.wanted, self.progress_at, self.asked = donor.worker_id, wanted, now, b""
+        self.donation = Donation(donor.worker_id, wanted, progress_at=now)
         self.waits_for = ""
 
     def abandon(self) -> None:
         """Forget what came in from the donor at hand, and the donor."""
-        self.donor = None
-        self.is_loading = False
+        self.donation = Donation()
         if not self.restored:
             self.run = None
-        self.asked = b""
-        self.wanted = ()
-        self.intakes.clear()
 
     def revert(self, fragment: int) -> None:
         """What there was of a fragment has been overwritten: only the checkpoint has another copy."""
@@ -236,22 +257,19 @@ class Bootstrap:
     def adopt(self) -> dict[int, int]:
         """Keep what came in. Returns, by fragment, how many versions newer it is than what we had."""
         steps = {}
-        for fragment, intake in self.intakes.items():
+        for fragment, intake in self.donation.intakes.items():
             ours = self.restored[fragment].record if fragment in self.restored else None
             steps[fragment] = intake.version.counter - (ours.version.counter if ours else 0)
             # Without a checkpoint the optimizer has nothing yet, however often we adopt.
-            gradients = ours.gradients + steps[fragment] if ours and self.source else 0
+            gradients = ours.gradients + steps[fragment] if ours and self.checkpoint else 0
             self.restored[fragment] = intake.whole(ours, gradients)
-        self.intakes.clear()
-        self.donor, self.wanted, self.asked = None, (), b""
+        self.donation = Donation()
         return steps
 
     def finish(self) -> None:
+        """Every fragment has a version: what was kept until then is forgotten."""
         self.is_done = True
-        self.is_loading = False
-        self.donor = None
-        self.wanted = ()
-        self.intakes.clear()
+        self.donation = Donation()
         self.restored.clear()
         self.saved = {}
 

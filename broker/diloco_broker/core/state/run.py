@@ -10,7 +10,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
 from diloco_broker.core.state.dylu import sync_every
 from diloco_broker.core.state.members import Member, Membership
-from diloco_broker.core.state.model_source import Bootstrap
+from diloco_broker.core.state.model_source import RunModel
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.submissions import Submissions
 from diloco_broker.core.state.update import Barrier, CountedPush, Phase, Update
@@ -158,7 +158,7 @@ class RunState:
     draw: Callable[[], int]
     started_at: float
     epoch: str
-    bootstrap: Bootstrap
+    model: RunModel
     members: Membership = field(default_factory=Membership)
     versions: VersionStore = field(default_factory=VersionStore)
     round: Update | None = None

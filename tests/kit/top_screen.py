@@ -174,7 +174,7 @@ class FakeBroker:
         return self.answer
 
 
-class Stage:
+class ScreenPilot:
     """One screen under test. Its methods say what somebody at the keyboard does and sees."""
 
     def __init__(self, **options: Any) -> None:
@@ -191,7 +191,7 @@ class Stage:
 
     def play(
         self,
-        script: Callable[[Stage], Awaitable[None]],
+        script: Callable[[ScreenPilot], Awaitable[None]],
         size: tuple[int, int] = SMALL,
         fill: bool = True,
     ) -> None:

@@ -21,6 +21,7 @@ from diloco_tools.bench import machine
 from diloco_tools.bench import parts as parts_folder
 from diloco_tools.bench.cli import app, write
 from diloco_tools.bench.parts import rounds, transport
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import TARGETS, figure, number, show, worst
 from diloco_tools.bench.report.phases import CHUNK_IS_MORE_THAN, Moments, moments, phases
 from diloco_tools.bench.report.plot import draw
@@ -31,7 +32,6 @@ from diloco_tools.bench.roles.fake_worker import ELEMENT_BYTES, VALUE, VALUE_BYT
 from diloco_tools.bench.roles.link import Lane
 from diloco_tools.bench.roles.trainer import StillGPT, shape_of
 from diloco_tools.bench.sizes import SIZES, parameters_of
-from diloco_tools.bench.stage import Stage
 from diloco_tools.bench.suite import Part, quick_parts, whole_parts
 from diloco_tools.demo.model import GPT
 from diloco_tools.processes import ChildFailed
@@ -395,8 +395,8 @@ def test_link_counts_its_share_between_the_first_and_the_last_chunk(
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with Stage(tmp_path, bytes_raw=8 * MIB) as it:
+def pool(tmp_path: Path) -> Iterator[ProcessPool]:
+    with ProcessPool(tmp_path, bytes_raw=8 * MIB) as it:
         yield it
 
 
@@ -408,38 +408,38 @@ def test_cpu_and_memory_of_a_process_are_read() -> None:
     assert found.peak >= found.resident > found.files > 0
 
 
-def test_raw_tcp_moves_what_it_is_asked_to(stage: Stage) -> None:
-    sample = stage.raw.measure()
+def test_raw_tcp_moves_what_it_is_asked_to(pool: ProcessPool) -> None:
+    sample = pool.raw.measure()
     assert sample.speed > 0
     assert sample.send_cpu > 0
     assert sample.receive_cpu > 0
-    assert stage.raw_samples == [sample]
+    assert pool.raw_samples == [sample]
 
 
-def test_transport_alone_goes_both_ways(stage: Stage) -> None:
-    found = transport.measure(stage, repeats=1, total=8 * MIB, chunk_sizes=[MIB], windows=[1, 4])
+def test_transport_alone_goes_both_ways(pool: ProcessPool) -> None:
+    found = transport.measure(pool, repeats=1, total=8 * MIB, chunk_sizes=[MIB], windows=[1, 4])
     assert [each.name for each in found[:4]] == ["up", "up / raw", "down", "down / raw"]
     assert {each.of for each in found} == {f"chunks of 1024 KiB, window {n}" for n in (1, 4)}
 
 
-def test_role_that_dies_is_reported_with_its_last_words(stage: Stage) -> None:
-    actor = stage.role("stage-hand")
+def test_role_that_dies_is_reported_with_its_last_words(pool: ProcessPool) -> None:
+    role = pool.role("stage-hand")
     with pytest.raises(ChildFailed, match="there is no role 'stage-hand'"):
-        actor.ask("anything")
+        role.ask("anything")
 
 
-def test_role_that_does_not_answer_is_not_waited_for(stage: Stage) -> None:
-    actor = stage.role("raw")
-    actor.tell("accept")  # nobody connects
+def test_role_that_does_not_answer_is_not_waited_for(pool: ProcessPool) -> None:
+    role = pool.role("raw")
+    role.tell("accept")  # nobody connects
     with pytest.raises(ChildFailed, match=r"did not answer within 0.2 s"):
-        actor.hear(within_s=0.2)
-    os.kill(actor.pid, signal.SIGKILL)
+        role.hear(within_s=0.2)
+    os.kill(role.pid, signal.SIGKILL)
 
 
-def test_everybody_has_ended_when_the_stage_is_left(tmp_path: Path) -> None:
-    with Stage(tmp_path, bytes_raw=MIB) as stage:
-        pids = [stage.role("raw", name).pid for name in ("one", "two")]
-        stage.dismiss("one")
+def test_everybody_has_ended_when_the_pool_is_left(tmp_path: Path) -> None:
+    with ProcessPool(tmp_path, bytes_raw=MIB) as pool:
+        pids = [pool.role("raw", name).pid for name in ("one", "two")]
+        pool.dismiss("one")
         assert not Path(f"/proc/{pids[0]}").exists()
         assert Path(f"/proc/{pids[1]}").exists()
     assert not Path(f"/proc/{pids[1]}").exists()
@@ -482,9 +482,9 @@ def test_each_heartbeat_of_a_fake_worker_is_timed_from_when_it_was_due(broker: B
 
 
 @pytest.mark.timeout(100)
-def test_tiny_run_moves_exactly_the_bytes_of_the_model(stage: Stage) -> None:
+def test_tiny_run_moves_exactly_the_bytes_of_the_model(pool: ProcessPool) -> None:
     size, parameters = "0.4M", parameters_of("0.4M")
-    found = rounds.measure(stage, size=size, workers=1, reply="fp32", repeats=1)
+    found = rounds.measure(pool, size=size, workers=1, reply="fp32", repeats=1)
     by_name = {each.name: each.median for each in found}
     bytes_moved = by_name["in + out"] * by_name["seconds"] * 1e9
     # bf16 up and fp32 down; headers and control messages are less than a percent of it.

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 
 from diloco_protocol import Ledger, VersionId
-from diloco_tools.chaos import stage as stage_module
+from diloco_tools.chaos import run_watch as watch_module
 from diloco_tools.chaos.audit import (
     BROKER_LOG,
     Findings,
@@ -37,7 +37,7 @@ from diloco_tools.chaos.figures import (
 from diloco_tools.chaos.job import Job, steps_in
 from diloco_tools.chaos.proxy import DrillProxy
 from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
-from diloco_tools.chaos.stage import Broken, Stage
+from diloco_tools.chaos.run_watch import Broken, RunWatch
 from diloco_tools.chaos.table import faults_table, figures_table
 from diloco_tools.chaos.worker import StepCount, bring_in, checksum
 from diloco_worker import GlobalParameters
@@ -285,16 +285,16 @@ def test_limit_on_file_sizes_is_an_error_in_the_process_and_can_be_lifted(tmp_pa
         assert process.wait(WITHIN_S) == 0
 
 
-# The stage.
+# The watch.
 
 
-def a_stage(folder: Path, **more: Any) -> Stage:
+def a_watch(folder: Path, **more: Any) -> RunWatch:
     """Of a run in sync mode whose processes are all well."""
     process: Any = SimpleNamespace(running=True)
     crew: Any = SimpleNamespace(folder=folder, mode="sync", lives=[], broker=process)
     for name, value in more.items():
         setattr(crew, name, value)
-    return Stage(crew, time.monotonic() + WITHIN_S)
+    return RunWatch(crew, time.monotonic() + WITHIN_S)
 
 
 def append(folder: Path, *records: dict[str, Any]) -> None:
@@ -303,39 +303,39 @@ def append(folder: Path, *records: dict[str, Any]) -> None:
 
 
 def test_rounds_are_counted_from_the_log_without_the_first_version(tmp_path: Path) -> None:
-    stage = a_stage(tmp_path)
+    watch = a_watch(tmp_path)
     append(tmp_path, release(0), release(1, push("p1")), release(2, push("p2"), push("q")))
-    stage.look()
-    assert stage.rounds == 2 and stage.contributions == 3
+    watch.look()
+    assert watch.rounds == 2 and watch.contributions == 3
     append(tmp_path, release(3))
-    stage.wait_rounds(0, "nothing")
-    stage.look()
-    assert stage.rounds == 3
+    watch.wait_rounds(0, "nothing")
+    watch.look()
+    assert watch.rounds == 3
 
 
 def test_run_that_stands_still_is_broken_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage_module, "STANDSTILL_S", 0.05)
+    monkeypatch.setattr(watch_module, "STANDSTILL_S", 0.05)
     with pytest.raises(Broken, match=r"No round closed for 0.05 s after w0 was killed."):
-        a_stage(tmp_path).wait_rounds(1, "w0 was killed")
+        a_watch(tmp_path).wait_rounds(1, "w0 was killed")
 
 
 def test_deadline_ends_every_wait(tmp_path: Path) -> None:
-    stage = a_stage(tmp_path)
-    stage.deadline = time.monotonic()
+    watch = a_watch(tmp_path)
+    watch.deadline = time.monotonic()
     with pytest.raises(Broken, match="ran out of time"):
-        stage.wait_until(lambda: False, 60.0, "It never came.")
+        watch.wait_until(lambda: False, 60.0, "It never came.")
 
 
 def test_what_was_put_off_is_done_once_while_somebody_waits(tmp_path: Path) -> None:
-    stage = a_stage(tmp_path)
+    watch = a_watch(tmp_path)
     done: list[str] = []
-    stage.when(lambda: "first" in done, lambda: done.append("second"))
-    stage.later(0.0, lambda: done.append("first"))
-    assert not stage.is_quiet
-    stage.wait_until(lambda: stage.is_quiet, WITHIN_S, "Something is still put off.")
-    stage.look()
+    watch.when(lambda: "first" in done, lambda: done.append("second"))
+    watch.later(0.0, lambda: done.append("first"))
+    assert not watch.is_quiet
+    watch.wait_until(lambda: watch.is_quiet, WITHIN_S, "Something is still put off.")
+    watch.look()
     assert done == ["first", "second"]
 
 
@@ -344,11 +344,11 @@ def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
     one: Any = SimpleNamespace(
         name="w0.1", audit=tmp_path / "w0.1.jsonl", child=child, joined_at=None, ended_at=None
     )
-    stage = a_stage(tmp_path, lives=[one])
+    watch = a_watch(tmp_path, lives=[one])
     with pytest.raises(Broken, match="died with exit code"):
-        stage.look()
+        watch.look()
     one.audit.write_text(json.dumps({"event": "joined"}) + "\n" + json.dumps(LEFT) + "\n")
-    stage.look()
+    watch.look()
     assert one.joined_at == one.ended_at is not None
 
 

@@ -11,9 +11,9 @@ from diloco_protocol.clients import Answer, ask_once
 from diloco_tools.top.drawing import sentences
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.feed_snapshots import worker
-from kit.top_screen import CREW, SIZES, Stage, snapshot
+from kit.top_screen import CREW, SIZES, ScreenPilot, snapshot
 
-CONTROL = "tcp://127.0.0.1:8512"  # the feed of the stage names it
+CONTROL = "tcp://127.0.0.1:8512"  # the feed of the pilot names it
 UTF8 = Glyphs.for_encoding("utf-8")
 both = pytest.mark.parametrize("size", SIZES, ids=["80x24", "140x40"])
 
@@ -23,9 +23,9 @@ class TestKick:
     def test_asks_states_the_consequence_and_sends_what_was_asked(
         self, size: tuple[int, int]
     ) -> None:
-        async def script(stage: Stage) -> None:
-            stage.broker.answer = Answer(True, "rtx-home was removed; 3 workers are left.")
-            await stage.press("down", "down", "down", "k")
+        async def script(pilot: ScreenPilot) -> None:
+            pilot.broker.answer = Answer(True, "rtx-home was removed; 3 workers are left.")
+            await pilot.press("down", "down", "down", "k")
             for said in (
                 "Kick rtx-home on desk?",
                 "The round no longer waits for it.",
@@ -33,51 +33,51 @@ class TestKick:
                 "Its 212 steps since its last push are lost to the run.",
                 "3 workers are left.",
             ):
-                assert said in stage.flat()
-            assert not stage.broker.requests
-            await stage.press("y")
-            await stage.sees("rtx-home was removed; 3 workers are left.")
-            assert stage.broker.requests == [(CONTROL, "kick", {"worker": "rtx-home"})]
+                assert said in pilot.flat()
+            assert not pilot.broker.requests
+            await pilot.press("y")
+            await pilot.sees("rtx-home was removed; 3 workers are left.")
+            assert pilot.broker.requests == [(CONTROL, "kick", {"worker": "rtx-home"})]
 
-        Stage().play(script, size)
+        ScreenPilot().play(script, size)
 
     @pytest.mark.parametrize("key", ["n", "escape", "q"])
     def test_anything_but_yes_sends_nothing(self, key: str) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press("k", "enter", "x")
-            assert "Kick a100-0" in stage.text(), "these keys are no answer"
-            await stage.press(key)
-            assert "Kick a100-0" not in stage.text()
-            assert stage.app.is_running
-            assert not stage.broker.requests
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press("k", "enter", "x")
+            assert "Kick a100-0" in pilot.text(), "these keys are no answer"
+            await pilot.press(key)
+            assert "Kick a100-0" not in pilot.text()
+            assert pilot.app.is_running
+            assert not pilot.broker.requests
 
-        Stage().play(script)
+        ScreenPilot().play(script)
 
     @both
     def test_table_changes_only_when_the_feed_says_so(self, size: tuple[int, int]) -> None:
-        async def script(stage: Stage) -> None:
-            stage.broker.answer = Answer(True, "a100-0 was removed.")
-            await stage.press("k", "y")
-            await stage.sees("a100-0 was removed.")
-            assert "a100-0" in stage.workers()
-            await stage.waits(0.5)
-            assert "a100-0" in stage.workers()
-            await stage.hears(snapshot(42), after_s=0.5)
-            assert "a100-0" in stage.workers(), "the feed still has it"
-            await stage.hears(snapshot(43, workers=list(CREW[1:])), after_s=1.0)
-            assert stage.workers() == ["a100-1", "mac-mini", "rtx-home", "xeon"]
+        async def script(pilot: ScreenPilot) -> None:
+            pilot.broker.answer = Answer(True, "a100-0 was removed.")
+            await pilot.press("k", "y")
+            await pilot.sees("a100-0 was removed.")
+            assert "a100-0" in pilot.workers()
+            await pilot.waits(0.5)
+            assert "a100-0" in pilot.workers()
+            await pilot.hears(snapshot(42), after_s=0.5)
+            assert "a100-0" in pilot.workers(), "the feed still has it"
+            await pilot.hears(snapshot(43, workers=list(CREW[1:])), after_s=1.0)
+            assert pilot.workers() == ["a100-1", "mac-mini", "rtx-home", "xeon"]
 
-        Stage().play(script, size)
+        ScreenPilot().play(script, size)
 
     def test_dialog_kicks_whom_it_names_though_the_table_moves(self) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press("k")
-            await stage.hears(snapshot(42, workers=list(CREW[1:])), after_s=1.0)
-            await stage.press("y")
-            await stage.until(lambda: bool(stage.broker.requests))
-            assert stage.broker.requests[0][2] == {"worker": "a100-0"}
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press("k")
+            await pilot.hears(snapshot(42, workers=list(CREW[1:])), after_s=1.0)
+            await pilot.press("y")
+            await pilot.until(lambda: bool(pilot.broker.requests))
+            assert pilot.broker.requests[0][2] == {"worker": "a100-0"}
 
-        Stage().play(script)
+        ScreenPilot().play(script)
 
     def test_warns_when_the_round_would_wait(self) -> None:
         floor = {"number": 1, "floor": 2, "expected": ["a", "b"]}
@@ -91,124 +91,124 @@ class TestKick:
 class TestSave:
     @both
     def test_saves_and_says_what_the_broker_said(self, size: tuple[int, int]) -> None:
-        async def script(stage: Stage) -> None:
-            stage.broker.answer = Answer(False, "There is no save folder: start with --save-dir.")
-            await stage.press("s")
-            await stage.sees("There is no save folder: start with --save-dir.")
-            assert stage.broker.requests == [(CONTROL, "save", {})]
+        async def script(pilot: ScreenPilot) -> None:
+            pilot.broker.answer = Answer(False, "There is no save folder: start with --save-dir.")
+            await pilot.press("s")
+            await pilot.sees("There is no save folder: start with --save-dir.")
+            assert pilot.broker.requests == [(CONTROL, "save", {})]
 
-        Stage().play(script, size)
+        ScreenPilot().play(script, size)
 
     def test_long_answer_is_shown_whole(self) -> None:
-        async def script(stage: Stage) -> None:
-            stage.broker.answer = Answer(True, "word " * 40 + "end")
-            await stage.press("s")
-            await stage.sees("word end")
-            assert stage.flat().count("word ") == 40
-            assert "q Quit" in stage.lines()[-1]
+        async def script(pilot: ScreenPilot) -> None:
+            pilot.broker.answer = Answer(True, "word " * 40 + "end")
+            await pilot.press("s")
+            await pilot.sees("word end")
+            assert pilot.flat().count("word ") == 40
+            assert "q Quit" in pilot.lines()[-1]
 
-        Stage().play(script)
+        ScreenPilot().play(script)
 
 
 class TestOuterLearningRate:
     @both
     def test_old_and_new_are_shown_before_it_is_sent(self, size: tuple[int, int]) -> None:
-        async def script(stage: Stage) -> None:
-            stage.broker.answer = Answer(True, "Outer learning rate 0.7 -> 0.5 from version 413.")
-            await stage.press("l")
-            assert "outer learning rate 0.7 → ?" in stage.text()
-            await stage.types("0.5")
-            assert "outer learning rate 0.7 → 0.5" in stage.text()
-            assert not stage.broker.requests
-            await stage.press("enter")
-            assert "y send it to the broker" in stage.text()
-            assert "0.7 → 0.5" in stage.text()
-            assert not stage.broker.requests
-            await stage.press("y")
-            await stage.sees("Outer learning rate 0.7 -> 0.5 from version 413.")
-            assert stage.broker.requests == [(CONTROL, "set", {"outer_lr": 0.5})]
-            assert "lr 0.7 " in stage.text(), "the feed has not said so yet"
+        async def script(pilot: ScreenPilot) -> None:
+            pilot.broker.answer = Answer(True, "Outer learning rate 0.7 -> 0.5 from version 413.")
+            await pilot.press("l")
+            assert "outer learning rate 0.7 → ?" in pilot.text()
+            await pilot.types("0.5")
+            assert "outer learning rate 0.7 → 0.5" in pilot.text()
+            assert not pilot.broker.requests
+            await pilot.press("enter")
+            assert "y send it to the broker" in pilot.text()
+            assert "0.7 → 0.5" in pilot.text()
+            assert not pilot.broker.requests
+            await pilot.press("y")
+            await pilot.sees("Outer learning rate 0.7 -> 0.5 from version 413.")
+            assert pilot.broker.requests == [(CONTROL, "set", {"outer_lr": 0.5})]
+            assert "lr 0.7 " in pilot.text(), "the feed has not said so yet"
 
-        Stage().play(script, size)
+        ScreenPilot().play(script, size)
 
     @pytest.mark.parametrize("typed", ["", "x", "0", "-1", "nan", "inf", "1e999"])
     def test_what_is_no_rate_goes_nowhere(self, typed: str) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press("l", *typed, "enter")
-            assert "y send it" not in stage.text()
-            await stage.press("escape")
-            assert "Outer learning rate" not in stage.text()
-            assert not stage.broker.requests
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press("l", *typed, "enter")
+            assert "y send it" not in pilot.text()
+            await pilot.press("escape")
+            assert "Outer learning rate" not in pilot.text()
+            assert not pilot.broker.requests
 
-        Stage().play(script)
+        ScreenPilot().play(script)
 
     @pytest.mark.parametrize("keys", [("escape",), ("enter", "n"), ("enter", "escape")])
     def test_may_be_left_at_any_point(self, keys: tuple[str, ...]) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press("l", *"0.5", *keys)
-            assert "Outer learning rate" not in stage.text()
-            assert not stage.broker.requests
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press("l", *"0.5", *keys)
+            assert "Outer learning rate" not in pilot.text()
+            assert not pilot.broker.requests
 
-        Stage().play(script)
+        ScreenPilot().play(script)
 
     def test_an_optimizer_with_settings_of_its_own_has_none(self) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.hears(snapshot(42, outer={"optimizer": "torch"}), after_s=1.0)
-            await stage.press("l")
-            assert "The learning rate of torch is its own" in stage.text()
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.hears(snapshot(42, outer={"optimizer": "torch"}), after_s=1.0)
+            await pilot.press("l")
+            assert "The learning rate of torch is its own" in pilot.text()
 
-        Stage().play(script)
+        ScreenPilot().play(script)
 
 
 class TestPause:
     @both
     def test_pause_is_asked_and_resume_is_not(self, size: tuple[int, int]) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press("p")
-            assert "Pause the run?" in stage.text()
-            assert "wait there" in stage.flat()
-            await stage.press("n")
-            assert not stage.broker.requests
-            await stage.press("p", "y")
-            await stage.sees("It was done.")
-            assert stage.broker.requests == [(CONTROL, "pause", {})]
-            assert "p Pause" in stage.lines()[-1], "the feed has not said so yet"
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press("p")
+            assert "Pause the run?" in pilot.text()
+            assert "wait there" in pilot.flat()
+            await pilot.press("n")
+            assert not pilot.broker.requests
+            await pilot.press("p", "y")
+            await pilot.sees("It was done.")
+            assert pilot.broker.requests == [(CONTROL, "pause", {})]
+            assert "p Pause" in pilot.lines()[-1], "the feed has not said so yet"
             news = snapshot(42, state="paused", paused_for_s=5.0)
-            await stage.hears(news, after_s=1.0)
-            assert "paused for 5.0s" in stage.text()
-            assert "p Resume" in stage.lines()[-1]
-            assert "the run is paused" in stage.text()
-            await stage.press("p")
-            await stage.until(lambda: len(stage.broker.requests) == 2)
-            assert stage.broker.requests[1] == (CONTROL, "resume", {})
+            await pilot.hears(news, after_s=1.0)
+            assert "paused for 5.0s" in pilot.text()
+            assert "p Resume" in pilot.lines()[-1]
+            assert "the run is paused" in pilot.text()
+            await pilot.press("p")
+            await pilot.until(lambda: len(pilot.broker.requests) == 2)
+            assert pilot.broker.requests[1] == (CONTROL, "resume", {})
 
-        Stage().play(script, size)
+        ScreenPilot().play(script, size)
 
 
 class TestShutdown:
     @both
     @pytest.mark.parametrize("key", ["S", "ctrl+x"])
     def test_wants_the_name_of_the_run(self, size: tuple[int, int], key: str) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press(key)
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press(key)
             for said in ("End the run?", "saves to /data/run", "Type 3fa2c1d0 and press"):
-                assert said in stage.flat()
-            await stage.press(*"yes", "enter")
-            assert "That is not 3fa2c1d0: nothing was sent." in stage.text()
-            assert not stage.broker.requests
-            await stage.press(*["backspace"] * 3, *"3fa2c1d0", "enter")
-            await stage.sees("It was done.")
-            assert stage.broker.requests == [(CONTROL, "shutdown", {})]
+                assert said in pilot.flat()
+            await pilot.press(*"yes", "enter")
+            assert "That is not 3fa2c1d0: nothing was sent." in pilot.text()
+            assert not pilot.broker.requests
+            await pilot.press(*["backspace"] * 3, *"3fa2c1d0", "enter")
+            await pilot.sees("It was done.")
+            assert pilot.broker.requests == [(CONTROL, "shutdown", {})]
 
-        Stage().play(script, size)
+        ScreenPilot().play(script, size)
 
     def test_may_be_left(self) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press("S", *"3fa2c1d0", "escape")
-            assert "End the run?" not in stage.text()
-            assert not stage.broker.requests
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press("S", *"3fa2c1d0", "escape")
+            assert "End the run?" not in pilot.text()
+            assert not pilot.broker.requests
 
-        Stage().play(script)
+        ScreenPilot().play(script)
 
     @pytest.mark.parametrize(
         ("keys", "said"),
@@ -229,69 +229,69 @@ class TestShutdown:
 @pytest.mark.parametrize("key", ["k", "s", "l", "p", "S", "ctrl+x"])
 class TestNoControl:
     def test_readonly_changes_nothing_and_says_so(self, key: str) -> None:
-        async def script(stage: Stage) -> None:
-            assert "readonly" in stage.lines()[0]
-            assert "Kick" not in stage.text()
-            assert "Shutdown" not in stage.text()
-            await stage.press(key)
-            assert "--readonly: it changes nothing" in stage.text()
-            assert not stage.broker.requests
+        async def script(pilot: ScreenPilot) -> None:
+            assert "readonly" in pilot.lines()[0]
+            assert "Kick" not in pilot.text()
+            assert "Shutdown" not in pilot.text()
+            await pilot.press(key)
+            assert "--readonly: it changes nothing" in pilot.text()
+            assert not pilot.broker.requests
 
-        Stage(readonly=True).play(script)
+        ScreenPilot(readonly=True).play(script)
 
     def test_without_a_known_address_it_says_so(self, key: str) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press(key)
-            assert "give --control ADDR" in stage.flat()
-            assert not stage.broker.requests
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press(key)
+            assert "give --control ADDR" in pilot.flat()
+            assert not pilot.broker.requests
 
-        Stage().play(script, fill=False)
+        ScreenPilot().play(script, fill=False)
 
 
 class TestRequests:
     @both
     def test_the_screen_goes_on_while_the_broker_thinks(self, size: tuple[int, int]) -> None:
-        async def script(stage: Stage) -> None:
-            stage.broker.is_free.clear()
-            await stage.press("s")
-            await stage.sees("save: waiting for the answer of tcp://127.0.0.1:8512")
-            await stage.hears(snapshot(42, workers=[worker("xeon")]), after_s=1.0)
-            assert stage.workers() == ["xeon"]
-            await stage.press("s")
-            assert "Still waiting for the answer to save" in stage.text()
-            assert len(stage.broker.requests) == 1
-            stage.broker.is_free.set()
-            await stage.sees("It was done.")
-            await stage.press("s")
-            await stage.until(lambda: len(stage.broker.requests) == 2)
+        async def script(pilot: ScreenPilot) -> None:
+            pilot.broker.is_free.clear()
+            await pilot.press("s")
+            await pilot.sees("save: waiting for the answer of tcp://127.0.0.1:8512")
+            await pilot.hears(snapshot(42, workers=[worker("xeon")]), after_s=1.0)
+            assert pilot.workers() == ["xeon"]
+            await pilot.press("s")
+            assert "Still waiting for the answer to save" in pilot.text()
+            assert len(pilot.broker.requests) == 1
+            pilot.broker.is_free.set()
+            await pilot.sees("It was done.")
+            await pilot.press("s")
+            await pilot.until(lambda: len(pilot.broker.requests) == 2)
 
-        Stage().play(script, size)
+        ScreenPilot().play(script, size)
 
     def test_quitting_does_not_wait_for_an_answer(self) -> None:
-        stage = Stage()
+        pilot = ScreenPilot()
 
-        async def script(stage: Stage) -> None:
-            stage.broker.is_free.clear()
-            await stage.press("s", "q")
-            assert not stage.app.is_running
+        async def script(pilot: ScreenPilot) -> None:
+            pilot.broker.is_free.clear()
+            await pilot.press("s", "q")
+            assert not pilot.app.is_running
 
         try:
-            stage.play(script)
+            pilot.play(script)
         finally:
-            stage.broker.is_free.set()
+            pilot.broker.is_free.set()
         for thread in threading.enumerate():
             if thread.name == "control":
                 thread.join(20)
 
     def test_broker_that_is_not_there_gets_a_sentence(self) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press("s")
-            await stage.sees("No answer from tcp://127.0.0.1:1 within 0.1 s")
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press("s")
+            await pilot.sees("No answer from tcp://127.0.0.1:1 within 0.1 s")
 
         def impatient(address: str, action: str, arguments: object) -> Answer:
             return ask_once(address, action, {}, timeout=0.1)
 
-        Stage(ask=impatient, control="tcp://127.0.0.1:1").play(script)
+        ScreenPilot(ask=impatient, control="tcp://127.0.0.1:1").play(script)
 
     def test_what_is_no_address_gets_a_sentence(self) -> None:
         answer = ask_once("tcp://nowhere", "save", {})
@@ -299,9 +299,9 @@ class TestRequests:
         assert "is not a control address" in answer.text
 
     def test_another_control_address_may_be_given(self) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press("s")
-            await stage.until(lambda: bool(stage.broker.requests))
-            assert stage.broker.requests[0][0] == "tcp://tunnel:9"
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press("s")
+            await pilot.until(lambda: bool(pilot.broker.requests))
+            assert pilot.broker.requests[0][0] == "tcp://tunnel:9"
 
-        Stage(control="tcp://tunnel:9").play(script)
+        ScreenPilot(control="tcp://tunnel:9").play(script)

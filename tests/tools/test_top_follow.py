@@ -23,7 +23,7 @@ from diloco_tools.feed.listener import Listener
 from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worker
-from kit.top_screen import Stage
+from kit.top_screen import ScreenPilot
 from kit.top_text import drawn, top, top_of
 
 
@@ -238,23 +238,23 @@ class TestListener:
 def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -> None:
     address = publisher.address
 
-    async def script(stage: Stage) -> None:
-        await stage.until(lambda: publisher._socket.poll(0) != 0)
+    async def script(pilot: ScreenPilot) -> None:
+        await pilot.until(lambda: publisher._socket.poll(0) != 0)
         publisher.await_subscriber()
         publisher.send(frame(status()))
-        await stage.sees("run 3fa2c1d0", "● LIVE")
+        await pilot.sees("run 3fa2c1d0", "● LIVE")
         publisher.close()
-        await stage.waits(30.0)
-        assert "○ STALE 30s" in stage.lines()[0]
+        await pilot.waits(30.0)
+        assert "○ STALE 30s" in pilot.lines()[0]
         with zmq.Context() as context, context.socket(zmq.XPUB) as again:
             again.linger = 0
             again.bind(address)
-            await stage.until(lambda: again.poll(0) != 0)
+            await pilot.until(lambda: again.poll(0) != 0)
             again.send(frame(status(sequence=1, epoch="cd34", run="4444aaaa")))
-            await stage.sees("run 4444aaaa", "● LIVE", "1 restart")
+            await pilot.sees("run 4444aaaa", "● LIVE", "1 restart")
 
-    stage = Stage(address=address, open_feed=lambda: FeedSubscriber(address))
-    stage.play(script, fill=False)
+    pilot = ScreenPilot(address=address, open_feed=lambda: FeedSubscriber(address))
+    pilot.play(script, fill=False)
 
 
 def test_signs_follow_the_encoding() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from diloco_tools.feed.replay import Moment
 from diloco_tools.top.playing import SPEEDS, Player
-from kit.top_screen import SIZES, Stage, matches, snapshot
+from kit.top_screen import SIZES, ScreenPilot, matches, snapshot
 from kit.top_text import top
 
 BEGAN = 1_790_000_000.0
@@ -132,8 +132,8 @@ class TestPlayer:
 
 
 class TestScreen:
-    def stage(self, count: int = 50) -> Stage:
-        made = Stage(
+    def pilot(self, count: int = 50) -> ScreenPilot:
+        made = ScreenPilot(
             address="run/history.jsonl", zone=timezone.utc, player=Player([*moments(count)], 0.0)
         )
         made.clock.now = 0.0
@@ -141,51 +141,51 @@ class TestScreen:
 
     @both
     def test_keys_go_through_the_history(self, size: tuple[int, int]) -> None:
-        async def script(stage: Stage) -> None:
-            head = stage.lines()[0]
+        async def script(pilot: ScreenPilot) -> None:
+            head = pilot.lines()[0]
             assert "run 3fa2c1d0  151M  sync" in head
             assert "REPLAY 2026-09-21 14:13:20  1/50 ▶ x5" in head
-            await stage.press("space")
-            assert "1/50 stopped" in stage.lines()[0]
-            await stage.press("right", "right")
-            assert "REPLAY 2026-09-21 14:14:40  3/50 stopped" in stage.lines()[0]
-            await stage.press("left")
-            assert "2/50" in stage.lines()[0]
-            await stage.press("shift+right")
-            assert "12/50" in stage.lines()[0]
-            await stage.press("shift+left", "end")
-            assert "50/50" in stage.lines()[0]
-            matches(f"top_replay_{size[0]}x{size[1]}.txt", stage.lines())
-            await stage.press("home")
-            assert "1/50" in stage.lines()[0]
-            await stage.press("plus", "minus", "minus", "space")
-            assert "▶ x2" in stage.lines()[0]
-            stage.clock.now += 2.0
-            await stage.until(lambda: "5/50" in stage.lines()[0])
+            await pilot.press("space")
+            assert "1/50 stopped" in pilot.lines()[0]
+            await pilot.press("right", "right")
+            assert "REPLAY 2026-09-21 14:14:40  3/50 stopped" in pilot.lines()[0]
+            await pilot.press("left")
+            assert "2/50" in pilot.lines()[0]
+            await pilot.press("shift+right")
+            assert "12/50" in pilot.lines()[0]
+            await pilot.press("shift+left", "end")
+            assert "50/50" in pilot.lines()[0]
+            matches(f"top_replay_{size[0]}x{size[1]}.txt", pilot.lines())
+            await pilot.press("home")
+            assert "1/50" in pilot.lines()[0]
+            await pilot.press("plus", "minus", "minus", "space")
+            assert "▶ x2" in pilot.lines()[0]
+            pilot.clock.now += 2.0
+            await pilot.until(lambda: "5/50" in pilot.lines()[0])
 
-        self.stage().play(script, size, fill=False)
+        self.pilot().play(script, size, fill=False)
 
     @pytest.mark.parametrize("key", ["k", "s", "l", "p", "S", "ctrl+x"])
     def test_nothing_can_be_steered(self, key: str) -> None:
-        async def script(stage: Stage) -> None:
-            assert "Kick" not in stage.text()
-            await stage.press(key)
-            assert "This is a history: there is nothing to steer." in stage.text()
-            assert not stage.broker.requests
+        async def script(pilot: ScreenPilot) -> None:
+            assert "Kick" not in pilot.text()
+            await pilot.press(key)
+            assert "This is a history: there is nothing to steer." in pilot.text()
+            assert not pilot.broker.requests
 
-        self.stage().play(script, fill=False)
+        self.pilot().play(script, fill=False)
 
     def test_table_may_be_sorted_filtered_and_looked_into(self) -> None:
-        async def script(stage: Stage) -> None:
-            await stage.press("space", "o")
-            assert stage.workers()[0] == "mac-mini"
-            await stage.press("slash", *"xeon", "enter", "enter")
-            assert "Worker xeon" in stage.text()
-            await stage.press("escape", "f", "question_mark")
-            assert "play the history" in stage.text()
-            assert "checkpoint now" not in stage.text()
+        async def script(pilot: ScreenPilot) -> None:
+            await pilot.press("space", "o")
+            assert pilot.workers()[0] == "mac-mini"
+            await pilot.press("slash", *"xeon", "enter", "enter")
+            assert "Worker xeon" in pilot.text()
+            await pilot.press("escape", "f", "question_mark")
+            assert "play the history" in pilot.text()
+            assert "checkpoint now" not in pilot.text()
 
-        self.stage().play(script, fill=False)
+        self.pilot().play(script, fill=False)
 
 
 class TestPrinted:

@@ -32,7 +32,7 @@ from kit.exporter_scrapes import exported
 from kit.feed_snapshots import frame, status, worker
 from kit.paths import MODULES
 from kit.tool_results import RESULTS, report
-from kit.top_screen import LARGE, Stage
+from kit.top_screen import LARGE, ScreenPilot
 from kit.top_text import drawn
 
 # What Rich or Textual would take for a style, an end of one, a variable of a theme, or an emoji.
@@ -127,20 +127,20 @@ def test_one_screen_and_status_show_names_as_they_are(name: str) -> None:
 
 @EVERY_NAME
 def test_full_screen_and_its_dialogs_show_names_as_they_are(name: str) -> None:
-    async def script(stage: Stage) -> None:
-        await stage.hears(parse_snapshot(frame(strangers(name) | {"sequence": 50})), after_s=1.0)
-        await stage.sees(f">{name} ", f"run {name[:8]}", f"error: {name}", f"{name}: {name}")
-        await stage.press("enter")
-        await stage.sees(f"Worker {name} ", f"id             {name}", f"{name[:14]:<15}{name}")
-        await stage.press("escape", "k")
-        await stage.sees(f"Kick {name} on {name}?")
-        stage.broker.answer = Answer(False, f"There is no {name}.")
-        await stage.press("y")
-        await stage.sees(f"There is no {name}.")
-        await stage.press("S")
-        await stage.sees(f"Type {name[:8]} and press enter")
+    async def script(pilot: ScreenPilot) -> None:
+        await pilot.hears(parse_snapshot(frame(strangers(name) | {"sequence": 50})), after_s=1.0)
+        await pilot.sees(f">{name} ", f"run {name[:8]}", f"error: {name}", f"{name}: {name}")
+        await pilot.press("enter")
+        await pilot.sees(f"Worker {name} ", f"id             {name}", f"{name[:14]:<15}{name}")
+        await pilot.press("escape", "k")
+        await pilot.sees(f"Kick {name} on {name}?")
+        pilot.broker.answer = Answer(False, f"There is no {name}.")
+        await pilot.press("y")
+        await pilot.sees(f"There is no {name}.")
+        await pilot.press("S")
+        await pilot.sees(f"Type {name[:8]} and press enter")
 
-    Stage().play(script, LARGE)
+    ScreenPilot().play(script, LARGE)
 
 
 @EVERY_NAME

@@ -29,11 +29,11 @@ from diloco_tools.bench.parts import (
     transport,
     wan,
 )
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import Figure, Report
 from diloco_tools.bench.report.plot import draw
 from diloco_tools.bench.report.table import sentences, tables, targets_table
 from diloco_tools.bench.sizes import SIZES
-from diloco_tools.bench.stage import Stage
 from diloco_tools.bench.suite import (
     QUICK_RAW_BYTES,
     RAW_BYTES,
@@ -281,24 +281,24 @@ def run(name: str, parts: Sequence[Part], out: Path, raw_bytes: int = RAW_BYTES)
     if about["load"] > QUIET_LOAD:
         say("Other processes are at work here: ratios will be rough, times and tails too long.")
     try:
-        with Stage(logs, raw_bytes) as stage:
+        with ProcessPool(logs, raw_bytes) as pool:
             for number, part in enumerate(parts, start=1):
                 passed = time.monotonic() - began
                 say(f"{passed:4.0f} s  {number}/{len(parts)}  {part.name}")
                 try:
-                    figures += part.measure(stage)
+                    figures += part.measure(pool)
                 except ChildFailed as error:
                     # What was measured before, and what comes, is worth as much without it.
                     say(f"diloco-bench: {error}")
-                    stage.skipped.append(f"{part.name}: FAILED, see above and {logs}")
+                    pool.skipped.append(f"{part.name}: FAILED, see above and {logs}")
                     has_failed = True
-                    stage.start_afresh()
-            figures += conclusions(stage, figures)
+                    pool.start_afresh()
+            figures += conclusions(pool, figures)
     except KeyboardInterrupt:
         terminal.fail(COMMAND, "interrupted; every process of the benchmark has been ended", 130)
     seconds = time.monotonic() - began
     command = shlex.join(["diloco-bench", *sys.argv[1:]])
-    skipped = tuple(stage.skipped)
+    skipped = tuple(pool.skipped)
     whole = Report(
         command, at.isoformat(timespec="seconds"), seconds, about, tuple(figures), skipped
     )

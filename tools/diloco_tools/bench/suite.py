@@ -21,8 +21,8 @@ from diloco_tools.bench.parts import (
     transport,
     wan,
 )
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import Figure, figure
-from diloco_tools.bench.stage import Stage
 
 MIB = 1 << 20
 RAW_BYTES, QUICK_RAW_BYTES = 512 * MIB, 128 * MIB  # that a measurement of raw TCP moves
@@ -35,19 +35,19 @@ class Part:
     """Something to measure, by itself or as one of many."""
 
     name: str
-    measure: Callable[[Stage], list[Figure]]
+    measure: Callable[[ProcessPool], list[Figure]]
 
 
 def part(
     name: str,
-    measure: Callable[Concatenate[Stage, P], list[Figure]],
+    measure: Callable[Concatenate[ProcessPool, P], list[Figure]],
     *args: P.args,
     **arguments: P.kwargs,
 ) -> Part:
     """A part with its arguments."""
 
-    def with_arguments(stage: Stage) -> list[Figure]:
-        return measure(stage, *args, **arguments)
+    def with_arguments(pool: ProcessPool) -> list[Figure]:
+        return measure(pool, *args, **arguments)
 
     return Part(name, with_arguments)
 
@@ -122,10 +122,10 @@ def quick_parts() -> list[Part]:
     ]
 
 
-def conclusions(stage: Stage, figures: Sequence[Figure]) -> list[Figure]:
+def conclusions(pool: ProcessPool, figures: Sequence[Figure]) -> list[Figure]:
     """What follows from several parts: how memory grows, and the limit over the whole run."""
     found = rounds.growth(figures)
-    samples = stage.raw_samples
+    samples = pool.raw_samples
     if samples:
         of_all = partial(figure, limits.PART, "raw TCP, over the whole run")
         found.append(of_all("speed", [s.speed for s in samples], "GB/s"))

@@ -19,7 +19,7 @@ from diloco_tools.chaos.faults import GUEST, PASSER, WORKERS, Kind, Scale, plan
 from diloco_tools.chaos.figures import Aftermath, Stay, averaged, next_after, work_of
 from diloco_tools.chaos.inject import Injected, inject_all
 from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
-from diloco_tools.chaos.stage import Broken, Seen, Stage
+from diloco_tools.chaos.run_watch import Broken, RunWatch, Seen
 from diloco_tools.chaos.worker import CONTEXT
 from diloco_tools.demo.data import load_shard, validation_windows
 from diloco_tools.processes import ChildFailed
@@ -81,18 +81,18 @@ def drill(
     injected: list[Injected] = []
     ending: Ending | None = None
     with crew:
-        stage = Stage(crew, deadline)
+        watch = RunWatch(crew, deadline)
         try:
-            open_run(stage)
-            inject_all(stage, plan(seed, mode, scale), injected)
-            close_in(stage, scale.rounds)
+            open_run(watch)
+            inject_all(watch, plan(seed, mode, scale), injected)
+            close_in(watch, scale.rounds)
             until = time.monotonic()
-            ending = bring_to_an_end(stage, text.held_out)
+            ending = bring_to_an_end(watch, text.held_out)
         except (Broken, ChildFailed) as error:
             report.broken.append(str(error))
             until = time.monotonic()
     report.seconds = time.monotonic() - began
-    judge(report, stage, injected, until, began, ending)
+    judge(report, watch, injected, until, began, ending)
     if ending is not None and with_calm:
         say(f"{mode}: the same without faults, for comparison")
         calm(report, folder / "calm", text, seed=seed, deadline=deadline)
@@ -112,44 +112,44 @@ def empty(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
-def open_run(stage: Stage) -> None:
+def open_run(watch: RunWatch) -> None:
     """Start everybody at once (who is early waits for the broker), and wait for the first round."""
-    stage.crew.start_broker()
+    watch.crew.start_broker()
     for worker in WORKERS:
-        stage.crew.start_worker(worker)
-    stage.wait_until(
-        lambda: stage.rounds >= 1, START_WITHIN_S, f"No round closed within {START_WITHIN_S:g} s."
+        watch.crew.start_worker(worker)
+    watch.wait_until(
+        lambda: watch.rounds >= 1, START_WITHIN_S, f"No round closed within {START_WITHIN_S:g} s."
     )
 
 
-def close_in(stage: Stage, rounds: int) -> None:
+def close_in(watch: RunWatch, rounds: int) -> None:
     """Go on until there have been enough rounds, everybody is back, and some more."""
-    while stage.rounds < rounds:
-        stage.wait_rounds(1, "the last fault")
+    while watch.rounds < rounds:
+        watch.wait_rounds(1, "the last fault")
     for worker in WORKERS:
-        stage.await_joined(worker)
-    stage.wait_rounds(LAST_ROUNDS, "the last fault")
+        watch.await_joined(worker)
+    watch.wait_rounds(LAST_ROUNDS, "the last fault")
 
 
 def judge(
     report: ModeReport,
-    stage: Stage,
+    watch: RunWatch,
     injected: Sequence[Injected],
     until: float,
     began: float,
     ending: Ending | None,
 ) -> None:
     """Fill in the report: what came after each fault, and, where the run came to its end, the audit."""
-    crew = stage.crew
+    crew = watch.crew
     if ending is None:
-        report.aftermaths = [aftermath(stage.seen, entry, began) for entry in injected]
+        report.aftermaths = [aftermath(watch.seen, entry, began) for entry in injected]
         return
     report.ending = ending
     (crew.folder / FINAL).write_text(json.dumps({"versions": ending.versions}))
     findings = audit(*read_folder(crew.folder))
     report.findings = findings
     kept = {release.version for release in findings.lineage}
-    seen = [each for each in stage.seen if each.release.version in kept]
+    seen = [each for each in watch.seen if each.release.version in kept]
     report.aftermaths = [aftermath(seen, entry, began) for entry in injected]
     report.rounds = len(seen) / versions_a_round(crew.mode)
     entered = contributions(findings.lineage)
@@ -210,13 +210,13 @@ def calm(report: ModeReport, folder: Path, text: Text, *, seed: int, deadline: f
     empty(folder)
     began = time.monotonic()
     with Crew(folder, report.mode, None, text.shards, seed=seed + 1, pause=0.0) as crew:
-        stage = Stage(crew, deadline)
+        watch = RunWatch(crew, deadline)
         try:
-            open_run(stage)
-            while stage.contributions < report.contributions:
-                stage.wait_rounds(1 / versions_a_round(report.mode), "the start of the calm run")
-            ending = bring_to_an_end(stage, text.held_out)
+            open_run(watch)
+            while watch.contributions < report.contributions:
+                watch.wait_rounds(1 / versions_a_round(report.mode), "the start of the calm run")
+            ending = bring_to_an_end(watch, text.held_out)
         except (Broken, ChildFailed) as error:
             report.broken.append(f"The calm run: {error}")
             return
-        report.calm = Calm(ending.loss, stage.contributions, time.monotonic() - began)
+        report.calm = Calm(ending.loss, watch.contributions, time.monotonic() - began)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diloco_protocol.errors import DilocoError
 from diloco_tools.chaos.report import Ending
-from diloco_tools.chaos.stage import Broken, Stage
+from diloco_tools.chaos.run_watch import Broken, RunWatch
 from diloco_tools.chaos.worker import CONTEXT, checksum, named
 from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
 from diloco_worker import DiLoCoClient, GlobalParameters
@@ -20,7 +20,7 @@ EXIT_WITHIN_S = 30.0
 BROKER_EXIT_WITHIN_S = 10.0
 
 
-def bring_to_an_end(stage: Stage, held_out: tuple[Tensor, Tensor]) -> Ending:
+def bring_to_an_end(watch: RunWatch, held_out: tuple[Tensor, Tensor]) -> Ending:
     """Have everybody leave, pull what there is, and stop the broker.
 
     Args:
@@ -29,10 +29,10 @@ def bring_to_an_end(stage: Stage, held_out: tuple[Tensor, Tensor]) -> Ending:
     Raises:
         Broken: somebody hangs.
     """
-    crew = stage.crew
+    crew = watch.crew
     staying = [life for life in crew.lives if not life.was_killed]
     crew.finish.touch()
-    stage.wait_until(
+    watch.wait_until(
         lambda: all(life.ended_at is not None for life in staying),
         LEAVE_WITHIN_S,
         f"Not everybody left within {LEAVE_WITHIN_S:g} s of being asked to.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from diloco_protocol.errors import DilocoError
 from diloco_tools.chaos.crew import Life
 from diloco_tools.chaos.faults import Fault, Kind
-from diloco_tools.chaos.stage import Stage
+from diloco_tools.chaos.run_watch import RunWatch
 from diloco_worker import DiLoCoClient
 
 RESTART_AFTER_S = 0.3  # what a supervisor takes to start a process again
@@ -37,65 +37,65 @@ class Injected:
     is_over: bool = False
 
 
-def inject_all(stage: Stage, faults: Sequence[Fault], injected: list[Injected]) -> None:
+def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected]) -> None:
     """Carry out a plan. `injected` grows as it goes, so that it is there when something breaks."""
     last = "the start"
     for fault in faults:
-        stage.wait_rounds(fault.gap, last)
-        stage.pause(fault.delay)
+        watch.wait_rounds(fault.gap, last)
+        watch.pause(fault.delay)
         entry = Injected(fault)
         injected.append(entry)
-        inject(stage, entry)
+        inject(watch, entry)
         last = f"{fault.target}: {fault.kind.value}"
-    stage.wait_until(lambda: stage.is_quiet, REPORT_WITHIN_S * 2, f"{last} did not end.")
+    watch.wait_until(lambda: watch.is_quiet, REPORT_WITHIN_S * 2, f"{last} did not end.")
 
 
-def inject(stage: Stage, entry: Injected) -> None:
+def inject(watch: RunWatch, entry: Injected) -> None:
     """Carry out one fault; what belongs to it later is put off."""
-    fault, crew = entry.fault, stage.crew
+    fault, crew = entry.fault, watch.crew
     match fault.kind:
         case Kind.KILL_WORKER:
-            stage.await_joined(fault.target)
+            watch.await_joined(fault.target)
             entry.life = crew.kill_worker(fault.target)
-            stage.later(RESTART_AFTER_S, lambda: _start(stage, fault.target))
+            watch.later(RESTART_AFTER_S, lambda: _start(watch, fault.target))
         case Kind.STOP_WORKER:
-            entry.life = life = stage.await_joined(fault.target)
+            entry.life = life = watch.await_joined(fault.target)
             life.child.process.send_signal(signal.SIGSTOP)
             began = time.monotonic()
             # It counts as stopped until then; the end is known only when it goes on.
             life.stops.append((began, float("inf")))
-            stage.later(fault.seconds, lambda: _go_on(life))
+            watch.later(fault.seconds, lambda: _go_on(life))
         case Kind.CUT | Kind.CUT_WITHIN | Kind.PARTITION:
-            entry.life = stage.await_joined(fault.target)
+            entry.life = watch.await_joined(fault.target)
             proxy = crew.proxy(fault.target)
             if fault.kind is Kind.CUT:
                 proxy.cut()
             elif fault.kind is Kind.CUT_WITHIN:
                 proxy.cut_within(fault.within)
-                stage.wait_until(
+                watch.wait_until(
                     lambda: not proxy.is_armed, REPORT_WITHIN_S, f"{fault.target} sent nothing."
                 )
             else:
                 proxy.shut()
-                stage.later(fault.seconds, proxy.open)
+                watch.later(fault.seconds, proxy.open)
         case Kind.KILL_BROKER:
             crew.kill_broker()
-            stage.later(RESTART_AFTER_S, crew.start_broker)
+            watch.later(RESTART_AFTER_S, crew.start_broker)
         case Kind.STOP_BROKER:
             broker = crew.broker.process
             broker.send_signal(signal.SIGSTOP)
-            stage.later(fault.seconds, lambda: broker.send_signal(signal.SIGCONT))
+            watch.later(fault.seconds, lambda: broker.send_signal(signal.SIGCONT))
         case Kind.FILL_DISK:
-            _fill_disk(stage, entry)
+            _fill_disk(watch, entry)
         case Kind.GUEST | Kind.PASSER:
-            _newcomer(stage, entry)
+            _newcomer(watch, entry)
             return  # it takes effect when the newcomer goes
     if entry.at is None:
         entry.at = time.monotonic()
 
 
-def _start(stage: Stage, worker: str) -> None:
-    stage.crew.start_worker(worker)
+def _start(watch: RunWatch, worker: str) -> None:
+    watch.crew.start_worker(worker)
 
 
 def _go_on(life: Life) -> None:
@@ -105,47 +105,47 @@ def _go_on(life: Life) -> None:
     life.stops.append((began, time.monotonic()))
 
 
-def _newcomer(stage: Stage, entry: Injected) -> None:
+def _newcomer(watch: RunWatch, entry: Injected) -> None:
     """Start a worker that takes part for some rounds, and then leaves or is killed."""
-    crew, worker = stage.crew, entry.fault.target
+    crew, worker = watch.crew, entry.fault.target
     entry.life = life = crew.start_worker(worker, pulls=False)
     until: list[float] = []
 
     def has_stayed() -> bool:
         if life.joined_at is not None and not until:
-            until.append(stage.rounds + STAY_ROUNDS)
-        return bool(until) and stage.rounds >= until[0]
+            until.append(watch.rounds + STAY_ROUNDS)
+        return bool(until) and watch.rounds >= until[0]
 
     def go() -> None:
         if entry.fault.kind is Kind.PASSER:
             crew.kill_worker(worker)
         else:
             crew.finish_of(worker).touch()
-            stage.when(lambda: life.ended_at is not None, lambda: None)
+            watch.when(lambda: life.ended_at is not None, lambda: None)
         entry.at = time.monotonic()
 
-    stage.when(has_stayed, go)
+    watch.when(has_stayed, go)
 
 
-def _fill_disk(stage: Stage, entry: Injected) -> None:
+def _fill_disk(watch: RunWatch, entry: Injected) -> None:
     """No checkpoint fits for some rounds. The broker has to say so, train on, and save again after."""
-    crew, disk = stage.crew, stage.crew.disk
+    crew, disk = watch.crew, watch.crew.disk
     assert disk is not None
     broker = crew.broker.pid
     disk.fill(broker)
     entry.at = time.monotonic()
     try:
-        stage.wait_until(
-            lambda: bool(_error(stage)),
+        watch.wait_until(
+            lambda: bool(_error(watch)),
             REPORT_WITHIN_S,
             "The checkpoint disk is full and the broker does not say so.",
             STATUS_EVERY_S,
         )
-        stage.wait_rounds(FULL_ROUNDS, "the checkpoint disk was full")
+        watch.wait_rounds(FULL_ROUNDS, "the checkpoint disk was full")
     finally:
         disk.make_room(broker)
-    stage.wait_until(
-        lambda: _error(stage) == "",
+    watch.wait_until(
+        lambda: _error(watch) == "",
         REPORT_WITHIN_S,
         "There is room for checkpoints again and the broker writes none.",
         STATUS_EVERY_S,
@@ -153,10 +153,10 @@ def _fill_disk(stage: Stage, entry: Injected) -> None:
     entry.is_over = True
 
 
-def _error(stage: Stage) -> str | None:
+def _error(watch: RunWatch) -> str | None:
     """What is wrong with the checkpoints, as the broker's status says; None when it does not answer."""
     try:
-        with DiLoCoClient(stage.crew.address, timeout=STATUS_WITHIN_S) as client:
+        with DiLoCoClient(watch.crew.address, timeout=STATUS_WITHIN_S) as client:
             checkpoint = client.status()["checkpoint"]
     except DilocoError:
         return None

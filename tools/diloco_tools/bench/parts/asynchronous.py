@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import Figure, figure
 from diloco_tools.bench.report.ratios import against, in_turn
 from diloco_tools.bench.role_process import ask_all, join_trainers
-from diloco_tools.bench.stage import Stage
 
 PART = "asynchronous"
 
 
 def measure(
-    stage: Stage, *, size: str, workers: Sequence[int], seconds: float, repeats: int
+    pool: ProcessPool, *, size: str, workers: Sequence[int], seconds: float, repeats: int
 ) -> list[Figure]:
     """For each number of workers; nobody waits for the others."""
-    return [each for count in workers for each in _one(stage, size, count, seconds, repeats)]
+    return [each for count in workers for each in _one(pool, size, count, seconds, repeats)]
 
 
-def _one(stage: Stage, size: str, count: int, seconds: float, repeats: int) -> list[Figure]:
-    trainers = stage.trainers(count)
-    with stage.broker("--mode", "async", "--workers", str(count), "--sync-every", "1") as broker:
+def _one(pool: ProcessPool, size: str, count: int, seconds: float, repeats: int) -> list[Figure]:
+    trainers = pool.trainers(count)
+    with pool.broker("--mode", "async", "--workers", str(count), "--sync-every", "1") as broker:
         ask_all(trainers, "build", size=size)
         join_trainers(trainers, broker.address)
         ask_all(trainers, "round")
@@ -34,7 +34,7 @@ def _one(stage: Stage, size: str, count: int, seconds: float, repeats: int) -> l
             moved = sum(each["bytes_up"] + each["bytes_down"] for each in found) / 1e9
             return sum(each["rounds"] for each in found) / took, moved / took
 
-        limits, found = in_turn(stage.raw.measure, run, repeats)
+        limits, found = in_turn(pool.raw.measure, run, repeats)
         turn = broker.longest_turn_ms()
         ask_all(trainers, "leave")
     of_it = partial(figure, PART, f"{size}, {count} workers")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from functools import partial
 
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import Figure, figure
-from diloco_tools.bench.stage import Stage
 
 PART = "hook attached, idle"
 SIZE = "10M"
@@ -14,10 +14,10 @@ PARTS = 5  # that the steps are divided into, for the spread
 FAR_AWAY = 1_000_000  # steps to the next boundary
 
 
-def measure(stage: Stage, *, steps: int) -> list[Figure]:
+def measure(pool: ProcessPool, *, steps: int) -> list[Figure]:
     """Each step is held against the other one beside it; each part of the steps gives a median."""
-    (trainer,) = stage.trainers(1)
-    with stage.broker("--workers", "1", "--sync-every", str(FAR_AWAY)) as broker:
+    (trainer,) = pool.trainers(1)
+    with pool.broker("--workers", "1", "--sync-every", str(FAR_AWAY)) as broker:
         found = trainer.ask("compare", size=SIZE, server=broker.address, steps=steps)
     without, attached = found["without"], found["attached"]
     pairs = [ours / alone for ours, alone in zip(attached, without, strict=True)]

@@ -14,28 +14,28 @@ from functools import partial
 from diloco_protocol.feed import Snapshot
 from diloco_tools.bench.broker_process import BrokerProcess
 from diloco_tools.bench.parts.rounds import one_round
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import Figure, figure
 from diloco_tools.bench.report.ratios import against, in_turn
 from diloco_tools.bench.role_process import RoleProcess, ask_all, join_trainers
-from diloco_tools.bench.stage import Stage
 
 PART = "checkpoint"
 SAVED_WITHIN_S = 60.0
 
 
-def measure(stage: Stage, *, size: str, workers: int, repeats: int) -> list[Figure]:
+def measure(pool: ProcessPool, *, size: str, workers: int, repeats: int) -> list[Figure]:
     """A round while a checkpoint is written against one of a run that saves nothing.
 
     Args:
         workers: of each of the two runs.
     """
-    both = stage.trainers(2 * workers)
+    both = pool.trainers(2 * workers)
     without, saving = both[:workers], both[workers:]
-    folder = stage.folder / "checkpoints"
+    folder = pool.folder / "checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
     common = ("--workers", str(workers), "--sync-every", "1")
     options = ("--save-dir", str(folder), "--keep", "1")
-    with stage.broker(*common) as plain, stage.broker(*common, *options) as saver:
+    with pool.broker(*common) as plain, pool.broker(*common, *options) as saver:
         ask_all(both, "build", size=size)
         for trainers, broker in ((without, plain), (saving, saver)):
             join_trainers(trainers, broker.address)

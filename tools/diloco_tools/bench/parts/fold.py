@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import TRANSPORT_WITH_FOLD, Figure, figure
 from diloco_tools.bench.report.ratios import against, in_turn
 from diloco_tools.bench.role_process import ask_all, join_fake_workers
 from diloco_tools.bench.sizes import parameters_of
-from diloco_tools.bench.stage import Stage
 
 PART = TRANSPORT_WITH_FOLD
 
 
-def measure(stage: Stage, *, size: str, pushers: Sequence[int], repeats: int) -> list[Figure]:
+def measure(pool: ProcessPool, *, size: str, pushers: Sequence[int], repeats: int) -> list[Figure]:
     """For each number of pushers at a time."""
-    return [each for count in pushers for each in _one(stage, size, count, repeats)]
+    return [each for count in pushers for each in _one(pool, size, count, repeats)]
 
 
-def _one(stage: Stage, size: str, count: int, repeats: int) -> list[Figure]:
+def _one(pool: ProcessPool, size: str, count: int, repeats: int) -> list[Figure]:
     parameters = parameters_of(size)
     gigabytes = count * 2 * parameters / 1e9  # bf16
-    everybody = stage.fake_workers(count + 1)
-    with stage.broker("--workers", str(count + 1), "--stall-timeout", "0") as broker:
+    everybody = pool.fake_workers(count + 1)
+    with pool.broker("--workers", str(count + 1), "--stall-timeout", "0") as broker:
         join_fake_workers(everybody, broker.address, parameters)
         *measured, last = everybody
 
@@ -40,7 +40,7 @@ def _one(stage: Stage, size: str, count: int, repeats: int) -> list[Figure]:
             return gigabytes / seconds, used / gigabytes
 
         push()  # momentum and accumulator take their memory for the first time
-        limits, found = in_turn(stage.raw.measure, push, repeats)
+        limits, found = in_turn(pool.raw.measure, push, repeats)
         ask_all(everybody, "leave")
     speeds = [speed for speed, _ in found]
     of_it = partial(figure, PART, f"{size}, {count} at a time")

@@ -11,23 +11,23 @@ from __future__ import annotations
 import time
 from functools import partial
 
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.raw_tcp import Ends
 from diloco_tools.bench.report.figures import Figure, figure
 from diloco_tools.bench.report.ratios import percentile
 from diloco_tools.bench.role_process import RoleProcess, ask_all, join_trainers
-from diloco_tools.bench.stage import Stage
 
 PART = "heartbeat"
 INTERVAL_S = 0.004
 IDLE_S = 1.0
 
 
-def measure(stage: Stage, *, size: str, workers: int, rounds: int) -> list[Figure]:
+def measure(pool: ProcessPool, *, size: str, workers: int, rounds: int) -> list[Figure]:
     """p50, p99 and the longest over all heartbeats of some rounds."""
-    trainers, (heart,) = stage.trainers(workers), stage.fake_workers(1)
-    pinger, echo = stage.role("raw", "pinger"), stage.role("raw", "echo")
+    trainers, (heart,) = pool.trainers(workers), pool.fake_workers(1)
+    pinger, echo = pool.role("raw", "pinger"), pool.role("raw", "echo")
     Ends(pinger, echo).connect()
-    with stage.broker("--workers", str(workers + 1), "--sync-every", "1") as broker:
+    with pool.broker("--workers", str(workers + 1), "--sync-every", "1") as broker:
         ask_all(trainers, "build", size=size)
         join_trainers(trainers, broker.address)
         heart.ask("join", address=broker.address, worker_id="heart", parameters=None)
@@ -51,7 +51,7 @@ def measure(stage: Stage, *, size: str, workers: int, rounds: int) -> list[Figur
                 pings += raw
         ask_all(trainers, "leave")
         heart.ask("leave")
-    stage.dismiss("pinger", "echo")
+    pool.dismiss("pinger", "echo")
     row = f"during a round of {size}, {workers} workers"
     return [
         *_of("to an idle broker", idle, None),

@@ -10,30 +10,30 @@ from functools import partial
 
 from diloco_tools.bench.broker_process import STATE_BYTES
 from diloco_tools.bench.machine import available_bytes
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import Figure, figure
 from diloco_tools.bench.report.ratios import against, in_turn
 from diloco_tools.bench.role_process import ask_all, join_fake_workers
-from diloco_tools.bench.stage import Stage
 
 PART = "largest model"
 WORKERS = 2
 SPARE_BYTES = 2e9  # that should be left to everything else
 
 
-def measure(stage: Stage, *, parameters: int, repeats: int) -> list[Figure]:
+def measure(pool: ProcessPool, *, parameters: int, repeats: int) -> list[Figure]:
     """Two workers push bf16 and pull fp32."""
     row = f"{parameters / 1e9:.3g}G parameters, {WORKERS} stand-ins"
-    stage.dismiss("trainer-")  # they have memory that is needed here
+    pool.dismiss("trainer-")  # they have memory that is needed here
     needed = STATE_BYTES * parameters + SPARE_BYTES
     if available_bytes() < needed:
-        stage.skipped.append(
+        pool.skipped.append(
             f"{row}: left out, it needs {needed / 1e9:.0f} GB of memory and "
             f"{available_bytes() / 1e9:.0f} GB are there"
         )
         return []
-    workers = stage.fake_workers(WORKERS)
+    workers = pool.fake_workers(WORKERS)
     gigabytes = WORKERS * (2 + 4) * parameters / 1e9
-    with stage.broker("--workers", str(WORKERS), "--stall-timeout", "0") as broker:
+    with pool.broker("--workers", str(WORKERS), "--stall-timeout", "0") as broker:
         join_fake_workers(workers, broker.address, parameters)
 
         def a_round() -> float:
@@ -43,7 +43,7 @@ def measure(stage: Stage, *, parameters: int, repeats: int) -> list[Figure]:
 
         a_round()
         broker.forget_turns()
-        limits, seconds = in_turn(lambda: stage.raw.measure().speed, a_round, repeats)
+        limits, seconds = in_turn(lambda: pool.raw.measure().speed, a_round, repeats)
         turn = broker.longest_turn_ms()
         beyond = broker.beyond_state(parameters) / 1e6
         ask_all(workers, "leave")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import Figure, figure
-from diloco_tools.bench.stage import Stage
 
 PART = "limits"
 CHUNKS = 512  # of each measurement: 1 GiB in fp32
 
 
-def measure(stage: Stage, *, repeats: int) -> list[Figure]:
+def measure(pool: ProcessPool, *, repeats: int) -> list[Figure]:
     """All four in turn, several times."""
-    kernels = stage.role("kernels")
+    kernels = pool.role("kernels")
     found: dict[str, list[float]] = {"memcpy": [], "fold": [], "outer_step": []}
     raw: list[float] = []
     for _ in range(repeats):
         for name, values in found.items():
             values.append(kernels.ask(name, chunks=CHUNKS)["speed"])
-        raw.append(stage.raw.measure().speed)
-    stage.dismiss("kernels")
+        raw.append(pool.raw.measure().speed)
+    pool.dismiss("kernels")
     rows = {
         "memcpy, one thread": found["memcpy"],
         "raw TCP, loopback": raw,

@@ -14,13 +14,13 @@ from typing import Any
 
 from diloco_tools.bench import machine
 from diloco_tools.bench.broker_process import BrokerProcess
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.raw_tcp import RawSample
 from diloco_tools.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, figure
 from diloco_tools.bench.report.phases import PHASES, Moments, phases
 from diloco_tools.bench.report.ratios import against, around, in_turn, slope
 from diloco_tools.bench.role_process import RoleProcess, ask_all, join_trainers
 from diloco_tools.bench.sizes import parameters_of
-from diloco_tools.bench.stage import Stage
 
 PART = WHOLE_ROUND
 COST_PART = "what a round costs"
@@ -74,27 +74,29 @@ def seconds_of(found: Sequence[dict[str, Any]]) -> float:
     return float(max(each["ended"] for each in found) - max(each["began"] for each in found))
 
 
-def measure(stage: Stage, *, size: str, workers: int, reply: str, repeats: int) -> list[Figure]:
+def measure(
+    pool: ProcessPool, *, size: str, workers: int, reply: str, repeats: int
+) -> list[Figure]:
     """One configuration."""
     parameters, row = parameters_of(size), row_of(size, workers, reply)
     needed = FP32 * parameters * (workers * WORKER_HOLDS + BROKER_HOLDS)
     if machine.available_bytes() < needed:
         free = machine.available_bytes() / 1e9
-        stage.skipped.append(
+        pool.skipped.append(
             f"{PART}, {row}: left out, it needs {needed / 1e9:.1f} GB of memory and {free:.1f} are free"
         )
         return []
-    trainers = stage.trainers(workers)
+    trainers = pool.trainers(workers)
     options = ("--workers", str(workers), "--sync-every", "1", "--reply-dtype", reply)
     for trainer in trainers:
         trainer.tell("build", size=size)  # while the broker starts
-    with stage.broker(*options) as broker:
+    with pool.broker(*options) as broker:
         for trainer in trainers:
             trainer.hear()
         join_trainers(trainers, broker.address)
         one_round(trainers, broker)  # memory is taken for the first time
         broker.forget_turns()
-        limits, rounds = in_turn(stage.raw.measure, lambda: one_round(trainers, broker), repeats)
+        limits, rounds = in_turn(pool.raw.measure, lambda: one_round(trainers, broker), repeats)
         turn = broker.longest_turn_ms()
         beyond = broker.beyond_state(parameters) / 1e6
         held = [each["beyond"] / (FP32 * parameters) for each in ask_all(trainers, "memory")]

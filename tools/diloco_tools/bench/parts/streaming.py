@@ -12,9 +12,9 @@ import statistics
 from functools import partial
 from typing import Any
 
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import Figure, figure
 from diloco_tools.bench.role_process import RoleProcess
-from diloco_tools.bench.stage import Stage
 
 PART = "streaming"
 FRAGMENTS = 2
@@ -23,10 +23,10 @@ SIZE = "10M"
 WORKER = 1  # one trains, beside the broker: on two cores that is what they would have of their own
 
 
-def measure(stage: Stage, *, steps: int, repeats: int) -> list[Figure]:
+def measure(pool: ProcessPool, *, steps: int, repeats: int) -> list[Figure]:
     """One worker and its broker; with tau = 2 and with tau = 0 in turn."""
-    (trainer,) = stage.trainers(WORKER)
-    with stage.broker(*_options(2)) as overlapping, stage.broker(*_options(0)) as waiting:
+    (trainer,) = pool.trainers(WORKER)
+    with pool.broker(*_options(2)) as overlapping, pool.broker(*_options(0)) as waiting:
         late, at_once = [], []
         for _ in range(repeats):
             at_once.append(_train(trainer, waiting.address, steps))

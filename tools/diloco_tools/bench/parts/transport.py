@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from diloco_protocol import CHUNK_ELEMENTS
+from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.figures import TRANSPORT, Figure, figure
 from diloco_tools.bench.report.ratios import against, in_turn
-from diloco_tools.bench.stage import Stage
 
 PART = TRANSPORT
 DEFAULT_CHUNK = 2 * CHUNK_ELEMENTS  # bytes in bf16
@@ -25,7 +25,7 @@ class Way:
 
 
 def measure(
-    stage: Stage,
+    pool: ProcessPool,
     *,
     repeats: int,
     total: int,
@@ -33,7 +33,7 @@ def measure(
     windows: Sequence[int] = (DEFAULT_WINDOW,),
 ) -> list[Figure]:
     """Both ways, for each size of chunks (bytes) and each window; `total` bytes a measurement."""
-    worker, broker = stage.role("transport", "dealer"), stage.role("transport", "router")
+    worker, broker = pool.role("transport", "dealer"), pool.role("transport", "router")
     worker.ask("connect", address=broker.ask("bind")["address"])
     broker.ask("meet")
 
@@ -51,7 +51,7 @@ def measure(
     for size in chunk_sizes:
         for window in windows:
             product = partial(both_ways, max(1, total // size), size, window)
-            raw, pairs = in_turn(stage.raw.measure, product, repeats)
+            raw, pairs = in_turn(pool.raw.measure, product, repeats)
             of_it = partial(figure, PART, f"chunks of {size // 1024} KiB, window {window}")
             for name, found in zip(("up", "down"), zip(*pairs, strict=True), strict=True):
                 speeds = [each.speed for each in found]
@@ -65,5 +65,5 @@ def measure(
             )
             target = "cpu transport" if is_usual else None
             figures.append(of_it("CPU of the ROUTER / raw", cpu, "x", target=target))
-    stage.dismiss("dealer", "router")
+    pool.dismiss("dealer", "router")
     return figures

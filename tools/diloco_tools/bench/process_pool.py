@@ -13,7 +13,7 @@ from diloco_tools.bench.role_process import RoleProcess
 from diloco_tools.processes import Children
 
 
-class Stage:
+class ProcessPool:
     """A context manager that starts processes and ends them all when it is left.
 
     Args:
@@ -34,7 +34,7 @@ class Stage:
         self._raw: RawTcp | None = None
         self.raw_samples: list[RawSample] = []
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> ProcessPool:
         machine.allow_many_files()
         return self
 

@@ -30,7 +30,7 @@ class Seen:
     release: Release
 
 
-class Stage:
+class RunWatch:
     """See the head of this module.
 
     Args:

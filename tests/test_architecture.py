@@ -60,7 +60,9 @@ PURE = {
     "diloco_broker.tensors": NO_SHELL - {"torch", "numpy", "threading"},
 }
 # What is not pure within those, and must not be reached from the rest of them.
-NOT_PURE = ("diloco_protocol.clients", "diloco_protocol.codecs", "diloco_protocol.tensor_pool")
+NOT_PURE = tuple(
+    f"diloco_protocol.{name}" for name in ("clients", "codecs", "state_dict", "tensor_pool")
+)
 # What no file of ours ever imports: a file or a message must never run code.
 BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 # Of the broker's state, the one module of `core` that changes each of these: whoever looks for what may

@@ -10,7 +10,7 @@ class Acks:
     """What is to be acknowledged. False while it is nothing.
 
     An `ack` must not be overtaken by what the core says after it to the same worker: a later `grant`
-    gives credit anew. So whoever sends anything else takes these out first.
+    gives credit anew. So these are sent before anything else is.
     """
 
     def __init__(self) -> None:

@@ -76,7 +76,10 @@ class Loop:
 
     Attributes:
         core: what decides.
+        now: the clock that its deadlines run on.
+        tensors: where its tensor work is done.
         sockets: bound.
+        onlookers: where things are written down and shown.
         stop_reason: why it was asked to stop, None while it was not; `is_restarting`: to come back.
 
     Raises:
@@ -324,7 +327,8 @@ class Loop:
         self.send(Send(route, Result(control.request, True, text, data)))
 
     def _publish(self) -> None:
-        self.core.state.outer_groups = self.tensors.outer_groups()
+        with self.onlookers.failures.caught("feed"):
+            self.core.state.outer_groups = self.tensors.outer_groups()
         self.onlookers.publish()
         if self.core.state.model.is_done:
             self.tensors.forget_sources()

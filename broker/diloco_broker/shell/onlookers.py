@@ -53,6 +53,7 @@ class Onlookers:
         publish: sends a message to the subscribers of the feed.
 
     Attributes:
+        failures: what catches theirs.
         sequence: snapshots published.
 
     Raises:
@@ -69,7 +70,7 @@ class Onlookers:
     ) -> None:
         self._state, self._clock, self._figures = state, clock, figures
         self._send = publish
-        self._failures = Failures()
+        self.failures = Failures()
         self._events = EventLog()
         self.sequence = 0
         config, epoch = state.config, state.epoch
@@ -85,14 +86,14 @@ class Onlookers:
                 self._tell(record)
             case RecordAction(who=who, text=text):
                 self._tell(Log("warning", f"{who}: {text}."))
-                with self._failures.caught("log of actions"):
+                with self.failures.caught("log of actions"):
                     self._write_action(record)
             case RecordRound(report):
-                with self._failures.caught("history of the round"):
+                with self.failures.caught("history of the round"):
                     if self._history is not None:
                         self._history.add(round_line(self._state, report, self._figures()))
             case RecordVersion():
-                with self._failures.caught("audit"):
+                with self.failures.caught("audit"):
                     self._write_audit(record)
 
     def snapshot(self) -> tuple[dict[str, Any], str]:
@@ -104,10 +105,10 @@ class Onlookers:
     def publish(self) -> None:
         """Send a snapshot to the subscribers."""
         self.sequence += 1
-        with self._failures.caught("feed"):
+        with self.failures.caught("feed"):
             snapshot, line = self.snapshot()
             self._send(TOPIC + line.encode())
-            self._look_after_history(snapshot)
+            self._update_history(snapshot)
 
     def close(self, last_words: str, *, run_is_over: bool) -> None:
         """Write the last line of the history, and close the files."""
@@ -121,7 +122,7 @@ class Onlookers:
         logger.log(logging.getLevelName(log.level.upper()), log.text)
         if log.level == "debug" or not log.is_listed:
             return
-        with self._failures.caught("history of an event"):
+        with self.failures.caught("history of an event"):
             self._events.add(log, self._clock())
             if self._history is not None:
                 self._history.add({"kind": "event", "level": log.level, "text": log.text})
@@ -139,7 +140,7 @@ class Onlookers:
             path = self._state.config.audit
             self._tell(Log("error", f"The audit log {path} cannot be written: {error.strerror}."))
 
-    def _look_after_history(self, snapshot: dict[str, Any]) -> None:
+    def _update_history(self, snapshot: dict[str, Any]) -> None:
         """Write down what the run is when that has changed; say it when lines are lost."""
         if self._history is None:
             return

@@ -37,6 +37,10 @@ class TensorExecutor:
         initial: tensors of the model file by name, or None.
         checkpoint: to go on from, or None.
 
+    Attributes:
+        initial: the same, until the run has its own copy.
+        resumption: what the core has to know of the checkpoint.
+
     Raises:
         UsageError: the outer optimizer cannot go on from the checkpoint.
     """
@@ -87,9 +91,7 @@ class TensorExecutor:
         if not isinstance(self._outer, TorchOuter):
             self._outer = make_outer(config)
         if self._parameters is not None:
-            self._parameters.outer = self._outer
-            self._parameters.share = share_of(config)
-            self._parameters.tune(own)
+            self._parameters.tune(self._outer, share_of(config), own)
 
     def outer_groups(self) -> tuple[OuterGroup, ...]:
         """What the groups of a torch optimizer say now, over all fragments."""

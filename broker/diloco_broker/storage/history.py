@@ -31,6 +31,10 @@ FINISH_WITHIN_S = 5.0
 class HistoryWriter:
     """Appends lines to the files in a folder, in a thread of its own.
 
+    logging's QueueListener and RotatingFileHandler keep less than is promised here: a disk that hangs
+    would hold up the end of the process (`logging.shutdown` waits for each handler's lock), and a line
+    that did not fit on a full disk stays in the handler's buffer, in front of the next one.
+
     Args:
         folder: made if it is not there, once there is something to write.
         epoch: this life of the broker, put into each line.

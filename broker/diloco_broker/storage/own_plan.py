@@ -59,8 +59,8 @@ def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
 def check_same(config: BrokerConfig, split: Split | None, found: Checkpoint, path: Path) -> None:
     """Refuse another split of the model than a checkpoint's: chunks of a run are numbered by it.
 
-    Where both are of one pattern, the checkpoint's is gone on with, whatever a later release makes of
-    that pattern.
+    Where both are of one pattern, the checkpoint's split is kept, whatever a later release makes of that
+    pattern.
 
     Raises:
         UsageError: naming parameters that would change their fragment.

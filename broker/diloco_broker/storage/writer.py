@@ -83,7 +83,7 @@ class CheckpointWriter:
             self._thread.start()
 
     def finish(self, timeout: float) -> bool:
-        """Wait until everything is written, at most so many seconds; False when it is not."""
+        """Wait until everything is written, for `timeout` seconds at most; False when it is not."""
         with self._changed:
             return self._changed.wait_for(lambda: self._next is None and not self._is_busy, timeout)
 

@@ -87,7 +87,7 @@ class Gradient:
         waiting: contributions that come on top, in wire dtype, each with its weight.
         divisor: of the sum.
         scratch: room for two pieces, in fp32; for what is waiting.
-        new: returns an uninitialised fp32 tensor of so many elements.
+        new: returns an uninitialised fp32 tensor with this number of elements.
     """
 
     def __init__(

@@ -77,12 +77,12 @@ class Parameters:
         initial: Mapping[str, Tensor] | None = None,
         preallocate: Sequence[int] = (),
     ) -> None:
-        self.outer = outer
+        self._outer = outer
         self.layout = layout
         self._layouts = layout.all
         self._reply = wire_dtype(reply)
         self._is_round = is_round
-        self.share = share
+        self._share = share
         self._initial = initial
         self._buffers = buffers = TensorPool()
         self._means = [StreamingMean(part, wire_dtype(wire), buffers) for part in layout.fragments]
@@ -150,10 +150,16 @@ class Parameters:
             group for _, each in sorted(self._wholes.items()) for group in each.fragment.groups()
         )
 
-    def tune(self, settings: Mapping[str, float]) -> None:
-        """Give all groups of the torch optimizers these settings."""
+    def tune(self, outer: Outer, share: float, own: Mapping[str, float]) -> None:
+        """Go on with these settings; what the outer optimizer remembers is kept.
+
+        Args:
+            outer, share: as when this was made.
+            own: for all groups of the torch optimizers.
+        """
+        self._outer, self._share = outer, share
         for whole in self._wholes.values():
-            whole.fragment.tune(settings)
+            whole.fragment.tune(own)
 
     def step(self, fragment: int, index: int, weight: float, count: int) -> list[Done]:
         """The outer step of one chunk, with the mean of what was folded.
@@ -291,7 +297,7 @@ class Parameters:
         reply = Reply(span, self._reply, self._buffers)
         outer = self._outer_of(fragment, span) if span.segment is Segment.PARAMETERS else None
         if isinstance(gradient, Blend):
-            updated = gradient.onto(master, self.share, new)
+            updated = gradient.onto(master, self._share, new)
         elif outer is None:
             largest = gradient.whole()
             updated = largest.clone() if self._is_round else torch.maximum(master, largest)
@@ -317,7 +323,7 @@ class Parameters:
         the N gradients to come. A buffer that overflows even so is thrown away, and False returned.
         """
         state = self._states[fragment][span.index]
-        if DELAYED not in state or (count + 1) % self.outer.size:
+        if DELAYED not in state or (count + 1) % self._outer.size:
             return True
         nothing = Gradient.of(torch.zeros(span.elements))
         if self._apply(fragment, span, nothing, count) is not None:
@@ -326,7 +332,7 @@ class Parameters:
         return False
 
     def _outer_of(self, fragment: int, span: ChunkSpan) -> ChunkOuter:
-        outer = self.outer
+        outer = self._outer
         if not isinstance(outer, TorchOuter):
             return outer
         # Only lr and momentum are the torch optimizer's; the step is made chunk by chunk.
@@ -335,13 +341,13 @@ class Parameters:
 
     def _is_whole(self, fragment: int, index: int) -> bool:
         """Whether a torch optimizer steps this chunk, with the others of its fragment."""
-        outer = self.outer
+        outer = self._outer
         is_stepped = isinstance(outer, TorchOuter) and outer.rule != "paper"
         return is_stepped and self._is_parameters(fragment, index)
 
     def _make_whole(self, fragment: int, index: int) -> None:
         """Give a fragment its torch optimizer once all its parameters are there."""
-        if not isinstance(self.outer, TorchOuter) or not self._is_parameters(fragment, index):
+        if not isinstance(self._outer, TorchOuter) or not self._is_parameters(fragment, index):
             return
         layout, masters = self._layouts[fragment], self._masters[fragment]
         if fragment in self._wholes:
@@ -351,7 +357,7 @@ class Parameters:
             for span in layout.spans
             if span.segment is Segment.PARAMETERS
         ):
-            self._wholes[fragment] = WholeTensors(self.outer, layout, masters)
+            self._wholes[fragment] = WholeTensors(self._outer, layout, masters)
 
     def _is_parameters(self, fragment: int, index: int) -> bool:
         return self._layouts[fragment].spans[index].segment is Segment.PARAMETERS

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from diloco_protocol import RunConfig, UsageError
-from diloco_worker.core.downloads import Held
 from diloco_worker.core.events import Resume
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.patience import Patience
@@ -38,7 +37,7 @@ from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.push_log import Audit
 from diloco_worker.training.reports import Pace, Reports
-from diloco_worker.training.saved_state import Resumption
+from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.script_state import Saved, resume_plain
 from diloco_worker.training.settings import Settings, default_worker_id, resolve, warn_of_silence
 from diloco_worker.training.start import (
@@ -156,10 +155,7 @@ class DiLoCoWorker:
         self._resumption: Resumption | None = None
         self._carried: object = None  # what was loaded of it, until it is in use
         self._audit: Audit | None = None
-        self._termination = Termination(lambda: self._is_watched, self._wake)
-        self._is_watched = False
-        self._has_told_termination = False
-        self._frozen: Held | None = None
+        self._termination = Termination(self._wake)
         self._clock: Callable[[], float] = time.monotonic
         self._reports = Reports()
         self._pace = Pace()
@@ -225,7 +221,7 @@ class DiLoCoWorker:
             extra=settings.extra,
         )
         if resumption is not None:
-            resume = Resume(resumption.config, resumption.plan, resumption.held)
+            resume = Resume(resumption.terms, resumption.held)
             session.handle(resume, self._clock())
         self._link = link = Link(
             server,
@@ -240,7 +236,7 @@ class DiLoCoWorker:
         if settings.handle_signals is not False:
             self._termination.install()
         await_model(link, Patience(self._clock, first=FIRST_WORD_S))
-        self._take_model(link, audit)
+        self._take_model(link, tensors, audit)
         self._steps.start()
         self._pace.resume(self._clock())
         return self
@@ -275,7 +271,7 @@ class DiLoCoWorker:
         link, audit = self._link, self._audit
         if link is None or audit is None:
             return
-        self._tell_termination()
+        self._termination.tell()
         patience = LINK_PATIENCE_S
         try:
             if not failed and not link.has_ended and self._driver is not None:
@@ -358,12 +354,9 @@ class DiLoCoWorker:
         again when it is back. Whoever trains on although the run is over trains alone in the same way,
         and is in the run again if its broker comes back.
         """
-        self._is_watched = True
-        self._tell_termination()
-        return self._asked_to_stop() or (self._link.stopping if self._link is not None else None)
-
-    def _asked_to_stop(self) -> str | None:
-        return "SIGTERM asks this process to end" if self._termination.is_asked else None
+        self._termination.is_watched = True
+        self._termination.tell()
+        return self._termination.reason or (self._link.stopping if self._link else None)
 
     @property
     def sync_metrics(self) -> SyncMetrics:
@@ -424,7 +417,10 @@ class DiLoCoWorker:
         metrics = self.sync_metrics.plain()
         for passing in ("last_error", "unsynced_steps", "model_change"):
             del metrics[passing]
-        resume = self._resume_plain()  # first: it brings the counts up to date
+        self._reports.read(self._clock(), at_once=True)
+        resume = self._carried
+        if self._driver is not None and self._tensors is not None:
+            resume = resume_plain(self.worker_id, self._tensors, self._driver)
         return {
             "local_step": self._step,
             "cycle_start": (
@@ -436,12 +432,6 @@ class DiLoCoWorker:
             "metrics": metrics,
             "resume": resume,
         }
-
-    def _resume_plain(self) -> object:
-        link, tensors, driver = self._link, self._tensors, self._driver
-        if driver is None or link is None or tensors is None:
-            return self._carried
-        return resume_plain(self.worker_id, tensors, link, driver, self._frozen)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`; before `start`, and with model and optimizer of the same moment.
@@ -469,32 +459,22 @@ class DiLoCoWorker:
 
     # Joining.
 
-    def _take_model(self, link: Link, audit: Audit) -> None:
-        assert link.layout is not None and self._tensors is not None
-        frozen = link.layout.frozen
-        if frozen.chunks:
-            arrival = link.take(frozen.fragment)
-            assert arrival is not None
-            self._frozen = Held(arrival.version, arrival.released.ledger)
-            if arrival.values is not None:  # the script has loaded them otherwise
-                self._tensors.put(arrival.values)
-            link.set_base(frozen.fragment, None)
-        resumption = None if link.has_forgotten else self._resumption
+    def _take_model(self, link: Link, tensors: ModelTensors, audit: Audit) -> None:
         self._driver = Driver(
             self.worker_id,
-            self._tensors,
+            tensors,
             link,
             settings=self._settings,
             reports=self._reports,
             metrics=self._counters,
             publish=self._publish,
             audit=audit,
-            why_stop=self._asked_to_stop,
+            why_stop=lambda: self._termination.reason,
             waiting=self._termination.waiting,
             clock=self._clock,
             step=self._step,
             cycle_start=self._cycle_start,
-            resumption=resumption,
+            resumption=None if link.has_forgotten else self._resumption,
         )
         self._resumption = self._carried = None
 
@@ -503,12 +483,6 @@ class DiLoCoWorker:
     def _wake(self) -> None:
         if self._link is not None:
             self._link.wake()
-
-    def _tell_termination(self) -> None:
-        """Said here and not in the handler, where the log may be locked."""
-        if self._termination.is_asked and not self._has_told_termination:
-            self._has_told_termination = True
-            logger.warning("SIGTERM has come: this worker ends, and tells the broker.")
 
     # Steps.
 

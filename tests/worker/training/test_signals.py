@@ -311,7 +311,7 @@ def test_handler_is_there_only_inside_the_with(begin: Make) -> None:
 def test_handler_of_the_script_stays() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-    termination = Termination(lambda: False, lambda: None)
+    termination = Termination(lambda: None)
     termination.install()
     os.kill(os.getpid(), signal.SIGTERM)
     termination.restore()
@@ -322,7 +322,7 @@ def test_handler_of_the_script_stays() -> None:
 
 @pytest.mark.usefixtures("default_sigterm")
 def test_handler_that_the_script_sets_later_stays() -> None:
-    termination = Termination(lambda: False, lambda: None)
+    termination = Termination(lambda: None)
     termination.install()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     termination.restore()
@@ -333,7 +333,8 @@ def test_handler_that_the_script_sets_later_stays() -> None:
 def test_first_signal_wakes_and_tells_or_raises() -> None:
     woken: list[bool] = []
     for is_watched in (True, False):
-        termination = Termination(lambda seen=is_watched: seen, lambda: woken.append(True))  # type: ignore[misc]
+        termination = Termination(lambda: woken.append(True))
+        termination.is_watched = is_watched
         termination.install()
         if is_watched:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -349,7 +350,8 @@ def test_first_signal_wakes_and_tells_or_raises() -> None:
 @pytest.fixture
 def termination() -> Iterator[Termination]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    made = Termination(lambda: True, lambda: None)
+    made = Termination(lambda: None)
+    made.is_watched = True
     made.install()
     yield made
     made.restore()
@@ -421,7 +423,8 @@ FORKS = """
 import os, signal, sys, threading
 from diloco_worker.shell.sigterm import Termination
 
-termination = Termination(lambda: True, lambda: None)
+termination = Termination(lambda: None)
+termination.is_watched = True
 termination.install()
 ready, tell = os.pipe()
 child = os.fork()

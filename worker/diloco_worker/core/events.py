@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco_protocol import Manifest, RunConfig
 from diloco_protocol.messages import Message, Push
+from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.downloads import Held
 
 
@@ -95,12 +96,11 @@ class Resume(Event):
     worker.
 
     Attributes:
-        config, plan: how the run was trained and the model cut.
+        terms: how the run was trained and the model cut.
         held: by fragment, the version held; of each that has chunks, the frozen one included.
     """
 
-    config: RunConfig
-    plan: tuple[int, ...]
+    terms: Terms
     held: Mapping[int, Held]
 
 

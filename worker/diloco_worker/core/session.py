@@ -361,13 +361,11 @@ class Session:
         return self.connection.token is None and self.run is not None
 
     def _resume(self, event: events.Resume) -> None:
-        assert self.manifest is not None
-        layout = cut(self.manifest, event.config, event.plan)
-        self._set_terms(Terms(event.config, event.plan, layout))
+        self._set_terms(event.terms)
         for fragment, held in event.held.items():
             self.downloads.hold(fragment, held.version, held.ledger)
             self.run = held.version.run
-            if fragment != layout.frozen.fragment:
+            if fragment != event.terms.layout.frozen.fragment:
                 self.downloads.want_newest(fragment, None)
         self.previous_life = PreviousLife(event.held)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from diloco_protocol import ModelLayout, Refused, RunConfig
 from diloco_protocol.messages import Heartbeat
+from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.effects import Answered, Carried, Deliver, Granted, Joined
 from diloco_worker.core.previous_life import SENT_BEFORE
 from diloco_worker.core.session import Session
@@ -57,7 +58,7 @@ class Inbox:
         follows_rounds: whether somebody takes `turns`; else they would pile up for ever.
 
     Attributes:
-        phase, config, layout, last_heard, reconnections, retries: of the session.
+        phase, terms, last_heard, reconnections, retries: of the session.
         feed: the address that the broker publishes on.
         refusal: set when the broker refuses this worker; `refused_for_good` when that was at joining.
         stopping: why this worker should end, as the broker says it, else None.
@@ -79,8 +80,7 @@ class Inbox:
     def __init__(self, session: Session, *, follows_rounds: bool = True) -> None:
         self.condition = threading.Condition()
         self.phase = session.phase
-        self.config: RunConfig | None = None
-        self.layout: ModelLayout | None = None
+        self.terms: Terms | None = None
         self.last_heard: float | None = None
         self.reconnections = 0
         self.retries = 0
@@ -103,6 +103,14 @@ class Inbox:
         self.has_ended = False
 
     # For the training thread.
+
+    @property
+    def config(self) -> RunConfig | None:
+        return self.terms.config if self.terms else None
+
+    @property
+    def layout(self) -> ModelLayout | None:
+        return self.terms.layout if self.terms else None
 
     @property
     def has_news(self) -> bool:
@@ -224,8 +232,7 @@ class Inbox:
             return
         with self.condition:
             self.phase = session.phase
-            self.config = session.config
-            self.layout = session.layout
+            self.terms = session.terms
             self.reconnections = connection.reconnections
             self.uploaded, self.put_off = uploaded, put_off
             self.condition.notify_all()

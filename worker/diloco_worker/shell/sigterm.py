@@ -11,11 +11,14 @@ worker only waits. So a loop that goes on after Ctrl-C, as in a notebook, goes o
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+
+logger = logging.getLogger("diloco.worker")
 
 # What a shell says of a process that SIGTERM has ended: 128 + 15.
 EXIT_CODE = 128 + signal.SIGTERM
@@ -25,22 +28,34 @@ class Termination:
     """Takes SIGTERM between `install` and `restore`, if nobody else does.
 
     Args:
-        is_watched: whether the script looks at `should_stop`.
         wake: ends a wait of the main thread; called in the handler, so it must take no lock.
 
     Attributes:
         is_asked: SIGTERM has come.
+        is_watched: the script looks at `should_stop`.
     """
 
-    def __init__(self, is_watched: Callable[[], bool], wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         self.is_asked = False
+        self.is_watched = False
+        self._is_told = False
         self._holds = 0
         self._waits = 0
         self._holds_interrupts = False
         self._is_interrupted = False
-        self._is_watched = is_watched
         self._wake = wake
         self._pid: int | None = None  # of the process whose signal is taken
+
+    @property
+    def reason(self) -> str | None:
+        """Why the process is about to end; None while it is not."""
+        return "SIGTERM asks this process to end" if self.is_asked else None
+
+    def tell(self) -> None:
+        """Log that SIGTERM has come, once. The handler cannot: the log may be locked."""
+        if self.is_asked and not self._is_told:
+            self._is_told = True
+            logger.warning("SIGTERM has come: this worker ends, and tells the broker.")
 
     def install(self) -> None:
         """Take SIGTERM from here on: in the main thread, where it does what it does by default."""
@@ -118,5 +133,5 @@ class Termination:
             raise KeyboardInterrupt
 
     def _end(self) -> None:
-        if self._pid is not None and not self._is_watched():
+        if self._pid is not None and not self.is_watched:
             raise SystemExit(EXIT_CODE)

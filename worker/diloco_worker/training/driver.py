@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TypeVar
 
+from diloco_protocol.chunks import FragmentLayout
+from diloco_worker.core.downloads import Held
 from diloco_worker.core.sync import effects
 from diloco_worker.core.sync.boundary import Boundary
 from diloco_worker.core.sync.effects import Answer, Effect, Steps
@@ -21,7 +23,7 @@ from diloco_worker.core.sync.fragment import TrainingBase
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.news import Arrival, LinkState, News
 from diloco_worker.core.sync.patience import Options
-from diloco_worker.core.sync.schedule import RoundSchedule, SchedulePlace
+from diloco_worker.core.sync.schedule import RoundSchedule
 from diloco_worker.core.sync.state import SyncState
 from diloco_worker.core.sync.work import Totals
 from diloco_worker.model.model_tensors import ModelTensors
@@ -30,7 +32,7 @@ from diloco_worker.shell.link import Link
 from diloco_worker.training.fragment_sync import FragmentSync
 from diloco_worker.training.push_log import Audit
 from diloco_worker.training.reports import Reports
-from diloco_worker.training.saved_state import Resumption, SavedFragment
+from diloco_worker.training.resumption import Resumption, SavedFragment
 from diloco_worker.training.settings import Settings
 
 logger = logging.getLogger("diloco.worker")
@@ -83,6 +85,7 @@ class Driver:
         self._why_stop = why_stop
         self._waiting = waiting
         self._clock = clock
+        self._frozen = _take_frozen(link, layout.frozen, tensors)
         arrivals = [_take(link, part.fragment) for part in layout.fragments]
         if resumption is not None:
             saved = resumption.fragments
@@ -148,20 +151,32 @@ class Driver:
         """Steps past a boundary that are not synchronised; of the fragment that has most."""
         return self.boundary.state.unsynced_steps
 
-    def standing(self) -> tuple[SchedulePlace, tuple[SavedFragment, ...]] | None:
-        """What another life of this worker goes on from; shares memory with this one.
+    @property
+    def is_torn(self) -> bool:
+        """A merge is broken off: a part of the model is ahead of the rest."""
+        return self.boundary.state.is_torn
 
-        None while a merge is broken off: a part of the model is ahead of the rest.
+    def resumption(self, worker_id: str, checksums: Mapping[str, tuple[int, ...]]) -> Resumption:
+        """What another life of this worker goes on from, while no merge is broken off; shares memory
+        with this one.
+
+        Args:
+            checksums: of the model as it is now.
         """
-        state = self.boundary.state
-        if state.is_torn:
-            return None
-        self._reports.read(self._clock(), at_once=True)
+        state, terms = self.boundary.state, self._link.terms
+        assert terms is not None and not state.is_torn
         saved = (
             SavedFragment(base, each.base, None if base.flight is None else each.delta)
             for base, each in zip(state.bases(self._totals()), self._fragments, strict=True)
         )
-        return state.schedule.place, tuple(saved)
+        return Resumption(
+            worker_id=worker_id,
+            terms=terms,
+            place=state.schedule.place,
+            frozen=self._frozen,
+            fragments=tuple(saved),
+            checksums=checksums,
+        )
 
     # What the hook calls.
 
@@ -294,6 +309,17 @@ class Driver:
 
     def _totals(self) -> Totals:
         return Totals(self._reports.tokens, self._reports.samples, self._reports.loss)
+
+
+def _take_frozen(link: Link, part: FragmentLayout, tensors: ModelTensors) -> Held | None:
+    """Put the frozen parameters into the model, which keeps the only copy; returns their version."""
+    if not part.chunks:
+        return None
+    arrival = _take(link, part.fragment)
+    if arrival.values is not None:  # the script has loaded them otherwise
+        tensors.put(arrival.values)
+    link.set_base(part.fragment, None)
+    return Held(arrival.version, arrival.released.ledger)
 
 
 def _take(link: Link, fragment: int) -> Arrival:

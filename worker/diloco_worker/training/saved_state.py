@@ -1,9 +1,4 @@
-"""What a worker needs to go on as if it had not been restarted, as plain values for a checkpoint.
-
-The script keeps model and optimizer; this is the rest. For each fragment: the version that its delta is
-measured from (*base*), with its ledger; what was done since its last freeze; and the delta in flight, if
-there is one, under its push id. Size: one fp32 copy of the model; with a delta in flight, 1/2 (bf16) to
-1 more of its fragment, and 1 more where the merge is "rebase" or training no longer waited for it.
+"""A resumption as plain values for the checkpoint of a script, and back.
 
 Only texts, numbers, lists, dicts and tensors: `torch.load(..., weights_only=True)` reads it. Ids of 64
 bits are hexadecimal texts. Base tensors are copies; those of a flight are shared, since nobody ever
@@ -12,9 +7,8 @@ writes to them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +17,6 @@ from diloco_protocol import (
     Kind,
     Ledger,
     Manifest,
-    ModelLayout,
     ProtocolError,
     RunConfig,
     Segment,
@@ -36,112 +29,23 @@ from diloco_protocol.codecs import segment_dtype, wire_dtype
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.version import as_hex, from_hex
-from diloco_worker.core.compatibility import cut
+from diloco_worker.core.compatibility import Terms, cut
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.sync.flights import Flight
 from diloco_worker.core.sync.fragment import TrainingBase
 from diloco_worker.core.sync.schedule import SchedulePlace
 from diloco_worker.core.sync.work import Work
-from diloco_worker.model.checksums import differing
 from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.training.fragment_sync import DeltaValues
+from diloco_worker.training.resumption import Resumption, SavedFragment
 
 # Of this layout; another number than these two is refused with a sentence.
 FORMAT = 2
 # Has the model's distance from each base instead of its checksums.
 OLD_FORMAT = 1
-# For a state of the old format: how far the distance may be off, as a part of the base's length: a
-# checkpoint in bf16 has rounded each value by up to 1/256.
-TOLERANCE = 0.01
 
 Plain = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class SavedFragment:
-    """One fragment as training stands on it.
-
-    Attributes:
-        values: of the base.
-        delta: the values of the flight, if there is one.
-    """
-
-    base: TrainingBase
-    values: FlatState
-    delta: DeltaValues | None = None
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """What a worker goes on from.
-
-    Attributes:
-        plan: fragment of each manifest entry; empty where there is one.
-        frozen: the version of the frozen parameters, where there are any.
-        fragments: in order.
-        checksums: by name, of the model's tensors; see `checksums`. None in a state of the old format.
-        distances: of each fragment, Euclidean, how far the model's parameters are from its base; only in
-            a state of the old format.
-    """
-
-    worker_id: str
-    config: RunConfig
-    plan: tuple[int, ...]
-    layout: ModelLayout
-    place: SchedulePlace
-    frozen: Held | None
-    fragments: tuple[SavedFragment, ...]
-    checksums: Mapping[str, tuple[int, ...]] | None
-    distances: tuple[float, ...] = ()
-
-    @property
-    def held(self) -> dict[int, Held]:
-        """By fragment, the versions that are held."""
-        held = {
-            part.fragment: Held(each.base.version, each.base.ledger)
-            for part, each in zip(self.layout.fragments, self.fragments, strict=True)
-        }
-        if self.frozen is not None:
-            held[self.layout.frozen.fragment] = self.frozen
-        return held
-
-    @property
-    def states(self) -> dict[int, FlatState]:
-        """By fragment, the values of these versions; frozen ones are in the model."""
-        return {each.values.layout.fragment: each.values for each in self.fragments}
-
-    def check_model(self, tensors: ModelTensors) -> None:
-        """Raise UsageError when this is not the model that the checkpoint was written with.
-
-        Its distance from the base would be pushed as if it had been trained.
-        """
-        if self.checksums is not None:
-            names = differing(tensors, self.checksums)
-            if names:
-                raise UsageError(
-                    "The model is not as it was when this worker's state was taken: "
-                    f"{len(names)} of {len(self.checksums)} tensors differ ({summarise(names)}); load "
-                    "the model's own checkpoint of that moment before the worker starts."
-                )
-            return
-        for each, then in zip(self.fragments, self.distances, strict=True):
-            now = tensors.distance(each.values)
-            room = TOLERANCE * max(then, each.values.norm())
-            if math.isfinite(then) and not abs(now - then) <= room:
-                raise UsageError(
-                    f"The model is {now:.3g} away from the parameters that this worker's state was "
-                    f"measured from, and was {then:.3g} away when the state was taken; load the "
-                    "model's own checkpoint of that moment before the worker starts."
-                )
-
-
-def plan_of(manifest: Manifest, layout: ModelLayout) -> tuple[int, ...]:
-    """The fragment of each manifest entry, as a `welcome` has it; empty where there is one."""
-    if len(layout.fragments) == 1:
-        return ()
-    numbers = {place.entry.name: part.fragment for part in layout.all for place in part.places}
-    return tuple(numbers[entry.name] for entry in manifest.entries)
 
 
 # To plain values.
@@ -171,8 +75,8 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
             [e.name, list(e.shape), e.dtype, e.kind.value, list(e.aliases)]
             for e in manifest.entries
         ],
-        "config": asdict(resumption.config),
-        "plan": list(resumption.plan),
+        "config": asdict(resumption.terms.config),
+        "plan": list(resumption.terms.plan),
         "place": asdict(resumption.place),
         "frozen": None if frozen is None else frozen.version.plain(),
         "fragments": fragments,
@@ -253,9 +157,7 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
         raise ValueError(f"fragments of several runs, {', '.join(sorted(runs))}")
     return Resumption(
         worker_id=_text(plain["worker_id"]),
-        config=config,
-        plan=plan,
-        layout=layout,
+        terms=Terms(config, plan, layout),
         place=place,
         frozen=frozen,
         fragments=fragments,

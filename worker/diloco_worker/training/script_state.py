@@ -1,4 +1,4 @@
-"""The dict that a script keeps of a worker: counters, and around them what `resume` makes plain."""
+"""The dict that a script keeps of a worker: its counters, and what it resumes from."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol import UsageError
-from diloco_worker.core.downloads import Held
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.model_tensors import ModelTensors
-from diloco_worker.shell.link import Link
 from diloco_worker.training.driver import Driver
-from diloco_worker.training.saved_state import Plain, Resumption, from_plain, plan_of, to_plain
+from diloco_worker.training.resumption import Resumption
+from diloco_worker.training.saved_state import Plain, from_plain, to_plain
 
 logger = logging.getLogger("diloco.worker")
 
@@ -82,23 +81,10 @@ class Saved:
         return resumption
 
 
-def resume_plain(
-    worker_id: str,
-    tensors: ModelTensors,
-    link: Link,
-    driver: Driver,
-    frozen: Held | None,
-) -> Plain | None:
+def resume_plain(worker_id: str, tensors: ModelTensors, driver: Driver) -> Plain | None:
     """The parameters and deltas of a worker in a run; None, with a warning, while a merge is broken off,
-    or once the model has changed so much that the run's tensors are not in it.
-
-    Args:
-        frozen: the version of the frozen parameters, where there are any.
-    """
-    config, layout = link.config, link.layout
-    assert config is not None and layout is not None
-    standing = driver.standing()
-    if standing is None:
+    or once the model has changed so much that the run's tensors are not in it."""
+    if driver.is_torn:
         logger.warning(
             "A merge is broken off, so the state says nothing of the parameters: a worker that "
             "goes on from it begins with the run's. Save again after the next step."
@@ -113,15 +99,4 @@ def resume_plain(
             error,
         )
         return None
-    place, fragments = standing
-    resumption = Resumption(
-        worker_id=worker_id,
-        config=config,
-        plan=plan_of(tensors.manifest, layout),
-        layout=layout,
-        place=place,
-        frozen=frozen,
-        fragments=fragments,
-        checksums=sums,
-    )
-    return to_plain(resumption, tensors.manifest)
+    return to_plain(driver.resumption(worker_id, sums), tensors.manifest)

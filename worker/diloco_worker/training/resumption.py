@@ -1,0 +1,105 @@
+"""What a worker needs to go on as if it had not been restarted.
+
+The script keeps model and optimizer; this is the rest. For each fragment: the version that its delta is
+measured from (*base*), with its ledger; what was done since its last freeze; and the delta in flight, if
+there is one, under its push id. Size: one fp32 copy of the model; with a delta in flight, 1/2 (bf16) to
+1 more of its fragment, and 1 more where the merge is "rebase" or training no longer waited for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from diloco_protocol import UsageError
+from diloco_protocol.manifest import summarise
+from diloco_worker.core.compatibility import Terms
+from diloco_worker.core.downloads import Held
+from diloco_worker.core.sync.fragment import TrainingBase
+from diloco_worker.core.sync.schedule import SchedulePlace
+from diloco_worker.model.checksums import differing
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.training.fragment_sync import DeltaValues
+
+# For a state of the old format: how far the distance may be off, as a part of the base's length: a
+# checkpoint in bf16 has rounded each value by up to 1/256.
+TOLERANCE = 0.01
+
+
+@dataclass(frozen=True)
+class SavedFragment:
+    """One fragment as training stands on it.
+
+    Attributes:
+        values: of the base.
+        delta: the values of the flight, if there is one.
+    """
+
+    base: TrainingBase
+    values: FlatState
+    delta: DeltaValues | None = None
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a worker goes on from.
+
+    Attributes:
+        terms: how the run was trained and the model cut.
+        place: in the cycle of slots and the sequence of rounds.
+        frozen: the version of the frozen parameters, where there are any.
+        fragments: in order.
+        checksums: by name, of the model's tensors; see `checksums`. None in a state of the old format.
+        distances: of each fragment, Euclidean, how far the model's parameters are from its base; only in
+            a state of the old format.
+    """
+
+    worker_id: str
+    terms: Terms
+    place: SchedulePlace
+    frozen: Held | None
+    fragments: tuple[SavedFragment, ...]
+    checksums: Mapping[str, tuple[int, ...]] | None
+    distances: tuple[float, ...] = ()
+
+    @property
+    def held(self) -> dict[int, Held]:
+        """By fragment, the versions that are held."""
+        held = {
+            part.fragment: Held(each.base.version, each.base.ledger)
+            for part, each in zip(self.terms.layout.fragments, self.fragments, strict=True)
+        }
+        if self.frozen is not None:
+            held[self.terms.layout.frozen.fragment] = self.frozen
+        return held
+
+    @property
+    def states(self) -> dict[int, FlatState]:
+        """By fragment, the values of these versions; frozen ones are in the model."""
+        return {each.values.layout.fragment: each.values for each in self.fragments}
+
+    def check_model(self, tensors: ModelTensors) -> None:
+        """Raise UsageError when this is not the model that the checkpoint was written with.
+
+        Its distance from the base would be pushed as if it had been trained.
+        """
+        if self.checksums is not None:
+            names = differing(tensors, self.checksums)
+            if names:
+                raise UsageError(
+                    "The model is not as it was when this worker's state was taken: "
+                    f"{len(names)} of {len(self.checksums)} tensors differ ({summarise(names)}); load "
+                    "the model's own checkpoint of that moment before the worker starts."
+                )
+            return
+        for each, then in zip(self.fragments, self.distances, strict=True):
+            now = tensors.distance(each.values)
+            room = TOLERANCE * max(then, each.values.norm())
+            if math.isfinite(then) and not abs(now - then) <= room:
+                raise UsageError(
+                    f"The model is {now:.3g} away from the parameters that this worker's state was "
+                    f"measured from, and was {then:.3g} away when the state was taken; load the "
+                    "model's own checkpoint of that moment before the worker starts."
+                )

@@ -313,3 +313,8 @@ Effect = (
     | Log
 )
 Effects = Iterator[Effect]  # what a rule asks for, in order
+
+
+def nothing(_: object) -> Effects:
+    """What a rule asks for where there is nothing to do."""
+    return iter(())

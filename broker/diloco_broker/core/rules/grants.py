@@ -5,6 +5,7 @@ from __future__ import annotations
 from diloco_broker.core import effects
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.update import PushKey
 from diloco_broker.core.state.uploads import Upload
 from diloco_protocol import messages
 from diloco_protocol.bitmap import Bitmap
@@ -74,10 +75,9 @@ def acknowledge_work(state: RunState, work: effects.Fold | effects.Inspect) -> e
         yield from acknowledge(state, member, upload, work.index)
 
 
-def refuse(
-    state: RunState, worker_id: str, fragment: int, push_id: int, code: Code, text: str
-) -> effects.Effects:
+def refuse(state: RunState, fragment: int, key: PushKey, code: Code, text: str) -> effects.Effects:
     """A push is over without being counted: say so to its worker, if it is at it, and to everybody."""
+    worker_id, push_id = key
     state.reject(worker_id, code.value, text)
     yield effects.Log("warning", text)
     member = state.members.named(worker_id)

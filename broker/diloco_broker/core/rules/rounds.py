@@ -181,14 +181,14 @@ def _report(
     losses = [each.push.loss for each in whole if each.push.loss is not None]
     norms = [each.push.norm for each in whole if each.push.norm is not None]
     return effects.RoundReport(
-        ended.number,
-        ended.fragment,
-        version,
-        now - ended.opened_at,
-        ended.averaged,
-        sum(each.weight for each in whole),
-        sum(losses) / len(losses) if losses else None,
-        sum(norms) / len(norms) if norms else None,
-        max((each.staleness for each in whole), default=0),
-        tuple(each.worker_id for each in pushes),
+        number=ended.number,
+        fragment=ended.fragment,
+        version=version,
+        seconds=now - ended.opened_at,
+        averaged=ended.averaged,
+        weight=sum(each.weight for each in whole),
+        loss=sum(losses) / len(losses) if losses else None,
+        delta_norm=sum(norms) / len(norms) if norms else None,
+        staleness=max((each.staleness for each in whole), default=0),
+        workers=tuple(each.worker_id for each in pushes),
     )

@@ -74,15 +74,14 @@ class Contribution:
 
     def work(self, index: int, payload: Any) -> Fold:
         """What is to be done with a chunk that has arrived."""
-        push = self.push
         return Fold(
-            push.fragment,
+            self.push.fragment,
             index,
-            self.worker_id,
-            push.push_id,
-            self.weight,
-            push.wire_dtype,
-            payload,
+            worker_id=self.worker_id,
+            push_id=self.push.push_id,
+            weight=self.weight,
+            wire_dtype=self.push.wire_dtype,
+            payload=payload,
         )
 
     def owes(self, index: int) -> bool:

@@ -71,8 +71,13 @@ class Submission:
 
     def work(self, index: int, payload: Any) -> Inspect:
         """What is to be done with a chunk that has arrived."""
-        push = self.push
-        return Inspect(push.fragment, index, *self.key, push.wire_dtype, payload)
+        return Inspect(
+            self.push.fragment,
+            index,
+            *self.key,
+            wire_dtype=self.push.wire_dtype,
+            payload=payload,
+        )
 
     def take(self, index: int, payload: Any, squares: float, now: float) -> None:
         """A chunk is here and finite."""

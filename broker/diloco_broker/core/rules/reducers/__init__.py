@@ -60,13 +60,13 @@ class Reducer(Protocol):
     def leave(self, state: RunState, worker_id: str) -> Effects:
         """A worker is gone."""
 
-    def tick(self, state: RunState) -> Effects:
+    def tick(self, state: RunState, /) -> Effects:
         """Time has passed."""
 
     def tell(self, state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
         """The log's line on an update that has ended."""
 
-    def released(self, state: RunState) -> Effects:
+    def released(self, state: RunState, /) -> Effects:
         """A version is out, and the next update is open."""
 
 

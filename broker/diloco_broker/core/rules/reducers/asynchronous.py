@@ -9,8 +9,6 @@ all of them get the same parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from diloco_broker.core.effects import Effects, Log
 from diloco_broker.core.events import FoldRefused, InspectRefused
 from diloco_broker.core.rules import grants, round_lines
@@ -18,7 +16,6 @@ from diloco_broker.core.rules.reducers import collect
 from diloco_broker.core.state.async_update import AsyncUpdate
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.submissions import Submission
 from diloco_broker.core.state.update import Phase
 from diloco_broker.core.state.uploads import Upload
 from diloco_protocol.errors import Code, ProtocolError
@@ -88,7 +85,8 @@ def _hand_out_slots(state: RunState) -> Effects:
             text = _too_old(state, worker_id, push)
             if text is not None:
                 member.uploads.begin(Upload(push))
-                yield from grants.refuse(state, worker_id, fragment, push.push_id, Code.STALE, text)
+                key = (worker_id, push.push_id)
+                yield from grants.refuse(state, fragment, key, Code.STALE, text)
             elif state.is_counted(member, push):
                 yield from grants.counted(member, push)
             else:
@@ -148,8 +146,16 @@ def close_if_due(state: RunState) -> Effects:
     update = _update(state)
     if update.phase is Phase.CLOSING:
         return
-    whole = list(_young_enough(state))
-    yield from _refuse_the_old(state)
+    whole = []
+    for each in state.submissions.whole():
+        # While it was on its way others were applied: it may have grown too old.
+        text = _too_old(state, each.worker_id, each.push)
+        if text is None:
+            whole.append(each)
+            continue
+        state.submissions.drop(each)
+        yield from grants.refuse(state, each.push.fragment, each.key, Code.STALE, text)
+        yield from _hand_out_slots(state)
     if not whole or state.now - (whole[0].whole_at or 0.0) < state.config.grace:
         return
     fragment = whole[0].push.fragment
@@ -161,24 +167,6 @@ def close_if_due(state: RunState) -> Effects:
         yield from collect.merge(state, fragment, groups, lambda staleness: (1 + staleness) ** -0.5)
     else:
         yield from collect.merge(state, fragment, groups)
-
-
-def _young_enough(state: RunState) -> Iterator[Submission]:
-    for s in state.submissions.whole():
-        if _too_old(state, s.worker_id, s.push) is None:
-            yield s
-
-
-def _refuse_the_old(state: RunState) -> Effects:
-    """While a submission was on its way others were applied: it may have grown too old."""
-    for s in state.submissions.whole():
-        text = _too_old(state, s.worker_id, s.push)
-        if text is not None:
-            state.submissions.drop(s)
-            yield from grants.refuse(
-                state, s.worker_id, s.push.fragment, s.push.push_id, Code.STALE, text
-            )
-            yield from _hand_out_slots(state)
 
 
 def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:

@@ -99,9 +99,7 @@ def refused(state: RunState, event: FoldRefused | InspectRefused) -> Generator[E
         f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are not "
         "finite; nothing of it counts, the run goes on without it."
     )
-    yield from grants.refuse(
-        state, work.worker_id, work.fragment, work.push_id, Code.NON_FINITE, text
-    )
+    yield from grants.refuse(state, work.fragment, submission.key, Code.NON_FINITE, text)
     return True
 
 

@@ -7,7 +7,7 @@ the fragment, or dropped, as the run has it (`--late`), and its worker is told e
 
 from __future__ import annotations
 
-from diloco_broker.core.effects import Effects, Log, Send
+from diloco_broker.core.effects import Effects, Log, Send, nothing
 from diloco_broker.core.events import FoldRefused, InspectRefused
 from diloco_broker.core.rules import grants, round_lines
 from diloco_broker.core.rules.reducers import collect
@@ -20,6 +20,7 @@ from diloco_protocol.messages import Notice, Push
 
 find, done, commit = collect.find, collect.done, collect.commit
 tell = round_lines.closed
+tick = released = nothing  # windows are looked at in `close_if_due`, and nobody waits for room
 
 
 def _round(state: RunState) -> StagedRound:
@@ -104,7 +105,7 @@ def _tell_the_late(state: RunState, round_: StagedRound) -> Effects:
         if state.config.late == "drop" and not submission.is_whole:
             state.submissions.drop(submission)
             text = f"Round {round_.number} closed without {worker_id}, whose late push is dropped."
-            yield from grants.refuse(state, worker_id, push.fragment, push.push_id, Code.LATE, text)
+            yield from grants.refuse(state, push.fragment, submission.key, Code.LATE, text)
             continue
         text = f"Round {round_.number} closed without {worker_id}; its push goes into {following}."
         yield Log("info", text)
@@ -117,14 +118,4 @@ def leave(state: RunState, worker_id: str) -> Effects:
     """A worker is gone: what is whole counts, what is not is forgotten."""
     _round(state).barrier.expect_no_more(worker_id)
     collect.leave(state, worker_id)
-    yield from ()
-
-
-def tick(state: RunState) -> Effects:
-    """A grace window may be over; `close_if_due` looks at that."""
-    yield from ()
-
-
-def released(state: RunState) -> Effects:
-    """Nobody waits for room."""
     yield from ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco_broker.core.effects import Effects, Step
+from diloco_broker.core.effects import Effects, Step, nothing
 from diloco_broker.core.events import Folded, FoldRefused, Inspected, InspectRefused
 from diloco_broker.core.rules import grants, round_lines
 from diloco_broker.core.state.members import Member
@@ -21,6 +21,7 @@ from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Commit, Push
 
 tell = round_lines.closed
+tick = released = nothing  # time changes nothing, and nobody waits for room
 
 
 def _round(state: RunState) -> StreamingRound:
@@ -143,9 +144,7 @@ def refused(state: RunState, event: FoldRefused | InspectRefused) -> Effects:
             f"Chunk {work.index} of the pseudo-gradient of {work.worker_id} has values that are "
             "not finite; the push is void from there on, the round goes on without it."
         )
-        yield from grants.refuse(
-            state, work.worker_id, work.fragment, work.push_id, Code.NON_FINITE, text
-        )
+        yield from grants.refuse(state, work.fragment, key, Code.NON_FINITE, text)
     yield from step(state, ready)
 
 
@@ -173,13 +172,3 @@ def step(state: RunState, indexes: Iterable[int]) -> Effects:
 def leave(state: RunState, worker_id: str) -> Effects:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     yield from step(state, _round(state).leave(worker_id))
-
-
-def tick(state: RunState) -> Effects:
-    """Nothing here depends on time."""
-    yield from ()
-
-
-def released(state: RunState) -> Effects:
-    """Nobody waits for room."""
-    yield from ()

@@ -24,14 +24,14 @@ from diloco_protocol.feed import (
     parse_snapshot,
 )
 from diloco_protocol.records import field_names
-from diloco_tools.feed import replay
+from diloco_tools.feed import history_lines, replay
 from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.replay import History, Moment, read_history
 from diloco_tools.feed.series import RunSeries
 
 # Every key that the lines of a history have.
 OF_LINES = [
-    *replay.OF_START,
+    *history_lines.OF_START,
     *(name for record in (LastRound, Totals, Loop) for name in field_names(record)),
     *("alive", "workers", "level", "text"),
 ]
@@ -440,7 +440,7 @@ class TestFiles:
     def test_a_file_that_no_broker_wrote_is_not_read_into_memory(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(replay, "MAX_FILE_BYTES", 100)
+        monkeypatch.setattr(history_lines, "MAX_FILE_BYTES", 100)
         path = write(tmp_path / "history.jsonl", start(0.0))
         with pytest.raises(FeedError, match="bytes, more than the broker ever"):
             read_history(path)

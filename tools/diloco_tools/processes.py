@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 LINES_SHOWN = 12  # of the log of a child that died
@@ -109,12 +109,7 @@ class Children:
     def __enter__(self) -> Children:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # Workers before the broker: so they can still say goodbye to it.
         try:
             for child in reversed(self.all):

@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, TypeVar
 
 HOST = "127.0.0.1"
@@ -68,12 +67,7 @@ class TcpProxy:
     def __enter__(self: P) -> P:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def gate(self, connection: int, up: bool) -> Gate:

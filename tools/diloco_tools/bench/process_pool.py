@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 from diloco_tools.bench import machine
 from diloco_tools.bench.broker_process import BrokerProcess, running_broker
@@ -38,13 +37,8 @@ class ProcessPool:
         machine.allow_many_files()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._children.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._children.__exit__(*error)
 
     def role(self, role: str, name: str = "") -> RoleProcess:
         """The process of this name, started in its role if it is new."""

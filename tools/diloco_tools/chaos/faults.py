@@ -64,7 +64,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done in one mode: so many faults of each kind, so many rounds at least."""
+    """How much is done in one mode: faults of each kind, and the least number of rounds."""
 
     rounds: int
     gap: tuple[int, int]

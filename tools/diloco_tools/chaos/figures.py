@@ -93,8 +93,7 @@ def averaged(
     Args:
         versions: when each was seen, and which workers are in it, in order.
         window: versions that make a round: 1, where there are rounds. In asynchronous mode each version
-            is one worker's, so it is twice the number of workers: who is not in one of so many was
-            left out.
+            is one worker's, so it is twice the number of workers: who is in none of them was left out.
     """
     stays = list(stays)
     alive = hits = 0

@@ -16,7 +16,7 @@ class DrillProxy(TcpProxy):
         self._left: int | None = None  # bytes that still pass before a cut; None: no cut is to come
 
     def cut_within(self, count: int) -> None:
-        """Break every connection once so many more bytes have passed, both ways together."""
+        """Break every connection once `count` more bytes have passed, both ways together."""
         with self._lock:
             self._left = count
 

@@ -68,7 +68,7 @@ class RunWatch:
         self._put_off.append((condition, action))
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something in so many seconds."""
+        """Do something once `seconds` have passed."""
         due = time.monotonic() + seconds
         self.when(lambda: time.monotonic() >= due, action)
 
@@ -101,7 +101,7 @@ class RunWatch:
     def wait_until(
         self, condition: Callable[[], bool], seconds: float, sentence: str, every: float = TURN_S
     ) -> None:
-        """Wait until a condition holds; raises Broken with the sentence after so many seconds.
+        """Wait until a condition holds; raises Broken with the sentence after `seconds`.
 
         Args:
             every: seconds between two looks at the condition; the run itself is looked at all the time.
@@ -119,7 +119,7 @@ class RunWatch:
             self.pause(every)
 
     def wait_rounds(self, rounds: float, after: str) -> None:
-        """Wait until so many more rounds have closed; raises Broken when the run stands still."""
+        """Wait until this many more rounds have closed; raises Broken when the run stands still."""
         target = len(self.seen) + rounds * versions_a_round(self.crew.mode)
         while len(self.seen) < target:
             have = len(self.seen)
@@ -130,7 +130,7 @@ class RunWatch:
             )
 
     def pause(self, seconds: float) -> None:
-        """Go on looking for so many seconds."""
+        """Go on looking for `seconds`."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(TURN_S)

@@ -66,7 +66,7 @@ NOTES = (
     "A step counts once for each fragment. Lives are processes of workers; a killed one loses at most H "
     "steps (and tau, where fragments are delayed).",
     "Averaged: of the workers alive throughout a round, those in its version; without rounds (async), "
-    "in one of so many versions as twice the number of workers.",
+    "in one of 2 W successive versions, where W is the number of workers.",
     "Forgotten: what a killed worker saw counted in a version that was lost with the broker.",
 )
 

@@ -184,7 +184,7 @@ def turns(plan: Plan, *, synchronous: bool) -> Iterator[Turn]:
 def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
     """Train one variant and record how the loss of its global parameters went.
 
-    The loss is looked at each time that so many steps have been made as a round has. A run whose loss is
+    The loss is evaluated each time that the steps of one round have been made. A run whose loss is
     not finite, or above where it began, counts as diverged from there. It goes on as long as loss and
     pseudo-gradients are finite; what comes after is not comparable with anything.
 

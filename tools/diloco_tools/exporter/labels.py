@@ -1,4 +1,4 @@
-"""Label values from what strangers call themselves: short, printable, and only so many of them.
+"""Label values from what strangers call themselves: short, printable, bounded in number.
 
 Every distinct label value is a time series that Prometheus keeps for weeks, and two series with the
 same labels make it refuse the whole scrape. Worker ids are free text of the peers.

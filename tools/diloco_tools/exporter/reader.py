@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 
 from diloco_protocol.addresses import with_scheme
 from diloco_protocol.feed import FeedError, FeedVersionError, Snapshot
@@ -49,12 +48,7 @@ class FeedReader:
         self._listener.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._listener.close()
 
     def _take(self, snapshot: Snapshot) -> None:

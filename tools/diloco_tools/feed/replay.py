@@ -11,39 +11,35 @@ about as much memory as its files. Its snapshot holds what the history knows:
 Times are those of the broker's wall clock; they step back where somebody set it back.
 """
 
-import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, overload
 
-from diloco_protocol.errors import ProtocolError
 from diloco_protocol.feed import (
     FEED_VERSION,
     Event,
     FeedError,
     Fragment,
     MalformedFeedError,
-    Round,
     Snapshot,
     Worker,
     json_safe,
-    read_snapshot,
 )
-from diloco_protocol.records import from_json, to_plain
+from diloco_protocol.records import to_plain
+from diloco_tools.feed.history_lines import (
+    Line,
+    UnknownKind,
+    line_of,
+    parsed,
+    snapshot_of,
+    texts_of,
+)
 
 EVENTS = 20  # in a snapshot, as in the feed
 LOOK_BACK = 400  # rounds searched for the last work of each worker and fragment
 LINES_KEPT = 512  # as records, so that going through a history reads each line about once
-MAX_FILE_BYTES = 256 << 20  # the broker rotates at 16 MiB
-MAX_LINE_BYTES = 4 << 20  # a round of ten thousand workers fits
-
-# What the line of a start has besides its settings, and what is no setting, whatever a line holds.
-OF_START = ("run", "version", "mode", "control", "model")
-NO_SETTINGS = {"round", "last_round", "counts", "fragments", "totals", "loop", "workers"}
 
 
 @dataclass(frozen=True)
@@ -71,17 +67,17 @@ def read_history(path: Path) -> History:
     Raises:
         FeedError: the file is missing, cannot be read, or has no line of a history.
     """
-    lines: list[_Line] = []
+    lines: list[Line] = []
     skipped = 0
     try:
         if path.is_dir():
             path = path / "history.jsonl"
-        for text in _texts(path):
+        for text in texts_of(path):
             try:
-                lines.append(_line(text, lines[-1] if lines else None))
+                lines.append(line_of(text, lines[-1] if lines else None))
             except MalformedFeedError:
                 skipped += 1
-            except _UnknownKind:
+            except UnknownKind:
                 pass
     except OSError as error:
         raise FeedError(
@@ -96,149 +92,16 @@ def read_history(path: Path) -> History:
     return History(_Moments(lines), skipped)
 
 
-def _texts(path: Path) -> Iterator[bytes]:
-    """Lines of the older file, then of `path` itself, though the broker may rotate meanwhile."""
-    with ExitStack() as stack:
-        files = []
-        for each in (path, path.with_name(f"{path.stem}.1{path.suffix}")):
-            if each.exists() and not each.is_file():
-                raise OSError("it is not a file")
-            with suppress(FileNotFoundError):
-                files.append(stack.enter_context(each.open("rb")))
-                size = os.fstat(files[-1].fileno()).st_size
-                if size > MAX_FILE_BYTES:
-                    raise OSError(f"it has {size} bytes, more than the broker ever lets it have")
-        if not files:
-            raise OSError("there is no such file")
-        # Rotated between the two calls: then both are the same file.
-        if len(files) == 2 and os.path.sameopenfile(files[0].fileno(), files[1].fileno()):
-            files.pop()
-        for file in reversed(files):
-            yield from filter(bytes.strip, file)
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One line of a history and where it stands in it; the counts include this line."""
-
-    text: bytes
-    kind: str
-    at: float
-    epoch: str
-    since: float  # when this life of the broker began
-    start: bytes | None  # the line with the settings that hold
-    rounds: int  # in the whole history
-    rounds_before: int  # this life of the broker
-    contributions: int  # in this life
-    events: int  # in the whole history
-    stopped: bool
-
-
-class _UnknownKind(Exception):
-    """A line that a newer broker has written for others."""
-
-
-def _line(text: bytes, before: _Line | None) -> _Line:
-    """Check one line. Raises MalformedFeedError, and _UnknownKind for one to pass over."""
-    if len(text) > MAX_LINE_BYTES:
-        raise MalformedFeedError(f"a line of {len(text)} bytes")
-    document = _parsed(text)
-    kind, at, epoch = (document.get(key) for key in ("kind", "at", "epoch"))
-    if not isinstance(kind, str) or not isinstance(epoch, str):
-        raise MalformedFeedError("no kind or no epoch")
-    if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e12:
-        raise MalformedFeedError("no time")
-    if kind not in ("start", "round", "event", "stop"):
-        raise _UnknownKind(kind)
-    _snapshot_of(document)
-    whole = before
-    if before is not None and before.epoch != epoch:
-        before = None
-    averaged = int(document.get("averaged") or 0) if kind == "round" else 0
-    rounds = whole.rounds if whole else 0
-    return _Line(
-        text=text,
-        kind=kind,
-        at=float(at),
-        epoch=epoch,
-        since=before.since if before else float(at),
-        start=text if kind == "start" else before.start if before else None,
-        rounds=rounds + (kind == "round"),
-        rounds_before=before.rounds_before if before else rounds,
-        contributions=(before.contributions if before else 0) + averaged,
-        events=(whole.events if whole else 0) + (kind in ("event", "stop")),
-        stopped=kind == "stop" or (before is not None and before.stopped),
-    )
-
-
-def _parsed(text: bytes) -> dict[str, Any]:
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise MalformedFeedError(f"not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise MalformedFeedError("not a JSON object")
-    return document
-
-
-def _snapshot_of(document: Mapping[str, Any]) -> Snapshot:
-    """A snapshot with nothing but what one line gives."""
-    given: dict[str, Any] = {"feed": FEED_VERSION, "sequence": 0, "epoch": document.get("epoch")}
-    try:
-        match document["kind"]:
-            case "start":
-                return read_snapshot({**_settings(document), **given})
-            case "round":
-                return _round_of(document, given)
-            case "event":
-                return from_json(Snapshot, {"events": [document], **given}, "event")
-            case _:
-                said = {**document, "text": f"The broker stopped: {document.get('text')}."}
-                return from_json(Snapshot, {"events": [said], **given}, "stop")
-    except ProtocolError as error:
-        raise MalformedFeedError(str(error)) from None
-
-
-def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
-    settings = document.get("settings") or {}
-    if not isinstance(settings, dict):
-        raise MalformedFeedError("settings is not an object")
-    part = {key: value for key, value in settings.items() if key not in NO_SETTINGS}
-    part |= {key: document.get(key) for key in OF_START}
-    if isinstance(reducer := part.get("reducer"), dict):  # settings, and two counts of then
-        part["reducer"] = reducer | {"submissions": 0, "waiting": 0}
-    return part
-
-
-def _round_of(document: Mapping[str, Any], given: Mapping[str, Any]) -> Snapshot:
-    """The line of a round has the keys of several records of a snapshot side by side."""
-    averaged = document.get("averaged")
-    counts = {"alive": document.get("alive"), "participating": averaged, "averaged": averaged}
-    whole = {
-        **dict.fromkeys(("last_round", "totals", "loop"), document),
-        "counts": counts,
-        "fragments": [{**document, "fragment": document.get("fragment") or 0}],
-        "workers": document.get("workers"),
-        **given,
-    }
-    read = from_json(Snapshot, whole, "round")
-    assert read.last_round is not None
-    names = tuple(worker.id for worker in read.workers)
-    number, fragment = read.last_round.number, read.last_round.fragment
-    closed = Round(number, fragment, "closed", expected=names, arrived=names)
-    return replace(read, round=closed)
-
-
 class _Moments(Sequence[Moment]):
     """The lines of a history, each made a moment when somebody looks at it."""
 
-    def __init__(self, lines: Sequence[_Line]) -> None:
+    def __init__(self, lines: Sequence[Line]) -> None:
         self._lines = lines
         self._rounds = [line for line in lines if line.kind == "round"]
         self._events = [line for line in lines if line.kind in ("event", "stop")]
         # The first of each life, for the events that come before it.
         self._starts = {line.epoch: line.text for line in reversed(lines) if line.kind == "start"}
-        self._read = lru_cache(LINES_KEPT)(lambda text: _snapshot_of(_parsed(text)))
+        self._read = lru_cache(LINES_KEPT)(lambda text: snapshot_of(parsed(text)))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -254,7 +117,7 @@ class _Moments(Sequence[Moment]):
         line = self._lines[index]
         return Moment(line.at, self._snapshot(line, sequence))
 
-    def _snapshot(self, line: _Line, sequence: int) -> Snapshot:
+    def _snapshot(self, line: Line, sequence: int) -> Snapshot:
         first = max(line.rounds_before, line.rounds - LOOK_BACK)
         rounds = self._rounds[first : line.rounds]  # of this life of the broker
         start = line.start or self._starts.get(line.epoch)
@@ -288,7 +151,7 @@ class _Moments(Sequence[Moment]):
         raw = {**base.raw, "feed": FEED_VERSION, **json_safe(plain)}
         return replace(base, **now, raw=raw)
 
-    def _last_events(self, line: _Line) -> tuple[Event, ...]:
+    def _last_events(self, line: Line) -> tuple[Event, ...]:
         first = max(0, line.events - EVENTS)
         found = []
         for number, each in enumerate(self._events[first : line.events], first + 1):
@@ -297,7 +160,7 @@ class _Moments(Sequence[Moment]):
         return tuple(found)
 
     def _last_work(
-        self, at: float, rounds: Sequence[_Line], settings: Snapshot
+        self, at: float, rounds: Sequence[Line], settings: Snapshot
     ) -> tuple[list[Fragment], list[Worker]]:
         """The newest version of each fragment, and the workers that contributed last."""
         alive = self._read(rounds[-1].text).counts.alive

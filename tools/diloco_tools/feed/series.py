@@ -16,8 +16,6 @@ from typing import TypeVar
 from diloco_protocol.feed import Snapshot, Worker
 
 _T = TypeVar("_T")
-
-
 LEAST_RECENT = 4  # points that a scale goes by
 
 
@@ -82,14 +80,20 @@ class RunSeries:
     A restart of the broker begins the rates anew and keeps the rounds. Of the workers those that have
     gone give way to those that are there, the longest gone first; while all places are taken by
     workers that are there, further ones get none.
+
+    Attributes:
+        rounds: one point for each closed round that was seen, in the order in which they closed.
+        network: all bytes of parameters and pseudo-gradients at the broker, one rate a snapshot.
+        speeds: worker id -> (at, inner steps a second) as the worker reported it; the longest gone
+            first.
     """
 
     def __init__(self, points: int = 512, workers: int = 256) -> None:
         self._points = points
         self._workers = workers
-        self._rounds: list[RoundPoint] = []
-        self._network: list[Rate] = []
-        self._speeds: dict[str, list[tuple[float, float]]] = {}  # the longest gone first
+        self.rounds: list[RoundPoint] = []
+        self.network: list[Rate] = []
+        self.speeds: dict[str, list[tuple[float, float]]] = {}
         self._rates: dict[str, Rate] = {}
         self._epoch = ""
         self._sequence = -1
@@ -97,21 +101,6 @@ class RunSeries:
         self._last_round: int | None = None
         self._total: _Counted | None = None
         self._counted: dict[str, _Counted] = {}
-
-    @property
-    def rounds(self) -> Sequence[RoundPoint]:
-        """One point for each closed round that was seen, in the order in which they closed."""
-        return self._rounds
-
-    @property
-    def network(self) -> Sequence[Rate]:
-        """All bytes of parameters and pseudo-gradients at the broker, one rate a snapshot."""
-        return self._network
-
-    @property
-    def speeds(self) -> Mapping[str, Sequence[tuple[float, float]]]:
-        """Worker id -> (at, inner steps a second), as the worker reported it."""
-        return self._speeds
 
     def rate_of(self, worker_id: str) -> Rate | None:
         """The newest rate of one worker; None while it is not known, and for one that is gone."""
@@ -135,7 +124,7 @@ class RunSeries:
         totals = snapshot.totals
         counted = _Counted(snapshot.uptime_s, totals.bytes_up, totals.bytes_down)
         if self._total is not None and (rate := self._total.rate_to(counted, now)):
-            self._keep(self._network, rate)
+            self._keep(self.network, rate)
         self._total = counted
         self._note_workers(snapshot, now)
 
@@ -154,7 +143,7 @@ class RunSeries:
             delta_norm=closed.delta_norm,
             staleness=closed.staleness,
         )
-        self._keep(self._rounds, point)
+        self._keep(self.rounds, point)
 
     def _note_workers(self, snapshot: Snapshot, now: float) -> None:
         here = {worker.id: worker for worker in snapshot.workers}
@@ -169,24 +158,24 @@ class RunSeries:
                 self._rates[worker.id] = rate
             self._counted[worker.id] = counted
             if worker.steps_per_s is not None and worker.health != "lost":
-                self._keep(self._speeds[worker.id], (now, worker.steps_per_s))
+                self._keep(self.speeds[worker.id], (now, worker.steps_per_s))
 
     def _placed(self, here: Mapping[str, Worker]) -> list[Worker]:
         """The workers that have a place, each moved behind those that are gone."""
         placed = []
         for worker in here.values():
-            if worker.id in self._speeds:
-                self._speeds[worker.id] = self._speeds.pop(worker.id)
+            if worker.id in self.speeds:
+                self.speeds[worker.id] = self.speeds.pop(worker.id)
                 placed.append(worker)
         for worker in here.values():
-            if worker.id in self._speeds:
+            if worker.id in self.speeds:
                 continue
-            if len(self._speeds) >= self._workers:
-                oldest = next(iter(self._speeds), None)
+            if len(self.speeds) >= self._workers:
+                oldest = next(iter(self.speeds), None)
                 if oldest is None or oldest in here:
                     break
-                del self._speeds[oldest]
-            self._speeds[worker.id] = []
+                del self.speeds[oldest]
+            self.speeds[worker.id] = []
             placed.append(worker)
         return placed
 

@@ -2,7 +2,6 @@
 
 import math
 import time
-from types import TracebackType
 
 import zmq
 
@@ -79,12 +78,7 @@ class FeedSubscriber:
     def __enter__(self) -> "FeedSubscriber":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -63,7 +63,7 @@ class Refusal(Exception):
 
 
 def flat_manifest(parameters: int) -> Manifest:
-    """A model of so many trainable fp32 parameters, in tensors of 16M."""
+    """A model with this number of trainable fp32 parameters, in tensors of 16M."""
     sizes = [TENSOR_ELEMENTS] * (parameters // TENSOR_ELEMENTS)
     sizes += [parameters % TENSOR_ELEMENTS] if parameters % TENSOR_ELEMENTS else []
     return Manifest(
@@ -178,7 +178,7 @@ class FakeWorker:
         self._send(Heartbeat(self.session, 0))
 
     def turn(self, timeout_ms: int) -> None:
-        """Wait at most so long for messages and deal with them."""
+        """Wait at most `timeout_ms` for messages and deal with them."""
         ready = dict(self._poller.poll(timeout_ms))
         for each in (self.control, self.bulk):
             if each in ready:

@@ -1,0 +1,159 @@
+"""Lines of a history file: read from disk, checked one by one, each a snapshot of what it says."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from diloco_protocol.errors import ProtocolError
+from diloco_protocol.feed import (
+    FEED_VERSION,
+    MalformedFeedError,
+    Round,
+    Snapshot,
+    read_snapshot,
+)
+from diloco_protocol.records import from_json
+
+MAX_FILE_BYTES = 256 << 20  # the broker rotates at 16 MiB
+MAX_LINE_BYTES = 4 << 20  # a round of ten thousand workers fits
+
+# What the line of a start has besides its settings, and what is no setting, whatever a line holds.
+OF_START = ("run", "version", "mode", "control", "model")
+NO_SETTINGS = {"round", "last_round", "counts", "fragments", "totals", "loop", "workers"}
+
+
+def texts_of(path: Path) -> Iterator[bytes]:
+    """Lines of the older file, then of `path` itself, though the broker may rotate meanwhile."""
+    with ExitStack() as stack:
+        files = []
+        for each in (path, path.with_name(f"{path.stem}.1{path.suffix}")):
+            if each.exists() and not each.is_file():
+                raise OSError("it is not a file")
+            with suppress(FileNotFoundError):
+                files.append(stack.enter_context(each.open("rb")))
+                size = os.fstat(files[-1].fileno()).st_size
+                if size > MAX_FILE_BYTES:
+                    raise OSError(f"it has {size} bytes, more than the broker ever lets it have")
+        if not files:
+            raise OSError("there is no such file")
+        # Rotated between the two calls: then both are the same file.
+        if len(files) == 2 and os.path.sameopenfile(files[0].fileno(), files[1].fileno()):
+            files.pop()
+        for file in reversed(files):
+            yield from filter(bytes.strip, file)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a history and where it stands in it; the counts include this line."""
+
+    text: bytes
+    kind: str
+    at: float
+    epoch: str
+    since: float  # when this life of the broker began
+    start: bytes | None  # the line with the settings that hold
+    rounds: int  # in the whole history
+    rounds_before: int  # this life of the broker
+    contributions: int  # in this life
+    events: int  # in the whole history
+    stopped: bool
+
+
+class UnknownKind(Exception):
+    """A line that a newer broker has written for others."""
+
+
+def line_of(text: bytes, before: Line | None) -> Line:
+    """Check one line. Raises MalformedFeedError, and UnknownKind for one to pass over."""
+    if len(text) > MAX_LINE_BYTES:
+        raise MalformedFeedError(f"a line of {len(text)} bytes")
+    document = parsed(text)
+    kind, at, epoch = (document.get(key) for key in ("kind", "at", "epoch"))
+    if not isinstance(kind, str) or not isinstance(epoch, str):
+        raise MalformedFeedError("no kind or no epoch")
+    if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e12:
+        raise MalformedFeedError("no time")
+    if kind not in ("start", "round", "event", "stop"):
+        raise UnknownKind(kind)
+    snapshot_of(document)
+    whole = before
+    if before is not None and before.epoch != epoch:
+        before = None
+    averaged = int(document.get("averaged") or 0) if kind == "round" else 0
+    rounds = whole.rounds if whole else 0
+    return Line(
+        text=text,
+        kind=kind,
+        at=float(at),
+        epoch=epoch,
+        since=before.since if before else float(at),
+        start=text if kind == "start" else before.start if before else None,
+        rounds=rounds + (kind == "round"),
+        rounds_before=before.rounds_before if before else rounds,
+        contributions=(before.contributions if before else 0) + averaged,
+        events=(whole.events if whole else 0) + (kind in ("event", "stop")),
+        stopped=kind == "stop" or (before is not None and before.stopped),
+    )
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MalformedFeedError(f"not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise MalformedFeedError("not a JSON object")
+    return document
+
+
+def snapshot_of(document: Mapping[str, Any]) -> Snapshot:
+    """A snapshot with nothing but what one line gives."""
+    given: dict[str, Any] = {"feed": FEED_VERSION, "sequence": 0, "epoch": document.get("epoch")}
+    try:
+        match document["kind"]:
+            case "start":
+                return read_snapshot({**_settings(document), **given})
+            case "round":
+                return _round_of(document, given)
+            case "event":
+                return from_json(Snapshot, {"events": [document], **given}, "event")
+            case _:
+                said = {**document, "text": f"The broker stopped: {document.get('text')}."}
+                return from_json(Snapshot, {"events": [said], **given}, "stop")
+    except ProtocolError as error:
+        raise MalformedFeedError(str(error)) from None
+
+
+def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    settings = document.get("settings") or {}
+    if not isinstance(settings, dict):
+        raise MalformedFeedError("settings is not an object")
+    part = {key: value for key, value in settings.items() if key not in NO_SETTINGS}
+    part |= {key: document.get(key) for key in OF_START}
+    if isinstance(reducer := part.get("reducer"), dict):  # settings, and two counts of then
+        part["reducer"] = reducer | {"submissions": 0, "waiting": 0}
+    return part
+
+
+def _round_of(document: Mapping[str, Any], given: Mapping[str, Any]) -> Snapshot:
+    """The line of a round has the keys of several records of a snapshot side by side."""
+    averaged = document.get("averaged")
+    counts = {"alive": document.get("alive"), "participating": averaged, "averaged": averaged}
+    whole = {
+        **dict.fromkeys(("last_round", "totals", "loop"), document),
+        "counts": counts,
+        "fragments": [{**document, "fragment": document.get("fragment") or 0}],
+        "workers": document.get("workers"),
+        **given,
+    }
+    read = from_json(Snapshot, whole, "round")
+    assert read.last_round is not None
+    names = tuple(worker.id for worker in read.workers)
+    number, fragment = read.last_round.number, read.last_round.fragment
+    closed = Round(number, fragment, "closed", expected=names, arrived=names)
+    return replace(read, round=closed)

@@ -137,7 +137,7 @@ class DiLoCoClient:
         try:
             self._join(tensors)
         except BaseException:
-            self._stop_link("it did not get to training")
+            self._stop_link("it did not start training")
             raise
         assert self._pulled is not None
         return self._pulled.parameters()
@@ -273,12 +273,11 @@ class DiLoCoClient:
         """
         link, _ = self._require_joined()
         link.progress = Progress(
-            int(step),
-            int(inner_step),
-            False,
-            None if steps_per_s is None else float(steps_per_s),
-            None if loss is None else float(loss),
-            int(tokens),
+            step=int(step),
+            inner_step=int(inner_step),
+            steps_per_s=None if steps_per_s is None else float(steps_per_s),
+            loss=None if loss is None else float(loss),
+            tokens=int(tokens),
         )
         link.beat_now()
 

@@ -35,7 +35,7 @@ from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import Driver
-from diloco_worker.training.push_log import Audit
+from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.script_state import Saved, resume_plain
@@ -154,7 +154,7 @@ class DiLoCoWorker:
         self._driver: Driver | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # what was loaded of it, until it is in use
-        self._audit: Audit | None = None
+        self._audit: PushLog | None = None
         self._termination = Termination(self._wake)
         self._clock: Callable[[], float] = time.monotonic
         self._reports = Reports()
@@ -212,7 +212,7 @@ class DiLoCoWorker:
         check_values(tensors)
         if resumption is not None:
             resumption.check_model(tensors)
-        audit = self._audit = Audit(settings.audit, self.worker_id)
+        audit = self._audit = PushLog(settings.audit, self.worker_id)
         session = new_session(
             self.worker_id,
             tensors.manifest,
@@ -248,7 +248,7 @@ class DiLoCoWorker:
         vacate(self._model, self)
         try:
             if self._link is not None:
-                self._link.close("it did not get to training", LINK_PATIENCE_S)
+                self._link.close("it did not start training", LINK_PATIENCE_S)
         finally:
             if self._audit is not None:
                 self._audit.close()
@@ -459,7 +459,7 @@ class DiLoCoWorker:
 
     # Joining.
 
-    def _take_model(self, link: Link, tensors: ModelTensors, audit: Audit) -> None:
+    def _take_model(self, link: Link, tensors: ModelTensors, audit: PushLog) -> None:
         self._driver = Driver(
             self.worker_id,
             tensors,

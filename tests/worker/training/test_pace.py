@@ -299,7 +299,7 @@ def test_own_h_gives_way_to_a_smaller_one_of_a_run_with_rounds(
     broker.config = run_config(sync_every=2)
     worker, descent = begin(sync_every=3)  # the broker knows it: it does not refuse it
     assert worker.sync_every == 2
-    assert "asks for sync_every=3, the run has 2 now: it takes 2" in caplog.text
+    assert "asks for sync_every=3, the run has 2 now; 2 is used" in caplog.text
     assert sync(broker, beside, descent, 2, 1).steps == 2
 
 

@@ -183,7 +183,7 @@ def gives_way(config: RunConfig, own: int | None) -> str | None:
     runs = config.sync_every
     if own is None or own == sync_every(config, own, None):
         return None
-    return f"This worker asks for sync_every={own}, the run has {runs} now: it takes {runs}."
+    return f"This worker asks for sync_every={own}, the run has {runs} now; {runs} is used."
 
 
 def heartbeat_interval(config: RunConfig, asked: float | None) -> float:

@@ -6,7 +6,7 @@ NEW -> CONNECTING -> JOINING -> JOINED
             +-- AWAY <-- connection broke, `rejoin`, or silence; never longer than 2 s
 REFUSED: the broker says no and asking again cannot help. Before the first welcome that is the
          end, and so it is when an operator has removed this worker; later it is asked again
-         every 30 s, since a person may mend the broker.
+         every 30 s, since a person may repair the broker.
 LEFT: the end.
 """
 
@@ -162,7 +162,7 @@ class Connection:
         if since is not None and now - since >= JOIN_PATIENCE_S:
             yield f"The broker did not answer the join within {JOIN_PATIENCE_S:g} s."
         if (silent_at := self._silent_at) is not None and now >= silent_at:
-            yield f"Nothing was heard for {now - (self.last_heard or now):.0f} s."
+            yield f"The broker was silent for {now - (self.last_heard or now):.0f} s."
         if self.bulk.is_dead(now):
             yield self.bulk.give_up()
 

@@ -192,7 +192,7 @@ class Downloads:
             yield effects.Say(
                 f"This worker holds version {held.version}{which}, and the broker goes on from "
                 f"{theirs}: it came back from an older copy, and the rounds that only this worker has "
-                "are lost. It goes on with the broker's parameters; a push in flight is offered again.",
+                "are lost. The worker takes the broker's parameters; a push in flight is offered again.",
                 trouble=True,
             )
 

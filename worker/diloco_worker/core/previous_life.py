@@ -26,8 +26,8 @@ from diloco_worker.core.uploads import Uploads
 
 SENT_BEFORE = "a previous life of this worker has sent them"
 FORGOTTEN = (
-    "What the worker's checkpoint holds of run {run} cannot be used here: {why}. Training begins with "
-    "the broker's parameters, as that of a new worker does."
+    "The worker's checkpoint of run {run} cannot be used here: {why}. Training begins with the broker's "
+    "parameters, as for a new worker."
 )
 
 

@@ -244,7 +244,7 @@ class Session:
                 yield from self.requests.answered(message)
             case _:
                 yield effects.Say(
-                    f"The broker sent a {message.kind}, which workers send.", trouble=True
+                    f"The broker sent a {message.kind}, which only workers send.", trouble=True
                 )
 
     def _welcomed(self, welcome: messages.Welcome, now: float) -> Iterator[Effect]:
@@ -382,7 +382,9 @@ class Session:
     def _offer(self, push: messages.Push) -> Iterator[Effect]:
         self.downloads.of(push.fragment)
         if push.push_id in self.uploads:
-            raise ValueError(f"push {push.push_id:#x} has been offered already, it goes on once")
+            raise ValueError(
+                f"push {push.push_id:#x} has been offered already; a push is offered once"
+            )
         if self.manifest is None or push.purpose is not messages.Purpose.GRADIENT:
             raise ValueError("only a worker that takes part pushes, and only pseudo-gradients")
         yield from self.uploads.begin(push)

@@ -27,7 +27,7 @@ def check_values(tensors: ModelTensors) -> None:
             continue
         if has_nan(tensor):
             raise UsageError(
-                f"{entry.name} holds NaN, and no run can begin with it; mend the initialisation of the "
+                f"{entry.name} holds NaN, and no run can begin with it; fix the initialisation of the "
                 "model, or load another checkpoint."
             )
         if is_finite(tensor):
@@ -37,7 +37,7 @@ def check_values(tensors: ModelTensors) -> None:
             )
         if entry.kind is Kind.TRAINABLE:
             raise UsageError(
-                f"{entry.name} is trained and holds infinities; mend the initialisation of the model, "
+                f"{entry.name} is trained and holds infinities; fix the initialisation of the model, "
                 "or load another checkpoint."
             )
         if entry.kind is Kind.BUFFER:

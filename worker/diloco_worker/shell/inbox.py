@@ -142,12 +142,12 @@ class Inbox:
         """How things stand now; what is handed in is known elsewhere."""
         assert self.config is not None
         return LinkState(
-            self.config,
-            self.sync_every,
-            self.phase,
-            self.reconnections,
-            self.uploaded,
-            self.put_off,
+            config=self.config,
+            sync_every=self.sync_every,
+            phase=self.phase,
+            reconnections=self.reconnections,
+            uploaded=self.uploaded,
+            put_off=self.put_off,
             has_ended=self.has_ended,
             is_over=self.stopping is not None,
             is_restarting=self.restarting is not None,

@@ -188,12 +188,12 @@ class IoThread:
             self._turn()
         except Exception as error:
             self._failures += 1
-            logger.exception("Unexpected trouble in the link to %s.", self.address)
-            self._inbox.last_error = f"Unexpected trouble in the link: {error!r}"
+            logger.exception("Unexpected error in the link to %s.", self.address)
+            self._inbox.last_error = f"Unexpected error in the link: {error!r}"
             if self._failures >= MAX_FAILURES:
                 raise
             threading.Event().wait(FAILURE_PAUSE_S)
-            self.feed(events.Disconnected("The link starts afresh after unexpected trouble."))
+            self.feed(events.Disconnected("The link starts again after an unexpected error."))
         is_news, self._is_news = self._is_news, False
         self._inbox.publish(self.session, is_news=is_news)
 
@@ -240,7 +240,7 @@ class IoThread:
                 if payload is not None:
                     check_length(message, payload, self.session.layout, self.session.config)
             except ProtocolError as error:
-                self.say(f"The broker sent what cannot be read: {error}", trouble=True)
+                self.say(f"The broker sent a message that cannot be read: {error}", trouble=True)
                 continue
             self._executor.payload = payload
             self.feed(events.Received(message))
@@ -271,7 +271,7 @@ class IoThread:
         frames = pack(message, payload)
         if not connections.send(frames, bulk=bulk):
             # Credits bind long before this; only a connection that takes nothing gets here.
-            self.say("The connection to the broker takes nothing any more.", trouble=True)
+            self.say("The connection to the broker accepts no more data.", trouble=True)
             return
         self._inbox.bytes_up += sum(memoryview(frame).nbytes for frame in frames)
 

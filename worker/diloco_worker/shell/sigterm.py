@@ -55,7 +55,7 @@ class Termination:
         """Log that SIGTERM has come, once. The handler cannot: the log may be locked."""
         if self.is_asked and not self._is_told:
             self._is_told = True
-            logger.warning("SIGTERM has come: this worker ends, and tells the broker.")
+            logger.warning("SIGTERM has come: this worker ends and tells the broker.")
 
     def install(self) -> None:
         """Take SIGTERM from here on: in the main thread, where it does what it does by default."""

@@ -30,7 +30,7 @@ from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import Constants
 from diloco_worker.shell.link import Link
 from diloco_worker.training.fragment_sync import FragmentSync
-from diloco_worker.training.push_log import Audit
+from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Reports
 from diloco_worker.training.resumption import Resumption, SavedFragment
 from diloco_worker.training.settings import Settings
@@ -68,7 +68,7 @@ class Driver:
         reports: Reports,
         metrics: SyncMetrics,
         publish: Callable[[bool], None],
-        audit: Audit,
+        audit: PushLog,
         why_stop: Callable[[], str | None],
         waiting: Callable[[], AbstractContextManager[None]],
         clock: Callable[[], float],

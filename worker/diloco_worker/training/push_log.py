@@ -29,7 +29,7 @@ from diloco_worker.shell.forks import keep_from_children
 logger = logging.getLogger("diloco.worker")
 
 
-class Audit:
+class PushLog:
     """See the head of this module. Any thread may write.
 
     Args:

@@ -124,9 +124,9 @@ def from_plain(plain: object, tensors: ModelTensors) -> Resumption:
     try:
         return _resumption(_dict(plain), tensors)
     except KeyError as error:
-        raise UsageError(f"This is no state of a DiLoCoWorker: it lacks {error}.") from None
+        raise UsageError(f"This is not the state of a DiLoCoWorker: it lacks {error}.") from None
     except (TypeError, ValueError, AttributeError, ProtocolError) as error:
-        raise UsageError(f"This is no state of a DiLoCoWorker: {error}.") from None
+        raise UsageError(f"This is not the state of a DiLoCoWorker: {error}.") from None
 
 
 def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:

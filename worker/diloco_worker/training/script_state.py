@@ -52,14 +52,14 @@ class Saved:
             tokens, samples = int(state["tokens"]), int(state.get("samples", 0))
             plain = state.get("resume")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"This is no state of a DiLoCoWorker: {error!r}.") from None
+            raise UsageError(f"This is not the state of a DiLoCoWorker: {error!r}.") from None
         resumption = None
         if plain is not None and tensors is not None:
             resumption = from_plain(plain, tensors)
             if not 0 <= cycle_start <= step:
                 raise UsageError(
-                    f"This is no state of a DiLoCoWorker: its cycle began at step {cycle_start}, and "
-                    f"it is at step {step}."
+                    f"This is not the state of a DiLoCoWorker: its cycle began at step {cycle_start}, "
+                    f"and it is at step {step}."
                 )
         return cls(counters, step, cycle_start, tokens, samples, plain, resumption)
 
@@ -86,15 +86,15 @@ def resume_plain(worker_id: str, tensors: ModelTensors, driver: Driver) -> Plain
     or once the model has changed so much that the run's tensors are not in it."""
     if driver.is_torn:
         logger.warning(
-            "A merge is broken off, so the state says nothing of the parameters: a worker that "
-            "goes on from it begins with the run's. Save again after the next step."
+            "A merge was interrupted, so the state does not contain the parameters: a worker that "
+            "resumes from it begins with the run's. Save again after the next step."
         )
         return None
     try:
         sums = checksums(tensors)
     except UsageError as error:  # a script that saves must not end by it
         logger.warning(
-            "%s Until then the worker's state says nothing of the parameters: a worker that goes on "
+            "%s Until then the worker's state does not contain the parameters: a worker that resumes "
             "from it begins with the run's.",
             error,
         )

@@ -95,13 +95,13 @@ class WholePush:
 
     def part(self, index: int) -> PushPart:
         return PushPart(
-            self.worker_id,
-            self.push_id,
-            self.weight,
-            self.scale,
-            self.norm,
-            self.wire_dtype,
-            self.payloads[index],
+            worker_id=self.worker_id,
+            push_id=self.push_id,
+            weight=self.weight,
+            scale=self.scale,
+            norm=self.norm,
+            wire_dtype=self.wire_dtype,
+            payload=self.payloads[index],
         )
 
 

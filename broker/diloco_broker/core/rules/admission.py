@@ -54,14 +54,14 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
     versions = tuple(each.version for each in state.versions.trained)
     yield from branches.tell(state, join.worker_id, join.versions)
     welcome = messages.Welcome(
-        session,
-        state.epoch,
-        state.run_config,
-        first_round,
-        state.model.run if state.model.is_done else None,
-        versions,
-        state.feed_address,
-        plan if state.config.num_fragments > 1 else (),
+        session=session,
+        epoch=state.epoch,
+        config=state.run_config,
+        first_round=first_round,
+        run=state.model.run if state.model.is_done else None,
+        versions=versions,
+        feed=state.feed_address,
+        plan=plan if state.config.num_fragments > 1 else (),
     )
     yield effects.Send(route, welcome)
     if any(join.versions) and not state.model.is_done:

@@ -30,14 +30,14 @@ def run_record(state: RunState, number: int) -> RunRecord:
         if record is not None:
             fragments[fragment] = replace(record, tags=versions.newest_tags())
     return RunRecord(
-        model.run,
-        number,
-        state.epoch,
-        model.manifest,
-        model.plan,
-        fragments,
-        {member.worker_id: member.counters() for member in state.members},
-        asdict(state.totals),
+        run=model.run,
+        number=number,
+        epoch=state.epoch,
+        manifest=model.manifest,
+        plan=model.plan,
+        fragments=fragments,
+        workers={member.worker_id: member.counters() for member in state.members},
+        totals=asdict(state.totals),
     )
 
 

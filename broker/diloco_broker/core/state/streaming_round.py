@@ -151,7 +151,15 @@ class StreamingRound(Update):
         none = Bitmap(self.size)
         for other in self.of_worker(worker_id):
             before = before | other.arrived  # one vote on each chunk
-        contribution = Contribution(worker_id, push, before, none, none.copy(), weight, staleness)
+        contribution = Contribution(
+            worker_id=worker_id,
+            push=push,
+            before=before,
+            arrived=none,
+            folded=none.copy(),
+            weight=weight,
+            staleness=staleness,
+        )
         self.contributions[worker_id, push.push_id] = contribution
         if self.phase is Phase.CLOSING:
             raise AssertionError(f"{worker_id} begins a push in closing round {self.number}")
@@ -230,7 +238,12 @@ class StreamingRound(Update):
     def counted(self) -> Iterator[CountedPush]:
         for c in self.contributions.values():
             yield CountedPush(
-                c.worker_id, c.push, c.before | c.folded, c.folded, c.weight, c.staleness
+                worker_id=c.worker_id,
+                push=c.push,
+                chunks=c.before | c.folded,
+                added=c.folded,
+                weight=c.weight,
+                staleness=c.staleness,
             )
 
     def check_invariants(self) -> None:

@@ -99,12 +99,13 @@ class Submission:
     def merged(self, scale: float) -> WholePush:
         """Itself as it is merged; its values are multiplied by `scale`."""
         return WholePush(
-            *self.key,
-            self.weight,
-            scale,
-            math.sqrt(self.squares),
-            self.push.wire_dtype,
-            self.payloads,
+            worker_id=self.worker_id,
+            push_id=self.push.push_id,
+            weight=self.weight,
+            scale=scale,
+            norm=math.sqrt(self.squares),
+            wire_dtype=self.push.wire_dtype,
+            payloads=self.payloads,
         )
 
 
@@ -112,7 +113,14 @@ def counted(chosen: Iterable[Submission]) -> Iterator[CountedPush]:
     """What an update counts of the submissions that are merged into it."""
     for s in chosen:
         whole = Bitmap.full(s.push.chunks)
-        yield CountedPush(s.worker_id, s.push, whole, whole - s.before, s.weight, s.staleness)
+        yield CountedPush(
+            worker_id=s.worker_id,
+            push=s.push,
+            chunks=whole,
+            added=whole - s.before,
+            weight=s.weight,
+            staleness=s.staleness,
+        )
 
 
 Pool = dict[PushKey, Submission]

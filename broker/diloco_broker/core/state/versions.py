@@ -317,7 +317,12 @@ class VersionStore:
         record = self[fragment].record
         staleness = reader.account.staleness.get(fragment)
         return Released(
-            fragment, record.version, record.ledger, record.round, record.averaged, staleness
+            fragment=fragment,
+            version=record.version,
+            ledger=record.ledger,
+            round=record.round,
+            averaged=record.averaged,
+            staleness=staleness,
         )
 
     def _wires(self, fragment: int, version: VersionId) -> Any:

@@ -34,7 +34,9 @@ def open_round(state: RunState, number: int) -> Effects:
         collect.forget(state, _round(state).chosen)
     fragment, size = state.coming(number)
     barrier, pool = state.open_barrier(fragment), state.submissions.pool(fragment)
-    state.round = StagedRound(number, fragment, size, state.now, barrier, pool)
+    state.round = StagedRound(
+        number=number, fragment=fragment, size=size, opened_at=state.now, barrier=barrier, pool=pool
+    )
     for member in state.members:
         push = member.deferred.get(fragment)
         if push is not None and not collect.has_whole(state, member, push):

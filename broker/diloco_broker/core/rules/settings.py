@@ -2,7 +2,7 @@
 
 A new setting holds from the next version on. A version that is being made is finished with what it was
 begun with, since some of its chunks have been stepped already: what was asked for meanwhile waits in
-`State.wanted` until the next round opens.
+`RunState.wanted` until the next round opens.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def test_another_split_than_the_checkpoints_is_refused(
         options = {"fragment_plan": a_file(tmp_path, options["fragment_plan"], "own-2.json")}
     with pytest.raises(UsageError, match=words) as caught:
         one_round(folder, **options)
-    assert "give the same --fragment-plan, or --resume none to begin afresh" in str(caught.value)
+    assert "give the same --fragment-plan, or --resume none to begin a new run" in str(caught.value)
 
 
 def test_another_pattern_than_the_checkpoints_is_refused_where_it_splits_otherwise(

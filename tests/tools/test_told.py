@@ -219,7 +219,7 @@ def test_status_of_many_workers_fits_a_screen_and_keeps_those_that_are_not_well(
     assert [line.split()[0] for line in text.splitlines() if " lost " in line] == (
         ["w000", "w050", "w100", "w150"]
     )
-    assert text.endswith("more; diloco-top and --json have all")
+    assert text.endswith("more; diloco-top and --json show all")
     assert "w199" in as_text(document(1, workers=crew)), "a file takes all"
 
 

@@ -26,9 +26,7 @@ def export(
     to: Annotated[
         Path, typer.Option(help="File to write; load it with safetensors.torch.load_file.")
     ] = Path("model.safetensors"),
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace the file if it is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write the global parameters as plain safetensors that load into the original model."""
     from diloco_broker.cli.checkpoint_report import newest_sound
@@ -38,7 +36,7 @@ def export(
 
     with failing_in_a_sentence():
         if to.exists() and not force:
-            raise UsageError(f"{to} is there already; give --force to replace it.")
+            raise UsageError(f"{to} exists already; give --force to replace it.")
         if not to.parent.is_dir():
             raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
         address = source if Path(source).exists() else with_scheme(source)

@@ -163,7 +163,7 @@ def _sure(yes: bool, question: str) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        _fail("Nobody can be asked whether this is meant; give --yes.")
+        _fail("There is no terminal to ask on; give --yes to confirm.")
     try:
         is_sure = typer.confirm(question)
     except (typer.Abort, KeyboardInterrupt):

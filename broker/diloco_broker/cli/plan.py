@@ -37,7 +37,7 @@ IN_NO_ORDER = (
     "layers by number, the rest). In a run the worker's model decides: diloco-broker plan "
     "tcp://HOST:PORT shows that."
 )
-ALL_TRAINED = "Every floating-point tensor was taken for trained; name others with --frozen."
+ALL_TRAINED = "Every floating-point tensor counts as trained; name the others with --frozen."
 
 
 @dataclass(frozen=True)

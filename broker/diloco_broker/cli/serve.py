@@ -132,7 +132,7 @@ def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
         waiting = f"The run in {folder} goes on when its workers are back."
         if model:
             logging.getLogger("diloco.broker").warning(
-                "--model %s is not used: the run in %s goes on. (--resume none begins afresh.)",
+                "--model %s is not used: the run in %s goes on. (--resume none begins a new run.)",
                 model,
                 folder,
             )

@@ -156,7 +156,7 @@ def _fragments(data: Data) -> Iterable[str]:
     is_alpha = data.get("fragment_merge", "alpha") == "alpha"
     return (
         f"{count} {data.get('fragment_pattern') or ''}".strip() if count > 1 else "one",
-        f"merged {_after([delay])}" if not is_auto else "merged when the reply is here",
+        f"merged {_after([delay])}" if not is_auto else "merged when the reply arrives",
         f"last {_after(delays)}" if is_auto and delays else "",
         f"at most {longest}" if longest is not None and (is_auto or longest != delay) else "",
         f"alpha {data.get('fragment_update_alpha', 0.0):g}" if is_alpha else data["fragment_merge"],
@@ -230,7 +230,7 @@ def _table(workers: Sequence[Data], most: int | None) -> list[str]:
         for row in rows
     ]
     if left := len(workers) - len(shown):
-        lines.append(f"and {left} more; diloco-top and --json have all")
+        lines.append(f"and {left} more; diloco-top and --json show all")
     return lines
 
 

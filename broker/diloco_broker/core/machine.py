@@ -182,7 +182,9 @@ class Core:
         if state.round.phase is Phase.OPEN:
             expected = state.round.barrier.expected if state.round.barrier else set()
             for worker_id in expected - ids:
-                raise InvariantBroken("a round waits for somebody who is not here", worker_id)
+                raise InvariantBroken(
+                    "a round waits for a worker that is not in the run", worker_id
+                )
         in_progress = state.versions[state.round.fragment].in_progress
         assert (in_progress is not None) == (state.round.phase is Phase.CLOSING)
         assert state.unreleased is None or (

@@ -48,7 +48,9 @@ def check_state_dict(tensors: Any, what: str) -> dict[str, Tensor]:
                 f"{what} holds {name!r}, which is not a named tensor; save only the state dict."
             )
         if has_nan(tensor.detach()):
-            raise UsageError(f"{what} holds NaN in {name}; save the model before it came to that.")
+            raise UsageError(
+                f"{what} holds NaN in {name}; use a copy of the model from before that."
+            )
     # A copy: the caller may go on training with these tensors before the first worker joins.
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 

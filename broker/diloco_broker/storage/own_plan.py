@@ -25,7 +25,7 @@ def read_split(path: Path) -> OwnSplit:
     except OSError as error:
         raise UsageError(f"{source} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise UsageError(f"{source} is no JSON: it is not text.") from None
+        raise UsageError(f"{source} is not JSON: it is not text.") from None
 
 
 def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
@@ -87,6 +87,6 @@ def check_same(config: BrokerConfig, split: Split | None, found: Checkpoint, pat
     if moved:
         had = "the same --fragment-plan" if before == OWN else f"--fragment-pattern {before}"
         raise UsageError(
-            f"{given} splits the model otherwise than the checkpoint {path} has it: "
-            f"{summarise(moved)}; give {had}, or --resume none to begin afresh."
+            f"{given} splits the model differently from the checkpoint {path}: "
+            f"{summarise(moved)}; give {had}, or --resume none to begin a new run."
         )

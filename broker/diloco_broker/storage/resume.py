@@ -23,7 +23,7 @@ logger = logging.getLogger("diloco.broker")
 def newest_checkpoint(
     config: BrokerConfig, *, has_own_optimizer: bool = False, split: Split | None = None
 ) -> Checkpoint | None:
-    """The checkpoint that the configuration says to go on from; None to begin afresh.
+    """The checkpoint that the configuration says to go on from; None to begin a new run.
 
     Args:
         split: the user's own split of the model, if there is one.
@@ -40,7 +40,7 @@ def newest_checkpoint(
         folder = Path(config.resume)
         candidates = checkpoint.at(folder)
         if not candidates:
-            raise UsageError(f"--resume {config.resume}: there is no checkpoint at that place.")
+            raise UsageError(f"--resume {config.resume}: there is no checkpoint there.")
     problems = []
     for path in candidates:
         try:
@@ -60,7 +60,7 @@ def newest_checkpoint(
     if problems:
         raise UsageError(
             f"None of the {len(problems)} checkpoints in {folder} is sound, the newest because "
-            f"{problems[0]} Give --resume none to begin afresh, or another --save-dir."
+            f"{problems[0]} Give --resume none to begin a new run, or another --save-dir."
         )
     return None
 
@@ -72,7 +72,7 @@ def _check_fit(config: BrokerConfig, found: Checkpoint, path: Path) -> None:
         if saved != given:
             raise UsageError(
                 f"--{name.replace('_', '-')} is {given}, the checkpoint {path} has {saved}; give the "
-                "same, or --resume none to begin afresh."
+                "same, or --resume none to begin a new run."
             )
 
 

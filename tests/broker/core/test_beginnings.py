@@ -169,7 +169,7 @@ def test_slow_donor_without_another_is_waited_for() -> None:
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
     alive(stage, 5 * DONOR_PATIENCE_S, a)
-    assert any("nobody else has them; waiting for it" in text for text in stage.logs)
+    assert any("no other worker has them; waiting for it" in text for text in stage.logs)
     a.donates()
     assert stage.version().counter == 0
 

@@ -38,7 +38,7 @@ def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal()
     stage.worker("b").comes_with(theirs)
     words = f"b holds version {b_held.version}, which is of another branch of run {ours.run}"
     assert sum(words in text for text in stage.logs) == 1
-    assert sum(f"now at {ours}, has version {ours} in its place" in t for t in stage.logs) == 1
+    assert sum(f"now at {ours}, has version {ours} instead" in t for t in stage.logs) == 1
 
 
 def test_branch_that_the_broker_has_left_behind_is_named_too() -> None:
@@ -70,7 +70,7 @@ def test_worker_that_is_ahead_of_a_broker_from_an_older_copy_is_told_that_its_br
     stage.passes(0.2)
     stage.worker("b").comes_with(theirs)
     (text,) = (text for text in stage.logs if "b holds version 8#" in text)
-    assert f"this broker is at {stage.version()} and has gone on without it" in text
+    assert f"this broker went on from an older copy and is at {stage.version()}" in text
 
 
 def test_two_workers_that_bring_two_branches_are_told_apart() -> None:

@@ -72,8 +72,8 @@ def test_new_h_is_told_to_every_worker_and_to_those_who_join() -> None:
     result = stage.asks("set", sync_every=60)
     assert result.ok
     assert "Sync-every 100 -> 60" in result.text
-    assert "Each worker takes sync-every up with its next cycle" in result.text
-    assert "own: with an H of its own, where that is smaller" in result.text
+    assert "Each worker uses the new sync-every from its next cycle on" in result.text
+    assert "own: H stays the worker's own, where that is smaller" in result.text
     told = [notice.sync_every for notice in a.all(Notice) if notice.what == "sync_every"]
     assert told == [60]
     welcome = stage.worker("late").joins().last(Welcome)

@@ -204,7 +204,7 @@ def fragments_line(text: str) -> str:
 def test_feed_and_status_show_how_long_after_its_slot_each_worker_merges() -> None:
     stage, (a, b, _) = a_run("a", "b", "c")
     before = as_text(status(stage))
-    assert "merged when the reply is here" in before
+    assert "merged when the reply arrives" in before
     assert "at most 4" in before
     assert "last" not in fragments_line(before), "nobody has merged yet"
     for worker, told in ((a, 2), (b, 3), (a, None)):

@@ -250,7 +250,7 @@ def test_silent_worker_counts_as_dead_after_the_time_out_and_the_round_closes() 
     assert stage.version().counter == 1
     stage.passes(0.6)
     assert stage.version().counter == 2
-    assert any("b counts as dead: nothing was heard of it for 30 s" in t for t in stage.logs)
+    assert any("b counts as dead: nothing was heard from it for 30 s" in t for t in stage.logs)
     assert stage.state.totals.deaths == 1
 
 

@@ -115,9 +115,9 @@ def test_broker_that_lost_everything_takes_up_the_run_of_a_worker() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"base": VersionId("not hex", 1, 1)}, "no sound name"),
-        ({"base": VersionId(RUN, -1, 1)}, "no sound name"),
-        ({"base": VersionId(RUN, 2**63, 1)}, "no sound name"),
+        ({"base": VersionId("not hex", 1, 1)}, "no valid name"),
+        ({"base": VersionId(RUN, -1, 1)}, "no valid name"),
+        ({"base": VersionId(RUN, 2**63, 1)}, "no valid name"),
         ({"ledger": Ledger({"a": (Counted(1, b"too long"),)})}, "does not fit 3 chunks"),
         ({"chunks": 4}, "has 4 chunks, fragment 0 has 3"),
         ({"wire_dtype": "bf16"}, "must be in fp32"),

@@ -193,7 +193,7 @@ def test_long_step_of_a_torch_optimizer_is_named_where_it_can_be_the_cause(
     stage.state.has_own_optimizer = has_own_optimizer
     stage.stands_still(7.0)
     (text,) = (text for text in stage.logs if "stood still" in text)
-    assert ("a step of its torch optimizer took so long" in text) == has_own_optimizer
+    assert ("a step of its torch optimizer took that long" in text) == has_own_optimizer
 
 
 @pytest.mark.parametrize("step", [0.0, 0.001, 0.1, LONGEST_S])

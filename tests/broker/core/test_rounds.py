@@ -136,7 +136,7 @@ def test_silent_worker_counts_as_dead_after_the_heartbeat_timeout() -> None:
     (c,) = stage.joined("c")
     c.pushes(2)
     assert stage.version().counter == 1
-    assert "b counts as dead: nothing was heard of it for 10 s." in stage.logs
+    assert "b counts as dead: nothing was heard from it for 10 s." in stage.logs
     b.beats()
     assert b.last(Rejoin) is not None
 

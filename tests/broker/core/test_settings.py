@@ -109,7 +109,7 @@ def test_what_cannot_be_set_gets_a_sentence_and_changes_nothing(
 def test_setting_what_is_set_already_is_no_action() -> None:
     stage, _ = a_run("a")
     result = stage.asks("set", outer_lr=0.7)
-    assert (result.ok, "that is how it is set already" in result.text) == (True, True)
+    assert (result.ok, "it is set to that already" in result.text) == (True, True)
     assert not stage.acts
 
 
@@ -314,7 +314,7 @@ def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() ->
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({}, "Round one is over: later ones wait for all who are here"),
+        ({}, "Round one is over: later ones wait for all workers of the run"),
         ({"mode": "async", "outer": "dn"}, "The buffer of the outer optimizer goes on taking 2"),
     ],
     ids=str,

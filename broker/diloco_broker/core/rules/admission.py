@@ -40,7 +40,7 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
             yield effects.Log(
                 "warning",
                 f"{len(state.members)} workers are here, the run is planned for {config.workers}: "
-                f"the outer optimizer reckons with {config.workers}. Start it with --workers "
+                f"the outer optimizer counts on {config.workers}. Start it with --workers "
                 f"{len(state.members)}.",
             )
     else:
@@ -100,7 +100,7 @@ def _first_round(state: RunState, member: Member) -> int:
 def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
     """Raise ProtocolError unless the worker can take part; returns the fragment of each tensor."""
     if state.stopping is not None:
-        what = "restarts" if state.stopping.restarting else "is stopping, for the run is over"
+        what = "restarts" if state.stopping.restarting else "is stopping because the run is over"
         raise ProtocolError(Code.STOPPING, f"The broker {what}: {state.stopping.reason}.")
     if not messages.is_worker_id(join.worker_id):
         raise ProtocolError(

@@ -25,16 +25,16 @@ def tell(state: RunState, worker_id: str, versions: Sequence[VersionId | None]) 
         if held.counter > ours.counter:
             yield effects.Log(
                 "warning",
-                f"{worker_id} holds version {held}{which}, this broker is at {ours} and has gone on "
-                f"without it, from an older copy: what {worker_id} has of rounds that are not in this "
-                "broker's branch is lost, except for what workers offer again.",
+                f"{worker_id} holds version {held}{which}, but this broker went on from an older copy "
+                f"and is at {ours}. The rounds that only {worker_id} has are lost, except for what "
+                "workers offer again.",
             )
         elif each.is_of_another_branch(held):
             yield effects.Log(
                 "warning",
                 f"{worker_id} holds version {held}{which}, which is of another branch of run "
                 f"{ours.run}: this broker, now at {ours}, has version {each.name_of(held.counter)} "
-                f"in its place, since one of them went on from an older copy. What {worker_id} has of "
-                "rounds that are not in this broker's branch is lost; it goes on with this "
-                "broker's parameters, and what it has not seen counted is offered again and counts.",
+                f"instead, because a broker went on from an older copy. The rounds that only "
+                f"{worker_id} has are lost; it goes on with this broker's parameters, and offers "
+                "again what it has not seen counted.",
             )

@@ -47,7 +47,7 @@ def saved(state: RunState, event: events.Saved) -> effects.Effects:
     if saving.error is not None:
         yield effects.Log("info", f"Checkpoints are written again; the newest is {event.path}.")
     elif saving.number is None:
-        text = "started again with this folder, the broker goes on from the newest"
+        text = "a broker started again with this folder goes on from the newest"
         yield effects.Log("info", f"The first checkpoint is {event.path}; {text}.")
     saving.number, saving.saved_at = event.number, state.now
     saving.error = saving.retry_at = None

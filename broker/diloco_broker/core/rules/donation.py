@@ -75,7 +75,7 @@ def _check_provenance(push: messages.Push) -> None:
         and 0 <= base.counter <= MAX_COUNTER
         and 0 <= base.tag < 1 << 64
     ):
-        raise ProtocolError(Code.BAD_PUSH, "The donated version has no sound name.")
+        raise ProtocolError(Code.BAD_PUSH, "The donated version has no valid name.")
     for pushes in (push.ledger or Ledger()).pushes.values():
         for counted in pushes:
             if counted.chunks is not None:

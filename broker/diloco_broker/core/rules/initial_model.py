@@ -206,7 +206,7 @@ def _pass_over(state: RunState, donor: Member) -> effects.Effects:
     else:
         model.ask_all_again()
         model.donation.progress_at = state.now
-        yield effects.Log("warning", f"{slow}, and nobody else has them; waiting for it.")
+        yield effects.Log("warning", f"{slow}, and no other worker has them; waiting for it.")
 
 
 def _can_do_without(state: RunState, donor: Member) -> bool:

@@ -66,11 +66,11 @@ def peer_gone(state: RunState, route: effects.Route) -> effects.Effects:
 def stood_still(state: RunState, seconds: float) -> effects.Effects:
     """The broker did not run for a while: deadlines have not moved, but connections may have broken."""
     state.back_at = state.now
-    own = ", or a step of its torch optimizer took so long" if state.has_own_optimizer else ""
+    own = ", or a step of its torch optimizer took that long" if state.has_own_optimizer else ""
     yield effects.Log(
         "warning",
         f"The broker stood still for {seconds:.0f} s: its process was stopped, or its machine slept or "
-        f"was overloaded{own}. That time counts against nobody; workers whose connections broke "
+        f"was overloaded{own}. That time counts against no worker; workers whose connections broke "
         f"meanwhile have {BACK_WITHIN_S:g} s to come back.",
     )
 
@@ -100,7 +100,7 @@ def tick(state: RunState, *, lost: bool) -> effects.Effects:
         if _is_given_up(state, member):
             yield from _evict(state, member, "its connection closed and it did not come back")
         elif timeout and silent > timeout and not _may_be_on_its_way(state):
-            yield from _evict(state, member, f"nothing was heard of it for {silent:.0f} s")
+            yield from _evict(state, member, f"nothing was heard from it for {silent:.0f} s")
         elif silent > PROBE_AFTER_S and now - member.liveness.probed_at > PROBE_AFTER_S:
             # A dead connection shows only when something is sent on it.
             member.liveness.probe(now)

@@ -111,7 +111,7 @@ def _kick(state: RunState, route: effects.Route, control: messages.Control) -> e
         route,
         control,
         f"{member.worker_id} was removed; {left} {'worker is' if left == 1 else 'workers are'} left. "
-        "It trains on alone, or stops, and may join again when it is started anew.",
+        "It trains on alone, or stops, and may join again when it is started again.",
     )
 
 
@@ -123,7 +123,7 @@ def _set(state: RunState, route: effects.Route, control: messages.Control) -> ef
         yield _no(route, control, str(error))
         return
     if not changes:
-        yield _yes(route, control, "Nothing changes: that is how it is set already.")
+        yield _yes(route, control, "Nothing changes: it is set to that already.")
         return
     when, remark = settings.first_use(state), settings.remark(state, changes)
     yield from settings.want(state, _who(control), changes)

@@ -93,7 +93,7 @@ def _go_on_with_fewer(state: RunState) -> effects.Effects:
     if here and (are_back or state.now - min(here.values()) >= state.config.recover_wait):
         was_due, state.first_round_pending = state.floor, False
         if round_.barrier is not None and len(here) < was_due and state.floor < was_due:
-            yield effects.Log("info", f"Going on with {len(here)} of {was_due} workers.")
+            yield effects.Log("info", f"The run goes on with {len(here)} of {was_due} workers.")
 
 
 def stepped(state: RunState, event: events.Stepped) -> effects.Effects:

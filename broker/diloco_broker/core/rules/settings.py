@@ -137,11 +137,13 @@ def remark(state: RunState, planned: Sequence[Change]) -> str:
     if state.has_own_optimizer and names & _OF_THE_OPTIMIZER.keys() and len(state.outer_groups) > 1:
         said += f" All {len(state.outer_groups)} groups of the outer optimizer have it."
     if "sync_every" in names:
-        said += " Each worker takes sync-every up with its next cycle."
+        said += " Each worker uses the new sync-every from its next cycle on."
         own = [m.worker_id for m in state.members if m.sync_every is not None]
         if own:
             less = "" if state.config.is_async else ", where that is smaller"
-            said += f" {', '.join(own[:8])}{' ...' * (len(own) > 8)}: with an H of its own{less}."
+            said += (
+                f" {', '.join(own[:8])}{' ...' * (len(own) > 8)}: H stays the worker's own{less}."
+            )
     return said + (_about_workers(state) if "workers" in names else "")
 
 
@@ -151,7 +153,7 @@ def after_restart(state: RunState, planned: Sequence[Change]) -> str:
     saved = [each for each in planned if own and each.name in _OF_THE_OPTIMIZER]
     said = " A checkpoint keeps the outer optimizer's groups as they are." if saved else ""
     if len(saved) < len(planned):
-        said += " A restart begins with the command line's."
+        said += " After a restart the command line's values hold again."
     return said
 
 
@@ -163,8 +165,8 @@ def _about_workers(state: RunState) -> str:
         return ""
     if not state.first_round_pending:
         return (
-            " Round one is over: later ones wait for all who are here, and for --min-workers, which is "
-            f"{config.min_workers}."
+            " Round one is over: later ones wait for all workers of the run, and for --min-workers, "
+            f"which is {config.min_workers}."
         )
     return ""
 

@@ -162,7 +162,8 @@ def test_worker_that_is_always_late_moves_on_in_every_fragment() -> None:
     slow = run.newcomer(speed=1.5)
     run.passes(60.0)
     behind = [
-        run.referee.tensors.versions[fragment].counter - slow.training.versions[fragment].counter
+        run.referee.tensors.versions[fragment].counter
+        - slow.training.fragments[fragment].version.counter
         for fragment in range(2)
     ]
     assert max(behind) < 15, f"versions that it is behind, by fragment: {behind}"
@@ -190,7 +191,8 @@ def test_dynamic_local_updates_bring_unequal_workers_to_one_pace() -> None:
     run = Simulation(calm(2, pieces=1, mode="async", dylu=True), seed=5)
     fast, slow = run.newcomer(speed=8.0), run.newcomer(speed=2.0)
     run.passes(60.0)
-    assert slow.training.turns is not None and slow.training.turns.sync_every == 2
+    assert slow.training.boundary is not None
+    assert slow.training.boundary.state.schedule.sync_every == 2
     assert 0.8 < fast.training.endings[0] / slow.training.endings[0] < 1.25
 
 

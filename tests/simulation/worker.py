@@ -71,7 +71,6 @@ class Worker:
         hangs_from, hangs_until: its training takes no step in between; its heartbeats go on. From:
             infinite while it trains, or waits for others.
         frozen_until: until then the whole process stands still.
-        broker_stops, broker_restarts: it was told that the broker is about to end, or to come back.
         may_be_refused: codes, and whether finally, with which a join may be refused.
         inbox: for the training thread.
         bad_chunks: (push id, chunk) of those that are not finite.
@@ -99,7 +98,6 @@ class Worker:
         self.online_since = world.now
         self.hangs_until = self.frozen_until = -1.0
         self.hangs_from = math.inf
-        self.broker_stops = self.broker_restarts = False
         # An earlier process with this id may still have been heard when this one asked.
         self.may_be_refused: set[tuple[str, bool]] = {(Code.ID_TAKEN, True)}
         self.session = Session(
@@ -138,7 +136,7 @@ class Worker:
     @property
     def oldest_flight(self) -> float | None:
         """When the oldest delta in flight was frozen."""
-        return min((f.offered_at for f in self.training.flights.values()), default=None)
+        return self.training.oldest_flight
 
     @property
     def beat_s(self) -> float:
@@ -263,12 +261,10 @@ class Worker:
                 self.online_since = self.world.now
                 if self.welcome_at is None:
                     self.welcome_at = self.world.now
-                self.broker_stops = False
                 if welcome.run is not None:
                     self.referee.lives.heard_of(self.name)
             case Stopping(text) | Restarting(text):
                 self.world.tell(self.name, f"hears: {text}")
-                self.broker_stops = True
                 self._nudge()
             case JoinRefused(code, text, final):
                 self.world.tell(self.name, f"is refused: {text}")

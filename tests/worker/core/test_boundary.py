@@ -1,0 +1,410 @@
+"""What is decided after each optimizer step: freezing, waiting, merging, leaving, going on again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_protocol import Counted, Ledger, RunConfig
+from diloco_worker.core.connection import Phase
+from diloco_worker.core.sync import effects
+from diloco_worker.core.sync.flights import Flight
+from diloco_worker.core.sync.fragment import TrainingBase
+from diloco_worker.core.sync.patience import HASTY_S, Options
+from diloco_worker.core.sync.schedule import SchedulePlace
+from diloco_worker.core.sync.work import Totals, Work
+from kit.boundary_harness import Trainer, version
+
+H = 4
+AT_A_SLOT = ["ReadReports", "CheckModel", "Beat", "Freeze", "Offer"]
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig(**{"mode": "sync", "sync_every": H, **changes})
+
+
+def trainer(options: Options | None = None, **changes: Any) -> Trainer:
+    return Trainer(config(**changes), options or Options()).begins()
+
+
+def at_the_boundary(**changes: Any) -> Trainer:
+    """It waits at its first boundary."""
+    training = trainer(**changes).steps(H)
+    assert training.waits()
+    return training
+
+
+# At a boundary.
+
+
+def test_between_boundaries_nothing_is_done() -> None:
+    assert trainer().steps(H - 1).kinds == []
+
+
+def test_at_a_slot_the_delta_is_frozen_offered_and_waited_for() -> None:
+    training = at_the_boundary()
+    assert training.kinds == [*AT_A_SLOT, "StandStill", "Wait"]
+    (push,) = training.pushes
+    assert (push.fragment, push.base, push.steps, push.norm) == (0, version(0), H, 1.0)
+    assert push.wire_dtype == training.config.wire_dtype
+
+
+def test_reply_is_merged_and_training_goes_on() -> None:
+    training = at_the_boundary()
+    (push,) = training.pushes
+    training.passes(2.5).forget()
+    training.receives(1, counted=push)
+    assert not training.waits()
+    assert training.kinds == ["Land", "PushEnded", "Beat", "Say"]
+    assert training.outcomes == ["counted"]
+    assert training.all(effects.PushEnded)[0].version == version(1)
+    assert training.said.endswith("has 4 steps of this worker, norm 1, staleness 0; waited 2.5 s.")
+    assert (training.metrics.rounds, training.metrics.seconds_waited) == (1, 2.5)
+    assert training.steps(H).pushes[-1].base == version(1)
+
+
+def test_version_without_the_push_is_waited_through() -> None:
+    assert at_the_boundary().receives(1).waits()
+
+
+def test_worker_without_heartbeats_sends_none_at_a_boundary_either() -> None:
+    training = trainer(Options(heartbeat_interval=0)).steps(H)
+    training.receives(1, counted=training.pushes[0])
+    assert not training.waits()
+    assert not training.all(effects.Beat)
+
+
+def test_work_since_the_last_freeze_goes_with_the_push() -> None:
+    training = trainer(weight_by="tokens")
+    training.totals = Totals(tokens=640, samples=40, loss=0.5)
+    training.steps(H)
+    training.receives(1, counted=training.pushes[0])
+    training.totals = Totals(tokens=1000, samples=50, loss=0.25)
+    push = training.steps(H).pushes[-1]
+    assert (push.steps, push.tokens, push.samples, push.loss) == (H, 360, 10, 0.25)
+
+
+def test_weights_that_nobody_reports_are_a_warning_once() -> None:
+    training = trainer(weight_by="tokens").steps(H)
+    training.receives(1, counted=training.pushes[0]).steps(H)
+    assert (
+        training.said.count("weighs each contribution by its tokens, and none were reported") == 1
+    )
+
+
+# What ends the waiting.
+
+REASONS: list[tuple[dict[str, Any], str]] = [
+    ({"asked_to_stop": "SIGTERM asks this process to end"}, "SIGTERM asks this process to end"),
+    ({"has_ended": True, "last_error": "It broke."}, "the link has ended (It broke.)"),
+    ({"is_over": True}, "the run is over"),
+    ({"is_restarting": True}, "the broker restarts"),
+    ({"phase": Phase.REFUSED, "refusal": "no"}, "the broker refuses this worker (no)"),
+    ({"silence": 601.0, "address": "tcp://b"}, "no sign of life from tcp://b for 601 s"),
+    ({"reconnections": 4}, "the connection broke 4 times at this boundary"),
+]
+
+
+@pytest.mark.parametrize(("changes", "reason"), REASONS)
+def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reason: str) -> None:
+    training = at_the_boundary()
+    training.forget()
+    training.changes(**changes)
+    assert not training.waits()
+    assert training.kinds == ["KeepAnchor", "Trouble"]
+    assert f"Training goes on with 4 steps in flight: {reason}." in training.said
+    training.steps(1)
+    assert training.boundary.state.unsynced_steps == H + 1
+
+
+def test_as_many_broken_connections_as_are_allowed_are_waited_through() -> None:
+    assert at_the_boundary().changes(reconnections=3).waits()
+
+
+def test_delta_that_is_not_waited_for_any_more_is_merged_when_it_has_counted() -> None:
+    training = at_the_boundary().changes(is_restarting=True)
+    (push,) = training.pushes
+    training.changes(is_restarting=False).steps(1)
+    assert not training.waits(), "it is waited for once"
+    training.receives(1, counted=push).steps(1)
+    assert training.outcomes == ["counted"]
+    assert training.metrics.late_merges == 1
+
+
+def test_it_looks_again_when_silence_would_end_the_waiting() -> None:
+    training = trainer(Options(timeout=20.0))
+    training.changes(silence=5.0)
+    (wait,) = training.steps(H).all(effects.Wait)
+    assert wait.seconds == 15.0
+
+
+def test_long_waits_are_told_of_every_half_minute() -> None:
+    training = at_the_boundary().changes(description="the broker is there")
+    for _ in range(65):
+        training.passes(1.0)
+    assert training.said.count("Waiting for the round to close; the broker is there.") == 2
+
+
+def test_push_that_is_put_off_is_waited_for_when_its_round_has_come() -> None:
+    training = at_the_boundary()
+    training.is_put_off(training.pushes[0], 3)
+    assert not training.waits()
+    assert training.said.count("of 4 steps is carried into round 3; training goes on.") == 1
+    training.steps(2 * H)
+    assert not training.waits(), "rounds 1 and 2 go on without this worker"
+    training.steps(H)
+    assert training.waits()
+    assert len(training.pushes) == 1, "no second delta grows over a first"
+
+
+# Training goes on behind a freeze.
+
+
+def test_reply_is_merged_at_its_apply_point() -> None:
+    training = trainer(fragment_sync_delay=2).steps(H)
+    assert not training.waits()
+    training.receives(1, counted=training.pushes[0]).steps(1)
+    assert training.outcomes == []
+    training.steps(1)
+    assert training.outcomes == ["counted"]
+    assert (training.metrics.merge_delay, training.metrics.late_merges) == (2, 0)
+
+
+def test_late_reply_is_waited_for_at_the_apply_point() -> None:
+    training = trainer(fragment_sync_delay=2).steps(H + 2)
+    assert training.waits()
+    training.receives(1, counted=training.pushes[0])
+    assert training.outcomes == ["counted"]
+
+
+def test_reply_is_merged_when_it_comes_where_the_delay_is_automatic() -> None:
+    training = trainer(num_fragments=2, fragment_delay_auto=True).steps(3)
+    assert not training.waits()
+    training.receives(1, counted=training.pushes[0]).steps(1)
+    assert training.outcomes == ["counted"]
+    assert training.metrics.late_merges == 0
+
+
+def test_fragments_have_their_slots_in_turn() -> None:
+    training = trainer(num_fragments=2, fragment_sync_delay=1).steps(2)
+    training.receives(1, fragment=0, counted=training.pushes[0]).steps(2)
+    assert [push.fragment for push in training.pushes] == [0, 1]
+    assert [push.steps for push in training.pushes] == [2, 4]
+
+
+def test_version_that_comes_without_a_flight_moves_the_model() -> None:
+    training = trainer().steps(1).receives(3).steps(1)
+    assert training.outcomes == ["moved"]
+    assert training.boundary.state.fragments[0].version == version(3)
+    training.receives(3).steps(1)
+    assert training.outcomes == ["moved"], "it is the base already"
+
+
+# Pushes that are dropped.
+
+
+@pytest.mark.parametrize(("code", "requests"), [("late", 1), ("stale", 1), ("bad_push", 0)])
+def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(code: str, requests: int) -> None:
+    training = at_the_boundary()
+    training.is_refused(training.pushes[0], code)
+    assert not training.waits()
+    assert training.outcomes == ["rejected"]
+    assert len(training.all(effects.RequestVersion)) == requests
+    (ended,) = training.all(effects.PushEnded)
+    assert (ended.version, ended.why) == (None, code)
+    assert training.metrics.rejected == 1
+
+
+@pytest.mark.parametrize(("code", "next_round"), [("late", 1), ("bad_push", 0)])
+def test_round_that_closed_without_the_push_is_over_and_any_other_wants_it(
+    code: str, next_round: int
+) -> None:
+    training = at_the_boundary()
+    (push,) = training.pushes
+    training.is_granted(push, 0).is_refused(push, code)
+    assert training.boundary.state.schedule.cursor == next_round
+
+
+def test_delta_that_is_not_finite_takes_every_fragment_back_and_is_not_sent() -> None:
+    training = trainer(num_fragments=2)
+    training.bad = effects.NonFinite("layer.weight")
+    training.steps(2)
+    assert not training.waits()
+    assert training.pushes == []
+    assert training.outcomes == ["restored", "restored"]
+    assert "of 2 steps is not finite in layer.weight;" in training.said
+    assert training.steps(2).pushes[0].steps == 2, "what was given up is in no push"
+
+
+def test_version_that_supersedes_the_steps_ends_the_flight() -> None:
+    training = trainer(fragment_sync_delay=3).steps(H)
+    training.receives(7, superseding="an earlier life has sent them").steps(1)
+    assert training.outcomes == ["superseded"]
+    assert "5 steps of fragment 0 are left out, so that nothing counts twice" in training.said
+    assert training.all(effects.PushEnded)[0].why == "superseded"
+
+
+# What is broken off.
+
+
+def test_merge_that_fails_is_tried_again_and_told_once() -> None:
+    training = at_the_boundary()
+    training.fails = effects.Failed(MemoryError("full"), is_torn=True)
+    training.receives(1, counted=training.pushes[0])
+    assert not training.waits(), "training goes on"
+    assert training.boundary.state.is_torn
+    training.fails = effects.Failed(MemoryError("full"), is_torn=True)
+    training.steps(1)
+    training.steps(1)
+    first, *others = [land.landing for land in training.all(effects.Land)]
+    assert len(others) == 2
+    assert all(landing is first for landing in others)
+    assert training.said.count("could not take in what came for fragment 0") == 1
+    assert training.metrics.rounds == 1
+
+
+@pytest.mark.parametrize("where", [effects.Offer, effects.StandStill, effects.Wait])
+def test_what_was_frozen_when_ctrl_c_came_is_offered_once(where: type[effects.Effect]) -> None:
+    training = trainer()
+    training.interrupts = where
+    training.steps(H).steps(1)
+    (push,) = training.pushes
+    assert push.steps == H
+    assert training.waits()
+
+
+def test_merge_that_ctrl_c_broke_off_goes_on_behind_the_next_step() -> None:
+    training = at_the_boundary()
+    training.interrupts = effects.Land
+    training.receives(1, counted=training.pushes[0])
+    assert training.outcomes == []
+    training.steps(1)
+    assert training.outcomes == ["counted"]
+
+
+# What the script asks for.
+
+
+def test_forced_synchronisation_takes_every_fragment_and_begins_a_new_cycle() -> None:
+    training = trainer(num_fragments=2).steps(1)
+    training.does(training.boundary.force)
+    for counter, fragment in enumerate((0, 1), start=1):
+        assert training.waits()
+        training.receives(counter, fragment=fragment, counted=training.pushes[-1])
+    assert training.result is True
+    assert [push.fragment for push in training.pushes] == [0, 1]
+    assert not training.steps(1).waits()
+    assert training.steps(1).waits(), "the cycle begins anew: H / P steps to its first slot"
+
+
+def test_forced_synchronisation_tells_when_a_delta_did_not_count() -> None:
+    training = trainer().steps(1)
+    training.does(training.boundary.force).is_refused(training.pushes[0], "bad_push")
+    assert training.result is False
+
+
+def test_newest_parameters_are_loaded_when_all_of_them_are_here() -> None:
+    training = trainer(num_fragments=2).steps(1)
+    training.does(training.boundary.load)
+    assert [each.fragment for each in training.all(effects.RequestVersion)] == [0, 1]
+    assert training.receives(1, fragment=0).waits()
+    training.receives(2, fragment=1)
+    assert training.result is True
+    assert training.outcomes == ["loaded", "loaded"]
+    assert training.steps(2).pushes[0].steps == 2, "the steps before it are gone"
+
+
+def test_newest_parameters_are_not_waited_for_without_a_broker() -> None:
+    training = trainer().changes(is_over=True)
+    training.does(training.boundary.load)
+    assert training.result is False
+    assert "could not be loaded: the run is over." in training.said
+    assert training.outcomes == []
+
+
+# Leaving.
+
+
+def leaving(*, hasty: bool = False, **changes: Any) -> Trainer:
+    training = trainer(fragment_sync_delay=3, **changes).steps(H)
+    training.forget()
+    return training.does(lambda: training.boundary.leave(hasty=hasty))
+
+
+def test_who_leaves_waits_for_what_is_in_flight_and_leaves_the_model_as_it_is() -> None:
+    training = leaving()
+    push = training.boundary.state.fragments[0].flight
+    assert training.waits()
+    assert push is not None
+    training.receives(1, counted=push.push)
+    assert not training.waits()
+    assert training.outcomes == []
+    assert training.metrics.rounds == 1
+    (base,) = training.boundary.state.bases(Totals())
+    assert (base.version, base.flight) == (version(0), push), "a checkpoint goes on from here"
+
+
+def test_who_leaves_waits_no_longer_than_the_timeout() -> None:
+    training = leaving()
+    assert training.passes(599.0).waits()
+    training.passes(2.0)
+    assert "Leaving with 4 steps in flight: it took longer than 600 s." in training.said
+
+
+def test_who_leaves_waits_for_a_broker_that_restarts() -> None:
+    training = leaving().changes(is_restarting=True)
+    assert training.waits()
+    training.passes(601.0)
+    assert training.said.endswith("longer than 600 s; the broker restarts and was not back.")
+
+
+@pytest.mark.parametrize("where", ["uploaded", "put_off"])
+def test_process_about_to_end_waits_only_for_its_chunks(where: str) -> None:
+    training = leaving(hasty=True)
+    flight = training.boundary.state.fragments[0].flight
+    assert flight is not None
+    assert training.all(effects.Wait)[-1].seconds <= HASTY_S
+    training.changes(**{where: frozenset({flight.push_id})})
+    assert not training.waits()
+
+
+# Going on from a checkpoint.
+
+
+def resumed(known: Ledger, flight: Flight | None, *, arrives: dict[str, Any]) -> Trainer:
+    """Step 6 of a cycle that began at 4, on version 5; the broker has this version."""
+    training = Trainer(config(), step=6)
+    training.begins(TrainingBase(version(5), known, Work(2), flight), cycle_start=4)
+    training.is_welcome(5)
+    training.receives(**arrives)
+    sight = training._arrivals.pop(0)
+    place = SchedulePlace(H, 0, 0)
+    return training.does(lambda: training.boundary.resume(place, 4, [sight]))
+
+
+def in_flight() -> Flight:
+    training = trainer(fragment_sync_delay=3).steps(H)
+    flight = training.boundary.state.fragments[0].flight
+    assert flight is not None
+    return Flight(flight.push, 4, 4, 8)
+
+
+def test_resumed_worker_keeps_its_place_and_offers_what_was_in_flight() -> None:
+    flight = in_flight()
+    ledger = Ledger({"me": (Counted(77),)})
+    training = resumed(ledger, flight, arrives={"counter": 5})
+    assert training.kinds == ["VerifyPushes", "Offer", "Say"]
+    assert training.all(effects.VerifyPushes)[0].known == {77, flight.push_id}
+    assert not training.all(effects.Offer)[0].is_new
+    assert "at step 6, 2 steps into the cycle, with 1 deltas in flight" in training.said
+    training.steps(2)
+    assert training.waits(), "its boundary is where it was"
+
+
+def test_resumed_worker_takes_in_what_an_earlier_life_has_sent() -> None:
+    arrives = {"counter": 6, "counted": in_flight().push}
+    training = resumed(Ledger(), None, arrives=arrives)
+    assert training.outcomes == ["superseded"]
+    assert not training.all(effects.VerifyPushes)
+    assert "2 steps of fragment 0 are left out" in training.said

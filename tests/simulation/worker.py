@@ -14,7 +14,7 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Chunk, Heartbeat, Join, Message
+from diloco_protocol.messages import Chunk, Heartbeat, Message
 from diloco_protocol.version import VersionId
 from diloco_worker.core.compatibility import heartbeat_interval
 from diloco_worker.core.connection import Phase
@@ -310,8 +310,6 @@ class Worker:
             connection.hang_up()
 
     def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
-        if isinstance(message, Join) and not self.session.downloads.held:
-            self.inbox.drop_arrivals()  # part of a model, of a run that may be over
         for _ in range(self._times(message)):
             if self.connections is not None:
                 self.connections[bulk].up(message, payload)

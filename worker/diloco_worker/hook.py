@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -361,22 +362,19 @@ class DiLoCoWorker:
     @property
     def sync_metrics(self) -> SyncMetrics:
         """Counters as they are now: attributes, or a mapping."""
-        link, own = self._link, self._counters
-        return SyncMetrics(
-            rounds=own.rounds,
-            bytes_up=own.bytes_up + (link.bytes_up if link else 0),
-            bytes_down=own.bytes_down + (link.bytes_down if link else 0),
-            seconds_waited=own.seconds_waited,
-            retries=own.retries + (link.retries if link else 0),
-            reconnections=own.reconnections + (link.reconnections if link else 0),
-            rejected=own.rejected,
-            staleness=own.staleness,
-            late_merges=own.late_merges,
-            merge_delay=own.merge_delay,
+        metrics = replace(
+            self._counters,
             unsynced_steps=self._driver.unsynced_steps if self._driver else 0,
             model_change=self._model_change,
-            last_error=self._steps.problem or (link.last_error if link else None),
+            last_error=self._steps.problem,
         )
+        if (link := self._link) is not None:
+            metrics.bytes_up += link.bytes_up
+            metrics.bytes_down += link.bytes_down
+            metrics.retries += link.retries
+            metrics.reconnections += link.reconnections
+            metrics.last_error = metrics.last_error or link.last_error
+        return metrics
 
     @property
     def config(self) -> RunConfig | None:

@@ -351,7 +351,7 @@ def test_counters_go_on_from_a_checkpoint(
     assert (other.local_step, other.sync_count) == (H, 1)
     with pytest.raises(UsageError, match="before"):
         worker.load_state_dict(state)
-    with pytest.raises(UsageError, match="no state"):
+    with pytest.raises(UsageError, match="not the state"):
         other.load_state_dict({"steps": 1})
 
 

@@ -98,13 +98,23 @@ class Child:
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
 
+# What children need, torch above all: the packages themselves load it only when it is asked for.
+PRELOADED = [
+    "diloco_broker.cli.app",
+    "diloco_broker.shell.broker",
+    "diloco_worker.client",
+    "diloco_worker.hook",
+    "pytest",
+]
+
+
 class Nursery:
     """Starts processes, and ends those that are left."""
 
     def __init__(self) -> None:
         self._children: list[Child] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["diloco_broker.cli.app", "diloco_worker", "pytest"])
+        self._context.set_forkserver_preload(PRELOADED)
 
     def start(self, work: Callable[..., None], *arguments: Any) -> Child:
         output, end = self._context.Pipe(duplex=False)

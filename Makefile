@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Someone with a GPU sets TORCH=torch or installs the build of their choice first.
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready
+# `.venv/bin/coverage report -m` names the lines afterwards.
+COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
 .PHONY: help setup demo chaos bench test test-all test-browser mutants chromium lint format check clean
 
@@ -15,7 +17,7 @@ help:
 	@echo "make chaos     kill, stop and cut off a run in every mode, then audit it: under 5 minutes"
 	@echo "make bench     measure this machine's limits and the product against them: a quarter of an hour"
 	@echo "make test      run the test suite, without the tests that take minutes"
-	@echo "make test-all  run all of it"
+	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
 	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
 	@echo "make lint      ruff and mypy --strict"
@@ -45,7 +47,7 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest -m "not slow and not browser"
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(COVERAGE)
 
 # The tests skip themselves, with the reason, where there is no browser.
 chromium:

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from kit.paths import ROOT
 from kit.session_harness import FROZEN, Desk, desk, version
+
+# Tracing lines doubles the time of Python code. So it is off in what runs long, is about time, or runs
+# in processes of its own.
+UNMEASURED = [
+    ROOT / "tests" / name
+    for name in ("broker/shell", "mutation", "simulation", "tools", "whole_runs")
+]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.hasplugin("_cov"):
+        for item in items:
+            if any(Path(item.path).is_relative_to(folder) for folder in UNMEASURED):
+                item.add_marker("no_cover")
 
 
 @pytest.fixture

@@ -20,7 +20,9 @@ import zmq
 from torch import Tensor
 
 from diloco_broker import Broker, BrokerConfig, FragmentParameters
+from diloco_broker.core.rules import operator
 from diloco_protocol.errors import Unreachable, UsageError
+from diloco_protocol.messages import Control
 from diloco_worker import DiLoCoClient
 from kit.raw_worker import DTYPES, RawWorker, one_tensor
 
@@ -380,19 +382,20 @@ def test_extra_that_would_swamp_the_displays_is_refused(broker: Broker) -> None:
 def test_mistake_of_ours_costs_one_message_and_not_the_run(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handle = broker._loop.core.handle
+    control = operator.control
 
-    def stumble(event: Any, now: float) -> Any:
-        if getattr(getattr(event, "message", None), "request", 0) == 666:
+    def stumble(state: Any, route: bytes, message: Control) -> Any:
+        if message.request == 666:
             raise KeyError("a mistake of ours")
-        return handle(event, now)
+        return control(state, route, message)
 
-    monkeypatch.setattr(broker._loop.core, "handle", stumble)
+    monkeypatch.setattr(operator, "control", stumble)
     with RawWorker(broker.address, "unlucky") as unlucky:
         unlucky.send("control", action="manifest", request=666)
         assert "could not handle" in unlucky.receive("error")["text"]
         finish_a_round(broker)
     assert "a mistake of ours" in caplog.text
+    assert "at the event: 0.000 s ago, round None: Control" in caplog.text, "what came before it"
 
 
 def test_megabytes_of_nonsense_are_not_repeated_in_every_snapshot(broker: Broker) -> None:

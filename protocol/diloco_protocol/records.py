@@ -106,7 +106,7 @@ Reader = Callable[[Any, str], Any]
 
 
 @cache
-def _reader(annotation: Any, *, lenient: bool) -> Reader:
+def _reader(annotation: Any, *, lenient: bool) -> Reader:  # noqa: PLR0911  one for each kind of type
     """A function that turns a plain value into the annotated type or raises ProtocolError."""
     origin = get_origin(annotation)
     if annotation in (Any, object):

@@ -282,6 +282,7 @@ def full_screen(
     news: dict[str, Any],
     width: int = 80,
     height: int = 24,
+    *,
     glyphs: Glyphs = UTF8,
     view: View | None = None,
     series: RunSeries | None = None,

@@ -91,7 +91,7 @@ def _short(code: str) -> str:
     return line if len(line) <= 60 else line[:57] + "..."
 
 
-def _faults(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, Change]]:
+def _faults(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, Change]]:  # noqa: C901, PLR0912  a case for each kind of node
     """Where a fault can be put, and how; in the order of the source."""
     for node in _behaviour(tree):
         match node:

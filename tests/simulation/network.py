@@ -106,6 +106,7 @@ class Connection:
         weather: Weather,
         route: bytes,
         owner: str,
+        *,
         to_broker: Callable[[Connection, Message, Any], None],
         to_worker: Callable[[Connection, Message, Any], None],
     ) -> None:

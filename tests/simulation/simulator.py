@@ -213,9 +213,9 @@ class Simulation:
             self.referee,
             f"{worker_id}/{number}",
             worker_id,
-            self._manifest,
-            Habits(**{**drawn, **habits}),
-            self._connect,
+            manifest=self._manifest,
+            habits=Habits(**{**drawn, **habits}),
+            connect=self._connect,
         )
         self.world.tell(process.name, f"begins: {process.habits}")
         self.processes.append(process)
@@ -241,7 +241,12 @@ class Simulation:
             self.broker.hears(connection, message, payload)
 
         connection = Connection(
-            world, self.scenario.weather, route, worker.name, to_broker, to_worker
+            world,
+            self.scenario.weather,
+            route,
+            worker.name,
+            to_broker=to_broker,
+            to_worker=to_worker,
         )
         reachable = max(world.now, worker.offline_until, self.broker_up_at)
         connection.comes_up(reachable + world.dice.expovariate(1 / 0.1))

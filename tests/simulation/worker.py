@@ -82,6 +82,7 @@ class Worker:
         referee: Referee,
         name: str,
         worker_id: str,
+        *,
         manifest: Manifest,
         habits: Habits,
         connect: Callable[[Worker, Listener], Connection],
@@ -247,7 +248,7 @@ class Worker:
 
         self.world.after(at - self.world.now, lambda: self._awake(tick))
 
-    def _notice(self, effect: Effect) -> None:
+    def _notice(self, effect: Effect) -> None:  # noqa: C901  a case for each effect
         """The session asks for this: tell the story and the referee before it is done."""
         self._has_asked = True
         match effect:

@@ -114,7 +114,7 @@ class TestPicture:
         reverse: bool,
     ) -> None:
         view = View(order=order, reverse=reverse)
-        lines = drawn(status(workers=workers, **keys), *size, glyphs, view).lines
+        lines = drawn(status(workers=workers, **keys), *size, glyphs=glyphs, view=view).lines
         assert len(lines) == size[1]
         assert max(line.cell_len for line in lines) <= max(size[0], 80)
         text = "\n".join(line.plain for line in lines)
@@ -204,7 +204,9 @@ class TestNotation:
             closed = {"number": number, "seconds": 40.0, "loss": loss}
             series.update(snapshot(number, last_round=closed), float(number))
         news = document(99, last_round=closed)
-        small = "\n".join(line.plain for line in drawn(news, 80, 24, glyphs, series=series).lines)
+        small = "\n".join(
+            line.plain for line in drawn(news, 80, 24, glyphs=glyphs, series=series).lines
+        )
         assert "loss " in small
         curve = re.search(r"loss [\d.]+ (\S+)", small)
         assert curve is not None
@@ -212,11 +214,13 @@ class TestNotation:
             "the first two are off the scale, and it says so"
         )
         assert len(set(curve[1][-6:])) >= 4, "the others are told apart"
-        large = "\n".join(line.plain for line in drawn(news, 140, 40, glyphs, series=series).lines)
+        large = "\n".join(
+            line.plain for line in drawn(news, 140, 40, glyphs=glyphs, series=series).lines
+        )
         assert f"loss 2.820  2.820 to 3.000{glyphs.above}" in large
 
     def test_chosen_ascii_has_no_other_sign(self) -> None:
-        text = "\n".join(line.plain for line in drawn(document(1), 140, 40, ASCII).lines)
+        text = "\n".join(line.plain for line in drawn(document(1), 140, 40, glyphs=ASCII).lines)
         assert text.isascii()
 
 

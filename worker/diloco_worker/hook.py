@@ -97,7 +97,7 @@ class DiLoCoWorker:
         UsageError: a value that cannot work, or a model that cannot be exchanged.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  each keyword is a public setting
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,

@@ -98,7 +98,7 @@ class Core:
             asked_for += stopping.finish_if_due(state, state.stopping)
         return asked_for
 
-    def _rule(self, event: events.Event) -> Effects:
+    def _rule(self, event: events.Event) -> Effects:  # noqa: C901, PLR0911, PLR0912  a case for each event
         state = self.state
         match event:
             case events.Received(route, message, payload):
@@ -128,7 +128,7 @@ class Core:
             case events.Stop():
                 return stopping.stop(state, event)
 
-    def _message(self, route: effects.Route, message: messages.Message, payload: Any) -> Effects:
+    def _message(self, route: effects.Route, message: messages.Message, payload: Any) -> Effects:  # noqa: C901, PLR0911  a case for each message
         state = self.state
         match message:
             case messages.Join():

@@ -27,6 +27,7 @@ REMARKS = 10  # of each mode; the audit prints all of them
 
 @app.command()
 def main(
+    *,
     modes: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(MODES),
     out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/chaos"),
     seed: Annotated[int, typer.Option(help="Decides faults, their order, and batches.")] = 0,

@@ -92,7 +92,7 @@ def drill(
             report.broken.append(str(error))
             until = time.monotonic()
     report.seconds = time.monotonic() - began
-    judge(report, watch, injected, until, began, ending)
+    judge(report, watch, injected, until=until, began=began, ending=ending)
     if ending is not None and with_calm:
         say(f"{mode}: the same without faults, for comparison")
         calm(report, folder / "calm", text, seed=seed, deadline=deadline)
@@ -135,6 +135,7 @@ def judge(
     report: ModeReport,
     watch: RunWatch,
     injected: Sequence[Injected],
+    *,
     until: float,
     began: float,
     ending: Ending | None,

@@ -25,6 +25,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 @app.command()
 def dashboard(
+    *,
     feed: Annotated[
         str,
         typer.Option(

@@ -30,7 +30,8 @@ DEFAULTS = Settings()
 
 
 @app.command()
-def main(
+def main(  # noqa: PLR0913  each is an option of the command line
+    *,
     data: Annotated[
         Path | None,
         typer.Option(help="Text file or folder to train on; default: Python's standard library."),

@@ -313,6 +313,7 @@ def as_json(report: Mapping[str, Any]) -> str:
 
 
 def compare(
+    *,
     seeds: Annotated[int, typer.Option(help="Runs of each variant, paired by seed.")] = 3,
     steps: Annotated[
         int, typer.Option(help="Inner steps for each worker; the fast ones make more of the total.")

@@ -35,6 +35,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     "line cannot work."
 )
 def top(
+    *,
     address: Annotated[
         str,
         typer.Argument(
@@ -102,7 +103,14 @@ def top(
     try:
         history = None if replay is None else read_history(replay)
         if not (once or as_json or follow) and _is_terminal():
-            _full_screen(address, history, replay, glyphs, control, readonly)
+            _full_screen(
+                address,
+                history=history,
+                replay=replay,
+                glyphs=glyphs,
+                control=control,
+                readonly=readonly,
+            )
             return
         if history is not None:
             verdicts = _printed_history(history, str(replay), as_json, follow, glyphs)
@@ -198,6 +206,7 @@ def _has_textual() -> bool:
 
 def _full_screen(
     address: str,
+    *,
     history: History | None,
     replay: Path | None,
     glyphs: Glyphs,

@@ -114,7 +114,7 @@ class Session:
         self.connection.bulk.look(self.connection.is_joined and waits, now)
         return wanted
 
-    def _handle(self, event: events.Event, now: float) -> Iterator[Effect]:
+    def _handle(self, event: events.Event, now: float) -> Iterator[Effect]:  # noqa: C901, PLR0912  a case for each event
         match event:
             case events.Start():
                 if self.phase is not Phase.NEW:
@@ -212,7 +212,7 @@ class Session:
 
     # Messages.
 
-    def _received(self, message: messages.Message, now: float) -> Iterator[Effect]:
+    def _received(self, message: messages.Message, now: float) -> Iterator[Effect]:  # noqa: C901, PLR0912  a case for each message
         match message:
             case messages.Welcome():
                 if self.phase is Phase.JOINING:

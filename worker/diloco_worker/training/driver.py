@@ -58,7 +58,7 @@ class Driver:
         boundary: decides.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  it joins all parts of a worker
         self,
         worker_id: str,
         tensors: ModelTensors,
@@ -218,7 +218,7 @@ class Driver:
                 return result
             answer = self._do(effect)
 
-    def _do(self, effect: Effect) -> Answer:
+    def _do(self, effect: Effect) -> Answer:  # noqa: C901, PLR0912  a case for each effect
         link = self._link
         match effect:
             case effects.Look():

@@ -72,14 +72,16 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
         (True, False, 1),
         (False, False, 1),
     ):
-        upper = _upper(scene, snapshot, inside, tall, wordy, limits, glyphs)
+        upper = _upper(
+            scene, snapshot, inside, tall=tall, wordy=wordy, limits=limits, glyphs=glyphs
+        )
         free = inner - len(upper)  # lines for workers and events
         log = panes.events(snapshot, inside, free + 1, longest, glyphs)
         if tall or len(rows) + len(log) <= free:
             break
     room = max(1, free - min(len(log), EVENTS_TALL if tall else EVENTS))
     place = view.settle(rows, room)
-    table = _table(scene, snapshot, view, rows, inside, glyphs)
+    table = _table(scene, snapshot, view, rows, width=inside, glyphs=glyphs)
     window = [*table.lines[view.offset : view.offset + room]] or [_nobody(snapshot, view, glyphs)]
     if place >= 0:
         marked = window[place - view.offset]
@@ -110,6 +112,7 @@ def _upper(
     scene: Scene,
     snapshot: Snapshot,
     width: int,
+    *,
     tall: bool,
     wordy: bool,
     limits: bool,
@@ -120,7 +123,7 @@ def _upper(
     air = [Text()] * tall
     return [
         *air,
-        *panes.run_rows(scene, snapshot, width, rows, limits, glyphs),
+        *panes.run_rows(scene, snapshot, width, rows, limits=limits, glyphs=glyphs),
         *air,
         *panes.curves(scene, snapshot, width, CURVE if tall else 1, glyphs),
         *air,
@@ -131,7 +134,7 @@ def _upper(
 
 
 def _table(
-    scene: Scene, snapshot: Snapshot, view: View, rows: list[Worker], width: int, glyphs: Glyphs
+    scene: Scene, snapshot: Snapshot, view: View, rows: list[Worker], *, width: int, glyphs: Glyphs
 ) -> Table:
     speeds = scene.series.speeds
     fresh = scene.model.freshness(scene.now)

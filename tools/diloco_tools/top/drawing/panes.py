@@ -81,7 +81,7 @@ def _freshness(scene: Scene, glyphs: Glyphs) -> Text:
 
 
 def run_rows(
-    scene: Scene, snapshot: Snapshot, width: int, most: int, limits: bool, glyphs: Glyphs
+    scene: Scene, snapshot: Snapshot, width: int, most: int, *, limits: bool, glyphs: Glyphs
 ) -> list[Text]:
     """Round, workers, optimizer, fragments, and with `limits` what the run was told beside them; no row
     has more than `most` lines.

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
+from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Resumption
 from diloco_broker.core.state.update import Barrier
@@ -106,6 +107,7 @@ class Stage:
         self.tensors = NotedTensors(lambda: self.state.model.layout, self.resumption)
         self._executor = Executor(self.core, lambda: self.now, self)
         self._routes = 0
+        self.puppets: dict[str, Puppet] = {}  # the newest of each name
 
     # The world.
 
@@ -235,6 +237,20 @@ class Stage:
         assert isinstance(version, VersionId)
         return version
 
+    @property
+    def counters(self) -> list[int]:
+        """How far each fragment is."""
+        return [self.version(fragment).counter for fragment in range(self.config.num_fragments)]
+
+    def shown(self) -> dict[str, Any]:
+        """The snapshot that the feed publishes."""
+        figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+        return snapshot(self.state, EventLog(), figures, 1, self.now)
+
+    def said(self, *words: str) -> list[str]:
+        """The lines of the log that have all these words."""
+        return [line for line in self.logs if all(each in line for each in words)]
+
     def counted(self, fragment: int = 0) -> list[Counter[tuple[str, int]]]:
         """For each chunk of the current version: how often each push is in it."""
         return [Counter(wire.contents) for wire in self.state.versions[fragment].wires]
@@ -247,7 +263,23 @@ class Stage:
         )
 
     def worker(self, worker_id: str) -> Puppet:
-        return Puppet(self, worker_id)
+        self.puppets[worker_id] = Puppet(self, worker_id)
+        return self.puppets[worker_id]
+
+    def pushes(self, fragment: int = 0, /, **push_ids: int) -> None:
+        """Each of these workers makes a whole push, in this order: `pushes(a=1, b=2)`."""
+        for worker_id, push_id in push_ids.items():
+            self.puppets[worker_id].pushes(push_id, fragment=fragment)
+
+    def beats(self, *worker_ids: str) -> None:
+        for worker_id in worker_ids:
+            self.puppets[worker_id].beats()
+
+    def passes_with(self, seconds: int, *worker_ids: str) -> None:
+        """Time goes on, and these workers send a heartbeat each second."""
+        for _ in range(seconds):
+            self.passes(1.0)
+            self.beats(*worker_ids)
 
     def kicks(self, worker_id: str) -> Result:
         """An operator removes a worker; returns the answer."""
@@ -257,8 +289,9 @@ class Stage:
         """An operator asks for something; returns the answer."""
         desk = self.route()
         self.happens(events.Received(desk, Control(action, 1, arguments)))
-        results = [m for m in self.inbox.get(desk, ()) if isinstance(m, Result)]
-        return results[-1]
+        (result,) = self.inbox[desk]
+        assert isinstance(result, Result)
+        return result
 
     def joined(self, *worker_ids: str) -> list[Puppet]:
         """Workers that have joined and hold the current parameters."""
@@ -361,8 +394,15 @@ class Puppet:
         if released is not None:
             self.base = released.version
 
-    def begins(self, push_id: int, *, weight: float = 1.0, **fields: Any) -> Grant | None:
-        """Offer a push; returns the grant."""
+    def offers(self, push_id: int, **fields: Any) -> Grant:
+        """Offer a push that is not refused; returns the grant."""
+        before = len(self.all(Grant))
+        self.begins(push_id, **fields)
+        assert len(self.all(Grant)) > before, f"push {push_id} got no grant: {self.last(Error)}"
+        return self.got(Grant)
+
+    def begins(self, push_id: int, *, weight: float = 1.0, **fields: Any) -> None:
+        """Offer a push, whatever comes of it."""
         self.push_id = push_id
         fragment = self.fragment = fields.setdefault("fragment", 0)
         there = fragment if 0 <= fragment < len(self.stage.state.versions.fragments) else 0
@@ -370,7 +410,6 @@ class Puppet:
         fields = {"base": base, "wire_dtype": "fp32", **fields}
         chunks = self.stage.state.versions[there].layout.chunks
         self.sends(Push(self.token(), push_id, chunks=chunks, weight=weight, **fields))
-        return self.last(Grant)
 
     def delivers(
         self,
@@ -386,6 +425,11 @@ class Puppet:
             payload = Payload(nbytes, is_finite=is_finite, squares=squares)
             self.sends(chunk, payload, on=self.bulk)
 
+    def completes(self, *indexes: int) -> None:
+        """Send these chunks, all by default, and say that it was the last of the push."""
+        self.delivers(indexes or range(self.stage.state.versions[self.fragment].layout.chunks))
+        self.commits()
+
     def commits(self) -> None:
         self.sends(Commit(self.token(), self.push_id, self.fragment))
 
@@ -393,8 +437,7 @@ class Puppet:
         self, push_id: int, *, weight: float = 1.0, squares: float = 1.0, **fields: Any
     ) -> None:
         """A whole push, as a well-behaved worker makes it: what is held is not sent again."""
-        grant = self.begins(push_id, weight=weight, **fields)
-        assert grant is not None
+        grant = self.offers(push_id, weight=weight, **fields)
         assert grant.standing.value in ("new", "resume"), grant
         size = self.stage.state.versions[self.fragment].layout.chunks
         held = Bitmap.from_bytes(grant.held, size) if grant.held else Bitmap(size)
@@ -421,13 +464,22 @@ class Puppet:
         messages = [m for m in self.stage.inbox.get(self.control, ()) if isinstance(m, kind)]
         return messages[-1] if messages else None
 
+    def got(self, kind: type[M]) -> M:
+        """The last message of a kind, which must have come."""
+        message = self.last(kind)
+        assert message is not None, f"{self.worker_id} got no {kind.__name__}"
+        return message
+
+    @property
+    def notices(self) -> list[str]:
+        """What it was told, but for signs of life."""
+        return [notice.what for notice in self.all(Notice) if notice.what != "alive"]
+
     def all(self, kind: type[M]) -> list[M]:
         return [m for m in self.stage.inbox.get(self.control, ()) if isinstance(m, kind)]
 
     def error(self) -> Error:
-        error = self.last(Error)
-        assert error is not None, f"{self.worker_id} got no error"
-        return error
+        return self.got(Error)
 
     @property
     def chunks(self) -> list[tuple[Chunk, Any]]:
@@ -460,3 +512,19 @@ def resumption(found: Checkpoint) -> Resumption:
     """What a broker goes on from that has this checkpoint."""
     layout = found.layout
     return load_into(NotedTensors(lambda: layout, None), found, layout)
+
+
+def a_run(*worker_ids: str, rounds: int = 1, **options: Any) -> tuple[Stage, list[Puppet]]:
+    """Workers past round one; the push of the second of them for round n is 10 n + 2."""
+    stage = a_stage(**{"workers": len(worker_ids), "chunks": 2, **options})
+    puppets = stage.joined(*worker_ids)
+    for number in range(rounds):
+        a_round(puppets, number)
+    return stage, puppets
+
+
+def a_round(puppets: Iterable[Puppet], number: int) -> None:
+    """Each of them pushes for a round, of the fragment whose turn it is."""
+    for place, puppet in enumerate(puppets, start=1):
+        fragment = number % puppet.stage.config.num_fragments
+        puppet.pushes(10 * number + place, fragment=fragment)

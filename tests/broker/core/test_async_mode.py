@@ -39,8 +39,7 @@ def test_submission_is_applied_at_once_and_its_sender_gets_the_version_right_aft
     a.pulls(after=0)
     a.pushes(1)
     assert stage.version().counter == 1
-    released = a.last(Released)
-    assert released is not None
+    released = a.got(Released)
     assert (released.version.counter, released.staleness) == (1, 0)
     assert released.ledger.names_whole("a", 1)
     assert a.holds() == stage.version()
@@ -65,9 +64,7 @@ def test_staleness_is_recorded_with_the_push_and_sent_with_the_version() -> None
     b.pushes(1, base=first)
     assert stage.state.members.named("b").figures.staleness == 3
     assert stage.state.last_report.staleness == 3
-    released = b.last(Released)
-    assert released is not None
-    assert released.staleness == 3
+    assert b.got(Released).staleness == 3
 
 
 def test_old_submission_counts_less_with_poly_weights() -> None:
@@ -98,8 +95,7 @@ def test_submission_that_grows_too_old_on_its_way_is_refused_then() -> None:
     b.delivers([0, 1])
     for number in range(2):
         a.pushes(10 + number, base=stage.version())
-    b.delivers([2])
-    b.commits()
+    b.completes(2)
     assert b.error().code == "stale"
     assert who(stage) == [["a"], ["a"]]
     assert stage.version().counter == 2
@@ -107,19 +103,14 @@ def test_submission_that_grows_too_old_on_its_way_is_refused_then() -> None:
 
 def test_slots_are_handed_out_in_the_order_of_asking() -> None:
     _, (a, b, c, d) = a_run("a", "b", "c", "d", staging_slots=2)
-    grants = [p.begins(n + 1) for n, p in enumerate((a, b, c, d))]
-    standings = [g.standing for g in grants if g is not None]
+    grants = [p.offers(n + 1) for n, p in enumerate((a, b, c, d))]
+    standings = [g.standing for g in grants]
     assert standings == [Standing.NEW, Standing.NEW, Standing.WAIT, Standing.WAIT]
-    b.delivers([0, 1, 2])
-    b.commits()
-    grant = c.last(Grant)
-    assert grant is not None
-    assert grant.standing is Standing.NEW
+    b.completes()
+    assert c.got(Grant).standing is Standing.NEW
     assert [g.standing for g in d.all(Grant)] == [Standing.WAIT]
     a.leaves()
-    grant = d.last(Grant)
-    assert grant is not None
-    assert grant.standing is Standing.NEW
+    assert d.got(Grant).standing is Standing.NEW
 
 
 def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> None:
@@ -133,13 +124,10 @@ def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> 
     assert [g.standing for g in b.all(Grant)] == [Standing.WAIT, Standing.NEW]
     assert [g.standing for g in a.all(Grant) if g.push_id == 1] == [Standing.NEW, Standing.WAIT]
     a.delivers([1])  # under way when its slot was taken: ignored
-    b.delivers([0, 1, 2])
-    b.commits()
-    last = a.last(Grant)
-    assert last is not None
+    b.completes()
+    last = a.got(Grant)
     assert (last.standing, last.held) == (Standing.NEW, None)
-    a.delivers([0, 1, 2])
-    a.commits()
+    a.completes()
     assert who(stage) == [["b"], ["a"]]
 
 
@@ -159,11 +147,8 @@ def test_worker_that_waits_for_a_slot_and_dies_is_passed_over() -> None:
     b.begins(2)
     c.begins(3)
     b.dies()
-    a.delivers([0, 1, 2])
-    a.commits()
-    grant = c.last(Grant)
-    assert grant is not None
-    assert grant.standing is Standing.NEW
+    a.completes()
+    assert c.got(Grant).standing is Standing.NEW
 
 
 def test_reconnected_worker_in_line_asks_again_and_loses_nothing() -> None:
@@ -173,18 +158,15 @@ def test_reconnected_worker_in_line_asks_again_and_loses_nothing() -> None:
     b.loses_connection()
     b.joins()
     b.begins(2)
-    a.delivers([0, 1, 2])
-    a.commits()
-    b.delivers([0, 1, 2])
-    b.commits()
+    a.completes()
+    b.completes()
     assert who(stage) == [["a"], ["b"]]
 
 
 def test_submission_waits_while_another_is_being_applied() -> None:
-    stage, (a, b) = a_run("a", "b")
+    stage, _ = a_run("a", "b")
     stage.by_hand = True
-    a.pushes(1)
-    b.pushes(2)
+    stage.pushes(a=1, b=2)
     stage.work(3 + 3)  # all chunks of both are looked at
     assert stage.version().counter == 0
     stage.work()
@@ -211,15 +193,12 @@ def test_window_holds_one_whole_submission_of_each_worker_and_fragment() -> None
     stage, (a, b) = a_run("a", "b", grace=100.0, staging_slots=2)
     a.pushes(1)
     for push_id in range(2, 50):
-        grant = a.begins(push_id)
-        assert grant is not None
-        assert grant.standing is Standing.WAIT
+        assert a.offers(push_id).standing is Standing.WAIT
     b.pushes(100)
     assert len(list(stage.state.submissions)) == 2
     assert len(stage.state.submissions.queue) == 1
     stage.passes(101.0)
-    last = a.last(Grant)
-    assert last is not None
+    last = a.got(Grant)
     assert (last.push_id, last.standing) == (49, Standing.NEW)
 
 
@@ -230,16 +209,14 @@ def test_chunks_of_a_slot_that_was_taken_back_do_not_end_the_push() -> None:
     a.begins(1)
     b.begins(2)
     stage.passes(11.0)
-    b.delivers(range(9))
-    b.commits()
+    b.completes()
     stage.by_hand = True
     a.delivers(range(8))  # of the first grant
     a.delivers(range(8))  # of the second
     assert not [e for e in a.all(Error) if e.push_id == 1]
     stage.work()
     stage.by_hand = False
-    a.delivers([8])
-    a.commits()
+    a.completes(8)
     assert who(stage) == [["b"], ["a"]]
 
 
@@ -247,8 +224,7 @@ def test_push_that_grew_too_old_while_it_waited_is_refused_before_a_byte_is_sent
     stage, (a, b) = a_run("a", "b", max_staleness=0, staging_slots=1)
     a.begins(1)
     b.begins(2)
-    a.delivers([0, 1, 2])
-    a.commits()
+    a.completes()
     assert (b.error().code, b.error().push_id) == ("stale", 2)
     assert not list(stage.state.submissions)
 
@@ -256,7 +232,7 @@ def test_push_that_grew_too_old_while_it_waited_is_refused_before_a_byte_is_sent
 def test_more_workers_than_planned_are_named_with_the_remedy() -> None:
     stage, _ = a_run("a")
     stage.worker("b").joins()
-    (said,) = [line for line in stage.logs if "planned for 1" in line]
+    (said,) = stage.said("planned for 1")
     assert "--workers 2" in said
 
 
@@ -264,15 +240,13 @@ def test_asynchronous_run_never_waits_for_workers() -> None:
     stage, _ = a_run("a", "b")
     assert not stage.state.below_floor
     assert stage.expected == set()
-    assert [stage.worker(name).joins().last(Welcome).first_round for name in "cd"] == [0, 0]  # type: ignore[union-attr]
+    assert [stage.worker(name).joins().got(Welcome).first_round for name in "cd"] == [0, 0]
 
 
 def test_duplicates_of_an_applied_submission_change_nothing() -> None:
     stage, (a, _) = a_run("a", "b")
     a.pushes(1)
-    grant = a.begins(1)
-    assert grant is not None
-    assert grant.standing is Standing.COUNTED
+    assert a.offers(1).standing is Standing.COUNTED
     a.commits()
     assert stage.version().counter == 1
     assert all(chunk["a", 1] == 1 for chunk in stage.counted())
@@ -284,9 +258,7 @@ def test_non_finite_submission_frees_its_slot_and_is_not_applied() -> None:
     b.begins(2)
     a.delivers([0], is_finite=False)
     assert a.error().code == "non_finite"
-    grant = b.last(Grant)
-    assert grant is not None
-    assert grant.standing is Standing.NEW
+    assert b.got(Grant).standing is Standing.NEW
     assert stage.version().counter == 0
 
 
@@ -294,9 +266,7 @@ def test_worker_may_have_its_own_h_and_wire_dtype_without_a_barrier() -> None:
     stage, _ = a_run("a", "b", sync_every=10)
     other = stage.worker("c").joins(wants={"sync_every": 5, "wire_dtype": "bf16"})
     assert other.last(Welcome) is not None
-    grant = other.begins(7, wire_dtype="bf16", base=stage.version())
-    assert grant is not None
-    assert grant.standing is Standing.NEW
+    assert other.offers(7, wire_dtype="bf16", base=stage.version()).standing is Standing.NEW
     refused = stage.worker("d").joins(wants={"sync_every": 0})
     assert refused.error().code == "config_differs"
     assert any(line.startswith(f"Refused a join of {refused.worker_id}: ") for line in stage.logs)
@@ -331,8 +301,7 @@ def test_joiner_is_told_the_fragment_to_begin_with() -> None:
     stage, (a, _) = a_run("a", "b", num_fragments=2, sync_every=10)
     a.pushes(1, fragment=0)
     late = stage.worker("c").joins()
-    welcome = late.last(Welcome)
-    assert welcome is not None
+    welcome = late.got(Welcome)
     assert welcome.first_round == 1
     assert welcome.plan == (0, 1)
 
@@ -342,8 +311,7 @@ def test_heartbeats_are_answered_with_the_steps_that_fit_the_speed() -> None:
 
     def answer(puppet: Puppet, speed: float | None) -> int | None:
         puppet.sends(Heartbeat(puppet.token(), 1, steps_per_s=speed))
-        notice = puppet.last(Notice)
-        assert notice is not None
+        notice = puppet.got(Notice)
         return notice.sync_every
 
     assert answer(a, 4.0) == 100
@@ -386,7 +354,7 @@ def test_worker_that_insists_on_dylu_is_refused_where_there_is_none() -> None:
 
 
 def version_lines(stage: Stage) -> list[str]:
-    return [line for line in stage.logs if "contain" in line]
+    return stage.said("contain")
 
 
 def test_each_version_has_a_line_with_the_staleness() -> None:
@@ -443,9 +411,9 @@ def test_worker_that_learns_nothing_is_named_once_until_it_moves(fields: dict[st
             base = stage.version(fragment)
             a.begins(push_id, fragment=fragment, base=base, steps=5, norm=length)
             a.pushes(push_id, fragment=fragment, base=base, steps=5, norm=length)  # comes again
-        told.append(len([line for line in stage.logs if "all zeros" in line]))
+        told.append(len(stage.said("all zeros")))
     assert told == [0, 0, 0, 1, 1, 1, 1, 2]
-    (line, _) = [line for line in stage.logs if "all zeros" in line]
+    (line, _) = stage.said("all zeros")
     where = "for fragment 0 " * (pieces > 1)
     assert line.startswith(
         f"a has sent a pseudo-gradient of all zeros {where}twice in a row, the last time after 5 steps"
@@ -456,4 +424,4 @@ def test_zeros_of_no_steps_are_no_news() -> None:
     stage, (a,) = a_run("a")
     for push_id in range(1, 5):
         a.pushes(push_id, norm=0.0)
-    assert not [line for line in stage.logs if "all zeros" in line]
+    assert not stage.said("all zeros")

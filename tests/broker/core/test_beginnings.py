@@ -70,13 +70,13 @@ def test_new_run_says_what_it_waits_for_and_begins(has_file: bool) -> None:
     stage = with_a_file() if has_file else a_broker()
     new = stage.worker("new").joins()
     whom = "for workers that may come back with an earlier run"
-    assert sum(f"Waiting 3.0 s at most {whom}; then" in text for text in stage.logs) == 1
+    assert len(stage.said(f"Waiting 3.0 s at most {whom}; then")) == 1
     assert feed(stage)["waiting_for"] == whom
     stage.passes(RETURN_WITHIN_S + 0.1)
     assert (new.asked_for == [0]) is not has_file
     stage.provide()
     assert stage.round.number == 0
-    assert sum("then a new run begins" in text for text in stage.logs) == 1
+    assert len(stage.said("then a new run begins")) == 1
 
 
 def test_broker_that_is_up_for_longer_than_a_return_takes_begins_at_once() -> None:
@@ -147,7 +147,7 @@ def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back() -> N
     assert "a" not in stage.state.members
     alive(stage, 8, new)
     assert not new.asked_for
-    assert any("the worker that holds the run" in text for text in stage.logs)
+    assert stage.said("the worker that holds the run")
     a = stage.worker("a").comes_with(holding(10))
     a.donates()
     assert run_of(stage) == RUN
@@ -169,7 +169,7 @@ def test_slow_donor_without_another_is_waited_for() -> None:
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
     alive(stage, 5 * DONOR_PATIENCE_S, a)
-    assert any("no other worker has them; waiting for it" in text for text in stage.logs)
+    assert stage.said("no other worker has them; waiting for it")
     a.donates()
     assert stage.version().counter == 0
 
@@ -188,8 +188,7 @@ def test_slow_donor_is_told_that_another_one_is_asked() -> None:
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     a.donates(indexes=[0])
     alive(stage, DONOR_PATIENCE_S + 1, a, b)
-    error = a.last(Error)
-    assert error is not None
+    error = a.got(Error)
     assert (error.push_id, error.retry) == (a.push_id, False)
     assert b.asked_for == [0]
     b.donates()

@@ -38,7 +38,7 @@ def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal()
     stage.worker("b").comes_with(theirs)
     words = f"b holds version {b_held.version}, which is of another branch of run {ours.run}"
     assert sum(words in text for text in stage.logs) == 1
-    assert sum(f"now at {ours}, has version {ours} instead" in t for t in stage.logs) == 1
+    assert len(stage.said(f"now at {ours}, has version {ours} instead")) == 1
 
 
 def test_branch_that_the_broker_has_left_behind_is_named_too() -> None:
@@ -54,7 +54,7 @@ def test_branch_that_was_left_behind_in_an_earlier_life_is_named_too() -> None:
     again.worker("a").comes_with(stage.holdings())
     again.passes(0.2)
     again.worker("c").comes_with(crashed.holdings())
-    assert not any("branch" in text for text in again.logs), "c is merely behind"
+    assert not again.said("branch"), "c is merely behind"
     again.worker("b").comes_with(theirs)
     assert sum("b holds version 2#" in t and "has version 2#" in t for t in again.logs) == 1
 
@@ -69,7 +69,7 @@ def test_worker_that_is_ahead_of_a_broker_from_an_older_copy_is_told_that_its_br
     a.pushes(21, base=stage.version())
     stage.passes(0.2)
     stage.worker("b").comes_with(theirs)
-    (text,) = (text for text in stage.logs if "b holds version 8#" in text)
+    (text,) = stage.said("b holds version 8#")
     assert f"this broker went on from an older copy and is at {stage.version()}" in text
 
 
@@ -84,7 +84,7 @@ def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
     stage.worker("b").comes_with(of_b)
     a.donates()
     assert stage.version() == held.version
-    named = [t for t in stage.logs if "another branch" in t]
+    named = stage.said("another branch")
     assert len(named) == 1
     assert named[0].startswith(f"b holds version {of_b[0].version}")
 
@@ -97,7 +97,7 @@ def test_worker_that_is_merely_behind_is_of_no_other_branch() -> None:
     a_round([a, b], 1)
     b.loses_connection()
     b.comes_with(held)
-    assert not any("branch" in text for text in stage.logs)
+    assert not stage.said("branch")
 
 
 def test_names_of_versions_are_remembered_up_to_a_bound() -> None:

@@ -51,14 +51,14 @@ def test_h_that_is_no_number_of_steps_is_refused(mode: str, asked: Any) -> None:
 def test_shorter_cycle_that_counts_like_a_whole_one_gets_a_word() -> None:
     stage = a_stage(workers=2, sync_every=100)
     a = stage.worker("a").joins(wants={"sync_every": 40})
-    (said,) = [text for text in stage.logs if "--weight-by" in text]
+    (said,) = stage.said("--weight-by")
     assert "a makes 40 steps a cycle, the run has 100" in said
     a.loses_connection()
     a.joins(wants={"sync_every": 40}, session=a.session)
-    assert len([text for text in stage.logs if "--weight-by" in text]) == 1
+    assert len(stage.said("--weight-by")) == 1
     weighed = a_stage(workers=2, sync_every=100, weight_by="tokens")
     weighed.worker("a").joins(wants={"sync_every": 40})
-    assert not [text for text in weighed.logs if "--weight-by" in text]
+    assert not weighed.said("--weight-by")
 
 
 # H and the floor are changed while the run goes on.
@@ -116,8 +116,7 @@ def test_floor_that_is_lowered_lets_the_open_round_close() -> None:
         puppet.pushes(number)
     assert stage.version().counter == 1
     c.dies()
-    a.pushes(11)
-    b.pushes(12)
+    stage.pushes(a=11, b=12)
     assert stage.version().counter == 1, "two are too few"
     assert "Min-workers 3 -> 2 from version 2" in stage.asks("set", min_workers=2).text
     assert stage.version().counter == 2
@@ -127,8 +126,7 @@ def test_floor_that_is_lowered_lets_the_open_round_close() -> None:
 def test_floor_that_is_raised_holds_from_the_open_round_on() -> None:
     stage = a_stage(workers=2)
     a, b = stage.joined("a", "b")
-    a.pushes(1)
-    b.pushes(2)
+    stage.pushes(a=1, b=2)
     b.leaves()
     assert stage.asks("set", min_workers=2).ok
     a.pushes(11)

@@ -64,24 +64,18 @@ def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None
     assert stage.saves == [0, 1]
     eye = stage.worker("c").joins()
     eye.pulls()
-    welcome = eye.last(Welcome)
-    assert welcome is not None
-    assert welcome.versions[0] == stage.version()
+    assert eye.got(Welcome).versions[0] == stage.version()
     assert stage.version().counter == 0
     assert stage.state.totals.rounds == 0
     assert released(a) == [0]
     assert released(b) == [0]
     assert released(eye) == [0]
-    grant = a.begins(1)
-    assert grant is not None
-    assert grant.standing is not Standing.COUNTED
+    assert a.offers(1).standing is not Standing.COUNTED
     stage.is_saved()
     assert stage.version().counter == 1
     assert released(a)[-1] == 1
-    assert a.last(Released).ledger.names_whole("a", 1)  # type: ignore[union-attr]
-    grant = a.begins(1)
-    assert grant is not None
-    assert grant.standing is Standing.COUNTED
+    assert a.got(Released).ledger.names_whole("a", 1)
+    assert a.offers(1).standing is Standing.COUNTED
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -124,20 +118,16 @@ def test_broker_that_is_killed_while_a_version_waits_counts_it_when_it_was_saved
         again = stage.restarted(saved)
         a = again.worker("a").comes_with(held)
         again.worker("b").comes_with(held)
-        grant = a.begins(1)
-        assert grant is not None
-        assert (grant.standing is Standing.COUNTED) == is_in
+        assert (a.offers(1).standing is Standing.COUNTED) == is_in
 
 
 def test_pushes_for_the_next_round_wait_while_a_version_waits() -> None:
     stage, a, b = a_run(durable=True)
     a_round(a, b, 0)
-    grant = a.begins(11, base=stage.version())
-    assert grant is not None
+    grant = a.offers(11, base=stage.version())
     assert (grant.standing, grant.round) == (Standing.WAIT, 1)
     stage.is_saved()
-    grant = a.last(Grant)
-    assert grant is not None
+    grant = a.got(Grant)
     assert (grant.standing, grant.round) == (Standing.NEW, 1)
 
 
@@ -166,12 +156,12 @@ def test_release_is_tried_again_each_second_and_said_once_while_the_disk_is_full
         stage.passes(0.4)
         assert stage.saves[asked:] == [1]
     assert stage.version().counter == 0
-    said = [text for text in stage.logs if "No space left on device" in text]
+    said = stage.said("No space left on device")
     assert len(said) == 1
     assert "The round waits for it (--durable)" in said[0]
     stage.is_saved()
     assert stage.version().counter == 1
-    assert sum("written again" in text for text in stage.logs) == 1
+    assert len(stage.said("written again")) == 1
     assert stage.state.saving.error is None
 
 
@@ -221,7 +211,7 @@ def test_stop_waits_for_the_release_that_waits_for_its_checkpoint() -> None:
     a.pulls(after=0)
     a_round(a, b, 0)
     stage.happens(Stop("it is time"))
-    assert a.last(Notice).what == "shutdown"  # type: ignore[union-attr]
+    assert a.got(Notice).what == "shutdown"
     assert not stage.finishes
     stage.cannot_save()
     stage.passes(1.2)
@@ -236,10 +226,9 @@ def test_stop_waits_for_the_release_that_waits_for_its_checkpoint() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_run_that_is_not_durable_never_waits_for_its_checkpoints(mode: str) -> None:
-    stage, a, b = a_run(mode)
+    stage, a, _ = a_run(mode)
     a.pulls(after=0)
-    a.pushes(1)
-    b.pushes(2)
+    stage.pushes(a=1, b=2)
     assert released(a) == [0, 1]
     last = 2 if mode == "async" else 1
     assert stage.version().counter == last
@@ -253,7 +242,7 @@ def test_failure_is_said_once_and_so_is_its_end() -> None:
         stage.cannot_save()
     assert stage.version().counter == 4
     assert stage.saves == [0, 1, 2, 3, 4]
-    failures = [text for text in stage.logs if "could not be written" in text]
+    failures = stage.said("could not be written")
     assert len(failures) == 1
     assert "before round 1" in failures[0]
     assert "Training goes on" in failures[0]
@@ -261,7 +250,7 @@ def test_failure_is_said_once_and_so_is_its_end() -> None:
     stage.is_saved()
     a_round(a, b, 5)
     stage.is_saved()
-    again = [text for text in stage.logs if "written again" in text]
+    again = stage.said("written again")
     assert again == ["Checkpoints are written again; the newest is run/checkpoint-5."]
     stage.cannot_save("Read-only file system")
     assert "Read-only file system" in stage.logs[-1]
@@ -288,7 +277,7 @@ def test_another_failure_is_said() -> None:
     stage.cannot_save("No space left on device")
     a_round(a, b, 1)
     stage.cannot_save("Input/output error")
-    assert sum("could not be written" in text for text in stage.logs) == 2
+    assert len(stage.said("could not be written")) == 2
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,7 @@ def test_round_n_concerns_fragment_n_mod_p(fields: dict[str, Any]) -> None:
 def test_push_before_its_round_waits_and_is_told_its_number() -> None:
     stage, (a, b) = a_run("a", "b")
     a.pushes(1, fragment=0)
-    grant = a.begins(2, fragment=1)
-    assert grant is not None
+    grant = a.offers(2, fragment=1)
     assert (grant.standing, grant.round) == (Standing.WAIT, 1)
     a.begins(3, fragment=2)
     b.pushes(4, fragment=0)
@@ -69,8 +68,7 @@ def test_push_of_another_fragment_does_not_abandon_the_one_under_way() -> None:
     a.delivers([0])
     a.begins(2, fragment=1)
     a.push_id, a.fragment = 1, 0
-    a.delivers([1])
-    a.commits()
+    a.completes(1)
     b.pushes(3, fragment=0)
     assert stage.counted(0) == [{("a", 1): 1, ("b", 3): 1}] * 2
 
@@ -78,8 +76,7 @@ def test_push_of_another_fragment_does_not_abandon_the_one_under_way() -> None:
 def test_second_push_of_a_fragment_in_its_round_is_for_the_round_p_later() -> None:
     _, (a, _) = a_run("a", "b")
     a.pushes(1, fragment=0)
-    grant = a.begins(2, fragment=0)
-    assert grant is not None
+    grant = a.offers(2, fragment=0)
     assert (grant.standing, grant.round) == (Standing.WAIT, 3)
 
 
@@ -99,8 +96,7 @@ def test_joiner_is_told_its_first_round_and_the_plan() -> None:
         a.pushes(10 + number, fragment=number % 3)
         b.pushes(50 + number, fragment=number % 3)
     late = stage.worker("c").joins()
-    welcome = late.last(Welcome)
-    assert welcome is not None
+    welcome = late.got(Welcome)
     assert (welcome.first_round, welcome.plan) == (5, (0, 1, 2))
     assert [v.counter for v in welcome.versions if v] == [2, 1, 1]
     a.pushes(80, fragment=1)
@@ -116,13 +112,9 @@ def test_version_of_one_fragment_is_pulled_while_another_is_being_made() -> None
     b.delivers([0])
     a.sends(Pull(1, -1, a.token()))
     a.sends(Pull(0, 0, a.token()))
-    released = a.last(Released)
-    assert released is not None
-    assert released.fragment == 1
-    b.delivers([1])
-    b.commits()
-    released = a.last(Released)
-    assert released is not None
+    assert a.got(Released).fragment == 1
+    b.completes(1)
+    released = a.got(Released)
     assert (released.fragment, released.version.counter) == (0, 1)
 
 
@@ -145,8 +137,7 @@ def test_late_push_of_a_fragment_is_carried_to_the_round_p_later() -> None:
     assert stage.round.number == 4
     assert ("c", 30) in stage.round.pool
     c.push_id, c.fragment = 30, 1
-    c.delivers([1])
-    c.commits()
+    c.completes(1)
     a.pushes(111, fragment=1)
     b.pushes(112, fragment=1)
     assert stage.counted(1)[0]["c", 30] == 1
@@ -170,12 +161,12 @@ def test_round_that_falls_below_its_floor_needs_those_who_joined_before(
 ) -> None:
     stage, (a, b) = a_run("a", "b", pieces=2, **how)
     (c,) = stage.joined("c")
-    assert c.last(Welcome).first_round == 1  # type: ignore[union-attr]
+    assert c.got(Welcome).first_round == 1
     b.dies()
     assert stage.expected == {"a", "c"}
     assert c.last(Rejoin) is not None
     c.joins()
-    assert c.last(Welcome).first_round == 0  # type: ignore[union-attr]
+    assert c.got(Welcome).first_round == 0
     a.pushes(1, fragment=0)
     c.pushes(2, fragment=0)
     assert stage.round.number == 1

@@ -243,12 +243,10 @@ class BrokerLife(RuleBasedStateMachine):
                 self.next_push += 1
                 puppet.base = self.stage.version()
                 puppet.begins(self.next_push)
-                puppet.delivers(range(CHUNKS))
-                puppet.commits()
+                puppet.completes()
                 self.stage.work()
             for puppet in alive:
-                puppet.delivers(range(CHUNKS))
-                puppet.commits()
+                puppet.completes()
                 self.stage.work()
         floor = self.stage.state.floor if self.stage.round.barrier else 0
         if alive and len(alive) >= floor:

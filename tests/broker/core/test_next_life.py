@@ -149,11 +149,9 @@ def test_checkpoint_counts_the_gradients_of_the_versions_in_it_and_no_more(mode:
     crashed.by_hand = True
     for puppet in puppets:
         for fragment in range(2):
-            grant = puppet.begins(10 + fragment, fragment=fragment)
-            assert grant is not None
+            grant = puppet.offers(10 + fragment, fragment=fragment)
             if grant.standing is Standing.NEW:
-                puppet.delivers(range(2))
-                puppet.commits()
+                puppet.completes()
     while crashed.tensors.queue:
         crashed.work()
     assert crashed.saves, "a round has closed"
@@ -206,8 +204,7 @@ def test_totals_ledgers_and_counters_go_on() -> None:
     assert record.ledger == before.versions[0].ledger
     assert (record.round, record.averaged, record.gradients) == (2, 2, 3)
     a.pulls()
-    released = a.last(Released)
-    assert released is not None
+    released = a.got(Released)
     assert (released.round, released.averaged, released.ledger) == (2, 2, record.ledger)
     a_round([a, b], 3)
     assert after.totals.pushes == 8
@@ -219,15 +216,14 @@ def test_totals_ledgers_and_counters_go_on() -> None:
 def test_contribution_counts_exactly_once_across_a_restart(mode: str, adopts: bool) -> None:
     """Two are in the checkpoint, one is in what a worker has newer, one is in neither."""
     crashed = a_run("a", "b", workers=1, **MODES[mode])
-    a, b = again(crashed, "a"), again(crashed, "b")
+    a, b = (crashed.puppets[name] for name in "ab")
     a.pushes(1)
     b.pushes(2)
     b.pushes(12)
     a.pushes(11)
     saved = crashed.checkpoints[-1]
     assert saved.number == crashed.round.number
-    a.pushes(21)
-    b.pushes(22)
+    crashed.pushes(a=21, b=22)
     newer = crashed.holdings()
     assert newer[0] is not None
     assert newer[0].version.counter > saved.record.fragments[0].version.counter
@@ -243,8 +239,7 @@ def test_contribution_counts_exactly_once_across_a_restart(mode: str, adopts: bo
     # Everything is offered again, as after a lost answer.
     for puppet, offers in ((a, (1, 11, 21)), (b, (2, 12, 22))):
         for push_id in offers:
-            grant = puppet.begins(push_id)
-            assert grant is not None
+            grant = puppet.offers(push_id)
             is_there = adopts or push_id < 20
             assert (grant.standing is Standing.COUNTED) == is_there, push_id
     if not adopts:
@@ -255,16 +250,10 @@ def test_contribution_counts_exactly_once_across_a_restart(mode: str, adopts: bo
         assert dict(chunk) == dict.fromkeys(everything, 1)
 
 
-def again(stage: Stage, worker_id: str) -> Puppet:
-    """The puppet of a worker that has joined."""
-    member = stage.state.members.named(worker_id)
-    return Puppet(stage, worker_id, member.session, member.control, member.bulk)
-
-
 def test_part_of_a_push_that_a_checkpoint_has_is_not_asked_for_again() -> None:
     """Its worker died half-way, the round counted what it had sent; the same delta comes back."""
     crashed = a_run("a", "b")
-    a, b = again(crashed, "a"), again(crashed, "b")
+    a, b = (crashed.puppets[name] for name in "ab")
     a.begins(1)
     b.begins(2)
     a.delivers([0])
@@ -274,8 +263,7 @@ def test_part_of_a_push_that_a_checkpoint_has_is_not_asked_for_again() -> None:
     stage = crashed.restarted()
     b = stage.worker("b").comes_with(crashed.holdings())
     a = stage.worker("a").comes_with(crashed.holdings())
-    grant = a.begins(1)
-    assert grant is not None
+    grant = a.offers(1)
     assert (grant.standing, grant.held) == (Standing.RESUME, b"\x01")
     a.delivers([1])
     b.pushes(12)

@@ -111,7 +111,7 @@ def test_while_the_run_waits_for_known_workers_log_status_and_refusals_say_for_w
     a = stage.worker("a").comes_with(crashed.holdings())
     whom += "b"
     assert feed(stage)["waiting_for"] == f"for {whom}"
-    said = [line for line in stage.logs if "Before the run goes on, waiting" in line]
+    said = stage.said("Before the run goes on, waiting")
     assert len(said) == 1, "once, and not for each that comes back"
     assert said[0].endswith("s at most for workers of the run that may hold newer rounds: a; b.")
     a.base = crashed.version()
@@ -172,8 +172,7 @@ def test_before_the_run_goes_on_nobody_is_told_a_version() -> None:
     stage = crashed.restarted()
     a = stage.worker("a").comes_with(crashed.holdings())
     a.pulls()
-    welcome = a.last(Welcome)
-    assert welcome is not None
+    welcome = a.got(Welcome)
     assert (welcome.run, welcome.versions, welcome.first_round) == (None, (None,), 2)
     assert a.last(Released) is None
     assert not a.chunks
@@ -324,8 +323,7 @@ def test_donor_on_a_new_connection_goes_on_where_it_stopped() -> None:
     a.loses_connection()
     a.comes_with(held)
     a.donates(0, [])
-    grant = a.last(Grant)
-    assert grant is not None
+    grant = a.got(Grant)
     assert (grant.standing, grant.held) == (Standing.RESUME, b"\x01")
     a.donates(0, [1])
     assert stage.version() == held[0].version  # type: ignore[union-attr]
@@ -403,9 +401,7 @@ def test_worker_that_waits_above_the_rewound_version_is_given_it_when_it_asks_ag
     stage = crashed.restarted(recover="rewind")
     stage.passes(0.1)
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=3))
-    welcome = a.last(Welcome)
-    assert welcome is not None
-    assert welcome.versions == (stage.version(),)
+    assert a.got(Welcome).versions == (stage.version(),)
     a.pulls(after=-1)
     assert a.holds() == crashed.version()
 

@@ -115,18 +115,16 @@ def test_setting_what_is_set_already_is_no_action() -> None:
 
 def test_fewer_workers_let_round_one_begin_to_close() -> None:
     stage = a_stage(workers=3, chunks=2)
-    a, b = stage.joined("a", "b")
-    a.pushes(1)
-    b.pushes(2)
+    stage.joined("a", "b")
+    stage.pushes(a=1, b=2)
     assert stage.version().counter == 0, "it waits for a third"
     assert stage.asks("set", workers=2).ok
     assert stage.version().counter == 1
 
 
 def test_smaller_quorum_ends_a_wait() -> None:
-    stage, (a, b, _) = a_run("a", "b", "c", quorum=3)
-    a.pushes(11)
-    b.pushes(12)
+    stage, _ = a_run("a", "b", "c", quorum=3)
+    stage.pushes(a=11, b=12)
     assert stage.version().counter == 1
     assert stage.asks("set", quorum=2).ok
     stage.passes(0.2)
@@ -168,13 +166,12 @@ def test_save_every_can_be_set() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"mode": "async"}], ids=str)
 def test_paused_run_makes_no_version_and_loses_nothing(options: dict[str, Any]) -> None:
-    stage, (a, b) = a_run("a", "b", **options)
+    stage, _ = a_run("a", "b", **options)
     before = stage.version().counter
     result = stage.asks("pause")
     assert result.ok
     assert "workers train to their next boundary and wait there" in result.text
-    a.pushes(11)
-    b.pushes(12)
+    stage.pushes(a=11, b=12)
     stage.passes(60.0)
     assert stage.version().counter == before
     result = stage.asks("resume")
@@ -242,8 +239,7 @@ def test_shutdown_is_handed_on_with_who_asked_and_whether_the_run_is_over(restar
 def test_workers_are_told_whether_the_broker_is_coming_back(restarting: bool) -> None:
     stage, (a,) = a_run("a")
     stage.happens(Stop("it received SIGTERM", restarting))
-    notice = a.last(Notice)
-    assert notice is not None
+    notice = a.got(Notice)
     wanted = "The broker restarts" if restarting else "The run is over"
     assert notice == Notice(
         "restarting" if restarting else "shutdown", f"{wanted}: it received SIGTERM."
@@ -281,9 +277,8 @@ def test_name_of_an_operator_cannot_forge_lines_of_the_log() -> None:
 
 
 def test_round_that_has_ended_is_reported_with_its_workers() -> None:
-    stage, (a, b) = a_run("a", "b")
-    a.pushes(11)
-    b.pushes(12)
+    stage, _ = a_run("a", "b")
+    stage.pushes(a=11, b=12)
     report = stage.reports[-1]
     assert (report.number, report.fragment, report.version, report.averaged) == (1, 0, 2, 2)
     assert sorted(report.workers) == ["a", "b"]

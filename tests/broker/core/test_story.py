@@ -37,8 +37,7 @@ def broken_by(stage: Stage, worker_id: str) -> str:
 
 def test_broken_invariant_names_the_round_the_worker_and_their_last_events() -> None:
     stage, a, b = a_run()
-    a.pushes(1)
-    b.pushes(2)
+    stage.pushes(a=1, b=2)
     b.begins(4)
     a.begins(3)
     a.delivers([0])

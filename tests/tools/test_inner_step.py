@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from broker.core.test_liveness import a_run, feed
 from torch import nn
 from worker.training.test_overlap import has_news, layers
 
@@ -14,7 +13,7 @@ from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Heartbeat
 from diloco_tools.feed.estimate import inner_step_now
 from diloco_tools.feed.model import FeedModel
-from kit.core_harness import Stage
+from kit.core_harness import Stage, a_run
 from kit.feed_snapshots import Publisher, frame, status, worker
 from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
 from kit.top_screen import full_screen
@@ -61,7 +60,7 @@ def test_worker_without_heartbeats_tells_nothing(broker: ScriptedBroker, begin: 
 
 
 def told(stage: Stage, name: str = "a") -> tuple[int, float | None]:
-    (found,) = (each for each in feed(stage)["workers"] if each["id"] == name)
+    (found,) = (each for each in stage.shown()["workers"] if each["id"] == name)
     return found["inner_step"], found["inner_age_s"]
 
 

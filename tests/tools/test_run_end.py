@@ -6,14 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from broker.core.test_liveness import a_run, feed
 
 from diloco_broker.cli.status_text import as_text
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Leave
 from diloco_tools.feed.model import FeedModel, Verdict
 from diloco_tools.top.drawing.notation import Glyphs
-from kit.core_harness import Stage, a_stage
+from kit.core_harness import Stage, a_run, a_stage
 from kit.exporter_scrapes import exported
 from kit.feed_snapshots import Publisher, frame, status
 from kit.top_screen import full_screen
@@ -30,7 +29,7 @@ def verdict_on(news: dict[str, Any], after_s: float = 0.0) -> Verdict:
 
 def of(stage: Stage) -> tuple[str, str]:
     """The verdict's word on what the broker says now, and what it waits for."""
-    said = feed(stage)
+    said = stage.shown()
     return verdict_on(said).word, said["waiting_for"] or ""
 
 
@@ -41,8 +40,8 @@ def test_run_has_ended_once_all_workers_are_done(options: dict[str, Any]) -> Non
     assert of(stage)[0] == "healthy"
     b.leaves()
     assert of(stage) == ("ended", "for workers to join: all have left")
-    assert feed(stage)["ended"] is True
-    assert feed(stage)["state"] == "waiting", "as it always was: others may join"
+    assert stage.shown()["ended"] is True
+    assert stage.shown()["state"] == "waiting", "as it always was: others may join"
 
 
 @MODES
@@ -52,7 +51,7 @@ def test_run_goes_on_when_somebody_joins_after_its_end(options: dict[str, Any]) 
     b.leaves()
     stage.worker("c").joins()
     assert of(stage)[0] == "healthy"
-    assert feed(stage)["ended"] is False
+    assert stage.shown()["ended"] is False
 
 
 @pytest.mark.parametrize(

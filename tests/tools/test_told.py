@@ -6,7 +6,6 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from broker.core.test_liveness import a_run, feed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,7 @@ from diloco_broker.cli.status_text import as_text
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.history_lines import start_line
 from diloco_protocol.feed import Asynchronous, Liveness, parse_snapshot
-from kit.core_harness import a_stage
+from kit.core_harness import a_run, a_stage
 from kit.feed_snapshots import frame, worker
 from kit.top_screen import document, full_screen
 from kit.top_text import drawn
@@ -73,7 +72,7 @@ ELSEWHERE = {
 def said_by(**options: Any) -> dict[str, Any]:
     """The feed of a run with these options, without what differs from run to run."""
     stage = a_stage(**options)
-    return {key: value for key, value in feed(stage).items() if key not in ("epoch", "uptime_s")}
+    return {key: value for key, value in stage.shown().items() if key not in ("epoch", "uptime_s")}
 
 
 def test_every_option_is_shown_or_is_no_matter_of_the_run() -> None:
@@ -90,18 +89,18 @@ def test_settings_of_a_run_are_read_by_the_tools() -> None:
     stage, _ = a_run(
         "a", "b", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6, heartbeat_timeout=90.0
     )
-    read = parse_snapshot(frame(feed(stage)))
+    read = parse_snapshot(frame(stage.shown()))
     assert read.liveness == Liveness(90.0, 60.0, stage.config.disconnect_grace)
     assert read.asynchronous == Asynchronous(True, 8, "none", 6, 2, 30.0)
-    assert parse_snapshot(frame(feed(a_stage(**PIECES)))).fragment_pattern == "strided"
-    assert parse_snapshot(frame(feed(a_stage()))).asynchronous is None
+    assert parse_snapshot(frame(a_stage(**PIECES).shown())).fragment_pattern == "strided"
+    assert parse_snapshot(frame(a_stage().shown())).asynchronous is None
 
 
 def test_history_begins_with_what_the_run_was_told() -> None:
     stage, _ = a_run("a", mode="async", num_fragments=2)
-    settings = start_line(feed(stage))["settings"]
+    settings = start_line(stage.shown())["settings"]
     for key in ("liveness", "asynchronous", "fragment_pattern", "fragment_max_delay", "reducer"):
-        assert settings[key] == feed(stage)[key]
+        assert settings[key] == stage.shown()[key]
 
 
 # The displays.
@@ -132,8 +131,8 @@ def test_screens_show_what_an_asynchronous_run_was_told(size: tuple[int, int]) -
     stage, _ = a_run(
         "a", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6, staleness_weight="poly"
     )
-    full = "\n".join(line.plain for line in full_screen(feed(stage), *size).lines)
-    for text in (full, drawn(feed(stage))):
+    full = "\n".join(line.plain for line in full_screen(stage.shown(), *size).lines)
+    for text in (full, drawn(stage.shown())):
         assert "DyLU from 8 steps  staleness to 6, weight poly  2 slots" in text
 
 
@@ -187,14 +186,14 @@ def test_status_has_what_people_look_for() -> None:
 
 def test_status_of_an_asynchronous_run_says_what_it_was_told() -> None:
     stage, _ = a_run("a", "b", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6)
-    text = as_text(feed(stage))
+    text = as_text(stage.shown())
     assert "pushes      2 applied, 0 under way" in text
     assert "DyLU from 8 steps, staleness up to 6, not weighed, 2 slots of 30 s" in text
     assert "round  " not in text
 
 
 def test_status_leaves_out_what_an_older_broker_does_not_say() -> None:
-    news = feed(a_stage())
+    news = a_stage().shown()
     for key in (
         "liveness",
         "asynchronous",

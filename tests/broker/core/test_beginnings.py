@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from broker.core.test_liveness import feed
-from broker.core.test_recovery import holding
 
 from diloco_broker.core.rules.initial_model import RETURN_WITHIN_S
 from diloco_broker.core.state.model_source import DONOR_PATIENCE_S, InitialModel
@@ -17,6 +15,7 @@ from diloco_protocol.messages import Error, Push
 from diloco_protocol.version import VersionId
 from diloco_worker.core.timeouts import LONGEST_BACKOFF_S
 from kit.core_harness import RUN, Puppet, Stage, a_stage, layered
+from kit.restarts import holding
 
 # Where workers of an earlier life of the broker look for it.
 KNOWN = "tcp://127.0.0.1:8512"
@@ -71,7 +70,7 @@ def test_new_run_says_what_it_waits_for_and_begins(has_file: bool) -> None:
     new = stage.worker("new").joins()
     whom = "for workers that may come back with an earlier run"
     assert len(stage.said(f"Waiting 3.0 s at most {whom}; then")) == 1
-    assert feed(stage)["waiting_for"] == whom
+    assert stage.shown()["waiting_for"] == whom
     stage.passes(RETURN_WITHIN_S + 0.1)
     assert (new.asked_for == [0]) is not has_file
     stage.provide()

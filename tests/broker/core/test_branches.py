@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from broker.core.test_recovery import a_round, a_run, ahead
-
 from diloco_broker.core.state.versions import TAGS_KEPT, TAGS_SAVED, WholeVersion
 from diloco_protocol.version import VersionId
-from kit.core_harness import Holdings, Stage
+from kit.core_harness import Holdings, Stage, a_round
+from kit.restarts import a_saved_run, ahead
 
 
 def left_behind() -> tuple[Stage, Holdings, Stage]:
     """A broker that was killed; what one worker had newer; the next life, three rounds on without it."""
-    crashed = a_run("a", "b", rounds=1)
+    crashed = a_saved_run("a", "b", rounds=1)
     theirs = ahead(crashed.holdings(), f0=1)
     stage = crashed.restarted(recover_wait=0.0)
     a = stage.worker("a").comes_with(crashed.holdings())
@@ -25,7 +24,7 @@ def left_behind() -> tuple[Stage, Holdings, Stage]:
 
 def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal() -> None:
     """Killed before a save; the broker makes the round again without the one that had it."""
-    crashed = a_run("a", "b", rounds=2)
+    crashed = a_saved_run("a", "b", rounds=2)
     theirs = ahead(crashed.holdings(), f0=1)
     stage = crashed.restarted(recover_wait=5.0)
     a = stage.worker("a").comes_with(crashed.holdings())
@@ -62,7 +61,7 @@ def test_branch_that_was_left_behind_in_an_earlier_life_is_named_too() -> None:
 def test_worker_that_is_ahead_of_a_broker_from_an_older_copy_is_told_that_its_branch_is_lost() -> (
     None
 ):
-    crashed = a_run("a", "b", rounds=1)
+    crashed = a_saved_run("a", "b", rounds=1)
     theirs = ahead(crashed.holdings(), f0=7)
     stage = crashed.restarted(recover_wait=0.0)
     a = stage.worker("a").comes_with(crashed.holdings())
@@ -74,7 +73,7 @@ def test_worker_that_is_ahead_of_a_broker_from_an_older_copy_is_told_that_its_br
 
 
 def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
-    crashed = a_run("a", "b", rounds=2)
+    crashed = a_saved_run("a", "b", rounds=2)
     of_a = ahead(crashed.holdings(), f0=1)
     held = of_a[0]
     assert held is not None
@@ -90,7 +89,7 @@ def test_two_workers_that_bring_two_branches_are_told_apart() -> None:
 
 
 def test_worker_that_is_merely_behind_is_of_no_other_branch() -> None:
-    crashed = a_run("a", "b", rounds=1)
+    crashed = a_saved_run("a", "b", rounds=1)
     held = crashed.holdings()
     stage = crashed.restarted()
     a, b = (stage.worker(name).comes_with(held) for name in "ab")
@@ -101,7 +100,7 @@ def test_worker_that_is_merely_behind_is_of_no_other_branch() -> None:
 
 
 def test_names_of_versions_are_remembered_up_to_a_bound() -> None:
-    stage = a_run("a", rounds=1)
+    stage = a_saved_run("a", rounds=1)
     each = stage.state.versions[0]
     run = stage.version().run
     for counter in range(2, TAGS_KEPT + 100):

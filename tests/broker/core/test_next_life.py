@@ -5,22 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from broker.core.test_recovery import MODES, a_round, a_run, ahead, counters
 
 from diloco_broker.core.effects import ForgetBuffer
-from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Released, Standing
-from kit.core_harness import Held, Puppet, Stage, a_config, a_stage
+from kit.core_harness import Held, Stage, a_config, a_round, a_stage
 from kit.noted_tensors import CHUNK_ELEMENTS
+from kit.restarts import MODES, a_saved_run, ahead, next_life
 
 # The first round of the new life.
 
 
 def test_first_round_waits_for_all_workers_and_then_goes_on_with_those_that_came() -> None:
-    crashed = a_run("a", "b", "c", rounds=1)
-    stage = crashed.restarted(recover_wait=5.0)
-    a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
+    crashed = a_saved_run("a", "b", "c", rounds=1)
+    stage, (a, b) = next_life(crashed, "a", "b", recover_wait=5.0)
     stage.passes(5.2)
     assert stage.round.number == 1
     a_round([a, b], 1)
@@ -29,25 +27,20 @@ def test_first_round_waits_for_all_workers_and_then_goes_on_with_those_that_came
 
 
 def test_workers_that_left_before_the_checkpoint_are_not_waited_for() -> None:
-    crashed = a_run("a", "b", "c")
-    a, b, c = (Puppet(crashed, name) for name in "abc")
-    for puppet in (a, b, c):
-        member = crashed.state.members.named(puppet.worker_id)
-        puppet.session, puppet.control, puppet.bulk = member.session, member.control, member.bulk
+    crashed = a_saved_run("a", "b", "c")
+    a, b, c = (crashed.puppets[name] for name in "abc")
     a_round([a, b, c], 0)
     c.leaves()
     a_round([a, b], 1)
-    stage = crashed.restarted()
-    a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
+    stage, (a, b) = next_life(crashed, "a", "b")
     stage.passes(0.2)
     a_round([a, b], 2)
     assert stage.version().counter == 3, "all that the checkpoint knows are back: no wait"
 
 
 def test_no_wait_for_workers_is_no_wait_for_ever() -> None:
-    crashed = a_run("a", "b", rounds=1)
-    stage = crashed.restarted(recover_wait=0.0)
-    a = stage.worker("a").comes_with(crashed.holdings())
+    crashed = a_saved_run("a", "b", rounds=1)
+    stage, (a,) = next_life(crashed, "a", recover_wait=0.0)
     stage.passes(0.3)
     a.pushes(11)
     stage.passes(0.3)
@@ -59,8 +52,7 @@ def test_round_one_waits_for_all_workers_after_a_restart_too() -> None:
     crashed = a_stage(workers=2, chunks=2, save_dir="run")
     crashed.joined("a")
     assert crashed.saves == [0]
-    stage = crashed.restarted(recover_wait=2.0)
-    a = stage.worker("a").comes_with(crashed.holdings())
+    stage, (a,) = next_life(crashed, "a", recover_wait=2.0)
     stage.passes(5.0)
     a.pushes(1)
     stage.passes(5.0)
@@ -70,9 +62,8 @@ def test_round_one_waits_for_all_workers_after_a_restart_too() -> None:
 
 
 def test_floor_of_the_run_holds_after_a_restart() -> None:
-    crashed = a_run("a", "b", "c", rounds=1, min_workers=2)
-    stage = crashed.restarted(recover_wait=5.0)
-    a = stage.worker("a").comes_with(crashed.holdings())
+    crashed = a_saved_run("a", "b", "c", rounds=1, min_workers=2)
+    stage, (a,) = next_life(crashed, "a", recover_wait=5.0)
     stage.passes(5.2)
     a.pushes(11)
     for _ in range(5):
@@ -89,9 +80,8 @@ def test_floor_of_the_run_holds_after_a_restart() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_delta_frozen_for_another_wire_dtype_counts_after_the_restart(mode: str) -> None:
-    crashed = a_run("a", "b", rounds=1, **MODES[mode])
-    stage = crashed.restarted(wire_dtype="bf16")
-    a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
+    crashed = a_saved_run("a", "b", rounds=1, **MODES[mode])
+    stage, (a, b) = next_life(crashed, "a", "b", wire_dtype="bf16")
     a.pushes(11, wire_dtype="fp32")
     b.begins(12, wire_dtype="bf16")
     b.delivers([0, 1], size=2 * CHUNK_ELEMENTS)
@@ -109,7 +99,7 @@ def test_delta_frozen_for_another_wire_dtype_counts_after_the_restart(mode: str)
 def test_buffer_is_thrown_away_exactly_when_it_was_applied_in_what_is_adopted(
     had: int, lost: int, size: int
 ) -> None:
-    crashed = a_run("a", rounds=had, outer="dn", dn_buffer=size)
+    crashed = a_saved_run("a", rounds=had, outer="dn", dn_buffer=size)
     stage = crashed.restarted()
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f0=lost))
     a.donates()
@@ -124,14 +114,13 @@ def test_buffer_is_thrown_away_exactly_when_it_was_applied_in_what_is_adopted(
 def test_buffer_of_a_fragment_that_nobody_has_newer_is_kept() -> None:
     """With a grace window a version has several gradients, so crossing is not known: only there."""
     options: dict[str, Any] = {"mode": "async", "grace": 1.0, "outer": "dn", "dn_buffer": 4}
-    crashed = a_run("a", pieces=2, **options)
-    member = crashed.state.members.named("a")
-    a = Puppet(crashed, "a", member.session, member.control, member.bulk)
+    crashed = a_saved_run("a", pieces=2, **options)
+    a = crashed.puppets["a"]
     for number in range(2):
         a.pushes(number, fragment=number)
         crashed.passes(1.5)
         a.beats()
-    assert counters(crashed) == [1, 1]
+    assert crashed.counters == [1, 1]
     stage = crashed.restarted()
     a = stage.worker("a").comes_with(ahead(crashed.holdings(), f1=1))
     a.donates(1)
@@ -141,13 +130,9 @@ def test_buffer_of_a_fragment_that_nobody_has_newer_is_kept() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_checkpoint_counts_the_gradients_of_the_versions_in_it_and_no_more(mode: str) -> None:
     """Whatever the next round has begun with by the time the checkpoint is taken."""
-    crashed = a_run("a", "b", pieces=2, **MODES[mode])
-    puppets = []
-    for name in "ab":
-        member = crashed.state.members.named(name)
-        puppets.append(Puppet(crashed, name, member.session, member.control, member.bulk))
+    crashed = a_saved_run("a", "b", pieces=2, **MODES[mode])
     crashed.by_hand = True
-    for puppet in puppets:
+    for puppet in crashed.puppets.values():
         for fragment in range(2):
             grant = puppet.offers(10 + fragment, fragment=fragment)
             if grant.standing is Standing.NEW:
@@ -162,7 +147,7 @@ def test_checkpoint_counts_the_gradients_of_the_versions_in_it_and_no_more(mode:
 
 
 def test_what_was_recovered_and_what_was_lost_is_said() -> None:
-    crashed = a_run("a", "b", rounds=4, pieces=2)
+    crashed = a_saved_run("a", "b", rounds=4, pieces=2)
     held = crashed.holdings()
     stage = crashed.restarted()
     a = stage.worker("a").comes_with(ahead(held, f0=1))
@@ -182,7 +167,7 @@ def test_what_was_recovered_and_what_was_lost_is_said() -> None:
 
 
 def test_run_that_goes_on_from_its_checkpoint_alone_says_so_and_no_loss() -> None:
-    crashed = a_run("a", rounds=2)
+    crashed = a_saved_run("a", rounds=2)
     stage = crashed.restarted()
     stage.worker("a").comes_with(crashed.holdings())
     text = "\n".join(stage.logs)
@@ -194,10 +179,9 @@ def test_run_that_goes_on_from_its_checkpoint_alone_says_so_and_no_loss() -> Non
 
 
 def test_totals_ledgers_and_counters_go_on() -> None:
-    crashed = a_run("a", "b", rounds=3)
+    crashed = a_saved_run("a", "b", rounds=3)
     before = crashed.state
-    stage = crashed.restarted()
-    a, b = (stage.worker(name).comes_with(crashed.holdings()) for name in "ab")
+    stage, (a, b) = next_life(crashed, "a", "b")
     after = stage.state
     assert (after.totals.rounds, after.totals.pushes) == (3, 6)
     record = after.versions[0].record
@@ -215,7 +199,7 @@ def test_totals_ledgers_and_counters_go_on() -> None:
 @pytest.mark.parametrize("adopts", [False, True])
 def test_contribution_counts_exactly_once_across_a_restart(mode: str, adopts: bool) -> None:
     """Two are in the checkpoint, one is in what a worker has newer, one is in neither."""
-    crashed = a_run("a", "b", workers=1, **MODES[mode])
+    crashed = a_saved_run("a", "b", workers=1, **MODES[mode])
     a, b = (crashed.puppets[name] for name in "ab")
     a.pushes(1)
     b.pushes(2)
@@ -252,7 +236,7 @@ def test_contribution_counts_exactly_once_across_a_restart(mode: str, adopts: bo
 
 def test_part_of_a_push_that_a_checkpoint_has_is_not_asked_for_again() -> None:
     """Its worker died half-way, the round counted what it had sent; the same delta comes back."""
-    crashed = a_run("a", "b")
+    crashed = a_saved_run("a", "b")
     a, b = (crashed.puppets[name] for name in "ab")
     a.begins(1)
     b.begins(2)
@@ -288,16 +272,10 @@ def test_frozen_parameters_come_from_the_checkpoint() -> None:
 
 def test_counters_that_are_shown_begin_together_with_the_broker() -> None:
     """A checkpoint has the run's totals, but not how often work was refused for which reason."""
-    crashed = a_run("a", "b", rounds=3)
-    assert shown_totals(crashed)["contributions"] == 6
+    crashed = a_saved_run("a", "b", rounds=3)
+    assert crashed.shown()["totals"]["contributions"] == 6
     after = crashed.restarted()
     assert after.state.totals.contributions == 6
-    shown = shown_totals(after)
+    shown = after.shown()["totals"]
     assert shown.pop("refused") == {}
     assert set(shown.values()) == {0}
-
-
-def shown_totals(stage: Stage) -> dict[str, Any]:
-    figures = LoopFigures("tcp://x:1", 0.0, 0.0, 0)
-    totals: dict[str, Any] = snapshot(stage.state, EventLog(), figures, 1, stage.now)["totals"]
-    return dict(totals)

@@ -9,9 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from broker.core.test_liveness import Beating, a_run
-from broker.core.test_recovery import a_run as a_saved_run
-from broker.core.test_recovery import holding
 
 from diloco_broker.core.events import Received, Tick
 from diloco_broker.core.rules.admission import CONTEST_S
@@ -19,7 +16,9 @@ from diloco_broker.core.rules.liveness import BACK_WITHIN_S
 from diloco_broker.core.state.model_source import DONOR_PATIENCE_S
 from diloco_broker.shell.served_time import COUNTED_S, LONGEST_S, WORTH_SAYING_S, ServedTime
 from diloco_protocol.messages import Error, Join
-from kit.core_harness import Puppet, Stage, a_stage
+from kit.core_harness import Puppet, Stage, a_run, a_stage
+from kit.heartbeats import Beating
+from kit.restarts import a_saved_run, holding
 
 # A night in which the machine slept.
 LONG_S = 30_000.0

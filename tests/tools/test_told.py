@@ -87,7 +87,14 @@ def test_feed_shows_what_the_run_was_told(name: str) -> None:
 
 def test_settings_of_a_run_are_read_by_the_tools() -> None:
     stage, _ = a_run(
-        "a", "b", mode="async", dylu=True, dylu_min_steps=8, max_staleness=6, heartbeat_timeout=90.0
+        "a",
+        "b",
+        mode="async",
+        dylu=True,
+        dylu_min_steps=8,
+        max_staleness=6,
+        heartbeat_timeout=90.0,
+        stall_timeout=60.0,
     )
     read = parse_snapshot(frame(stage.shown()))
     assert read.liveness == Liveness(90.0, 60.0, stage.config.disconnect_grace)

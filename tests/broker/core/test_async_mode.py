@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.state.dylu import average_speed, sync_every
-from diloco_protocol.messages import (
-    Error,
-    Grant,
-    Heartbeat,
-    Join,
-    Notice,
-    Released,
-    Standing,
-    Welcome,
-)
+from diloco_protocol.messages import Error, Grant, Heartbeat, Notice, Released, Standing, Welcome
 from kit.core_harness import Puppet, Stage, a_stage
 
 
@@ -25,13 +16,29 @@ def a_run(*worker_ids: str, **fields: Any) -> tuple[Stage, list[Puppet]]:
     return stage, stage.joined(*worker_ids)
 
 
-def who(stage: Stage) -> list[list[str]]:
+def b_is_late(by: int, **fields: Any) -> tuple[Stage, Puppet]:
+    """While a has pushed so many times, b, which has not, is still at the first version."""
+    stage, (a, b) = a_run("a", "b", **fields)
+    b.base = stage.version()
+    for number in range(by):
+        a.pushes(10 + number, base=stage.version())
+    return stage, b
+
+
+def who(stage: Stage) -> list[str]:
     """Workers applied in each version, by the merges of chunk 0."""
     return [
-        [group[0].worker_id for group in merge.groups]
+        "".join(group[0].worker_id for group in merge.groups)
         for merge in stage.tensors.merges
         if not merge.index
     ]
+
+
+def standings(worker: Puppet, push_id: int) -> list[Standing]:
+    return [grant.standing for grant in worker.all(Grant) if grant.push_id == push_id]
+
+
+# Versions and staleness.
 
 
 def test_submission_is_applied_at_once_and_its_sender_gets_the_version_right_after() -> None:
@@ -43,46 +50,41 @@ def test_submission_is_applied_at_once_and_its_sender_gets_the_version_right_aft
     assert (released.version.counter, released.staleness) == (1, 0)
     assert released.ledger.names_whole("a", 1)
     assert a.holds() == stage.version()
+    assert a.offers(1).standing is Standing.COUNTED
+    a.commits()
+    assert stage.version().counter == 1
+    assert all(chunk["a", 1] == 1 for chunk in stage.counted())
 
 
 def test_each_submission_makes_a_version_of_its_own() -> None:
-    stage, (a, b) = a_run("a", "b")
+    stage, _ = a_run("a", "b")
     for number in range(3):
-        a.pushes(10 + number)
-        b.pushes(20 + number)
+        stage.pushes(a=10 + number, b=20 + number)
     assert stage.version().counter == 6
-    assert who(stage) == [["a"], ["b"]] * 3
+    assert who(stage) == ["a", "b"] * 3
     assert [m.count for m in stage.tensors.merges if not m.index] == [0, 1, 2, 3, 4, 5]
 
 
 def test_staleness_is_recorded_with_the_push_and_sent_with_the_version() -> None:
-    stage, (a, b) = a_run("a", "b")
-    first = stage.version()
-    for number in range(3):
-        a.pushes(10 + number, base=stage.version())
+    stage, b = b_is_late(3)
+    base = b.base
     b.pulls(after=3)
-    b.pushes(1, base=first)
+    b.pushes(1, base=base)
     assert stage.state.members.named("b").figures.staleness == 3
     assert stage.state.last_report.staleness == 3
     assert b.got(Released).staleness == 3
 
 
 def test_old_submission_counts_less_with_poly_weights() -> None:
-    stage, (a, b) = a_run("a", "b", staleness_weight="poly")
-    first = stage.version()
-    for number in range(3):
-        a.pushes(10 + number, base=stage.version())
-    b.pushes(1, base=first)
+    stage, b = b_is_late(3, staleness_weight="poly")
+    b.pushes(1)
     scales = [m.groups[0][0].scale for m in stage.tensors.merges if not m.index]
     assert scales == [1.0, 1.0, 1.0, 0.5]
 
 
 def test_too_old_submission_is_refused_before_a_byte_is_sent() -> None:
-    stage, (a, b) = a_run("a", "b", max_staleness=2)
-    first = stage.version()
-    for number in range(3):
-        a.pushes(10 + number, base=stage.version())
-    b.begins(1, base=first)
+    _, b = b_is_late(3, max_staleness=2)
+    b.begins(1)
     error = b.error()
     assert (error.code, error.push_id) == ("stale", 1)
     assert "3 versions old" in error.text
@@ -97,18 +99,28 @@ def test_submission_that_grows_too_old_on_its_way_is_refused_then() -> None:
         a.pushes(10 + number, base=stage.version())
     b.completes(2)
     assert b.error().code == "stale"
-    assert who(stage) == [["a"], ["a"]]
-    assert stage.version().counter == 2
+    assert who(stage) == ["a", "a"]
+
+
+def test_push_that_grew_too_old_while_it_waited_is_refused_before_a_byte_is_sent() -> None:
+    stage, (a, b) = a_run("a", "b", max_staleness=0, staging_slots=1)
+    a.begins(1)
+    b.begins(2)
+    a.completes()
+    assert (b.error().code, b.error().push_id) == ("stale", 2)
+    assert not list(stage.state.submissions)
+
+
+# Slots.
 
 
 def test_slots_are_handed_out_in_the_order_of_asking() -> None:
     _, (a, b, c, d) = a_run("a", "b", "c", "d", staging_slots=2)
-    grants = [p.offers(n + 1) for n, p in enumerate((a, b, c, d))]
-    standings = [g.standing for g in grants]
-    assert standings == [Standing.NEW, Standing.NEW, Standing.WAIT, Standing.WAIT]
+    granted = [p.offers(n + 1).standing for n, p in enumerate((a, b, c, d))]
+    assert granted == [Standing.NEW, Standing.NEW, Standing.WAIT, Standing.WAIT]
     b.completes()
     assert c.got(Grant).standing is Standing.NEW
-    assert [g.standing for g in d.all(Grant)] == [Standing.WAIT]
+    assert standings(d, 4) == [Standing.WAIT]
     a.leaves()
     assert d.got(Grant).standing is Standing.NEW
 
@@ -119,16 +131,15 @@ def test_slot_without_progress_goes_to_the_next_in_line_and_is_given_again() -> 
     a.delivers([0])
     b.begins(2)
     stage.passes(9.0)
-    assert [g.standing for g in b.all(Grant)] == [Standing.WAIT]
+    assert standings(b, 2) == [Standing.WAIT]
     stage.passes(2.0)
-    assert [g.standing for g in b.all(Grant)] == [Standing.WAIT, Standing.NEW]
-    assert [g.standing for g in a.all(Grant) if g.push_id == 1] == [Standing.NEW, Standing.WAIT]
+    assert standings(b, 2) == [Standing.WAIT, Standing.NEW]
+    assert standings(a, 1) == [Standing.NEW, Standing.WAIT]
     a.delivers([1])  # under way when its slot was taken: ignored
     b.completes()
-    last = a.got(Grant)
-    assert (last.standing, last.held) == (Standing.NEW, None)
+    assert (a.got(Grant).standing, a.got(Grant).held) == (Standing.NEW, None)
     a.completes()
-    assert who(stage) == [["b"], ["a"]]
+    assert who(stage) == ["b", "a"]
 
 
 def test_slow_submission_keeps_its_slot_while_nobody_waits() -> None:
@@ -136,9 +147,8 @@ def test_slow_submission_keeps_its_slot_while_nobody_waits() -> None:
     a.begins(1)
     a.delivers([0])
     stage.passes(60.0)
-    a.delivers([1, 2])
-    a.commits()
-    assert who(stage) == [["a"]]
+    a.completes(1, 2)
+    assert who(stage) == ["a"]
 
 
 def test_worker_that_waits_for_a_slot_and_dies_is_passed_over() -> None:
@@ -160,7 +170,7 @@ def test_reconnected_worker_in_line_asks_again_and_loses_nothing() -> None:
     b.begins(2)
     a.completes()
     b.completes()
-    assert who(stage) == [["a"], ["b"]]
+    assert who(stage) == ["a", "b"]
 
 
 def test_submission_waits_while_another_is_being_applied() -> None:
@@ -170,86 +180,8 @@ def test_submission_waits_while_another_is_being_applied() -> None:
     stage.work(3 + 3)  # all chunks of both are looked at
     assert stage.version().counter == 0
     stage.work()
-    assert who(stage) == [["a"], ["b"]]
+    assert who(stage) == ["a", "b"]
     assert stage.version().counter == 2
-
-
-def test_grace_window_applies_together_what_is_whole_within_it() -> None:
-    stage, (a, b, c) = a_run("a", "b", "c", grace=2.0, staging_slots=1)
-    for puppet in (a, b, c):
-        puppet.pulls(after=0)
-    a.pushes(1)
-    stage.passes(1.0)
-    b.pushes(2)
-    assert stage.version().counter == 0
-    stage.passes(1.2)
-    assert who(stage) == [["a", "b"]]
-    versions = {p.worker_id: p.last(Released) for p in (a, b)}
-    assert {r.version for r in versions.values() if r} == {stage.version()}
-    assert stage.state.versions[0].gradients == 2
-
-
-def test_window_holds_one_whole_submission_of_each_worker_and_fragment() -> None:
-    stage, (a, b) = a_run("a", "b", grace=100.0, staging_slots=2)
-    a.pushes(1)
-    for push_id in range(2, 50):
-        assert a.offers(push_id).standing is Standing.WAIT
-    b.pushes(100)
-    assert len(list(stage.state.submissions)) == 2
-    assert len(stage.state.submissions.queue) == 1
-    stage.passes(101.0)
-    last = a.got(Grant)
-    assert (last.push_id, last.standing) == (49, Standing.NEW)
-
-
-def test_chunks_of_a_slot_that_was_taken_back_do_not_end_the_push() -> None:
-    """They were allowed when they were sent, and arrive after the slot has been given again."""
-    stage = a_stage(2, 9, mode="async", staging_slots=1, staging_deadline=10.0)
-    a, b = stage.joined("a", "b")
-    a.begins(1)
-    b.begins(2)
-    stage.passes(11.0)
-    b.completes()
-    stage.by_hand = True
-    a.delivers(range(8))  # of the first grant
-    a.delivers(range(8))  # of the second
-    assert not [e for e in a.all(Error) if e.push_id == 1]
-    stage.work()
-    stage.by_hand = False
-    a.completes(8)
-    assert who(stage) == [["b"], ["a"]]
-
-
-def test_push_that_grew_too_old_while_it_waited_is_refused_before_a_byte_is_sent() -> None:
-    stage, (a, b) = a_run("a", "b", max_staleness=0, staging_slots=1)
-    a.begins(1)
-    b.begins(2)
-    a.completes()
-    assert (b.error().code, b.error().push_id) == ("stale", 2)
-    assert not list(stage.state.submissions)
-
-
-def test_more_workers_than_planned_are_named_with_the_remedy() -> None:
-    stage, _ = a_run("a")
-    stage.worker("b").joins()
-    (said,) = stage.said("planned for 1")
-    assert "--workers 2" in said
-
-
-def test_asynchronous_run_never_waits_for_workers() -> None:
-    stage, _ = a_run("a", "b")
-    assert not stage.state.below_floor
-    assert stage.expected == set()
-    assert [stage.worker(name).joins().got(Welcome).first_round for name in "cd"] == [0, 0]
-
-
-def test_duplicates_of_an_applied_submission_change_nothing() -> None:
-    stage, (a, _) = a_run("a", "b")
-    a.pushes(1)
-    assert a.offers(1).standing is Standing.COUNTED
-    a.commits()
-    assert stage.version().counter == 1
-    assert all(chunk["a", 1] == 1 for chunk in stage.counted())
 
 
 def test_non_finite_submission_frees_its_slot_and_is_not_applied() -> None:
@@ -262,16 +194,78 @@ def test_non_finite_submission_frees_its_slot_and_is_not_applied() -> None:
     assert stage.version().counter == 0
 
 
+def test_chunks_of_a_slot_that_was_taken_back_do_not_end_the_push() -> None:
+    """They were allowed when they were sent, and arrive after the slot has been given again."""
+    stage, (a, b) = a_run("a", "b", chunks=9, staging_slots=1, staging_deadline=10.0)
+    a.begins(1)
+    b.begins(2)
+    stage.passes(11.0)
+    b.completes()
+    stage.by_hand = True
+    a.delivers(range(8))  # of the first grant
+    a.delivers(range(8))  # of the second
+    assert not [e for e in a.all(Error) if e.push_id == 1]
+    stage.work()
+    stage.by_hand = False
+    a.completes(8)
+    assert who(stage) == ["b", "a"]
+
+
+# Grace windows.
+
+
+def test_grace_window_applies_together_what_is_whole_within_it() -> None:
+    stage, (a, b, c) = a_run("a", "b", "c", grace=2.0, staging_slots=1)
+    for puppet in (a, b, c):
+        puppet.pulls(after=0)
+    a.pushes(1)
+    stage.passes(1.0)
+    b.pushes(2)
+    assert stage.version().counter == 0
+    stage.passes(1.2)
+    assert who(stage) == ["ab"]
+    assert {p.got(Released).version for p in (a, b)} == {stage.version()}
+    assert stage.state.versions[0].gradients == 2
+
+
+def test_window_holds_one_whole_submission_of_each_worker_and_fragment() -> None:
+    stage, (a, b) = a_run("a", "b", grace=100.0, staging_slots=2)
+    a.pushes(1)
+    for push_id in range(2, 50):
+        assert a.offers(push_id).standing is Standing.WAIT
+    b.pushes(100)
+    assert len(list(stage.state.submissions)) == 2
+    assert len(stage.state.submissions.queue) == 1
+    stage.passes(101.0)
+    assert (a.got(Grant).push_id, a.got(Grant).standing) == (49, Standing.NEW)
+
+
+# Who takes part, and with what.
+
+
+def test_asynchronous_run_never_waits_for_workers_and_names_those_it_was_not_planned_for() -> None:
+    stage, _ = a_run("a", "b")
+    assert not stage.state.below_floor
+    assert stage.expected == set()
+    assert [stage.worker(name).joins().got(Welcome).first_round for name in "cd"] == [0, 0]
+    said = stage.said("planned for 2")
+    assert "--workers 3" in said[0]
+
+
 def test_worker_may_have_its_own_h_and_wire_dtype_without_a_barrier() -> None:
     stage, _ = a_run("a", "b", sync_every=10)
     other = stage.worker("c").joins(wants={"sync_every": 5, "wire_dtype": "bf16"})
-    assert other.last(Welcome) is not None
-    assert other.offers(7, wire_dtype="bf16", base=stage.version()).standing is Standing.NEW
-    refused = stage.worker("d").joins(wants={"sync_every": 0})
-    assert refused.error().code == "config_differs"
-    assert any(line.startswith(f"Refused a join of {refused.worker_id}: ") for line in stage.logs)
-    again = stage.worker("e").joins(wants={"num_fragments": 3})
-    assert again.error().code == "config_differs"
+    grant = other.offers(7, wire_dtype="bf16", base=stage.version())
+    assert grant.standing is Standing.NEW
+
+
+@pytest.mark.parametrize(
+    "wants", [{"sync_every": 0}, {"num_fragments": 3}, {"dylu": True}], ids=str
+)
+def test_worker_that_asks_for_what_the_run_has_not_is_refused(wants: dict[str, Any]) -> None:
+    stage, _ = a_run("a", sync_every=10)
+    assert stage.worker("d").joins(wants=wants).error().code == "config_differs"
+    assert any(line.startswith("Refused a join of d: ") for line in stage.logs)
 
 
 @pytest.mark.parametrize(("runs", "asked"), [("auto", 0), ("auto", 2), (2, "auto"), (0, "auto")])
@@ -287,23 +281,18 @@ def test_worker_that_asks_for_another_delay_is_refused_with_both(
     assert stage.worker("d").joins(wants={"fragment_sync_delay": runs}).last(Welcome) is not None
 
 
-def test_fragments_are_applied_in_any_order() -> None:
+def test_fragments_are_applied_in_any_order_and_a_joiner_is_told_with_which_to_begin() -> None:
     stage, (a, b) = a_run("a", "b", num_fragments=2, sync_every=10)
     a.pushes(1, fragment=1)
+    welcome = stage.worker("c").joins().got(Welcome)
+    assert (welcome.first_round, welcome.plan) == (1, (0, 1))
     b.pushes(2, fragment=0)
     b.pushes(3, fragment=1)
-    counters = [each.version.counter for each in stage.state.versions.fragments[:2]]
-    assert counters == [1, 2]
+    assert stage.counters == [1, 2]
     assert stage.round.number == 3
 
 
-def test_joiner_is_told_the_fragment_to_begin_with() -> None:
-    stage, (a, _) = a_run("a", "b", num_fragments=2, sync_every=10)
-    a.pushes(1, fragment=0)
-    late = stage.worker("c").joins()
-    welcome = late.got(Welcome)
-    assert welcome.first_round == 1
-    assert welcome.plan == (0, 1)
+# Dynamic Local Updates.
 
 
 def test_heartbeats_are_answered_with_the_steps_that_fit_the_speed() -> None:
@@ -311,8 +300,7 @@ def test_heartbeats_are_answered_with_the_steps_that_fit_the_speed() -> None:
 
     def answer(puppet: Puppet, speed: float | None) -> int | None:
         puppet.sends(Heartbeat(puppet.token(), 1, steps_per_s=speed))
-        notice = puppet.got(Notice)
-        return notice.sync_every
+        return puppet.got(Notice).sync_every
 
     assert answer(a, 4.0) == 100
     assert answer(b, 1.0) == 25
@@ -321,14 +309,6 @@ def test_heartbeats_are_answered_with_the_steps_that_fit_the_speed() -> None:
     assert answer(a, 4.0) == 100
     a.dies()
     assert answer(b, 0.5) == 100, "the dead leave the fastest speed"
-
-
-def test_absurd_speed_of_one_report_is_soon_forgotten() -> None:
-    speed = average_speed(1.0, 1e12)
-    for _ in range(3):
-        speed = average_speed(speed, 1.0)
-    assert speed is not None
-    assert speed < 1.1
 
 
 def test_steps_are_floored_bounded_and_independent_of_rounding() -> None:
@@ -340,14 +320,10 @@ def test_steps_are_floored_bounded_and_independent_of_rounding() -> None:
     assert average_speed(3.0, 1.0) == pytest.approx(1.5)  # 1/3 and 1 second a step
     assert average_speed(3.0, float("nan")) == 3.0
     assert average_speed(3.0, None) == 3.0
-
-
-def test_worker_that_insists_on_dylu_is_refused_where_there_is_none() -> None:
-    stage, _ = a_run("a")
-    other = stage.worker("b")
-    other.control, other.bulk = stage.route(), stage.route()
-    other.sends(Join("b", stage.manifest, wants={"dylu": True}))
-    assert other.error().code == "config_differs"
+    absurd = average_speed(1.0, 1e12)
+    for _ in range(3):
+        absurd = average_speed(absurd, 1.0)
+    assert absurd is not None and absurd < 1.1, "one odd report is soon forgotten"
 
 
 # What the log says.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from kit.process_kit import Nursery
+from kit.process_kit import Processes
 
 
 @pytest.fixture
-def nest() -> Iterator[Nursery]:
-    made = Nursery()
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
     yield made
     made.close()

@@ -1,19 +1,24 @@
 """Processes that can be killed for real and cost no import: forked from one that has torch already.
 
-Each function here is what such a process does. They are started by `Nursery`, of which there is one for
-each test that needs processes.
+They are started by `Processes`, of which each test that needs some has one: a command line (`run`,
+`serve`, `train`), a broker with options that the command line does not have (`broker`), or one of the
+functions at the end of this module (`start`).
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import resource
+import runpy
 import signal
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -31,8 +36,16 @@ from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.checkpoints import a_checkpoint
+from kit.paths import KIT
 
 PATIENCE_S = 40.0
+# A broker on free ports, with an exact wire and tiny chunks.
+LOCAL: dict[str, Any] = {
+    "bind": "tcp://127.0.0.1:*",
+    "feed": "tcp://127.0.0.1:*",
+    "chunk_elements": 16,
+    "wire_dtype": "fp32",
+}
 
 
 def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
@@ -42,6 +55,12 @@ def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
         assert time.monotonic() < until, "it did not happen in time"
         threading.Event().wait(0.005)
     return found
+
+
+def a_free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 class Child:
@@ -71,8 +90,10 @@ class Child:
         """The first line that contains these words; waits for it."""
 
         def line() -> str | None:
-            assert self.process.is_alive() or words in self.output, f"it ended:\n{self.output}"
-            return next((line for line in self.output.splitlines() if words in line), None)
+            is_over = not self._reader.is_alive()
+            found = next((line for line in self.output.splitlines() if words in line), None)
+            assert found or not is_over, f"it ended without {words!r}:\n{self.output}"
+            return found
 
         return str(wait_for(line))
 
@@ -80,9 +101,12 @@ class Child:
         """Of a broker."""
         return self.says("control ").split()[1]
 
+    def gets(self, which: signal.Signals) -> None:
+        os.kill(self.pid, which)
+
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
-        os.kill(self.pid, signal.SIGKILL)
+        self.gets(signal.SIGKILL)
         self.process.join(PATIENCE_S)
 
     def ends(self, within: float = PATIENCE_S) -> int:
@@ -108,27 +132,52 @@ PRELOADED = [
 ]
 
 
-class Nursery:
-    """Starts processes, and ends those that are left."""
+class Processes:
+    """Starts processes in one folder, and ends those that are left."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._children: list[Child] = []
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
 
-    def start(self, work: Callable[..., None], *arguments: Any) -> Child:
+    def start(self, work: Callable[..., None], *arguments: Any, **env: str) -> Child:
         output, end = self._context.Pipe(duplex=False)
         with end:
-            process = self._context.Process(target=_run, args=(end, work, *arguments), daemon=True)
+            process = self._context.Process(
+                target=_run, args=(end, self.folder, env, work, *arguments), daemon=True
+            )
             process.start()
         self._children.append(Child(process, output))
         return self._children[-1]
 
+    def run(self, *command: str, **env: str) -> Child:
+        """What `python *command` does."""
+        return self.start(interpret, *command, **env)
+
     def broker(self, **options: Any) -> Child:
         """A broker on a free port, unless `bind` says otherwise."""
-        address = "tcp://127.0.0.1:*"
-        local = {"bind": address, "feed": address, "wire_dtype": "fp32", "chunk_elements": 16}
-        return self.start(serve, {**local, **options})
+        return self.start(serve, {**LOCAL, **options})
+
+    def serve(self, *options: str, bind: str = "tcp://127.0.0.1:*") -> tuple[Child, str]:
+        """The daemon with these options of its command line, and its address."""
+        feed = "tcp://127.0.0.1:*"
+        made = self.run("-m", "diloco_broker", "serve", "--bind", bind, "--feed", feed, *options)
+        return made, made.address()
+
+    def train(self, name: str, address: str, steps: int, pause: float = 0.0) -> Child:
+        """A user's training script (`train_script.py`); what comes of it is `result(name)`."""
+        arguments = (str(steps), str(self.folder / f"{name}.json"), str(pause))
+        script = str(KIT / "train_script.py")
+        return self.run(script, *arguments, DILOCO_SERVER=address, DILOCO_WORKER_ID=name)
+
+    def result(self, name: str) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
+        return loaded
+
+    def asks(self, *words: str) -> int:
+        """An operator's command; returns its exit code."""
+        return self.run("-m", "diloco_broker", *words).ends()
 
     def close(self) -> None:
         for child in self._children:
@@ -138,15 +187,38 @@ class Nursery:
             child.process.close()
 
 
-def _run(output: Connection, work: Callable[..., None], *arguments: Any) -> None:
+def _run(
+    output: Connection,
+    folder: Path,
+    env: dict[str, str],
+    work: Callable[..., None],
+    *arguments: Any,
+) -> None:
     with output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
+    os.chdir(folder)
+    os.environ.update(env)
     torch.set_num_threads(1)
     work(*arguments)
 
 
 # What processes do.
+
+
+def interpret(*command: str) -> None:
+    """`-m MODULE ...` or `SCRIPT ...`, which Ctrl-C ends as it ends an interpreter."""
+    try:
+        if command[0] == "-m":
+            sys.argv = [*command[1:]]
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [*command]
+            runpy.run_path(command[0], run_name="__main__")
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def serve(options: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Proxies that break connections at given places: at a count of bytes, or at a message of ZMTP.
+"""Proxies that break connections at given messages of ZMTP, or swallow what comes after one.
 
 The stream of ZMTP 3.1 (https://rfc.zeromq.org/spec/37/, framed as in 3.0, spec/23/) is a greeting of 64
 bytes, then frames: a byte of flags (1: more frames follow, 2: the length has eight bytes, 4: a command),
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,34 +19,6 @@ from diloco_tools.tcp_proxy import Gate, TcpProxy
 
 GREETING_BYTES = 64
 MORE, LONG, COMMAND = 1, 2, 4
-
-
-class CuttingProxy(TcpProxy):
-    """Breaks the connection at hand whenever a count of bytes is reached.
-
-    Args:
-        target: where to.
-        cuts: ascending numbers of bytes, over all connections and both directions together. The byte
-            of that number is the last one its connection forwards.
-
-    Attributes:
-        cuts: those still to come.
-    """
-
-    def __init__(self, target: str, cuts: Sequence[int]) -> None:
-        super().__init__(target)
-        self.cuts = list(cuts)
-        self._count = 0
-
-    def gate(self, connection: int, up: bool) -> Gate:
-        return self._counted
-
-    def _counted(self, data: bytes) -> tuple[bytes, bool]:
-        last = bool(self.cuts) and self._count + len(data) >= self.cuts[0]
-        if last:
-            data = data[: self.cuts.pop(0) - self._count]
-        self._count += len(data)
-        return data, last
 
 
 @dataclass(frozen=True)

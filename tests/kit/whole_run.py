@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_worker import DiLoCoClient, DiLoCoWorker
-from kit.reference import Outcome, State, Trainee, one_thread, state_of
+from kit.reference import Outcome, Plan, State, Trainee, one_thread, state_of, streaming
 
 # The longest that any of these runs may take; they take a second or two.
 PATIENCE_S = 40.0
@@ -65,14 +65,16 @@ def trainee(model: nn.Module, optimizer: Optimizer, worker: int) -> Trainee:
     return Trainee(model, optimizer, step)
 
 
-def trainees(workers: int, make_optimizer: MakeOptimizer = sgd, seed: int = 0) -> list[Trainee]:
+def an_mlp(worker: int, make_optimizer: MakeOptimizer = sgd) -> Trainee:
+    """The same model for each worker, and each time."""
+    torch.manual_seed(0)
+    model = mlp()
+    return trainee(model, make_optimizer(model), worker)
+
+
+def trainees(workers: int, make_optimizer: MakeOptimizer = sgd) -> list[Trainee]:
     """Workers that begin with the same model; called again, they begin again."""
-    made = []
-    for worker in range(workers):
-        torch.manual_seed(seed)
-        model = mlp()
-        made.append(trainee(model, make_optimizer(model), worker))
-    return made
+    return [an_mlp(worker, make_optimizer) for worker in range(workers)]
 
 
 def make_config(**options: Any) -> BrokerConfig:
@@ -82,13 +84,25 @@ def make_config(**options: Any) -> BrokerConfig:
     return BrokerConfig(bind=address, feed=address, **exact | options)
 
 
+def options_of(plan: Plan) -> dict[str, Any]:
+    """The same plan in the broker's words."""
+    merge = {"fragment_merge": "rebase"}
+    return {
+        "sync_every": plan.sync_every,
+        "num_fragments": len(plan.fragments),
+        "fragment_sync_delay": plan.delay,
+        **(merge if plan.alpha is None else {"fragment_update_alpha": plan.alpha}),
+    }
+
+
 @one_thread()
 def run(
-    broker: Broker,
+    broker: Broker | str,
     workers: Sequence[Trainee],
     steps: int,
     *,
     server: str | None = None,
+    own: Sequence[dict[str, Any]] = (),
     restored: dict[str, Any] | None = None,
     before: Event | None = None,
     after: Event | None = None,
@@ -98,7 +112,9 @@ def run(
     """Train all workers through a broker that is serving, each in a thread of its own.
 
     Args:
+        broker: or its address.
         steps: optimizer steps of each.
+        own: what each worker asks for itself.
         server: where the workers find the broker, if not at its address.
         restored: what each hook loads before it starts, over the state of a new one.
         before, after: called at each step (0, 1, ...), before it and after it.
@@ -106,14 +122,16 @@ def run(
         options: of the hooks.
     """
 
+    address = broker if isinstance(broker, str) else broker.address
+
     def train(worker: int) -> list[State]:
         each = workers[worker]
         hook = DiLoCoWorker(
             each.model,
             each.optimizer,
-            server=server or broker.address,
+            server=server or address,
             worker_id=f"w{worker}",
-            **{"timeout": PATIENCE_S / 2} | options,
+            **{"timeout": PATIENCE_S / 2} | options | (own[worker] if own else {}),
         )
         if restored is not None:
             hook.load_state_dict(hook.state_dict() | restored)
@@ -132,7 +150,7 @@ def run(
 
     futures = [_begin(train, worker) for worker in range(len(workers))]
     histories = [future.result(PATIENCE_S) for future in futures]
-    with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
+    with DiLoCoClient(address, timeout=PATIENCE_S) as client:
         return Outcome(histories, dict(client.pull().tensors))
 
 
@@ -148,6 +166,36 @@ def _begin(function: Callable[[int], list[State]], worker: int) -> Future[list[S
 
     threading.Thread(target=work, name=f"worker {worker}", daemon=True).start()
     return future
+
+
+def check(
+    plan: Plan,
+    make: Callable[[int], Trainee] = an_mlp,
+    *,
+    workers: int = 2,
+    steps: int | None = None,
+    exact: bool = True,
+    config: Mapping[str, Any] | None = None,
+    **run_options: Any,
+) -> list[Trainee]:
+    """A run and the loop, step by step; bit for bit in deterministic mode (`exact`).
+
+    Args:
+        steps: three cycles and two steps, if nothing is said.
+        config: more options of the broker.
+        run_options: of `run`.
+
+    Returns:
+        What was trained in the run.
+    """
+    steps = steps or 3 * plan.sync_every + 2
+    ours = [make(worker) for worker in range(workers)]
+    options = {"workers": workers, "deterministic": exact, **options_of(plan), **(config or {})}
+    with Broker(make_config(**options)) as broker:
+        got = run(broker, ours, steps, **run_options)
+    wanted = streaming([make(worker) for worker in range(workers)], steps, plan)
+    assert_same(got, wanted, exact=exact)
+    return ours
 
 
 @contextmanager

@@ -13,98 +13,8 @@ from hypothesis import strategies as st
 
 from diloco_protocol import Code, FragmentPlan, ProtocolError, Segment, UsageError, lay_out
 from diloco_protocol.fragments import PATTERNS, slots
-from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-
-
-def tensor(name: str, *shape: int, kind: Kind = Kind.TRAINABLE) -> TensorEntry:
-    return TensorEntry(name, shape, "float32", kind)
-
-
-def model(**sizes: int) -> Manifest:
-    """A manifest of vectors; double underscores stand for dots."""
-    return Manifest(tuple(tensor(n.replace("__", "."), size) for n, size in sizes.items()))
-
-
-def of_sizes(sizes: Sequence[int]) -> Manifest:
-    """One tensor of each size, each in a module of its own, outside of blocks."""
-    return Manifest(tuple(tensor(f"m{i:04}.weight", size) for i, size in enumerate(sizes)))
-
-
-def gpt2(layers: int, width: int = 8) -> Manifest:
-    """The head is tied to wte; `attn.bias` is the causal mask."""
-    tied = TensorEntry(
-        "transformer.wte.weight",
-        (60 * width, width),
-        "float32",
-        Kind.TRAINABLE,
-        aliases=("lm_head.weight",),
-    )
-    entries = [tied, tensor("transformer.wpe.weight", 20 * width, width)]
-    for i in range(layers):
-        h = f"transformer.h.{i}"
-        entries += [
-            tensor(f"{h}.ln_1.weight", width),
-            tensor(f"{h}.ln_1.bias", width),
-            tensor(f"{h}.attn.bias", 1, 1, width, width, kind=Kind.BUFFER),
-            tensor(f"{h}.attn.c_attn.weight", width, 3 * width),
-            tensor(f"{h}.attn.c_attn.bias", 3 * width),
-            tensor(f"{h}.mlp.c_fc.weight", width, 4 * width),
-            tensor(f"{h}.mlp.c_proj.weight", 4 * width, width),
-        ]
-    ends = [tensor("transformer.ln_f.weight", width), tensor("transformer.ln_f.bias", width)]
-    return Manifest((*entries, *ends))
-
-
-def llama(layers: int, width: int = 8, vocabulary: int = 100) -> Manifest:
-    entries = [tensor("model.embed_tokens.weight", vocabulary, width)]
-    for i in range(layers):
-        layer = f"model.layers.{i}"
-        entries += [tensor(f"{layer}.self_attn.{x}_proj.weight", width, width) for x in "qkvo"]
-        entries += [
-            tensor(f"{layer}.mlp.{x}_proj.weight", 3 * width, width) for x in ("up", "down")
-        ]
-        entries += [tensor(f"{layer}.input_layernorm.weight", width)]
-    ends = [tensor("model.norm.weight", width), tensor("lm_head.weight", vocabulary, width)]
-    return Manifest((*entries, *ends))
-
-
-def bert(layers: int) -> Manifest:
-    entries = [
-        tensor("embeddings.cls_token", 1, 1, 8),
-        tensor("embeddings.word_embeddings.weight", 90, 8),
-        tensor("embeddings.LayerNorm.weight", 8),
-        tensor("embeddings.LayerNorm.bias", 8),
-    ]
-    for i in range(layers):
-        entries += [
-            tensor(f"encoder.layer.{i}.attention.self.query.weight", 8, 8),
-            tensor(f"encoder.layer.{i}.output.dense.weight", 8, 32),
-        ]
-    return Manifest((*entries, tensor("pooler.dense.weight", 8, 8), tensor("pooler.dense.bias", 8)))
-
-
-def t5(layers: int) -> Manifest:
-    entries = [tensor("shared.weight", 90, 8)]
-    for side in ("encoder", "decoder"):
-        for i in range(layers):
-            # A second number in the name is not another block.
-            entries += [tensor(f"{side}.block.{i}.layer.{part}.weight", 8, 8) for part in range(2)]
-        entries += [tensor(f"{side}.final_layer_norm.weight", 8)]
-    return Manifest(tuple(entries))
-
-
-MODELS = {
-    "gpt2": gpt2(6),
-    "llama": llama(6),
-    "bert": bert(6),
-    "t5": t5(3),
-    "sequential": model(
-        **{f"{i}__{x}__weight": 8 for i in range(0, 12, 2) for x in ("norm", "linear")}
-    ),
-    "mlp": model(
-        **{f"{layer}__{x}": 8 for layer in ("a", "b", "c", "d") for x in ("weight", "bias")}
-    ),
-}
+from diloco_protocol.manifest import Kind, Manifest
+from kit.manifests import MODELS, gpt2, llama, model, of_sizes, t5, tensor
 
 
 def elements(manifest: Manifest, names: Sequence[str]) -> int:
@@ -171,19 +81,6 @@ def test_slots_of_every_cycle_length_visit_the_rounds_in_order() -> None:
             assert steps_of == [*cycle, *(sync_every + step for step in cycle)]
 
 
-def test_schedule_of_ten_steps_and_three_fragments() -> None:
-    assert slots(10, 3) == (3, 6, 10)
-    plan = plan_of(3)
-    due = {step: f for step in range(1, 21) if (f := plan.due(step, 10)) is not None}
-    assert due == {3: 0, 6: 1, 10: 2, 13: 0, 16: 1, 20: 2}
-    later = {step: f for step in range(1, 11) if (f := plan.due(step, 10, 7)) is not None}
-    assert later == {3: 1, 6: 2, 10: 0}
-
-
-def test_whole_model_is_due_at_the_end_of_each_cycle() -> None:
-    assert [step for step in range(1, 41) if plan_of(1).due(step, 8, 3) == 0] == [8, 16, 24, 32, 40]
-
-
 def test_schedule_that_cannot_be_kept_names_the_values() -> None:
     plan = plan_of(4)
     for wrong in (lambda: slots(3, 4), lambda: plan.due(1, 3)):
@@ -198,108 +95,125 @@ def test_schedule_that_cannot_be_kept_names_the_values() -> None:
 # Patterns on models as they are named in the wild.
 
 
-def test_strided_deals_blocks_out_and_keeps_the_rest_with_its_neighbour() -> None:
-    assert modules(FragmentPlan.of(gpt2(5), 2), 3) == [
-        "transformer.wte.weight transformer.wpe.weight transformer.h.0 transformer.h.2 "
-        "transformer.h.4 transformer.ln_f.weight transformer.ln_f.bias",
-        "transformer.h.1 transformer.h.3",
-    ]
-    assert modules(FragmentPlan.of(llama(5), 3), 3) == [
-        "model.embed_tokens.weight model.layers.0 model.layers.3",
-        "model.layers.1 model.layers.4 model.norm.weight lm_head.weight",
-        "model.layers.2",
-    ]
-    assert modules(FragmentPlan.of(bert(4), 2), 3) == [
-        "embeddings.cls_token embeddings.word_embeddings.weight embeddings.LayerNorm.weight "
-        "embeddings.LayerNorm.bias encoder.layer.0 encoder.layer.2",
-        "encoder.layer.1 encoder.layer.3 pooler.dense.weight pooler.dense.bias",
-    ]
-
-
-def test_strided_numbers_blocks_through_all_lists() -> None:
-    assert modules(FragmentPlan.of(t5(3), 2), 3) == [
-        "shared.weight encoder.block.0 encoder.block.2 encoder.final_layer_norm.weight "
-        "decoder.block.1",
-        "encoder.block.1 decoder.block.0 decoder.block.2 decoder.final_layer_norm.weight",
-    ]
-
-
-def test_strided_finds_blocks_that_are_numbered_attributes() -> None:
-    """As torchvision's ViT names them; a weight that ends in a number is no block."""
-    manifest = Manifest(
-        (
-            tensor("conv_proj.weight", 4),
-            *(
-                tensor(f"encoder.layers.encoder_layer_{i}.{part}", 4)
-                for i in range(4)
-                for part in ("ln_1.weight", "mlp.0.weight", "mlp.3.weight")
-            ),
-            tensor("heads.head.weight_1", 4),
-        )
+# torchvision's ViT numbers attributes; a weight that ends in a number is no block.
+VIT = Manifest(
+    (
+        tensor("conv_proj.weight", 4),
+        *(
+            tensor(f"encoder.layers.encoder_layer_{i}.{part}", 4)
+            for i in range(4)
+            for part in ("ln_1.weight", "mlp.0.weight", "mlp.3.weight")
+        ),
+        tensor("heads.head.weight_1", 4),
     )
-    plan = FragmentPlan.of(manifest, 2)
-    layers = [f"encoder.layers.encoder_layer_{i}." for i in range(4)]
-    assert {plan.fragment_of[name] for name in plan.fragment_of if name.startswith(layers[2])} == {
-        0
-    }
-    assert [plan.fragment_of[layer + "mlp.3.weight"] for layer in layers] == [0, 1, 0, 1]
-    assert plan.fragment_of["heads.head.weight_1"] == 1
-
-
-def test_strided_counts_blocks_that_are_trained_not_the_numbers_in_their_names() -> None:
-    assert modules(FragmentPlan.of(MODELS["sequential"], 3), 1) == ["0 6", "2 8", "4 10"]
-    half_frozen = Manifest(
-        tuple(
-            tensor(f"h.{i}.weight", 4, kind=Kind.FROZEN if i < 3 else Kind.TRAINABLE)
-            for i in range(6)
-        )
+)
+HALF_FROZEN = Manifest(
+    tuple(
+        tensor(f"h.{i}.weight", 4, kind=Kind.FROZEN if i < 3 else Kind.TRAINABLE) for i in range(6)
     )
-    assert modules(FragmentPlan.of(half_frozen, 2), 2) == ["h.3 h.5", "h.4"]
+)
+WITH_EMPTY = model(
+    h__0__none=0, h__1__w=4, h__1__none=0, h__2__none=0, h__2__w=4, z__none=0, z__w=1
+)
+MLP = MODELS["mlp"]
+SPLITS: dict[str, tuple[Manifest, str, int, list[str]]] = {
+    "blocks are dealt out, the rest is with its neighbour": (
+        gpt2(5),
+        "strided",
+        3,
+        [
+            "transformer.wte.weight transformer.wpe.weight transformer.h.0 transformer.h.2 "
+            "transformer.h.4 transformer.ln_f.weight transformer.ln_f.bias",
+            "transformer.h.1 transformer.h.3",
+        ],
+    ),
+    "also in three": (
+        llama(5),
+        "strided",
+        3,
+        [
+            "model.embed_tokens.weight model.layers.0 model.layers.3",
+            "model.layers.1 model.layers.4 model.norm.weight lm_head.weight",
+            "model.layers.2",
+        ],
+    ),
+    "blocks of all lists are numbered through": (
+        t5(3),
+        "strided",
+        3,
+        [
+            "shared.weight encoder.block.0 encoder.block.2 encoder.final_layer_norm.weight "
+            "decoder.block.1",
+            "encoder.block.1 decoder.block.0 decoder.block.2 decoder.final_layer_norm.weight",
+        ],
+    ),
+    "numbered attributes are blocks": (
+        VIT,
+        "strided",
+        3,
+        [
+            "conv_proj.weight encoder.layers.encoder_layer_0 encoder.layers.encoder_layer_2",
+            "encoder.layers.encoder_layer_1 encoder.layers.encoder_layer_3 heads.head.weight_1",
+        ],
+    ),
+    "blocks are counted, not their numbers": (
+        MODELS["sequential"],
+        "strided",
+        1,
+        ["0 6", "2 8", "4 10"],
+    ),
+    "only blocks that are trained": (HALF_FROZEN, "strided", 2, ["h.3 h.5", "h.4"]),
+    "modules where there are not enough blocks": (MLP, "strided", 1, ["a d", "b", "c"]),
+    "and tensors where modules are too few": (
+        MLP,
+        "strided",
+        2,
+        ["a.weight d.weight", "a.bias d.bias", "b.weight", "b.bias", "c.weight", "c.bias"],
+    ),
+    "a list shorter than the fragments is modules": (
+        llama(2),
+        "strided",
+        3,
+        [
+            "model.embed_tokens.weight model.norm.weight",
+            "model.layers.0 lm_head.weight",
+            "model.layers.1",
+        ],
+    ),
+    "a parameter without elements goes with its neighbour": (
+        WITH_EMPTY,
+        "strided",
+        3,
+        ["h.0.none h.1.w h.1.none h.2.none", "h.2.w z.none z.w"],
+    ),
+    "contiguous keeps blocks whole and in order": (
+        llama(8, vocabulary=50),
+        "contiguous",
+        3,
+        [
+            "model.embed_tokens.weight model.layers.0 model.layers.1 model.layers.2",
+            "model.layers.3 model.layers.4 model.layers.5",
+            "model.layers.6 model.layers.7 model.norm.weight lm_head.weight",
+        ],
+    ),
+    "contiguous modules": (MLP, "contiguous", 1, ["a b", "c d"]),
+    "contiguous tensors": (MLP, "contiguous", 2, [entry.name for entry in MLP.entries]),
+}
 
 
-def test_strided_without_enough_blocks_deals_out_modules_then_tensors() -> None:
-    assert modules(FragmentPlan.of(MODELS["mlp"], 3), 1) == ["a d", "b", "c"]
-    assert modules(FragmentPlan.of(llama(2), 3), 3) == [
-        "model.embed_tokens.weight model.norm.weight",
-        "model.layers.0 lm_head.weight",
-        "model.layers.1",
-    ]
-    assert modules(FragmentPlan.of(MODELS["mlp"], 6), 2) == [
-        "a.weight d.weight",
-        "a.bias d.bias",
-        "b.weight",
-        "b.bias",
-        "c.weight",
-        "c.bias",
-    ]
-
-
-def test_contiguous_keeps_blocks_whole_and_in_order() -> None:
-    assert modules(FragmentPlan.of(llama(8, vocabulary=50), 3, "contiguous"), 3) == [
-        "model.embed_tokens.weight model.layers.0 model.layers.1 model.layers.2",
-        "model.layers.3 model.layers.4 model.layers.5",
-        "model.layers.6 model.layers.7 model.norm.weight lm_head.weight",
-    ]
-    assert modules(FragmentPlan.of(MODELS["mlp"], 2, "contiguous"), 1) == ["a b", "c d"]
-    assert modules(FragmentPlan.of(MODELS["mlp"], 8, "contiguous"), 2) == [
-        entry.name for entry in MODELS["mlp"].entries
-    ]
+@pytest.mark.parametrize(("manifest", "pattern", "depth", "parts"), SPLITS.values(), ids=SPLITS)
+def test_pattern_splits_a_model_like_this(
+    manifest: Manifest, pattern: str, depth: int, parts: list[str]
+) -> None:
+    assert modules(FragmentPlan.of(manifest, len(parts), pattern), depth) == parts
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("num_fragments", [1, 2, 3, 4, 6, 8])
-def test_every_pattern_splits_every_model(name: str, pattern: str, num_fragments: int) -> None:
-    manifest = MODELS[name]
-    plan = FragmentPlan.of(manifest, num_fragments, pattern)
-    check_plan(manifest, plan, num_fragments)
-    blocks = 12 if name == "t5" else 6
-    if pattern == "strided" and name != "mlp" and num_fragments <= blocks:
-        by_block: dict[str, set[int]] = {}
-        for parameter, fragment in plan.fragment_of.items():
-            head = parameter.split(".")[:3] if name != "sequential" else parameter.split(".")[:1]
-            by_block.setdefault(".".join(head), set()).add(fragment)
-        assert all(len(fragments) == 1 for fragments in by_block.values())
+def test_every_pattern_splits_every_model(name: str, pattern: str) -> None:
+    for num_fragments in (1, 2, 3, 4, 6, 8):
+        plan = FragmentPlan.of(MODELS[name], num_fragments, pattern)
+        check_plan(MODELS[name], plan, num_fragments)
 
 
 @pytest.mark.parametrize("num_fragments", [2, 3, 4, 6, 8, 12])
@@ -355,18 +269,6 @@ def test_every_trainable_parameter_is_in_exactly_one_fragment(
         plan = FragmentPlan.of(manifest, num_fragments, pattern)
         check_plan(manifest, plan, num_fragments)
         assert plan == FragmentPlan.of(manifest, num_fragments, pattern)
-
-
-def test_parameter_without_elements_goes_with_its_neighbour_and_fills_no_fragment() -> None:
-    manifest = model(
-        h__0__none=0, h__1__w=4, h__1__none=0, h__2__none=0, h__2__w=4, z__none=0, z__w=1
-    )
-    assert FragmentPlan.of(manifest, 2).fragments == (
-        ("h.0.none", "h.1.w", "h.1.none", "h.2.none"),
-        ("h.2.w", "z.none", "z.w"),
-    )
-    with pytest.raises(UsageError, match=r"3 trainable tensor\(s\), too few for num_fragments 4"):
-        FragmentPlan.of(manifest, 4)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -461,20 +363,24 @@ def test_balanced_is_within_a_fifth_of_the_mean_wherever_a_partition_is() -> Non
 
 
 @pytest.mark.parametrize(
-    ("groups", "sizes"),
+    ("groups", "sizes", "largest"),
     [
-        (6, [20, 20, 13, 12, 11, 11, 10, 10, 9, 9, 9, 9]),
-        (5, [12, 12, 12, 7, 5, 5, 5, 4, 4]),
-        (5, [8, 8, 5, 4, 4, 4, 3, 3, 3, 3]),
-        (6, [8, 8, 8, 6, 4, 4, 4, 3, 3, 3, 3]),
+        # Neither largest first nor MULTIFIT comes within a fifth of the mean here.
+        (6, [20, 20, 13, 12, 11, 11, 10, 10, 9, 9, 9, 9], 28),
+        (5, [12, 12, 12, 7, 5, 5, 5, 4, 4], 15),
+        (5, [8, 8, 5, 4, 4, 4, 3, 3, 3, 3], 10),
+        (6, [8, 8, 8, 6, 4, 4, 4, 3, 3, 3, 3], 10),
+        (2, [3, 3, 2, 2, 2], 6),  # largest first has 7
+        (3, [5, 5, 4, 4, 3, 3, 3], 9),  # largest first has 11
+        (2, [47, 45, 38, 37, 26, 25], 109),  # first fit at any capacity has 111 or more
+        (3, [20, 19, 18, 18, 15, 14, 13, 13, 12], 48),  # and here 51
+        (10, [4] * 11 + [3] * 10 + [2], 9),  # first fit packs these in nine groups
     ],
 )
 def test_balanced_finds_the_packings_that_greedy_methods_miss(
-    groups: int, sizes: list[int]
+    groups: int, sizes: list[int], largest: int
 ) -> None:
-    """Neither largest first nor MULTIFIT comes within a fifth of the mean here."""
-    assert within_a_fifth(best_partition(sizes, groups), sizes, groups)
-    assert within_a_fifth(balanced(sizes, groups), sizes, groups)
+    assert balanced(sizes, groups) <= largest
 
 
 def test_balanced_finds_partitions_that_were_hidden_in_larger_models() -> None:
@@ -494,26 +400,6 @@ def test_balanced_finds_partitions_that_were_hidden_in_larger_models() -> None:
             sizes += [b - a for a, b in pairwise([0, *sorted(ends), whole])]
         draw.shuffle(sizes)
         assert within_a_fifth(balanced(sizes, groups), sizes, groups), (sizes, groups)
-
-
-@pytest.mark.parametrize(
-    ("groups", "sizes", "largest"),
-    [
-        (2, [3, 3, 2, 2, 2], 6),  # largest first has 7
-        (3, [5, 5, 4, 4, 3, 3, 3], 9),  # largest first has 11
-        (2, [47, 45, 38, 37, 26, 25], 109),  # first fit at any capacity has 111 or more
-        (3, [20, 19, 18, 18, 15, 14, 13, 13, 12], 48),  # and here 51
-    ],
-)
-def test_balanced_takes_the_better_of_two_packings(
-    groups: int, sizes: list[int], largest: int
-) -> None:
-    assert balanced(sizes, groups) == best_partition(sizes, groups) == largest
-
-
-def test_balanced_leaves_no_fragment_empty_where_fewer_would_do() -> None:
-    """First fit packs these in nine groups below what largest first makes of ten."""
-    assert balanced([4] * 11 + [3] * 10 + [2], 10) <= 9
 
 
 def test_balanced_breaks_ties_by_name_whatever_the_order_of_the_manifest() -> None:
@@ -541,6 +427,8 @@ def test_plan_that_cannot_be_made_says_what_to_do() -> None:
         FragmentPlan.of(manifest, 2, "random")
     with pytest.raises(UsageError, match="no trainable parameters"):
         FragmentPlan.of(Manifest((tensor("w", 3, kind=Kind.FROZEN), tensor("v", 0))))
+    with pytest.raises(UsageError, match=r"3 trainable tensor\(s\), too few for num_fragments 4"):
+        FragmentPlan.of(WITH_EMPTY, 4)
     plan = FragmentPlan.of(manifest, 2)
     for fragment in (-1, 2):
         with pytest.raises(UsageError, match=f"no fragment {fragment}; use 0 to 1"):

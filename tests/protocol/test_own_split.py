@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from protocol.test_fragment_plan import gpt2, model, tensor
 from torch import nn
 
 from diloco_broker import Broker
@@ -17,6 +16,7 @@ from diloco_protocol import FragmentPlan, Kind, Manifest, Refused, UsageError
 from diloco_protocol.clients import Operator
 from diloco_protocol.fragments import OwnSplit
 from diloco_worker import DiLoCoClient
+from kit.manifests import gpt2, model, tensor
 from kit.reference import Plan, streaming
 from kit.whole_run import LAYERS, PATIENCE_S, assert_same, make_config, mlp, run, trainees
 

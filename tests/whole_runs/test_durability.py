@@ -21,45 +21,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from whole_runs.test_processes import a_free_address
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load
 from diloco_worker import DiLoCoClient
 from kit import process_kit
-from kit.process_kit import Nursery, wait_for
+from kit.layers import Layers, delta, name_of, serve_options
+from kit.process_kit import LOCAL, PATIENCE_S, Processes, a_free_address, wait_for
 
-LOCAL: dict[str, Any] = {
-    "bind": "tcp://127.0.0.1:*",
-    "feed": "tcp://127.0.0.1:*",
-    "chunk_elements": 16,
-    "wire_dtype": "fp32",
-}
 pytest_plugins = ("kit.process_fixtures",)
-
-SIZE = 24  # of a layer: 576 parameters, 36 chunks
-PATIENCE_S = 40.0
-
-
-class Layers(nn.Module):
-    """So many layers without biases: with as many fragments, layer i is fragment i."""
-
-    def __init__(self, layers: int = 1, size: int = SIZE) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(layers))
-        generator = torch.Generator().manual_seed(1)  # of its own: threads make models as well
-        for weight in self.parameters():
-            weight.data.copy_(torch.randn(size, size, generator=generator))
-
-
-def name_of(fragment: int) -> str:
-    return f"layers.{fragment}.weight"
-
-
-def delta(worker: int, number: int) -> Tensor:
-    """The pseudo-gradient of a worker's push 0, 1, ..."""
-    generator = torch.Generator().manual_seed(1000 * worker + number)
-    return torch.randn(SIZE, SIZE, generator=generator)
 
 
 @dataclass
@@ -126,11 +96,9 @@ def replay(
 
 RUNS: dict[str, dict[str, Any]] = {
     "sync": {"outer": "sgd"},
-    "sync durable": {"durable": True},
     "sync staged durable": {"durable": True, "deterministic": True},
     "async": {"mode": "async", "outer": "sgd"},
     "async durable": {"mode": "async", "outer": "nesterov", "durable": True},
-    "two fragments": {"num_fragments": 2, "sync_every": 8, "outer": "sgd"},
     "two fragments durable": {"num_fragments": 2, "sync_every": 8, "durable": True},
     "rarely saved": {"outer": "sgd", "save_every": 4},
     "not saved": {"outer": "sgd", "save_dir": None},
@@ -139,7 +107,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_everything_counts_exactly_once_through_kills_of_the_broker(
-    nest: Nursery, tmp_path: Path, name: str
+    processes: Processes, tmp_path: Path, name: str
 ) -> None:
     """Killed at random moments of a round while three workers go on, and started again.
 
@@ -153,7 +121,7 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     options = {"save_dir": str(tmp_path / "run"), "audit": str(audit), "workers": 3, **RUNS[name]}
     options["bind"] = a_free_address()
     walkers = [Walker(number, options["bind"], pieces) for number in range(3)]
-    broker = nest.broker(**options)
+    broker = processes.broker(**options)
     broker.address()
     times = []
     with ThreadPoolExecutor(3) as pool:
@@ -164,7 +132,7 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
                 threading.Event().wait(draw.uniform(0, 0.15))  # the moment is the fault
                 broker.kill()
                 began = time.monotonic()
-                broker = nest.broker(**options)
+                broker = processes.broker(**options)
                 all_go_on(walkers, 2)  # the first may have been over when it was killed
                 times.append(time.monotonic() - began)
         finally:
@@ -193,13 +161,15 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     assert len({line["epoch"] for line in map(json.loads, audit.read_text().splitlines())}) >= 2
 
 
-def test_rewound_run_goes_on_with_workers_that_were_ahead(nest: Nursery, tmp_path: Path) -> None:
+def test_rewound_run_goes_on_with_workers_that_were_ahead(
+    processes: Processes, tmp_path: Path
+) -> None:
     """Checkpoints every eight rounds: what came after the last one is given up, and nothing else."""
     audit = tmp_path / "audit"
     options = {"save_dir": str(tmp_path / "run"), "save_every": 8, "recover": "rewind"}
     options |= {"audit": str(audit), "workers": 2, "bind": a_free_address()}
     walkers = [Walker(number, str(options["bind"]), 1) for number in range(2)]
-    broker = nest.broker(**options)
+    broker = processes.broker(**options)
     broker.address()
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(walker.run, 12) for walker in walkers]
@@ -207,7 +177,7 @@ def test_rewound_run_goes_on_with_workers_that_were_ahead(nest: Nursery, tmp_pat
             all_go_on(walkers, 11)
             broker.kill()
             before = {push_id for walker in walkers for push_id in walker.pushes}
-            broker = nest.broker(**options)
+            broker = processes.broker(**options)
             broker.says("goes on with round 8, from the checkpoint before round 8.")
             all_go_on(walkers, 3)
         finally:
@@ -234,7 +204,7 @@ def test_rewound_run_goes_on_with_workers_that_were_ahead(nest: Nursery, tmp_pat
 
 
 def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
-    nest: Nursery, tmp_path: Path
+    processes: Processes, tmp_path: Path
 ) -> None:
     seconds = []
     model = Layers()
@@ -245,7 +215,7 @@ def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
     ):
         other.join(model)
         for number in range(3):
-            victim = nest.start(process_kit.stay, broker.address, f"victim-{number}", model)
+            victim = processes.start(process_kit.stay, broker.address, f"victim-{number}", model)
             victim.says("joined")
             other.push({name_of(0): delta(0, 2 * number)})
             other.pull()  # a newcomer is expected from the next round
@@ -259,9 +229,11 @@ def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
     assert statistics.median(seconds) < 2.0, seconds
 
 
-def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(nest: Nursery) -> None:
+def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(
+    processes: Processes,
+) -> None:
     options = {"bind": a_free_address(), "workers": 1}
-    broker = nest.broker(**options)
+    broker = processes.broker(**options)
     address = broker.address()
     with (
         DiLoCoClient(address, worker_id="old", timeout=PATIENCE_S) as old,
@@ -272,13 +244,13 @@ def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(nest: N
             old.push({name_of(0): delta(0, number)})
             version = old.pull().version
         broker.kill()
-        nest.broker(**options).address()
+        processes.broker(**options).address()
         assert new.join(Layers()).version == version
 
 
-def test_broker_that_was_stopped_goes_on_with_all_its_workers(nest: Nursery) -> None:
+def test_broker_that_was_stopped_goes_on_with_all_its_workers(processes: Processes) -> None:
     """SIGSTOP for longer than the heartbeat timeout, in the middle of a round."""
-    broker = nest.broker(workers=2, heartbeat_timeout=1.0)
+    broker = processes.broker(workers=2, heartbeat_timeout=1.0)
     model, gone_on = Layers(), threading.Event()
 
     def trains(worker: int) -> None:
@@ -314,10 +286,10 @@ def test_broker_that_was_stopped_goes_on_with_all_its_workers(nest: Nursery) -> 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_tells_the_workers_and_ends_with_0(
-    nest: Nursery, tmp_path: Path, how: signal.Signals
+    processes: Processes, tmp_path: Path, how: signal.Signals
 ) -> None:
     folder = tmp_path / "run"
-    broker = nest.start(process_kit.command, *serve_options(folder, "--save-every", "50"))
+    broker = processes.start(process_kit.command, *serve_options(folder, "--save-every", "50"))
     with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
         client.join(Layers())
         for number in range(3):
@@ -338,19 +310,12 @@ def test_signal_saves_tells_the_workers_and_ends_with_0(
     )
 
 
-def serve_options(folder: Path, *more: str) -> tuple[str, ...]:
-    """The daemon's command line, on free ports."""
-    address = "tcp://127.0.0.1:*"
-    where = ("--bind", address, "--feed", address, "--save-dir", str(folder))
-    return ("serve", *where, "--wire-dtype", "fp32", *more)
-
-
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_at_once_though_a_save_hangs(
-    nest: Nursery, tmp_path: Path, second: signal.Signals
+    processes: Processes, tmp_path: Path, second: signal.Signals
 ) -> None:
     options = serve_options(tmp_path / "run")
-    broker = nest.start(process_kit.command_with_a_disk_that_hangs, *options)
+    broker = processes.start(process_kit.command_with_a_disk_that_hangs, *options)
     with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
         client.join(Layers())
         for number in range(3):

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from whole_runs.test_durability import LOCAL, PATIENCE_S, Layers, delta, name_of, serve_options
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage import checkpoint, writer
@@ -24,16 +23,17 @@ from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient
 from kit import process_kit
 from kit.checkpoints import a_checkpoint, assert_equal
-from kit.process_kit import Child, Nursery, wait_for
+from kit.layers import Layers, delta, name_of, serve_options
+from kit.process_kit import LOCAL, PATIENCE_S, Child, Processes, wait_for
 
 pytest_plugins = ("kit.process_fixtures",)
 
 
 def test_run_goes_on_while_the_disk_is_full_and_is_saved_when_there_is_room(
-    nest: Nursery, tmp_path: Path
+    processes: Processes, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    broker = nest.broker(save_dir=str(folder), keep=2)
+    broker = processes.broker(save_dir=str(folder), keep=2)
     with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
         client.join(Layers())
         pushes_and_pulls(client, 0, 2)
@@ -64,9 +64,9 @@ def pushes_and_pulls(client: DiLoCoClient, first: int, last: int) -> Any:
     return final
 
 
-def test_durable_run_waits_for_room_and_loses_nothing(nest: Nursery, tmp_path: Path) -> None:
+def test_durable_run_waits_for_room_and_loses_nothing(processes: Processes, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    broker = nest.broker(save_dir=str(folder), durable=True)
+    broker = processes.broker(save_dir=str(folder), durable=True)
     with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
         client.join(Layers())
         pushes_and_pulls(client, 0, 1)
@@ -80,10 +80,10 @@ def test_durable_run_waits_for_room_and_loses_nothing(nest: Nursery, tmp_path: P
     assert load(found(folder)[0]).number == 2
 
 
-def test_file_in_the_place_of_the_folder_stops_no_run(nest: Nursery, tmp_path: Path) -> None:
+def test_file_in_the_place_of_the_folder_stops_no_run(processes: Processes, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.write_text("not a folder")
-    broker = nest.broker(save_dir=str(folder))
+    broker = processes.broker(save_dir=str(folder))
     with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
         client.join(Layers())
         pushes_and_pulls(client, 0, 3)
@@ -94,11 +94,11 @@ def test_file_in_the_place_of_the_folder_stops_no_run(nest: Nursery, tmp_path: P
     assert load(found(folder)[0]).record.fragments[0].version == final.version
 
 
-def test_broker_starts_and_ends_on_a_full_disk(nest: Nursery, tmp_path: Path) -> None:
+def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: Path) -> None:
     """Neither its lock nor its audit log can be written."""
     audit = tmp_path / "audit"
     options = serve_options(tmp_path / "run", "--audit", str(audit))
-    broker = nest.start(process_kit.command_on_a_full_disk, *options)
+    broker = processes.start(process_kit.command_on_a_full_disk, *options)
     with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
         client.join(Layers())
         pushes_and_pulls(client, 0, 2)
@@ -110,10 +110,12 @@ def test_broker_starts_and_ends_on_a_full_disk(nest: Nursery, tmp_path: Path) ->
     assert "Traceback" not in broker.output
 
 
-def test_audit_log_says_nothing_wrong_after_a_disk_was_full(nest: Nursery, tmp_path: Path) -> None:
+def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
+    processes: Processes, tmp_path: Path
+) -> None:
     """What could not be written may be missing; what is there can be read."""
     audit = tmp_path / "audit"
-    broker = nest.broker(audit=str(audit))
+    broker = processes.broker(audit=str(audit))
     with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
         client.join(Layers())
         pushes_and_pulls(client, 0, 2)
@@ -122,7 +124,7 @@ def test_audit_log_says_nothing_wrong_after_a_disk_was_full(nest: Nursery, tmp_p
         broker.may_write(-1)
         pushes_and_pulls(client, 4, 6)
     broker.kill()
-    again = nest.broker(audit=str(audit))
+    again = processes.broker(audit=str(audit))
     with DiLoCoClient(again.address(), worker_id="w", timeout=PATIENCE_S) as client:
         client.join(Layers())
         pushes_and_pulls(client, 0, 1)
@@ -206,9 +208,9 @@ def test_other_number_of_fragments_is_refused_with_both_numbers(tmp_path: Path) 
 
 
 def test_folder_has_one_broker_at_a_time_and_is_free_when_it_is_killed(
-    nest: Nursery, tmp_path: Path
+    processes: Processes, tmp_path: Path
 ) -> None:
-    broker = nest.broker(save_dir=str(tmp_path))
+    broker = processes.broker(save_dir=str(tmp_path))
     broker.address()
     with pytest.raises(UsageError, match=rf"process {broker.pid}\) saves to .*another --save-dir"):
         Broker(a_config(tmp_path))
@@ -219,14 +221,16 @@ def test_folder_has_one_broker_at_a_time_and_is_free_when_it_is_killed(
 LARGE = {"chunk_elements": 1 << 19, "wire_dtype": "fp32", "keep": 1}
 
 
-def test_saving_each_round_makes_no_turn_of_the_loop_longer(nest: Nursery, tmp_path: Path) -> None:
+def test_saving_each_round_makes_no_turn_of_the_loop_longer(
+    processes: Processes, tmp_path: Path
+) -> None:
     """CPU of the loop's thread in its longest turn, as the feed has it; 5 million parameters."""
     longest = {}
     model = Layers(5, size=1000)
     gradient = {name: 1e-3 * torch.randn(1000, 1000) for name in model.state_dict()}
     for saves in (False, True):
         folder = str(tmp_path) if saves else None
-        broker = nest.broker(**LARGE, save_dir=folder)
+        broker = processes.broker(**LARGE, save_dir=folder)
         with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
             client.join(model)
             turns: dict[int, float] = defaultdict(float)  # by word on the feed, which begins anew
@@ -245,9 +249,9 @@ def test_saving_each_round_makes_no_turn_of_the_loop_longer(nest: Nursery, tmp_p
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_no_copy_of_the_model_is_made_to_save_it(nest: Nursery, tmp_path: Path) -> None:
+def test_no_copy_of_the_model_is_made_to_save_it(processes: Processes, tmp_path: Path) -> None:
     """20 MB of parameters and as much momentum; the peak of the process's memory while it saves."""
-    broker = nest.broker(**LARGE, save_dir=str(tmp_path), save_every=100)
+    broker = processes.broker(**LARGE, save_dir=str(tmp_path), save_every=100)
     model = Layers(5, size=1000)
     with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
         client.join(model)
@@ -269,12 +273,12 @@ def peak_bytes(child: Child) -> int:
 
 
 def test_save_that_is_killed_at_any_moment_leaves_what_was_there(
-    nest: Nursery, tmp_path: Path
+    processes: Processes, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
     draw = random.Random(5)
-    for life in range(1, 9):
-        child = nest.start(process_kit.save_for_ever, folder, life)
+    for life in range(1, 5):
+        child = processes.start(process_kit.save_for_ever, folder, life)
         child.says(f"saved 2 of {life}")
         threading.Event().wait(draw.uniform(0, 0.05))  # the moment is the fault
         child.kill()

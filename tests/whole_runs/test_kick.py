@@ -8,32 +8,29 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from whole_runs.test_training import mlp, one_step, sgd
 
-from diloco_broker import Broker, BrokerConfig
+from diloco_broker import Broker
 from diloco_worker import DiLoCoClient, DiLoCoWorker
+from kit.whole_run import an_mlp, make_config
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_fragments": 2}, {"mode": "async"}], ids=str)
 def test_kicked_worker_stops_and_the_others_go_on(
     fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = BrokerConfig(
-        workers=2, sync_every=4, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", **fields
-    )
+    config = make_config(workers=2, sync_every=4, **fields)
     is_alone = threading.Event()
-    first = mlp()
     caplog.set_level(logging.INFO)
 
     def train(name: str, broker: Broker) -> tuple[int, bool, int]:
-        model = mlp()
-        model.load_state_dict(first.state_dict())
-        optimizer = sgd(model)
+        each = an_mlp(0)
         stays = name == "stays"
         steps = 0
-        with DiLoCoWorker(model, optimizer, server=broker.address, worker_id=name) as diloco:
+        with DiLoCoWorker(
+            each.model, each.optimizer, server=broker.address, worker_id=name
+        ) as diloco:
             while not diloco.should_stop and steps < 100_000:
-                one_step(model, optimizer, 0, steps)
+                each.step()
                 steps += 1
                 if stays and is_alone.is_set() and diloco.sync_count >= goal[0]:
                     break
@@ -44,8 +41,8 @@ def test_kicked_worker_stops_and_the_others_go_on(
                     goal[0] = diloco.sync_count + 6
                     is_alone.set()
             ended = diloco.should_stop
-            for more in range(8):  # the loop may go on after it, alone
-                one_step(model, optimizer, 0, steps + more)
+            for _ in range(8):  # the loop may go on after it, alone
+                each.step()
             return steps, ended, diloco.sync_metrics.reconnections
 
     goal = [0]

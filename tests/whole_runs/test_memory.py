@@ -11,6 +11,7 @@ This file is also the worker: `python test_memory.py STEPS OUT WIDTH BROKER_PID`
 from __future__ import annotations
 
 import json
+import signal
 import statistics
 import sys
 from collections import Counter, deque
@@ -22,9 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from broker.storage.test_resume import wait_for
 from torch import nn
-from whole_runs.test_processes import Process, Site
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.state import versions
@@ -33,7 +32,10 @@ from diloco_broker.core.story import Story
 from diloco_protocol.messages import Pull
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.core_harness import Puppet, a_stage
+from kit.process_kit import Child, Processes, wait_for
 from kit.raw_worker import RawWorker, one_tensor
+
+pytest_plugins = ("kit.process_fixtures",)
 
 LAYERS = 4
 EVERY = 10  # rounds between two looks
@@ -74,21 +76,13 @@ def main() -> None:
     out.write_text(json.dumps(result))
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Any:
-    site = Site(tmp_path)
-    yield site
-    for process in site.processes:
-        process.close()
-
-
-def a_worker(site: Site, address: str, broker: Process, steps: int, width: int) -> Process:
-    return site.run(
+def a_worker(processes: Processes, address: str, broker: Child, steps: int, width: int) -> Child:
+    return processes.run(
         str(Path(__file__)),
         str(steps),
-        str(site.folder / "worker.json"),
+        str(processes.folder / "worker.json"),
         str(width),
-        str(broker.child.pid),
+        str(broker.pid),
         DILOCO_SERVER=address,
         DILOCO_WORKER_ID="measured",
     )
@@ -119,11 +113,11 @@ IN_A_MOMENT = ["sync"]
     "name",
     [name if name in IN_A_MOMENT else pytest.param(name, marks=pytest.mark.slow) for name in MODES],
 )
-def test_memory_is_flat_over_500_rounds(site: Site, name: str) -> None:
+def test_memory_is_flat_over_500_rounds(processes: Processes, name: str) -> None:
     """Broker and worker: the median of the last third less that of rounds 100 to 200."""
-    broker, address = site.broker("--sync-every", "1", *MODES[name])
-    assert a_worker(site, address, broker, ROUNDS, SMALL).ends(240) == 0
-    result = site.result("worker")
+    broker, address = processes.serve("--sync-every", "1", *MODES[name])
+    assert a_worker(processes, address, broker, ROUNDS, SMALL).ends(240) == 0
+    result = processes.result("worker")
     assert result["rounds"] == ROUNDS
     for who, seen in result["seen"].items():
         warm = statistics.median(seen[100 // EVERY : 200 // EVERY])
@@ -136,12 +130,12 @@ WIDE, WIDE_ROUNDS = 1000, 5
 MIB = 1024
 
 
-def peaks(site: Site, workers: int, *options: str) -> tuple[int, int]:
+def peaks(processes: Processes, workers: int, *options: str) -> tuple[int, int]:
     """The most that broker and worker had at any time, KiB; all but one worker are clients here."""
-    broker, address = site.broker(
+    broker, address = processes.serve(
         "--no-save", "--workers", str(workers), "--sync-every", "1", *options
     )
-    measured = a_worker(site, address, broker, WIDE_ROUNDS, WIDE)
+    measured = a_worker(processes, address, broker, WIDE_ROUNDS, WIDE)
     model = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(LAYERS)])
     delta = {name: torch.full_like(tensor, 1e-6) for name, tensor in model.state_dict().items()}
 
@@ -159,23 +153,23 @@ def peaks(site: Site, workers: int, *options: str) -> tuple[int, int]:
         for future in [pool.submit(take_part, client) for client in clients]:
             future.result(90)
     assert measured.ends(60) == 0
-    peak = memory_kib(broker.child.pid, "VmHWM")
-    broker.child.terminate()
+    peak = memory_kib(broker.pid, "VmHWM")
+    broker.gets(signal.SIGTERM)
     assert broker.ends(20) == 0
-    return peak, site.result("worker")["peak"]
+    return peak, processes.result("worker")["peak"]
 
 
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_memory_is_flat_from_2_to_16_workers(site: Site) -> None:
+def test_memory_is_flat_from_2_to_16_workers(processes: Processes) -> None:
     """Peaks: the broker has less than 8 MB more for each worker more, a worker less than 8 MB in all.
 
     What the broker has more are chunks under way, which credits limit for all workers together, whatever
     the size of the model: 64 of 1 MiB at most. A copy of each worker's delta, 8 MB here, would be
     112 MB.
     """
-    (broker, worker), (broker_16, worker_16) = peaks(site, 2), peaks(site, 16)
+    (broker, worker), (broker_16, worker_16) = peaks(processes, 2), peaks(processes, 16)
     assert broker_16 - broker < (UPLOAD_WINDOW_TOTAL + 8) * MIB < 14 * 8 * MIB
     assert worker_16 - worker < 8 * MIB
 

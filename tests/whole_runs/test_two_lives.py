@@ -12,7 +12,7 @@ import torch
 from diloco_broker import Broker, BrokerConfig
 from diloco_worker import DiLoCoClient
 from kit import process_kit
-from kit.process_kit import PATIENCE_S, Nursery, a_line, step_of_a_line
+from kit.process_kit import LOCAL, PATIENCE_S, Processes, a_line, step_of_a_line
 from kit.proxy import ForgettingProxy
 
 pytest_plugins = ("kit.process_fixtures",)
@@ -20,12 +20,6 @@ pytest_plugins = ("kit.process_fixtures",)
 H = 4
 # The proxy swallows everything from here on: about half of the 36 chunks are at the broker then.
 CHUNKS = 20
-LOCAL: dict[str, Any] = {
-    "bind": "tcp://127.0.0.1:*",
-    "feed": "tcp://127.0.0.1:*",
-    "chunk_elements": 16,
-    "wire_dtype": "fp32",
-}
 
 
 def reached(first: int, steps: int) -> torch.Tensor:
@@ -43,7 +37,7 @@ def reached(first: int, steps: int) -> torch.Tensor:
     ids=["resumed", "begun afresh", "resumed, staged"],
 )
 def test_upload_that_a_kill_cut_short_and_its_repetition_are_one_vote(
-    nest: Nursery, tmp_path: Path, saved_at: int | None, reducer: dict[str, Any]
+    processes: Processes, tmp_path: Path, saved_at: int | None, reducer: dict[str, Any]
 ) -> None:
     audit, path = tmp_path / "audit.jsonl", tmp_path / "script.pt"
     rule: dict[str, Any] = {"outer": "sgd", "outer_lr": 1.0, "disconnect_grace": 0.1}
@@ -56,11 +50,11 @@ def test_upload_that_a_kill_cut_short_and_its_repetition_are_one_vote(
     ):
         other.join(a_line())
         script = (process_kit.train_from_checkpoint, broker.address, path, saved_at or 0, H)
-        first = nest.start(script[0], proxy.address, *script[2:])
+        first = processes.start(script[0], proxy.address, *script[2:])
         assert proxy.has_forgotten.wait(PATIENCE_S), "it never got to its upload"
         first.kill()
         assert path.exists() is (saved_at is not None)
-        second = nest.start(*script)
+        second = processes.start(*script)
         second.says(f"begins at {saved_at or 0}")
         theirs = torch.full_like(start, 0.5)
         other.push({"weight": theirs}, steps=H)

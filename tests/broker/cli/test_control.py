@@ -13,7 +13,6 @@ import zmq
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 from typer.testing import CliRunner
-from whole_runs.test_processes import a_free_address
 
 from diloco_broker import Broker, FragmentParameters
 from diloco_broker.cli.app import app
@@ -23,6 +22,7 @@ from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.frames import pack, unpack
 from diloco_protocol.messages import Control, Result
 from diloco_worker import DiLoCoWorker
+from kit.process_kit import a_free_address
 from kit.reference import ByTorch, Plan, State, streaming
 from kit.uniform_model import until
 from kit.whole_run import assert_same, joined, make_config, mlp, run, strided, trainees

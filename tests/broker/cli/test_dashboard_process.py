@@ -6,24 +6,15 @@ import signal
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
-from whole_runs.test_processes import Site
 
+from kit.process_kit import Processes
 from kit.uniform_model import until
 
+pytest_plugins = ("kit.process_fixtures",)
 pytest.importorskip("uvicorn", reason="the extra `dashboard` is not installed")
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    site = Site(tmp_path)
-    yield site
-    for process in site.processes:
-        process.close()
 
 
 def answers(address: str) -> bool:
@@ -35,31 +26,31 @@ def answers(address: str) -> bool:
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL], ids=["told to end", "killed"])
-def test_page_is_there_and_ends_with_the_broker(site: Site, end: signal.Signals) -> None:
-    broker, _ = site.broker("--dashboard", "0", "--no-save")
-    address = broker.waits_for("Dashboard: ").split()[-1]
+def test_page_is_there_and_ends_with_the_broker(processes: Processes, end: signal.Signals) -> None:
+    broker, _ = processes.serve("--dashboard", "0", "--no-save")
+    address = broker.says("Dashboard: ").split()[-1]
     assert answers(address)
-    broker.child.send_signal(end)
-    broker.child.wait(20)
+    broker.gets(end)
+    broker.ends(20)
     until(lambda: not answers(address))
 
 
-def test_port_in_use_costs_the_page_and_nothing_else(site: Site) -> None:
+def test_port_in_use_costs_the_page_and_nothing_else(processes: Processes) -> None:
     with closing(socket.socket()) as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        broker, _ = site.broker("--dashboard", str(port), "--no-save")
-        assert "another --port" in broker.waits_for("cannot listen on")
-        broker.waits_for("the run goes on without it")
-        broker.child.send_signal(signal.SIGTERM)
+        broker, _ = processes.serve("--dashboard", str(port), "--no-save")
+        assert "another --port" in broker.says("cannot listen on")
+        broker.says("the run goes on without it")
+        broker.gets(signal.SIGTERM)
         assert broker.ends(20) == 0
 
 
-def test_dashboard_takes_a_port_or_none(site: Site) -> None:
+def test_dashboard_takes_a_port_or_none(processes: Processes) -> None:
     """`--dashboard` alone means the usual port: another option behind it is not taken for one."""
     for words in (["--dashboard", "--workers", "x"], ["--dashboard", "70000"]):
-        process = site.run("-m", "diloco_broker", "serve", *words)
+        process = processes.run("-m", "diloco_broker", "serve", *words)
         assert process.ends(20) == 2
         named = "--workers" if "--workers" in words else "--dashboard"
         assert named in process.output

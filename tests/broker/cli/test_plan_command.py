@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from protocol.test_fragment_plan import MODELS, gpt2, tensor
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
@@ -20,6 +19,7 @@ from diloco_protocol import FragmentPlan, Kind, Manifest, UsageError, lay_out
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.fragments import PATTERNS
 from diloco_worker import DiLoCoClient, manifest_of
+from kit.manifests import MODELS, gpt2, tensor
 from kit.whole_run import PATIENCE_S, make_config, mlp
 
 LAYERS = 12

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import threading
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from whole_runs.test_processes import Site
-from whole_runs.test_training import State, assert_same, mlp, one_step, reference, sgd, state_of
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load
 from diloco_protocol import FragmentPlan, UsageError
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.model.model_tensors import ModelTensors
+from kit.process_kit import LOCAL, Processes, wait_for
+from kit.reference import Plan, State, state_of, streaming
+from kit.whole_run import assert_same, mlp, run, strided, trainees
 
-LOCAL: dict[str, Any] = {
-    "bind": "tcp://127.0.0.1:*",
-    "feed": "tcp://127.0.0.1:*",
-    "chunk_elements": 16,
-    "wire_dtype": "fp32",
-}
+pytest_plugins = ("kit.process_fixtures",)
 
 
 def a_config(folder: Path, **options: Any) -> BrokerConfig:
     return BrokerConfig(**{**LOCAL, "save_dir": str(folder), **options})
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Look until it is so, at most so many seconds."""
-    until = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < until, "it did not happen in time"
-        threading.Event().wait(0.01)
 
 
 def gradients(number: int, like: State) -> State:
@@ -92,44 +75,27 @@ def test_run_that_is_stopped_and_resumed_is_bit_for_bit_the_run_that_is_not(
     assert newest[0].record.totals["rounds"] == newest[1].record.totals["rounds"] == 8
 
 
-def test_workers_outlive_a_killed_broker_and_the_run_is_as_if_it_had_lived(tmp_path: Path) -> None:
+def test_workers_outlive_a_killed_broker_and_the_run_is_as_if_it_had_lived(
+    processes: Processes, tmp_path: Path
+) -> None:
     """Killed between two rounds, once the checkpoint is on the disk: momentum and all are there."""
-    torch.manual_seed(4)
-    first = mlp()
     rounds, h = 6, 3
     options = ("--workers", "2", "--sync-every", str(h), "--wire-dtype", "fp32")
-    site = Site(tmp_path)
-    broker, address = site.broker(*options)
+    broker, address = processes.serve(*options)
 
-    def train(worker: int) -> list[State]:
-        model = copy.deepcopy(first)
-        optimizer = sgd(model)
-        history = []
-        with DiLoCoWorker(model, optimizer, server=address, worker_id=f"w{worker}") as diloco:
-            for step in range(rounds * h):
-                one_step(model, optimizer, worker, step)
-                history.append(state_of(model))
-                if worker == 0 and step == 3 * h - 1:
-                    restart()
-            assert diloco.sync_metrics.unsynced_steps == 0
-            assert diloco.sync_metrics.reconnections == 1
-        return history
+    def restart(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        if worker == 0 and step == 3 * h - 1:
+            wait_for(lambda: [p.name[-1:] for p in found(tmp_path / "diloco-run")][:1] == ["3"])
+            broker.kill()
+            again, _ = processes.serve(*options, bind=address)
+            again.says("goes on with round 3")
 
-    def restart() -> None:
-        wait_for(lambda: [p.name[-1:] for p in found(tmp_path / "diloco-run")][:1] == ["3"])
-        broker.child.kill()
-        broker.child.wait(10)
-        again, _ = site.broker(*options, bind=address)
-        again.waits_for("goes on with round 3")
+    def has_reconnected(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        assert hook.sync_metrics.unsynced_steps == 0
+        assert hook.sync_metrics.reconnections == 1
 
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            histories = [run.result(90) for run in [pool.submit(train, w) for w in range(2)]]
-    finally:
-        for process in site.processes:
-            process.close()
-    wanted = reference(lambda: copy.deepcopy(first), sgd, 2, rounds, h)
-    assert_same(histories, wanted, rtol=2e-5, atol=1e-6)
+    got = run(address, trainees(2), rounds * h, after=restart, done=has_reconnected)
+    assert_same(got, streaming(trainees(2), rounds * h, Plan(h, strided(1))))
 
 
 def test_delta_in_flight_outlives_a_restart_with_another_wire_dtype(tmp_path: Path) -> None:

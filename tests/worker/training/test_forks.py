@@ -17,7 +17,7 @@ from torch import nn
 
 from diloco_broker import Broker
 from diloco_worker import DiLoCoClient, DiLoCoWorker
-from kit.process_kit import PATIENCE_S, Nursery, wait_for
+from kit.process_kit import PATIENCE_S, Processes, wait_for
 from kit.whole_run import make_config
 
 pytest_plugins = ("kit.process_fixtures",)
@@ -76,8 +76,10 @@ def _be_a_child(server: str, inherited: DiLoCoWorker) -> None:
         os._exit(1)
 
 
-def test_death_of_a_parent_is_seen_though_its_child_lives(broker: Broker, nest: Nursery) -> None:
-    parent = nest.start(train_with_a_child, broker.address)
+def test_death_of_a_parent_is_seen_though_its_child_lives(
+    broker: Broker, processes: Processes
+) -> None:
+    parent = processes.start(train_with_a_child, broker.address)
     child = int(parent.says("child ").split()[1])
     try:
         assert parent.says("child ").endswith("sees me")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs.test_processes import Site
 
 from diloco_broker import Broker
 from diloco_protocol import UsageError, VersionId
 from diloco_protocol.messages import Error, Push
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.paths import KIT
+from kit.process_kit import Processes
 from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
 from kit.uniform_model import Make, filled
 from kit.whole_run import make_config, run, trainees
@@ -137,19 +136,11 @@ def test_each_welcome_is_written_with_its_epoch(
     assert [line["epoch"] for line in of_kind(path, "joined")] == ["epoch", "epoch"]
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    site = Site(tmp_path)
-    yield site
-    for process in site.processes:
-        process.close()
-
-
-def test_record_outlives_a_worker_that_is_killed(site: Site, tmp_path: Path) -> None:
+def test_record_outlives_a_worker_that_is_killed(processes: Processes, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     with Broker(make_config(sync_every=5)) as broker:
         script = str(KIT / "train_script.py")
-        worker = site.run(
+        worker = processes.run(
             script,
             "100000",
             str(tmp_path / "out.json"),
@@ -157,8 +148,8 @@ def test_record_outlives_a_worker_that_is_killed(site: Site, tmp_path: Path) -> 
             DILOCO_WORKER_ID="a",
             DILOCO_AUDIT=str(path),
         )
-        worker.waits_for("step 15")
-        worker.child.kill()
+        worker.says("step 15")
+        worker.kill()
         worker.ends()
         with DiLoCoClient(broker.address, timeout=20) as observer:
             ledger = observer.pull().ledger

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from whole_runs.test_processes import Site, a_free_address
 
 from diloco_broker import Broker
 from diloco_broker.core.state.streaming_round import StreamingRound
 from diloco_protocol.messages import Leave
 from diloco_worker.shell.sigterm import EXIT_CODE, Termination
+from kit.process_kit import Processes, a_free_address
 from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
 from kit.uniform_model import Make, filled, until
 from kit.whole_run import make_config
 
-pytest_plugins = ("kit.worker_fixtures",)
+pytest_plugins = ("kit.worker_fixtures", "kit.process_fixtures")
 
 # What "at once" and "within 10 s" may take on a machine that is busy with other things.
 SOON_S = 30.0
@@ -60,13 +60,9 @@ finally:
 """
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+@pytest.fixture(autouse=True)
+def _script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    site = Site(tmp_path)
-    yield site
-    for process in site.processes:
-        process.close()
 
 
 def serving(**options: Any) -> Broker:
@@ -79,11 +75,11 @@ def everybody_has_said_goodbye(broker: Broker) -> bool:
     return len(state.members) == 0 and state.totals.deaths == 0
 
 
-def test_sigterm_is_a_reason_to_stop_for_a_script_that_looks(site: Site) -> None:
+def test_sigterm_is_a_reason_to_stop_for_a_script_that_looks(processes: Processes) -> None:
     with serving() as broker:
-        worker = site.run("train.py", "polite", DILOCO_SERVER=broker.address)
-        worker.waits_for("step 6")
-        worker.child.send_signal(signal.SIGTERM)
+        worker = processes.run("train.py", "polite", DILOCO_SERVER=broker.address)
+        worker.says("step 6")
+        worker.gets(signal.SIGTERM)
         assert worker.ends(SOON_S) == 0
         until(lambda: everybody_has_said_goodbye(broker))
     assert "stops because SIGTERM" in worker.output
@@ -91,11 +87,11 @@ def test_sigterm_is_a_reason_to_stop_for_a_script_that_looks(site: Site) -> None
     assert worker.output.count("SIGTERM has come") == 1
 
 
-def test_sigterm_ends_a_script_that_never_looks_through_its_with(site: Site) -> None:
+def test_sigterm_ends_a_script_that_never_looks_through_its_with(processes: Processes) -> None:
     with serving() as broker:
-        worker = site.run("train.py", "blind", DILOCO_SERVER=broker.address)
-        worker.waits_for("step 6")
-        worker.child.send_signal(signal.SIGTERM)
+        worker = processes.run("train.py", "blind", DILOCO_SERVER=broker.address)
+        worker.says("step 6")
+        worker.gets(signal.SIGTERM)
         assert worker.ends(SOON_S) == EXIT_CODE == 143
         until(lambda: everybody_has_said_goodbye(broker))
     assert "unwound" in worker.output
@@ -104,13 +100,13 @@ def test_sigterm_ends_a_script_that_never_looks_through_its_with(site: Site) -> 
 
 
 @pytest.mark.parametrize(("manners", "code"), [("polite", 0), ("blind", 143)])
-def test_sigterm_ends_a_wait_at_a_boundary(site: Site, manners: str, code: int) -> None:
+def test_sigterm_ends_a_wait_at_a_boundary(processes: Processes, manners: str, code: int) -> None:
     """The first round waits for a second worker that never comes."""
     with serving(workers=2) as broker:
-        worker = site.run("train.py", manners, DILOCO_SERVER=broker.address)
-        worker.waits_for("step 3")
+        worker = processes.run("train.py", manners, DILOCO_SERVER=broker.address)
+        worker.says("step 3")
         until(lambda: any(m.figures.state == "pushing" for m in broker._loop.core.state.members))
-        worker.child.send_signal(signal.SIGTERM)
+        worker.gets(signal.SIGTERM)
         assert worker.ends(SOON_S) == code
         until(lambda: everybody_has_said_goodbye(broker))
         round_ = broker._loop.core.state.round
@@ -119,64 +115,64 @@ def test_sigterm_ends_a_wait_at_a_boundary(site: Site, manners: str, code: int) 
         assert len(counted) == 1, "what it had sent counts, though it is gone"
 
 
-def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(site: Site) -> None:
-    worker = site.run("train.py", "polite", DILOCO_SERVER=a_free_address())
-    worker.waits_for("aiting")
-    worker.child.send_signal(signal.SIGTERM)
+def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(processes: Processes) -> None:
+    worker = processes.run("train.py", "polite", DILOCO_SERVER=a_free_address())
+    worker.says("aiting")
+    worker.gets(signal.SIGTERM)
     assert worker.ends(SOON_S) == 143
 
 
-def test_second_sigterm_ends_the_process_at_once(site: Site) -> None:
+def test_second_sigterm_ends_the_process_at_once(processes: Processes) -> None:
     with serving() as broker:
-        worker = site.run("train.py", "stubborn", DILOCO_SERVER=broker.address)
-        worker.waits_for("step 6")
-        worker.child.send_signal(signal.SIGTERM)
-        worker.waits_for("SIGTERM has come")  # and the script does not care
-        worker.child.send_signal(signal.SIGTERM)
+        worker = processes.run("train.py", "stubborn", DILOCO_SERVER=broker.address)
+        worker.says("step 6")
+        worker.gets(signal.SIGTERM)
+        worker.says("SIGTERM has come")  # and the script does not care
+        worker.gets(signal.SIGTERM)
         assert worker.ends(SOON_S) == -signal.SIGTERM
     assert "unwound" not in worker.output
 
 
-def test_sigterm_is_left_alone_where_that_is_asked_for(site: Site) -> None:
+def test_sigterm_is_left_alone_where_that_is_asked_for(processes: Processes) -> None:
     with serving() as broker:
-        worker = site.run(
+        worker = processes.run(
             "train.py", "polite", DILOCO_SERVER=broker.address, DILOCO_HANDLE_SIGNALS="0"
         )
-        worker.waits_for("step 6")
-        worker.child.send_signal(signal.SIGTERM)
+        worker.says("step 6")
+        worker.gets(signal.SIGTERM)
         assert worker.ends(SOON_S) == -signal.SIGTERM
     assert "unwound" not in worker.output
 
 
-def test_ctrl_c_tells_the_broker(site: Site) -> None:
+def test_ctrl_c_tells_the_broker(processes: Processes) -> None:
     with serving() as broker:
-        worker = site.run("train.py", "polite", DILOCO_SERVER=broker.address)
-        worker.waits_for("step 6")
-        worker.child.send_signal(signal.SIGINT)
+        worker = processes.run("train.py", "polite", DILOCO_SERVER=broker.address)
+        worker.says("step 6")
+        worker.gets(signal.SIGINT)
         assert worker.ends(SOON_S) == -signal.SIGINT
         until(lambda: everybody_has_said_goodbye(broker))
     assert "unwound" in worker.output
     assert "KeyboardInterrupt" in worker.output
 
 
-def test_ctrl_c_ends_a_wait_at_a_boundary(site: Site) -> None:
+def test_ctrl_c_ends_a_wait_at_a_boundary(processes: Processes) -> None:
     """The first round waits for a second worker that never comes."""
     with serving(workers=2) as broker:
-        worker = site.run("train.py", "polite", DILOCO_SERVER=broker.address)
-        worker.waits_for("step 3")
+        worker = processes.run("train.py", "polite", DILOCO_SERVER=broker.address)
+        worker.says("step 3")
         until(lambda: any(m.figures.state == "pushing" for m in broker._loop.core.state.members))
-        worker.child.send_signal(signal.SIGINT)
+        worker.gets(signal.SIGINT)
         assert worker.ends(SOON_S) == -signal.SIGINT
         until(lambda: everybody_has_said_goodbye(broker))
     assert "unwound" in worker.output
 
 
-def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(site: Site) -> None:
-    broker, address = site.broker("--sync-every", "4", "--heartbeat-timeout", "0")
-    worker = site.run("train.py", "polite", DILOCO_SERVER=address)
-    worker.waits_for("step 6")
-    broker.child.send_signal(signal.SIGSTOP)
-    worker.child.send_signal(signal.SIGINT)
+def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Processes) -> None:
+    broker, address = processes.serve("--sync-every", "4", "--heartbeat-timeout", "0")
+    worker = processes.run("train.py", "polite", DILOCO_SERVER=address)
+    worker.says("step 6")
+    broker.gets(signal.SIGSTOP)
+    worker.gets(signal.SIGINT)
     assert worker.ends(SOON_S) == -signal.SIGINT
     assert "unwound" in worker.output
 
@@ -287,11 +283,13 @@ finally:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, EXIT_CODE), (signal.SIGINT, -signal.SIGINT)]
 )
-def test_signal_in_a_merge_leaves_no_torn_model(site: Site, number: int, code: int) -> None:
+def test_signal_in_a_merge_leaves_no_torn_model(
+    processes: Processes, number: int, code: int
+) -> None:
     """The exit checkpoint of a script would else have one layer of a version and not the other."""
-    (site.folder / "torn.py").write_text(TORN)
+    (processes.folder / "torn.py").write_text(TORN)
     with serving() as broker:
-        worker = site.run("torn.py", str(int(number)), DILOCO_SERVER=broker.address)
+        worker = processes.run("torn.py", str(int(number)), DILOCO_SERVER=broker.address)
         assert worker.ends(SOON_S) == code
     assert "copied 4 whole True" in worker.output
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,10 +39,13 @@ from kit.reference import (
 from kit.whole_run import (
     PATIENCE_S,
     adamw,
+    an_mlp,
     assert_same,
+    check,
     joined,
     make_config,
     mlp,
+    options_of,
     run,
     sgd,
     strided,
@@ -222,15 +226,7 @@ def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
     plan = Plan(3, strided(pieces), alpha=alpha)
     speeds = [0, 0, 1, 0, 2, 0, 0, 1]  # worker 0 is the fastest
     order = [speeds[i % len(speeds)] for i in range(8 * len(speeds))]
-    config = make_config(
-        mode="async",
-        workers=WORKERS,
-        sync_every=plan.sync_every,
-        num_fragments=pieces,
-        fragment_sync_delay=0,
-        fragment_update_alpha=alpha,
-        **RATES,
-    )
+    config = make_config(mode="async", workers=WORKERS, **options_of(plan), **RATES)
     ours = trainees(WORKERS, adamw)
     histories: list[list[State]] = [[] for _ in ours]
     pushes: list[tuple[int, int, int]] = []
@@ -273,16 +269,14 @@ def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
 def test_one_asynchronous_worker_is_a_synchronous_one() -> None:
     """N = 1, so Delayed Nesterov is Nesterov; fragments, tau and alpha as in rounds."""
     plan = Plan(7, strided(3), delay=1, alpha=0.25)
-    config = make_config(
-        mode="async",
-        sync_every=plan.sync_every,
-        num_fragments=3,
-        fragment_sync_delay=plan.delay,
-        fragment_update_alpha=plan.alpha,
+    check(
+        plan,
+        partial(an_mlp, make_optimizer=adamw),
+        workers=1,
+        steps=23,
+        exact=False,
+        config={"mode": "async"},
     )
-    with Broker(config) as broker:
-        got = run(broker, trainees(1, adamw), 23)
-    assert_same(got, streaming(trainees(1, adamw), 23, plan))
 
 
 Make = Callable[[int, dict[str, nn.Parameter]], Optimizer]  # from fragment and parameters
@@ -308,14 +302,7 @@ def by_torch(make: Make) -> MakeOuter:
 @pytest.mark.parametrize("make", [adam, grouped])
 def test_any_torch_optimizer_steps_the_fragments_of_a_synchronous_run(make: Make) -> None:
     plan = Plan(5, strided(2), delay=1, alpha=0.25)
-    config = make_config(
-        workers=2,
-        deterministic=True,
-        sync_every=plan.sync_every,
-        num_fragments=2,
-        fragment_sync_delay=plan.delay,
-        fragment_update_alpha=plan.alpha,
-    )
+    config = make_config(workers=2, deterministic=True, **options_of(plan))
     with Broker(config, outer_optimizer_factory=lambda p: make(p.fragment, p.named)) as broker:
         got = run(broker, trainees(2), 17)
     assert_same(got, streaming(trainees(2), 17, plan, by_torch(make)), exact=True)

@@ -151,7 +151,7 @@ class Fragment:
     buffered: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: that takes twice as long, and the broker fills one for each worker
 class Worker:
     """One worker as the broker sees it. `staleness` is in versions, `tokens` since it joined."""
 

@@ -33,16 +33,17 @@ def to_plain(value: Any, *, with_none: bool = False) -> Any:
         with_none: whether fields that are None are in it. They may be left out where that is their
             default.
     """
-    if type(value) in _SCALARS:
+    kind = type(value)
+    if kind in _SCALARS:
         return value
+    if hasattr(kind, "__dataclass_fields__"):
+        return plain_fields(value, with_none=with_none)
     if isinstance(value, tuple):
         return [to_plain(item, with_none=with_none) for item in value]
-    if isinstance(value, dict | Mapping):  # most are dicts, which is found out sooner
+    if kind is dict or isinstance(value, Mapping):  # of an ABC that takes longer
         return {key: to_plain(item, with_none=with_none) for key, item in value.items()}
     if isinstance(value, Enum):
         return value.value
-    if is_dataclass(value):
-        return plain_fields(value, with_none=with_none)
     return value
 
 

@@ -408,7 +408,7 @@ def test_break_at_any_byte_of_a_chunk_changes_no_bit(up: bool, name: str) -> Non
 @pytest.fixture
 def window_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller than a push, so that chunks come only after others have been acknowledged."""
-    monkeypatch.setattr("diloco_broker.core.state.versions.UPLOAD_WINDOW", 8)
+    monkeypatch.setattr("diloco_broker.core.state.uploads.UPLOAD_WINDOW", 8)
     monkeypatch.setattr("diloco_worker.core.downloads.DOWNLOAD_WINDOW", 8)
 
 

@@ -33,3 +33,14 @@ def test_links_and_named_files_are_there(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_can_be_read_in_one_sitting(page: Path) -> None:
     assert page.read_text().count("\n") <= LONGEST or page.name == "CHANGELOG.md"
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    modules = list((ROOT / "tests").rglob("*.py"))
+    known = {path.stem for path in modules}
+    for path in modules:
+        known |= set(re.findall(r"def (test_\w+)", path.read_text()))
+    named = {
+        name for page in PAGES for name in re.findall(r"`(?:\w+/)*(test_\w+)", page.read_text())
+    }
+    assert named and named <= known

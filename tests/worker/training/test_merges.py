@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diloco_protocol.messages import Error, Push
 from diloco_worker import DiLoCoWorker
+from diloco_worker.training.fragment_sync import FragmentSync
 from kit.scripted_broker import Beside, Descent, ScriptedBroker, scripted_broker, version
 from kit.uniform_model import at, filled, first, until
 
@@ -281,6 +282,26 @@ def test_state_that_is_saved_while_a_merge_is_broken_off_holds_no_parameters(
         story.trains(1)()
         assert story.worker.state_dict()["resume"] is not None
         assert story.worker.sync_metrics.unsynced_steps == 0
+
+
+def test_merge_that_is_interrupted_before_it_touches_the_model_has_not_begun(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is written then holds all of it."""
+    with a_story(Plot(counted_in_the_air, LATER), beside) as story:
+        counted_in_the_air(story)
+        work_out = FragmentSync._change_of
+
+        def interrupted(*_: Any) -> None:
+            monkeypatch.setattr(FragmentSync, "_change_of", work_out)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(FragmentSync, "_change_of", interrupted)
+        story.trains(2)()
+        assert FragmentSync._change_of is work_out, "it was never interrupted"
+        assert story.worker.state_dict()["resume"] is not None
+        story.trains(1)()
+        assert story.worker.sync_metrics.rounds == 1
 
 
 def test_worker_that_leaves_finishes_the_merge_first(beside: Beside) -> None:

@@ -275,10 +275,16 @@ class Driver:
             case effects.KeepAnchor(fragment):
                 self._fragments[fragment].keep_anchor()
             case effects.Land(fragment, landing, step):
+                values = self._fragments[fragment]
                 try:
-                    self._fragments[fragment].land(landing, step)
+                    values.land(landing, step)
                 except Exception as error:  # noqa: BLE001 - the boundary tells of it
-                    return effects.Failed(error, self._fragments[fragment].is_torn)
+                    return effects.Failed(error, values.is_torn)
+                except BaseException:
+                    # Ctrl-C while it was still being worked out: the model is what it was.
+                    if not values.has_begun(landing):
+                        self.boundary.state.fragments[fragment].landing = None
+                    raise
             case _:
                 raise TypeError(f"not an effect of a boundary: {effect!r}")
         return None

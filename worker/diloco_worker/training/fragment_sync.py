@@ -79,6 +79,10 @@ class FragmentSync:
         """A landing was broken off: a part of the model may be ahead of the rest."""
         return self._change is not None
 
+    def has_begun(self, landing: Landing) -> bool:
+        """Is a part of this landing, or all of it, in the model?"""
+        return self.is_torn or landing is self._landed
+
     def freeze(self, dtype: str) -> float | NonFinite | None:
         """Freeze global minus local into `delta`, unless it is not finite.
 
@@ -112,8 +116,9 @@ class FragmentSync:
         Args:
             step: the optimizer step that has just been taken.
         """
-        if landing is self._landed:
-            return  # interrupted behind it
+        if landing is self._landed:  # interrupted behind it
+            self._change = None
+            return
         change = self._change
         if change is None:
             change = self._change_of(landing, step)

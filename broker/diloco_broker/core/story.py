@@ -22,8 +22,9 @@ KEPT = 200  # of the events that come once a round, and as many of those that co
 TOLD = 8  # of each of these, of a worker and of a round
 LONGEST_CAUSE, LONGEST_ID = 500, 64  # characters
 
-# Whose it is (a worker id, or its session), fragment, chunk and push id, as far as an event has them.
-Facts = tuple[str | bytes | None, int | None, int | None, int | None]
+# Whose it is, by worker id, fragment, chunk and push id, as far as an event has them. A session is never
+# kept: a stranger may send megabytes as one.
+Facts = tuple[str | None, int | None, int | None, int | None]
 # When, in which round, what.
 Entry = tuple[float, int | None, type, Facts]
 
@@ -65,8 +66,8 @@ _RARE: dict[type, Callable[[Any, Membership], Facts]] = {
     events.Stop: lambda *_: _NONE,
 }
 _FREQUENT: dict[type, Callable[[Any, Membership], Facts]] = {
-    messages.Chunk: lambda m, _: (m.session, m.fragment, m.index, m.push_id),
-    messages.Pull: lambda m, _: (m.session, m.fragment, None, None),
+    messages.Chunk: lambda m, members: (_name(m.session, members), m.fragment, m.index, m.push_id),
+    messages.Pull: lambda m, members: (_name(m.session, members), m.fragment, None, None),
     events.Folded: _of_work,
     events.Inspected: _of_work,
     events.InitialStored: _of_work,
@@ -104,7 +105,7 @@ class Story:
             self._last = (state.now, number, kind, facts(subject, state.members))
             self._rare.append(self._last)
         else:
-            whose = getattr(subject, "session", None)
+            whose = _name(getattr(subject, "session", None), state.members)
             self._last = (state.now, number, kind, (whose, None, None, None))
 
     def failure(self, error: Exception, state: RunState) -> InvariantBroken | CoreError:
@@ -112,7 +113,7 @@ class Story:
         round_ = state.round
         number = None if round_ is None else round_.number
         phase = "" if round_ is None else f" ({round_.phase.value}, fragment {round_.fragment})"
-        worker_id = getattr(error, "worker_id", "") or _whose(self._last, state)
+        worker_id = getattr(error, "worker_id", "") or _whose(self._last)
         cause = str(error) if isinstance(error, InvariantBroken) else repr(error)
         lines = [
             f"{cause:.{LONGEST_CAUSE}}",
@@ -120,7 +121,7 @@ class Story:
         ]
         if worker_id:
             lines.append(f"  before it, of {worker_id}:")
-            lines += self._told(lambda entry: _whose(entry, state) == worker_id, state)
+            lines += self._told(lambda entry: _whose(entry) == worker_id, state)
         lines.append("  before it, in this round:")
         lines += self._told(lambda entry: entry[1] == number, state)
         text = "\n".join(lines)
@@ -136,15 +137,14 @@ class Story:
         return [f"    {_sentence(entry, state)}" for entry in found]
 
 
-def _whose(entry: Entry, state: RunState) -> str:
-    """The worker that an event was about; empty where it was about none, or one that is gone."""
-    whose = entry[3][0]
-    return (_name(whose, state.members) if isinstance(whose, bytes) else whose) or ""
+def _whose(entry: Entry) -> str:
+    """The worker that an event was about; empty where it was about none."""
+    return entry[3][0] or ""
 
 
 def _sentence(entry: Entry, state: RunState) -> str:
     at, number, kind, facts = entry
-    worker_id = _whose(entry, state)
+    worker_id = _whose(entry)
     named = zip(("fragment", "chunk", "push"), facts[1:], strict=True)
     said = [f"{name} {value}" for name, value in named if value is not None]
     of = f" of {worker_id}" if worker_id else ""

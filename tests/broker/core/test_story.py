@@ -12,7 +12,7 @@ from diloco_broker.core import events
 from diloco_broker.core.rules import grants
 from diloco_broker.core.state.invariants import InvariantBroken
 from diloco_broker.core.story import KEPT, CoreError
-from diloco_protocol.messages import Chunk, Heartbeat, Push
+from diloco_protocol.messages import Chunk, Heartbeat, Pull, Push
 from kit.core_harness import Puppet, Stage, a_stage
 from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 
@@ -133,3 +133,24 @@ def test_story_does_not_grow() -> None:
     finally:
         tracemalloc.stop()
     assert after - before < 20_000
+
+
+def test_story_keeps_nothing_that_a_stranger_sends() -> None:
+    """A session that nobody has may be megabytes long, and no two need be the same."""
+    stage, _, _ = a_run()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(KEPT):
+            session = bytes([number % 256]) * 100_000
+            for message in (
+                Chunk(0, number % CHUNKS, session=session, push_id=1),
+                Pull(0, session=session),
+                Heartbeat(session, 1),
+            ):
+                stage.core.handle(events.Received(b"stranger", message, None), stage.now)
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept < 200_000  # two sessions' worth

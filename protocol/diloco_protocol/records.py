@@ -116,11 +116,7 @@ def _reader(annotation: Any, *, lenient: bool) -> Reader:  # noqa: PLR0911  one 
         read = _reader(_without_none(annotation), lenient=lenient)
         return lambda value, where: None if value is None else read(value, where)
     if origin is tuple:
-        read = _reader(get_args(annotation)[0], lenient=lenient)
-        return lambda value, where: tuple(
-            read(item, f"{where}[{index}]")
-            for index, item in enumerate(_expect(value, _ARRAYS, where))
-        )
+        return _array_reader(get_args(annotation)[0], lenient=lenient)
     if origin is not None and issubclass(origin, Mapping):
         read = _reader(get_args(annotation)[1], lenient=lenient)
         return lambda value, where: {
@@ -137,6 +133,19 @@ def _reader(annotation: Any, *, lenient: bool) -> Reader:  # noqa: PLR0911  one 
     if annotation is float:
         return _number if lenient else lambda value, where: float(_expect(value, _NUMBERS, where))
     return lambda value, where: _expect(value, annotation, where)
+
+
+def _array_reader(element: Any, *, lenient: bool) -> Reader:
+    read = _reader(element, lenient=lenient)
+    exact = element if element in _SCALARS and not (element is int and lenient) else None
+
+    def read_all(value: Any, where: str) -> tuple[Any, ...]:
+        items = _expect(value, _ARRAYS, where)
+        if exact is not None and all(type(item) is exact for item in items):
+            return tuple(items)
+        return tuple(read(item, f"{where}[{index}]") for index, item in enumerate(items))
+
+    return read_all
 
 
 def _record_reader(record: type[Any], *, lenient: bool) -> Reader:

@@ -83,6 +83,8 @@ class Core:
         self._story.note(event, self.state)
         try:
             return self._handle(event)
+        except MemoryError:
+            raise
         except Exception as error:
             raise self._story.failure(error, self.state) from error
 

@@ -185,7 +185,8 @@ class Loop:
         """Nothing can go on after this: the log and the workers are told why."""
         logger.critical("The broker ends because of an error: %s", error)
         for member in self.core.state.members:
-            text = f"The broker ended because of an error: {error!r:.500}"
+            # Its cause alone: the story of the core names other workers.
+            text = f"The broker ended because of an error: {error.__cause__ or error!r:.500}"
             self.send(Send(member.control, Notice("restarting", text)))
 
     # A turn.

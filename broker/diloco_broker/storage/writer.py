@@ -79,8 +79,9 @@ class CheckpointWriter:
             self._next = checkpoint
             self._changed.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="diloco-saver", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._main, name="diloco-saver", daemon=True)
+            thread.start()
+            self._thread = thread  # only one that could be started: else the next save tries again
 
     def finish(self, timeout: float) -> bool:
         """Wait until everything is written, for `timeout` seconds at most; False when it is not."""

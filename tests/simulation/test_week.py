@@ -23,8 +23,9 @@ def check(mode: str, days: float) -> None:
     assert week.useful_unharmed == 1.0
     mean, most = week.lost_a_kill
     assert mean < H / 2
-    # Its last push may still be on its way while a worker trains on, up to another H steps.
-    assert most <= 2 * H
+    # Its last push may still be on its way while a worker trains on, up to another H steps; and where a
+    # restart of the broker is found out late, it trains on behind that.
+    assert most <= 3 * H
     assert week.lost_more <= 0.01 * week.faults["kill"]
     assert week.averaged >= 0.95
     assert week.to_next_round_s[1] < 4 * a_week(mode).cycle_s

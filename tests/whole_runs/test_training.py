@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -88,6 +89,12 @@ def test_copy_of_a_large_model_may_outlast_every_patience_of_the_broker(
 
 
 def test_two_brokers_and_their_workers_live_in_one_process() -> None:
+    lock = Lock()
+
+    def alone(worker: int) -> Trainee:
+        with lock:  # models are drawn from the one generator of torch
+            return an_mlp(worker)
+
     with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(check, Plan(2, strided(1)), an_mlp) for _ in range(2)]:
+        for each in [pool.submit(check, Plan(2, strided(1)), alone) for _ in range(2)]:
             each.result(60)

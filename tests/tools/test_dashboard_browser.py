@@ -158,6 +158,7 @@ class TestLive:
             with DiLoCoClient(broker.address, timeout=PATIENCE_S) as observer:
                 workers = observer.status()["workers"]
             assert [worker["id"] for worker in workers] == ["w0"]
+            page.close()  # it would look for the server while the workers leave
 
     def test_settings_change_after_old_and_new_were_shown(
         self, opened: Callable[..., Page]

@@ -22,7 +22,8 @@ from diloco_tools.dashboard import app, streams
 from diloco_tools.dashboard.security import Policy
 from diloco_tools.dashboard.source import ReplaySource
 from diloco_worker import DiLoCoClient
-from kit.dashboard_server import TOKEN, Publisher, Site, a_history, a_worker, serving
+from kit import dashboard_server
+from kit.dashboard_server import TOKEN, Publisher, Site, a_history, a_worker
 from kit.feed_snapshots import PATIENCE_S
 from kit.whole_run import make_config, mlp
 
@@ -58,17 +59,31 @@ def browser() -> Iterator[Browser]:
         made.close()
 
 
+PAGES: list[Page] = []  # that are open
+
+
+@contextmanager
+def serving(*given: Any, **options: Any) -> Iterator[Site]:
+    """The dashboard. Its pages are closed before it ends: they would look for it in vain."""
+    with dashboard_server.serving(*given, **options) as site:
+        try:
+            yield site
+        finally:
+            while PAGES:
+                PAGES.pop().close()
+
+
 @pytest.fixture
 def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
     """Open a page; whatever its console complains of fails the test, unless it was expected."""
     contexts = []
     complaints: list[str] = []
 
-    # The server of a test ends before its page does, which may look for it in between.
-    def open_(address: str, expected: str = "ERR_CONNECTION_REFUSED", **options: Any) -> Page:
+    def open_(address: str, expected: str = "^$", **options: Any) -> Page:
         context = browser.new_context(**{"viewport": DESKTOP} | options)
         contexts.append(context)
         page = context.new_page()
+        PAGES.append(page)
         page.set_default_timeout(PATIENCE_MS)
 
         def complains(text: str) -> None:
@@ -550,7 +565,7 @@ class TestOthers:
     def test_page_says_that_the_dashboard_itself_is_gone(
         self, opened: Callable[..., Page], publisher: Publisher
     ) -> None:
-        with serving(publisher.address) as site:
+        with dashboard_server.serving(publisher.address) as site:
             page = opened(with_token(site), "ERR_|network error|Failed to fetch")
             publisher.says()
             sees(page, "#fresh-word", "LIVE")

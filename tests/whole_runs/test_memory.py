@@ -28,7 +28,7 @@ from torch import nn
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.state import versions
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL
-from diloco_broker.core.story import Story
+from diloco_broker.core.story import KEPT, Story
 from diloco_protocol.messages import Pull
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.core_harness import Puppet, a_stage
@@ -346,6 +346,7 @@ def test_connections_that_came_and_went_leave_nothing_behind() -> None:
             wait_for(lambda: not len(members) and broker._loop.tensors.initial is None)
             sizes.append(population(broker))
     assert sizes[0]["Core"] == 1
+    assert len(broker._loop.core._story) <= 2 * KEPT
     assert sizes[1] == sizes[0]
 
 

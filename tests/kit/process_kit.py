@@ -129,6 +129,7 @@ PRELOADED = [
     "diloco_worker.client",
     "diloco_worker.hook",
     "pytest",
+    "torch._dynamo",  # the first optimizer of a process imports it, for two seconds
 ]
 
 

@@ -1,4 +1,4 @@
-"""Wire dtypes: how a chunk of fp32 values becomes bytes and is read again.
+"""Codecs: how the values of a chunk become bytes, and are read again.
 
 Values are accumulated in fp32 whatever travels. bf16 on the wire means
 `decode(encode(x)) == x.bfloat16().float()`. Bytes are little-endian, as torch keeps them on every
@@ -8,43 +8,81 @@ machine that it supports.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from diloco_protocol.chunks import Segment
-from diloco_protocol.dtypes import check_wire_dtype
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def wire_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a wire dtype's name; raises UsageError for an unknown one."""
-    check_wire_dtype(name)
-    return TORCH_DTYPES[name]
-
-
-def segment_dtype(segment: Segment, parameters: torch.dtype) -> torch.dtype:
-    """What a segment travels in, where parameters travel in `parameters`."""
-    match segment:
-        case Segment.PARAMETERS:
-            return parameters
-        case Segment.BUFFERS:
-            return torch.float32
-        case Segment.INTEGERS:
-            return torch.int64
+from diloco_protocol.chunks import ChunkSpan, Segment
+from diloco_protocol.dtypes import check_wire_dtype, travels_in
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, without a copy. The tensor must not change while the
-    view is being sent: ZeroMQ would put the changed bytes on the wire."""
+    """The memory of a contiguous CPU tensor, without a copy."""
     return tensor.view(torch.uint8).numpy().data
 
 
-def from_bytes(payload: Any, dtype: torch.dtype) -> Tensor:
-    """A 1-D tensor over the payload's memory, without a copy. The payload must not be empty."""
-    return torch.frombuffer(payload, dtype=dtype)
+@dataclass(frozen=True)
+class Codec:
+    """How the values of a chunk travel.
+
+    Attributes:
+        dtype: what the values are rounded to, and kept in, until they are encoded.
+        encode: the bytes of a contiguous 1-D tensor of them, on the CPU.
+        decode: the values of such bytes, 1-D: fp32, int64, or a float dtype that becomes fp32 exactly.
+    """
+
+    dtype: torch.dtype
+    encode: Callable[[Tensor], memoryview]
+    decode: Callable[[Any], Tensor]
+
+
+def _plain(dtype: torch.dtype) -> Codec:
+    """The elements as they lie in memory, and nothing else: no copy in either direction."""
+    return Codec(dtype, as_bytes, partial(torch.frombuffer, dtype=dtype))
+
+
+# By name; `dtypes.SIZES` has the bytes of each.
+CODECS = {
+    "fp32": _plain(torch.float32),
+    "bf16": _plain(torch.bfloat16),
+    "fp16": _plain(torch.float16),
+    "int64": _plain(torch.int64),
+}
+
+
+def segment_dtype(segment: Segment, wire: str = "fp32") -> torch.dtype:
+    """What a segment's values are kept in until they are encoded.
+
+    Args:
+        segment: which one.
+        wire: the wire dtype that parameters travel in; by default as they are at the broker.
+
+    Raises:
+        UsageError: there is no such wire dtype.
+    """
+    check_wire_dtype(wire)
+    return CODECS[travels_in(segment, wire)].dtype
+
+
+def encode_chunk(span: ChunkSpan, values: Tensor, wire: str) -> memoryview:
+    """The bytes of a chunk whose parameters travel in `wire`; `values` are in its `segment_dtype`.
+
+    They may share the memory of the values, which must not change while the bytes are being sent:
+    ZeroMQ would put the changed ones on the wire.
+    """
+    return CODECS[travels_in(span.segment, wire)].encode(values)
+
+
+def decode_chunk(span: ChunkSpan, payload: Any, wire: str) -> Tensor:
+    """The values of a chunk whose parameters travel in `wire`, 1-D: see `Codec.decode`.
+
+    They may share the memory of the payload, which must have the right length, and not be empty.
+    """
+    return CODECS[travels_in(span.segment, wire)].decode(payload)
 
 
 def has_nan(values: Tensor) -> bool:

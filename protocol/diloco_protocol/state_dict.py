@@ -37,7 +37,7 @@ def _segments(part: FragmentLayout, chunks: Sequence[Tensor]) -> dict[Segment, T
     flat = {segment: torch.cat(found) for segment, found in pieces.items()}
     for segment, length in part.lengths.items():  # tensors without elements lie in no chunk
         if not length:
-            flat[segment] = torch.empty(0, dtype=segment_dtype(segment, torch.float32))
+            flat[segment] = torch.empty(0, dtype=segment_dtype(segment))
     return flat
 
 

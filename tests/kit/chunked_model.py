@@ -13,7 +13,7 @@ from diloco_broker.core.effects import PushPart
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.parameters import Done, Parameters
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment, lay_out
-from diloco_protocol.codecs import as_bytes, segment_dtype, wire_dtype
+from diloco_protocol.codecs import as_bytes, segment_dtype
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 
 SHAPES = {
@@ -92,7 +92,7 @@ class ChunkedModel:
     def place(self, fragment: int, values: Tensor) -> None:
         """A donation: these parameters, zeros for the rest."""
         for span in self.layout.fragments[fragment].spans:
-            dtype = segment_dtype(span.segment, torch.float32)
+            dtype = segment_dtype(span.segment)
             part = torch.zeros(span.elements, dtype=dtype)
             if span.segment is Segment.PARAMETERS:
                 part = values[span.start : span.stop]
@@ -128,7 +128,7 @@ class ChunkedModel:
         turn = self.counts[fragment] if count is None else count
         done = []
         for span in self.spans(fragment):
-            payload = wire(gradient[span.start : span.stop], wire_dtype(self.wire))
+            payload = wire(gradient[span.start : span.stop], segment_dtype(span.segment, self.wire))
             assert self.tensors.fold(fragment, span.index, payload, 1.0)
             done += self.tensors.step(fragment, span.index, 1.0, turn)
         return self._took(fragment, done, 1 if count is None else 0)

@@ -23,7 +23,7 @@ from diloco_protocol import (
     unpack,
 )
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import wire_dtype
+from diloco_protocol.codecs import encode_chunk, segment_dtype
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
     Ack,
@@ -174,9 +174,8 @@ class ScriptedBroker:
         fragment = state.layout.fragment
         for span in state.layout.spans:
             values = state.vectors[span.segment][span.start : span.stop]
-            if span.segment.value == "parameters":
-                values = values.to(wire_dtype(self.config.reply_dtype))
-            payload = bytes(values.contiguous().view(torch.uint8).numpy())
+            wire = self.config.reply_dtype
+            payload = bytes(encode_chunk(span, values.to(segment_dtype(span.segment, wire)), wire))
             self.says(Chunk(fragment, span.index, version=what), payload)
         ledger = Ledger({worker: tuple(Counted(push_id) for push_id in counted)})
         self.says(Released(fragment, what, ledger, staleness=staleness))

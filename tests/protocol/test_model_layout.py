@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import Segment, lay_out
-from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, wire_dtype
+from diloco_protocol.codecs import as_bytes
 from diloco_protocol.dtypes import span_bytes
-from diloco_protocol.errors import ProtocolError, UsageError
+from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import pack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, differences, summarise
 from diloco_protocol.messages import Chunk
@@ -135,28 +135,6 @@ def test_manifest_that_cannot_be_used_says_why(
     tensors: tuple[TensorEntry, ...], words: str
 ) -> None:
     assert any(words in problem for problem in Manifest(tensors).problems())
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_wire_dtype_means_torch_s_own_rounding(name: str) -> None:
-    values = torch.randn(1000) * 3
-    dtype = wire_dtype(name)
-    again = from_bytes(bytearray(as_bytes(values.to(dtype))), dtype)
-    assert torch.equal(again.float(), values.to(dtype).float())
-
-
-def test_unknown_wire_dtype_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="'int3'; choose one of fp32, bf16, fp16"):
-        wire_dtype("int3")
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("position", [0, 57, 99])
-def test_one_bad_value_is_found_wherever_it_is(bad: float, position: int) -> None:
-    values = torch.randn(100)
-    assert is_finite(values)
-    values[position] = bad
-    assert not is_finite(values)
 
 
 def test_ledger_remembers_the_last_pushes_and_what_is_partly_counted() -> None:

@@ -33,7 +33,6 @@ from diloco_protocol import (
     UsageError,
 )
 from diloco_protocol.addresses import with_scheme
-from diloco_protocol.codecs import wire_dtype
 from diloco_protocol.messages import BUFFERS, Control, Push, Result
 from diloco_protocol.messages import encode as encode_message
 from diloco_protocol.records import from_plain
@@ -197,7 +196,7 @@ class DiLoCoClient:
         link, pulled = self._require_joined()
         part = pulled.part(fragment)
         dtype = self._wants.get("wire_dtype") or pulled.config.wire_dtype
-        frozen = encode(part, pulled.complete(part, delta), wire_dtype(dtype))
+        frozen = encode(part, pulled.complete(part, delta), dtype)
         if frozen.bad is not None:
             raise UsageError(
                 f"The pseudo-gradient is not finite in {frozen.bad} (in {dtype}); nothing was sent."

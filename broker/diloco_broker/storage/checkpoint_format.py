@@ -190,7 +190,7 @@ def tensors_of_file(layout: FragmentLayout, fragment: FragmentTensors) -> dict[s
     for segment in Segment:
         chunks = [fragment.chunks[span.index] for span in layout.spans if span.segment is segment]
         if chunks:
-            tensors[segment.value] = Chunked(chunks, segment_dtype(segment, torch.float32))
+            tensors[segment.value] = Chunked(chunks, segment_dtype(segment))
     for name, states in fragment.outer.items():
         known = [state for state in states if state is not None]
         if known:

@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco_broker.core.effects import PushPart
 from diloco_broker.tensors.blend import Blend
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
-from diloco_protocol.codecs import from_bytes, is_finite, segment_dtype, wire_dtype
+from diloco_protocol.codecs import decode_chunk, is_finite
 from diloco_protocol.tensor_pool import TensorPool
 
 # Elements that are worked on at a time: a few fp32 pieces of this size stay in the cache of a core.
@@ -163,7 +163,7 @@ class StreamingMean:
 
     Args:
         layout: the fragment's chunks.
-        wire_dtype: what parameters travel in where a contribution says nothing else.
+        wire: what parameters travel in where a contribution says nothing else.
         buffers: where memory for accumulators comes from.
 
     Attributes:
@@ -171,11 +171,11 @@ class StreamingMean:
     """
 
     def __init__(
-        self, layout: FragmentLayout, wire_dtype: torch.dtype, buffers: TensorPool | None = None
+        self, layout: FragmentLayout, wire: str, buffers: TensorPool | None = None
     ) -> None:
         self._spans = layout.spans
         self._buffers = buffers or TensorPool()
-        self._wire_dtype = wire_dtype
+        self._wire = wire
         self._sums: list[Tensor | None] = [None] * layout.chunks
         self._blends: dict[int, Blend] = {}  # of float buffers, by chunk
         # By chunk, the one that has waited longest first.
@@ -184,19 +184,17 @@ class StreamingMean:
         longest = max((span.elements for span in layout.spans), default=0)
         self._scratch = torch.empty(2, min(longest, PIECE_ELEMENTS), dtype=torch.float32)
 
-    def fold(
-        self, index: int, payload: Any, weight: float, dtype: torch.dtype | None = None
-    ) -> bool:
+    def fold(self, index: int, payload: Any, weight: float, wire: str | None = None) -> bool:
         """Add a chunk. Returns False, with nothing changed, when it is not finite.
 
         Args:
             index: chunk number.
             payload: its bytes in wire form, of the right length. They must not change any more.
             weight: finite and positive; ignored for integers.
-            dtype: what this contribution's parameters are in; None: the mean's wire dtype.
+            wire: what this contribution's parameters are in; None: the mean's wire dtype.
         """
-        segment = self._spans[index].segment
-        values = from_bytes(payload, segment_dtype(segment, dtype or self._wire_dtype))
+        span = self._spans[index]
+        segment, values = span.segment, decode_chunk(span, payload, wire or self._wire)
         if segment is Segment.INTEGERS:
             self._fold_maximum(index, values)
             return True
@@ -304,7 +302,7 @@ class StagedReducer:
         return (self._decode(span, part.payload, part.wire_dtype) for part in parts)
 
     def _decode(self, span: ChunkSpan, payload: Any, dtype: str) -> Tensor:
-        values = from_bytes(payload, segment_dtype(span.segment, wire_dtype(dtype)))
+        values = decode_chunk(span, payload, dtype)
         if values.dtype in (torch.float32, torch.int64):
             return values
         return self._scratch[: span.elements].copy_(values)

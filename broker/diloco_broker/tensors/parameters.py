@@ -25,7 +25,7 @@ from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.pool_sizes import bytes_of
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
-from diloco_protocol.codecs import as_bytes, from_bytes, is_finite, segment_dtype, wire_dtype
+from diloco_protocol.codecs import decode_chunk, encode_chunk, is_finite, segment_dtype
 from diloco_protocol.state_dict import cut_chunk
 from diloco_protocol.tensor_pool import TensorPool
 
@@ -80,12 +80,12 @@ class Parameters:
         self._outer = outer
         self.layout = layout
         self._layouts = layout.all
-        self._reply = wire_dtype(reply)
+        self._reply = reply
         self._is_round = is_round
         self._share = share
         self._initial = initial
         self._buffers = buffers = TensorPool()
-        self._means = [StreamingMean(part, wire_dtype(wire), buffers) for part in layout.fragments]
+        self._means = [StreamingMean(part, wire, buffers) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0))
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
@@ -113,18 +113,17 @@ class Parameters:
         span = self._layouts[fragment].spans[index]
         if payload is None:
             assert self._initial is not None
-            dtype = segment_dtype(span.segment, torch.float32)
-            values = self._buffers.take(span.elements, dtype)
+            values = self._buffers.take(span.elements, segment_dtype(span.segment))
             cut_chunk(self._initial, self._layouts[fragment], span, values)
         else:
-            sent = from_bytes(payload, segment_dtype(span.segment, torch.float32))
+            sent = decode_chunk(span, payload, "fp32")
             values = self._buffers.like(sent).copy_(sent)
         reply = self._in_wire_form(fragment, span, values)
         if reply is None:
             return None
         self._masters[fragment][index] = values
         self._make_whole(fragment, index)
-        return as_bytes(reply)
+        return encode_chunk(span, reply, self._reply)
 
     def forget_initial(self) -> None:
         """Let go of the model file's tensors: every chunk has been placed."""
@@ -137,8 +136,7 @@ class Parameters:
 
         `wire` names what the push's parameters are in; None: what the run's are.
         """
-        dtype = None if wire is None else wire_dtype(wire)
-        return self._means[fragment].fold(index, payload, weight, dtype)
+        return self._means[fragment].fold(index, payload, weight, wire)
 
     def inspect(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> float | None:
         """The sum of a chunk's squared values (0 unless they are parameters); None if not finite."""
@@ -282,7 +280,7 @@ class Parameters:
             assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
             reply = self._in_wire_form(fragment, span, master)
         assert reply is not None, "a chunk that could not be sent was stored"
-        return Done(span.index, as_bytes(reply), overflow)
+        return Done(span.index, encode_chunk(span, reply, self._reply), overflow)
 
     def _apply(
         self, fragment: int, span: ChunkSpan, gradient: Gradient | Blend, count: int

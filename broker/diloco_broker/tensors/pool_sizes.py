@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.codecs import segment_dtype
 
@@ -33,4 +31,4 @@ def pool_sizes(layout: ModelLayout, *, remembered: int, means: bool) -> list[int
 
 def bytes_of(span: ChunkSpan) -> int:
     """Of a chunk at the broker."""
-    return span.elements * segment_dtype(span.segment, torch.float32).itemsize
+    return span.elements * segment_dtype(span.segment).itemsize

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from diloco_protocol.chunks import ChunkSpan, Segment
@@ -17,17 +16,17 @@ class Reply:
 
     Args:
         span: which chunk.
-        dtype: of parameters on their way down.
+        wire: what parameters travel in on their way down.
         buffers: where memory for it comes from.
         frozen: it is of the frozen part, which may hold infinities (a causal mask); NaN never.
     """
 
     def __init__(
-        self, span: ChunkSpan, dtype: torch.dtype, buffers: TensorPool, *, frozen: bool = False
+        self, span: ChunkSpan, wire: str, buffers: TensorPool, *, frozen: bool = False
     ) -> None:
         self._is_frozen = frozen
         self._span = span
-        self._dtype = segment_dtype(span.segment, dtype)
+        self._dtype = segment_dtype(span.segment, wire)
         self._buffers = buffers
         self._encoded: Tensor | None = None
         self._added = 0

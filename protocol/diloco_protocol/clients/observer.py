@@ -8,13 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import zmq
 from torch import Tensor
 
 from diloco_protocol.chunks import FragmentLayout, lay_out_plan
 from diloco_protocol.clients.dealer import Dealer
-from diloco_protocol.codecs import from_bytes, segment_dtype, wire_dtype
+from diloco_protocol.codecs import decode_chunk, segment_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import (
@@ -91,12 +90,15 @@ class Observer:
             num_fragments=config.num_fragments,
             chunk_elements=config.chunk_elements,
         )
-        dtype = wire_dtype(config.reply_dtype)
-        found = {part.fragment: self._pull(part, dtype) for part in layout.all if part.chunks}
+        found = {
+            part.fragment: self._pull(part, config.reply_dtype)
+            for part in layout.all
+            if part.chunks
+        }
         versions = tuple(found[part.fragment][1] for part in layout.fragments)
         return ReadModel(assemble(layout, {f: each for f, (each, _) in found.items()}), versions)
 
-    def _pull(self, part: FragmentLayout, dtype: torch.dtype) -> tuple[list[Tensor], VersionId]:
+    def _pull(self, part: FragmentLayout, wire: str) -> tuple[list[Tensor], VersionId]:
         """All chunks of the fragment's newest version; from the beginning where a newer one comes."""
         self._dealer.send(Pull(part.fragment, credit=CREDIT))
         chunks: dict[int, Tensor] = {}
@@ -112,8 +114,8 @@ class Observer:
                 self._dealer.send(Credit(1))
                 if version is not None and message.version == version:
                     span = part.spans[message.index]
-                    values = from_bytes(payload, segment_dtype(span.segment, dtype))
-                    chunks[message.index] = values.to(segment_dtype(span.segment, torch.float32))
+                    values = decode_chunk(span, payload, wire)
+                    chunks[message.index] = values.to(segment_dtype(span.segment))
         return [chunks[index] for index in range(part.chunks)], version
 
     def _await(self, is_it: Callable[[Message], bool]) -> tuple[Message, Any]:

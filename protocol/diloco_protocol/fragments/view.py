@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco_protocol.dtypes import BUFFERS_DTYPE, INTEGER_BYTES, ITEM_BYTES, check_wire_dtype
+from diloco_protocol.dtypes import BUFFERS_DTYPE, INTEGERS_DTYPE, SIZES, check_wire_dtype
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 
 
@@ -69,7 +69,7 @@ def view_of(
     """See `FragmentPlan.view`; the names in each fragment, and the step after which it is due."""
     for name in (wire_dtype, reply_dtype):
         check_wire_dtype(name)
-    up, down = ITEM_BYTES[wire_dtype], ITEM_BYTES[reply_dtype]
+    up, down = SIZES[wire_dtype].element, SIZES[reply_dtype].element
     entries = {entry.name: entry for entry in manifest.entries}
     buffers = sum(map(_buffer_bytes, manifest.entries))
     views = []
@@ -98,6 +98,6 @@ def _parameter(entry: TensorEntry, up: int, down: int) -> ParameterView:
 def _buffer_bytes(entry: TensorEntry) -> int:
     if entry.kind is not Kind.BUFFER:
         return 0
-    return entry.elements * (
-        ITEM_BYTES[BUFFERS_DTYPE] if entry.is_floating_point else INTEGER_BYTES
+    return (
+        entry.elements * SIZES[BUFFERS_DTYPE if entry.is_floating_point else INTEGERS_DTYPE].element
     )

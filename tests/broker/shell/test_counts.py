@@ -15,8 +15,8 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.parameters import Parameters
-from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
-from diloco_protocol.codecs import as_bytes, wire_dtype
+from diloco_protocol import Kind, Manifest, Segment, TensorEntry, lay_out
+from diloco_protocol.codecs import as_bytes, segment_dtype
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.core.downloads import CREDIT_BATCH, DOWNLOAD_WINDOW
 from kit.proxy import MessageProxy, Seen
@@ -191,7 +191,7 @@ def test_fold_and_step_of_a_chunk_allocate_nothing(wire: str, reply: str) -> Non
     )
     for index in range(2):
         tensors.place(0, index)
-    payload = as_bytes(torch.randn(ELEMENTS).to(wire_dtype(wire)))
+    payload = as_bytes(torch.randn(ELEMENTS).to(segment_dtype(Segment.PARAMETERS, wire)))
     mapped = []
     for count in range(6):
         with Allocations(ELEMENTS) as allocations:

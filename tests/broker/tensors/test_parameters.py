@@ -51,7 +51,7 @@ def whole(gradient: Gradient | Blend | None) -> Tensor:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_mean_is_weighted_by_what_reached_the_chunk(name: str) -> None:
-    mean = StreamingMean(a_layout().fragments[0], DTYPES[name])
+    mean = StreamingMean(a_layout().fragments[0], name)
     for _round in range(2):  # the accumulator is used again
         deltas, weights = [torch.randn(4) for _ in range(3)], [1.0, 0.25, 7.0]
         for delta, weight in zip(deltas, weights, strict=True):
@@ -67,7 +67,7 @@ def test_mean_is_weighted_by_what_reached_the_chunk(name: str) -> None:
 def test_integers_take_the_largest_value_whatever_the_order() -> None:
     layout = a_layout().fragments[0]
     index = next(span.index for span in layout.spans if span.segment.value == "integers")
-    mean = StreamingMean(layout, torch.bfloat16)
+    mean = StreamingMean(layout, "bf16")
     for values in ([3, -9], [7, -11], [5, -10]):
         assert mean.fold(index, wire(torch.tensor(values), torch.int64), 2.0)
     got = whole(mean.take(index, 6.0))
@@ -77,7 +77,7 @@ def test_integers_take_the_largest_value_whatever_the_order() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_chunk_that_is_not_finite_leaves_the_accumulator_as_it_was(bad: float, name: str) -> None:
-    mean = StreamingMean(a_layout().fragments[0], DTYPES[name])
+    mean = StreamingMean(a_layout().fragments[0], name)
     poison = torch.tensor([0.0, bad, 0.0, 0.0])
     assert not mean.fold(0, wire(poison, DTYPES[name]), 1.0)
     assert mean.fold(0, wire(torch.ones(4), DTYPES[name]), 1.0)
@@ -211,7 +211,7 @@ def test_staged_mean_has_the_bits_of_the_streaming_mean_in_the_same_order(
 ) -> None:
     deltas = [torch.randn(19) for _ in range(workers)]
     weights = (torch.rand(workers) + 0.1).tolist()
-    streaming = StreamingMean(a_layout(64).fragments[0], DTYPES[name])
+    streaming = StreamingMean(a_layout(64).fragments[0], name)
     total = torch.zeros(19)
     for position, (delta, weight) in enumerate(zip(deltas, weights, strict=True)):
         streaming.fold(PARAMETERS, wire(delta, DTYPES[name]), weight)

@@ -43,7 +43,7 @@ def test_mean_has_the_same_bits_however_many_contributions_are_held(
 ) -> None:
     monkeypatch.setattr(aggregate, "HELD", held)
     dice = random.Random(held)
-    mean = StreamingMean(a_layout().fragments[0], DTYPES[name])
+    mean = StreamingMean(a_layout().fragments[0], name)
     weights = [1.0, 0.3, 7.0, 1.0]
     deltas = [[torch.randn(ELEMENTS).to(DTYPES[name]) for _ in weights] for _ in range(CHUNKS)]
     comes = [(index, n) for index in range(CHUNKS) for n in range(len(weights))]
@@ -69,11 +69,11 @@ def test_contributions_to_one_mean_may_differ_in_wire_dtype(
     held: int, order: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aggregate, "HELD", held)
-    mean = StreamingMean(a_layout().fragments[0], torch.bfloat16)
+    mean = StreamingMean(a_layout().fragments[0], "bf16")
     weights = [1.0, 0.3, 7.0]
     deltas = [torch.randn(ELEMENTS).to(DTYPES[name]) for name in order]
-    for delta, weight in zip(deltas, weights, strict=True):
-        assert mean.fold(0, wire(delta, delta.dtype), weight, delta.dtype)
+    for name, delta, weight in zip(order, deltas, weights, strict=True):
+        assert mean.fold(0, wire(delta, delta.dtype), weight, name)
     gradient = mean.take(0, sum(weights))
     assert gradient is not None
     assert torch.equal(gradient.whole(), added_up(deltas, weights))
@@ -143,7 +143,7 @@ def test_overflow_in_any_piece_leaves_no_trace_of_the_others(reply: str, place: 
 @pytest.mark.parametrize("place", [0, PIECE_ELEMENTS, ELEMENTS - 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_contribution_with_a_bad_value_anywhere_is_not_held(bad: float, place: int) -> None:
-    mean = StreamingMean(a_layout().fragments[0], torch.bfloat16)
+    mean = StreamingMean(a_layout().fragments[0], "bf16")
     delta = torch.randn(ELEMENTS)
     delta[place] = bad
     assert not mean.fold(0, wire(delta.bfloat16(), torch.bfloat16), 1.0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError, lay_out
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import segment_dtype, wire_dtype
+from diloco_protocol.codecs import segment_dtype
 from diloco_protocol.dtypes import span_bytes
 from diloco_worker.model import model_tensors
 from diloco_worker.model.flat_state import FlatState, WireFragment
@@ -208,7 +208,8 @@ def test_delta_is_global_minus_local_as_the_peer_reads_it(
             continue
         difference = before[name].float() - after[name].float()
         squares += float((difference.double() ** 2).sum())
-        assert torch.equal(peer.of(place), difference.to(wire_dtype(wire)).float()), name
+        travelled = difference.to(segment_dtype(place.segment, wire)).float()
+        assert torch.equal(peer.of(place), travelled), name
     assert delta.norm == pytest.approx(squares**0.5, rel=1e-5)
 
 
@@ -336,7 +337,7 @@ def test_donated_values_are_fp32_whatever_the_model_is() -> None:
         captured = tensors.capture(part)
         peer = received(captured.wire(), "fp32")
         for place in part.places:
-            dtype = segment_dtype(place.segment, torch.float32)
+            dtype = segment_dtype(place.segment)
             assert torch.equal(peer.of(place), made.state_dict()[place.entry.name].to(dtype))
 
 
@@ -502,6 +503,6 @@ def test_norm_of_a_delta_is_right_also_where_squares_do_not_fit_in_fp32(size: fl
     values = size * torch.randn(1000, generator=torch.Generator().manual_seed(3))
     manifest = Manifest((TensorEntry("w", (1000,), "float32", Kind.TRAINABLE),))
     layout = lay_out(manifest).fragments[0]
-    delta = model_tensors.encode(layout, {"w": values}, torch.bfloat16)
+    delta = model_tensors.encode(layout, {"w": values}, "bf16")
     assert delta.bad is None
     assert delta.norm == pytest.approx(float(values.double().norm()), rel=1e-4)

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from diloco_protocol.dtypes import ITEM_BYTES
+from diloco_protocol.dtypes import SIZES
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def data_parallel_bytes(settings: Settings, parameters: int) -> int:
 
     steps x workers x trainable parameters x (up + down bytes for each at our wire dtypes).
     """
-    per_parameter = ITEM_BYTES[settings.wire_dtype] + ITEM_BYTES[settings.reply_dtype]
+    per_parameter = SIZES[settings.wire_dtype].element + SIZES[settings.reply_dtype].element
     return settings.steps * settings.workers * parameters * per_parameter
 
 
@@ -126,8 +126,8 @@ def data_parallel_formula(settings: Settings, parameters: int) -> str:
     return (
         f"data-parallel bytes = steps x workers x trainable parameters x (up + down bytes) = "
         f"{settings.steps} x {settings.workers} x {parameters:,} x "
-        f"({ITEM_BYTES[settings.wire_dtype]} in {settings.wire_dtype} + "
-        f"{ITEM_BYTES[settings.reply_dtype]} in {settings.reply_dtype}) = "
+        f"({SIZES[settings.wire_dtype].element} in {settings.wire_dtype} + "
+        f"{SIZES[settings.reply_dtype].element} in {settings.reply_dtype}) = "
         f"{data_parallel_bytes(settings, parameters):,}"
     )
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diloco_protocol import Segment, TensorEntry
 from diloco_protocol.chunks import FragmentLayout, Place
-from diloco_protocol.codecs import as_bytes, from_bytes, segment_dtype, wire_dtype
+from diloco_protocol.codecs import decode_chunk, encode_chunk, segment_dtype
 from diloco_protocol.tensor_pool import mapped
 
 
@@ -40,7 +40,7 @@ class FlatState:
     def empty(cls, layout: FragmentLayout, *, pinned: bool = False) -> FlatState:
         """Room for a fragment, not initialised."""
         vectors = {
-            segment: _room(length, segment_dtype(segment, torch.float32), pinned=pinned)
+            segment: _room(length, segment_dtype(segment), pinned=pinned)
             for segment, length in layout.lengths.items()
             if length
         }
@@ -63,7 +63,7 @@ class FlatState:
             wire: the wire dtype that parameters travel in.
         """
         span = self.layout.spans[index]
-        values = from_bytes(payload, segment_dtype(span.segment, wire_dtype(wire)))
+        values = decode_chunk(span, payload, wire)
         self.vectors[span.segment][span.start : span.stop].copy_(values)
 
     def by_name(self) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ class FlatState:
 
     def wire(self) -> WireFragment:
         """These values as they are, fp32, for a donation; shares this memory."""
-        return WireFragment(self.layout, self.vectors)
+        return WireFragment(self.layout, self.vectors, "fp32")
 
     def norm(self) -> float:
         """Euclidean length of the parameters."""
@@ -82,15 +82,16 @@ class FlatState:
 
 @dataclass(frozen=True)
 class WireFragment:
-    """What a push sends: one vector for each segment, in the dtype it travels in. Never changed."""
+    """What a push sends: one vector for each segment, in its `segment_dtype`. Never changed."""
 
     layout: FragmentLayout
     vectors: Mapping[Segment, Tensor]
+    dtype: str  # the wire dtype of parameters
 
     def chunk(self, index: int) -> memoryview:
-        """The bytes of one chunk, without a copy."""
+        """The bytes of one chunk."""
         span = self.layout.spans[index]
-        return as_bytes(self.vectors[span.segment][span.start : span.stop])
+        return encode_chunk(span, self.vectors[span.segment][span.start : span.stop], self.dtype)
 
     def taken_from(self, base: FlatState) -> FlatState:
         """Where the model was when this was frozen: what it held of `base` minus this, rounded."""

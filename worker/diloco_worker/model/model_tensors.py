@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from diloco_protocol import Manifest, Segment, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, Place
-from diloco_protocol.codecs import is_finite, segment_dtype, wire_dtype
+from diloco_protocol.codecs import is_finite, segment_dtype
 from diloco_protocol.tensor_pool import TensorPool, mapped
 from diloco_worker.model.flat_state import FlatState, WireFragment, held
 from diloco_worker.model.merging import Change, wait_for_copies
@@ -148,7 +148,7 @@ class ModelTensors:
         base: FlatState | None = None,
     ) -> Delta:
         """`encode` into memory that no earlier delta is sent from any more."""
-        return encode(layout, tensors, wire_dtype(dtype_name), base, self._buffers.take)
+        return encode(layout, tensors, dtype_name, base, self._buffers.take)
 
     def bring_in(self, change: Change) -> None:
         """Change the model's own tensors, so that the optimizer's references stay valid.
@@ -196,7 +196,7 @@ class ModelTensors:
 def encode(
     layout: FragmentLayout,
     tensors: Mapping[str, Tensor],
-    dtype: torch.dtype,
+    dtype: str,
     base: FlatState | None = None,
     room: Callable[[int, torch.dtype], Tensor] = mapped,
 ) -> Delta:
@@ -230,14 +230,14 @@ def encode(
             encoded.copy_(values)
             # Finite squares have finite roots, far below what bf16 can hold: no second look at them.
             square = float(torch.dot(values, values))
-            is_fine = math.isfinite(square) and dtype in _WIDE
+            is_fine = math.isfinite(square) and encoded.dtype in _WIDE
             if not is_fine and not is_finite(encoded):
                 bad = bad or place.entry.name
                 continue
             if not math.isfinite(square):  # large elements: fp64 has room for their squares
                 square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
             squares += square
-    return Delta(WireFragment(layout, wire), math.sqrt(squares), bad)
+    return Delta(WireFragment(layout, wire, dtype), math.sqrt(squares), bad)
 
 
 def _on_cuda(tensors: Iterable[Tensor]) -> bool:

@@ -25,7 +25,7 @@ from diloco_protocol import (
     VersionId,
 )
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import segment_dtype, wire_dtype
+from diloco_protocol.codecs import segment_dtype
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.version import as_hex, from_hex
@@ -228,7 +228,7 @@ def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:
         given = plain[name]
         return None if given is None else FlatState(part, _vectors(part, given, "fp32"))
 
-    return DeltaValues(WireFragment(part, wire), copy_of("frozen"), copy_of("anchor"))
+    return DeltaValues(WireFragment(part, wire, dtype), copy_of("frozen"), copy_of("anchor"))
 
 
 def _vectors(part: FragmentLayout, plain: object, dtype: str) -> dict[Segment, Tensor]:
@@ -237,7 +237,7 @@ def _vectors(part: FragmentLayout, plain: object, dtype: str) -> dict[Segment, T
     for segment, length in part.lengths.items():
         if not length:
             continue
-        vector, wanted = given[segment.value], segment_dtype(segment, wire_dtype(dtype))
+        vector, wanted = given[segment.value], segment_dtype(segment, dtype)
         if not isinstance(vector, Tensor):
             raise TypeError(f"{segment.value} is a {type(vector).__name__}, not a tensor")
         if tuple(vector.shape) != (length,) or vector.dtype != wanted:

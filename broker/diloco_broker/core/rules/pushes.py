@@ -20,7 +20,7 @@ from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, Segment
-from diloco_protocol.dtypes import BUFFERS_DTYPE, INTEGERS_DTYPE, WIRE_DTYPES, span_bytes
+from diloco_protocol.dtypes import WIRE_DTYPES, span_bytes, travels_in
 from diloco_protocol.errors import Code, ProtocolError
 
 # A weight is a count of tokens or samples; more than this in one round is a mistake. So is less than
@@ -187,14 +187,9 @@ def _check_chunk(chunk: messages.Chunk, payload: Any, layout: FragmentLayout, wi
     wanted = span_bytes(span, wire)
     size = int(payload.nbytes)
     if size != wanted:
-        names = {
-            Segment.PARAMETERS: wire,
-            Segment.BUFFERS: BUFFERS_DTYPE,
-            Segment.INTEGERS: INTEGERS_DTYPE,
-        }
         raise ProtocolError(
             Code.BAD_CHUNK,
             f"Chunk {chunk.index} has {size} bytes, it must have {wanted}: "
-            f"{span.elements} elements in {names[span.segment]}.",
+            f"{span.elements} elements in {travels_in(span.segment, wire)}.",
         )
     return size

@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from diloco_broker.core.rules import liveness
+from diloco_worker.core.timeouts import SILENT_BEATS
 from kit.core_harness import a_config
 from simulation.network import Weather
 from simulation.simulator import Scenario, Simulation, Troubles
@@ -37,6 +38,9 @@ H, STEP_S = 4, 225.0  # a worker of speed 1 makes its H steps in a quarter of an
 SPEEDS = (0.85, 1.2)
 # How often the broker sends a silent worker a word; it is a second in earnest.
 PROBE_S = 600.0
+HEARTBEAT_S = 400.0
+# A connection that never breaks counts as broken after this silence.
+SILENCE_S = SILENT_BEATS * HEARTBEAT_S
 
 
 def troubles(days: float) -> Troubles:
@@ -90,7 +94,7 @@ def a_week(mode: str, days: float = 7.0) -> Scenario:
         goal=1,
         troubles=troubles(days),
         weather=Weather(stall=0.0, chunk_s=(0.5, 3.0)),
-        habits={"look_s": 600.0, "heartbeat_interval": 400.0},
+        habits={"look_s": 600.0, "heartbeat_interval": HEARTBEAT_S},
         save_s=5.0,
         tick_s=10.0,
         watch_s=120.0,
@@ -109,7 +113,8 @@ class Figures:
         useful: inner steps inside the final versions, of all that were trained; a step counts for each
             fragment as its share of them.
         useful_unharmed: the same for workers that were never killed, up to the push that was open.
-        lost_a_kill: steps lost with each killed process: mean and most.
+        lost_a_kill: steps lost with each killed process: mean of all, most of those not `behind_a_stop`.
+        lost_behind_stop: most that one of the others lost, beyond what it trains in `SILENCE_S`.
         lost_more: killed processes that lost more than H: their push was on its way, or waited for its
             round, and they trained on.
         averaged: share of the workers alive throughout a round that were averaged in it.
@@ -127,6 +132,7 @@ class Figures:
     useful: float
     useful_unharmed: float
     lost_a_kill: tuple[float, float]
+    lost_behind_stop: float
     lost_more: int
     averaged: float
     to_next_round_s: tuple[float, float]
@@ -168,7 +174,8 @@ def figures(mode: str, run: Simulation, cpu_s: float) -> Figures:
     trained = {p.name: pieces * (p.training.step - p.habits.first_step) for p in run.processes}
     unharmed = [p for p in run.processes if p.name not in killed]
     closed = sum(up_to_open_push(p, flying) for p in unharmed)
-    lost = [(trained[name] - applied.get(name, 0)) / pieces for name in killed]
+    lost = {name: (trained[name] - applied.get(name, 0)) / pieces for name in killed}
+    behind = {name: SILENCE_S * speed for name, speed in behind_a_stop(run).items() if name in lost}
     rounds = run.referee.rounds or []
     ends = [made.ended_at for made in rounds]
     waits = [
@@ -184,8 +191,9 @@ def figures(mode: str, run: Simulation, cpu_s: float) -> Figures:
         sum(record.ending == "counted" for record in run.referee.records.values()),
         sum(applied.values()) / sum(trained.values()),
         sum(applied.get(p.name, 0) for p in unharmed) / closed,
-        (statistics.mean(lost), max(lost)),
-        sum(steps > H for steps in lost),
+        (statistics.mean(lost.values()), max(lost[name] for name in lost.keys() - behind.keys())),
+        max((lost[name] - alone for name, alone in behind.items()), default=0.0),
+        sum(steps > H for steps in lost.values()),
         share_averaged(run),
         (statistics.median(waits), max(waits)),
         run.referee.lives.number - 1,
@@ -194,6 +202,22 @@ def figures(mode: str, run: Simulation, cpu_s: float) -> Figures:
         run.world.events,
         cpu_s,
     )
+
+
+def behind_a_stop(run: Simulation) -> dict[str, float]:
+    """Speeds of the processes that ended soon after their broker was stopped, to be started again.
+
+    A worker that is told "the broker restarts" trains on and waits for nothing until it is welcome.
+    Where its connection never shows that the broker is gone, that is after `SILENCE_S`; what it has in
+    flight then waits for its round, a cycle at most.
+    """
+    window = SILENCE_S + run.scenario.cycle_s
+    stops = [fault.at for fault in run.accidents.faults if fault.kind == "stop"]
+    return {
+        each.name: each.habits.speed
+        for each in run.processes
+        if each.ended_at is not None and any(0 <= each.ended_at - at <= window for at in stops)
+    }
 
 
 def steps_by_process(run: Simulation) -> tuple[dict[str, int], dict[str, int]]:
@@ -263,6 +287,7 @@ def table(found: Sequence[Figures]) -> str:
         ("useful work, never killed", [f"{each.useful_unharmed:.4f}" for each in found]),
         (f"steps lost a kill (H = {H})", [f"{each.lost_a_kill[0]:.2f}" for each in found]),
         ("  most", [f"{each.lost_a_kill[1]:g}" for each in found]),
+        ("  most behind a stop", [f"{each.lost_behind_stop:.2f}" for each in found]),
         ("  kills that lost more than H", [str(each.lost_more) for each in found]),
         ("alive and averaged", [f"{each.averaged:.4f}" for each in found]),
         ("fault to next round, median s", [f"{each.to_next_round_s[0]:.0f}" for each in found]),

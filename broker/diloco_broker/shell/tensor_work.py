@@ -21,7 +21,7 @@ from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.shell.work_queue import WorkQueue
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import load_into, put_back
-from diloco_broker.tensors.outer.make import Outer, make_outer, remembered, share_of
+from diloco_broker.tensors.outer.make import Outer, make_outer, share_of
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import Parameters
 from diloco_broker.tensors.pool_sizes import pool_sizes
@@ -157,8 +157,8 @@ class TensorExecutor:
         """What to have memory at hand for; a checkpoint's tensors are there already."""
         if self._checkpoint is not None:
             return []
-        kept = remembered(self._config, self._outer)
-        return pool_sizes(layout, remembered=kept, means=not self._config.is_staged)
+        means = not self._config.is_staged
+        return pool_sizes(layout, remembered=self._outer.remembers, means=means)
 
     def close(self) -> None:
         """End what goes on beside."""

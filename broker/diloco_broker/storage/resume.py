@@ -12,8 +12,8 @@ from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, NotPermitted
 from diloco_broker.storage.checkpoint_format import Checkpoint, FragmentTensors, TensorStore
 from diloco_broker.storage.own_plan import Split, check_same
+from diloco_broker.tensors.outer.chunked import DELAYED
 from diloco_broker.tensors.outer.make import outer_kind
-from diloco_broker.tensors.outer.state import DELAYED
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.errors import UsageError
 

@@ -18,9 +18,15 @@ from diloco_broker.core.effects import PushPart
 from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
-from diloco_broker.tensors.outer.chunked import ChunkOuter, DelayedNesterovByGroup, Nesterov
+from diloco_broker.tensors.outer.chunked import (
+    DELAYED,
+    ChunkOuter,
+    DelayedNesterovByGroup,
+    Nesterov,
+    State,
+    without_buffer,
+)
 from diloco_broker.tensors.outer.make import Outer
-from diloco_broker.tensors.outer.state import DELAYED, State, without_buffer
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.pool_sizes import bytes_of
 from diloco_broker.tensors.reply_chunk import Reply
@@ -226,7 +232,7 @@ class Parameters:
         Raises:
             UsageError: when a factory of outer optimizers fails.
         """
-        self._masters[fragment] = list(masters)
+        self._masters[fragment][:] = masters
         for index in range(len(masters)):
             found = {name: tensors[index] for name, tensors in outer_state.items()}
             self._states[fragment][index] = {n: t for n, t in found.items() if t is not None}
@@ -263,8 +269,7 @@ class Parameters:
             return []
         overflowed: set[int] = set()
         for turn, found in enumerate(turns, start=count):
-            masters, states = self._masters[fragment], self._states[fragment]
-            overflowed |= whole.advance(masters, states, found, turn, self._fits)
+            overflowed |= whole.advance(found, turn)
         spans = self._layouts[fragment].spans
         return [
             self._done(fragment, span, span.index in overflowed)
@@ -355,7 +360,9 @@ class Parameters:
             for span in layout.spans
             if span.segment is Segment.PARAMETERS
         ):
-            self._wholes[fragment] = WholeTensors(self._outer, layout, masters)
+            self._wholes[fragment] = WholeTensors(
+                self._outer, layout, masters, self._states[fragment], self._fits
+            )
 
     def _is_parameters(self, fragment: int, index: int) -> bool:
         return self._layouts[fragment].spans[index].segment is Segment.PARAMETERS

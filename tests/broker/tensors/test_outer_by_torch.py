@@ -29,9 +29,8 @@ from torch.nn import Parameter
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.tensors.outer.chunked import (
+    Buffered,
     DelayedNesterov,
-    DirectDelayed,
-    FedBuff,
     Nesterov,
     Sgd,
 )
@@ -375,9 +374,9 @@ def test_paper_s_form_names_the_group_that_has_no_momentum() -> None:
         ),
         (
             {"workers": 4, "mode": "async", "dn_variant": "direct"},
-            DirectDelayed(Nesterov(0.7, 0.9), 4),
+            Buffered(Nesterov(0.7, 0.9), 4, is_direct=True),
         ),
-        ({"outer": "fedbuff", "dn_buffer": 3}, FedBuff(Nesterov(0.7, 0.9), 3)),
+        ({"outer": "fedbuff", "dn_buffer": 3}, Buffered(Nesterov(0.7, 0.9), 3)),
         ({"outer": "dn"}, DelayedNesterov(0.7, 0.9, 1)),
     ],
 )

@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from diloco_broker.tensors.outer.chunked import (
+    Buffered,
     DelayedNesterov,
-    DirectDelayed,
-    FedBuff,
     Nesterov,
     Sgd,
+    State,
 )
 from diloco_broker.tensors.outer.make import Outer
-from diloco_broker.tensors.outer.state import State
 from diloco_broker.tensors.outer.torch_fragment import FragmentParameters
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import Done
@@ -56,8 +55,8 @@ OUTERS: dict[str, Outer] = {
     "sgd": Sgd(ETA, 1 / N),
     "dn": DelayedNesterov(ETA, MU, N),
     "dn-c": DelayedNesterov(ETA, MU, N, 0.2),
-    "direct": DirectDelayed(Nesterov(ETA, MU), N),
-    "fedbuff": FedBuff(Nesterov(ETA, MU), N),
+    "direct": Buffered(Nesterov(ETA, MU), N, is_direct=True),
+    "fedbuff": Buffered(Nesterov(ETA, MU), N),
 }
 BY_FACTORY: dict[str, Outer] = {
     "torch": TorchOuter(adamw),
@@ -236,7 +235,7 @@ def test_direct_counts_gradients_twice() -> None:
     """N equal gradients g, no momentum: the paper's form moves by eta g, direct by eta N g."""
     outers: dict[Outer, int] = {
         DelayedNesterov(ETA, 0.0, N): 1,
-        DirectDelayed(Nesterov(ETA, 0.0), N): N,
+        Buffered(Nesterov(ETA, 0.0), N, is_direct=True): N,
     }
     for outer, times in outers.items():
         model = ChunkedModel(outer)
@@ -322,8 +321,8 @@ def test_step_that_is_not_finite_leaves_no_trace(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", ["fedbuff", "direct", "dn", "torch-fedbuff", "torch-direct"])
 def test_sum_that_overflows_leaves_the_buffer_as_it_was(name: str) -> None:
     outers: dict[str, Outer] = {
-        "fedbuff": FedBuff(Nesterov(1e-20, MU), N),
-        "direct": DirectDelayed(Nesterov(1e-20, MU), N),
+        "fedbuff": Buffered(Nesterov(1e-20, MU), N),
+        "direct": Buffered(Nesterov(1e-20, MU), N, is_direct=True),
         "dn": DelayedNesterov(1e-20, MU, N),
         "torch-fedbuff": TorchOuter(lambda p: torch.optim.SGD(p, lr=1e-20), "fedbuff", N),
         "torch-direct": TorchOuter(lambda p: torch.optim.SGD(p, lr=1e-20), "direct", N),
@@ -412,7 +411,7 @@ def test_buffer_that_does_not_fit_is_thrown_away_and_momentum_kept(name: str, ki
 @pytest.mark.parametrize("name", ["fedbuff", "torch-fedbuff"])
 def test_buffer_that_can_never_be_applied_is_thrown_away(name: str) -> None:
     outers: dict[str, Outer] = {
-        "fedbuff": FedBuff(Nesterov(ETA, MU), N),
+        "fedbuff": Buffered(Nesterov(ETA, MU), N),
         "torch-fedbuff": TorchOuter(sgd, "fedbuff", N),
     }
     model, twin = (ChunkedModel(outers[name], reply="fp16") for _ in range(2))

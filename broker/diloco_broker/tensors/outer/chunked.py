@@ -10,7 +10,7 @@ a gradient of 0, or D would go into the next boundary with up to 2N - 1 gradient
     nesterov   -                               Nesterov step on g                   arXiv 2311.08105
     dn paper   theta -= eta (c mu m + g/N)     m <- mu m + mean;                    arXiv 2401.09135
                                                theta -= eta ((1 - cN + c) mu m + g/N)
-    dn direct  theta -= eta g                  Nesterov step on the mean            see DirectDelayed
+    dn direct  theta -= eta g                  Nesterov step on the mean            see Buffered
     fedbuff    -                               Nesterov step on the mean            arXiv 2106.06639
     sgd        theta -= eta share g            the same
 
@@ -20,27 +20,65 @@ step whose result cannot be used must leave no trace and a state that is being s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, empty_like
 
-from diloco_broker.tensors.outer.state import DELAYED, MOMENTUM, New, Rate, State, added
+State = Mapping[str, Tensor]
+"""What is remembered of one chunk, by name; a name is missing before its first use. It never changes."""
+
+Stepped = tuple[Tensor, State]
+"""New parameters and new state."""
+
+New = Callable[[Tensor], Tensor]
+"""Returns an uninitialised tensor like the one given."""
+
+MOMENTUM = "momentum"  # m
+DELAYED = "delayed"  # D, the sum of the gradients in the buffer
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Elements [start, stop) of a chunk that have the same learning rate and momentum."""
+
+    start: int
+    stop: int
+    lr: float
+    momentum: float = 0.0
+
+
+def added(state: State, gradient: Tensor, new: New = empty_like) -> Tensor:
+    """The buffer's sum with one more gradient, in a new tensor."""
+    total = state.get(DELAYED)
+    if total is None:
+        return new(gradient).copy_(gradient)
+    return torch.add(total, gradient, out=new(gradient))
+
+
+def without_buffer(state: State) -> State:
+    """The same without the gradients in the buffer."""
+    return {name: tensor for name, tensor in state.items() if name != DELAYED}
 
 
 class ChunkOuter(Protocol):
-    """An outer optimizer that works on one chunk at a time."""
+    """An outer optimizer that works on one chunk at a time.
+
+    Attributes:
+        size: N, the gradients in a buffer; 1 where there is none.
+        remembers: how many tensors of the size of a chunk its state is.
+    """
+
+    remembers: ClassVar[int]
 
     @property
-    def size(self) -> int:
-        """N, the gradients in a buffer; 1 where there is none."""
-        ...
+    def size(self) -> int: ...
 
     def step(
         self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = ...
-    ) -> tuple[Tensor, State]:
+    ) -> Stepped:
         """New parameters and new state; `gradient` may be used as scratch.
 
         Args:
@@ -68,19 +106,15 @@ class Nesterov:
     """
 
     size: ClassVar[int] = 1
+    remembers: ClassVar[int] = 1
 
     lr: float
     momentum: float
     nesterov: bool = True
 
     def step(
-        self,
-        theta: Tensor,
-        gradient: Tensor,
-        state: State,
-        count: int = 0,
-        new: New = torch.empty_like,
-    ) -> tuple[Tensor, State]:
+        self, theta: Tensor, gradient: Tensor, state: State, count: int = 0, new: New = empty_like
+    ) -> Stepped:
         return self.step_by_pieces(theta, [gradient], state, new)
 
     def step_by_pieces(
@@ -88,9 +122,9 @@ class Nesterov:
         theta: Tensor,
         gradient: Iterable[Tensor],
         state: State,
-        new: New = torch.empty_like,
+        new: New = empty_like,
         made: Callable[[Tensor], object] = lambda _: None,
-    ) -> tuple[Tensor, State]:
+    ) -> Stepped:
         """`step` with the gradient in pieces of equal length (the last may be shorter).
 
         Args:
@@ -122,18 +156,14 @@ class Sgd:
     """theta <- theta - eta share g: no momentum, each submission for its share of the workers."""
 
     size: ClassVar[int] = 1
+    remembers: ClassVar[int] = 0
 
     lr: float
     share: float = 1.0
 
     def step(
-        self,
-        theta: Tensor,
-        gradient: Tensor,
-        state: State,
-        count: int = 0,
-        new: New = torch.empty_like,
-    ) -> tuple[Tensor, State]:
+        self, theta: Tensor, gradient: Tensor, state: State, count: int = 0, new: New = empty_like
+    ) -> Stepped:
         return torch.add(theta, gradient, alpha=-self.lr * self.share, out=new(theta)), {}
 
 
@@ -149,19 +179,16 @@ class DelayedNesterov:
     the momentum is spread over the N steps: c of it with each, the rest at the boundary.
     """
 
+    remembers: ClassVar[int] = 2
+
     lr: float
     momentum: float
     size: int
     c: float = 0.0
 
     def step(
-        self,
-        theta: Tensor,
-        gradient: Tensor,
-        state: State,
-        count: int,
-        new: New = torch.empty_like,
-    ) -> tuple[Tensor, State]:
+        self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = empty_like
+    ) -> Stepped:
         total = added(state, gradient, new)
         momentum = state.get(MOMENTUM)
         if (count + 1) % self.size:
@@ -179,55 +206,34 @@ class DelayedNesterov:
 
 
 @dataclass(frozen=True)
-class DirectDelayed:
-    """A simpler reading of Delayed Nesterov, for comparison (`--dn-variant direct`).
+class Buffered:
+    """A buffer of N gradients, then one step on their mean (Nguyen et al. 2022, arXiv 2106.06639).
 
         D <- D + g
         at a boundary:  theta <- inner step on D/N;  D <- 0
-        otherwise:      theta <- theta - eta g
+        otherwise:      theta <- theta - eta g, where `is_direct`
 
-    It counts gradients twice: all but the last of a buffer are applied whole as they come, and once
+    With `is_direct` it is a simpler reading of Delayed Nesterov, for comparison (`--dn-variant direct`).
+    That counts gradients twice: all but the last of a buffer are applied whole as they come, and once
     more, with the last, in the mean. N equal gradients g from a fresh start with mu = 0 move theta by
     eta N g, where the paper's form moves it by eta g. broker/ALGORITHMS.md has measurements.
     """
 
-    inner: Nesterov
-    size: int
-
-    def step(
-        self,
-        theta: Tensor,
-        gradient: Tensor,
-        state: State,
-        count: int,
-        new: New = torch.empty_like,
-    ) -> tuple[Tensor, State]:
-        total = added(state, gradient, new)
-        if (count + 1) % self.size:
-            moved = torch.add(theta, gradient, alpha=-self.inner.lr, out=new(theta))
-            return moved, {**state, DELAYED: total}
-        return self.inner.step(theta, total.div_(self.size), state, count, new)
-
-
-@dataclass(frozen=True)
-class FedBuff:
-    """A buffer of N gradients, then one step on their mean (Nguyen et al. 2022, arXiv 2106.06639)."""
+    remembers: ClassVar[int] = 2
 
     inner: Nesterov
     size: int
+    is_direct: bool = False
 
     def step(
-        self,
-        theta: Tensor,
-        gradient: Tensor,
-        state: State,
-        count: int,
-        new: New = torch.empty_like,
-    ) -> tuple[Tensor, State]:
+        self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = empty_like
+    ) -> Stepped:
         total = added(state, gradient, new)
-        if (count + 1) % self.size:
-            return theta, {**state, DELAYED: total}
-        return self.inner.step(theta, total.div_(self.size), state, count, new)
+        if (count + 1) % self.size == 0:
+            return self.inner.step(theta, total.div_(self.size), state, count, new)
+        if self.is_direct:
+            theta = torch.add(theta, gradient, alpha=-self.inner.lr, out=new(theta))
+        return theta, {**state, DELAYED: total}
 
 
 @dataclass(frozen=True)
@@ -238,18 +244,15 @@ class DelayedNesterovByGroup:
         rates: covers the chunk, in order.
     """
 
+    remembers: ClassVar[int] = 2
+
     rates: Sequence[Rate]
     size: int
     c: float
 
     def step(
-        self,
-        theta: Tensor,
-        gradient: Tensor,
-        state: State,
-        count: int,
-        new: New = torch.empty_like,
-    ) -> tuple[Tensor, State]:
+        self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = empty_like
+    ) -> Stepped:
         stepped = []
         for rate in self.rates:
             part = slice(rate.start, rate.stop)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Callable
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.tensors.outer.chunked import (
+    Buffered,
     ChunkOuter,
     DelayedNesterov,
-    DirectDelayed,
-    FedBuff,
     Nesterov,
     Sgd,
 )
@@ -19,13 +18,29 @@ from diloco_protocol.errors import UsageError
 
 Outer = ChunkOuter | TorchOuter
 
-# Tensors of the size of a chunk that an outer optimizer remembers of it; others: one.
-REMEMBERED = {"sgd": 0, "nesterov": 1, "fedbuff": 2, "dn": 2}
+
+def _nesterov(config: BrokerConfig) -> Nesterov:
+    return Nesterov(config.outer_lr, config.outer_momentum, config.nesterov)
 
 
-def remembered(config: BrokerConfig, outer: Outer) -> int:
-    """How many tensors of the size of a chunk there will be for each chunk besides its value."""
-    return 0 if isinstance(outer, TorchOuter) else REMEMBERED.get(config.outer_name, 1)
+def _delayed(config: BrokerConfig) -> ChunkOuter:
+    if config.dn_variant == "direct":
+        return Buffered(_nesterov(config), config.dn_size, is_direct=True)
+    if not config.nesterov:
+        raise UsageError(
+            "--no-nesterov does not go with Delayed Nesterov; leave it out, or choose "
+            "--outer fedbuff or --dn-variant direct."
+        )
+    return DelayedNesterov(config.outer_lr, config.outer_momentum, config.dn_size, config.dn_c)
+
+
+OUTERS: dict[str, Callable[[BrokerConfig], ChunkOuter]] = {
+    "nesterov": _nesterov,
+    "dn": _delayed,
+    "fedbuff": lambda config: Buffered(_nesterov(config), config.dn_size),
+    "sgd": lambda config: Sgd(config.outer_lr, share_of(config)),
+}
+"""What makes each that can be named with `--outer`, but where a factory makes the optimizers."""
 
 
 def outer_kind(config: BrokerConfig, has_own_optimizer: bool) -> str:
@@ -52,26 +67,7 @@ def make_outer(config: BrokerConfig, factory: OuterOptimizerFactory | None = Non
     Raises:
         UsageError: for options that contradict each other.
     """
-    if factory is not None:
-        return _by_factory(config, factory)
-    inner = Nesterov(config.outer_lr, config.outer_momentum, config.nesterov)
-    match config.outer_name:
-        case "dn" if config.dn_variant == "paper":
-            if not config.nesterov:
-                raise UsageError(
-                    "--no-nesterov does not go with Delayed Nesterov; leave it out, or choose "
-                    "--outer fedbuff or --dn-variant direct."
-                )
-            return DelayedNesterov(
-                config.outer_lr, config.outer_momentum, config.dn_size, config.dn_c
-            )
-        case "dn":
-            return DirectDelayed(inner, config.dn_size)
-        case "fedbuff":
-            return FedBuff(inner, config.dn_size)
-        case "sgd":
-            return Sgd(config.outer_lr, share_of(config))
-    return inner
+    return OUTERS[config.outer_name](config) if factory is None else _by_factory(config, factory)
 
 
 def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOuter:
@@ -80,7 +76,6 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
             f"outer_optimizer_factory is {factory!r}; it must be a function that takes a fragment's "
             "parameters and returns a torch.optim.Optimizer."
         )
-    defaults = {field.name: field.default for field in fields(BrokerConfig)}
     instead = dict.fromkeys(
         ("outer_lr", "outer_momentum", "nesterov"), "set it in the optimizer that is returned"
     )
@@ -90,7 +85,7 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
         )
     for name, remedy in instead.items():
         value = getattr(config, name)
-        if value != defaults[name]:
+        if value != getattr(BrokerConfig, name):
             raise UsageError(
                 f"{name} is {value}, which outer_optimizer_factory leaves without effect; leave it "
                 f"out, or {remedy}."
@@ -100,10 +95,8 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
             return TorchOuter(factory)
         case "fedbuff":
             return TorchOuter(factory, "fedbuff", config.dn_size)
-        case "dn" if config.dn_variant == "paper":
-            return TorchOuter(factory, "paper", config.dn_size, config.dn_c)
         case "dn":
-            return TorchOuter(factory, "direct", config.dn_size)
+            return TorchOuter(factory, config.dn_variant, config.dn_size, config.dn_c)
     raise UsageError(
         f"--outer {config.outer} and outer_optimizer_factory exclude each other; leave one out (dn and "
         "fedbuff can be combined with a factory)."

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from diloco_broker.core.state.run import OuterGroup
-from diloco_broker.tensors.outer.state import Rate
+from diloco_broker.tensors.outer.chunked import Rate
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place, Segment
 from diloco_protocol.codecs import is_finite
 from diloco_protocol.errors import UsageError

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 from torch import Tensor
 
-from diloco_broker.tensors.outer.state import DELAYED, State, added
+from diloco_broker.tensors.outer.chunked import DELAYED, State, added
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory, TorchFragment, placed
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
 from diloco_protocol.codecs import is_finite
-
-Fits = Callable[[ChunkSpan, Tensor], bool]
-"""Whether a chunk's new value can be sent."""
 
 # Settings of the optimizer's groups that the steps of Delayed Nesterov read.
 READ = {"direct": ("lr",), "paper": ("lr", "momentum")}
@@ -34,15 +31,17 @@ class TorchOuter:
     Attributes:
         factory: called once for each fragment.
         rule: "each" gradient goes through `optimizer.step()`; "fedbuff": the mean of each `size`
-            does; "direct": that, and between them theta <- theta - lr g (see `chunked.DirectDelayed`);
+            does; "direct": that, and between them theta <- theta - lr g (see `chunked.Buffered`);
             "paper": the optimizer is never stepped, its groups say lr and momentum of Delayed
             Nesterov (see `chunked.DelayedNesterov`), and its parameters keep their first values.
         size: N, gradients in a buffer.
         c: c of Delayed Nesterov.
     """
 
+    remembers: ClassVar[int] = 0  # in chunks; its optimizers have memory of their own
+
     factory: OuterOptimizerFactory
-    rule: Literal["each", "fedbuff", "direct", "paper"] = "each"
+    rule: str = "each"
     size: int = 1
     c: float = 0.0
 
@@ -53,7 +52,9 @@ class WholeTensors:
     Args:
         outer: the factory, and what its optimizer is used for.
         layout: the fragment; it has parameters.
-        masters: the fragment's chunks, all placed; copied.
+        masters: the fragment's chunks, all placed. A step puts new tensors in their place.
+        states: the buffers' sums; likewise.
+        fits: whether a chunk's new value can be sent.
 
     Attributes:
         fragment: the optimizer, and the parameters that it steps.
@@ -63,9 +64,17 @@ class WholeTensors:
     """
 
     def __init__(
-        self, outer: TorchOuter, layout: FragmentLayout, masters: list[Tensor | None]
+        self,
+        outer: TorchOuter,
+        layout: FragmentLayout,
+        masters: list[Tensor | None],
+        states: list[State],
+        fits: Callable[[ChunkSpan, Tensor], bool],
     ) -> None:
         self._outer = outer
+        self._masters = masters
+        self._states = states
+        self._fits = fits
         self.fragment = TorchFragment(outer.factory, layout, masters, READ.get(outer.rule, ()))
         self._spans = self.fragment.spans
         self._awaited = set(self._spans)
@@ -93,131 +102,98 @@ class WholeTensors:
 
     # Stepping.
 
-    def advance(
-        self,
-        masters: list[Tensor | None],
-        states: list[State],
-        gradients: Mapping[int, Tensor],
-        count: int,
-        fits: Fits,
-    ) -> set[int]:
+    def advance(self, gradients: Mapping[int, Tensor], count: int) -> set[int]:
         """Take one gradient of the fragment.
 
         A chunk without a gradient keeps its value and its share of the buffer, which is applied at a
         boundary all the same; the optimizer sees a gradient of 0 where there is neither.
 
         Args:
-            masters: the fragment's chunks; new tensors take their place.
-            states: the buffers' sums; likewise.
             gradients: fp32, by chunk.
             count: gradients of this fragment before this one.
-            fits: as it says.
 
         Returns:
             Chunks of which something was left out because a result was not finite: this gradient,
             which then leaves no trace, or a buffer.
         """
         if self._outer.rule == "each":
-            is_taken = self._step(masters, gradients, fits)
+            is_taken = self._step(gradients)
         elif (count + 1) % self._outer.size:
-            is_taken = self._fill(masters, states, gradients, fits)
+            is_taken = self._fill(gradients)
         else:
-            return self._empty(masters, states, gradients, fits)
+            return self._empty(gradients)
         return set() if is_taken else set(gradients)
 
-    def _fill(
-        self,
-        masters: list[Tensor | None],
-        states: list[State],
-        gradients: Mapping[int, Tensor],
-        fits: Fits,
-    ) -> bool:
+    def _fill(self, gradients: Mapping[int, Tensor]) -> bool:
         """Add a gradient to the buffer, between boundaries."""
-        totals = _totals(states, gradients)
+        totals = self._totals(gradients)
         if not _are_finite(totals):
             return False
-        if self._outer.rule == "direct" and not self._descend(masters, gradients, fits):
+        if self._outer.rule == "direct" and not self._descend(gradients):
             return False
         for index, total in totals.items():
-            states[index] = {DELAYED: total}
+            self._states[index] = {DELAYED: total}
         return True
 
-    def _empty(
-        self,
-        masters: list[Tensor | None],
-        states: list[State],
-        gradients: Mapping[int, Tensor],
-        fits: Fits,
-    ) -> set[int]:
+    def _empty(self, gradients: Mapping[int, Tensor]) -> set[int]:
         """Step on the mean of the buffer, at a boundary; without its gradient if that is unusable.
 
         The count goes on in any case: what stayed in the buffer would be divided by N together with
         the N gradients to come. So a buffer that overflows without this gradient is thrown away.
         """
-        size = self._outer.size
+        size, states = self._outer.size, self._states
         held = {index: states[index][DELAYED] for index in self._spans if DELAYED in states[index]}
-        totals = held | _totals(states, gradients)
+        totals = held | self._totals(gradients)
         left_out: set[int] = set()
-        if not self._step(masters, {i: total / size for i, total in totals.items()}, fits):
+        if not self._step({i: total / size for i, total in totals.items()}):
             left_out |= gradients.keys()
-            if not self._step(masters, {i: total / size for i, total in held.items()}, fits):
+            if not self._step({i: total / size for i, total in held.items()}):
                 left_out |= held.keys()
         for index in held:
             states[index] = {}
         return left_out
 
-    def _step(
-        self,
-        masters: list[Tensor | None],
-        gradients: Mapping[int, Tensor],
-        fits: Fits,
-    ) -> bool:
+    def _totals(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        return {index: added(self._states[index], each) for index, each in gradients.items()}
+
+    def _step(self, gradients: Mapping[int, Tensor]) -> bool:
         """`optimizer.step()`, if there is any gradient; undone when the result is not finite."""
         if not gradients:
             return True
         if not _are_finite(gradients):
             return False
-        torch_ = self.fragment
-        saved = torch_.state_dict()
-        torch_.step(gradients)
-        stepped = {index: torch_.cut(index) for index in gradients}
-        is_good = torch_.is_state_finite() and all(
-            fits(self._spans[index], values) for index, values in stepped.items()
-        )
-        if is_good:
-            for index, values in stepped.items():
-                masters[index] = values
+        fragment = self.fragment
+        saved = fragment.state_dict()
+        fragment.step(gradients)
+        stepped = {index: fragment.cut(index) for index in gradients}
+        if fragment.is_state_finite() and self._keep(stepped):
             # Weight decay and momentum move what has no gradient, too.
-            self.fragment.load(masters, self._spans.keys() - stepped.keys())
-        else:
-            torch_.load_state_dict(saved)
-            self.fragment.load(masters, self._spans)
-        return is_good
+            fragment.load(self._masters, self._spans.keys() - stepped.keys())
+            return True
+        fragment.load_state_dict(saved)
+        fragment.load(self._masters, self._spans)
+        return False
 
-    def _descend(
-        self,
-        masters: list[Tensor | None],
-        gradients: Mapping[int, Tensor],
-        fits: Fits,
-    ) -> bool:
+    def _descend(self, gradients: Mapping[int, Tensor]) -> bool:
         """theta <- theta - lr g, with the lr of each group."""
         moved = {}
         for index, gradient in gradients.items():
-            values = placed(masters, index).clone()
+            values = moved[index] = placed(self._masters, index).clone()
             for rate in self.fragment.rates(index):
                 part = slice(rate.start, rate.stop)
                 values[part].add_(gradient[part], alpha=-rate.lr)
-            moved[index] = values
-        if not all(fits(self._spans[index], values) for index, values in moved.items()):
+        if not self._keep(moved):
             return False
-        for index, values in moved.items():
-            masters[index] = values
-        self.fragment.load(masters, moved)
+        self.fragment.load(self._masters, moved)
         return True
 
-
-def _totals(states: list[State], gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    return {index: added(states[index], gradient) for index, gradient in gradients.items()}
+    def _keep(self, values: Mapping[int, Tensor]) -> bool:
+        """Put new chunks in the place of the old, if all of them can be sent."""
+        if not all(self._fits(self._spans[index], each) for index, each in values.items()):
+            return False
+        for index, each in values.items():
+            self._masters[index] = each
+        return True
 
 
 def _are_finite(chunks: Mapping[int, Tensor]) -> bool:

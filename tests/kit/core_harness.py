@@ -244,7 +244,7 @@ class Stage:
 
     def shown(self) -> dict[str, Any]:
         """The snapshot that the feed publishes."""
-        figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+        figures = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
         return snapshot(self.state, EventLog(), figures, 1, self.now)
 
     def said(self, *words: str) -> list[str]:

@@ -104,9 +104,9 @@ class NotedTensors:
                 return events.InitialStored(work, self.chunks[fragment, index])
             case effects.Fold(fragment, index, worker, push_id, weight, _, payload):
                 if not payload.is_finite:
-                    return events.FoldRefused(work)
+                    return events.WorkRefused(work)
                 self._sums.setdefault((fragment, index), []).append((worker, push_id, weight))
-                return events.Folded(work)
+                return events.WorkDone(work)
             case effects.Step(fragment, index, weight):
                 self.steps.append(work)
                 parts = self._sums.pop((fragment, index), [])
@@ -116,8 +116,8 @@ class NotedTensors:
                 return self._added(fragment, index, added)
             case effects.Inspect(payload=payload):
                 if not payload.is_finite:
-                    return events.InspectRefused(work)
-                return events.Inspected(work, payload.squares)
+                    return events.WorkRefused(work)
+                return events.WorkDone(work, payload.squares)
             case effects.AggregateAndStep(fragment, index, groups):
                 self.merges.append(work)
                 assert all(p.payload is not None for group in groups for p in group)

@@ -22,6 +22,7 @@ from typing import Protocol
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
+from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.streaming_round import StreamingRound
 from diloco_broker.core.state.update import Phase
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW
@@ -212,7 +213,7 @@ class Referee:
     def audited(self, audit: effects.RecordVersion) -> None:
         """The broker writes down what a version contains."""
         self._audit = audit
-        if self.config.is_staged:
+        if reducer_of(self.config).needs_whole:
             return
         added = self.tensors.added.get(audit.fragment, {})
         keys = [(each.worker_id, each.push.push_id) for each in audit.pushes]
@@ -242,11 +243,11 @@ class Referee:
 
     def _notice_whole(self, core: Core, event: events.Event) -> None:
         match event:
-            case events.Folded(work):
+            case events.WorkDone(effects.Fold() as work):
                 record = self.records[work.worker_id, work.push_id]
                 if len(record.taken) == record.push.chunks:
                     record.whole_at = self.now
-            case events.Inspected(work):
+            case events.WorkDone(work):
                 self._whole_if_staged(core, work.fragment, (work.worker_id, work.push_id))
             case events.Received(message=Commit(session, push_id, fragment)):
                 member = core.state.members.with_session(session)
@@ -306,7 +307,7 @@ class Referee:
         assert audit is not None, "nothing was written down"
         right = (audit.after, audit.version) == (former, version)
         demand(right, "{} after {} was released, written down {}", version, former, audit)
-        told = {(p.worker_id, p.push.push_id): set(p.chunks) for p in audit.pushes if p.chunks}
+        told = {(p.worker_id, p.push.push_id): set(p.added) for p in audit.pushes if p.added}
         demand(told == added, "{} has {} more, written down {}", version, added, told)
 
     def _check_report(self, core: Core, fragment: int) -> None:
@@ -335,7 +336,7 @@ class Referee:
 
     def _check_contents(self, versions: FragmentVersions, added: dict[Key, set[int]]) -> None:
         """Staged submissions count whole or not at all, and not when they were refused."""
-        if not self.config.is_staged:
+        if not reducer_of(self.config).needs_whole:
             return
         for key, chunks in added.items():
             whole = len(chunks) == len(versions.wires)
@@ -394,7 +395,7 @@ class Referee:
         )
         crowded = max(waiting.values(), default=0)
         demand(crowded <= UPLOAD_WINDOW, "{} chunks of a push wait to be added", crowded)
-        if not config.is_staged:
+        if not reducer_of(config).needs_whole:
             demand(not list(state.submissions), "a streaming round keeps submissions")
             return
         if config.is_async:
@@ -472,7 +473,7 @@ class Referee:
             if record.ending == "counted":
                 demand(all(inside), "it is lost: {}", record)
             elif record.ending is not None:
-                may_be = not any(inside) or not (self.config.is_staged or all(inside))
+                may_be = not any(inside) or not (reducer_of(self.config).needs_whole or all(inside))
                 demand(may_be, "refused, but counted: {}", record)
             elif record.process not in alive and record.whole_at is not None:
                 may_be = all(inside) or self._may_be_pending(core, key, record)

@@ -202,12 +202,12 @@ class Tensors:
             case effects.Fold(worker_id=worker_id, push_id=push_id, weight=weight, payload=payload):
                 key = (worker_id, push_id)
                 if not self._is_good(spot, key, payload):
-                    return events.FoldRefused(work)
+                    return events.WorkRefused(work)
                 self._weighs(key, weight)
                 sums = self._sums.setdefault(spot, {})
                 demand(key not in sums, "{} is added twice to chunk {}", key, spot)
                 sums[key] = weight
-                return events.Folded(work)
+                return events.WorkDone(work)
             case effects.Step(weight=weight, count=count):
                 parts = self._sums.pop(spot, {})
                 total = sum(parts.values())
@@ -219,8 +219,8 @@ class Tensors:
                 return self._step(spot, [list(parts)], count)
             case effects.Inspect(worker_id=worker_id, push_id=push_id, payload=payload):
                 if not self._is_good(spot, (worker_id, push_id), payload):
-                    return events.InspectRefused(work)
-                return events.Inspected(work, payload.squares)
+                    return events.WorkRefused(work)
+                return events.WorkDone(work, payload.squares)
             case effects.AggregateAndStep(groups=groups, count=count):
                 self._check_merge(work)
                 keys = [[(part.worker_id, part.push_id) for part in group] for group in groups]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from diloco_broker.config.option import (
@@ -28,6 +27,7 @@ from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 
 AGGREGATES = ("mean", "clip-median-norm")
 AUTO = "auto"
+OUTERS = {"sync": "nesterov", "async": "dn"}  # by mode, where none is named
 
 RUN = Panel("The run")
 OUTER = Panel("Outer optimizer")
@@ -37,6 +37,11 @@ REDUCING = Panel("Rounds and reducing")
 SAVING = Panel("Checkpoints")
 WIRE = Panel("Wire and liveness")
 NOT_ON_THE_COMMAND_LINE = Panel("")
+
+
+def usual_buffer(mode: str, workers: int) -> int:
+    """N of a broker that was not told: a round's mean is one gradient, an asynchronous push another."""
+    return workers if mode == "async" else 1
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,6 @@ class Options:
     nesterov: bool = OUTER.option(
         True, SWITCH, "Nesterov's form of the momentum, as in the paper; else the classical form."
     )
-    # In synchronous mode a round's mean is one gradient.
     dn_buffer: int | None = OUTER.option(
         None,
         whole(1),
@@ -240,37 +244,19 @@ class Options:
     def is_async(self) -> bool:
         return self.mode == "async"
 
-    @cached_property
-    def reducer(self) -> str:
-        """How versions are made of pushes: "streaming", "staged" or "async"."""
-        return "async" if self.is_async else "staged" if self.is_staged else "streaming"
-
-    @property
-    def is_staged(self) -> bool:
-        """Whether a submission counts whole or not at all, which needs room for whole ones."""
-        return bool(self.why_staged)
-
-    @property
-    def why_staged(self) -> str:
-        """The option that needs whole submissions; empty when chunks are added as they come."""
-        reasons = {
-            "--mode async": self.is_async,
-            "--quorum": self.quorum is not None,
-            "--deterministic": self.deterministic,
-            f"--aggregate {self.aggregate}": self.aggregate != "mean",
-        }
-        return next((option for option, needs in reasons.items() if needs), "")
-
     @property
     def outer_name(self) -> str:
-        return self.outer or ("dn" if self.is_async else "nesterov")
+        return self.outer or OUTERS[self.mode]
+
+    @property
+    def has_buffer(self) -> bool:
+        """Whether the outer optimizer of that name collects gradients."""
+        return self.outer_name in ("dn", "fedbuff")
 
     @property
     def dn_size(self) -> int:
         """N: gradients in a buffer of dn and fedbuff."""
-        if self.dn_buffer is not None:
-            return self.dn_buffer
-        return self.workers if self.is_async else 1
+        return self.dn_buffer or usual_buffer(self.mode, self.workers)
 
     @property
     def has_auto_delay(self) -> bool:

@@ -147,7 +147,7 @@ def _check_outer(options: Options) -> None:
     outer, size = options.outer_name, options.dn_size
     within = f"in [0, 1/N], and N is {size} (--dn-buffer)"
     _require(options, "dn_c", 0 <= options.dn_c <= 1 / size, within)
-    if outer not in ("dn", "fedbuff"):
+    if not options.has_buffer:
         no_buffer = f"left out, or 1: --outer {outer} has no buffer, each gradient is a step"
         _require(options, "dn_buffer", options.dn_buffer in (None, 1), no_buffer)
     if outer == "sgd" and options.outer_momentum:

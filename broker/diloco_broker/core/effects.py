@@ -161,27 +161,36 @@ class DropInitial:
 
 
 @dataclass(frozen=True)
-class AuditedPush:
-    """What a version counts of a push: these chunks, which no version before it has."""
+class CountedPush:
+    """What a version counts of one push.
+
+    Attributes:
+        chunks: those that the ledger names from now on.
+        added: those of which its values are in this version, and in no version before it.
+        weight: their share.
+        staleness: versions between the push's base and the one that it goes into.
+    """
 
     worker_id: str
     push: Push
     chunks: Bitmap
+    added: Bitmap
     weight: float
+    staleness: int
 
 
 @dataclass(frozen=True)
 class RecordVersion:
     """Write down what a version contains, before anybody is told of it.
 
-    `after` is the version that it was made from, None for the first.
+    `after` is the version that it was made from, None for the first. Each of `pushes` added something.
     """
 
     version: VersionId
     after: VersionId | None
     fragment: int
     round: int
-    pushes: tuple[AuditedPush, ...] = ()
+    pushes: tuple[CountedPush, ...] = ()
 
 
 @dataclass(frozen=True)

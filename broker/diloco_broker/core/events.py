@@ -43,35 +43,21 @@ class PeerGone:
 
 
 @dataclass(frozen=True)
-class Folded:
-    """A `Fold` was carried out."""
+class WorkDone:
+    """A `Fold` or an `Inspect` was carried out: the chunk is finite.
 
-    work: effects.Fold
-
-
-@dataclass(frozen=True)
-class FoldRefused:
-    """A `Fold` found NaN or infinity; the accumulator is as it was."""
-
-    work: effects.Fold
-
-
-@dataclass(frozen=True)
-class Inspected:
-    """An `Inspect` was carried out: the chunk is finite.
-
-    `squares` is the sum of its squared values; 0 unless they are parameters.
+    `squares` is, of an `Inspect`, the sum of its squared values; 0 unless they are parameters.
     """
 
-    work: effects.Inspect
-    squares: float
+    work: effects.Fold | effects.Inspect
+    squares: float = 0.0
 
 
 @dataclass(frozen=True)
-class InspectRefused:
-    """An `Inspect` found NaN or infinity."""
+class WorkRefused:
+    """A `Fold` or an `Inspect` found NaN or infinity; nothing was added."""
 
-    work: effects.Inspect
+    work: effects.Fold | effects.Inspect
 
 
 @dataclass(frozen=True)
@@ -150,10 +136,8 @@ Event = (
     Received
     | Malformed
     | PeerGone
-    | Folded
-    | FoldRefused
-    | Inspected
-    | InspectRefused
+    | WorkDone
+    | WorkRefused
     | Stepped
     | InitialStored
     | InitialRefused

@@ -6,10 +6,11 @@ import json
 import math
 from collections import deque
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 from diloco_broker.core import effects
+from diloco_broker.core.rules.compatibility import sync_every_of
+from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import feed
@@ -18,7 +19,6 @@ from diloco_protocol.version import as_hex
 
 EVENTS_KEPT = 20
 LONGEST_EVENT = 500  # characters: peers may provoke long sentences
-VERSION = version("diloco-broker")
 # A worker that missed two heartbeats of the default interval is called slow before it is called dead.
 SLOW_AFTER_S = 75.0
 
@@ -42,8 +42,12 @@ class EventLog:
 
 @dataclass(frozen=True)
 class LoopFigures:
-    """What the loop knows of itself. Times in seconds of its own thread's CPU."""
+    """What the loop knows of itself. Times in seconds of its own thread's CPU.
 
+    `version` is that of the broker's program.
+    """
+
+    version: str
     control: str
     longest_turn_s: float
     cpu_s: float
@@ -81,7 +85,7 @@ def _snapshot(
         sequence=sequence,
         epoch=state.epoch,
         run=state.model.run,
-        version=VERSION,
+        version=figures.version,
         control=figures.control,
         uptime_s=_age(state.started_at, now),
         mode=state.run_config.mode,
@@ -104,7 +108,7 @@ def _snapshot(
         reducer=_filled(
             feed.Reducer,
             config,
-            staged=config.is_staged,
+            staged=reducer_of(config).needs_whole,
             grace_s=config.grace,
             submissions=sum(1 for _ in state.submissions),
             waiting=len(state.submissions.queue),
@@ -214,7 +218,7 @@ def _outer(state: RunState) -> feed.Outer:
 
 def _asynchronous(state: RunState) -> feed.Asynchronous | None:
     config = state.config
-    if not config.is_async:
+    if reducer_of(config).has_rounds:
         return None
     return _filled(
         feed.Asynchronous,
@@ -307,7 +311,7 @@ def _worker(state: RunState, member: Member, now: float) -> feed.Worker:
         round=figures.last_round,
         inner_step=figures.inner_step,
         inner_age_s=_age_if(figures.told_at, now),
-        sync_every=state.sync_every_of(member),
+        sync_every=sync_every_of(state, member),
         step=figures.step,
         steps_per_s=figures.steps_per_s,
         loss=figures.loss,
@@ -340,7 +344,8 @@ def _waiting_for(state: RunState) -> str | None:
     if round_ is None and (alive or state.model.waits_for):
         return f"for {state.model.waits_for or 'the parameters of a worker'}"
     if round_ is None:
-        needed = f"; round one needs {state.config.workers}" if not state.config.is_async else ""
+        has_rounds = reducer_of(state.config).has_rounds
+        needed = f"; round one needs {state.config.workers}" if has_rounds else ""
         return f"for workers to join{needed}"
     if not alive:
         if (last := state.departed) is None:

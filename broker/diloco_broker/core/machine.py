@@ -28,10 +28,9 @@ from diloco_broker.core.rules import (
     rounds,
     stopping,
 )
-from diloco_broker.core.state.invariants import InvariantBroken
 from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.update import Phase
+from diloco_broker.core.state.update import InvariantBroken, Phase
 from diloco_broker.core.story import Story
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
@@ -113,9 +112,9 @@ class Core:
                 return liveness.tick(state, lost=lost)
             case events.StoodStill(seconds):
                 return liveness.stood_still(state, seconds)
-            case events.Folded() | events.Inspected():
+            case events.WorkDone():
                 return pushes.done(state, event)
-            case events.FoldRefused() | events.InspectRefused():
+            case events.WorkRefused():
                 return pushes.refused(state, event)
             case events.Stepped():
                 return rounds.stepped(state, event)

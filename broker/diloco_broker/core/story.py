@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_broker.core import events
-from diloco_broker.core.state.invariants import InvariantBroken
 from diloco_broker.core.state.members import Membership
 from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.update import InvariantBroken
 from diloco_protocol import messages
 
 KEPT = 200  # of the events that come once a round, and as many of those that come for each chunk
@@ -56,8 +56,7 @@ _RARE: dict[type, Callable[[Any, Membership], Facts]] = {
     messages.Commit: _of_push,
     messages.Leave: lambda message, members: (_name(message.session, members), None, None, None),
     messages.Control: lambda *_: _NONE,
-    events.FoldRefused: _of_work,
-    events.InspectRefused: _of_work,
+    events.WorkRefused: _of_work,
     events.InitialRefused: _of_work,
     events.PeerGone: _of_peer,
     events.Saved: lambda *_: _NONE,
@@ -68,8 +67,7 @@ _RARE: dict[type, Callable[[Any, Membership], Facts]] = {
 _FREQUENT: dict[type, Callable[[Any, Membership], Facts]] = {
     messages.Chunk: lambda m, members: (_name(m.session, members), m.fragment, m.index, m.push_id),
     messages.Pull: lambda m, members: (_name(m.session, members), m.fragment, None, None),
-    events.Folded: _of_work,
-    events.Inspected: _of_work,
+    events.WorkDone: _of_work,
     events.InitialStored: _of_work,
     events.Stepped: lambda event, _: (None, event.fragment, event.index, None),
     events.Malformed: lambda *_: _NONE,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from diloco_protocol.frames import MAX_FRAMES, pack, unpack
 from diloco_protocol.messages import Control, Heartbeat, Notice, Result
 
 logger = logging.getLogger("diloco.broker")
+VERSION = version("diloco-broker")
 
 # Messages taken in before tensor work gets its turn.
 MESSAGES_A_TURN = 256
@@ -319,7 +321,7 @@ class Loop:
 
     def _figures(self) -> LoopFigures:
         return LoopFigures(
-            self.sockets.address, self._longest_turn_s, time.thread_time(), rss_bytes()
+            VERSION, self.sockets.address, self._longest_turn_s, time.thread_time(), rss_bytes()
         )
 
     def _answer_status(self, route: bytes, control: Control) -> None:

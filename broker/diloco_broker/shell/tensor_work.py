@@ -16,6 +16,7 @@ from diloco_broker.core.effects import (
     StoreInitial,
     TensorWork,
 )
+from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.shell.work_queue import WorkQueue
@@ -116,7 +117,7 @@ class TensorExecutor:
                 aggregate=config.aggregate,
                 share=share_of(config),
                 preallocate=self._pool_sizes(layout),
-                is_round=not config.is_async,
+                is_round=reducer_of(config).has_rounds,
                 initial=self.initial,
             )
         return self._parameters
@@ -127,13 +128,11 @@ class TensorExecutor:
         match work:
             case Fold(fragment, index, _, _, weight, dtype, payload):
                 is_in = tensors.fold(fragment, index, payload, weight, dtype)
-                return [events.Folded(work) if is_in else events.FoldRefused(work)]
+                return [events.WorkDone(work) if is_in else events.WorkRefused(work)]
             case Inspect(fragment, index, _, _, dtype, payload):
                 squares = tensors.inspect(fragment, index, payload, dtype)
                 return [
-                    events.InspectRefused(work)
-                    if squares is None
-                    else events.Inspected(work, squares)
+                    events.WorkRefused(work) if squares is None else events.WorkDone(work, squares)
                 ]
             case Step(fragment, index, weight, count):
                 done = tensors.step(fragment, index, weight, count)
@@ -157,7 +156,7 @@ class TensorExecutor:
         """What to have memory at hand for; a checkpoint's tensors are there already."""
         if self._checkpoint is not None:
             return []
-        means = not self._config.is_staged
+        means = not reducer_of(self._config).needs_whole
         return pool_sizes(layout, remembered=self._outer.remembers, means=means)
 
     def close(self) -> None:

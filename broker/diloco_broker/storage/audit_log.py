@@ -52,7 +52,7 @@ class AuditLog:
                     "worker": each.worker_id,
                     "push_id": as_hex(each.push.push_id),
                     "steps": each.push.steps,
-                    "chunks": "all" if each.chunks.is_full else each.chunks.to_bytes().hex(),
+                    "chunks": "all" if each.added.is_full else each.added.to_bytes().hex(),
                     "weight": each.weight,
                 }
                 for each in audit.pushes

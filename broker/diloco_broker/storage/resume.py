@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.config.declaration import usual_buffer
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, NotPermitted
@@ -98,7 +99,7 @@ def _with_fitting_buffer(config: BrokerConfig, found: Checkpoint, path: Path) ->
     saved = found.config
     before = saved.get("dn_buffer")
     if before is None:
-        before = saved.get("workers", 1) if saved.get("mode") == "async" else 1
+        before = usual_buffer(saved.get("mode", ""), saved.get("workers", 1))
     collected = any(DELAYED in each.outer for each in found.tensors.values())
     if before == config.dn_size or not collected:
         return found

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_broker import BrokerConfig
+from diloco_broker.core.rules.reducers import reducer_of
 from diloco_protocol import UsageError
 from diloco_protocol.fragments import PATTERNS
 
@@ -258,4 +259,5 @@ def test_whole_submissions_are_kept_only_where_an_option_needs_them(
     options: dict[str, Any], why: str
 ) -> None:
     config = BrokerConfig(**options)
-    assert (config.why_staged, config.is_staged) == (why, bool(why))
+    reducer = reducer_of(config)
+    assert (reducer.asked_for_by(config), reducer.needs_whole) == (why, bool(why))

@@ -13,7 +13,7 @@ from kit.core_harness import Stage, a_stage
 
 def steps_shown(stage: Stage) -> dict[str, int]:
     """H of each worker, as displays show it."""
-    figures = LoopFigures("tcp://x:1", 0.0, 0.0, 0)
+    figures = LoopFigures("0", "tcp://x:1", 0.0, 0.0, 0)
     workers = snapshot(stage.state, EventLog(), figures, 1, stage.now)["workers"]
     return {worker["id"]: worker["sync_every"] for worker in workers}
 

@@ -183,7 +183,7 @@ def test_worker_that_dies_between_fragments_is_not_waited_for_in_any() -> None:
 
 
 def status(stage: Stage) -> dict[str, Any]:
-    figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+    figures = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
     return snapshot(stage.state, EventLog(), figures, 1, stage.now)
 
 

@@ -139,7 +139,7 @@ def test_no_message_makes_the_core_raise(
 
 def is_shown(stage: Stage) -> dict[str, Any]:
     """The feed, the status and the history can be made of it. Returns the snapshot."""
-    figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+    figures = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
     shown = snapshot(stage.state, EventLog(), figures, 1, stage.now)
     assert len(json.dumps(shown, allow_nan=False)) < 20_000, "a message swamps the displays"
     encode(Result(1, True, "status", shown))

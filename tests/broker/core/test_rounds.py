@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from diloco_broker.core.effects import Finish
 from diloco_broker.core.events import Stop
+from diloco_broker.core.rules.reducers import REDUCERS, Reducer, streaming
 from diloco_broker.core.state.uploads import FIRST_WINDOW, UPLOAD_WINDOW
 from diloco_protocol.messages import (
     Ack,
@@ -212,7 +214,7 @@ def test_worker_killed_in_its_upload_has_one_vote_on_each_chunk_of_the_round(
     assert contents(stage) == ["a1 b3", "a2 b3", "a1 b3"]
     ledger = stage.state.versions[0].ledger
     assert ledger.names_whole("a", 2) and not ledger.names_whole("a", 1)
-    added = {each.push.push_id: list(each.chunks) for each in stage.audits[-1].pushes}
+    added = {each.push.push_id: list(each.added) for each in stage.audits[-1].pushes}
     assert added == {1: [0, 2], 2: [1], 3: [0, 1, 2]}
 
 
@@ -497,3 +499,27 @@ def test_stop_saves_what_the_last_checkpoint_lacks(pushes: dict[str, int]) -> No
     (finish,) = stage.finishes
     assert (finish.save.number if finish.save else None) == (1 if pushes else None)
     assert stage.saves == [0]
+
+
+def test_a_fourth_reducer_is_a_row_of_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    def tell(state: Any, ended: Any, pushes: Any) -> Any:
+        told.append([(each.worker_id, each.push.push_id) for each in pushes])
+        return iter(())
+
+    fourth = Reducer(
+        SimpleNamespace(**(vars(streaming) | {"tell": tell})),
+        asked_for_by=lambda config: "--weight-by" if config.weight_by == "samples" else "",
+        room_needed=lambda config, sizes: (3, "shelf", sum(sizes)),
+        has_rounds=False,
+    )
+    monkeypatch.setitem(REDUCERS, "fourth", fourth)
+    stage, a, b = two(weight_by="samples")
+    assert stage.said("--weight-by needs whole submissions: up to 3 shelfs x")
+    assert stage.shown()["reducer"]["staged"]
+    assert stage.shown()["asynchronous"]
+    for puppet, push_id in ((a, 1), (b, 2)):
+        puppet.pushes(push_id, samples=8)
+    assert (stage.round.number, told) == (1, [[("a", 1), ("b", 2)]])
+    assert not stage.said("Round 0 closed")

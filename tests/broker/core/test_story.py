@@ -10,7 +10,7 @@ import pytest
 
 from diloco_broker.core import events
 from diloco_broker.core.rules import grants
-from diloco_broker.core.state.invariants import InvariantBroken
+from diloco_broker.core.state.update import InvariantBroken
 from diloco_broker.core.story import KEPT, CoreError
 from diloco_protocol.messages import Chunk, Heartbeat, Pull, Push
 from kit.core_harness import Puppet, Stage, a_stage
@@ -28,7 +28,7 @@ def a_run(*, by_hand: bool = False) -> tuple[Stage, Puppet, Puppet]:
 def broken_by(stage: Stage, worker_id: str) -> str:
     """Make the round's record of a worker wrong; returns what the core says of it."""
     (mine,) = stage.round.of_worker(worker_id)
-    mine.folded.add(CHUNKS - 1)
+    mine.taken.add(CHUNKS - 1)
     with pytest.raises(InvariantBroken) as caught:
         stage.core.check_invariants()
     assert caught.value.worker_id == worker_id
@@ -44,9 +44,9 @@ def test_broken_invariant_names_the_round_the_worker_and_their_last_events() -> 
     b.delivers([0, 1])
     text = broken_by(stage, "a")
     first, where, *rest = text.splitlines()
-    assert first == "('a', 3) folded what never arrived"
+    assert first == "('a', 3) has what never arrived"
     assert where.startswith("  in round 1 (closing, fragment 0), at the event: ")
-    assert where.endswith("Folded of b, fragment 0, chunk 1, push 4")
+    assert where.endswith("WorkDone of b, fragment 0, chunk 1, push 4")
     own, of_round = "\n".join(rest).split("  before it, in this round:\n")
     assert own.startswith("  before it, of a:\n")
     assert "round 0: Commit of a, fragment 0, push 1" in own
@@ -69,7 +69,7 @@ def test_mistake_of_ours_in_a_run_tells_what_came_before(monkeypatch: pytest.Mon
         a.delivers([0])
     text = str(caught.value)
     assert text.startswith("KeyError('a mistake of ours')\n  in round 0 (open, fragment 0)")
-    assert "Folded of a, fragment 0, chunk 0, push 1" in text
+    assert "WorkDone of a, fragment 0, chunk 0, push 1" in text
     before = text.partition("  before it, of a:")[2]
     assert "Push of a, fragment 0, push 1" in before
     assert isinstance(caught.value.__cause__, KeyError)

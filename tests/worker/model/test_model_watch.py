@@ -176,7 +176,7 @@ def test_warning_of_a_worker_is_in_the_feed_as_long_as_it_holds() -> None:
     (a,) = stage.joined("a")
 
     def shown() -> object:
-        figures = LoopFigures("tcp://127.0.0.1:1", 0.0, 0.0, 0)
+        figures = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
         return snapshot(stage.state, EventLog(), figures, 1, stage.now)["workers"][0]["warning"]
 
     assert shown() is None

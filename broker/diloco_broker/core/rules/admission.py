@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from diloco_broker.core import effects
 from diloco_broker.core.rules import branches, compatibility, initial_model, rounds
+from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member, printable
 from diloco_broker.core.state.run import Departure, RunState
 from diloco_protocol import messages
@@ -36,7 +37,7 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         remark = compatibility.remark(config, join)
         if remark is not None:
             yield effects.Log("info", remark)
-        if config.is_async and len(state.members) > config.workers:
+        if not reducer_of(config).has_rounds and len(state.members) > config.workers:
             yield effects.Log(
                 "warning",
                 f"{len(state.members)} workers are here, the run is planned for {config.workers}: "

@@ -10,7 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.state.members import own_sync_every
+from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.state import dylu
+from diloco_broker.core.state.members import Member, own_sync_every
+from diloco_broker.core.state.run import RunState
 from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Join
@@ -51,7 +54,7 @@ def _check_steps(config: BrokerConfig, join: Join, asked: Any) -> None:
         )
     # Who has been in the run takes the smaller of the two: an operator may have changed the run's.
     is_new = join.run is None and join.session is None
-    if asked > runs and not config.is_async and is_new:
+    if asked > runs and reducer_of(config).has_rounds and is_new:
         raise ProtocolError(
             Code.CONFIG_DIFFERS,
             f"The worker asks for sync_every={asked}, the run has sync_every={runs}, and the others "
@@ -63,9 +66,21 @@ def _check_steps(config: BrokerConfig, join: Join, asked: Any) -> None:
 def remark(config: BrokerConfig, join: Join) -> str | None:
     """What should be known of a worker whose cycle is shorter than the run's; None for others."""
     own = own_sync_every(join.wants)
-    if own is None or config.is_async or own >= config.sync_every or config.weight_by != "equal":
+    is_longer = own is None or own >= config.sync_every
+    if is_longer or config.weight_by != "equal" or not reducer_of(config).has_rounds:
         return None
     return (
         f"{join.worker_id} makes {own} steps a cycle, the run has {config.sync_every}, and both count "
         "the same in the mean; with --weight-by tokens or samples each would count by its work."
     )
+
+
+def sync_every_of(state: RunState, member: Member) -> int:
+    """H of one worker: its own, or smaller for slow ones under Dynamic Local Updates."""
+    config, own = state.config, member.sync_every
+    if own is not None:
+        return min(own, config.sync_every) if reducer_of(config).has_rounds else own
+    if not config.dylu:
+        return config.sync_every
+    speeds = {m.worker_id: m.figures.speed for m in state.members if m.figures.speed is not None}
+    return dylu.sync_every(speeds, member.worker_id, config.sync_every, config.least_steps)

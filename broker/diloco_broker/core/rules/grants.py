@@ -5,33 +5,24 @@ from __future__ import annotations
 from diloco_broker.core import effects
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.update import PushKey
+from diloco_broker.core.state.update import PushInProgress, PushKey
 from diloco_broker.core.state.uploads import Upload
 from diloco_protocol import messages
-from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code
 
 
 def grant(
-    member: Member,
-    push: messages.Push,
-    *,
-    held: Bitmap,
-    waiting: int,
-    sharing: int,
-    number: int | None,
+    member: Member, found: PushInProgress, *, sharing: int, number: int | None
 ) -> effects.Effects:
-    """Send the chunks that are not held, a window of them at a time, for round `number`.
+    """Send the chunks that are not held, a window of them at a time.
 
     Args:
-        member: whose push.
-        push: which.
-        held: chunks that are here.
-        waiting: those of them that are not acknowledged; they are still in our memory, so they count
-            against the window.
         sharing: pushes that may be under way at the same time.
         number: of the round, if there are common rounds.
     """
+    push, held = found.push, found.held
+    # Chunks that have come and are not acknowledged are still in our memory.
+    waiting = len(found.arrived) - len(found.taken)
     credit = member.uploads.grant(push, waiting=waiting, sharing=sharing)
     standing = messages.Standing.RESUME if held else messages.Standing.NEW
     have = held.to_bytes() if held else None

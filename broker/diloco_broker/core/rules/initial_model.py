@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import branches, checkpoints, donation, rounds
+from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake, Resumption
 from diloco_broker.core.state.run import RunState
@@ -245,8 +246,8 @@ def _adopt(state: RunState, donor: str) -> effects.Effects:
     before = {fragment: each.record.gradients for fragment, each in model.restored.items()}
     steps = model.adopt()
     size = state.config.dn_size
-    # In a grace window a version takes any number of gradients: nobody knows where the buffer stood.
-    is_unsure = state.config.is_async and state.config.grace > 0
+    # Where a version takes any number of gradients, nobody knows where the buffer stood.
+    is_unsure = reducer_of(state.config).takes_any_number(state.config)
     for fragment, lost in steps.items():
         had = before.get(fragment, 0)
         if fragment in before and (is_unsure or had // size != (had + lost) // size):
@@ -296,8 +297,7 @@ def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
         is_new: no checkpoint has all of it yet.
     """
     state.model.finish()
-    if state.config.is_staged:
-        yield effects.Log("info", _room_needed(state))
+    yield from _tell_of_room(state)
     yield from state.versions.serve_waiting()
     if is_new and state.config.save_dir is not None:
         yield checkpoints.save(state, number)
@@ -309,17 +309,18 @@ def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
         yield effects.Log("info", text)
 
 
-def _room_needed(state: RunState) -> str:
+def _tell_of_room(state: RunState) -> effects.Effects:
     """What keeping whole submissions costs, said at the start."""
     config, layouts = state.config, [each.layout for each in state.versions.trained]
+    reducer = reducer_of(config)
+    if reducer.room_needed is None:
+        return
     sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
-    if config.is_async and not config.grace:
-        many, whose, size = config.staging_slots, "slot", max(sizes)
-    else:  # each worker may have one of each fragment waiting
-        many, whose, size = config.workers, "worker", sum(sizes)
-    return (
-        f"{config.why_staged} needs whole submissions: up to {many} {whose}{'s'[: many != 1]} x "
-        f"{_megabytes(size)} of memory beyond parameters and momentum."
+    many, whose, size = reducer.room_needed(config, sizes)
+    yield effects.Log(
+        "info",
+        f"{reducer.asked_for_by(config)} needs whole submissions: up to {many} "
+        f"{whose}{'s'[: many != 1]} x {_megabytes(size)} of memory beyond parameters and momentum.",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules import admission, initial_model, rounds
+from diloco_broker.core.rules import admission, compatibility, initial_model, rounds
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
@@ -39,7 +39,7 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
         )
         yield from rounds.stall(state, member.worker_id)
     number = state.round.number if state.round else 0
-    steps = state.sync_every_of(member) if state.config.dylu else None
+    steps = compatibility.sync_every_of(state, member) if state.config.dylu else None
     if (state.alive.round, state.alive.sync_every) != (number, steps):
         state.alive = messages.Notice("alive", round=number, sync_every=steps)
     yield effects.Send(member.control, state.alive)

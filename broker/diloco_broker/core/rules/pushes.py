@@ -9,13 +9,8 @@ import math
 from typing import Any
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import (
-    donation,
-    grants,
-    liveness,
-    rounds,
-)
-from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.rules import donation, grants, liveness, rounds
+from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
@@ -45,7 +40,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
             f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
             "0 (a scheduler), frozen parameters, or an optimizer over other parameters.",
         )
-    yield from reducer_of(state).offer(state, member, push)
+    yield from rules_of(state).offer(state, member, push)
     yield from rounds.close_if_due(state)
 
 
@@ -68,7 +63,7 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
         raise ProtocolError(
             Code.BAD_CHUNK, f"Chunk {chunk.index} came without credit; wait for an ack."
         )
-    found = None if is_donation else reducer_of(state).find(state, member.worker_id, push)
+    found = None if is_donation else rules_of(state).find(state, member.worker_id, push)
     arrived = donation.arrived(state, push) if is_donation else None
     if found is not None:
         arrived = found.before if chunk.index in found.before else found.arrived
@@ -92,21 +87,21 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
 def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
     """Every chunk was sent."""
     if state.round is not None:
-        reducer_of(state).commit(state, member, commit)
+        rules_of(state).commit(state, member, commit)
         yield from rounds.close_if_due(state)
 
 
-def done(state: RunState, event: events.Folded | events.Inspected) -> effects.Effects:
+def done(state: RunState, event: events.WorkDone) -> effects.Effects:
     """A chunk has been added, or found to be finite."""
     state.chunks_waiting -= 1
-    yield from reducer_of(state).done(state, event)
+    yield from rules_of(state).done(state, event)
     yield from rounds.close_if_due(state)
 
 
-def refused(state: RunState, event: events.FoldRefused | events.InspectRefused) -> effects.Effects:
+def refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
     """A chunk was not finite."""
     state.chunks_waiting -= 1
-    yield from reducer_of(state).refused(state, event)
+    yield from rules_of(state).refused(state, event)
     yield from rounds.close_if_due(state)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_broker.core.effects import Effects, Log
+from diloco_broker.core.effects import CountedPush, Effects, Log
 from diloco_broker.core.state.run import RunState, UntoldVersions
-from diloco_broker.core.state.update import CountedPush, Update
+from diloco_broker.core.state.update import Update
 
 # Least seconds between two lines of asynchronous mode.
 LINE_S = 1.0

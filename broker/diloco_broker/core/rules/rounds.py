@@ -11,30 +11,30 @@ from collections.abc import Sequence
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import checkpoints, settings
-from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
 from diloco_broker.core.state.run_record import FragmentRecord
-from diloco_broker.core.state.update import CountedPush, Phase, Update
+from diloco_broker.core.state.update import Phase, Update
 from diloco_protocol.messages import Rejoin
 
 
 def open_round(state: RunState, number: int) -> effects.Effects:
     """Open a round, and close it at once if everything for it is here."""
     yield from settings.take_effect(state)
-    yield from reducer_of(state).open_round(state, number)
+    yield from rules_of(state).open_round(state, number)
     yield from close_if_due(state)
 
 
 def close_if_due(state: RunState) -> effects.Effects:
     """Begin to close the round if it is time to."""
     if state.round is not None and state.stopping is None and state.paused_at is None:
-        yield from reducer_of(state).close_if_due(state)
+        yield from rules_of(state).close_if_due(state)
 
 
 def leave(state: RunState, worker_id: str) -> effects.Effects:
     """A worker is gone: whoever waited for it waits no longer."""
     if state.round is not None:
-        yield from reducer_of(state).leave(state, worker_id)
+        yield from rules_of(state).leave(state, worker_id)
     yield from expect_all(state)
     yield from close_if_due(state)
 
@@ -74,7 +74,7 @@ def skip_this_round(state: RunState, worker_id: str, fragment: int) -> effects.E
 def tick(state: RunState) -> effects.Effects:
     """Time has passed: is a window over, has an upload stood still?"""
     if state.round is not None:
-        yield from reducer_of(state).tick(state)
+        yield from rules_of(state).tick(state)
     yield from _go_on_with_fewer(state)
     yield from checkpoints.save_again(state)
     yield from close_if_due(state)
@@ -117,20 +117,17 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
     versions = state.versions[ended.fragment]
     in_progress = versions.in_progress
     assert in_progress is not None
-    counted = tuple(ended.counted())
-    ledger = versions.ledger
-    pushes = []
+    counted, ledger = ended.counted(), versions.ledger
     for each in counted:
-        if each.added:
-            pushes.append(effects.AuditedPush(each.worker_id, each.push, each.added, each.weight))
         ledger = ledger.with_push(each.worker_id, each.push.push_id, each.chunks)
     ledger = ledger.without_the_long_gone({member.worker_id for member in state.members})
     record = FragmentRecord(
         in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
     )
     unreleased = UnreleasedVersion(ended, counted, record)
+    added = tuple(each for each in counted if each.added)
     yield effects.RecordVersion(
-        record.version, versions.version, ended.fragment, ended.number, tuple(pushes)
+        record.version, versions.version, ended.fragment, ended.number, added
     )
     if state.config.durable:
         state.unreleased = unreleased
@@ -164,18 +161,18 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     state.last_report = _report(ended, unreleased.pushes, counter, state.now)
     state.first_round_pending = False
     yield effects.RecordRound(state.last_report)
-    reducer = reducer_of(state)
-    yield from reducer.tell(state, ended, unreleased.pushes)
+    rules = rules_of(state)
+    yield from rules.tell(state, ended, unreleased.pushes)
     yield from state.versions.release(fragment, unreleased.record)
     if ended.barrier is not None:
         ended.barrier.end()
     yield from checkpoints.save_if_due(state, ended.number + 1)
     yield from open_round(state, ended.number + 1)
-    yield from reducer.released(state)
+    yield from rules.released(state)
 
 
 def _report(
-    ended: Update, pushes: Sequence[CountedPush], version: int, now: float
+    ended: Update, pushes: Sequence[effects.CountedPush], version: int, now: float
 ) -> effects.RoundReport:
     whole = [each for each in pushes if each.chunks.is_full]
     losses = [each.push.loss for each in whole if each.push.loss is not None]

@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
+from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.update import Phase
 from diloco_protocol.errors import UsageError
@@ -102,13 +103,13 @@ def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
     for name in ("outer_lr", "outer_momentum", "grace"):
         if isinstance(values.get(name), int) and not isinstance(values[name], bool):
             values[name] = float(values[name])
-    if config.is_async and config.outer_name in ("dn", "fedbuff"):
+    if not reducer_of(config).has_rounds and config.has_buffer:
         # N is the workers by default: it must not change under gradients that are in the buffer.
         values["dn_buffer"] = config.dn_size
     after = replace(config, **values)
     if "save_every" in values and config.save_dir is None:
         raise UsageError("This broker saves nothing; start it with --save-dir DIR.")
-    if after.is_staged != config.is_staged:
+    if reducer_of(after) is not reducer_of(config):
         raise UsageError(
             "Whether rounds have a quorum decides how contributions are kept, so it is settled at the "
             "start: a broker that was started with --quorum, --deterministic or --aggregate "
@@ -140,7 +141,7 @@ def remark(state: RunState, planned: Sequence[Change]) -> str:
         said += " Each worker uses the new sync-every from its next cycle on."
         own = [m.worker_id for m in state.members if m.sync_every is not None]
         if own:
-            less = "" if state.config.is_async else ", where that is smaller"
+            less = ", where that is smaller" if reducer_of(state.config).has_rounds else ""
             said += (
                 f" {', '.join(own[:8])}{' ...' * (len(own) > 8)}: H stays the worker's own{less}."
             )
@@ -159,10 +160,9 @@ def after_restart(state: RunState, planned: Sequence[Change]) -> str:
 
 def _about_workers(state: RunState) -> str:
     config = state.wanted or state.config
-    if config.is_async:
-        if config.outer_name in ("dn", "fedbuff"):
-            return f" The buffer of the outer optimizer goes on taking {config.dn_size} gradients."
-        return ""
+    if not reducer_of(config).has_rounds:
+        goes_on = f" The buffer of the outer optimizer goes on taking {config.dn_size} gradients."
+        return goes_on if config.has_buffer else ""
     if not state.first_round_pending:
         return (
             " Round one is over: later ones wait for all workers of the run, and for --min-workers, "

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
-from diloco_broker.core.state.dylu import sync_every
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import RunModel
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.submissions import Submissions
-from diloco_broker.core.state.update import Barrier, CountedPush, Phase, Update
+from diloco_broker.core.state.update import Barrier, Phase, Update
 from diloco_broker.core.state.versions import VersionStore
 from diloco_protocol.fragments import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
@@ -119,7 +118,7 @@ class UnreleasedVersion:
     """A version of which every chunk is there, and what it contains; not released yet."""
 
     ended: Update
-    pushes: tuple[CountedPush, ...]
+    pushes: tuple[effects.CountedPush, ...]
     record: FragmentRecord
 
 
@@ -268,13 +267,3 @@ class RunState:
                 return push.weight * push.samples
             case _:
                 return push.weight
-
-    def sync_every_of(self, member: Member) -> int:
-        """H of one worker: its own, or smaller for slow ones under Dynamic Local Updates."""
-        config, own = self.config, member.sync_every
-        if own is not None:
-            return own if config.is_async else min(own, config.sync_every)
-        if not config.dylu:
-            return config.sync_every
-        speeds = {m.worker_id: m.figures.speed for m in self.members if m.figures.speed is not None}
-        return sync_every(speeds, member.worker_id, config.sync_every, config.least_steps)

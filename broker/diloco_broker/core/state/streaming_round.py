@@ -1,7 +1,7 @@
 """One streaming round: who is expected, who contributes, which chunks are ready for the outer step.
 
 Each chunk is added to a sum soon after it has come, so the memory needed does not depend on the number
-of workers. (`staged_round` has the rounds over whole submissions.) The rules, all of them:
+of workers. (`staged_updates` has the rounds over whole submissions.) The rules, all of them:
 
 - A round is OPEN until every expected worker has begun its push and at least `floor` contribute; then
   it is CLOSING, and it ends when every chunk has been stepped.
@@ -21,14 +21,13 @@ of workers. (`staged_round` has the rounds over whole submissions.) The rules, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from diloco_broker.core.effects import Fold
-from diloco_broker.core.state.invariants import InvariantBroken
-from diloco_broker.core.state.update import Barrier, CountedPush, Phase, PushKey, Update
+from diloco_broker.core.state.update import Barrier, Phase, PushInProgress, PushKey, Update
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
 
@@ -41,51 +40,32 @@ class Ended(str, Enum):
     ABANDONED = "abandoned"
 
 
-@dataclass
-class Contribution:
-    """One push in one round.
+@dataclass(eq=False)
+class Contribution(PushInProgress):
+    """One push in one round; the chunks taken have been added to the round's sums.
 
-    Attributes:
-        weight: its share in the mean.
-        staleness: versions between its base and the one that it goes into.
-        before: chunks that need not come: an earlier version contains them, or this round has them of
-            an earlier push of the same worker.
-        arrived: chunks received in this round, folded or waiting to be.
-        folded: chunks that have been added to the round's sums.
-        ended: why nothing more will come; None while the worker is at it.
+    `before` are chunks that an earlier version contains, or that this round has of an earlier push of
+    the same worker. `ended` says why nothing more will come; None while the worker is at it.
     """
 
-    worker_id: str
-    push: Push
-    before: Bitmap
-    arrived: Bitmap
-    folded: Bitmap
-    weight: float
-    staleness: int
     ended: Ended | None = None
 
     @property
-    def held(self) -> Bitmap:
-        return self.before | self.arrived
-
-    @property
     def is_whole(self) -> bool:
-        return (self.before | self.folded).is_full
+        return (self.before | self.taken).is_full
 
     def work(self, index: int, payload: Any) -> Fold:
-        """What is to be done with a chunk that has arrived."""
         return Fold(
             self.push.fragment,
             index,
-            worker_id=self.worker_id,
-            push_id=self.push.push_id,
+            *self.key,
             weight=self.weight,
             wire_dtype=self.push.wire_dtype,
             payload=payload,
         )
 
     def owes(self, index: int) -> bool:
-        if index in self.before or index in self.folded:
+        if index in self.before or index in self.taken:
             return False
         return self.ended is None or index in self.arrived
 
@@ -129,8 +109,8 @@ class StreamingRound(Update):
         return any(c.held.is_full for c in self.of_worker(worker_id) if c.ended is not Ended.VOIDED)
 
     @property
-    def averaged(self) -> int:
-        return len({c.worker_id for c in self.contributions.values() if c.is_whole})
+    def pushes(self) -> Collection[Contribution]:
+        return self.contributions.values()
 
     def of_worker(self, worker_id: str) -> Iterator[Contribution]:
         return (c for c in self.contributions.values() if c.worker_id == worker_id)
@@ -148,19 +128,10 @@ class StreamingRound(Update):
         Args:
             before: chunks of it that an earlier version contains.
         """
-        none = Bitmap(self.size)
         for other in self.of_worker(worker_id):
             before = before | other.arrived  # one vote on each chunk
-        contribution = Contribution(
-            worker_id=worker_id,
-            push=push,
-            before=before,
-            arrived=none,
-            folded=none.copy(),
-            weight=weight,
-            staleness=staleness,
-        )
-        self.contributions[worker_id, push.push_id] = contribution
+        contribution = Contribution(worker_id, push, before, weight, staleness=staleness)
+        self.contributions[contribution.key] = contribution
         if self.phase is Phase.CLOSING:
             raise AssertionError(f"{worker_id} begins a push in closing round {self.number}")
         return contribution
@@ -168,7 +139,7 @@ class StreamingRound(Update):
     def folded(self, key: PushKey, index: int) -> list[int]:
         """A chunk has been added. Returns the chunks that are ready through it."""
         contribution = self.contributions[key]
-        contribution.folded.add(index)
+        contribution.taken.add(index)
         self.reached[index] += contribution.weight
         return self._settle([index])
 
@@ -191,7 +162,7 @@ class StreamingRound(Update):
 
     def abandon(self, contribution: Contribution) -> list[int]:
         """Its worker has begun another push. Returns the chunks that are ready through it."""
-        ready = self.end((contribution.worker_id, contribution.push.push_id), Ended.ABANDONED)
+        ready = self.end(contribution.key, Ended.ABANDONED)
         if contribution.ended is Ended.GONE:
             contribution.ended = Ended.ABANDONED  # it will not be taken up again either
         return ready
@@ -201,7 +172,7 @@ class StreamingRound(Update):
         self.barrier.expect_no_more(worker_id)
         ready: list[int] = []
         for contribution in list(self.of_worker(worker_id)):
-            ready += self.end((worker_id, contribution.push.push_id), Ended.GONE)
+            ready += self.end(contribution.key, Ended.GONE)
         return ready
 
     def close_if_due(self, floor: int) -> list[int] | None:
@@ -235,26 +206,12 @@ class StreamingRound(Update):
             self.stepping.add(index)
         return given
 
-    def counted(self) -> Iterator[CountedPush]:
-        for c in self.contributions.values():
-            yield CountedPush(
-                worker_id=c.worker_id,
-                push=c.push,
-                chunks=c.before | c.folded,
-                added=c.folded,
-                weight=c.weight,
-                staleness=c.staleness,
-            )
-
     def check_invariants(self) -> None:
         for key, c in self.contributions.items():
-            assert key == (c.worker_id, c.push.push_id)
-            if any(i in c.before for i in c.arrived):
-                raise InvariantBroken(f"{key} counts a chunk again", c.worker_id)
-            if not all(i in c.arrived for i in c.folded):
-                raise InvariantBroken(f"{key} folded what never arrived", c.worker_id)
+            assert key == c.key
+            c.check_invariants()
         for index in range(self.size):
-            weight = sum(c.weight for c in self.contributions.values() if index in c.folded)
+            weight = sum(c.weight for c in self.contributions.values() if index in c.taken)
             assert abs(weight - self.reached[index]) <= 1e-9 * max(1.0, weight)
             if self.phase is Phase.CLOSING:
                 owed = sum(c.owes(index) for c in self.contributions.values())

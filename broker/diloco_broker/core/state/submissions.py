@@ -10,67 +10,42 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.core.effects import Inspect, WholePush
-from diloco_broker.core.state.invariants import InvariantBroken
-from diloco_broker.core.state.update import CountedPush, PushKey
-from diloco_protocol.bitmap import Bitmap
-from diloco_protocol.messages import Push
+from diloco_broker.core.state.update import PushInProgress, PushKey
 
 
 @dataclass(eq=False)
-class Submission:
-    """One push on its way to being whole. Two are the same only if they are one object.
+class Submission(PushInProgress):
+    """One push on its way to being whole; `before` are chunks that an earlier version contains.
 
     Attributes:
-        before: chunks that an earlier version contains; they are not needed again.
-        weight: its share in a mean.
-        arrived: chunks received, looked at or waiting to be.
-        taken: chunks received and found finite.
+        progress_at: when the last chunk came.
         payloads: the chunks taken, None where one is missing.
         squares: sum of the squared parameters so far.
-        progress_at: when the last chunk came.
         whole_at: when it became whole; None before.
         is_chosen: it is part of the update that is being made.
-        staleness: versions between its base and the version it is merged into; set when it is.
     """
 
-    worker_id: str
-    push: Push
-    before: Bitmap
-    weight: float
     progress_at: float
-    arrived: Bitmap = field(init=False)
-    taken: Bitmap = field(init=False)
     payloads: list[Any] = field(init=False)
     squares: float = 0.0
     committed: bool = False
     whole_at: float | None = None
     is_chosen: bool = False
-    staleness: int = 0
 
     def __post_init__(self) -> None:
-        self.arrived = Bitmap(self.push.chunks)
-        self.taken = Bitmap(self.push.chunks)
+        super().__post_init__()
         self.payloads = [None] * self.push.chunks
-
-    @property
-    def key(self) -> PushKey:
-        return (self.worker_id, self.push.push_id)
-
-    @property
-    def held(self) -> Bitmap:
-        return self.before | self.arrived
 
     @property
     def is_whole(self) -> bool:
         return self.whole_at is not None
 
     def work(self, index: int, payload: Any) -> Inspect:
-        """What is to be done with a chunk that has arrived."""
         return Inspect(
             self.push.fragment,
             index,
@@ -106,20 +81,6 @@ class Submission:
             norm=math.sqrt(self.squares),
             wire_dtype=self.push.wire_dtype,
             payloads=self.payloads,
-        )
-
-
-def counted(chosen: Iterable[Submission]) -> Iterator[CountedPush]:
-    """What an update counts of the submissions that are merged into it."""
-    for s in chosen:
-        whole = Bitmap.full(s.push.chunks)
-        yield CountedPush(
-            worker_id=s.worker_id,
-            push=s.push,
-            chunks=whole,
-            added=whole - s.before,
-            weight=s.weight,
-            staleness=s.staleness,
         )
 
 
@@ -162,9 +123,6 @@ class Submissions:
         for pool in self.pools.values():
             for key, s in pool.items():
                 assert key == s.key
-                if any(i in s.before for i in s.arrived):
-                    raise InvariantBroken(f"{key} counts a chunk again", s.worker_id)
-                if not all(i in s.arrived for i in s.taken):
-                    raise InvariantBroken(f"{key} has what never arrived", s.worker_id)
+                s.check_invariants()
                 assert s.is_whole == (s.committed and (s.before | s.taken).is_full)
                 assert all((p is not None) == (i in s.taken) for i, p in enumerate(s.payloads))

@@ -7,14 +7,24 @@ pushes that are ready.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
+from diloco_broker.core.effects import CountedPush, Fold, Inspect
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.messages import Push
 
 PushKey = tuple[str, int]  # (worker id, push id)
+
+
+class InvariantBroken(AssertionError):
+    """Something does not hold that must between two events; in the part of `worker_id`, if of one."""
+
+    def __init__(self, text: str, worker_id: str = "") -> None:
+        super().__init__(text)
+        self.worker_id = worker_id
 
 
 class Phase(str, Enum):
@@ -24,23 +34,52 @@ class Phase(str, Enum):
     CLOSING = "closing"
 
 
-@dataclass(frozen=True)
-class CountedPush:
-    """What an update counts of one push.
+@dataclass(eq=False)
+class PushInProgress(ABC):
+    """A push that was taken in and is not over. Two are the same only if they are one object.
 
     Attributes:
-        chunks: those that the ledger names from now on.
-        added: those of which its values are in this update's version.
-        weight: their share.
-        staleness: versions between the push's base and the one that it goes into.
+        before: chunks that need not come: what they bring is counted already.
+        weight: its share in a mean.
+        staleness: versions between its base and the one that it goes into; 0 until that is settled.
+        arrived: chunks received, taken or waiting to be.
+        taken: chunks received and found finite.
     """
 
     worker_id: str
     push: Push
-    chunks: Bitmap
-    added: Bitmap
+    before: Bitmap
     weight: float
-    staleness: int
+    staleness: int = field(default=0, kw_only=True)
+    arrived: Bitmap = field(init=False)
+    taken: Bitmap = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.arrived = Bitmap(self.push.chunks)
+        self.taken = Bitmap(self.push.chunks)
+
+    @property
+    def key(self) -> PushKey:
+        return (self.worker_id, self.push.push_id)
+
+    @property
+    def held(self) -> Bitmap:
+        return self.before | self.arrived
+
+    @property
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """Nothing of it is missing any more."""
+
+    @abstractmethod
+    def work(self, index: int, payload: Any) -> Fold | Inspect:
+        """What is to be done with a chunk that has just come."""
+
+    def check_invariants(self) -> None:
+        if any(i in self.before for i in self.arrived):
+            raise InvariantBroken(f"{self.key} counts a chunk again", self.worker_id)
+        if not all(i in self.arrived for i in self.taken):
+            raise InvariantBroken(f"{self.key} has what never arrived", self.worker_id)
 
 
 @dataclass
@@ -56,7 +95,6 @@ class Barrier:
     skipped: set[str] = field(default_factory=set)
 
     def open(self, expected: set[str]) -> None:
-        """A round opens that waits for these."""
         self.expected = expected
 
     def expect(self, worker_id: str) -> None:
@@ -112,12 +150,27 @@ class Update(ABC):
 
     @property
     @abstractmethod
+    def pushes(self) -> Iterable[PushInProgress]:
+        """Those that its version contains, whole or in part."""
+
+    @property
     def averaged(self) -> int:
         """Workers of whom a whole push is in it."""
+        return len({each.worker_id for each in self.pushes if each.is_whole})
 
-    @abstractmethod
-    def counted(self) -> Iterator[CountedPush]:
+    def counted(self) -> tuple[CountedPush, ...]:
         """What its version contains through it."""
+        return tuple(
+            CountedPush(
+                worker_id=each.worker_id,
+                push=each.push,
+                chunks=each.before | each.taken,
+                added=each.taken,
+                weight=each.weight,
+                staleness=each.staleness,
+            )
+            for each in self.pushes
+        )
 
     @abstractmethod
     def check_invariants(self) -> None:

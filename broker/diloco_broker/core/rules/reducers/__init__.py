@@ -1,40 +1,27 @@
 """Reducers: the ways to make updates of pushes, which differ in what counts and when it is time.
 
-Each is a module with the functions of `Reducer`; a new one is such a module, named in `REDUCERS`.
+Each is a module with the functions of `Rules`, and a row of `REDUCERS`: what chooses it, and what the
+rest of the broker must know of it. Nobody else asks which reducer a run has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from diloco_broker.core.effects import Effects, Fold, Inspect
-from diloco_broker.core.events import Folded, FoldRefused, Inspected, InspectRefused
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.effects import CountedPush, Effects
+from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.rules.reducers import asynchronous, staged, streaming
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.update import CountedPush, Update
-from diloco_protocol.bitmap import Bitmap
+from diloco_broker.core.state.update import PushInProgress, Update
 from diloco_protocol.messages import Commit, Push
 
 
-class PushInProgress(Protocol):
-    """What a reducer has of a push that is not over.
-
-    Attributes:
-        before: chunks that need not come.
-        arrived: chunks that have come.
-    """
-
-    before: Bitmap
-    arrived: Bitmap
-
-    def work(self, index: int, payload: Any) -> Fold | Inspect:
-        """The tensor work on a chunk that has just come."""
-
-
-class Reducer(Protocol):
-    """What the rules ask of a reducer. Only `open_round` is called while there is no `state.round`."""
+class Rules(Protocol):
+    """The functions of a reducer. Only `open_round` is called while there is no `state.round`."""
 
     def open_round(self, state: RunState, number: int) -> Effects:
         """Begin the next update and take in what came too early for it."""
@@ -45,10 +32,10 @@ class Reducer(Protocol):
     def find(self, state: RunState, worker_id: str, push: Push) -> PushInProgress | None:
         """What is here of a push; None when nothing more of it is taken."""
 
-    def done(self, state: RunState, event: Folded | Inspected) -> Effects:
+    def done(self, state: RunState, event: WorkDone) -> Effects:
         """The tensor work on a chunk is done."""
 
-    def refused(self, state: RunState, event: FoldRefused | InspectRefused) -> Effects:
+    def refused(self, state: RunState, event: WorkRefused) -> Effects:
         """A chunk was not finite."""
 
     def commit(self, state: RunState, member: Member, commit: Commit) -> None:
@@ -70,13 +57,50 @@ class Reducer(Protocol):
         """A version is out, and the next update is open."""
 
 
+@dataclass(frozen=True)
+class Reducer:
+    """A reducer, for those who do not know which one it is."""
+
+    rules: Rules
+    # The option that asks for it; empty where none does.
+    asked_for_by: Callable[[BrokerConfig], str] = lambda _: ""
+    # Where submissions count whole or not at all: how many are kept at most, whose each is, and its
+    # bytes, from those of each fragment. None: chunks are added as they come.
+    room_needed: Callable[[BrokerConfig, Sequence[int]], tuple[int, str, int]] | None = None
+    # Workers wait for each other, and an outer step takes the mean of a round. Else each push is a
+    # gradient of its own, worth 1 / workers, and goes through one of a few slots.
+    has_rounds: bool = True
+    # A version may be made by any number of gradients.
+    takes_any_number: Callable[[BrokerConfig], bool] = lambda _: False
+
+    @property
+    def needs_whole(self) -> bool:
+        return self.room_needed is not None
+
+
+# The first that an option asks for is the run's; the last is that of a run without such an option.
 REDUCERS: dict[str, Reducer] = {
-    "streaming": streaming,
-    "staged": staged,
-    "async": asynchronous,
+    "async": Reducer(
+        asynchronous,
+        asked_for_by=lambda config: "--mode async" if config.is_async else "",
+        room_needed=asynchronous.room_needed,
+        has_rounds=False,
+        takes_any_number=lambda config: config.grace > 0,
+    ),
+    "staged": Reducer(
+        staged,
+        asked_for_by=staged.asked_for_by,
+        room_needed=staged.room_needed,
+    ),
+    "streaming": Reducer(streaming),
 }
 
 
-def reducer_of(state: RunState) -> Reducer:
-    """The run's reducer; it is the same for as long as the broker lives."""
-    return REDUCERS[state.config.reducer]
+def reducer_of(config: BrokerConfig) -> Reducer:
+    """The reducer of a run; it is the same for as long as the broker lives."""
+    chosen = (each for each in REDUCERS.values() if each.asked_for_by(config))
+    return next(chosen, REDUCERS["streaming"])
+
+
+def rules_of(state: RunState) -> Rules:
+    return reducer_of(state.config).rules

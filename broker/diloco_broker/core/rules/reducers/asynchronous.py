@@ -9,13 +9,16 @@ all of them get the same parameters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Effects, Log
-from diloco_broker.core.events import FoldRefused, InspectRefused
+from diloco_broker.core.events import WorkRefused
 from diloco_broker.core.rules import grants, round_lines
-from diloco_broker.core.rules.reducers import collect
-from diloco_broker.core.state.async_update import AsyncUpdate
+from diloco_broker.core.rules.reducers import collect, staged
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.staged_updates import AsyncUpdate
 from diloco_broker.core.state.update import Phase
 from diloco_broker.core.state.uploads import Upload
 from diloco_protocol.errors import Code, ProtocolError
@@ -25,6 +28,13 @@ WAIT_TEXT = "Others are sending; this push gets its turn when one of them is don
 
 find, done, commit = collect.find, collect.done, collect.commit
 tell = round_lines.applied
+
+
+def room_needed(config: BrokerConfig, sizes: Sequence[int]) -> tuple[int, str, int]:
+    """A submission in each slot; in a window whole ones leave their slots, and wait as in rounds."""
+    if config.grace:
+        return staged.room_needed(config, sizes)
+    return config.staging_slots, "slot", max(sizes)
 
 
 def _update(state: RunState) -> AsyncUpdate:
@@ -43,13 +53,8 @@ def open_round(state: RunState, number: int) -> Effects:
 
 def offer(state: RunState, member: Member, push: Push) -> Effects:
     """A worker offers a push: give it a slot, or let it wait for one."""
-    known = find(state, member.worker_id, push)
-    if known is not None:
-        yield from collect.resume(member, known, sharing=state.config.staging_slots)
-        return
-    if state.is_counted(member, push):
-        collect.abandon_others(state, member, push)
-        yield from grants.counted(member, push)
+    sharing = state.config.staging_slots
+    if (yield from collect.comes_again(state, member, push, sharing=sharing)):
         return
     text = _too_old(state, member.worker_id, push)
     if text is not None:
@@ -102,7 +107,7 @@ def _may_send(state: RunState, member: Member, push: Push) -> bool:
     return free and not collect.has_whole(state, member, push)
 
 
-def refused(state: RunState, event: FoldRefused | InspectRefused) -> Effects:
+def refused(state: RunState, event: WorkRefused) -> Effects:
     """A chunk was not finite: nothing of its push counts, and its slot is free."""
     yield from collect.refused(state, event)
     yield from _hand_out_slots(state)

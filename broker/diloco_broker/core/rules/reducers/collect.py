@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 
 from diloco_broker.core.effects import AggregateAndStep, Effect, Effects
-from diloco_broker.core.events import Folded, FoldRefused, Inspected, InspectRefused
+from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.rules import grants
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -26,21 +26,24 @@ def begin(
     state.submissions.pool(push.fragment)[submission.key] = submission
     member.begins(push, number)
     state.totals.pushes += 1
-    yield from resume(member, submission, sharing=sharing, number=number)
+    yield from grants.grant(member, submission, sharing=sharing, number=number)
 
 
-def resume(
-    member: Member, submission: Submission, *, sharing: int, number: int | None = None
-) -> Effects:
-    """Tell the worker which chunks are held of its push, and how many it may send now."""
-    yield from grants.grant(
-        member,
-        submission.push,
-        held=submission.held,
-        waiting=len(submission.arrived) - len(submission.taken),
-        sharing=sharing,
-        number=number,
-    )
+def comes_again(
+    state: RunState, member: Member, push: Push, *, sharing: int, number: int | None = None
+) -> Generator[Effect, None, bool]:
+    """Answer a push that is here already, or in the current version. Returns False for any other."""
+    known = find(state, member.worker_id, push)
+    if known is not None:
+        if known.is_chosen and number is not None and state.round is not None:
+            number = state.round.number
+        yield from grants.grant(member, known, sharing=sharing, number=number)
+    elif state.is_counted(member, push):
+        abandon_others(state, member, push)
+        yield from grants.counted(member, push)
+    else:
+        return False
+    return True
 
 
 def abandon_others(state: RunState, member: Member, push: Push) -> None:
@@ -68,18 +71,15 @@ def find(state: RunState, worker_id: str, push: Push) -> Submission | None:
     return state.submissions.find(push.fragment, worker_id, push.push_id)
 
 
-def done(state: RunState, event: Folded | Inspected) -> Effects:
+def done(state: RunState, event: WorkDone) -> Effects:
     """A chunk is here and finite."""
-    assert isinstance(event, Inspected)
     work, submission = event.work, _at_work(state, event)
     if submission is not None and work.index not in submission.taken:
         submission.take(work.index, work.payload, event.squares, state.now)
         yield from grants.acknowledge_work(state, work)
 
 
-def _at_work(
-    state: RunState, event: Folded | FoldRefused | Inspected | InspectRefused
-) -> Submission | None:
+def _at_work(state: RunState, event: WorkDone | WorkRefused) -> Submission | None:
     """The submission that a chunk is for.
 
     None when that was given up meanwhile; if the same push has begun again, the chunk comes again.
@@ -89,7 +89,7 @@ def _at_work(
     return submission if submission and work.index in submission.arrived else None
 
 
-def refused(state: RunState, event: FoldRefused | InspectRefused) -> Generator[Effect, None, bool]:
+def refused(state: RunState, event: WorkRefused) -> Generator[Effect, None, bool]:
     """A chunk was not finite: nothing of its push counts. Returns whether that is news."""
     work, submission = event.work, _at_work(state, event)
     if submission is None:

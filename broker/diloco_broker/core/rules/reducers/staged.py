@@ -7,13 +7,16 @@ the fragment, or dropped, as the run has it (`--late`), and its worker is told e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Effects, Log, Send, nothing
-from diloco_broker.core.events import FoldRefused, InspectRefused
+from diloco_broker.core.events import WorkRefused
 from diloco_broker.core.rules import grants, round_lines
 from diloco_broker.core.rules.reducers import collect
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.staged_round import StagedRound
+from diloco_broker.core.state.staged_updates import StagedRound
 from diloco_broker.core.state.update import Phase
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Notice, Push
@@ -21,6 +24,20 @@ from diloco_protocol.messages import Notice, Push
 find, done, commit = collect.find, collect.done, collect.commit
 tell = round_lines.closed
 tick = released = nothing  # windows are looked at in `close_if_due`, and nobody waits for room
+
+
+def asked_for_by(config: BrokerConfig) -> str:
+    """The option that needs whole submissions; empty when none does."""
+    if config.quorum is not None:
+        return "--quorum"
+    if config.deterministic:
+        return "--deterministic"
+    return f"--aggregate {config.aggregate}" if config.aggregate != "mean" else ""
+
+
+def room_needed(config: BrokerConfig, sizes: Sequence[int]) -> tuple[int, str, int]:
+    """Each worker may have a submission of each fragment waiting."""
+    return config.workers, "worker", sum(sizes)
 
 
 def _round(state: RunState) -> StagedRound:
@@ -47,14 +64,8 @@ def open_round(state: RunState, number: int) -> Effects:
 def offer(state: RunState, member: Member, push: Push) -> Effects:
     """A worker offers a push: take it into the pool of its fragment."""
     coming = state.next_round_of(push.fragment)
-    known = find(state, member.worker_id, push)
-    if known is not None:
-        number = _round(state).number if known.is_chosen else coming
-        yield from collect.resume(member, known, sharing=len(state.members), number=number)
-        return
-    if state.is_counted(member, push):
-        collect.abandon_others(state, member, push)
-        yield from grants.counted(member, push)
+    sharing = len(state.members)
+    if (yield from collect.comes_again(state, member, push, sharing=sharing, number=coming)):
         return
     if state.config.late == "drop" and _is_late(state, push):
         raise ProtocolError(
@@ -83,7 +94,7 @@ def _is_late(state: RunState, push: Push) -> bool:
     return is_closing or state.versions[push.fragment].staleness(push) > 0
 
 
-def refused(state: RunState, event: FoldRefused | InspectRefused) -> Effects:
+def refused(state: RunState, event: WorkRefused) -> Effects:
     """A chunk was not finite: nothing of its push counts, and its round does not wait for another."""
     if (yield from collect.refused(state, event)):
         state.barriers[event.work.fragment].skip(event.work.worker_id)

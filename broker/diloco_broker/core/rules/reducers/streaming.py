@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diloco_broker.core.effects import Effects, Step, nothing
-from diloco_broker.core.events import Folded, FoldRefused, Inspected, InspectRefused
+from diloco_broker.core.events import WorkDone, WorkRefused
 from diloco_broker.core.rules import grants, round_lines
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -106,15 +106,8 @@ def _begin(
 
 
 def _grant(round_: StreamingRound, member: Member, contribution: Contribution) -> Effects:
-    waiting = len(contribution.arrived) - len(contribution.folded)
-    yield from grants.grant(
-        member,
-        contribution.push,
-        held=contribution.held,
-        waiting=waiting,
-        sharing=len(round_.barrier.expected),
-        number=round_.number,
-    )
+    sharing = len(round_.barrier.expected)
+    yield from grants.grant(member, contribution, sharing=sharing, number=round_.number)
 
 
 def find(state: RunState, worker_id: str, push: Push) -> Contribution | None:
@@ -123,7 +116,7 @@ def find(state: RunState, worker_id: str, push: Push) -> Contribution | None:
     return contribution if contribution and contribution.ended is None else None
 
 
-def done(state: RunState, event: Folded | Inspected) -> Effects:
+def done(state: RunState, event: WorkDone) -> Effects:
     """A chunk has been added."""
     work, round_ = event.work, _round(state)
     assert round_.fragment == work.fragment
@@ -132,7 +125,7 @@ def done(state: RunState, event: Folded | Inspected) -> Effects:
     yield from step(state, ready)
 
 
-def refused(state: RunState, event: FoldRefused | InspectRefused) -> Effects:
+def refused(state: RunState, event: WorkRefused) -> Effects:
     """A chunk was not finite: the push is void from there on, the round goes on."""
     work, round_ = event.work, _round(state)
     assert round_.fragment == work.fragment

@@ -1,4 +1,6 @@
-"""One staged round: which whole submissions it is made of, and when it is time.
+"""Updates made of whole submissions: a staged round, and an update of asynchronous mode.
+
+Of a staged round:
 
 - It is OPEN until every expected worker's submission is whole and at least `floor` are; with a quorum K
   also once K are whole and `grace` seconds have passed since. K never exceeds those who could still
@@ -10,26 +12,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from diloco_broker.core.state.submissions import Pool, Submission, counted
-from diloco_broker.core.state.update import Barrier, CountedPush, Phase, Update
+from diloco_broker.core.state.submissions import Pool, Submission, Submissions
+from diloco_broker.core.state.update import Barrier, Phase, Update
+from diloco_protocol.bitmap import Bitmap
 
 
 @dataclass
-class StagedRound(Update):
+class StagedUpdate(Update):
+    """An update made of whole submissions: those `chosen`, once it is closing."""
+
+    chosen: tuple[Submission, ...] = field(default=(), init=False)
+
+    @property
+    def pushes(self) -> tuple[Submission, ...]:
+        return self.chosen
+
+    def check_invariants(self) -> None:
+        assert bool(self.chosen) == (self.phase is Phase.CLOSING)
+        assert all(s.is_whole and s.push.fragment == self.fragment for s in self.chosen)
+
+
+@dataclass
+class AsyncUpdate(StagedUpdate):
+    """A submission, or those of one grace window, applied to a fragment: which, is settled by the first.
+
+    `submissions` are all there are.
+    """
+
+    submissions: Submissions = field(default_factory=Submissions)
+
+    @property
+    def begun(self) -> set[str]:
+        return {s.worker_id for s in self.chosen}
+
+    @property
+    def participating(self) -> set[str]:
+        return {s.worker_id for s in self.submissions}
+
+    def apply(self, chosen: tuple[Submission, ...], size: int) -> None:
+        """These, all of one fragment with `size` chunks, are applied from now on."""
+        self.phase = Phase.CLOSING
+        self.chosen, self.fragment, self.size = chosen, chosen[0].push.fragment, size
+        self.stepped = Bitmap(size)
+
+
+@dataclass
+class StagedRound(StagedUpdate):
     """A round over whole submissions; see the head of this module.
 
-    Attributes:
-        pool: the submissions of its fragment.
-        chosen: those that are merged.
-        quorum_at: when so many as `quorum` were whole; None before.
+    `pool` has the submissions of its fragment; `quorum_at` is when `quorum` of them were whole.
     """
 
     barrier: Barrier
     pool: Pool = field(default_factory=dict)
-    chosen: tuple[Submission, ...] = ()
     quorum: int | None = None
     quorum_at: float | None = None
 
@@ -41,10 +78,6 @@ class StagedRound(Update):
     def participating(self) -> set[str]:
         members = self.chosen if self.phase is Phase.CLOSING else self.pool.values()
         return {s.worker_id for s in members}
-
-    @property
-    def averaged(self) -> int:
-        return len({s.worker_id for s in self.chosen})
 
     def whole(self) -> list[Submission]:
         """The first whole submission of each worker, in the order of worker ids."""
@@ -84,11 +117,7 @@ class StagedRound(Update):
             self.quorum_at = now
         return now - self.quorum_at >= grace
 
-    def counted(self) -> Iterator[CountedPush]:
-        return counted(self.chosen)
-
     def check_invariants(self) -> None:
+        super().check_invariants()
         workers = [s.worker_id for s in self.chosen]
-        assert bool(workers) == (self.phase is Phase.CLOSING)
         assert len(workers) == len(set(workers)), "two submissions of a worker are merged"
-        assert all(s.is_whole for s in self.chosen)

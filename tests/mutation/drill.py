@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,10 +52,12 @@ TESTS = (
     "tests/worker/core",
     "tests/simulation",
 )
-# Seconds of tests that a fault is given, by how long they take without it; then it has survived.
+# Seconds are those of the processor, so that a busy machine notices as many faults as a quiet one.
+# Those of tests that a fault is given, by how long they take without it; then it has survived.
 BUDGET_S = 12.0
-# A fault may make a run endless. A test is then given up, and the fault is noticed.
-HANG_S = 60.0
+# A fault may make a run endless, or wait in vain. It is then given up, and the fault is noticed.
+HANG_S = 60
+WAIT_S = 600.0
 PROCESSES = os.cpu_count() or 1
 
 
@@ -94,11 +97,11 @@ class Notes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        began = time.perf_counter()
+        began = time.process_time()
         if self._cover is not None:
             self._cover.switch_context(item.nodeid)
         result = yield
-        self.seconds[item.nodeid] = time.perf_counter() - began
+        self.seconds[item.nodeid] = time.process_time() - began
         return result
 
 
@@ -149,21 +152,27 @@ def is_noticed(mutant: Mutant, names: Sequence[str]) -> bool:
     return run_tests(names) != 0
 
 
-def in_a_fork(work: Callable[..., Any], *given: Any, limit_s: float | None = None) -> Any:
-    """What a function returns in a process of its own; None where it does not return in time."""
+def in_a_fork(work: Callable[..., Any], *given: Any, limit_s: int | None = None) -> Any:
+    """What a function returns in a process of its own; None where it does not return in time.
+
+    Args:
+        limit_s: seconds of the processor; and it may wait for WAIT_S in all.
+    """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
 
     def act() -> None:
         os.chdir(ROOT)
         os.setpgrp()
+        if limit_s is not None:
+            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
         theirs.send(work(*given))
 
     process = context.Process(target=act)
     process.start()
     theirs.close()
     try:
-        return ours.recv() if ours.poll(limit_s) else None
+        return ours.recv() if ours.poll(limit_s and WAIT_S) else None
     except EOFError:
         return None  # it ended without a word
     finally:

@@ -8,46 +8,35 @@ import sys
 import threading
 import time
 import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 
 import pytest
+from prometheus_client.core import GaugeMetricFamily, Metric
 from typer.testing import CliRunner, Result
 
 from diloco_protocol.feed import TOPIC
-from diloco_tools.exporter import catalogue, server
+from diloco_tools.exporter import server
 from diloco_tools.exporter.cli import app
-from diloco_tools.exporter.labels import Places, label_value
-from diloco_tools.exporter.metrics import Family, families
-from diloco_tools.exporter.reader import FeedReader
-from diloco_tools.exporter.server import FamilyCollector, MetricsServer
+from diloco_tools.exporter.labels import label_value
+from diloco_tools.exporter.metrics import RunCollector
+from diloco_tools.exporter.server import MetricsServer
 from diloco_tools.feed import model
+from diloco_tools.feed.listener import FeedWatcher
 from kit.exporter_scrapes import (
     HOSTILE,
     exported,
     fetch,
     parsed,
-    problems,
+    samples,
     scrape,
+    serving,
     status,
     until,
-    values,
-    worker,
 )
-from kit.feed_snapshots import PATIENCE_S, Publisher, frame
+from kit.feed_snapshots import PATIENCE_S, Publisher, frame, worker
 
-
-def first_line(process: subprocess.Popen[str]) -> str:
-    output = process.stdout
-    assert output is not None
-    lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.append(output.readline()), daemon=True)
-    reader.start()
-    reader.join(PATIENCE_S)
-    assert lines, "the exporter said nothing"
-    return lines[0]
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
 
 @contextmanager
@@ -61,7 +50,8 @@ def running(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
         env={"PATH": "/usr/bin:/bin", **environment},
     )
     try:
-        line = first_line(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
         found = re.search(r"http://\S+/metrics", line)
         assert found, line
         yield process, found[0]
@@ -72,8 +62,10 @@ def running(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 
 @pytest.fixture
 def exporter(publisher: Publisher) -> Iterator[str]:
-    """The address of a running exporter that has subscribed to `publisher`."""
-    with running("--feed", publisher.address, "--max-workers", "20") as (_, url):
+    """The metrics of an exporter, with series for 20 workers, that has subscribed to `publisher`."""
+    watcher = FeedWatcher(publisher.address, complain=lambda error: pytest.fail(str(error)))
+    with closing(watcher), serving(RunCollector(watcher.read, "9.9", 20)) as url:
+        watcher.start()
         publisher.await_subscriber()
         yield url
 
@@ -84,77 +76,52 @@ class TestScrape:
     ) -> None:
         publisher.send(frame(status()))
         until(exporter, "diloco_feed_snapshots_received_total", 1)
-        text, content_type = fetch(exporter)
-        assert content_type.startswith("text/plain")
-        accept = "application/openmetrics-text; version=1.0.0"
-        opened, content_type = fetch(exporter, Accept=accept, Accept_Encoding="gzip")
-        assert content_type.startswith("application/openmetrics-text")
-        plain, strict = values(parsed(text)), values(parsed(opened, openmetrics=True))
-        age = ("diloco_feed_age_seconds", frozenset[tuple[str, str]]())
-        ages = {key for key in plain if key[0].endswith("_age_seconds")}
-        assert age in ages
-        assert plain.keys() == strict.keys()
-        assert {key: plain[key] for key in plain.keys() - ages} == {
-            key: strict[key] for key in strict.keys() - ages
-        }
         expected = exported(status(), received=1)
-        by_name = {metric.name: metric for metric in catalogue.catalogue()}
-        for (name, labels), value in expected.items():
-            if name == "diloco_exporter_build_info":
-                continue
-            key = (name, frozenset(zip(by_name[name].labels, labels, strict=True)))
-            if key in ages:
-                assert value <= plain[key] < value + PATIENCE_S
-            else:
-                assert plain[key] == value, key
-        assert len(plain) == len(expected)
-
-    def test_what_is_scraped_keeps_the_rules_of_promtool(
-        self, publisher: Publisher, exporter: str
-    ) -> None:
-        publisher.send(frame(status(paused_for_s=1.0)))
-        until(exporter, "diloco_feed_snapshots_received_total", 1)
-        text, _ = fetch(exporter)
-        seen = set()
-        for metric in parsed(text):
-            name = metric.name + ("_total" if metric.type == "counter" else "")
-            labels = {label for sample in metric.samples for label in sample.labels}
-            assert problems(name, metric.type, metric.documentation, labels) == set(), name
-            seen.add(name)
-        assert seen == {metric.name for metric in catalogue.catalogue()}
-        accept = "application/openmetrics-text"
-        for metric in parsed(fetch(exporter, Accept=accept)[0], openmetrics=True):
+        for headers, kind in (
+            ({}, "text/plain"),
+            ({"Accept": OPENMETRICS, "Accept_Encoding": "gzip"}, "application/openmetrics-text"),
+        ):
+            text, content_type = fetch(exporter, **headers)
+            assert content_type.startswith(kind)
+            metrics = parsed(text, openmetrics="openmetrics" in kind)
+            seen = samples(metrics)
+            for key in seen:
+                if key[0].endswith("_age_seconds"):
+                    assert expected[key] <= seen[key] < expected[key] + PATIENCE_S
+                    seen[key] = expected[key]
+            assert seen == expected
+        for metric in metrics:
             for unit in ("seconds", "bytes"):
                 assert (metric.unit == unit) == metric.name.endswith(f"_{unit}"), metric.name
 
     def test_series_of_workers_are_bounded(self, publisher: Publisher, exporter: str) -> None:
         publisher.send(frame(status(workers=[worker(f"w{n:03}") for n in range(500)])))
         found = until(exporter, "diloco_feed_snapshots_received_total", 1)
-        labels = {dict(key[1]).get("worker") for key in found} - {None}
-        assert labels == {f"w{number:03}" for number in range(20)}
-        assert found["diloco_workers_without_series", frozenset()] == 480
-        assert found["diloco_workers", frozenset({("health", "ok")})] == 500
+        shown = {labels[0] for name, labels in found if name == "diloco_worker_healthy"}
+        assert shown == {f"w{number:03}" for number in range(20)}
+        assert found["diloco_workers_without_series", ()] == 480
+        assert found["diloco_workers", ("ok",)] == 500
 
     def test_hostile_worker_ids_are_only_labels(self, publisher: Publisher, exporter: str) -> None:
-        document = status(workers=[worker(name) for name in HOSTILE])
-        publisher.send(frame(document))
+        publisher.send(frame(status(workers=[worker(name) for name in HOSTILE])))
         found = until(exporter, "diloco_feed_snapshots_received_total", 1)
-        assert found["diloco_feed_up", frozenset()] == 1
-        labels = {dict(labels).get("worker") for _, labels in found} - {None}
-        assert labels == {label_value(name) for name in HOSTILE}
-        opened, _ = fetch(exporter, Accept="application/openmetrics-text")
-        assert values(parsed(opened, openmetrics=True)).keys() == found.keys()
+        assert found["diloco_feed_up", ()] == 1
+        shown = {labels[0] for name, labels in found if name == "diloco_worker_healthy"}
+        assert shown == {label_value(name) for name in HOSTILE}
+        opened, _ = fetch(exporter, Accept=OPENMETRICS)
+        assert samples(parsed(opened, openmetrics=True)).keys() == found.keys()
 
     def test_garbage_and_a_newer_feed_are_counted_and_survived(self, publisher: Publisher) -> None:
-        with running("--feed", publisher.address) as (process, url):
+        # Also: the address may come from the environment.
+        with running(DILOCO_FEED=publisher.address) as (process, url):
             publisher.await_subscriber()
             # One after the other: of two at once only the newer one would be kept.
             for number, payload in enumerate((TOPIC + b"{", frame(status(feed=2))), 1):
                 publisher.send(payload)
                 found = until(url, "diloco_feed_frames_unreadable_total", number)
-                assert found["diloco_feed_up", frozenset()] == 0
+                assert found["diloco_feed_up", ()] == 0
             publisher.send(frame(status()))
-            assert until(url, "diloco_feed_up", 1)["diloco_workers_alive", frozenset()] == 5
+            assert until(url, "diloco_feed_up", 1)["diloco_workers_alive", ()] == 5
             process.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=PATIENCE_S)
         (sentence,) = errors.splitlines()
@@ -166,8 +133,8 @@ class TestScrape:
         publisher.send(frame(status()))
         until(exporter, "diloco_feed_snapshots_received_total", 1)
         asked = "diloco_workers_alive", "diloco_rounds_total"
-        text, _ = fetch(exporter + "?" + "&".join(f"name[]={name}" for name in asked))
-        assert {name for name, _ in values(parsed(text))} == set(asked)
+        found = scrape(exporter + "?" + "&".join(f"name[]={name}" for name in asked))
+        assert {name for name, _ in found} == set(asked)
 
     def test_other_paths_say_where_the_metrics_are(self, exporter: str) -> None:
         home = exporter.removesuffix("metrics")
@@ -177,39 +144,29 @@ class TestScrape:
         raised.value.close()
 
     def test_stale_takes_the_workers_away_and_news_bring_them_back(
-        self, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+        self, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, exporter: str
     ) -> None:
         monkeypatch.setattr(model, "STALE_ABOVE_S", 0.3)
         monkeypatch.setattr(model, "LIVE_BELOW_S", 0.2)
-        reader = FeedReader(publisher.address, complain=pytest.fail)
-        places = Places(9)
-
-        def collect() -> list[Family]:
-            reading, now = reader.read()
-            return families(reading, now, "9.9", lambda ids: places.take(ids, now))
-
-        with serving(collect) as url, reader:
-            publisher.await_subscriber()
-            publisher.send(frame(status(sequence=1)))
-            until(url, "diloco_feed_up", 1)
-            gone = until(url, "diloco_feed_up", 0)
-            assert not [labels for _, labels in gone if "worker" in dict(labels)]
-            assert ("diloco_workers_alive", frozenset()) not in gone
-            publisher.send(frame(status(sequence=4)))
-            back = until(url, "diloco_workers_alive", 5)
-            assert back["diloco_feed_snapshots_missed_total", frozenset()] == 2
+        publisher.send(frame(status(sequence=1)))
+        until(exporter, "diloco_feed_up", 1)
+        gone = until(exporter, "diloco_feed_up", 0)
+        assert not [name for name, _ in gone if "worker" in name]
+        publisher.send(frame(status(sequence=4)))
+        back = until(exporter, "diloco_workers_alive", 5)
+        assert back["diloco_feed_snapshots_missed_total", ()] == 2
 
 
-@contextmanager
-def serving(collect: Callable[[], Sequence[Family]]) -> Iterator[str]:
-    with MetricsServer("127.0.0.1", 0, FamilyCollector(collect)) as made:
-        thread = threading.Thread(target=made.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield made.url
-        finally:
-            made.shutdown()
-            thread.join()
+class Answers:
+    """A collector that says what it is told, and the last of it again."""
+
+    def __init__(self, *answers: Metric) -> None:
+        self._answers = list(answers)
+
+    def collect(self) -> Iterable[Metric]:
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        assert answer is not BROKEN, "a fault of ours"
+        return [answer]
 
 
 def port_of(url: str) -> int:
@@ -227,32 +184,33 @@ def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
     return made
 
 
-UP = Family(catalogue.UP, (((), 1.0),))
+UP = GaugeMetricFamily("up", "It is.", value=1)
+SAYS_UP = {("up", ()): 1.0}
 # So long that no buffer of a socket takes it whole.
-ENDLESS = Family(replace(catalogue.HEALTHY, help="x" * (32 << 20)), (((), 1.0),))
+ENDLESS = GaugeMetricFamily("endless", "x" * (32 << 20), value=1)
+BROKEN = GaugeMetricFamily("broken", "")
 
 
 class TestSlowClients:
     def test_those_who_say_nothing_keep_nobody_from_scraping(self) -> None:
-        with serving(lambda: [UP]) as url:
+        with serving(Answers(UP)) as url:
             silent = [connect(url) for _ in range(3 * server.MOST_CONNECTIONS)]
             began = time.monotonic()
-            assert scrape(url) == {("diloco_feed_up", frozenset()): 1.0}
+            assert scrape(url) == SAYS_UP
             assert time.monotonic() - began < server.LONGEST_CONNECTION_S / 2
             assert silent[0].recv(1) == b"", "the oldest had to go"
             for each in silent:
                 each.close()
 
     def test_one_who_never_reads_keeps_nobody_from_scraping(self) -> None:
-        answers = iter([[ENDLESS], *([[UP]] * 9)])
-        with serving(lambda: next(answers)) as url, connect(url, receive_buffer=4096) as greedy:
+        with serving(Answers(ENDLESS, UP)) as url, connect(url, receive_buffer=4096) as greedy:
             greedy.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert greedy.recv(12) == b"HTTP/1.0 200"  # it has its answer, and does not take it
-            assert ("diloco_feed_up", frozenset()) in scrape(url)
+            assert scrape(url) == SAYS_UP
 
     def test_one_who_never_reads_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
         before = threading.active_count()
-        with serving(lambda: [ENDLESS]) as url, connect(url, receive_buffer=4096) as greedy:
+        with serving(Answers(ENDLESS)) as url, connect(url, receive_buffer=4096) as greedy:
             greedy.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert greedy.recv(12) == b"HTTP/1.0 200"
             monkeypatch.setattr(server, "LONGEST_CONNECTION_S", 0.0)
@@ -260,7 +218,7 @@ class TestSlowClients:
 
     def test_one_who_drips_is_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(server, "LONGEST_CONNECTION_S", 0.2)
-        with serving(lambda: [UP]) as url, connect(url) as dripping:
+        with serving(Answers(UP)) as url, connect(url) as dripping:
             dripping.sendall(b"GET /metrics HTTP/1.0\r\n")
             dripping.settimeout(0.02)
             deadline = time.monotonic() + PATIENCE_S
@@ -271,7 +229,7 @@ class TestSlowClients:
 
     def test_nonsense_gets_an_answer_and_leaves_no_thread(self) -> None:
         before = threading.active_count()
-        with serving(lambda: [UP]) as url:
+        with serving(Answers(UP)) as url:
             for nonsense in (
                 b"\x00\xff\n\n",
                 b"GET\r\n\r\n",
@@ -286,24 +244,17 @@ class TestSlowClients:
                     client.shutdown(socket.SHUT_WR)
                     while client.recv(65536):
                         pass
-            assert scrape(url) == {("diloco_feed_up", frozenset()): 1.0}
+            assert scrape(url) == SAYS_UP
             await_threads(before + 1)
 
     def test_a_fault_of_ours_is_told_and_the_next_scrape_works(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        answers = iter([[], [UP]])
-
-        def collect() -> list[Family]:
-            answer = next(answers)
-            assert answer, "a fault of ours"
-            return answer
-
-        with serving(collect) as url:
+        with serving(Answers(BROKEN, UP)) as url:
             with pytest.raises(urllib.error.HTTPError, match="500") as raised:
                 fetch(url)
             raised.value.close()
-            assert ("diloco_feed_up", frozenset()) in scrape(url)
+            assert scrape(url) == SAYS_UP
         assert "AssertionError: a fault of ours" in capsys.readouterr().err
 
 
@@ -346,33 +297,30 @@ class TestCommand:
             output, errors = process.communicate(timeout=PATIENCE_S)
             assert (process.returncode, output, errors) == (0, "", "")
 
-    def test_the_address_may_come_from_the_environment(self, publisher: Publisher) -> None:
-        with running(DILOCO_FEED=publisher.address) as (_, url):
-            publisher.await_subscriber()
-            publisher.send(frame(status()))
-            until(url, "diloco_workers_alive", 5)
-
     def test_a_port_in_use_is_one_sentence(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             sentence = failed("--port", str(port))
         assert f"127.0.0.1' port {port} (Address already in use)" in sentence
 
-    @pytest.mark.parametrize("host", ["192.0.2.1", "", "x" * 300, "256.1.1.1", "a b", "\x00"])
-    def test_an_address_that_is_not_of_this_machine_is_one_sentence(self, host: str) -> None:
-        assert "give an address of this machine" in failed("--port", "0", "--host", host)
-
-    @pytest.mark.parametrize("port", ["-1", "65536", "99999999999"])
-    def test_what_is_no_port_is_one_sentence(self, port: str) -> None:
-        assert f"--port {port} is no port" in failed(f"--port={port}")
-
-    def test_a_negative_number_of_workers_is_one_sentence(self) -> None:
-        assert "--max-workers -1" in failed("--max-workers=-1")
-
-    @pytest.mark.parametrize("address", ["foo", "tcp://h:0", "localhost"])
-    def test_what_is_no_feed_address_is_one_sentence(self, address: str) -> None:
-        assert "tcp://HOST:PORT" in failed("--feed", address)
-        assert "tcp://HOST:PORT" in failed(DILOCO_FEED=address)
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            *[
+                (("--port", "0", "--host", host), "give an address of this machine")
+                for host in ("192.0.2.1", "", "x" * 300, "256.1.1.1", "a b", "\x00")
+            ],
+            *[
+                ((f"--port={port}",), f"--port {port} is no port")
+                for port in ("-1", "65536", "99999999999")
+            ],
+            (("--max-workers=-1",), "--max-workers -1"),
+            *[(("--feed", feed), "tcp://HOST:PORT") for feed in ("foo", "tcp://h:0", "localhost")],
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_is_one_sentence(self, arguments: tuple[str, ...], said: str) -> None:
+        assert said in failed(*arguments)
 
     def test_a_missing_package_is_one_sentence_that_says_what_to_install(
         self, monkeypatch: pytest.MonkeyPatch
@@ -400,7 +348,7 @@ class TestCommand:
         if not socket.has_ipv6:
             pytest.skip("this machine has no IPv6")
         try:
-            with MetricsServer("::1", 0, FamilyCollector(lambda: [UP])) as made:
+            with MetricsServer("::1", 0, Answers(UP)) as made:
                 assert made.url.startswith("http://[::1]:")
         except OSError as error:
             pytest.skip(f"this machine has no IPv6 loopback: {error}")

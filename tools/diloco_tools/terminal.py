@@ -4,10 +4,19 @@ Rich takes what stands in square brackets for its markup, and words between colo
 workers and the names of extras have both, so nothing here reads either.
 """
 
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+
+FeedOption = Annotated[
+    str,
+    typer.Option(
+        metavar="ADDR",
+        envvar="DILOCO_FEED",
+        help="Feed address that diloco-broker serve printed.",
+    ),
+]
 
 
 def console(**options: Any) -> Console:

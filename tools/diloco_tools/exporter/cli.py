@@ -5,16 +5,15 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Annotated, NoReturn
 
 import typer
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
-from diloco_protocol.feed import FeedError
-from diloco_tools.exporter.labels import Places
-from diloco_tools.exporter.metrics import Family, families
-from diloco_tools.exporter.reader import FeedReader
+from diloco_protocol.feed import FeedError, FeedVersionError
+from diloco_tools.feed.listener import FeedWatcher
+from diloco_tools.terminal import FeedOption, fail
 
 CANNOT_START = 2
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -27,20 +26,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     "says why)."
 )
 def exporter(
-    feed: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDR",
-            envvar="DILOCO_FEED",
-            help="Feed address that diloco-broker serve printed.",
-        ),
-    ] = DEFAULT_FEED_ADDRESS,
+    feed: FeedOption = DEFAULT_FEED_ADDRESS,
     port: Annotated[int, typer.Option(help="Port for Prometheus; 0 takes a free one.")] = 9512,
     host: Annotated[
         str,
-        typer.Option(
-            help="Address to listen on. Whoever reaches it can read the metrics.",
-        ),
+        typer.Option(help="Address to listen on. Whoever reaches it can read the metrics."),
     ] = "127.0.0.1",
     max_workers: Annotated[
         int,
@@ -57,7 +47,8 @@ def exporter(
 
 def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
     try:
-        from diloco_tools.exporter.server import POLL_S, FamilyCollector, MetricsServer
+        from diloco_tools.exporter.metrics import RunCollector
+        from diloco_tools.exporter.server import POLL_S, MetricsServer
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "prometheus_client":
             raise
@@ -69,22 +60,23 @@ def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
         _fail(f"--port {port} is no port: give a number from 0 to 65535, 0 for a free one")
     if max_workers < 0:
         _fail(f"--max-workers {max_workers} is no number of workers: give 0 or more")
+    said = ""
+
+    def complain(error: FeedError) -> None:
+        """Once, though the connection is made again: the broker may be replaced meanwhile."""
+        nonlocal said
+        if isinstance(error, FeedVersionError) and str(error) != said:
+            said = str(error)
+            print(f"diloco-exporter: {said}", file=sys.stderr, flush=True)
+
     try:
-        reader = FeedReader(feed, _say)
+        watcher = FeedWatcher(feed, complain)
     except FeedError as error:
         _fail(str(error))
-    places = Places(max_workers)
-    version = importlib.metadata.version("diloco-broker")
-    one_at_a_time = threading.Lock()
-
-    def collect() -> list[Family]:
-        with one_at_a_time:
-            reading, now = reader.read()
-            return families(reading, now, version, lambda ids: places.take(ids, now))
-
-    with reader:
+    collector = RunCollector(watcher.read, importlib.metadata.version("diloco-broker"), max_workers)
+    with closing(watcher):
         try:
-            server = MetricsServer(host, port, FamilyCollector(collect))
+            server = MetricsServer(host, port, collector)
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             _fail(
@@ -92,9 +84,10 @@ def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
                 "machine with --host and a free port with --port, or --port 0"
             )
         with server:
+            watcher.start()
             thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
             thread.start()
-            print(f"diloco-exporter: {server.url} has the metrics of {reader.address}", flush=True)
+            print(f"diloco-exporter: {server.url} has the metrics of {watcher.address}", flush=True)
             signal.sigwait(STOP_SIGNALS)
             server.shutdown()
 
@@ -111,13 +104,8 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _say(sentence: str) -> None:
-    print(f"diloco-exporter: {sentence}", file=sys.stderr, flush=True)
-
-
 def _fail(sentence: str) -> NoReturn:
-    _say(sentence)
-    raise typer.Exit(CANNOT_START)
+    fail("diloco-exporter", sentence, CANNOT_START)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,13 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-
-from diloco_tools.exporter.catalogue import catalogue
-from diloco_tools.exporter.metrics import Family
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -38,54 +31,16 @@ POLL_S = 0.25  # how long the end of the server, and one connection too old, may
 HOME = b"diloco-exporter: the metrics are at /metrics\n"
 
 
-class FamilyCollector:
-    """What prometheus_client asks at each scrape; `collect_families` is asked in turn."""
-
-    def __init__(self, collect_families: Callable[[], Iterable[Family]]) -> None:
-        self._collect_families = collect_families
-
-    def collect(self) -> Iterable[Metric]:
-        """All families that have a sample now."""
-        return [_for_client(family) for family in self._collect_families()]
-
-    def describe(self) -> Iterable[Metric]:
-        """All families that there can be: so a scrape may ask for some by `name[]`."""
-        return [_for_client(Family(metric, ())) for metric in catalogue()]
-
-
-def _for_client(family: Family) -> Metric:
-    metric, names = family.metric, family.metric.labels
-    match metric.kind:
-        case "info":
-            info = InfoMetricFamily(metric.name.removesuffix("_info"), metric.help, labels=())
-            for values, _ in family.samples:
-                info.add_metric((), dict(zip(names, values, strict=True)))
-            return info
-        case "counter":
-            stem = metric.name.removesuffix("_total")
-            counter = CounterMetricFamily(stem, metric.help, labels=names, unit=metric.unit)
-            for values, value in family.samples:
-                counter.add_metric(values, value)
-            return counter
-        case _:
-            gauge = GaugeMetricFamily(metric.name, metric.help, labels=names, unit=metric.unit)
-            for values, value in family.samples:
-                gauge.add_metric(values, value)
-            return gauge
-
-
-class MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
+class MetricsServer(ThreadingWSGIServer):
     """Listens from its making on; `serve_forever` answers.
 
     Raises:
         OSError: the address is not one of this machine, or the port is taken.
     """
 
-    daemon_threads = True
-    block_on_close = False  # a thread at its end sees its socket closed
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, collector: FamilyCollector) -> None:
+    def __init__(self, host: str, port: int, collector: Collector) -> None:
         family, *_, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]

@@ -1,4 +1,4 @@
-"""The thread that listens to the feed for every display, and connects anew after a long silence.
+"""The thread that listens to the feed for every display, and connects again after a long silence.
 
 ZeroMQ connects again by itself when a connection breaks. It does not notice a host that vanished without
 a word, nor a name that has another address by now: after some silence the socket is made anew.
@@ -7,9 +7,13 @@ a word, nor a name that has another address by now: after some silence the socke
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from diloco_protocol.addresses import with_scheme
 from diloco_protocol.feed import FeedError, MalformedFeedError, Snapshot
+from diloco_tools.feed.model import FeedModel, Freshness
+from diloco_tools.feed.subscriber import FeedSubscriber
 
 POLL_S = 0.25  # how long the end of the program may have to wait
 RENEW_AFTER_S = 15.0  # of silence; the feed speaks once a second
@@ -100,3 +104,58 @@ class Listener(threading.Thread):
             if complaint is not None and str(complaint) != said:
                 said = str(complaint)
                 self._complain(complaint)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known of a feed at `now`, seconds of the clock of its model.
+
+    `received` counts snapshots, `unreadable` frames that were none or of another feed version.
+    """
+
+    model: FeedModel
+    now: float
+    received: int = 0
+    unreadable: int = 0
+
+    @property
+    def is_fresh(self) -> bool:
+        return self.model.freshness(self.now) is not Freshness.STALE
+
+
+class FeedWatcher:
+    """Keeps the newest snapshot at hand, from `start` to `close`; `read` is for any thread.
+
+    `complain` is called as by `Listener`, and `note` with each snapshot that is news and the time by
+    the clock of the model, while `lock` is held.
+
+    Raises:
+        FeedAddressError: the address is none.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        complain: Callable[[FeedError], None],
+        note: Callable[[Snapshot, float], None] = lambda snapshot, now: None,
+    ) -> None:
+        self.address = with_scheme(address)
+        self.lock = threading.Lock()
+        self.model = FeedModel()
+        self.received = 0
+        self._note = note
+        self.listener = Listener(lambda: FeedSubscriber(self.address), self._take, complain)
+        self.start, self.close = self.listener.start, self.listener.close
+
+    def read(self) -> Reading:
+        """What is known of the feed now."""
+        unreadable = self.listener.malformed + self.listener.other_versions
+        with self.lock:
+            return Reading(replace(self.model), time.monotonic(), self.received, unreadable)
+
+    def _take(self, snapshot: Snapshot) -> None:
+        with self.lock:
+            now = time.monotonic()
+            if self.model.update(snapshot, now):
+                self.received += 1
+                self._note(snapshot, now)

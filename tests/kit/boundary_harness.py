@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 from diloco_protocol import Counted, Ledger, RunConfig, VersionId
 from diloco_protocol.messages import Push, Released, Standing, Welcome
 from diloco_worker.core.effects import Granted, Joined
-from diloco_worker.core.sync import effects
-from diloco_worker.core.sync.boundary import Boundary
+from diloco_worker.core.events import Event
+from diloco_worker.core.sync import boundary, effects
 from diloco_worker.core.sync.effects import Answer, Effect, Steps
 from diloco_worker.core.sync.fragment import TrainingBase
+from diloco_worker.core.sync.landings import look
 from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.news import Arrival, LinkState, News, Rejection
+from diloco_worker.core.sync.news import Arrival, LinkState, News, Rejection, Sight, Work
 from diloco_worker.core.sync.patience import Options
 from diloco_worker.core.sync.state import SyncState
-from diloco_worker.core.sync.work import Totals
 
 RUN = "0123456789abcdef"
-E = TypeVar("E", bound=Effect)
+E = TypeVar("E", bound="Effect | Event")
 
 
 def version(counter: int) -> VersionId:
@@ -43,12 +43,13 @@ class Trainer:
     config: RunConfig
     options: Options = field(default_factory=Options)
     now: float = 100.0
-    totals: Totals = field(default_factory=Totals)
+    totals: Work = field(default_factory=Work)
     step: int = 0
-    done: list[Effect] = field(default_factory=list)
-    interrupts: type[Effect] | None = None
+    done: list[Effect | Event] = field(default_factory=list)
+    interrupts: type[Effect | Event] | None = None
     fails: effects.Failed | None = None
     bad: effects.NonFinite | None = None
+    norm: float | None = 1.0  # of what is frozen
     metrics: SyncMetrics = field(default_factory=SyncMetrics)
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ class Trainer:
         self._arrivals: dict[int, Arrival] = {}
         self._rejections: dict[int, Rejection] = {}
         self._steps: Steps[Any] | None = None
-        self._to_do: list[Callable[[], Steps[Any]]] = []
+        self._to_do: list[Callable[[SyncState], Steps[Any]]] = []
         self._ids = 0
         self._is_waiting = False
         self.result: Any = None
@@ -65,19 +66,22 @@ class Trainer:
     def begins(self, *bases: TrainingBase, cycle_start: int = 0) -> Trainer:
         """Training begins on these bases, by default on version 0 of everything."""
         number = self.config.num_fragments
-        state = SyncState(
-            self.link,
-            self.options,
+        self.state = SyncState(
+            worker_id="me",
+            link=self.link,
+            options=self.options,
             chunks=[2] * number,
             bases=bases or [TrainingBase(version(0), Ledger())] * number,
             totals=self.totals,
             step=self.step,
             cycle_start=cycle_start,
+            metrics=self.metrics,
+            clock=lambda: self.now,
+            draw=self._draw,
         )
-        self.boundary = Boundary("me", state, self.metrics, lambda: self.now, self._draw)
         if not bases:
             self.is_welcome()
-            self.does(self.boundary.begin)
+            self.does(look)
         return self
 
     def _draw(self) -> int:
@@ -86,7 +90,7 @@ class Trainer:
 
     # What happens.
 
-    def does(self, *what: Callable[[], Steps[Any]]) -> Trainer:
+    def does(self, *what: Callable[[SyncState], Steps[Any]]) -> Trainer:
         """Do one after the other, until all is done or it waits."""
         assert not self._is_waiting, "it stands still"
         self._to_do += what
@@ -98,7 +102,7 @@ class Trainer:
         for _ in range(number):
             if not self._is_waiting:
                 self.step += 1
-                self.does(lambda: self.boundary.after_step(self.step))
+                self.does(lambda state: boundary.after_step(state, self.step))
         return self
 
     def wakes(self) -> Trainer:
@@ -183,13 +187,13 @@ class Trainer:
     def _go_on(self, answer: Answer) -> None:
         while self._steps is not None or self._to_do:
             if self._steps is None:
-                self._steps, answer = self._to_do.pop(0)(), None
+                self._steps, answer = self._to_do.pop(0)(self.state), None
             try:
                 effect = self._steps.send(answer)
             except StopIteration as end:
                 self._steps, self.result = None, end.value
                 continue
-            self.boundary.state.schedule.check_invariants()
+            self.state.schedule.check_invariants()
             if self.interrupts is not None and isinstance(effect, self.interrupts):
                 self.interrupts = self._steps = None
                 self._to_do.clear()
@@ -200,7 +204,7 @@ class Trainer:
                 return
             answer = self._answer(effect)
 
-    def _answer(self, effect: Effect) -> Answer:
+    def _answer(self, effect: Effect | Event) -> Answer:
         match effect:
             case effects.Look():
                 return self._sight()
@@ -208,13 +212,13 @@ class Trainer:
                 return self.totals
             case effects.Freeze(push):
                 bad, self.bad = self.bad, None
-                return bad or effects.Frozen(replace(push, norm=1.0), self.link.reconnections)
+                return bad or effects.Frozen(replace(push, norm=self.norm), self.link.reconnections)
             case effects.Land():
                 failed, self.fails = self.fails, None
                 return failed
         return None
 
-    def _sight(self) -> effects.Sight:
+    def _sight(self) -> Sight:
         news = News(tuple(self._turns), self._arrivals, self._rejections)
         self._turns, self._arrivals, self._rejections = [], {}, {}
-        return effects.Sight(news, self.link, self.totals)
+        return Sight(news, self.link, self.totals)

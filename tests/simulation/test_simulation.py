@@ -191,8 +191,8 @@ def test_dynamic_local_updates_bring_unequal_workers_to_one_pace() -> None:
     run = Simulation(calm(2, pieces=1, mode="async", dylu=True), seed=5)
     fast, slow = run.newcomer(speed=8.0), run.newcomer(speed=2.0)
     run.passes(60.0)
-    assert slow.training.boundary is not None
-    assert slow.training.boundary.state.schedule.sync_every == 2
+    assert slow.training.state is not None
+    assert slow.training.state.schedule.sync_every == 2
     assert 0.8 < fast.training.endings[0] / slow.training.endings[0] < 1.25
 
 

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from diloco_protocol.messages import Heartbeat, Push
-from diloco_worker.core.events import BeatNow, Depart, Offer, RequestVersion
-from diloco_worker.core.sync import effects
-from diloco_worker.core.sync.boundary import Boundary
+from diloco_worker.core.events import Depart, Event, Offer
+from diloco_worker.core.sync import boundary, effects
 from diloco_worker.core.sync.effects import Answer, Effect, Steps
 from diloco_worker.core.sync.fragment import Fragment, TrainingBase
+from diloco_worker.core.sync.landings import look
 from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.news import LinkState
+from diloco_worker.core.sync.news import LinkState, Sight, Work
 from diloco_worker.core.sync.patience import Options
 from diloco_worker.core.sync.state import SyncState
-from diloco_worker.core.sync.work import Totals
 
 if TYPE_CHECKING:
     from simulation.worker import Worker
@@ -64,7 +63,7 @@ class Training:
     """See the head of this module.
 
     Attributes:
-        boundary: decides; None before the model is here.
+        state: what the boundary decides by; None before the model is here.
         endings: how many pushes have ended, by fragment.
         leaving: it was asked to finish.
         waiting_since: when it began to stand still; None while it trains.
@@ -72,7 +71,7 @@ class Training:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.boundary: Boundary | None = None
+        self.state: SyncState | None = None
         self.endings: dict[int, int] = {}
         self.leaving = False
         self.waiting_since: float | None = None
@@ -95,7 +94,7 @@ class Training:
             session,
             self.step,
             state="pushing" if uploading else state,
-            steps_per_s=self.worker.habits.speed if self.boundary is not None else None,
+            steps_per_s=self.worker.habits.speed if self.state is not None else None,
         )
 
     def wire_dtype(self) -> str:
@@ -107,12 +106,12 @@ class Training:
     @property
     def step(self) -> int:
         """Optimizer steps so far."""
-        return self.boundary.state.step if self.boundary else self.worker.habits.first_step
+        return self.state.step if self.state else self.worker.habits.first_step
 
     @property
     def fragments(self) -> list[Fragment]:
         """As the boundary knows them; none before the model is here."""
-        return self.boundary.state.fragments if self.boundary else []
+        return self.state.fragments if self.state else []
 
     @property
     def oldest_flight(self) -> float | None:
@@ -130,14 +129,14 @@ class Training:
     def _train(self) -> Generator[float | None, None, None]:
         worker, dice = self.worker, self.worker.world.dice
         yield from self._await_model()
-        boundary = self._begins()
-        yield from self._carry_out(boundary.begin())
+        state = self.state = self._begins()
+        yield from self._carry_out(look(state))
         while not self.leaving:
             yield dice.uniform(0.8, 1.2) / worker.habits.speed
-            yield from self._carry_out(boundary.after_step(self.step + 1))
+            yield from self._carry_out(boundary.after_step(state, self.step + 1))
             if dice.random() < worker.habits.forces:
-                yield from self._carry_out(boundary.force())
-        yield from self._carry_out(boundary.leave())
+                yield from self._carry_out(boundary.force(state))
+        yield from self._carry_out(boundary.leave(state))
         worker.command(Depart())
         while True:
             yield None
@@ -152,14 +151,15 @@ class Training:
                 worker.command(Depart())
             yield None
 
-    def _begins(self) -> Boundary:
+    def _begins(self) -> SyncState:
         worker, habits, world = self.worker, self.worker.habits, self.worker.world
         layout = worker.session.layout
         assert layout is not None
         taken = {number: worker.inbox.take(number) for number in list(worker.inbox.arrivals)}
-        state = SyncState(
-            self._link_state(),
-            Options(
+        return SyncState(
+            worker_id=worker.worker_id,
+            link=self._link_state(),
+            options=Options(
                 sync_every=habits.wants.get("sync_every"),
                 wire_dtype=habits.wants.get("wire_dtype"),
                 heartbeat_interval=habits.heartbeat_interval,
@@ -175,15 +175,10 @@ class Training:
             totals=self._totals(),
             step=habits.first_step,
             cycle_start=0,
+            metrics=SyncMetrics(),
+            clock=lambda: world.now,
+            draw=lambda: world.dice.getrandbits(64),
         )
-        self.boundary = Boundary(
-            worker.worker_id,
-            state,
-            SyncMetrics(),
-            lambda: world.now,
-            lambda: world.dice.getrandbits(64),
-        )
-        return self.boundary
 
     def _carry_out(self, steps: Steps[Any]) -> Generator[float | None, None, None]:
         answer: Answer = None
@@ -196,23 +191,21 @@ class Training:
                 yield None
             answer = self._do(effect)
 
-    def _do(self, effect: Effect) -> Answer:
-        assert self.boundary is not None
-        worker, schedule = self.worker, self.boundary.state.schedule
-        schedule.check_invariants()
+    def _do(self, effect: Effect | Event) -> Answer:
+        assert self.state is not None
+        worker = self.worker
+        self.state.schedule.check_invariants()
         match effect:
             case effects.Look() | effects.Wait():
-                return effects.Sight(worker.inbox.take_news(), self._link_state(), self._totals())
+                return Sight(worker.inbox.take_news(), self._link_state(), self._totals())
             case effects.ReadReports():
                 return self._totals()
-            case effects.Beat():
-                worker.command(BeatNow())
             case effects.Freeze(push):
                 return effects.Frozen(self._freeze(push), worker.session.connection.reconnections)
             case effects.Offer(flight):
                 worker.command(Offer(flight.push))
-            case effects.RequestVersion(fragment):
-                worker.command(RequestVersion(fragment))
+            case Event():
+                worker.command(effect)
             case effects.PushEnded(_, fragment):
                 self.endings[fragment] = self.endings.get(fragment, 0) + 1
             case effects.Say(text) | effects.Trouble(text):
@@ -236,8 +229,8 @@ class Training:
         worker.referee.offered(worker.name, worker.worker_id, push)
         return push
 
-    def _totals(self) -> Totals:
-        return Totals(TOKENS_A_STEP * self.step, SAMPLES_A_STEP * self.step)
+    def _totals(self) -> Work:
+        return Work(0, TOKENS_A_STEP * self.step, SAMPLES_A_STEP * self.step)
 
     def _link_state(self) -> LinkState:
         inbox = self.worker.inbox

@@ -8,16 +8,17 @@ import pytest
 
 from diloco_protocol import Counted, Ledger, RunConfig
 from diloco_worker.core.connection import Phase
-from diloco_worker.core.sync import effects
-from diloco_worker.core.sync.flights import Flight
-from diloco_worker.core.sync.fragment import TrainingBase
+from diloco_worker.core.events import BeatNow, RequestVersion, VerifyPushes
+from diloco_worker.core.sync import boundary, effects
+from diloco_worker.core.sync.fragment import Flight, TrainingBase
+from diloco_worker.core.sync.news import Work
 from diloco_worker.core.sync.patience import HASTY_S, Options
+from diloco_worker.core.sync.resumption import resume
 from diloco_worker.core.sync.schedule import SchedulePlace
-from diloco_worker.core.sync.work import Totals, Work
 from kit.boundary_harness import Trainer, version
 
 H = 4
-AT_A_SLOT = ["ReadReports", "CheckModel", "Beat", "Freeze", "Offer"]
+AT_A_SLOT = ["ReadReports", "CheckModel", "BeatNow", "Freeze", "Offer"]
 
 
 def config(**changes: Any) -> RunConfig:
@@ -56,7 +57,7 @@ def test_reply_is_merged_and_training_goes_on() -> None:
     training.passes(2.5).forget()
     training.receives(1, counted=push)
     assert not training.waits()
-    assert training.kinds == ["Land", "PushEnded", "Beat", "Say"]
+    assert training.kinds == ["Land", "PushEnded", "BeatNow", "Say"]
     assert training.outcomes == ["counted"]
     assert training.all(effects.PushEnded)[0].version == version(1)
     assert training.said.endswith("has 4 steps of this worker, norm 1, staleness 0; waited 2.5 s.")
@@ -72,15 +73,15 @@ def test_worker_without_heartbeats_sends_none_at_a_boundary_either() -> None:
     training = trainer(Options(heartbeat_interval=0)).steps(H)
     training.receives(1, counted=training.pushes[0])
     assert not training.waits()
-    assert not training.all(effects.Beat)
+    assert not training.all(BeatNow)
 
 
 def test_work_since_the_last_freeze_goes_with_the_push() -> None:
     training = trainer(weight_by="tokens")
-    training.totals = Totals(tokens=640, samples=40, loss=0.5)
+    training.totals = Work(tokens=640, samples=40, loss=0.5)
     training.steps(H)
     training.receives(1, counted=training.pushes[0])
-    training.totals = Totals(tokens=1000, samples=50, loss=0.25)
+    training.totals = Work(tokens=1000, samples=50, loss=0.25)
     push = training.steps(H).pushes[-1]
     assert (push.steps, push.tokens, push.samples, push.loss) == (H, 360, 10, 0.25)
 
@@ -115,7 +116,7 @@ def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reas
     assert training.kinds == ["KeepAnchor", "Trouble"]
     assert f"Training goes on with 4 steps in flight: {reason}." in training.said
     training.steps(1)
-    assert training.boundary.state.unsynced_steps == H + 1
+    assert training.state.unsynced_steps == H + 1
 
 
 def test_as_many_broken_connections_as_are_allowed_are_waited_through() -> None:
@@ -196,7 +197,7 @@ def test_fragments_have_their_slots_in_turn() -> None:
 def test_version_that_comes_without_a_flight_moves_the_model() -> None:
     training = trainer().steps(1).receives(3).steps(1)
     assert training.outcomes == ["moved"]
-    assert training.boundary.state.fragments[0].version == version(3)
+    assert training.state.fragments[0].version == version(3)
     training.receives(3).steps(1)
     assert training.outcomes == ["moved"], "it is the base already"
 
@@ -210,7 +211,7 @@ def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(code: str, reques
     training.is_refused(training.pushes[0], code)
     assert not training.waits()
     assert training.outcomes == ["rejected"]
-    assert len(training.all(effects.RequestVersion)) == requests
+    assert len(training.all(RequestVersion)) == requests
     (ended,) = training.all(effects.PushEnded)
     assert (ended.version, ended.why) == (None, code)
     assert training.metrics.rejected == 1
@@ -223,7 +224,7 @@ def test_round_that_closed_without_the_push_is_over_and_any_other_wants_it(
     training = at_the_boundary()
     (push,) = training.pushes
     training.is_granted(push, 0).is_refused(push, code)
-    assert training.boundary.state.schedule.cursor == next_round
+    assert training.state.schedule.cursor == next_round
 
 
 def test_delta_that_is_not_finite_takes_every_fragment_back_and_is_not_sent() -> None:
@@ -253,7 +254,7 @@ def test_merge_that_fails_is_tried_again_and_told_once() -> None:
     training.fails = effects.Failed(MemoryError("full"), is_torn=True)
     training.receives(1, counted=training.pushes[0])
     assert not training.waits(), "training goes on"
-    assert training.boundary.state.is_torn
+    assert training.state.is_torn
     training.fails = effects.Failed(MemoryError("full"), is_torn=True)
     training.steps(1)
     training.steps(1)
@@ -288,7 +289,7 @@ def test_merge_that_ctrl_c_broke_off_goes_on_behind_the_next_step() -> None:
 
 def test_forced_synchronisation_takes_every_fragment_and_begins_a_new_cycle() -> None:
     training = trainer(num_fragments=2).steps(1)
-    training.does(training.boundary.force)
+    training.does(boundary.force)
     for counter, fragment in enumerate((0, 1), start=1):
         assert training.waits()
         training.receives(counter, fragment=fragment, counted=training.pushes[-1])
@@ -300,14 +301,14 @@ def test_forced_synchronisation_takes_every_fragment_and_begins_a_new_cycle() ->
 
 def test_forced_synchronisation_tells_when_a_delta_did_not_count() -> None:
     training = trainer().steps(1)
-    training.does(training.boundary.force).is_refused(training.pushes[0], "bad_push")
+    training.does(boundary.force).is_refused(training.pushes[0], "bad_push")
     assert training.result is False
 
 
 def test_newest_parameters_are_loaded_when_all_of_them_are_here() -> None:
     training = trainer(num_fragments=2).steps(1)
-    training.does(training.boundary.load)
-    assert [each.fragment for each in training.all(effects.RequestVersion)] == [0, 1]
+    training.does(boundary.load)
+    assert [each.fragment for each in training.all(RequestVersion)] == [0, 1]
     assert training.receives(1, fragment=0).waits()
     training.receives(2, fragment=1)
     assert training.result is True
@@ -317,7 +318,7 @@ def test_newest_parameters_are_loaded_when_all_of_them_are_here() -> None:
 
 def test_newest_parameters_are_not_waited_for_without_a_broker() -> None:
     training = trainer().changes(is_over=True)
-    training.does(training.boundary.load)
+    training.does(boundary.load)
     assert training.result is False
     assert "could not be loaded: the run is over." in training.said
     assert training.outcomes == []
@@ -329,19 +330,19 @@ def test_newest_parameters_are_not_waited_for_without_a_broker() -> None:
 def leaving(*, hasty: bool = False, **changes: Any) -> Trainer:
     training = trainer(fragment_sync_delay=3, **changes).steps(H)
     training.forget()
-    return training.does(lambda: training.boundary.leave(hasty=hasty))
+    return training.does(lambda state: boundary.leave(state, hasty=hasty))
 
 
 def test_who_leaves_waits_for_what_is_in_flight_and_leaves_the_model_as_it_is() -> None:
     training = leaving()
-    push = training.boundary.state.fragments[0].flight
+    push = training.state.fragments[0].flight
     assert training.waits()
     assert push is not None
     training.receives(1, counted=push.push)
     assert not training.waits()
     assert training.outcomes == []
     assert training.metrics.rounds == 1
-    (base,) = training.boundary.state.bases(Totals())
+    (base,) = training.state.training_bases(Work())
     assert (base.version, base.flight) == (version(0), push), "a checkpoint goes on from here"
 
 
@@ -362,7 +363,7 @@ def test_who_leaves_waits_for_a_broker_that_restarts() -> None:
 @pytest.mark.parametrize("where", ["uploaded", "put_off"])
 def test_process_about_to_end_waits_only_for_its_chunks(where: str) -> None:
     training = leaving(hasty=True)
-    flight = training.boundary.state.fragments[0].flight
+    flight = training.state.fragments[0].flight
     assert flight is not None
     assert training.all(effects.Wait)[-1].seconds <= HASTY_S
     training.changes(**{where: frozenset({flight.push_id})})
@@ -380,12 +381,12 @@ def resumed(known: Ledger, flight: Flight | None, *, arrives: dict[str, Any]) ->
     training.receives(**arrives)
     sight = training._arrivals.pop(0)
     place = SchedulePlace(H, 0, 0)
-    return training.does(lambda: training.boundary.resume(place, 4, [sight]))
+    return training.does(lambda state: resume(state, place, 4, [sight]))
 
 
 def in_flight() -> Flight:
     training = trainer(fragment_sync_delay=3).steps(H)
-    flight = training.boundary.state.fragments[0].flight
+    flight = training.state.fragments[0].flight
     assert flight is not None
     return Flight(flight.push, 4, 4, 8)
 
@@ -395,7 +396,7 @@ def test_resumed_worker_keeps_its_place_and_offers_what_was_in_flight() -> None:
     ledger = Ledger({"me": (Counted(77),)})
     training = resumed(ledger, flight, arrives={"counter": 5})
     assert training.kinds == ["VerifyPushes", "Offer", "Say"]
-    assert training.all(effects.VerifyPushes)[0].known == {77, flight.push_id}
+    assert training.all(VerifyPushes)[0].known == {77, flight.push_id}
     assert not training.all(effects.Offer)[0].is_new
     assert "at step 6, 2 steps into the cycle, with 1 deltas in flight" in training.said
     training.steps(2)
@@ -406,5 +407,5 @@ def test_resumed_worker_takes_in_what_an_earlier_life_has_sent() -> None:
     arrives = {"counter": 6, "counted": in_flight().push}
     training = resumed(Ledger(), None, arrives=arrives)
     assert training.outcomes == ["superseded"]
-    assert not training.all(effects.VerifyPushes)
+    assert not training.all(VerifyPushes)
     assert "2 steps of fragment 0 are left out" in training.said

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from diloco_protocol import Ledger
+from diloco_protocol import Ledger, RunConfig
 from diloco_protocol.messages import Push, Released
-from diloco_worker.core.sync.flights import Flight
-from diloco_worker.core.sync.freezing import Stillness
 from diloco_worker.core.sync.lines import SyncLines
 from diloco_worker.core.sync.news import Arrival
+from kit.boundary_harness import Trainer
 from kit.session_harness import version
 
 
-def flight(push_id: int, steps: int) -> Flight:
-    push = Push(b"", push_id, 0, 1, "fp32", version(0), steps=steps, norm=0.5)
-    return Flight(push, 10, 10, 10)
+def push(push_id: int, steps: int) -> Push:
+    return Push(b"", push_id, 0, 1, "fp32", version(0), steps=steps, norm=0.5)
 
 
 def arrival(counter: int) -> Arrival:
@@ -22,7 +20,7 @@ def arrival(counter: int) -> Arrival:
 
 def test_line_of_a_single_step_says_step() -> None:
     told = SyncLines(lambda: 0.0, has_fragments=True)
-    told.counted(flight(1, 1), arrival(1), 0, 11)
+    told.counted(push(1, 1), arrival(1), 0, 1)
     line = told.line(0.0)
     assert line is not None
     assert "has 1 step of this worker" in line
@@ -34,7 +32,7 @@ def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
     told = SyncLines(lambda: now, 100.0)
     said = []
     for counter in range(1, 31):
-        told.counted(flight(counter, 5), arrival(counter), 2, 12)
+        told.counted(push(counter, 5), arrival(counter), 2, 2)
         said.append(told.line(100.0 + counter))
         now += 0.125
     lines = [line for line in said if line is not None]
@@ -47,15 +45,15 @@ def test_at_a_fast_pace_a_line_tells_of_all_syncs_of_a_second() -> None:
 
 
 def test_fragment_that_does_not_move_is_named_until_it_does() -> None:
-    noticed = Stillness(2)
-    assert [noticed.pushed(n % 2, 0.0 if n % 2 else 1.0, 9) for n in range(3)] == [None] * 3
-    warning = noticed.pushed(1, 0.0, 9)
-    assert warning is not None
-    assert "of fragment 1 was all zeros twice in a row, the last time after 9" in warning
-    assert noticed.pushed(0, 0.0, 9) is None
-    assert noticed.pushed(0, 0.0, 9) is None, "the warning stands already"
-    assert noticed.pushed(1, 1.0, 9) is None
-    assert noticed.pushed(0, 1.0, 9) is None
-    assert noticed.pushed(0, 0.0, 9) is None
-    assert noticed.pushed(0, 0.0, 9) is not None
-    assert noticed.pushed(0, None, 9) is None
+    training = Trainer(RunConfig(mode="sync", sync_every=4, num_fragments=2, chunk_elements=10))
+    training.begins()
+    # Of fragments 0 and 1 in turn, the norm of the push, and the warnings up to then.
+    norms = [1, 0, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 0, 1, None]
+    warned = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2]
+    for counter, (norm, warnings) in enumerate(zip(norms, warned, strict=True), start=1):
+        training.norm = norm
+        training.steps(2)
+        sent = training.pushes[-1]
+        training.receives(counter, fragment=sent.fragment, counted=sent)
+        assert training.said.count("was all zeros twice in a row") == warnings
+    assert "of fragment 1 was all zeros twice in a row, the last time after 4" in training.said

@@ -186,7 +186,7 @@ def test_second_ctrl_c_does_not_wait(
     descent.steps(4)  # a push that nobody answers
 
     def presses() -> None:
-        until(lambda: worker._driver is not None and worker._driver.boundary.is_leaving)
+        until(lambda: worker._driver is not None and worker._driver.state.leaving is not None)
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGINT)

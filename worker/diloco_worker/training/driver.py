@@ -14,18 +14,18 @@ from dataclasses import replace
 from typing import TypeVar
 
 from diloco_protocol.chunks import FragmentLayout
+from diloco_worker.core import events
 from diloco_worker.core.downloads import Held
-from diloco_worker.core.sync import effects
-from diloco_worker.core.sync.boundary import Boundary
+from diloco_worker.core.sync import boundary, effects
 from diloco_worker.core.sync.effects import Answer, Effect, Steps
-from diloco_worker.core.sync.flights import MergeRule
-from diloco_worker.core.sync.fragment import TrainingBase
+from diloco_worker.core.sync.fragment import MergeRule, TrainingBase
+from diloco_worker.core.sync.landings import look
 from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.news import Arrival, LinkState, News
+from diloco_worker.core.sync.news import Arrival, LinkState, News, Sight, Work
 from diloco_worker.core.sync.patience import Options
+from diloco_worker.core.sync.resumption import resume
 from diloco_worker.core.sync.schedule import RoundSchedule
 from diloco_worker.core.sync.state import SyncState
-from diloco_worker.core.sync.work import Totals
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import Constants
 from diloco_worker.shell.link import Link
@@ -55,7 +55,7 @@ class Driver:
         resumption: what to go on from, where the model is as it was then.
 
     Attributes:
-        boundary: decides.
+        state: what the boundary decides by.
     """
 
     def __init__(  # noqa: PLR0913  it joins all parts of a worker
@@ -104,9 +104,10 @@ class Driver:
             for part, each in zip(layout.fragments, saved, strict=True)
         ]
         self._shown = self._link_state()  # what the boundary knows of
-        state = SyncState(
-            self._shown,
-            Options(
+        self.state = SyncState(
+            worker_id=worker_id,
+            link=self._shown,
+            options=Options(
                 sync_every=settings.sync_every,
                 dylu=settings.dylu,
                 wire_dtype=settings.wire_dtype,
@@ -119,27 +120,29 @@ class Driver:
             totals=self._totals(),
             step=step,
             cycle_start=cycle_start,
+            metrics=metrics,
+            clock=clock,
+            draw=lambda: secrets.randbits(64),
         )
-        self.boundary = Boundary(worker_id, state, metrics, clock, lambda: secrets.randbits(64))
         self._constants = Constants(tensors)
         self._watch = tensors.watch
         if resumption is None:
-            self._carry_out(self.boundary.begin())
+            self._carry_out(look(self.state))
         else:
-            self._carry_out(self.boundary.resume(resumption.place, cycle_start, arrivals))
+            self._carry_out(resume(self.state, resumption.place, cycle_start, arrivals))
 
     @property
     def schedule(self) -> RoundSchedule:
-        return self.boundary.state.schedule
+        return self.state.schedule
 
     @property
     def step(self) -> int:
         """The optimizer step that has been taken last."""
-        return self.boundary.state.step
+        return self.state.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.boundary.state.step = step
+        self.state.step = step
 
     @property
     def position(self) -> int:
@@ -149,12 +152,12 @@ class Driver:
     @property
     def unsynced_steps(self) -> int:
         """Steps past a boundary that are not synchronised; of the fragment that has most."""
-        return self.boundary.state.unsynced_steps
+        return self.state.unsynced_steps
 
     @property
     def is_torn(self) -> bool:
         """A merge is broken off: a part of the model is ahead of the rest."""
-        return self.boundary.state.is_torn
+        return self.state.is_torn
 
     def resumption(self, worker_id: str, checksums: Mapping[str, tuple[int, ...]]) -> Resumption:
         """What another life of this worker goes on from, while no merge is broken off; shares memory
@@ -163,11 +166,13 @@ class Driver:
         Args:
             checksums: of the model as it is now.
         """
-        state, terms = self.boundary.state, self._link.terms
+        state, terms = self.state, self._link.terms
         assert terms is not None and not state.is_torn
         saved = (
             SavedFragment(base, each.base, None if base.flight is None else each.delta)
-            for base, each in zip(state.bases(self._totals()), self._fragments, strict=True)
+            for base, each in zip(
+                state.training_bases(self._totals()), self._fragments, strict=True
+            )
         )
         return Resumption(
             worker_id=worker_id,
@@ -183,19 +188,19 @@ class Driver:
     def after_step(self, step: int) -> None:
         """An optimizer step has been taken. Returns when training may go on."""
         self._reports.read(self._clock())
-        self._carry_out(self.boundary.after_step(step))
+        self._carry_out(boundary.after_step(self.state, step))
 
     def force(self) -> bool:
         """Take the next P turns now. Returns whether all of their deltas are in a version."""
-        return self._carry_out(self.boundary.force())
+        return self._carry_out(boundary.force(self.state))
 
     def load(self) -> bool:
         """Put the newest version of every fragment into the model; False when they do not come."""
-        return self._carry_out(self.boundary.load())
+        return self._carry_out(boundary.load(self.state))
 
     def leave(self, *, hasty: bool = False) -> None:
-        """Wait for what is in flight, as `Boundary.leave` says. The model stays as it is."""
-        self._carry_out(self.boundary.leave(hasty=hasty))
+        """Wait for what is in flight, as `boundary.leave` says. The model stays as it is."""
+        self._carry_out(boundary.leave(self.state, hasty=hasty))
 
     def restart(self) -> None:
         """The next slot is a whole distance away."""
@@ -218,7 +223,7 @@ class Driver:
                 return result
             answer = self._do(effect)
 
-    def _do(self, effect: Effect) -> Answer:  # noqa: C901, PLR0912  a case for each effect
+    def _do(self, effect: Effect | events.Event) -> Answer:  # noqa: C901, PLR0912  a case for each effect
         link = self._link
         match effect:
             case effects.Look():
@@ -231,7 +236,7 @@ class Driver:
             case effects.ReadReports():
                 self._reports.read(self._clock(), at_once=True)
                 return self._totals()
-            case effects.Beat():
+            case events.BeatNow():
                 self._publish(False)
                 link.beat_now()
             case effects.Offer(flight, is_new):
@@ -240,9 +245,9 @@ class Driver:
                 delta = self._fragments[flight.push.fragment].delta
                 assert delta is not None
                 link.offer(flight.push, delta.wire)
-            case effects.RequestVersion(fragment):
+            case events.RequestVersion(fragment):
                 link.request_version(fragment)
-            case effects.VerifyPushes(fragment, known):
+            case events.VerifyPushes(fragment, known):
                 link.verify_pushes(fragment, known)
             case effects.PushEnded(push_id, fragment, version, why):
                 if version is not None:
@@ -259,7 +264,7 @@ class Driver:
                 return self._change_model(effect)
         return None
 
-    def _change_model(self, effect: Effect) -> Answer:
+    def _change_model(self, effect: Effect | events.Event) -> Answer:
         match effect:
             case effects.CheckModel():
                 changed = self._watch.look() if self._watch is not None else None
@@ -283,16 +288,16 @@ class Driver:
                 except BaseException:
                     # Ctrl-C while it was still being worked out: the model is what it was.
                     if not values.has_begun(landing):
-                        self.boundary.state.fragments[fragment].landing = None
+                        self.state.fragments[fragment].landing = None
                     raise
             case _:
                 raise TypeError(f"not an effect of a boundary: {effect!r}")
         return None
 
-    def _look(self) -> effects.Sight:
+    def _look(self) -> Sight:
         news = self._link.take_news() if self._has_news else NO_NEWS
         self._shown = self._link_state()
-        return effects.Sight(news, self._shown, self._totals())
+        return Sight(news, self._shown, self._totals())
 
     def _wait(self, seconds: float) -> None:
         with self._waiting():
@@ -313,8 +318,8 @@ class Driver:
             description=link.describe(),
         )
 
-    def _totals(self) -> Totals:
-        return Totals(self._reports.tokens, self._reports.samples, self._reports.loss)
+    def _totals(self) -> Work:
+        return Work(0, self._reports.tokens, self._reports.samples, self._reports.loss)
 
 
 def _take_frozen(link: Link, part: FragmentLayout, tensors: ModelTensors) -> Held | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from diloco_protocol import Segment
 from diloco_protocol.chunks import FragmentLayout
 from diloco_worker.core.sync.effects import NonFinite
-from diloco_worker.core.sync.flights import Flight, Landing, MergeRule, Outcome
+from diloco_worker.core.sync.fragment import Flight, Landing, MergeRule, Outcome
 from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.model.merging import Change

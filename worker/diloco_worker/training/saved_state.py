@@ -31,10 +31,9 @@ from diloco_protocol.messages import BUFFERS, Push
 from diloco_protocol.version import as_hex, from_hex
 from diloco_worker.core.compatibility import Terms, cut
 from diloco_worker.core.downloads import Held
-from diloco_worker.core.sync.flights import Flight
-from diloco_worker.core.sync.fragment import TrainingBase
+from diloco_worker.core.sync.fragment import Flight, TrainingBase
+from diloco_worker.core.sync.news import Work
 from diloco_worker.core.sync.schedule import SchedulePlace
-from diloco_worker.core.sync.work import Work
 from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.training.fragment_sync import DeltaValues

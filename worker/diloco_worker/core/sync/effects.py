@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from diloco_protocol import VersionId
 from diloco_protocol.messages import Push
-from diloco_worker.core.sync.flights import Flight, Landing
-from diloco_worker.core.sync.news import LinkState, News
-from diloco_worker.core.sync.work import Totals
+from diloco_worker.core.events import Event
+from diloco_worker.core.sync.fragment import Flight, Landing
+from diloco_worker.core.sync.news import Sight, Work
 
 
 class Effect:
@@ -32,13 +32,9 @@ class Look(Effect):
 
 @dataclass(frozen=True)
 class Wait(Effect):
-    """Wait until something has come or the link stands otherwise. Answered with a `Sight`.
+    """Wait until something has come or the link stands otherwise. Answered with a `Sight`."""
 
-    Attributes:
-        seconds: not longer than this.
-    """
-
-    seconds: float
+    seconds: float  # not longer than this
 
 
 @dataclass(frozen=True)
@@ -48,15 +44,10 @@ class StandStill(Effect):
 
 @dataclass(frozen=True)
 class ReadReports(Effect):
-    """Read what the script has reported, also what lies on a device. Answered with `Totals`."""
+    """Read what the script has reported, also what lies on a device. Answered with `Work`."""
 
 
-# To the link.
-
-
-@dataclass(frozen=True)
-class Beat(Effect):
-    """Send a heartbeat now."""
+# To the link, besides `RequestVersion`, `VerifyPushes` and `BeatNow` for its session (`core.events`).
 
 
 @dataclass(frozen=True)
@@ -65,21 +56,6 @@ class Offer(Effect):
 
     flight: Flight
     is_new: bool = True
-
-
-@dataclass(frozen=True)
-class RequestVersion(Effect):
-    """The newest version of this fragment is wanted."""
-
-    fragment: int
-
-
-@dataclass(frozen=True)
-class VerifyPushes(Effect):
-    """Only these pushes of this worker are taken into account in this fragment."""
-
-    fragment: int
-    known: frozenset[int]
 
 
 # To the model.
@@ -92,13 +68,9 @@ class CheckModel(Effect):
 
 @dataclass(frozen=True)
 class Freeze(Effect):
-    """Freeze global minus local. Answered with `Frozen`, or with `NonFinite` where it cannot be sent.
+    """Freeze global minus local. Answered with `Frozen`, or with `NonFinite` where it cannot be sent."""
 
-    Attributes:
-        push: the offer, without what only the values tell.
-    """
-
-    push: Push
+    push: Push  # the offer, without what only the values tell
 
 
 @dataclass(frozen=True)
@@ -110,15 +82,11 @@ class KeepAnchor(Effect):
 
 @dataclass(frozen=True)
 class Land(Effect):
-    """Bring the model in line. Answered with None, or with `Failed`; then the same landing comes again.
-
-    Attributes:
-        step: the optimizer step that has just been taken.
-    """
+    """Bring the model in line. Answered with None, or `Failed`: then the same landing comes again."""
 
     fragment: int
     landing: Landing
-    step: int
+    step: int  # the optimizer step that has just been taken
 
 
 # To the log.
@@ -154,25 +122,11 @@ class PushEnded(Effect):
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What a look has shown."""
-
-    news: News
-    link: LinkState
-    totals: Totals
-
-
-@dataclass(frozen=True)
 class Frozen:
-    """The delta is frozen.
+    """The delta is frozen."""
 
-    Attributes:
-        push: the offer, whole.
-        reconnections: of the link, by now.
-    """
-
-    push: Push
-    reconnections: int
+    push: Push  # the offer, whole
+    reconnections: int  # of the link, by now
 
 
 @dataclass(frozen=True)
@@ -191,6 +145,6 @@ class Failed:
     is_torn: bool
 
 
-Answer = Sight | Totals | Frozen | NonFinite | Failed | None
+Answer = Sight | Work | Frozen | NonFinite | Failed | None
 T = TypeVar("T")
-Steps = Generator[Effect, Answer, T]
+Steps = Generator[Effect | Event, Answer, T]

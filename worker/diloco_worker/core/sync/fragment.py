@@ -10,54 +10,144 @@ until the model is whole, and the next look goes on with the same landing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
-from diloco_protocol import Ledger, VersionId
-from diloco_worker.core.sync.flights import Flight, Landing, Outcome
-from diloco_worker.core.sync.news import Arrival, Rejection
-from diloco_worker.core.sync.work import Work
+from diloco_protocol import Ledger, RunConfig, VersionId
+from diloco_protocol.fragments import longest_delay
+from diloco_protocol.messages import Push
+from diloco_worker.core.sync.news import Arrival, Rejection, Work
+
+
+class Outcome(str, Enum):
+    """What a look at a fragment has brought."""
+
+    NOTHING = "nothing"
+    COUNTED = "counted"  # the flight is in the version that is the base now
+    MOVED = "moved"  # there was no flight; a newer version is the base now
+    REJECTED = "rejected"  # the flight has ended; the base is what it was
+    SUPERSEDED = (
+        "superseded"  # the base took the place of the steps in the model; no flight any more
+    )
+    RESTORED = "restored"  # the steps since the last freeze are out of the model
+    LOADED = "loaded"  # a version is in the model as it is
+    FAILED = "failed"  # the model could not be changed; the next look goes on with it
+
+
+@dataclass(frozen=True)
+class MergeRule:
+    """How a reply comes into the model, and when; from the run's configuration."""
+
+    rebases: bool = False  # "rebase" instead of the paper's "alpha"
+    alpha: float = 0.0  # weight of the local values
+    delay: int = 0  # tau, steps from the freeze to the apply point
+    # Steps from the freeze after which training waits for the reply, at least tau; None: what goes with
+    # H, see `diloco_protocol.fragments.longest_delay`.
+    max_delay: int | None = 0
+    is_auto: bool = False  # the apply point is when the reply is here: none is late before the wait
+    num_fragments: int = 1  # P
+
+    @classmethod
+    def of(cls, config: RunConfig) -> MergeRule:
+        tau, latest = config.fragment_sync_delay, config.fragment_max_delay
+        if latest is None and not config.fragment_delay_auto:
+            latest = tau
+        return cls(
+            rebases=config.fragment_merge == "rebase",
+            alpha=config.fragment_update_alpha,
+            delay=tau,
+            max_delay=None if latest is None else max(tau, latest),
+            is_auto=config.fragment_delay_auto,
+            num_fragments=config.num_fragments,
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether training may go on behind a freeze."""
+        return self.max_delay != 0
+
+    def longest(self, sync_every: int) -> int:
+        """Steps from the freeze after which training waits for the reply, with this H."""
+        if self.max_delay is not None:
+            return self.max_delay
+        return longest_delay(sync_every, self.num_fragments)
+
+
+@dataclass
+class Flight:
+    """A frozen delta under way; its values are with the tensors."""
+
+    push: Push  # the offer: push id, the version it was computed from, what was done for it
+    began: int  # the optimizer step behind which it was frozen
+    apply_at: int  # the step behind which its reply is merged, not earlier
+    wait_at: int  # the step behind which training waits for the reply
+    reconnections: int = 0  # of the link, when the flight began
+    let_go: bool = False  # training has ceased to wait for it
+    is_offered: bool = False  # the link has it
+
+    @property
+    def push_id(self) -> int:
+        return self.push.push_id
+
+    @property
+    def base(self) -> VersionId:
+        assert self.push.base is not None
+        return self.push.base
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in it."""
+        return self.push.steps
+
+
+@dataclass(frozen=True, eq=False)
+class Landing:
+    """What a look has brought. Not in the model before somebody has brought it there."""
+
+    outcome: Outcome
+    flight: Flight | None = None  # the one that was under way
+    arrival: Arrival | None = None  # the version that has come
+    rejection: Rejection | None = None  # why the flight has ended without one
+    touches_model: bool = True  # False leaves the model as it is, on its base
+    is_load: bool = False  # a version was asked for, to be in the model as it is
+    is_void: bool = (
+        False  # the local values are of no use: steps made while it is broken off go too
+    )
 
 
 @dataclass(frozen=True)
 class TrainingBase:
-    """What training of a fragment stands on: a checkpoint holds one of each fragment.
+    """What training of a fragment stands on: a checkpoint holds one of each fragment."""
 
-    Attributes:
-        version, ledger: of the base, which is the version that the next delta is measured from.
-        work: since the fragment's last freeze.
-        flight: the delta under way, if there is one.
-    """
-
-    version: VersionId
+    version: VersionId  # of the base
     ledger: Ledger
-    work: Work = field(default_factory=Work)
+    work: Work = field(default_factory=Work)  # since the fragment's last freeze
     flight: Flight | None = None
 
 
 class Fragment:
     """See the head of this module.
 
-    Attributes:
-        number, chunks: of the fragment.
-        version, ledger: of the base.
-        flight: the delta under way.
-        reply: a version that has come and is not in the model yet.
-        rejection: why the flight has ended without one.
-        landing: one that was broken off, or is being carried out.
-        parting: a flight that has ended while the model was left as it is, on its base: a checkpoint
-            written now goes on from there.
-        staleness: versions between the last counted flight's base and the one it went into.
+    Args:
+        base: what training stands on.
+        done_before: what had been done up to its last freeze.
     """
 
-    def __init__(self, number: int, chunks: int, base: TrainingBase) -> None:
+    def __init__(self, number: int, chunks: int, base: TrainingBase, done_before: Work) -> None:
         self.number = number
         self.chunks = chunks
-        self.version, self.ledger = base.version, base.ledger
+        self.version, self.ledger = base.version, base.ledger  # of the base
         self.flight = base.flight
-        self.reply: Arrival | None = None
-        self.rejection: Rejection | None = None
-        self.landing: Landing | None = None
+        self.done_before = done_before
+        self.reply: Arrival | None = None  # a version that has come and is not in the model yet
+        self.rejection: Rejection | None = None  # why the flight has ended without one
+        self.landing: Landing | None = None  # was broken off, or is being carried out
+        # A flight that has ended while the model was left as it is, on its base: a checkpoint written
+        # now goes on from there.
         self.parting: Flight | None = None
-        self.staleness = 0
+        self.staleness = 0  # versions between the last counted flight's base and where it went
+        self.zeros = 0  # pushes of zeros in a row
+        self.told_failure: str | None = None  # why the model could not take in a landing
+        self.told_carried: tuple[int, int | None] | None = None  # push id and round
 
     @property
     def is_over(self) -> bool:
@@ -68,10 +158,6 @@ class Fragment:
     def is_torn(self) -> bool:
         """A landing was broken off: a part of the model may be ahead of the rest."""
         return self.landing is not None
-
-    def base(self, work: Work) -> TrainingBase:
-        """What training stands on now, as far as it is in the model."""
-        return TrainingBase(self.version, self.ledger, work, self.flight or self.parting)
 
     def take_in(self, arrival: Arrival) -> None:
         """Keep a whole version until it is its time; forget one that lacks the flight."""

@@ -1,4 +1,4 @@
-"""What the link tells the training thread: what has come, and how things stand with the broker."""
+"""What the training thread looks at: what has come, how the broker stands, what the script has done."""
 
 from __future__ import annotations
 
@@ -17,22 +17,13 @@ Turning = Joined | Granted | Carried | Released
 
 @dataclass(frozen=True)
 class Arrival:
-    """A whole version.
+    """A whole version."""
 
-    Attributes:
-        released: its name, ledger and round.
-        counted: push ids of this worker in flight until now that it contains whole.
-        values: as the shell keeps them, which only the shell looks at; None where no copy is kept.
-        staleness: versions between the counted push's base and the one it went into, if the broker
-            has told.
-        superseding: why these values take the place of the steps in the model, and of the push in
-            flight; None where they do not.
-    """
-
-    released: Released
-    counted: frozenset[int]
-    values: Any
-    staleness: int | None = None
+    released: Released  # its name, ledger and round
+    counted: frozenset[int]  # push ids of this worker in flight until now that it contains whole
+    values: Any  # as the shell keeps them, which only the shell looks at; None: no copy is kept
+    staleness: int | None = None  # between the counted push's base and here, if the broker has told
+    # Why these values take the place of the steps in the model, and of the push in flight.
     superseding: str | None = None
 
     @property
@@ -66,18 +57,13 @@ class Rejection:
 
 @dataclass(frozen=True)
 class News:
-    """All that has come since the last look.
+    """All that has come since the last look."""
 
-    Attributes:
-        turns: what concerns rounds and whose turn it is, in the order in which it came: a welcome may
-            be from a broker that has gone back behind the versions here before it.
-        arrivals: whole versions, by fragment.
-        rejections: pushes that were dropped, by push id.
-    """
-
+    # What concerns rounds and whose turn it is, in the order in which it came: a welcome may be from a
+    # broker that has gone back behind the versions here before it.
     turns: tuple[Turning, ...] = ()
-    arrivals: Mapping[int, Arrival] = field(default_factory=dict)
-    rejections: Mapping[int, Rejection] = field(default_factory=dict)
+    arrivals: Mapping[int, Arrival] = field(default_factory=dict)  # whole versions, by fragment
+    rejections: Mapping[int, Rejection] = field(default_factory=dict)  # dropped pushes, by push id
 
     def __bool__(self) -> bool:
         return bool(self.turns or self.arrivals or self.rejections)
@@ -88,37 +74,50 @@ class LinkState:
     """How things stand with the broker, at one moment.
 
     Two are equal if waiting goes on with both alike.
-
-    Attributes:
-        config: of the run.
-        sync_every: H that the broker has worked out for this worker (Dynamic Local Updates).
-        phase: of the session.
-        reconnections: welcomes after the first.
-        uploaded: pushes in flight whose chunks are all in at the broker.
-        put_off: pushes in flight that the broker takes nothing of yet.
-        has_ended: nothing comes or goes any more.
-        is_over: the run has ended, or has for this worker.
-        is_restarting: the broker has gone away to come back.
-        asked_to_stop: why the process is about to end, so that nothing is waited for.
-        refusal: why the broker refuses this worker.
-        silence: seconds since the broker last said anything; None when it never has.
-        address: of the broker.
-        last_error: the last thing that went wrong.
-        description: what the link is at, as the end of a sentence.
     """
 
     config: RunConfig = field(compare=False)
+    # H that the broker has worked out for this worker (Dynamic Local Updates).
     sync_every: int | None = field(default=None, compare=False)
     phase: Phase = Phase.JOINED
-    reconnections: int = 0
-    uploaded: frozenset[int] = frozenset()
-    put_off: frozenset[int] = frozenset()
-    has_ended: bool = False
-    is_over: bool = False
-    is_restarting: bool = False
-    asked_to_stop: str | None = None
-    refusal: str | None = field(default=None, compare=False)
+    reconnections: int = 0  # welcomes after the first
+    uploaded: frozenset[int] = frozenset()  # pushes in flight whose chunks are all in at the broker
+    put_off: frozenset[int] = frozenset()  # pushes in flight that the broker takes nothing of yet
+    has_ended: bool = False  # nothing comes or goes any more
+    is_over: bool = False  # the run has ended, or has for this worker
+    is_restarting: bool = False  # the broker has gone away to come back
+    asked_to_stop: str | None = None  # why the process is about to end: nothing is waited for
+    refusal: str | None = field(default=None, compare=False)  # why the broker refuses this worker
+    # Seconds since the broker last said anything; None when it never has.
     silence: float | None = field(default=None, compare=False)
-    address: str = field(default="", compare=False)
+    address: str = field(default="", compare=False)  # of the broker
     last_error: str | None = field(default=None, compare=False)
-    description: str = field(default="", compare=False)
+    description: str = field(default="", compare=False)  # of what the link is at, ends a sentence
+
+
+@dataclass(frozen=True)
+class Work:
+    """What was done, and the latest loss: by a script up to now, or for one delta."""
+
+    steps: int = 0
+    tokens: int = 0
+    samples: int = 0
+    loss: float | None = None
+
+    def since(self, before: Work) -> Work:
+        """What of it was not done `before`."""
+        return Work(
+            self.steps - before.steps,
+            self.tokens - before.tokens,
+            self.samples - before.samples,
+            self.loss,
+        )
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a look has shown."""
+
+    news: News
+    link: LinkState
+    totals: Work  # reported by the script up to now; without its steps

@@ -1,13 +1,9 @@
-"""How long training waits at a boundary, what ends the waiting, and when to say again that it waits."""
+"""How long training waits at a boundary, and when to say again that it waits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from diloco_worker.core.connection import Phase
-from diloco_worker.core.sync.flights import Flight
-from diloco_worker.core.sync.news import LinkState
 
 # Seconds between two words about the same wait.
 WORD_S = 30.0
@@ -37,42 +33,6 @@ class Leaving:
     until: float
     limit: float
     hasty: bool
-
-
-def why_not_wait(
-    link: LinkState, options: Options, flight: Flight | None, *, is_leaving: bool
-) -> str | None:
-    """Why a boundary waits no longer, as a part of a sentence; None while it does.
-
-    Args:
-        flight: the one that is waited for.
-    """
-    if link.asked_to_stop is not None and not is_leaving:
-        return link.asked_to_stop
-    if link.has_ended:
-        return f"the link has ended ({link.last_error})"
-    if link.is_over:
-        return "the run is over"
-    if link.is_restarting and not is_leaving:
-        return "the broker restarts"
-    if link.phase is Phase.REFUSED:
-        return f"the broker refuses this worker ({link.refusal})"
-    if link.silence is not None and link.silence >= options.timeout:
-        return f"no sign of life from {link.address} for {link.silence:.0f} s"
-    if flight is not None and not flight.let_go:
-        broken = link.reconnections - flight.reconnections
-        if broken > options.max_sync_retries:
-            return f"the connection broke {broken} times at this boundary"
-    return None
-
-
-def may_lack_chunks(link: LinkState, flight: Flight) -> bool:
-    """Whether the broker may lack chunks of this flight that it takes now.
-
-    Of one that is put off nothing is taken before its round, which may be waiting for this worker. A
-    broker that goes away may give up the round in which the chunks are.
-    """
-    return link.is_restarting or flight.push_id not in link.uploaded | link.put_off
 
 
 class Patience:

@@ -1,16 +1,53 @@
-"""What a worker that goes on from a checkpoint makes of the broker's version of a fragment."""
+"""Going on from a checkpoint: what a worker makes of the broker's version of each fragment."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from diloco_protocol.version import ABSENT_REMEMBERED
+from diloco_worker.core.events import VerifyPushes
 from diloco_worker.core.previous_life import SENT_BEFORE, names_unknown_push
-from diloco_worker.core.sync.fragment import TrainingBase
+from diloco_worker.core.sync.effects import Say, Steps
+from diloco_worker.core.sync.fragment import Fragment, TrainingBase
+from diloco_worker.core.sync.freezing import offer
+from diloco_worker.core.sync.landings import look
 from diloco_worker.core.sync.news import Arrival
+from diloco_worker.core.sync.schedule import SchedulePlace
+from diloco_worker.core.sync.state import SyncState
 
 
-def known_pushes(worker_id: str, base: TrainingBase) -> frozenset[int]:
+def resume(
+    state: SyncState, place: SchedulePlace, cycle_start: int, arrivals: Sequence[Arrival]
+) -> Steps[None]:
+    """Go on with the cycle and the flights of a previous life of this worker.
+
+    Args:
+        arrivals: of each fragment, what the broker has.
+    """
+    schedule, fragments = state.schedule, state.fragments
+    known = [known_pushes(state.worker_id, fragment) for fragment in fragments]
+    for fragment, arrival in zip(fragments, arrivals, strict=True):
+        news = compared(state.worker_id, fragment, arrival)
+        if news is not None:
+            fragment.take_in(news)
+    schedule.resume_cycle(state.step, cycle_start, place.slot, place.sync_every)
+    schedule.resume_flights([each.number for each in state.by_age()], place.cursor)
+    state.set_pace()
+    kept = [f for f in fragments if f.reply is None or not f.reply.superseding]
+    yield from look(state)
+    for fragment in kept:
+        yield VerifyPushes(fragment.number, known[fragment.number])
+    flights = [each for each in state.by_age() if not each.is_over]
+    for fragment in flights:
+        yield from offer(state, fragment, is_new=False)
+    yield Say(
+        f"Going on from a checkpoint at step {state.step}, {schedule.position(state.step)} steps into "
+        f"the cycle, with {len(flights)} deltas in flight."
+    )
+
+
+def known_pushes(worker_id: str, base: Fragment | TrainingBase) -> frozenset[int]:
     """The pushes of a worker that the checkpoint takes into account in this fragment."""
     known = {counted.push_id for counted in base.ledger.pushes.get(worker_id, ())}
     if base.flight is not None:
@@ -18,7 +55,7 @@ def known_pushes(worker_id: str, base: TrainingBase) -> frozenset[int]:
     return frozenset(known)
 
 
-def compared(worker_id: str, base: TrainingBase, arrival: Arrival) -> Arrival | None:
+def compared(worker_id: str, base: Fragment | TrainingBase, arrival: Arrival) -> Arrival | None:
     """What the broker's version means for a worker that goes on from a checkpoint.
 
     Returns:

@@ -2,67 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 
 from diloco_protocol import Code
 from diloco_protocol.messages import Released
 from diloco_worker.core.compatibility import sync_every
 from diloco_worker.core.effects import Carried, Granted, Joined
-from diloco_worker.core.sync.effects import Answer, Sight
-from diloco_worker.core.sync.flights import MergeRule
-from diloco_worker.core.sync.fragment import Fragment, TrainingBase
-from diloco_worker.core.sync.news import LinkState, News
-from diloco_worker.core.sync.patience import Options
+from diloco_worker.core.sync.fragment import Fragment, MergeRule, TrainingBase
+from diloco_worker.core.sync.lines import SyncLines
+from diloco_worker.core.sync.metrics import SyncMetrics
+from diloco_worker.core.sync.news import LinkState, News, Sight, Work
+from diloco_worker.core.sync.patience import Leaving, Options
 from diloco_worker.core.sync.schedule import RoundSchedule
-from diloco_worker.core.sync.work import Totals, WorkCounter
 
 
+@dataclass(kw_only=True)
 class SyncState:
-    """See the head of this module.
+    """See the head of this module. Belongs to the training thread."""
 
-    Args:
-        chunks: of each fragment.
-        bases: of each fragment, what training stands on.
-        totals: what was reported so far.
-        cycle_start: the optimizer step after which the cycle of slots began.
+    worker_id: str
+    link: LinkState  # how it stood at the latest look
+    options: Options
+    chunks: InitVar[Sequence[int]]  # of each fragment
+    bases: InitVar[Sequence[TrainingBase]]  # of each fragment, what training stands on
+    totals: Work  # what the script has reported, as of the latest look; without its steps
+    step: int  # the optimizer step that has been taken last
+    cycle_start: InitVar[int]  # the optimizer step after which the cycle of slots began
+    metrics: SyncMetrics  # what happens is counted in them
+    clock: Callable[[], float]  # seconds, monotonic
+    draw: Callable[[], int]  # returns a random number below 2**64 (push ids)
+    fragments: list[Fragment] = field(init=False)  # in order
+    merge: MergeRule = field(init=False)
+    schedule: RoundSchedule = field(init=False)
+    lines: SyncLines = field(init=False)
+    leaving: Leaving | None = None  # how long to wait at the end of training; None before
+    has_warned_of_weights: bool = False
+    has_warned_of_zeros: bool = False  # and no fragment has moved since
 
-    Attributes:
-        step: the optimizer step that has been taken last.
-        link: how it stood at the latest look.
-        options: what is this worker's own.
-        merge: how replies come into the model, and when.
-        fragments: in order.
-        schedule: whose turn it is.
-        work: what was done since each fragment's last freeze.
-    """
-
-    def __init__(
-        self,
-        link: LinkState,
-        options: Options,
-        *,
-        chunks: Sequence[int],
-        bases: Sequence[TrainingBase],
-        totals: Totals,
-        step: int,
-        cycle_start: int,
+    def __post_init__(
+        self, chunks: Sequence[int], bases: Sequence[TrainingBase], cycle_start: int
     ) -> None:
-        config = link.config
-        self.step = step
-        self.link = link
-        self.options = options
+        config, done = self.link.config, self.done
         self.merge = MergeRule.of(config)
         self.fragments = [
-            Fragment(number, size, base)
+            Fragment(number, size, base, done.since(base.work))
             for number, (size, base) in enumerate(zip(chunks, bases, strict=True))
         ]
-        self.work = WorkCounter(step, totals, [base.work for base in bases])
         self.schedule = RoundSchedule(
             self._sync_every(),
             config.num_fragments,
             common=config.mode == "sync",
-            step=step,
+            step=self.step,
             cycle_start=cycle_start,
+        )
+        self.lines = SyncLines(
+            self.clock,
+            self.metrics.seconds_waited,
+            has_rounds=self.schedule.common,
+            has_fragments=len(self.fragments) > 1,
         )
 
     @property
@@ -76,17 +74,33 @@ class SyncState:
         flights = [(f.flight, f.is_torn) for f in self.fragments if f.flight is not None]
         stuck = [f.steps + self.step - f.began for f, is_torn in flights if is_torn or f.let_go]
         if self.schedule.is_due(self.step):
-            stuck.append(self.work.since(self.schedule.fragment, self.step).steps)
+            stuck.append(self.work(self.fragments[self.schedule.fragment]).steps)
         return max(stuck, default=0)
 
-    def bases(self, totals: Totals) -> list[TrainingBase]:
-        """What training of each fragment stands on.
+    @property
+    def done(self) -> Work:
+        """All that has been done up to now."""
+        return replace(self.totals, steps=self.step)
+
+    def work(self, fragment: Fragment) -> Work:
+        """What was done since the fragment's last freeze, and the latest loss."""
+        return self.done.since(fragment.done_before)
+
+    def restart_work(self, fragment: Fragment) -> None:
+        """From here on it counts anew."""
+        fragment.done_before = self.done
+
+    def training_bases(self, totals: Work) -> list[TrainingBase]:
+        """What training of each fragment stands on, as far as it is in the model.
 
         Args:
             totals: what was reported up to now.
         """
-        self.work.totals = totals
-        return [f.base(self.work.since(f.number, self.step)) for f in self.fragments]
+        self.totals = totals
+        return [
+            TrainingBase(f.version, f.ledger, self.work(f), f.flight or f.parting)
+            for f in self.fragments
+        ]
 
     def by_age(self) -> list[Fragment]:
         """The fragments in flight, the oldest flight first."""
@@ -101,10 +115,10 @@ class SyncState:
         worked_out = None if self.options.dylu is False else self.link.sync_every
         return sync_every(self.link.config, self.options.sync_every, worked_out)
 
-    def take_in(self, sight: Answer) -> News:
+    def take_in(self, sight: object) -> News:
         """Take in what has come; the model stays as it is."""
         assert isinstance(sight, Sight)
-        self.link, self.work.totals, news = sight.link, sight.totals, sight.news
+        self.link, self.totals, news = sight.link, sight.totals, sight.news
         if not news:
             return news
         for number, arrival in news.arrivals.items():

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
-from diloco_broker.storage.checkpoint_format import Checkpoint, FragmentTensors
+from diloco_broker.storage.checkpoint_format import Checkpoint
+from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import lay_out_plan
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.version import Counted, Ledger, VersionId

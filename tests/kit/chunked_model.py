@@ -11,7 +11,7 @@ from torch import Tensor
 
 from diloco_broker.core.effects import PushPart
 from diloco_broker.tensors.outer.make import Outer
-from diloco_broker.tensors.parameters import Done, Parameters
+from diloco_broker.tensors.parameters import Done, FragmentTensors, Parameters
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment, lay_out
 from diloco_protocol.codecs import as_bytes, segment_dtype
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
@@ -142,20 +142,12 @@ class ChunkedModel:
 
     def theta(self, fragment: int = 0) -> Tensor:
         """All parameters of a fragment as they were last handed out, flat."""
-        masters = self.tensors.masters(fragment)
-        found = [masters[span.index] for span in self.spans(fragment)]
-        return torch.cat([values for values in found if values is not None]).clone()
+        chunks = self.tensors.fragment_tensors(fragment).chunks
+        return torch.cat([chunks[span.index] for span in self.spans(fragment)])
 
-    def memory(self, fragment: int = 0) -> list[Any]:
+    def memory(self, fragment: int = 0) -> FragmentTensors:
         """A deep copy of everything that a step may change."""
-        tensors = self.tensors
-        return copy.deepcopy(
-            [
-                tensors.masters(fragment),
-                tensors.outer_state(fragment),
-                tensors.optimizer_state(fragment),
-            ]
-        )
+        return copy.deepcopy(self.tensors.fragment_tensors(fragment))
 
 
 def shaped(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -171,11 +163,13 @@ def shaped(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Ten
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nests of lists, dicts and tensors are equal, bit for bit."""
+    """Whether two nests of lists, dicts, records and tensors are equal, bit for bit."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and torch.equal(one, other)
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, FragmentTensors):
+        return same(vars(one), vars(other))
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)

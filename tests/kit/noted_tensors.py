@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.state.model_source import Resumption
+from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import ModelLayout
 
 CHUNK_ELEMENTS = 4
@@ -132,19 +133,14 @@ class NotedTensors:
 
     # What a checkpoint takes.
 
-    def masters(self, fragment: int) -> list[Wire]:
+    def wires(self, fragment: int) -> list[Any]:
         chunks = self._layout().all[fragment].chunks
         return [self.chunks[fragment, index] for index in range(chunks)]
 
-    def outer_state(self, fragment: int) -> dict[str, Any]:
-        return {}
+    def fragment_tensors(self, fragment: int) -> FragmentTensors:
+        return FragmentTensors(self.wires(fragment))
 
-    def optimizer_state(self, fragment: int) -> None:
-        return None
-
-    def wires(self, fragment: int) -> list[Wire]:
-        return self.masters(fragment)
-
-    def put_back(self, fragment: int, masters: list[Wire], *_: object) -> None:
-        for index, wire in enumerate(masters):
+    def put_back(self, fragment: int, kept: FragmentTensors) -> None:
+        wires: Sequence[Any] = kept.chunks
+        for index, wire in enumerate(wires):
             self.chunks[fragment, index] = wire

@@ -67,4 +67,4 @@ def holding(*counters: int, run: str = RUN, chunks: int = 2) -> Holdings:
 
 def assert_masters_are_what_is_handed_out(stage: Stage) -> None:
     for fragment, versions in enumerate(stage.state.versions.fragments):
-        assert tuple(stage.tensors.masters(fragment)) == versions.wires, f"fragment {fragment}"
+        assert tuple(stage.tensors.wires(fragment)) == versions.wires, f"fragment {fragment}"

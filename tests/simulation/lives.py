@@ -104,7 +104,8 @@ class Lives:
         """
         fragment, version = versions.layout.fragment, versions.version
         assert version is not None
-        same = self.tensors.masters(fragment) == [wire.contents for wire in versions.wires]
+        ours_now = [wire.contents for wire in self.tensors.wires(fragment)]
+        same = ours_now == [wire.contents for wire in versions.wires]
         demand(same, "fragment {} has other parameters than its version {}", fragment, version)
         known = published.get((fragment, version))
         ours = self._checkpoint.record.fragments[fragment] if self._checkpoint is not None else None

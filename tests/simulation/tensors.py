@@ -16,6 +16,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.shell.work_queue import WorkQueue
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import put_back
+from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.messages import Push
 from diloco_protocol.version import VersionId
 from simulation.contents import Contents, Key
@@ -140,33 +141,24 @@ class Tensors:
 
     # Checkpoints.
 
-    def masters(self, fragment: int) -> list[Contents]:
-        """The contents of the fragment's chunks, which never change."""
-        return [self._contents[spot] for spot in sorted(self._contents) if spot[0] == fragment]
-
-    def outer_state(self, fragment: int) -> dict[str, list[Memory]]:
-        """What the outer optimizer remembers of each chunk."""
-        chunks = range(len(self.masters(fragment)))
-        return {"memory": [self._memories.get((fragment, index), Memory()) for index in chunks]}
-
-    def optimizer_state(self, fragment: int) -> None:
-        """There is no optimizer of torch's here."""
+    def fragment_tensors(self, fragment: int) -> FragmentTensors:
+        """The contents of the fragment's chunks, which never change, and the memory of each."""
+        spots = sorted(spot for spot in self._contents if spot[0] == fragment)
+        chunks: list[Any] = [self._contents[spot] for spot in spots]
+        memories: list[Any] = [self._memories.get(spot, Memory()) for spot in spots]
+        return FragmentTensors(chunks, {"memory": memories})
 
     def wires(self, fragment: int) -> list[Wire]:
         """The fragment's chunks as they are sent."""
-        return [Wire((fragment, i), contents) for i, contents in enumerate(self.masters(fragment))]
+        spots = sorted(spot for spot in self._contents if spot[0] == fragment)
+        return [Wire(spot, self._contents[spot]) for spot in spots]
 
-    def put_back(
-        self,
-        fragment: int,
-        masters: Sequence[Any],
-        outer_state: Mapping[str, Sequence[Any]],
-        optimizer_state: Any = None,
-    ) -> None:
-        """Put back what the functions above gave."""
-        for index, contents in enumerate(masters):
-            self._contents[fragment, index] = contents
-            self._memories[fragment, index] = outer_state["memory"][index]
+    def put_back(self, fragment: int, kept: FragmentTensors) -> None:
+        contents: Sequence[Any] = kept.chunks
+        memories: Sequence[Any] = kept.outer["memory"]
+        for index, each in enumerate(contents):
+            self._contents[fragment, index] = each
+            self._memories[fragment, index] = memories[index]
 
     def forget_buffer(self, fragment: int) -> None:
         """Throw away the gradients that the outer optimizer has collected of a fragment."""

@@ -7,7 +7,7 @@ remembers of its parameters. `checkpoint.json` has everything else. A `Checkpoin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.storage.safetensors_writer import Chunked
+from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out_plan
 from diloco_protocol.codecs import segment_dtype
 from diloco_protocol.manifest import Manifest
@@ -24,21 +25,6 @@ from diloco_protocol.records import from_plain, to_plain
 from diloco_protocol.version import Ledger, VersionId
 
 FORMAT = 1
-
-
-@dataclass(frozen=True)
-class FragmentTensors:
-    """The tensors of one fragment.
-
-    Attributes:
-        chunks: master values, fp32 or int64.
-        outer: what the outer optimizer remembers of each chunk, by name; None where nothing yet.
-        optimizer: a torch optimizer's `state_dict`; None without one.
-    """
-
-    chunks: Sequence[Tensor]
-    outer: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,13 +65,9 @@ class Checkpoint:
 class TensorStore(Protocol):
     """What has tensors that a checkpoint takes and puts back: `Parameters`, or a test's stand-in."""
 
-    def masters(self, fragment: int) -> Sequence[Any]: ...
-    def outer_state(self, fragment: int) -> Mapping[str, Sequence[Any]]: ...
-    def optimizer_state(self, fragment: int) -> Mapping[str, Any] | None: ...
+    def fragment_tensors(self, fragment: int) -> FragmentTensors: ...
     def wires(self, fragment: int) -> Sequence[Any]: ...
-    def put_back(
-        self, fragment: int, masters: Any, outer_state: Any, optimizer_state: Any = None
-    ) -> None: ...
+    def put_back(self, fragment: int, kept: FragmentTensors) -> None: ...
 
 
 # The record, as JSON.

@@ -11,10 +11,11 @@ from diloco_broker.config.declaration import usual_buffer
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.storage import checkpoint
 from diloco_broker.storage.checkpoint import Damaged, NotPermitted
-from diloco_broker.storage.checkpoint_format import Checkpoint, FragmentTensors, TensorStore
+from diloco_broker.storage.checkpoint_format import Checkpoint, TensorStore
 from diloco_broker.storage.own_plan import Split, check_same
 from diloco_broker.tensors.outer.chunked import DELAYED
 from diloco_broker.tensors.outer.make import outer_kind
+from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.errors import UsageError
 
@@ -138,10 +139,8 @@ def put_back(store: TensorStore, fragment: int, found: Checkpoint) -> None:
     Raises:
         UsageError: the outer optimizer cannot continue from the checkpoint's state.
     """
-    tensors = found.tensors[fragment]
-    optimizer = None if tensors.optimizer is None else dict(tensors.optimizer)
     try:
-        store.put_back(fragment, tensors.chunks, tensors.outer, optimizer)
+        store.put_back(fragment, found.tensors[fragment])
     except (KeyError, ValueError) as error:
         raise UsageError(
             "The outer optimizer that the factory makes cannot go on from the checkpoint's state "

@@ -15,7 +15,7 @@ from pathlib import Path
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.storage import checkpoint
-from diloco_broker.storage.checkpoint_format import Checkpoint, FragmentTensors, TensorStore
+from diloco_broker.storage.checkpoint_format import Checkpoint, TensorStore
 from diloco_broker.storage.folder_lock import FolderLock
 from diloco_broker.tensors.outer.make import outer_kind
 
@@ -30,14 +30,8 @@ def checkpoint_of(state: RunState, store: TensorStore, record: RunRecord, life: 
         chunk_elements=config.chunk_elements,
         outer=outer_kind(config, state.has_own_optimizer),
         config=asdict(config) | {"fragment_pattern": state.fragment_pattern},
-        tensors={fragment: _tensors_of(store, fragment) for fragment in record.fragments},
+        tensors={fragment: store.fragment_tensors(fragment) for fragment in record.fragments},
     )
-
-
-def _tensors_of(store: TensorStore, fragment: int) -> FragmentTensors:
-    chunks = store.masters(fragment)
-    assert all(chunk is not None for chunk in chunks), "a version has a chunk without a value"
-    return FragmentTensors(chunks, store.outer_state(fragment), store.optimizer_state(fragment))
 
 
 @dataclass(frozen=True)

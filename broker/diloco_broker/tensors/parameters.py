@@ -8,7 +8,7 @@ again: a step makes a new tensor, and the old one is freed when the last reader 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,21 @@ class Done:
     index: int
     wire: Any
     overflow: bool
+
+
+@dataclass(frozen=True)
+class FragmentTensors:
+    """The tensors of one fragment.
+
+    Attributes:
+        chunks: master values, fp32 or int64.
+        outer: what the outer optimizer remembers of each chunk, by name; None where nothing yet.
+        optimizer: a torch optimizer's `state_dict`; None without one.
+    """
+
+    chunks: Sequence[Tensor]
+    outer: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
 
 
 class Parameters:
@@ -205,40 +220,31 @@ class Parameters:
         """The fragment's chunks as they are sent."""
         return [self._done(fragment, s, False).wire for s in self._layouts[fragment].spans]
 
-    def masters(self, fragment: int) -> list[Tensor | None]:
-        """The fragment's chunks, fp32 and int64; None where not placed. They never change."""
-        return list(self._masters[fragment])
-
-    def outer_state(self, fragment: int) -> dict[str, list[Tensor | None]]:
-        """What the outer optimizer remembers of each chunk, by name. The tensors never change."""
+    def fragment_tensors(self, fragment: int) -> FragmentTensors:
+        """The fragment's values and what its outer optimizer remembers. They never change."""
+        chunks = [each for each in self._masters[fragment] if each is not None]
+        assert len(chunks) == self._layouts[fragment].chunks, "a chunk has no value yet"
         states = self._states[fragment]
         names = sorted({name for state in states for name in state})
-        return {name: [state.get(name) for state in states] for name in names}
-
-    def optimizer_state(self, fragment: int) -> dict[str, Any] | None:
-        """A copy of a torch optimizer's `state_dict`; None where there is no such optimizer."""
+        outer = {name: [state.get(name) for state in states] for name in names}
         whole = self._wholes.get(fragment)
-        return None if whole is None else whole.fragment.state_dict()
+        return FragmentTensors(
+            chunks, outer, None if whole is None else whole.fragment.state_dict()
+        )
 
-    def put_back(
-        self,
-        fragment: int,
-        masters: Sequence[Tensor],
-        outer_state: Mapping[str, Sequence[Tensor | None]],
-        optimizer_state: dict[str, Any] | None = None,
-    ) -> None:
-        """Put back what the three functions above gave; the tensors must not change any more.
+    def put_back(self, fragment: int, kept: FragmentTensors) -> None:
+        """Put back what `fragment_tensors` gave; the tensors must not change any more.
 
         Raises:
             UsageError: when a factory of outer optimizers fails.
         """
-        self._masters[fragment][:] = masters
-        for index in range(len(masters)):
-            found = {name: tensors[index] for name, tensors in outer_state.items()}
+        self._masters[fragment][:] = kept.chunks
+        for index in range(len(kept.chunks)):
+            found = {name: tensors[index] for name, tensors in kept.outer.items()}
             self._states[fragment][index] = {n: t for n, t in found.items() if t is not None}
             self._make_whole(fragment, index)
-        if optimizer_state is not None:
-            self._wholes[fragment].fragment.load_state_dict(optimizer_state)
+        if kept.optimizer is not None:
+            self._wholes[fragment].fragment.load_state_dict(dict(kept.optimizer))
 
     def forget_buffer(self, fragment: int) -> None:
         """Throw away the gradients that the outer optimizer has collected of a fragment."""

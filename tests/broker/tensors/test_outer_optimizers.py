@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -267,9 +268,9 @@ def test_what_was_handed_out_or_is_being_saved_never_changes(name: str, reply: s
     sums: list[bytes] = []
     for _ in range(2 * N + 1):
         model.merges(torch.randn_like(model.start[0]))
-        state = model.tensors.outer_state(0)
-        held += [t for t in model.tensors.masters(0) if t is not None]
-        held += [t for tensors in state.values() for t in tensors if t is not None]
+        now = model.tensors.fragment_tensors(0)
+        held += now.chunks
+        held += [t for tensors in now.outer.values() for t in tensors if t is not None]
         sums = sums + [bytes(as_bytes(t)) for t in held[len(sums) :]]
         wires = [bytes(chunk) for chunk in model.handed_out]
         model.steps(torch.randn_like(model.start[0]))
@@ -282,13 +283,13 @@ def test_copy_of_the_optimizer_s_state_does_not_change(name: str) -> None:
     model = ChunkedModel(EVERY[name])
     for _ in range(N):
         model.merges(torch.randn_like(model.start[0]))
-    saved = model.tensors.optimizer_state(0)
-    before = model.memory()[2]
+    saved = model.tensors.fragment_tensors(0).optimizer
+    before = model.memory().optimizer
     for _ in range(N):
         model.merges(torch.randn_like(model.start[0]))
     assert same(saved, before)
     moves = name != "torch-paper"
-    assert same(model.tensors.optimizer_state(0), before) != moves
+    assert same(model.memory().optimizer, before) != moves
 
 
 ENORMOUS = {"inf": float("inf"), "nan": float("nan"), "largest": 3e38}
@@ -396,8 +397,8 @@ def test_buffer_that_does_not_fit_is_thrown_away_and_momentum_kept(name: str, ki
     model.place(0, torch.full_like(model.start[0], 6e4))
     for _ in range(N):
         model.merges(torch.ones_like(model.start[0]))
-    momentum = model.memory()[1:]
-    assert "delayed" not in momentum[0]
+    momentum = replace(model.memory(), chunks=[])
+    assert "delayed" not in momentum.outer
     for _ in range(N - 1):  # what fits as it comes and, with the momentum, not in the end
         large = torch.full_like(model.start[0], 8e4 if "direct" in name else 2e5)
         assert not any(done.overflow for done in model.merges(large))
@@ -405,7 +406,7 @@ def test_buffer_that_does_not_fit_is_thrown_away_and_momentum_kept(name: str, ki
     last = {"usable": torch.ones_like(theta), "nan": theta * float("nan"), "absent": None}[kind]
     assert all(done.overflow for done in model.merges(last)), "it is never lost silently"
     assert torch.equal(model.theta(), theta)
-    assert same(model.memory()[1:], momentum)
+    assert same(replace(model.memory(), chunks=[]), momentum)
 
 
 @pytest.mark.parametrize("name", ["fedbuff", "torch-fedbuff"])
@@ -500,8 +501,7 @@ def test_training_goes_on_from_what_was_exported(name: str, fragments: int) -> N
             model.merges(torch.randn_like(start), fragment=fragment)
     again = ChunkedModel(EVERY[name], fragments=fragments)
     for fragment in range(fragments):
-        masters, state, optimizer = model.memory(fragment)
-        again.tensors.put_back(fragment, masters, state, optimizer)
+        again.tensors.put_back(fragment, model.memory(fragment))
         again.counts[fragment] = model.counts[fragment]
     for _ in range(N + 1):
         for fragment, start in enumerate(model.start):

@@ -109,8 +109,7 @@ def test_rounds_of_long_chunks_are_those_of_torch_sgd_bit_for_bit(
         sgd.step()
         got = torch.cat([read(each, DTYPES[reply]) for each in sent])
         assert torch.equal(got, parameter.detach().to(DTYPES[reply]))
-        masters = [each for each in tensors.masters(0) if each is not None]
-        assert torch.equal(torch.cat(masters), parameter.detach())
+        assert torch.equal(torch.cat([*tensors.fragment_tensors(0).chunks]), parameter.detach())
 
 
 @pytest.mark.parametrize("place", [0, PIECE_ELEMENTS, ELEMENTS - 1])
@@ -123,11 +122,13 @@ def test_overflow_in_any_piece_leaves_no_trace_of_the_others(reply: str, place: 
         reply=reply,
         initial={"w": torch.randn(CHUNKS * ELEMENTS)},
     )
-    tensors.place(0, 0)
+    for index in range(CHUNKS):
+        tensors.place(0, index)
     assert tensors.fold(0, 0, wire(torch.randn(ELEMENTS)), 1.0)
     tensors.step(0, 0, 1.0, 0)
-    before, remembered = tensors.masters(0)[0], tensors.outer_state(0)["momentum"][0]
-    assert before is not None and remembered is not None
+    now = tensors.fragment_tensors(0)
+    before, remembered = now.chunks[0], now.outer["momentum"][0]
+    assert remembered is not None
     kept = before.clone(), remembered.clone()
     huge = torch.randn(ELEMENTS)
     huge[place] = 3.4e38
@@ -135,9 +136,9 @@ def test_overflow_in_any_piece_leaves_no_trace_of_the_others(reply: str, place: 
     (done,) = tensors.step(0, 0, 1.0, 1)
     assert done.overflow
     assert torch.equal(read(done.wire, DTYPES[reply]), kept[0].to(DTYPES[reply]))
-    assert tensors.masters(0)[0] is before
+    now = tensors.fragment_tensors(0)
+    assert now.chunks[0] is before and now.outer["momentum"][0] is remembered
     assert torch.equal(before, kept[0]) and torch.equal(remembered, kept[1])
-    assert tensors.outer_state(0)["momentum"][0] is remembered
 
 
 @pytest.mark.parametrize("place", [0, PIECE_ELEMENTS, ELEMENTS - 1])

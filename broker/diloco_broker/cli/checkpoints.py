@@ -31,7 +31,7 @@ def export(
     """Write the global parameters as plain safetensors that load into the original model."""
     from diloco_broker.cli.checkpoint_report import newest_sound
     from diloco_broker.storage import checkpoint
-    from diloco_broker.storage.export import model_of, write_model
+    from diloco_broker.storage.model_file import model_of, write_model
     from diloco_protocol.clients.observer import Observer
 
     with failing_in_a_sentence():

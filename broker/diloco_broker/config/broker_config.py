@@ -1,14 +1,34 @@
-"""The options of a broker once they are known to work together, and what workers are told of them."""
+"""The options of a broker once they are known to work together, and what workers are told of them.
+
+What is true of the run anyway is accepted, so that a sweep needs no special case: a pattern of one
+fragment, a buffer of one gradient, no momentum for sgd. What asks for something that will not happen is
+refused.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, fields
 from pathlib import PurePath
 
 from diloco_broker.config.declaration import AUTO, Options
-from diloco_broker.config.rules import check
+from diloco_broker.config.option import check_alone, refusal
 from diloco_protocol.addresses import with_scheme
+from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import BUFFERS, RunConfig
+
+_ONE_VERSION = "a round's contributions start from one version"
+# Options that rounds have no use for, and why.
+_ONLY_ASYNC = {
+    "dylu": "in rounds every worker makes the same H steps",
+    "dylu_min_steps": "see --dylu",
+    "staleness_weight": _ONE_VERSION,
+    "max_staleness": _ONE_VERSION,
+    "staging_slots": "rounds have no slots",
+    "staging_deadline": "rounds have no slots",
+}
+_ONLY_ROUNDS = ("min_workers", "quorum", "deterministic", "aggregate", "weight_by", "late")
+_ONLY_QUORUM = ("grace", "late")
 
 
 @dataclass(frozen=True)
@@ -29,7 +49,7 @@ class BrokerConfig(Options):
                 object.__setattr__(self, each.name, str(value))
         for name in ("bind", "feed"):
             object.__setattr__(self, name, with_scheme(getattr(self, name)))
-        check(self)
+        _check(self)
 
     @property
     def run_config(self) -> RunConfig:
@@ -51,3 +71,155 @@ class BrokerConfig(Options):
             chunk_elements=self.chunk_elements,
             buffers=BUFFERS,
         )
+
+
+def _check(options: Options) -> None:
+    """Check each value by itself, then all of them together.
+
+    Raises:
+        UsageError: the first value that cannot work, by name.
+    """
+    for each in fields(options):
+        check_alone(each, getattr(options, each.name))
+    if options.is_async:
+        _check_async(options)
+    else:
+        _check_sync(options)
+    _check_rounds(options)
+    _check_saving(options)
+    _check_fragments(options)
+    _check_dylu(options)
+    _check_outer(options)
+    for name in ("bind", "feed"):
+        _check_reach(options, name)
+
+
+def _require(options: Options, name: str, holds: bool, what: str) -> None:
+    if not holds:
+        value = getattr(options, name)
+        raise refusal(name, "on" if value is True else value, what)
+
+
+def _require_unset(options: Options, name: str, why: str) -> None:
+    default = getattr(Options, name)
+    _require(options, name, getattr(options, name) == default, f"left out{why}")
+
+
+def _check_async(options: Options) -> None:
+    for name in _ONLY_ROUNDS:
+        _require_unset(options, name, " with --mode async, which applies each submission by itself")
+
+
+def _check_sync(options: Options) -> None:
+    for name, why in _ONLY_ASYNC.items():
+        _require_unset(options, name, f", or --mode async given: {why}")
+    if options.quorum is None:
+        for name in _ONLY_QUORUM:
+            why = ", or --quorum given: without it a round waits for everyone"
+            _require_unset(options, name, why)
+
+
+def _check_rounds(options: Options) -> None:
+    floor, planned, quorum = options.min_workers, options.workers, options.quorum
+    at_most = f"at most --workers, which is {planned}"
+    _require(options, "min_workers", floor <= planned, at_most)
+    if quorum is not None:
+        _require(options, "quorum", quorum <= planned, at_most)
+        _require(options, "quorum", quorum >= floor, f"at least --min-workers, which is {floor}")
+
+
+def _check_saving(options: Options) -> None:
+    if not options.durable:
+        return
+    saves = options.save_dir is not None
+    _require(options, "durable", saves, "left out where nothing is saved; give --save-dir DIR")
+    each_version = "1 with --durable, which saves each version"
+    _require(options, "save_every", options.save_every == 1, each_version)
+
+
+def _check_fragments(options: Options) -> None:
+    pieces, steps, delay = options.num_fragments, options.sync_every, options.least_delay
+    _require(
+        options,
+        "sync_every",
+        steps >= pieces,
+        f"at least --num-fragments, which is {pieces}: each fragment has a step of its own",
+    )
+    if options.fragment_plan is not None:
+        file = options.fragment_plan
+        why = f" with --fragment-plan {file}, which says where each parameter goes"
+        _require_unset(options, "fragment_pattern", why)
+    interval = steps // pieces
+    _require(
+        options,
+        "fragment_sync_delay",
+        delay < interval,
+        f"below {interval}, the steps between two fragments (--sync-every {steps} over "
+        f"--num-fragments {pieces})",
+    )
+    _require(
+        options,
+        "fragment_sync_delay",
+        not (options.deterministic and options.has_auto_delay),
+        "a number with --deterministic: when a reply comes differs from run to run",
+    )
+    if options.fragment_merge != "alpha":
+        why = f" with --fragment-merge {options.fragment_merge}, which keeps all local steps"
+        _require_unset(options, "fragment_update_alpha", why)
+    longest = options.fragment_max_delay
+    _require(
+        options,
+        "fragment_max_delay",
+        longest is None or delay <= longest < steps,
+        f"from --fragment-sync-delay, which is {delay}, to below --sync-every, {steps}",
+    )
+
+
+def _check_dylu(options: Options) -> None:
+    if not options.dylu:
+        _require_unset(options, "dylu_min_steps", ", or --dylu given")
+    fit, steps = options.fewest_steps, options.sync_every
+    _require(
+        options,
+        "dylu_min_steps",
+        fit <= options.least_steps <= steps,
+        f"from {fit} ({options.num_fragments} fragments x (delay {options.least_delay} + 1)) to "
+        f"--sync-every, which is {steps}",
+    )
+
+
+def _check_outer(options: Options) -> None:
+    outer, size = options.outer_name, options.dn_size
+    within = f"in [0, 1/N], and N is {size} (--dn-buffer)"
+    _require(options, "dn_c", 0 <= options.dn_c <= 1 / size, within)
+    if not options.has_buffer:
+        no_buffer = f"left out, or 1: --outer {outer} has no buffer, each gradient is a step"
+        _require(options, "dn_buffer", options.dn_buffer in (None, 1), no_buffer)
+    if outer == "sgd" and options.outer_momentum:
+        _require_unset(options, "outer_momentum", ", or 0: --outer sgd has no momentum")
+    if outer != "dn" or options.dn_variant != "paper":
+        why = ": only --outer dn with --dn-variant paper has it"
+        _require_unset(options, "dn_c", why)
+    if outer != "dn":
+        _require_unset(options, "dn_variant", f": --outer {outer} is not dn")
+
+
+def _check_reach(options: Options, name: str) -> None:
+    """Refuse an address that others can reach, unless the operator has said that they may."""
+    address = getattr(options, name)
+    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
+    if not options.insecure and not _is_loopback(host):
+        raise UsageError(
+            f"--{name} {address} can be reached from other machines, and there is no "
+            "authentication: anyone who reaches it could change the model. Bind to 127.0.0.1 and "
+            "use an SSH tunnel, or give --insecure if you trust everyone on that network."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -12,10 +12,9 @@ from typing import Protocol
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
-from diloco_broker.core.effects import Effect, Send
+from diloco_broker.core.effects import Effect, Route, Send
 from diloco_broker.core.events import Event, PeerGone
 from diloco_broker.core.machine import Core
-from diloco_broker.shell.ack_batch import Acks
 from diloco_protocol.messages import Ack
 
 Record = effects.Log | effects.RecordAction | effects.RecordRound | effects.RecordVersion
@@ -64,6 +63,32 @@ class Ports(Protocol):
 
     def handled(self, event: Event) -> None:
         """Called once an event is handled and what it led to is carried out."""
+
+
+class Acks:
+    """What is to be acknowledged. False while it is nothing.
+
+    An `ack` must not be overtaken by what the core says after it to the same worker: a later `grant`
+    gives credit anew. So these are sent before anything else is.
+    """
+
+    def __init__(self) -> None:
+        self._acks: dict[tuple[Route, int, int], list[Ack]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._acks)
+
+    def add(self, route: Route, ack: Ack) -> None:
+        self._acks.setdefault((route, ack.push_id, ack.fragment), []).append(ack)
+
+    def take(self) -> list[Send]:
+        """All of it, as messages."""
+        gathered, self._acks = self._acks, {}
+        sends = []
+        for (route, push_id, fragment), acks in gathered.items():
+            chunks = tuple(index for ack in acks for index in ack.chunks)
+            sends.append(Send(route, Ack(push_id, fragment, chunks, sum(a.credit for a in acks))))
+        return sends
 
 
 class Executor:

@@ -1,19 +1,26 @@
-"""Reading the model that a run begins with. Files are never unpickled."""
+"""The model that a run begins with, read from a file, and the one it comes to, written as one.
+
+Files are never unpickled.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from diloco_broker.core.state.model_source import InitialModel
+from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.model_header import safetensors_files
 from diloco_protocol.codecs import has_nan, is_finite
 from diloco_protocol.errors import UsageError
+from diloco_protocol.state_dict import assemble
 
 
 def load_model(path: Path) -> dict[str, Tensor]:
@@ -79,3 +86,24 @@ def _load_folder(folder: Path) -> dict[str, Tensor]:
     for file in safetensors_files(folder):
         tensors.update(load_file(file))
     return tensors
+
+
+def model_of(found: Checkpoint) -> dict[str, Tensor]:
+    """The model of a checkpoint: what its `state_dict` has, in its own shapes and dtypes."""
+    return assemble(found.layout, {f: each.chunks for f, each in found.tensors.items()})
+
+
+def write_model(model: Mapping[str, Tensor], path: Path) -> int:
+    """Write a safetensors file, whole or not at all. Returns its size in bytes.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(dict(model), aside)
+        aside.replace(path)
+        return path.stat().st_size
+    except (OSError, SafetensorError) as error:
+        aside.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error}.") from None

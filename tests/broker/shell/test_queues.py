@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from diloco_broker.core.effects import Fold, Send, Step, StoreInitial, TensorWork
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL, Upload
-from diloco_broker.shell.ack_batch import Acks
+from diloco_broker.shell.effects import Acks
 from diloco_broker.shell.work_queue import PASSED_BY, WorkQueue
 from diloco_protocol.messages import Ack, Push
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from diloco_broker.core.effects import PushPart
+from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.outer.make import Outer
-from diloco_broker.tensors.parameters import Done, FragmentTensors, Parameters
+from diloco_broker.tensors.parameters import FragmentTensors, Parameters
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment, lay_out
 from diloco_protocol.codecs import as_bytes, segment_dtype
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
@@ -106,7 +107,7 @@ class ChunkedModel:
         fragment: int = 0,
         lacks: Sequence[int] = (),
         count: int | None = None,
-    ) -> list[Done]:
+    ) -> list[Stepped]:
         """A group of one submission for each gradient; none of them has the chunks in `lacks`.
 
         A gradient that is None is a group without parts.
@@ -123,7 +124,9 @@ class ChunkedModel:
             done += self.tensors.merge(fragment, span.index, groups, turn)
         return self._took(fragment, done, len(gradients) if count is None else 0)
 
-    def steps(self, gradient: Tensor, fragment: int = 0, *, count: int | None = None) -> list[Done]:
+    def steps(
+        self, gradient: Tensor, fragment: int = 0, *, count: int | None = None
+    ) -> list[Stepped]:
         """The same by streaming."""
         turn = self.counts[fragment] if count is None else count
         done = []
@@ -133,7 +136,7 @@ class ChunkedModel:
             done += self.tensors.step(fragment, span.index, 1.0, turn)
         return self._took(fragment, done, 1 if count is None else 0)
 
-    def _took(self, fragment: int, done: list[Done], turns: int) -> list[Done]:
+    def _took(self, fragment: int, done: list[Stepped], turns: int) -> list[Stepped]:
         self.counts[fragment] += turns
         indices = [span.index for span in self.spans(fragment)]
         assert sorted(one.index for one in done) == indices, "one answer for each chunk"

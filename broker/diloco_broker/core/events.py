@@ -64,7 +64,8 @@ class WorkRefused:
 class Stepped:
     """The outer step of one chunk was taken. `wire` is the chunk as it is sent to workers.
 
-    `overflow` is True when a gradient was left out because what it led to was not finite.
+    `overflow` is True when a gradient, or a buffer of them, was left out because what it led to was not
+    finite.
     """
 
     fragment: int

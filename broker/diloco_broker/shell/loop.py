@@ -99,7 +99,32 @@ class Loop:
         self.stop_reason: str | None = None
         self.is_restarting = False
         with ExitStack() as opened:
-            self._open(opened, initial, factory, choose)
+            lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
+            if lock is not None:
+                opened.callback(lock.release)
+            split = make_split(config, choose)
+            found = newest_checkpoint(config, has_own_optimizer=factory is not None, split=split)
+            self._life = next_life(config)
+            self.tensors = TensorExecutor(config, make_outer(config, factory), initial, found)
+            opened.callback(self.tensors.close)
+            self.now = ServedTime(_machine_clock())
+            draw = partial(secrets.randbits, 64)
+            self.core = Core(config, draw, self.now(), describe(initial), self.tensors.resumption)
+            self.sockets = Sockets(config.bind, config.feed)
+            opened.callback(self.sockets.close)
+            self._writer = (
+                None if lock is None else CheckpointWriter(lock, config.keep, self.sockets.wake)
+            )
+            if self._writer is not None:
+                opened.callback(self._writer.close)
+            state = self.core.state
+            state.feed_address = self.sockets.feed_address
+            state.has_own_optimizer = factory is not None
+            state.own_split = split
+            self.onlookers = Onlookers(
+                state, clock=self.now, figures=self._figures, publish=self.sockets.publish
+            )
+            opened.callback(self._close_onlookers)
             self._opened = opened.pop_all()
         self._executor = Executor(self.core, self.now, self)
         self._is_finished = False  # the core has nothing left to do
@@ -109,41 +134,6 @@ class Loop:
         self._alive: tuple[Notice | None, list[Any]] = (None, [])
         self._longest_turn_s = 0.0
         self._used_s = 0.0  # CPU of this thread at the end of the last turn
-
-    def _open(
-        self,
-        opened: ExitStack,
-        initial: Mapping[str, Tensor] | None,
-        factory: OuterOptimizerFactory | None,
-        choose: Choose | None,
-    ) -> None:
-        config = self._config
-        lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
-        if lock is not None:
-            opened.callback(lock.release)
-        split = make_split(config, choose)
-        found = newest_checkpoint(config, has_own_optimizer=factory is not None, split=split)
-        self._life = next_life(config)
-        self.tensors = TensorExecutor(config, make_outer(config, factory), initial, found)
-        opened.callback(self.tensors.close)
-        self.now = ServedTime(_machine_clock())
-        draw = partial(secrets.randbits, 64)
-        self.core = Core(config, draw, self.now(), describe(initial), self.tensors.resumption)
-        self.sockets = Sockets(config.bind, config.feed)
-        opened.callback(self.sockets.close)
-        self._writer = (
-            None if lock is None else CheckpointWriter(lock, config.keep, self.sockets.wake)
-        )
-        if self._writer is not None:
-            opened.callback(self._writer.close)
-        state = self.core.state
-        state.feed_address = self.sockets.feed_address
-        state.has_own_optimizer = factory is not None
-        state.own_split = split
-        self.onlookers = Onlookers(
-            state, clock=self.now, figures=self._figures, publish=self.sockets.publish
-        )
-        opened.callback(self._close_onlookers)
 
     # Life.
 

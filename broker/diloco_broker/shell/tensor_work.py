@@ -135,15 +135,9 @@ class TensorExecutor:
                     events.WorkRefused(work) if squares is None else events.WorkDone(work, squares)
                 ]
             case Step(fragment, index, weight, count):
-                done = tensors.step(fragment, index, weight, count)
-                return [
-                    events.Stepped(fragment, each.index, each.wire, each.overflow) for each in done
-                ]
+                return [*tensors.step(fragment, index, weight, count)]
             case AggregateAndStep(fragment, index, groups, count):
-                done = tensors.merge(fragment, index, groups, count)
-                return [
-                    events.Stepped(fragment, each.index, each.wire, each.overflow) for each in done
-                ]
+                return [*tensors.merge(fragment, index, groups, count)]
             case StoreInitial(fragment, index, payload):
                 wire = tensors.place(fragment, index, payload)
                 return [

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from diloco_broker.core.effects import PushPart
+from diloco_broker.core.events import Stepped
 from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
@@ -34,22 +35,6 @@ from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.codecs import decode_chunk, encode_chunk, is_finite, segment_dtype
 from diloco_protocol.state_dict import cut_chunk
 from diloco_protocol.tensor_pool import TensorPool
-
-
-@dataclass(frozen=True)
-class Done:
-    """The outer step of one chunk was taken.
-
-    Attributes:
-        index: chunk number.
-        wire: the chunk as it is sent to workers.
-        overflow: whether a gradient, or a buffer of them, was left out because what it led to was not
-            finite.
-    """
-
-    index: int
-    wire: Any
-    overflow: bool
 
 
 @dataclass(frozen=True)
@@ -180,7 +165,7 @@ class Parameters:
         for whole in self._wholes.values():
             whole.fragment.tune(own)
 
-    def step(self, fragment: int, index: int, weight: float, count: int) -> list[Done]:
+    def step(self, fragment: int, index: int, weight: float, count: int) -> list[Stepped]:
         """The outer step of one chunk, with the mean of what was folded.
 
         Args:
@@ -199,7 +184,7 @@ class Parameters:
 
     def merge(
         self, fragment: int, index: int, groups: Sequence[Sequence[PushPart]], count: int
-    ) -> list[Done]:
+    ) -> list[Stepped]:
         """The outer steps of one chunk, one after the other with the gradient of each group.
 
         Args:
@@ -253,7 +238,7 @@ class Parameters:
 
     def _advance(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
-    ) -> list[Done]:
+    ) -> list[Stepped]:
         if self._is_whole(fragment, index):
             return self._advance_whole(fragment, index, gradients, count)
         span = self._layouts[fragment].spans[index]
@@ -268,7 +253,7 @@ class Parameters:
 
     def _advance_whole(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
-    ) -> list[Done]:
+    ) -> list[Stepped]:
         whole = self._wholes[fragment]
         turns = whole.collect(index, [None if each is None else each.whole() for each in gradients])
         if turns is None:
@@ -285,13 +270,13 @@ class Parameters:
 
     def _done(
         self, fragment: int, span: ChunkSpan, overflow: bool, reply: Tensor | None = None
-    ) -> Done:
+    ) -> Stepped:
         if reply is None:
             master = self._masters[fragment][span.index]
             assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
             reply = self._in_wire_form(fragment, span, master)
         assert reply is not None, "a chunk that could not be sent was stored"
-        return Done(span.index, encode_chunk(span, reply, self._reply), overflow)
+        return Stepped(fragment, span.index, encode_chunk(span, reply, self._reply), overflow)
 
     def _apply(
         self, fragment: int, span: ChunkSpan, gradient: Gradient | Blend, count: int

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.outer.chunked import (
     Buffered,
     DelayedNesterov,
@@ -22,7 +23,6 @@ from diloco_broker.tensors.outer.chunked import (
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import FragmentParameters
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
-from diloco_broker.tensors.parameters import Done
 from diloco_protocol.codecs import as_bytes
 from kit.chunked_model import SHAPES, ChunkedModel, read, same, wire
 
@@ -461,7 +461,7 @@ def test_empty_group_takes_no_step_and_counts_all_the_same(name: str) -> None:
     assert same(model.memory(), before), "no buffer, no step, at boundaries too"
 
 
-def steps_lacking_one(model: ChunkedModel, gradient: Tensor, count: int) -> list[Done]:
+def steps_lacking_one(model: ChunkedModel, gradient: Tensor, count: int) -> list[Stepped]:
     """A streamed step in which nobody delivered chunk 1."""
     done = []
     for span in model.spans(0):

@@ -180,8 +180,8 @@ def serving(
     """The dashboard as the command serves it, in a thread and on a free port."""
     source = FeedSource(feed) if feed is not None else None
     streams = Streams(source, most_streams) if source is not None else None
-    made = Dashboard(policy or Policy("127.0.0.1", TOKEN), source, replay, control)
-    server = Server(application(made, streams), streams)
+    made = Dashboard(policy or Policy("127.0.0.1", TOKEN), streams, replay, control)
+    server = Server(application(made), streams)
     listening = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     if source is not None:

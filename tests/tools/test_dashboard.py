@@ -17,10 +17,10 @@ import pytest
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.feed import TOPIC, Snapshot, parse_snapshot
 from diloco_tools.dashboard import app, orders, streams
-from diloco_tools.dashboard.orders import BadOrderError, read_order, steering_address
+from diloco_tools.dashboard.orders import read_order, steering_address
 from diloco_tools.dashboard.picture import encoded, history, thinned
-from diloco_tools.dashboard.security import Policy, is_loopback
-from diloco_tools.dashboard.streams import Streams
+from diloco_tools.dashboard.security import Policy, Refusal, is_loopback
+from diloco_tools.dashboard.streams import EventStream, Streams
 from diloco_tools.feed.series import RunSeries
 from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving
 from kit.feed_snapshots import PATIENCE_S
@@ -147,7 +147,7 @@ class TestOrders:
         ids=str,
     )
     def test_what_is_no_order_is_refused_by_name(self, document: object, why: str) -> None:
-        with pytest.raises(BadOrderError, match=re.escape(why)):
+        with pytest.raises(Refusal, match=re.escape(why)):
             read_order(document, snapshot())
 
     def test_arguments_have_the_types_of_the_broker(self) -> None:
@@ -404,11 +404,10 @@ class TestSteering:
         assert answer.status == 504
         assert "No answer from tcp://127.0.0.1:1" in answer.json["text"]
 
-    def test_only_so_many_orders_wait_at_once(
-        self, site: Site, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_only_so_many_orders_wait_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(app, "MOST_ORDERS", 0)
-        assert site.orders({"action": "pause"}).status == 429
+        with serving("tcp://127.0.0.1:1") as site:
+            assert site.orders({"action": "pause"}).status == 429
 
     def test_orders_reach_the_broker_and_its_sentences_come_back(self) -> None:
         config = BrokerConfig(
@@ -457,7 +456,7 @@ class TestEvents:
             ages = [events.next("pulse")["age_s"] for _ in range(2)]
             assert 0 <= ages[0] < ages[1]
             assert site.streams is not None
-            assert site.streams.source.serial == 2, "heard, but not due"
+            assert site.streams.source.received == 2, "heard, but not due"
 
     @pytest.mark.parametrize("every", ["0", "0.5", "30.5", "nan", "inf", "-1", "often", ""])
     def test_refresh_interval_is_1_to_30_s(self, site: Site, every: str) -> None:
@@ -499,7 +498,7 @@ class TestEvents:
         class Source:
             """A feed that has something new, and large, at each look."""
 
-            serial = property(lambda self: self.states + 1)
+            received = property(lambda self: self.states + 1)
             states = 0
 
             def state(self, after: float) -> tuple[str, float]:
@@ -522,7 +521,9 @@ class TestEvents:
                 if message["type"] == "http.response.body":
                     await never.wait()
 
-            following = asyncio.ensure_future(places.follow(1.0, receive, send))
+            following = asyncio.ensure_future(
+                EventStream(places, 1.0)({"type": "http"}, receive, send)
+            )
             await asyncio.sleep(0)
             assert places.open == 1
             await asyncio.wait_for(following, PATIENCE_S)

@@ -539,13 +539,13 @@ class TestLook:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         asked = []
-        follow = streams.Streams.follow
+        messages = streams.Streams.messages
 
-        async def noted(self: Any, every_s: float, *rest: Any) -> None:
+        def noted(self: Any, every_s: float) -> Any:
             asked.append(every_s)
-            await follow(self, every_s, *rest)
+            return messages(self, every_s)
 
-        monkeypatch.setattr(streams.Streams, "follow", noted)
+        monkeypatch.setattr(streams.Streams, "messages", noted)
         with serving(publisher.address) as site:
             page = opened(with_token(site))
             publisher.says()

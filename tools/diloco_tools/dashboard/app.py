@@ -16,20 +16,14 @@ from importlib import resources
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diloco_tools.dashboard.orders import (
-    BadOrderError,
-    carry_out,
-    http_status,
-    read_order,
-    steering_address,
-)
+from diloco_tools.dashboard.orders import carry_out, http_status, read_order, steering_address
 from diloco_tools.dashboard.security import HEADERS, Policy, Refusal
 from diloco_tools.dashboard.source import FeedSource, ReplaySource
 from diloco_tools.dashboard.streams import EventStream, Streams
@@ -39,6 +33,7 @@ LONGEST_BODY = 4096  # bytes: the longest order is a worker's name
 BODY_S = 5.0  # seconds for a body of that size to arrive
 MOST_ORDERS = 4  # at once; each holds a thread until the broker answers
 SLOWEST_S, FASTEST_S = 30.0, 1.0  # refresh intervals
+RECORDED = "This is a recorded run; nothing can be changed."
 KINDS = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -52,36 +47,33 @@ class Dashboard:
     """What is served: a feed or a recorded run, to whom, and where the broker is steered."""
 
     policy: Policy
-    feed: FeedSource | None = None
+    streams: Streams | None = None  # of the feed
     replay: ReplaySource | None = None
     control: str | None = None
 
-
-class BadBodyError(Exception):
-    """The body of a request is too long, too slow, or no JSON."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+    @property
+    def feed(self) -> FeedSource | None:
+        return self.streams.source if self.streams is not None else None
 
 
-def application(dashboard: Dashboard, streams: Streams | None) -> ASGIApp:
-    """The app; `streams` are those of the feed, and None for a recorded run."""
-    pages = _Pages(dashboard, streams)
+def application(dashboard: Dashboard) -> ASGIApp:
+    pages = _Pages(dashboard)
     routes = [
         Route("/", pages.asset),
         Route("/assets/{name}", pages.asset),
         Route("/api/session", pages.session),
         Route("/api/control", pages.order, methods=["POST"]),
     ]
-    if streams is not None:
+    if dashboard.streams is not None:
         routes += [Route("/api/state", pages.state), Route("/api/events", pages.events)]
     if dashboard.replay is not None:
         routes += [
             Route("/api/replay", pages.outline),
             Route("/api/replay/{index:int}", pages.moment),
         ]
-    inner = Starlette(routes=routes, exception_handlers={HTTPException: _sentence})
+    inner = Starlette(
+        routes=routes, exception_handlers={Refusal: _refused, HTTPException: _refused}
+    )
     return _Gate(inner, dashboard.policy)
 
 
@@ -103,35 +95,29 @@ class _Gate:
 
         async def dressed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
-                message["headers"] = [
-                    *message["headers"],
-                    *(
-                        (name.encode(), value.encode())
-                        for name, value in HEADERS.items()
-                        if name.encode() not in given
-                    ),
-                ]
+                given = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    given.setdefault(name, value)
             await send(message)
 
-        answer = self._inner if refusal is None else _refused(refusal)
+        answer = self._inner if refusal is None else await _refused(Request(scope), refusal)
         await answer(scope, receive, dressed)
 
 
 class _Pages:
-    """The endpoints."""
+    """The endpoints. Each raises `Refusal` for what it does not do."""
 
-    def __init__(self, dashboard: Dashboard, streams: Streams | None) -> None:
-        self._dashboard, self._streams = dashboard, streams
+    def __init__(self, dashboard: Dashboard) -> None:
+        self._dashboard = dashboard
         self._assets = _assets()
-        self._ordering = 0
+        self._orders = asyncio.Semaphore(MOST_ORDERS)
         # Made at the start: whoever asks does not wait for it, and nobody can have it made often.
         self._outline = dashboard.replay.outline() if dashboard.replay else ""
 
     async def asset(self, request: Request) -> Response:
         found = self._assets.get(request.path_params.get("name", "index.html"))
         if found is None:
-            return _refused(Refusal(404, "There is no such page."))
+            raise Refusal(404, "There is no such page.")
         return Response(found[0], media_type=found[1])
 
     async def session(self, request: Request) -> Response:
@@ -139,16 +125,15 @@ class _Pages:
         refusal = policy.of_reading(request.headers)
         if refusal is not None:
             return JSONResponse({"reading": False, "needs_token": True, "reason": refusal.text})
-        steering = None if self._dashboard.replay else policy.of_steering(request.headers)
-        recorded = "This is a recorded run; nothing can be changed." if feed is None else None
+        refusal = Refusal(409, RECORDED) if feed is None else policy.of_steering(request.headers)
         return JSONResponse(
             {
                 "reading": True,
                 "mode": "live" if feed is not None else "replay",
                 "feed": feed.address if feed is not None else None,
-                "steering": steering is None and recorded is None,
-                "needs_token": steering is not None and steering.status == 401,
-                "reason": recorded or (steering and steering.text),
+                "steering": refusal is None,
+                "needs_token": refusal is not None and refusal.status == 401,
+                "reason": refusal and refusal.text,
                 "live_below_s": LIVE_BELOW_S,
                 "stale_above_s": STALE_ABOVE_S,
             }
@@ -159,16 +144,19 @@ class _Pages:
         body, _ = self._dashboard.feed.state()
         return Response(body, media_type="application/json")
 
-    async def events(self, request: Request) -> Response | EventStream:
-        assert self._streams is not None
-        every_s = _interval(request.query_params.get("every", "1"))
-        if every_s is None:
-            text = f"every= takes seconds from {FASTEST_S:g} to {SLOWEST_S:g}."
-            return _refused(Refusal(400, text))
-        if not self._streams.has_place:
-            text = f"{self._streams.most} pages look at this dashboard already; close one of them."
-            return _refused(Refusal(503, text))
-        return EventStream(self._streams, every_s)
+    async def events(self, request: Request) -> Response:
+        streams = self._dashboard.streams
+        assert streams is not None
+        try:
+            every_s = float(request.query_params.get("every", "1"))
+        except ValueError:
+            every_s = math.nan
+        if not FASTEST_S <= every_s <= SLOWEST_S:
+            raise Refusal(400, f"every= takes seconds from {FASTEST_S:g} to {SLOWEST_S:g}.")
+        if not streams.has_place:
+            text = f"{streams.most} pages look at this dashboard already; close one of them."
+            raise Refusal(503, text)
+        return EventStream(streams, every_s)
 
     async def outline(self, _request: Request) -> Response:
         return Response(self._outline, media_type="application/json")
@@ -177,63 +165,40 @@ class _Pages:
         assert self._dashboard.replay is not None
         body = self._dashboard.replay.moment(request.path_params["index"])
         if body is None:
-            return _refused(Refusal(404, "The recorded run has no such moment."))
+            raise Refusal(404, "The recorded run has no such moment.")
         return Response(body, media_type="application/json")
 
     async def order(self, request: Request) -> Response:
         refusal = self._dashboard.policy.of_steering(request.headers)
         if refusal is not None:
-            return _refused(refusal)
+            raise refusal
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            return _refused(Refusal(415, "Orders are JSON: send Content-Type: application/json."))
-        if self._ordering >= MOST_ORDERS:
-            return _refused(
-                Refusal(429, f"{MOST_ORDERS} orders wait for the broker already; try again.")
-            )
-        self._ordering += 1
-        try:
-            return await self._carried_out(request)
-        finally:
-            self._ordering -= 1
-
-    async def _carried_out(self, request: Request) -> Response:
-        feed = self._dashboard.feed
-        if feed is None:
-            return _refused(Refusal(409, "This is a recorded run; nothing can be changed."))
-        try:
-            order = read_order(await _json_body(request), feed.snapshot)
-        except BadBodyError as error:
-            return _refused(Refusal(error.status, str(error)))
-        except BadOrderError as error:
-            return _refused(Refusal(400, str(error)))
-        address = steering_address(self._dashboard.control, feed.snapshot, feed.address)
-        if address is None:
-            text = "The broker has not said yet where it is steered; wait for its feed."
-            return _refused(Refusal(503, text))
-        answer = await run_in_threadpool(carry_out, order, address)
+            raise Refusal(415, "Orders are JSON: send Content-Type: application/json.")
+        if self._orders.locked():
+            raise Refusal(429, f"{MOST_ORDERS} orders wait for the broker already; try again.")
+        async with self._orders:
+            feed = self._dashboard.feed
+            if feed is None:
+                raise Refusal(409, RECORDED)
+            order = read_order(await _json_body(request), feed.model.snapshot)
+            address = steering_address(self._dashboard.control, feed.model.snapshot, feed.address)
+            if address is None:
+                text = "The broker has not said yet where it is steered; wait for its feed."
+                raise Refusal(503, text)
+            answer = await run_in_threadpool(carry_out, order, address)
         return JSONResponse({"ok": answer.ok, "text": answer.text}, http_status(answer))
 
 
-async def _sentence(request: Request, error: Exception) -> Response:
-    """What no route answers: 404, 405."""
-    assert isinstance(error, HTTPException)
-    where = request.url.path[:80]
-    return _refused(Refusal(error.status_code, f"{request.method} {where!a}: {error.detail}."))
-
-
-def _refused(refusal: Refusal) -> JSONResponse:
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    """A refusal of ours, or what no route answers: 404, 405."""
+    if isinstance(error, HTTPException):
+        where = request.url.path[:80]
+        error = Refusal(error.status_code, f"{request.method} {where!a}: {error.detail}.")
+    assert isinstance(error, Refusal)
     # The body of a refused request may still be on its way: nothing else comes after it here.
-    headers = {"connection": "close"}
-    return JSONResponse({"ok": False, "text": refusal.text}, refusal.status, headers)
-
-
-def _interval(text: str) -> float | None:
-    try:
-        every_s = float(text)
-    except ValueError:
-        return None
-    return every_s if math.isfinite(every_s) and FASTEST_S <= every_s <= SLOWEST_S else None
+    body = {"ok": False, "text": error.text}
+    return JSONResponse(body, error.status, {"connection": "close"})
 
 
 async def _json_body(request: Request) -> object:
@@ -242,15 +207,15 @@ async def _json_body(request: Request) -> object:
         async for part in request.stream():
             body += part
             if len(body) > LONGEST_BODY:
-                raise BadBodyError(413, f"The request is longer than {LONGEST_BODY} bytes.")
+                raise Refusal(413, f"The request is longer than {LONGEST_BODY} bytes.")
         return body
 
     try:
         return json.loads(await asyncio.wait_for(read(), BODY_S))
     except asyncio.TimeoutError:
-        raise BadBodyError(408, f"The request did not arrive within {BODY_S:g} s.") from None
+        raise Refusal(408, f"The request did not arrive within {BODY_S:g} s.") from None
     except (ValueError, RecursionError):
-        raise BadBodyError(400, "The request is not JSON.") from None
+        raise Refusal(400, "The request is not JSON.") from None
 
 
 def _assets() -> dict[str, tuple[bytes, str]]:

@@ -13,6 +13,7 @@ import typer
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
 from diloco_protocol.feed import FeedError
 from diloco_tools.dashboard.security import EVERYWHERE, Policy, is_loopback, new_token
+from diloco_tools.terminal import FeedOption, fail
 
 if TYPE_CHECKING:
     from diloco_tools.dashboard.serving import Server
@@ -26,14 +27,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 @app.command()
 def dashboard(
     *,
-    feed: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDR",
-            envvar="DILOCO_FEED",
-            help="Feed address that diloco-broker serve printed.",
-        ),
-    ] = DEFAULT_FEED_ADDRESS,
+    feed: FeedOption = DEFAULT_FEED_ADDRESS,
     control: Annotated[
         str | None,
         typer.Option(
@@ -112,7 +106,7 @@ def dashboard(
             "--port 0 for a free one, may do"
         )
     streams = Streams(source) if source is not None else None
-    page = application(Dashboard(Policy(host, token, readonly), source, past, control), streams)
+    page = application(Dashboard(Policy(host, token, readonly), streams, past, control))
     server = serving.Server(page, streams)
     if source is not None:
         source.start()
@@ -146,8 +140,7 @@ def _end(_number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _fail(sentence: str) -> NoReturn:
-    typer.echo(f"diloco-dashboard: {sentence}", err=True)
-    raise typer.Exit(MISUSE)
+    fail("diloco-dashboard", sentence, MISUSE)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,10 @@ from diloco_protocol.addresses import control_address
 from diloco_protocol.clients.operator import ANSWER_WITHIN_S, Answer, ask_once, this_user
 from diloco_protocol.errors import Unreachable
 from diloco_protocol.feed import Snapshot
+from diloco_tools.dashboard.security import Refusal
 
 LONGEST_WORKER_ID = 1000  # characters
 SHORT_RUN = 8  # characters of a run's name: what the header shows, and what is typed to stop it
-
-
-class BadOrderError(Exception):
-    """The request is none that can be carried out; one sentence."""
 
 
 @dataclass(frozen=True)
@@ -38,24 +35,22 @@ def _count(value: object) -> int | None:
 
 
 def _name(value: object) -> str | None:
-    is_name = isinstance(value, str) and 0 < len(value) <= LONGEST_WORKER_ID
-    return value if is_name and isinstance(value, str) else None
+    return value if isinstance(value, str) and 0 < len(value) <= LONGEST_WORKER_ID else None
 
 
-SETTINGS: Mapping[str, Callable[[object], float | int | None]] = {
-    "outer_lr": _number,
-    "outer_momentum": _number,
-    "workers": _count,
-    "min_workers": _count,
-    "sync_every": _count,
-    "quorum": _count,
-    "grace": _number,
-    "save_every": _count,
-}
 ACTIONS: Mapping[str, Mapping[str, Callable[[object], Any]]] = {
     "save": {},
     "kick": {"worker": _name},
-    "set": SETTINGS,
+    "set": {
+        "outer_lr": _number,
+        "outer_momentum": _number,
+        "workers": _count,
+        "min_workers": _count,
+        "sync_every": _count,
+        "quorum": _count,
+        "grace": _number,
+        "save_every": _count,
+    },
     "pause": {},
     "resume": {},
     "shutdown": {"confirm": _name},
@@ -68,27 +63,27 @@ def read_order(document: object, snapshot: Snapshot | None) -> Order:
     `shutdown` has to name the run in `confirm`, as `run_name` gives it.
 
     Raises:
-        BadOrderError: anything else than a known action with its arguments.
+        Refusal: anything else than a known action with its arguments.
     """
     if not isinstance(document, dict):
-        raise BadOrderError('The request is not a JSON object such as {"action": "save"}.')
+        raise Refusal(400, 'The request is not a JSON object such as {"action": "save"}.')
     values = dict(document)
     action = values.pop("action", None)
     known = ACTIONS.get(action) if isinstance(action, str) else None
     if known is None or not isinstance(action, str):
-        raise BadOrderError(
-            f"There is no action {str(action)[:60]!r}; there are {', '.join(ACTIONS)}."
+        raise Refusal(
+            400, f"There is no action {str(action)[:60]!r}; there are {', '.join(ACTIONS)}."
         )
     if strange := sorted(str(name) for name in values.keys() - known.keys()):
-        raise BadOrderError(f"{action!r} has no argument {strange[0][:60]!r}.")
+        raise Refusal(400, f"{action!r} has no argument {strange[0][:60]!r}.")
     arguments = {name: known[name](value) for name, value in values.items()}
     wanting = known.keys() - arguments.keys() if action != "set" else set()
     wrong = [name for name, value in arguments.items() if value is None]
     if wrong or wanting or (action == "set" and not arguments):
         name = next(iter([*wrong, *wanting]), "a setting")
-        raise BadOrderError(f"{action!r} needs {name}, and of the right type.")
+        raise Refusal(400, f"{action!r} needs {name}, and of the right type.")
     if action == "shutdown" and arguments.pop("confirm") != run_name(snapshot):
-        raise BadOrderError("That is not the name of this run, so the broker was not stopped.")
+        raise Refusal(400, "That is not the name of this run, so the broker was not stopped.")
     return Order(action, arguments)
 
 
@@ -113,10 +108,6 @@ def carry_out(order: Order, address: str, timeout_s: float = ANSWER_WITHIN_S) ->
 
 def http_status(answer: Answer) -> int:
     """What a page is told besides the sentence: no broker was there, it cannot be asked, it answered."""
-    match answer.error:
-        case Unreachable():
-            return 504
-        case None:
-            return 200
-        case _:
-            return 400
+    if isinstance(answer.error, Unreachable):
+        return 504
+    return 200 if answer.error is None else 400

@@ -35,12 +35,12 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """An HTTP status and the sentence that goes with it."""
+class Refusal(Exception):
+    """What is not done or not there: an HTTP status and the sentence that goes with it."""
 
-    status: int
-    text: str
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status, self.text = status, text
 
 
 def new_token() -> str:

@@ -6,72 +6,42 @@ each page: a page that is slow misses snapshots, and costs nothing.
 
 import json
 import math
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.addresses import with_scheme
 from diloco_protocol.feed import FeedError, Snapshot
 from diloco_tools.dashboard.picture import encoded, history, picture
-from diloco_tools.feed.listener import Listener
-from diloco_tools.feed.model import FeedModel
+from diloco_tools.feed.listener import FeedWatcher
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.series import RunSeries
-from diloco_tools.feed.subscriber import FeedSubscriber
 
 POINTS = 900  # of each figure: a quarter of an hour at one snapshot a second
 REPLAY_POINTS = 2_000  # moments of a recorded run that are plotted: more than a plot has columns
 
 
-class FeedSource:
-    """Listens to one broker's feed from `start` to `close`. Methods may be called from any thread.
-
-    Raises:
-        FeedAddressError: the address is none.
-    """
+class FeedSource(FeedWatcher):
+    """Watches one broker's feed, and keeps its figures over time. For any thread."""
 
     def __init__(self, address: str) -> None:
-        self.address = with_scheme(address)
-        self._listener = Listener(
-            lambda: FeedSubscriber(self.address), self._take, self._cannot_read
-        )
-        self._lock = threading.Lock()
-        self._model = FeedModel()
+        super().__init__(address, self._cannot_read, self._note)
         self._series = RunSeries(points=POINTS)
         self._problem: str | None = None
-        self._serial = 0
-        self._encoded = (0, "null")  # serial and JSON of the newest picture that was asked for
-
-    def start(self) -> None:
-        self._listener.start()
-
-    def close(self) -> None:
-        """End the thread and close its socket; again does no harm."""
-        self._listener.close()
-
-    @property
-    def serial(self) -> int:
-        """Grows with each snapshot that arrives."""
-        return self._serial
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        return self._model.snapshot
+        self._encoded = (0, "null")  # `received` and JSON of the newest picture that was asked for
 
     def pulse(self) -> dict[str, Any]:
         """How alive the feed is: age of the newest snapshot in seconds (None before the first)."""
-        with self._lock:
+        with self.lock:
             return self._pulse(time.monotonic())
 
     def state(self, after: float = -math.inf) -> tuple[str, float]:
         """Everything for a page that has the points up to `after`, as JSON, and the new `after`."""
-        with self._lock:
+        with self.lock:
             now = time.monotonic()
-            if self._encoded[0] != self._serial and self._model.snapshot is not None:
-                self._encoded = (self._serial, picture(self._model.snapshot, self._series))
-            verdict = self._model.verdict(now)
+            if self._encoded[0] != self.received and self.model.snapshot is not None:
+                self._encoded = (self.received, picture(self.model.snapshot, self._series))
+            verdict = self.model.verdict(now)
             head = {
                 **self._pulse(now),
                 "verdict": verdict.word,
@@ -82,22 +52,17 @@ class FeedSource:
             return f'{encoded(head)[:-1]},"picture":{self._encoded[1]}}}', now
 
     def _pulse(self, now: float) -> dict[str, Any]:
-        model = self._model
         return {
-            "age_s": None if model.snapshot is None else model.age_s(now),
-            "missed": model.missed,
-            "restarts": model.restarts,
-            "malformed": self._listener.malformed,
+            "age_s": None if self.model.snapshot is None else self.model.age_s(now),
+            "missed": self.model.missed,
+            "restarts": self.model.restarts,
+            "malformed": self.listener.malformed,
             "problem": self._problem,
         }
 
-    def _take(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            now = time.monotonic()
-            if self._model.update(snapshot, now):
-                self._series.update(snapshot, now)
-                self._problem = None
-                self._serial += 1
+    def _note(self, snapshot: Snapshot, now: float) -> None:
+        self._series.update(snapshot, now)
+        self._problem = None
 
     def _cannot_read(self, error: FeedError) -> None:
         self._problem = str(error)

@@ -8,12 +8,13 @@ states and holds no memory but one message. A page that reads nothing at all los
 import asyncio
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import suppress
 
+from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from diloco_tools.dashboard.picture import encoded
-from diloco_tools.dashboard.security import HEADERS
 from diloco_tools.dashboard.source import FeedSource
 
 MOST_STREAMS = 16  # a browser opens six at most; several people may look
@@ -40,68 +41,41 @@ class Streams:
     def has_place(self) -> bool:
         return self.open < self.most and not self._closing.is_set()
 
-    async def follow(self, every_s: float, receive: Receive, send: Send) -> None:
-        """Serve one page until it, or this program, goes."""
-        self.open += 1
-        ending = [asyncio.ensure_future(part) for part in (_gone(receive), self._closing.wait())]
-        try:
-            await _sent(send, _start())
-            for chunk in self._chunks(every_s):
-                if chunk:
-                    await _sent(send, _body(chunk))
-                if (await asyncio.wait(ending, timeout=TURN_S, return_when="FIRST_COMPLETED"))[0]:
-                    break
-            await _sent(send, {"type": "http.response.body", "body": b"", "more_body": False})
-        except (asyncio.TimeoutError, OSError):
-            pass  # it reads nothing, or is gone
-        finally:
-            self.open -= 1
-            for part in ending:
-                part.cancel()
-
-    def _chunks(self, every_s: float) -> Iterator[str]:
-        """What is due at each look; mostly nothing. Before the first snapshot there are only pulses."""
-        serial, after, state_at, said_at = 0, -math.inf, -math.inf, -math.inf
-        while True:
+    async def messages(self, every_s: float) -> AsyncIterator[str]:
+        """What a page is sent until the program ends. Before the first snapshot, only pulses."""
+        received, after, state_at, said_at = 0, -math.inf, -math.inf, -math.inf
+        while not self._closing.is_set():
             now = time.monotonic()
-            if self.source.serial != serial and now - state_at >= every_s - EARLY_S:
-                serial, state_at, said_at = self.source.serial, now, now
+            if self.source.received != received and now - state_at >= every_s - EARLY_S:
+                received, state_at, said_at = self.source.received, now, now
                 state, after = self.source.state(after)
                 yield f"event: state\ndata: {state}\n\n"
             elif now - said_at >= PULSE_S:
                 said_at = now
                 yield f"event: pulse\ndata: {encoded(self.source.pulse())}\n\n"
-            else:
-                yield ""
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), TURN_S)
 
 
-class EventStream:
-    """The answer to a request for events."""
+class EventStream(StreamingResponse):
+    """The answer to a request for events: it has a place as long as its page reads."""
 
     def __init__(self, streams: Streams, every_s: float) -> None:
-        self._streams, self._every_s = streams, every_s
+        super().__init__(streams.messages(every_s), media_type="text/event-stream")
+        self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._streams.follow(self._every_s, receive, send)
+        self._streams.open += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._streams.open -= 1
 
+    async def stream_response(self, send: Send) -> None:
+        """Give up on a page that reads nothing, or is gone."""
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+        async def bounded(message: Message) -> None:
+            await asyncio.wait_for(send(message), PATIENCE_S)
 
-
-async def _sent(send: Send, message: Message) -> None:
-    await asyncio.wait_for(send(message), PATIENCE_S)
-
-
-def _start() -> Message:
-    headers = {"content-type": "text/event-stream; charset=utf-8", **HEADERS}
-    return {
-        "type": "http.response.start",
-        "status": 200,
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-    }
-
-
-def _body(chunk: str) -> Message:
-    return {"type": "http.response.body", "body": chunk.encode(), "more_body": True}
+        with suppress(asyncio.TimeoutError, OSError):
+            await super().stream_response(bounded)

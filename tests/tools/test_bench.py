@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import pkgutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,21 +17,44 @@ from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_tools.bench import machine
-from diloco_tools.bench import parts as parts_folder
 from diloco_tools.bench.cli import app, write
-from diloco_tools.bench.parts import rounds, transport
+from diloco_tools.bench.parts import rounds, wire
 from diloco_tools.bench.process_pool import ProcessPool
-from diloco_tools.bench.report.figures import TARGETS, figure, number, show, worst
-from diloco_tools.bench.report.phases import CHUNK_IS_MORE_THAN, Moments, moments, phases
+from diloco_tools.bench.report.arithmetic import (
+    CHUNK_IS_MORE_THAN,
+    Moments,
+    against,
+    around,
+    in_turn,
+    moments,
+    percentile,
+    phases,
+    slope,
+)
+from diloco_tools.bench.report.figures import (
+    PHASES_OF_ROUNDS,
+    TARGETS,
+    TRANSPORT,
+    WHOLE_ROUND,
+    figure,
+    number,
+    show,
+    worst,
+)
 from diloco_tools.bench.report.plot import draw
-from diloco_tools.bench.report.ratios import against, around, in_turn, percentile, slope
 from diloco_tools.bench.report.table import sentences, tables, targets_table
-from diloco_tools.bench.roles import fake_worker, link
-from diloco_tools.bench.roles.fake_worker import ELEMENT_BYTES, VALUE, VALUE_BYTES, flat_manifest
+from diloco_tools.bench.roles import link
+from diloco_tools.bench.roles.fake_worker import (
+    ELEMENT_BYTES,
+    VALUE,
+    VALUE_BYTES,
+    OneWorker,
+    flat_manifest,
+)
 from diloco_tools.bench.roles.link import Lane
 from diloco_tools.bench.roles.trainer import StillGPT, shape_of
 from diloco_tools.bench.sizes import SIZES, parameters_of
-from diloco_tools.bench.suite import Part, quick_parts, whole_parts
+from diloco_tools.bench.suite import COMMANDS, all_parts
 from diloco_tools.demo.model import GPT
 from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient
@@ -194,7 +216,7 @@ def test_growth_is_the_slope_over_workers_and_over_parameters() -> None:
         for workers in (2, 4):
             row = rounds.row_of(size, workers, "fp32")
             seconds = workers * parameters_of(size) / 1e9
-            measured.append(figure(rounds.PART, row, "seconds", seconds, "s"))
+            measured.append(figure(WHOLE_ROUND, row, "seconds", seconds, "s"))
             memory = 40.0 + 5 * workers
             measured.append(figure(rounds.COST_PART, row, "broker beyond state", memory, "MB"))
     found = {(each.of, each.name): each for each in rounds.growth(measured)}
@@ -205,7 +227,7 @@ def test_growth_is_the_slope_over_workers_and_over_parameters() -> None:
 
 def test_one_configuration_has_no_growth() -> None:
     row = rounds.row_of("10M", 2, "fp32")
-    assert not rounds.growth([figure(rounds.PART, row, "seconds", 1.0, "s")])
+    assert not rounds.growth([figure(WHOLE_ROUND, row, "seconds", 1.0, "s")])
 
 
 # What people see.
@@ -248,7 +270,7 @@ def test_tables_fit_a_hundred_and_thirty_columns() -> None:
     row = rounds.row_of("125M", 8, "fp32")
     units = {"seconds": "s", "in + out": "GB/s", "/ raw": "x"}
     part = [
-        figure(rounds.PART, row, name, [10.111, 10.222, 10.333], unit)
+        figure(WHOLE_ROUND, row, name, [10.111, 10.222, 10.333], unit)
         for name, unit in units.items()
     ]
     figures = [
@@ -263,7 +285,7 @@ def test_tables_fit_a_hundred_and_thirty_columns() -> None:
 
 def test_files_lie_beside_each_other(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=130)
-    figures = [figure(transport.PART, "chunks", "up / raw", [0.9, 1.0, 1.1], "x")]
+    figures = [figure(TRANSPORT, "chunks", "up / raw", [0.9, 1.0, 1.1], "x")]
     write(report(*figures), tmp_path / "all", console)
     assert {path.name for path in tmp_path.iterdir()} == {"all.json", "all.txt", "all.png"}
     assert "1.00 0.90-1.10" in (tmp_path / "all.txt").read_text()
@@ -274,10 +296,10 @@ def test_picture_shows_rounds_phases_and_growth(tmp_path: Path) -> None:
     figures = []
     for size in ("10M", "50M"):
         row = rounds.row_of(size, 2, "fp32")
-        figures.append(figure(rounds.PART, row, "seconds", [1.0, 2.0], "s"))
-        figures.append(figure(rounds.PART, row, "/ raw", 0.5, "x", target="round"))
+        figures.append(figure(WHOLE_ROUND, row, "seconds", [1.0, 2.0], "s"))
+        figures.append(figure(WHOLE_ROUND, row, "/ raw", 0.5, "x", target="round"))
         for name in phases(Moments(0, 1, 2, 3, 4, 5)):
-            figures.append(figure(rounds.PHASES_PART, row, name, 1.0, "ms"))
+            figures.append(figure(PHASES_OF_ROUNDS, row, name, 1.0, "ms"))
     assert draw(report(*figures), tmp_path / "whole.png")
     assert draw(report(figures[0], figures[1]), tmp_path / "ratios.png")
     heights = [_png_height(tmp_path / f"{name}.png") for name in ("whole", "ratios")]
@@ -342,19 +364,18 @@ def test_fake_worker_sends_one_finite_value_in_every_dtype() -> None:
         assert torch.frombuffer(bytearray(VALUE_BYTES[name]), dtype=dtype).item() == VALUE
 
 
-@pytest.mark.parametrize("parts", [whole_parts(), quick_parts()], ids=["whole", "quick"])
-def test_every_part_is_measured_once(parts: list[Part]) -> None:
-    names = [part.name.split(",")[0] for part in parts]
-    modules = {module.name for module in pkgutil.iter_modules(parts_folder.__path__)}
-    is_quick = len(parts) < 20
-    assert len(set(names)) == len(modules) - is_quick, "all but the largest"
-    assert len({part.name for part in parts}) == len(parts)
+@pytest.mark.parametrize(("quick", "left_out"), [(False, set()), (True, {"largest model"})])
+def test_every_part_is_measured_once(quick: bool, left_out: set[str]) -> None:
+    names = [part.name for part in all_parts(quick=quick)]
+    of_commands = {each.parts()[0].name.split(",")[0] for each in COMMANDS.values()}
+    assert {name.split(",")[0] for name in names} == of_commands - left_out
+    assert len(set(names)) == len(names)
 
 
 def test_whole_benchmark_has_the_rounds_that_its_targets_are_about() -> None:
-    names = {part.name for part in whole_parts()}
+    names = {part.name for part in all_parts()}
     for workers in (2, 4):
-        assert f"{rounds.PART}, {rounds.row_of('125M', workers, 'fp32')}" in names
+        assert f"{WHOLE_ROUND}, {rounds.row_of('125M', workers, 'fp32')}" in names
 
 
 # The link.
@@ -409,7 +430,7 @@ def test_cpu_and_memory_of_a_process_are_read() -> None:
 
 
 def test_raw_tcp_moves_what_it_is_asked_to(pool: ProcessPool) -> None:
-    sample = pool.raw.measure()
+    sample = pool.raw()
     assert sample.speed > 0
     assert sample.send_cpu > 0
     assert sample.receive_cpu > 0
@@ -417,7 +438,7 @@ def test_raw_tcp_moves_what_it_is_asked_to(pool: ProcessPool) -> None:
 
 
 def test_transport_alone_goes_both_ways(pool: ProcessPool) -> None:
-    found = transport.measure(pool, repeats=1, total=8 * MIB, chunk_sizes=[MIB], windows=[1, 4])
+    found = wire.transport(pool, repeats=1, chunk_kib=[1024], window=[1, 4])
     assert [each.name for each in found[:4]] == ["up", "up / raw", "down", "down / raw"]
     assert {each.of for each in found} == {f"chunks of 1024 KiB, window {n}" for n in (1, 4)}
 
@@ -455,7 +476,7 @@ def broker() -> Iterator[Broker]:
 
 def test_fake_worker_is_counted_like_any_worker(broker: Broker) -> None:
     parameters = 100 * CHUNK + 10  # many more chunks than credit, the last one short
-    worker = fake_worker.Role(lambda: True)
+    worker = OneWorker(lambda: True)
     worker.join(broker.address, "pretender", parameters)
     worker.learn_version()
     times = worker.push(pull=True)
@@ -472,7 +493,7 @@ def test_fake_worker_is_counted_like_any_worker(broker: Broker) -> None:
 
 def test_each_heartbeat_of_a_fake_worker_is_timed_from_when_it_was_due(broker: Broker) -> None:
     turns = iter([False] * 50 + [True])
-    worker = fake_worker.Role(lambda: next(turns))
+    worker = OneWorker(lambda: next(turns))
     worker.join(broker.address, "heart", 10)
     worker.learn_version()
     seconds = worker.beat(interval_s=0.001)["seconds"]
@@ -484,11 +505,11 @@ def test_each_heartbeat_of_a_fake_worker_is_timed_from_when_it_was_due(broker: B
 @pytest.mark.timeout(100)
 def test_tiny_run_moves_exactly_the_bytes_of_the_model(pool: ProcessPool) -> None:
     size, parameters = "0.4M", parameters_of("0.4M")
-    found = rounds.measure(pool, size=size, workers=1, reply="fp32", repeats=1)
+    found = rounds.whole_round(pool, size=size, workers=1, reply="fp32", repeats=1)
     by_name = {each.name: each.median for each in found}
     bytes_moved = by_name["in + out"] * by_name["seconds"] * 1e9
     # bf16 up and fp32 down; headers and control messages are less than a percent of it.
     assert 6 * parameters < bytes_moved < 1.01 * 6 * parameters
     assert by_name["broker CPU"] > 0
     assert by_name["longest turn"] > 0
-    assert {each.name for each in found if each.part == rounds.PHASES_PART} >= {"delta", "apply"}
+    assert {each.name for each in found if each.part == PHASES_OF_ROUNDS} >= {"delta", "apply"}

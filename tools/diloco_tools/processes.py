@@ -29,20 +29,19 @@ class Child:
         name: in errors and displays, and of its log.
         command: the program and its arguments.
         folder: where it works, and where NAME.log goes.
-        talks: its standard input and output are ours to write to and read from; only what it writes
-            to its standard error goes to the log.
+        stdin: file descriptor of its standard input.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], folder: Path, *, talks: bool = False
+        self, name: str, command: Sequence[str], folder: Path, *, stdin: int = subprocess.DEVNULL
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if talks else output,
+                stdin=stdin,
+                stdout=output,
                 stderr=output,
                 cwd=folder,
                 env=environment(),
@@ -82,10 +81,6 @@ class Child:
             self.process.terminate()
             if self.wait(PATIENCE) is None:
                 self.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
 
 
 C = TypeVar("C", bound=Child)

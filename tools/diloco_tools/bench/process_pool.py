@@ -2,14 +2,195 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
+from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
-from diloco_tools.bench.broker_process import BrokerProcess, running_broker
-from diloco_tools.bench.raw_tcp import Ends, RawSample, RawTcp
-from diloco_tools.bench.role_process import RoleProcess
-from diloco_tools.processes import Children
+from diloco_tools.bench.roles.wire import CALL_BYTES
+from diloco_tools.feed.listener import Listener
+from diloco_tools.feed.subscriber import FeedSubscriber
+from diloco_tools.processes import Child, Children, wait_for_line
+
+ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must not hang it all
+END_WITHIN_S = 3.0
+START_WITHIN_S = 60.0
+LOOK_EVERY_S = 0.02
+STATE_BYTES = 12  # per parameter at the broker: parameters, momentum, accumulator, each in fp32
+
+
+class RoleProcess(Child):
+    """A child that plays a role of `bench.roles` and does what it is asked; see `roles.serve`."""
+
+    def __init__(self, role: str, name: str, folder: Path) -> None:
+        command = [sys.executable, "-m", "diloco_tools.bench.roles.serve", role]
+        self._channel, theirs = Pipe()
+        with theirs:
+            super().__init__(name, command, folder, stdin=theirs.fileno())
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Ask for an action; `hear` has to follow."""
+        try:
+            self._channel.send_bytes(json.dumps({"do": do, **arguments}).encode())
+        except BrokenPipeError:
+            raise self.failure() from None
+
+    def hear(self, within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
+        """The answer to the first question that has none yet.
+
+        Raises:
+            ChildFailed: there is none within `within_s` seconds, or the process has died.
+        """
+        if not self._channel.poll(within_s):
+            raise self.failure(f"did not answer within {within_s:g} s")
+        try:
+            answer: dict[str, Any] = json.loads(self._channel.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.wait(END_WITHIN_S)
+            raise self.failure() from None
+        return answer
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """`tell` and `hear`."""
+        self.tell(do, **arguments)
+        return self.hear()
+
+    def end(self) -> None:
+        super().end()
+        self._channel.close()
+
+
+def ask_all(processes: Sequence[RoleProcess], do: str, **arguments: Any) -> list[dict[str, Any]]:
+    """Ask several for the same at once; answers in the order of the processes."""
+    for process in processes:
+        process.tell(do, **arguments)
+    return [process.hear() for process in processes]
+
+
+def join_trainers(trainers: Sequence[RoleProcess], server: str) -> None:
+    """Let trainers, whose models have been built, join a run together."""
+    for i, trainer in enumerate(trainers):
+        trainer.tell("join", server=server, worker_id=f"w{i}")
+    for trainer in trainers:
+        trainer.hear()
+
+
+def join_fake_workers(workers: Sequence[RoleProcess], server: str, parameters: int) -> None:
+    """Let fake workers join a run one by one, with a model of this size, and learn its version."""
+    for i, worker in enumerate(workers):
+        worker.ask("join", address=server, worker_id=f"p{i}", parameters=parameters)
+    ask_all(workers, "learn_version")
+
+
+@dataclass(frozen=True)
+class RawSample:
+    """One measurement of raw TCP: speed in GB/s, CPU seconds per GB of either end."""
+
+    speed: float
+    send_cpu: float
+    receive_cpu: float
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Two processes with a plain TCP connection from one to the other.
+
+    This is the limit that all is compared with on the wire: 1 MiB `sendall` on one side, `recv_into` on
+    the other, with buffers that are made once. Nothing is done with the bytes. A program in Python that
+    has to hand them over cannot be faster.
+    """
+
+    sender: RoleProcess
+    receiver: RoleProcess
+
+    def connect(self, through: int | None = None) -> None:
+        """Connect them, where `through` is given by way of that port, which leads to the receiver's."""
+        port = self.receiver.ask("port")["port"] if through is None else through
+        self.receiver.tell("accept")
+        self.sender.ask("connect", port=port)
+        self.receiver.hear()
+
+    def move(self, size: float) -> RawSample:
+        """Move `size` bytes, in pieces of 1 MiB."""
+        count = max(1, int(size / CALL_BYTES))
+        self.receiver.tell("take", count=count)
+        self.sender.tell("give", count=count)
+        given, taken = self.sender.hear(), self.receiver.hear()
+        gigabytes = count * CALL_BYTES / 1e9
+        return RawSample(
+            gigabytes / (taken["ended"] - given["began"]),
+            given["cpu"] / gigabytes,
+            taken["cpu"] / gigabytes,
+        )
+
+
+class BrokerProcess:
+    """`diloco-broker serve` on ports of its own, and what its feed says.
+
+    Attributes:
+        address: of its control socket.
+        idle: its memory before it had a model.
+        snapshots: all that it has published since the last `forget_turns`.
+
+    Raises:
+        ChildFailed: it ended, or did not start in time.
+    """
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self.address = wait_for_line(child, "control", START_WITHIN_S)
+        self.snapshots: list[Snapshot] = []
+        feed = wait_for_line(child, "feed", START_WITHIN_S)
+        self.idle = machine.memory(child.pid)
+        self._listener = Listener(
+            lambda: FeedSubscriber(feed), self.snapshots.append, lambda _: None
+        )
+        self._listener.start()
+
+    @property
+    def cpu_seconds(self) -> float:
+        return machine.cpu_seconds(self._child.pid)
+
+    def beyond_state(self, parameters: int) -> float:
+        """Bytes at the peak that are neither its state nor what it had before it had a model."""
+        peak = machine.memory(self._child.pid).peak
+        return peak - self.idle.resident - STATE_BYTES * parameters
+
+    def forget_turns(self) -> None:
+        """Let what the loop did up to now not count."""
+        self.wait_for(lambda _: True)
+        self.snapshots.clear()
+
+    def longest_turn_ms(self) -> float:
+        """Of all turns since `forget_turns`, in thread CPU."""
+        self.wait_for(lambda _: True)  # the turns since the last snapshot are in the next
+        return max(each.loop.longest_turn_ms or 0.0 for each in self.snapshots)
+
+    def wait_for(self, what: Callable[[Snapshot], bool], within_s: float = 60.0) -> Snapshot:
+        """The first snapshot from now on that is so.
+
+        Raises:
+            ChildFailed: there is none within `within_s` seconds.
+        """
+        deadline, seen = time.monotonic() + within_s, len(self.snapshots)
+        while time.monotonic() < deadline and self._child.running:
+            for snapshot in self.snapshots[seen:]:
+                if what(snapshot):
+                    return snapshot
+            seen = len(self.snapshots)
+            time.sleep(LOOK_EVERY_S)
+        raise self._child.failure()
+
+    def end(self) -> None:
+        self._listener.close()
+        self._child.end()
 
 
 class ProcessPool:
@@ -17,7 +198,7 @@ class ProcessPool:
 
     Args:
         folder: for logs and checkpoints; it exists.
-        bytes_raw: that each measurement of raw TCP moves.
+        bytes_raw: that each measurement of raw TCP moves, or of the transport alone.
 
     Attributes:
         skipped: sentences on what could not be measured.
@@ -27,11 +208,11 @@ class ProcessPool:
     def __init__(self, folder: Path, bytes_raw: int) -> None:
         self.folder = folder
         self.skipped: list[str] = []
+        self.raw_samples: list[RawSample] = []
         self._roles: dict[str, RoleProcess] = {}
         self._children = Children(folder)
-        self._bytes_raw = bytes_raw
-        self._raw: RawTcp | None = None
-        self.raw_samples: list[RawSample] = []
+        self.bytes_raw = bytes_raw
+        self._raw: Ends | None = None
 
     def __enter__(self) -> ProcessPool:
         machine.allow_many_files()
@@ -65,14 +246,26 @@ class ProcessPool:
         self.dismiss("")
         self._raw = None
 
-    @property
-    def raw(self) -> RawTcp:
-        """Raw TCP between two processes."""
+    def raw(self) -> RawSample:
+        """Measure raw TCP between two processes."""
         if self._raw is None:
-            ends = Ends(self.role("raw", "raw-sender"), self.role("raw", "raw-receiver"))
-            self._raw = RawTcp(ends, self._bytes_raw, self.raw_samples)
-        return self._raw
+            self._raw = Ends(self.role("raw", "raw-sender"), self.role("raw", "raw-receiver"))
+            self._raw.connect()
+            self._raw.move(self.bytes_raw)  # the first one lets the kernel's buffers grow
+        sample = self._raw.move(self.bytes_raw)
+        self.raw_samples.append(sample)
+        return sample
 
-    def broker(self, *options: str) -> AbstractContextManager[BrokerProcess]:
+    @contextlib.contextmanager
+    def broker(self, *options: str) -> Iterator[BrokerProcess]:
         """A broker for as long as the context lasts."""
-        return running_broker(self._children, options)
+        command = [sys.executable, "-m", "diloco_broker", "serve", *options]
+        command += ["--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*"]
+        if "--save-dir" not in options:
+            command.append("--no-save")
+        name = f"broker-{len(self._children.all) + 1}"
+        broker = BrokerProcess(self._children.start(name, command))
+        try:
+            yield broker
+        finally:
+            broker.end()

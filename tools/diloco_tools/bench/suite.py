@@ -1,33 +1,25 @@
-"""What `diloco-bench all` consists of, whole and quick, and what follows from several parts."""
+"""The parts of the benchmark, what `diloco-bench all` does with each, and what follows from several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Concatenate, ParamSpec
+from typing import Annotated, Any
 
-from diloco_tools.bench.parts import (
-    asynchronous,
-    attached,
-    checkpoint,
-    fold,
-    heartbeat,
-    idle,
-    largest,
-    limits,
-    rounds,
-    streaming,
-    transport,
-    wan,
-)
+from diloco_tools.bench.options import Repeats, check_reply, check_size, numbers, words
+from diloco_tools.bench.parts import load, rounds, training, wire
 from diloco_tools.bench.process_pool import ProcessPool
-from diloco_tools.bench.report.figures import Figure, figure
+from diloco_tools.bench.report.figures import (
+    TRANSPORT,
+    TRANSPORT_WITH_FOLD,
+    WHOLE_ROUND,
+    Figure,
+    figure,
+)
+from diloco_tools.bench.sizes import SIZES
 
-MIB = 1 << 20
-RAW_BYTES, QUICK_RAW_BYTES = 512 * MIB, 128 * MIB  # that a measurement of raw TCP moves
-
-P = ParamSpec("P")
+RAW_BYTES, QUICK_RAW_BYTES = 512 << 20, 128 << 20  # that a measurement of raw TCP moves
 
 
 @dataclass(frozen=True)
@@ -38,87 +30,114 @@ class Part:
     measure: Callable[[ProcessPool], list[Figure]]
 
 
-def part(
+@dataclass(frozen=True)
+class Command:
+    """A command that measures one part, or one for each of several configurations.
+
+    Attributes:
+        name: of its files.
+        described_by: whose keywords are its options, and whose first sentence is its help.
+        parts: what it measures with these options.
+        whole, quick: its options in `all` and in `all --quick`, for each time that it is there.
+    """
+
+    name: str
+    described_by: Callable[..., Any]
+    parts: Callable[..., list[Part]]
+    whole: Sequence[Mapping[str, Any]]
+    quick: Sequence[Mapping[str, Any]]
+
+
+def single(
     name: str,
-    measure: Callable[Concatenate[ProcessPool, P], list[Figure]],
-    *args: P.args,
-    **arguments: P.kwargs,
-) -> Part:
-    """A part with its arguments."""
+    measure: Callable[..., list[Figure]],
+    *,
+    whole: Mapping[str, Any] | None = None,
+    quick: Mapping[str, Any],
+) -> Command:
+    """The command of one part, with options where `all` does not take those of the command."""
 
-    def with_arguments(pool: ProcessPool) -> list[Figure]:
-        return measure(pool, *args, **arguments)
+    def parts(**options: Any) -> list[Part]:
+        return [Part(name, partial(measure, **options))]
 
-    return Part(name, with_arguments)
+    return Command(name.replace(" ", "-").replace(",", ""), measure, parts, [whole or {}], [quick])
 
 
-def round_parts(every: Sequence[tuple[str, int, str]], repeats: Mapping[str, int]) -> list[Part]:
-    """A part for each configuration of whole rounds (size, workers, reply dtype); repeats by size."""
+def round_parts(
+    *,
+    sizes: Annotated[
+        Sequence[str],
+        words("--parameters", f"Models, with commas: {', '.join(SIZES)}.", check_size),
+    ] = ("125M",),
+    workers: Annotated[Sequence[int], numbers("Numbers of workers, with commas.", 64)] = (2,),
+    replies: Annotated[
+        Sequence[str],
+        words("--reply-dtype", "On the way down, with commas: fp32, bf16, fp16.", check_reply),
+    ] = ("fp32",),
+    repeats: Repeats = 5,
+) -> list[Part]:
+    """Whole synchronous rounds with real workers: time, bytes, phases, CPU, memory.
+
+    A part for each configuration.
+    """
     return [
-        part(
-            f"{rounds.PART}, {rounds.row_of(size, workers, reply)}",
-            rounds.measure,
-            size=size,
-            workers=workers,
-            reply=reply,
-            repeats=repeats[size],
+        Part(
+            f"{WHOLE_ROUND}, {rounds.row_of(size, count, reply)}",
+            partial(rounds.whole_round, size=size, workers=count, reply=reply, repeats=repeats),
         )
-        for size, workers, reply in every
+        for size in sizes
+        for count in workers
+        for reply in replies
     ]
 
 
-def whole_parts() -> list[Part]:
-    """Everything; the largest model comes last, when the trainers have given their memory back."""
-    configurations = [
-        (size, workers, reply)
-        for size in ("10M", "50M", "125M")
-        for workers in (2, 4, 8)
-        for reply in ("fp32", "bf16")
-    ]
+EVERY_ROUND = {"workers": (2, 4, 8), "replies": ("fp32", "bf16")}
+COMMANDS = {
+    "limits": single(wire.LIMITS, wire.limits, quick={"repeats": 3}),
+    "transport": single(TRANSPORT, wire.transport, quick={"repeats": 3}),
+    "fold": single(
+        TRANSPORT_WITH_FOLD, wire.fold, quick={"size": "10M", "pushers": (1,), "repeats": 3}
+    ),
+    "round": Command(
+        "round",
+        round_parts,
+        round_parts,
+        whole=[
+            {**EVERY_ROUND, "sizes": ("10M", "50M")},
+            {**EVERY_ROUND, "sizes": ("125M",), "repeats": 3},
+        ],
+        quick=[{"sizes": ("10M",), "repeats": 3}],
+    ),
+    "async": single(
+        training.ASYNCHRONOUS,
+        training.asynchronous,
+        quick={"workers": (2,), "seconds": 1.0, "repeats": 3},
+    ),
+    "streaming": single(training.STREAMING, training.streaming, quick={"steps": 10, "repeats": 1}),
+    "heartbeat": single(load.HEARTBEAT, load.heartbeat, quick={"size": "10M", "workers": 2}),
+    "checkpoint": single(
+        rounds.CHECKPOINT,
+        rounds.checkpoint,
+        whole={"repeats": 5},
+        quick={"size": "10M", "workers": 1},
+    ),
+    "wan": single(wire.WAN, wire.wan, whole={"repeats": 5}, quick={"size": "10M"}),
+    "attached": single(
+        training.ATTACHED, training.attached, whole={"steps": 150}, quick={"steps": 20}
+    ),
+    "idle": single(load.IDLE, load.idle, quick={"workers": 100, "seconds": 2.0}),
+    # Last, when the trainers have given their memory back. Not in the quick one.
+    "largest": replace(single(load.LARGEST, load.largest, quick={}), quick=()),
+}
+
+
+def all_parts(*, quick: bool = False) -> list[Part]:
+    """Everything, or the same with small models and few repeats and without the largest."""
     return [
-        part(limits.PART, limits.measure, repeats=5),
-        part(transport.PART, transport.measure, repeats=5, total=512 * MIB),
-        part(fold.PART, fold.measure, size="125M", pushers=(1, 2, 4), repeats=5),
-        *round_parts(configurations, {"10M": 5, "50M": 5, "125M": 3}),
-        part(
-            asynchronous.PART,
-            asynchronous.measure,
-            size="10M",
-            workers=(2, 4),
-            seconds=5.0,
-            repeats=5,
-        ),
-        part(streaming.PART, streaming.measure, steps=40, repeats=2),
-        part(heartbeat.PART, heartbeat.measure, size="125M", workers=4, rounds=3),
-        part(checkpoint.PART, checkpoint.measure, size="50M", workers=2, repeats=5),
-        part(wan.PART, wan.measure, size="50M", repeats=5),
-        part(attached.PART, attached.measure, steps=150),
-        part(idle.PART, idle.measure, workers=500, seconds=9.0),
-        part(largest.PART, largest.measure, parameters=1_000_000_000, repeats=2),
-    ]
-
-
-def quick_parts() -> list[Part]:
-    """The same with small models and few repeats, and without the largest."""
-    return [
-        part(limits.PART, limits.measure, repeats=3),
-        part(transport.PART, transport.measure, repeats=3, total=128 * MIB),
-        part(fold.PART, fold.measure, size="10M", pushers=(1,), repeats=3),
-        *round_parts([("10M", 2, "fp32")], {"10M": 3}),
-        part(
-            asynchronous.PART,
-            asynchronous.measure,
-            size="10M",
-            workers=(2,),
-            seconds=1.0,
-            repeats=3,
-        ),
-        part(streaming.PART, streaming.measure, steps=10, repeats=1),
-        part(heartbeat.PART, heartbeat.measure, size="10M", workers=2, rounds=3),
-        part(checkpoint.PART, checkpoint.measure, size="10M", workers=1, repeats=3),
-        part(wan.PART, wan.measure, size="10M", repeats=3),
-        part(attached.PART, attached.measure, steps=20),
-        part(idle.PART, idle.measure, workers=100, seconds=2.0),
+        part
+        for command in COMMANDS.values()
+        for options in (command.quick if quick else command.whole)
+        for part in command.parts(**options)
     ]
 
 
@@ -127,7 +146,7 @@ def conclusions(pool: ProcessPool, figures: Sequence[Figure]) -> list[Figure]:
     found = rounds.growth(figures)
     samples = pool.raw_samples
     if samples:
-        of_all = partial(figure, limits.PART, "raw TCP, over the whole run")
+        of_all = partial(figure, wire.LIMITS, "raw TCP, over the whole run")
         found.append(of_all("speed", [s.speed for s in samples], "GB/s"))
         found.append(of_all("send", [s.send_cpu for s in samples], "s/GB"))
         found.append(of_all("receive", [s.receive_cpu for s in samples], "s/GB"))

@@ -2,30 +2,46 @@
 
 Workers are processes with a GPT-shaped model and the real hook. They start each round together, so
 the last push starts when all do. Counted are the bytes on both of a worker's connections, headers
-included.
+included. And what a checkpoint that is being written costs such a round.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
-from diloco_tools.bench.broker_process import BrokerProcess
-from diloco_tools.bench.process_pool import ProcessPool
-from diloco_tools.bench.raw_tcp import RawSample
+from diloco_tools.bench.options import Repeats, Size
+from diloco_tools.bench.process_pool import (
+    BrokerProcess,
+    ProcessPool,
+    RawSample,
+    RoleProcess,
+    ask_all,
+    join_trainers,
+)
+from diloco_tools.bench.report.arithmetic import (
+    PHASES,
+    Moments,
+    against,
+    around,
+    in_turn,
+    phases,
+    slope,
+)
 from diloco_tools.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, figure
-from diloco_tools.bench.report.phases import PHASES, Moments, phases
-from diloco_tools.bench.report.ratios import against, around, in_turn, slope
-from diloco_tools.bench.role_process import RoleProcess, ask_all, join_trainers
 from diloco_tools.bench.sizes import parameters_of
 
-PART = WHOLE_ROUND
 COST_PART = "what a round costs"
-PHASES_PART = PHASES_OF_ROUNDS
 GROWTH_PARTS = "memory, over workers", "time, over parameters"  # slopes of straight lines
+CHECKPOINT = "checkpoint"
+SAVED_WITHIN_S = 60.0
 # Rounds with the counters sampled, for their phases; the sampling costs a little, so they are apart.
 SAMPLED = 2
 FP32 = 4
@@ -51,30 +67,28 @@ class Round:
         return self.cpu / (self.up + self.down)
 
 
-def row_of(size: str, workers: int, reply: str) -> str:
+def row_of(size: str, workers: int, reply: str = "") -> str:
     """The row of a configuration."""
-    return f"{size}, {workers} worker{'s' if workers > 1 else ''}, {reply}"
+    return f"{size}, {workers} worker{'s' if workers > 1 else ''}{reply and f', {reply}'}"
 
 
 def one_round(trainers: Sequence[RoleProcess], broker: BrokerProcess) -> Round:
-    """Let all workers make a boundary at the same time."""
+    """Let all workers make a boundary at the same time.
+
+    It lasts from the start of the last push until the last worker has the parameters in its model.
+    """
     ask_all(trainers, "drift")
     cpu = broker.cpu_seconds
     found = ask_all(trainers, "round")
     return Round(
-        seconds_of(found),
+        max(each["ended"] for each in found) - max(each["began"] for each in found),
         sum(each["bytes_up"] for each in found) / 1e9,
         sum(each["bytes_down"] for each in found) / 1e9,
         broker.cpu_seconds - cpu,
     )
 
 
-def seconds_of(found: Sequence[dict[str, Any]]) -> float:
-    """From the start of the last push until the last worker has the parameters in its model."""
-    return float(max(each["ended"] for each in found) - max(each["began"] for each in found))
-
-
-def measure(
+def whole_round(
     pool: ProcessPool, *, size: str, workers: int, reply: str, repeats: int
 ) -> list[Figure]:
     """One configuration."""
@@ -83,7 +97,8 @@ def measure(
     if machine.available_bytes() < needed:
         free = machine.available_bytes() / 1e9
         pool.skipped.append(
-            f"{PART}, {row}: left out, it needs {needed / 1e9:.1f} GB of memory and {free:.1f} are free"
+            f"{WHOLE_ROUND}, {row}: left out, it needs {needed / 1e9:.1f} GB of memory and "
+            f"{free:.1f} are free"
         )
         return []
     trainers = pool.trainers(workers)
@@ -96,7 +111,7 @@ def measure(
         join_trainers(trainers, broker.address)
         one_round(trainers, broker)  # memory is taken for the first time
         broker.forget_turns()
-        limits, rounds = in_turn(pool.raw.measure, lambda: one_round(trainers, broker), repeats)
+        limits, rounds = in_turn(pool.raw, lambda: one_round(trainers, broker), repeats)
         turn = broker.longest_turn_ms()
         beyond = broker.beyond_state(parameters) / 1e6
         held = [each["beyond"] / (FP32 * parameters) for each in ask_all(trainers, "memory")]
@@ -108,7 +123,7 @@ def measure(
     shares = against([each.speed for each in rounds], [each.speed for each in limits])
     has_target = size == "125M" and workers in (2, 4)
     memory_target = "broker memory" if workers == 2 else None
-    of_it, cost = partial(figure, PART, row), partial(figure, COST_PART, row)
+    of_it, cost = partial(figure, WHOLE_ROUND, row), partial(figure, COST_PART, row)
     return [
         of_it("seconds", [each.seconds for each in rounds], "s"),
         of_it("in + out", [each.speed for each in rounds], "GB/s"),
@@ -145,10 +160,11 @@ def _phases(row: str, sampled: Sequence[Sequence[dict[str, Any]]]) -> list[Figur
     if not told:
         return []
     figures = [
-        figure(PHASES_PART, row, name, [1e3 * each[name] for each in told], "ms") for name in PHASES
+        figure(PHASES_OF_ROUNDS, row, name, [1e3 * each[name] for each in told], "ms")
+        for name in PHASES
     ]
     figures.append(
-        figure(PHASES_PART, row, "first chunk back", [1e3 * max(0.0, s) for s in first], "ms")
+        figure(PHASES_OF_ROUNDS, row, "first chunk back", [1e3 * max(0.0, s) for s in first], "ms")
     )
     return figures
 
@@ -156,7 +172,7 @@ def _phases(row: str, sampled: Sequence[Sequence[dict[str, Any]]]) -> list[Figur
 def growth(figures: Sequence[Figure]) -> list[Figure]:
     """Straight lines: memory over numbers of workers, time over numbers of parameters."""
     memory = _points(figures, COST_PART, "broker beyond state")
-    seconds = _points(figures, PART, "seconds")
+    seconds = _points(figures, WHOLE_ROUND, "seconds")
     found = [
         figure(GROWTH_PARTS[0], f"{size}, {reply}", "a worker", line, "MB", target="broker growth")
         for size, reply, line in _slopes(memory, ("size", "reply"), "workers")
@@ -188,3 +204,64 @@ def _slopes(
         x = float(str(point[over]).split()[0])
         lines.setdefault((point[by[0]], point[by[1]]), []).append((x, point["y"]))
     return [(*key, slope(line)) for key, line in lines.items() if len({x for x, _ in line}) > 1]
+
+
+def checkpoint(
+    pool: ProcessPool,
+    *,
+    size: Size = "50M",
+    workers: Annotated[int, typer.Option(min=1, help="Of each of the two runs.")] = 2,
+    repeats: Repeats = 3,
+) -> list[Figure]:
+    """A round while a checkpoint is written, against one without.
+
+    Two runs live side by side, one with `--save-dir` and one without, and make rounds in turn. A round
+    of the first is measured right behind another, whose checkpoint is being written then; before the
+    other run's turn it is waited for.
+    """
+    both = pool.trainers(2 * workers)
+    without, saving = both[:workers], both[workers:]
+    folder = pool.folder / "checkpoints"
+    shutil.rmtree(folder, ignore_errors=True)
+    common = ("--workers", str(workers), "--sync-every", "1")
+    options = ("--save-dir", str(folder), "--keep", "1")
+    with pool.broker(*common) as plain, pool.broker(*common, *options) as saver:
+        ask_all(both, "build", size=size)
+        for trainers, broker in ((without, plain), (saving, saver)):
+            join_trainers(trainers, broker.address)
+            one_round(trainers, broker)
+        _wait_until_saved(saver)
+        saver.forget_turns()
+        limits, rounds = in_turn(
+            lambda: one_round(without, plain).seconds,
+            lambda: _round_during_a_save(saving, saver),
+            repeats,
+        )
+        turn = saver.longest_turn_ms()
+        ask_all(both, "leave")
+    shutil.rmtree(folder, ignore_errors=True)
+    of_it = partial(figure, CHECKPOINT, row_of(size, workers))
+    return [
+        of_it("--no-save", limits, "s"),
+        of_it("while saving", rounds, "s"),
+        of_it("ratio", against(rounds, limits), "x"),
+        of_it("longest turn", turn, "ms", target="turn"),
+    ]
+
+
+def _round_during_a_save(trainers: Sequence[RoleProcess], broker: BrokerProcess) -> float:
+    one_round(trainers, broker)  # its checkpoint is written during the next
+    seconds = one_round(trainers, broker).seconds
+    _wait_until_saved(broker)
+    return seconds
+
+
+def _wait_until_saved(broker: BrokerProcess) -> None:
+    """Until the newest checkpoint is that of the round which is open now."""
+
+    def is_saved(snapshot: Snapshot) -> bool:
+        saved = snapshot.raw.get("checkpoint")
+        number = None if snapshot.round is None else snapshot.round.number
+        return isinstance(saved, dict) and saved.get("round") == number
+
+    broker.wait_for(is_saved, SAVED_WITHIN_S)

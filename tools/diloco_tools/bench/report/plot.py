@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diloco_tools.bench.report.arithmetic import PHASES, slope
 from diloco_tools.bench.report.figures import (
     PHASES_OF_ROUNDS,
     TARGETS,
@@ -15,8 +16,6 @@ from diloco_tools.bench.report.figures import (
     Figure,
     Report,
 )
-from diloco_tools.bench.report.phases import PHASES
-from diloco_tools.bench.report.ratios import slope
 from diloco_tools.bench.sizes import parameters_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""The role "fake_worker": it speaks the protocol, has no model, and sends each chunk from one buffer.
+"""Fake workers: they speak the protocol, have no model, and send each chunk from one buffer.
 
 So a machine can hold many workers, or the two of a model with a billion parameters, and what is
-measured is the broker. What it receives is counted and dropped.
+measured is the broker. What they receive is counted and dropped.
 """
 
 from __future__ import annotations
@@ -22,37 +22,19 @@ from diloco_protocol import (
     TensorEntry,
     VersionId,
     lay_out,
+    messages,
     pack,
     unpack,
 )
 from diloco_protocol.frames import MAX_FRAME_BYTES
-from diloco_protocol.messages import (
-    Ack,
-    Chunk,
-    Control,
-    Credit,
-    Error,
-    Grant,
-    Heartbeat,
-    Join,
-    Leave,
-    Message,
-    Notice,
-    Pull,
-    Purpose,
-    Push,
-    Rejoin,
-    Released,
-    Result,
-    Standing,
-    Welcome,
-)
 from diloco_protocol.records import from_plain
 
 PATIENCE_S = 100.0  # for anything that is waited for
 TENSOR_ELEMENTS = 1 << 24  # of each tensor of the model that is pretended
 WINDOW = 8  # chunks that the broker may have under way to us: what a real worker gives
 CREDIT_BATCH = WINDOW // 2
+IDLE_PARAMETERS = 1000  # of the model of idle workers
+SOCKETS = 1 << 13  # of all idle workers
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 VALUE = 2.0**-6  # exact in every dtype; small enough to stay finite over any number of rounds
 VALUE_BYTES = {"fp32": array("f", [VALUE]).tobytes(), "bf16": b"\x80\x3c", "fp16": b"\x00\x24"}
@@ -64,12 +46,16 @@ class Refusal(Exception):
 
 def flat_manifest(parameters: int) -> Manifest:
     """A model with this number of trainable fp32 parameters, in tensors of 16M."""
-    sizes = [TENSOR_ELEMENTS] * (parameters // TENSOR_ELEMENTS)
-    sizes += [parameters % TENSOR_ELEMENTS] if parameters % TENSOR_ELEMENTS else []
+    starts = range(0, parameters, TENSOR_ELEMENTS)
     return Manifest(
         tuple(
-            TensorEntry(f"layer.{i}.weight", (size,), "float32", Kind.TRAINABLE)
-            for i, size in enumerate(sizes)
+            TensorEntry(
+                f"layer.{i}.weight",
+                (min(TENSOR_ELEMENTS, parameters - start),),
+                "float32",
+                Kind.TRAINABLE,
+            )
+            for i, start in enumerate(starts)
         )
     )
 
@@ -78,7 +64,7 @@ def flat_manifest(parameters: int) -> Manifest:
 class Upload:
     """A push under way. `began` is when its first chunk was sent, `ended` when the last was in."""
 
-    push: Push
+    push: messages.Push
     credit: int = 0
     sent: int = 0
     acknowledged: int = 0
@@ -119,22 +105,21 @@ class FakeWorker:
         self._released: VersionId | None = None
         self._owed = 0
         self._pushes = 0
-        self._answer: Result | None = None  # to a control action
 
     # Taking part.
 
     def join(self) -> None:
         """Join, and provide the parameters if the broker asks for them."""
         if self._manifest is None:
-            self._send(Control("manifest", 1))
-            self._await(lambda: self._answer is not None, "the manifest")
-            assert self._answer is not None
-            self._manifest = from_plain(Manifest, self._answer.data["manifest"], "manifest")
-        self._send(Join(self.worker_id, self._manifest))
+            # By its own connection: a broker that sees one close sends an unasked "alive" to everybody.
+            self._send(messages.Control("manifest", 1))
+            self._await(lambda: self._manifest is not None, "the manifest")
+        assert self._manifest is not None
+        self._send(messages.Join(self.worker_id, self._manifest))
         self._await(lambda: self.session != b"", "a welcome")
 
     def leave(self) -> None:
-        self._send(Leave(self.session))
+        self._send(messages.Leave(self.session))
         for each in (self.control, self.bulk):
             each.close(linger=1000)
 
@@ -150,39 +135,24 @@ class FakeWorker:
         Returns:
             When the first chunk was sent, when the last was in at the broker, when all was over.
         """
-        config = self.config
-        assert config is not None
+        assert self.config is not None
         if pull:
             self._pull(-1 if self.version is None else self.version.counter)
-        self._pushes += 1
-        self._offer(
-            Push(
-                self.session,
-                self._pushes,
-                0,
-                len(self._lengths),
-                config.wire_dtype,
-                base=self.version,
-            )
-        )
-        self._await(lambda: self._is_up and (not pull or self._is_here), "the round")
-        assert self._upload is not None
+        upload = self._offer(self.config.wire_dtype, base=self.version)
+        self._await(lambda: upload.ended > 0 and (not pull or self._is_here), "the round")
         if pull:
             self.version = self._released
-        found = {"began": self._upload.began, "up": self._upload.ended, "ended": time.monotonic()}
         self._upload = None
-        return found
+        return {"began": upload.began, "up": upload.ended, "ended": time.monotonic()}
 
     def beat(self) -> None:
         """Send a heartbeat; `answered` will have the time of the answer."""
-        self._send(Heartbeat(self.session, 0))
+        self._send(messages.Heartbeat(self.session, 0))
 
     def turn(self, timeout_ms: int) -> None:
         """Wait at most `timeout_ms` for messages and deal with them."""
-        ready = dict(self._poller.poll(timeout_ms))
-        for each in (self.control, self.bulk):
-            if each in ready:
-                self._receive(each)
+        for each, _ in self._poller.poll(timeout_ms):
+            self._receive(each)
 
     # Within.
 
@@ -194,7 +164,7 @@ class FakeWorker:
             self.turn(1000)
 
     def _send(
-        self, message: Message, payload: memoryview | None = None, *, bulk: bool = False
+        self, message: messages.Message, payload: memoryview | None = None, *, bulk: bool = False
     ) -> None:
         target = self.bulk if bulk else self.control
         target.send_multipart(pack(message, payload), copy=False)
@@ -208,42 +178,40 @@ class FakeWorker:
             message, _ = unpack([frame.buffer for frame in frames])
             self._take(message)
 
-    def _take(self, message: Message) -> None:
+    def _take(self, message: messages.Message) -> None:
         match message:
-            case Welcome():
+            case messages.Welcome():
                 self._welcomed(message)
-            case Chunk(version=version):
+            case messages.Chunk(version=version):
                 if version != self._arriving:
                     self._arriving, self._got = version, 0
                 self._got += 1
                 self._owed += 1
                 if self._owed >= CREDIT_BATCH:
-                    self._send(Credit(self._owed, self.session))
+                    self._send(messages.Credit(self._owed, self.session))
                     self._owed = 0
-            case Released():
+            case messages.Released():
                 self._released = message.version
-            case Ack():
-                self._acknowledged(message)
-            case Grant():
-                self._granted(message)
-            case Notice(what="alive"):
+            case messages.Ack() | messages.Grant():
+                self._credited(message)
+            case messages.Notice(what="alive"):
                 self.answered.append(time.monotonic())
-            case Notice(what="donate"):
-                self._donate()
-            case Result():
-                self._answer = message
-            case Error() | Rejoin():
+            case messages.Notice(what="donate"):
+                self._offer("fp32", purpose=messages.Purpose.DONATION)
+            case messages.Result():
+                self._manifest = from_plain(Manifest, message.data["manifest"], "manifest")
+            case messages.Error() | messages.Rejoin():
                 raise Refusal(f"{self.worker_id}: {message.text}")
             case _:
                 pass
 
-    def _welcomed(self, welcome: Welcome) -> None:
+    def _welcomed(self, welcome: messages.Welcome) -> None:
         assert self._manifest is not None
         self.session, self.config = welcome.session, welcome.config
         self.version = welcome.versions[0] if welcome.versions else None
         layout = lay_out(self._manifest, chunk_elements=welcome.config.chunk_elements)
         self._lengths = [span.elements for span in layout.fragments[0].spans]
-        self._send(Credit(WINDOW, self.session), bulk=True)
+        self._send(messages.Credit(WINDOW, self.session), bulk=True)
 
     @property
     def _is_here(self) -> bool:
@@ -254,47 +222,35 @@ class FakeWorker:
             and self._got == len(self._lengths)
         )
 
-    @property
-    def _is_up(self) -> bool:
-        return self._upload is not None and self._upload.ended > 0
-
     def _pull(self, after: int) -> None:
         self._released = self._arriving = None
         self._got = 0
-        self._send(Pull(0, after, self.session))
+        self._send(messages.Pull(0, after, self.session))
 
-    def _donate(self) -> None:
+    def _offer(self, wire_dtype: str, **more: Any) -> Upload:
         self._pushes += 1
         chunks = len(self._lengths)
-        self._offer(Push(self.session, self._pushes, 0, chunks, "fp32", purpose=Purpose.DONATION))
-
-    def _offer(self, push: Push) -> None:
+        push = messages.Push(self.session, self._pushes, 0, chunks, wire_dtype, **more)
         self._upload = Upload(push)
         self._send(push)
+        return self._upload
 
-    def _granted(self, grant: Grant) -> None:
+    def _credited(self, message: messages.Ack | messages.Grant) -> None:
+        """Send what there is credit for now."""
         upload = self._upload
-        if upload is not None and grant.push_id == upload.push.push_id:
-            if grant.standing in (Standing.NEW, Standing.RESUME):
-                upload.credit += grant.credit
-            self._pump(upload)
-
-    def _acknowledged(self, ack: Ack) -> None:
-        upload = self._upload
-        if upload is None or ack.push_id != upload.push.push_id:
+        if upload is None or message.push_id != upload.push.push_id:
             return
-        upload.credit += len(ack.chunks) + ack.credit
-        upload.acknowledged += len(ack.chunks)
-        if upload.acknowledged == len(self._lengths):
-            upload.ended = time.monotonic()
-        self._pump(upload)
-
-    def _pump(self, upload: Upload) -> None:
-        """Send what there is credit for."""
+        if isinstance(message, messages.Ack):
+            upload.credit += len(message.chunks) + message.credit
+            upload.acknowledged += len(message.chunks)
+            if upload.acknowledged == len(self._lengths):
+                upload.ended = time.monotonic()
+        elif message.standing in (messages.Standing.NEW, messages.Standing.RESUME):
+            upload.credit += message.credit
         push = upload.push
         while upload.credit > 0 and upload.sent < len(self._lengths):
             upload.began = upload.began or time.monotonic()
-            chunk = Chunk(0, upload.sent, session=self.session, push_id=push.push_id)
+            chunk = messages.Chunk(0, upload.sent, session=self.session, push_id=push.push_id)
             self._send(chunk, self._chunk(push.wire_dtype, self._lengths[upload.sent]), bulk=True)
             upload.credit -= 1
             upload.sent += 1
@@ -314,11 +270,10 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket
     return socket
 
 
-class Role:
-    """One fake worker at a time."""
+class OneWorker:
+    """The role "fake_worker": one fake worker at a time."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._is_asked = is_asked
         self._worker: FakeWorker | None = None
 
@@ -330,7 +285,7 @@ class Role:
     def join(self, address: str, worker_id: str, parameters: int | None) -> None:
         """Join a run; without a number of parameters the model is the run's."""
         manifest = None if parameters is None else flat_manifest(parameters)
-        self._context = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._worker = FakeWorker(self._context, address, worker_id, manifest)
         self._worker.join()
 
@@ -367,5 +322,44 @@ class Role:
     def leave(self) -> None:
         self._it.leave()
         self._worker = None
-        if self._context is not None:
-            self._context.term()
+        self._context.term()
+
+
+class IdleWorkers:
+    """The role "idle_workers": many fake workers that do nothing but send heartbeats, in one thread."""
+
+    def __init__(self, _: object) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS)
+        self._workers: list[FakeWorker] = []
+
+    def join(self, address: str, count: int) -> None:
+        """Let `count` workers join; the first one provides the parameters."""
+        manifest = flat_manifest(IDLE_PARAMETERS)
+        for i in range(count):
+            worker = FakeWorker(self._context, address, f"idle-{i}", manifest)
+            worker.join()
+            if not self._workers:
+                worker.learn_version()
+            self._workers.append(worker)
+
+    def live(self, seconds: float, interval_s: float) -> dict[str, Any]:
+        """Each sends a heartbeat every `interval_s`, spread evenly; how many were answered."""
+        began = time.monotonic()
+        sent = 0
+        while (now := time.monotonic()) < began + seconds:
+            due = int((now - began) / interval_s * len(self._workers))
+            while sent < due:
+                self._workers[sent % len(self._workers)].beat()
+                sent += 1
+            self._workers[sent % len(self._workers)].turn(0)
+            time.sleep(interval_s / len(self._workers))
+        deadline = time.monotonic() + 5
+        while self._answered < sent and time.monotonic() < deadline:
+            for worker in self._workers:
+                worker.turn(0)
+        return {"sent": sent, "answered": self._answered}
+
+    @property
+    def _answered(self) -> int:
+        return sum(len(worker.answered) for worker in self._workers)

@@ -14,7 +14,7 @@ WORKING_SET = 64  # chunks that the work goes round through: 128 MiB in fp32, mo
 LEARNING_RATE, MOMENTUM = 0.7, 0.9
 
 
-class Role:
+class Kernels:
     """Each action gives its speed in GB/s."""
 
     def __init__(self, _: object) -> None:

@@ -104,7 +104,7 @@ def _write(sink: socket.socket, under_way: queue.SimpleQueue[tuple[float, bytes]
             sink.sendall(data)
 
 
-class Role:
+class Links:
     """Some links, by the ports that lead into them."""
 
     def __init__(self, _: object) -> None:

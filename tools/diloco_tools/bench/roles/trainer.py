@@ -10,6 +10,7 @@ import os
 import statistics
 import threading
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from diloco_tools.bench import machine
-from diloco_tools.bench.report.phases import moments
+from diloco_tools.bench.report.arithmetic import moments
 from diloco_tools.bench.sizes import CONTEXT, SIZES, VOCABULARY, Shape
 from diloco_tools.demo.model import GPT, GPTConfig, build_model
 from diloco_worker import DiLoCoWorker
@@ -88,7 +89,7 @@ class Sampler:
         return self.samples
 
 
-class Role:
+class Trainer:
     """One worker after the other, in one process."""
 
     def __init__(self, _: object) -> None:
@@ -174,7 +175,7 @@ class Role:
             "bytes_up": after.bytes_up - before.bytes_up,
             "bytes_down": after.bytes_down - before.bytes_down,
             "cpu": time.process_time() - cpu,
-            "moments": None if found is None else found.plain(),
+            "moments": None if found is None else asdict(found),
         }
 
     def rounds_for(self, seconds: float) -> dict[str, Any]:

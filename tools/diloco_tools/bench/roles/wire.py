@@ -1,13 +1,10 @@
-"""The role "transport": either end of our frames, headers and credits, without work on the chunks.
-
-Up is a worker's push (bulk DEALER to ROUTER, an `ack` for each chunk on control), down a broker's
-reply (ROUTER to bulk DEALER, credit given back in halves of the window).
-"""
+"""Either end of what bytes travel over: a plain TCP connection, and our frames over ZeroMQ."""
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -15,13 +12,84 @@ import zmq
 from diloco_protocol import VersionId, pack, unpack
 from diloco_protocol.frames import MAX_BUFFER_BYTES, MAX_FRAME_BYTES
 from diloco_protocol.messages import Ack, Chunk, Credit, Message
+from diloco_tools.tcp_proxy import HOST
 
+CALL_BYTES = 1 << 20  # 1 MiB: what a chunk has in bf16
 SESSION = bytes(16)
 VERSION = VersionId("0" * 16, 1, 1)
 
 
-class Role:
-    """Either end."""
+class RawEnd:
+    """The role "raw": one end of a plain TCP connection between two processes of the benchmark."""
+
+    def __init__(self, is_asked: Callable[[], bool]) -> None:
+        self._is_asked = is_asked
+        self._buffer = bytearray(CALL_BYTES)
+        self._listener = socket.create_server((HOST, 0))
+        self._socket: socket.socket | None = None
+
+    def port(self) -> dict[str, Any]:
+        return {"port": self._listener.getsockname()[1]}
+
+    def connect(self, port: int) -> None:
+        self._socket = socket.create_connection((HOST, port))
+
+    def accept(self) -> None:
+        self._socket, _ = self._listener.accept()
+
+    def give(self, count: int) -> dict[str, Any]:
+        """Send `count` buffers."""
+        assert self._socket is not None
+        began, cpu = time.monotonic(), time.process_time()
+        for _ in range(count):
+            self._socket.sendall(self._buffer)
+        return {"began": began, "cpu": time.process_time() - cpu}
+
+    def take(self, count: int) -> dict[str, Any]:
+        """Receive what `count` buffers hold."""
+        assert self._socket is not None
+        view, cpu = memoryview(self._buffer), time.process_time()
+        for _ in range(count):
+            filled = 0
+            while filled < CALL_BYTES:
+                filled += self._socket.recv_into(view[filled:])
+        return {"ended": time.monotonic(), "cpu": time.process_time() - cpu}
+
+    def echo(self) -> dict[str, Any]:
+        """Send back single bytes until one is 0."""
+        assert self._socket is not None
+        count = 0
+        while self._socket.recv_into(self._buffer, 1) and self._buffer[0]:
+            self._socket.sendall(b"1")
+            count += 1
+        return {"count": count}
+
+    def ping(self, interval_s: float) -> dict[str, Any]:
+        """Send a byte on a fixed schedule until the next request comes; how long each took, in s.
+
+        Counted from when it was due, so that those behind a slow one are not left out.
+        """
+        assert self._socket is not None
+        found, next_at = [], time.monotonic()
+        while not self._is_asked():
+            time.sleep(max(0.0, next_at - time.monotonic()))
+            self._socket.sendall(b"1")
+            self._socket.recv_into(self._buffer, 1)
+            found.append(time.monotonic() - next_at)
+            next_at += interval_s
+        self._socket.sendall(b"\0")
+        return {"seconds": found}
+
+    def rest(self) -> None:
+        """Do nothing: being asked for it ends the pings."""
+
+
+class TransportEnd:
+    """The role "transport": either end of our frames, headers and credits, without work on the chunks.
+
+    Up is a worker's push (bulk DEALER to ROUTER, an `ack` for each chunk on control), down a broker's
+    reply (ROUTER to bulk DEALER, credit given back in halves of the window).
+    """
 
     def __init__(self, _: object) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -40,9 +108,9 @@ class Role:
         return {"address": self._router.get_string(zmq.LAST_ENDPOINT)}
 
     def connect(self, address: str) -> None:
-        for socket, name in ((self._control, b"control"), (self._bulk, b"bulk")):
-            socket.connect(address)
-            socket.send(name)
+        for dealer, name in ((self._control, b"control"), (self._bulk, b"bulk")):
+            dealer.connect(address)
+            dealer.send(name)
 
     def meet(self) -> None:
         """Learn the routes of both connections."""

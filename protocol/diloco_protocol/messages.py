@@ -96,9 +96,12 @@ class Standing(str, Enum):
 
 @dataclass(frozen=True)
 class Message:
-    """Base of all messages; `kind` is its name on the wire."""
+    """Base of all messages; `kind` is its name on the wire, that of the class in small letters."""
 
     kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = cls.__name__.lower()
 
 
 # Worker to broker.
@@ -108,7 +111,6 @@ class Message:
 class Join(Message):
     """Ask to take part. `wants` names only what the worker insists on, by RunConfig field."""
 
-    kind = "join"
     worker_id: str
     manifest: Manifest
     run: str | None = None
@@ -122,7 +124,6 @@ class Join(Message):
 
 @dataclass(frozen=True)
 class Leave(Message):
-    kind = "leave"
     session: bytes
     reason: str = ""
 
@@ -135,7 +136,6 @@ class Heartbeat(Message):
     `warning`: what people should know of this worker, a sentence, as long as it holds.
     """
 
-    kind = "heartbeat"
     session: bytes
     step: int
     inner_step: int = 0
@@ -154,7 +154,6 @@ class Push(Message):
     `buffers` tells how its float buffers travel: `BUFFERS`.
     """
 
-    kind = "push"
     session: bytes
     push_id: int
     fragment: int
@@ -176,7 +175,6 @@ class Push(Message):
 class Chunk(Message):
     """One chunk, both ways; the buffer frame follows. Up: session, push_id. Down: version."""
 
-    kind = "chunk"
     fragment: int
     index: int
     session: bytes | None = None
@@ -188,7 +186,6 @@ class Chunk(Message):
 class Commit(Message):
     """Every chunk of this push has been sent; count it whole."""
 
-    kind = "commit"
     session: bytes
     push_id: int
     fragment: int
@@ -202,7 +199,6 @@ class Pull(Message):
     chunks the reader can take now. Open to readers that have not joined (session None).
     """
 
-    kind = "pull"
     fragment: int
     after: int = -1
     session: bytes | None = None
@@ -215,7 +211,6 @@ class Pull(Message):
 class Credit(Message):
     """The reader can take this many chunks more. The first one binds the bulk connection."""
 
-    kind = "credit"
     chunks: int
     session: bytes | None = None
 
@@ -227,7 +222,6 @@ class Credit(Message):
 class Welcome(Message):
     """`plan` is the fragment of each manifest entry, in order; empty where P is 1."""
 
-    kind = "welcome"
     session: bytes
     epoch: str
     config: RunConfig
@@ -245,7 +239,6 @@ class Grant(Message):
     `round` is the one that the push will be part of; None where there are no common rounds.
     """
 
-    kind = "grant"
     push_id: int
     fragment: int
     standing: Standing
@@ -259,7 +252,6 @@ class Grant(Message):
 class Ack(Message):
     """These chunks are in; each gives one credit back, and `credit` are so many on top."""
 
-    kind = "ack"
     push_id: int
     fragment: int
     chunks: tuple[int, ...]
@@ -273,7 +265,6 @@ class Released(Message):
     `staleness` is that of the reader's last push in it: versions between its base and this one.
     """
 
-    kind = "released"
     fragment: int
     version: VersionId
     ledger: Ledger
@@ -286,7 +277,6 @@ class Released(Message):
 class Notice(Message):
     """Something the worker should know: `alive`, `donate`, `carried`, `shutdown`, ..."""
 
-    kind = "notice"
     what: str
     text: str = ""
     fragment: int = 0
@@ -298,7 +288,6 @@ class Notice(Message):
 class Rejoin(Message):
     """This session is not (or no longer) known on this connection: open new ones and join."""
 
-    kind = "rejoin"
     epoch: str
     text: str = ""
 
@@ -307,7 +296,6 @@ class Rejoin(Message):
 class Error(Message):
     """A refusal. `push_id` is set when it ends a push, `about` names the offending kind."""
 
-    kind = "error"
     code: str
     text: str
     retry: bool = False
@@ -320,7 +308,6 @@ class Error(Message):
 
 @dataclass(frozen=True)
 class Control(Message):
-    kind = "control"
     action: str
     request: int
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -328,21 +315,13 @@ class Control(Message):
 
 @dataclass(frozen=True)
 class Result(Message):
-    kind = "result"
     request: int
     ok: bool
     text: str
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-KINDS: dict[str, type[Message]] = {
-    record.kind: record
-    for record in (
-        *(Join, Leave, Heartbeat, Push, Chunk, Commit, Pull, Credit),
-        *(Welcome, Grant, Ack, Released, Notice, Rejoin, Error),
-        *(Control, Result),
-    )
-}
+KINDS = {record.kind: record for record in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:

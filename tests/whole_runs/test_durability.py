@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import threading
 import time
 from collections import Counter
@@ -95,13 +94,15 @@ def replay(
 
 
 RUNS: dict[str, dict[str, Any]] = {
-    "sync": {"outer": "sgd"},
-    "sync staged durable": {"durable": True, "deterministic": True},
-    "async": {"mode": "async", "outer": "sgd"},
+    "two fragments, staged, durable": {
+        "num_fragments": 2,
+        "sync_every": 8,
+        "durable": True,
+        "deterministic": True,
+    },
     "async durable": {"mode": "async", "outer": "nesterov", "durable": True},
-    "two fragments durable": {"num_fragments": 2, "sync_every": 8, "durable": True},
     "rarely saved": {"outer": "sgd", "save_every": 4},
-    "not saved": {"outer": "sgd", "save_dir": None},
+    "async, not saved": {"mode": "async", "outer": "sgd", "save_dir": None},
 }
 
 
@@ -206,7 +207,6 @@ def test_rewound_run_goes_on_with_workers_that_were_ahead(
 def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
     processes: Processes, tmp_path: Path
 ) -> None:
-    seconds = []
     model = Layers()
     options = {**LOCAL, "workers": 1}
     with (
@@ -214,19 +214,17 @@ def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
         DiLoCoClient(broker.address, worker_id="other", timeout=PATIENCE_S) as other,
     ):
         other.join(model)
-        for number in range(3):
-            victim = processes.start(process_kit.stay, broker.address, f"victim-{number}", model)
-            victim.says("joined")
-            other.push({name_of(0): delta(0, 2 * number)})
-            other.pull()  # a newcomer is expected from the next round
-            other.push({name_of(0): delta(0, 2 * number + 1)})
-            round_ = other.status()["round"]
-            assert (round_["phase"], round_["missing"]) == ("open", (f"victim-{number}",))
-            os.kill(victim.pid, signal.SIGKILL)
-            began = time.monotonic()
-            other.pull()
-            seconds.append(time.monotonic() - began)
-    assert statistics.median(seconds) < 2.0, seconds
+        victim = processes.start(process_kit.stay, broker.address, "victim", model)
+        victim.says("joined")
+        other.push({name_of(0): delta(0, 0)})
+        other.pull()  # a newcomer is expected from the next round
+        other.push({name_of(0): delta(0, 1)})
+        round_ = other.status()["round"]
+        assert (round_["phase"], round_["missing"]) == ("open", ("victim",))
+        os.kill(victim.pid, signal.SIGKILL)
+        began = time.monotonic()
+        other.pull()
+        assert time.monotonic() - began < 2.0
 
 
 def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(
@@ -310,10 +308,10 @@ def test_signal_saves_tells_the_workers_and_ends_with_0(
     )
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_at_once_though_a_save_hangs(
-    processes: Processes, tmp_path: Path, second: signal.Signals
+    processes: Processes, tmp_path: Path
 ) -> None:
+    second = signal.SIGINT
     options = serve_options(tmp_path / "run")
     broker = processes.start(process_kit.command_with_a_disk_that_hangs, *options)
     with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:

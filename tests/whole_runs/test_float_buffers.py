@@ -133,15 +133,14 @@ def assert_in_unit_range(state: Mapping[str, Tensor], where: str) -> None:
     assert low >= 0 and high <= 1, f"{where} the buffer reaches from {low} to {high}"
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(
-    "merge",
+    ("mode", "merge"),
     [
-        {},
-        {"fragment_update_alpha": 0.3},
-        {"fragment_merge": "rebase"},
-        {"fragment_update_alpha": 0.3, "fragment_max_delay": 3},
-        {"fragment_merge": "rebase", "fragment_max_delay": 3},
+        ("sync", {}),
+        ("async", {"fragment_update_alpha": 0.3}),
+        ("async", {"fragment_merge": "rebase"}),
+        ("sync", {"fragment_update_alpha": 0.3, "fragment_max_delay": 3}),
+        ("sync", {"fragment_merge": "rebase", "fragment_max_delay": 3}),
     ],
     ids=["put", "alpha", "rebase", "alpha late", "rebase late"],
 )
@@ -162,16 +161,11 @@ def test_merging_under_way_keeps_buffers_in_range(mode: str, merge: dict[str, An
 ADAM = {"outer_optimizer_factory": lambda parameters: Adam(parameters, lr=0.1)}
 STALE: dict[str, dict[str, Any]] = {
     "sgd": {"mode": "async", "outer": "sgd"},
-    "nesterov": {"mode": "async", "outer": "nesterov"},
     "dn": {"mode": "async", "outer": "dn", "dn_buffer": 2},
-    "dn direct": {"mode": "async", "outer": "dn", "dn_buffer": 2, "dn_variant": "direct"},
-    "fedbuff": {"mode": "async", "outer": "fedbuff", "dn_buffer": 2},
-    "of torch": {"mode": "async"} | ADAM,
     "fedbuff of torch": {"mode": "async", "outer": "fedbuff", "dn_buffer": 2} | ADAM,
     "poly": {"mode": "async", "staleness_weight": "poly"},
     "window": {"mode": "async", "grace": 0.05, "staging_slots": 3},
     "fragments": {"mode": "async", "num_fragments": 2},
-    "quorum": {"quorum": 1, "min_workers": 1},
     "quorum weighted": {"quorum": 1, "min_workers": 1, "weight_by": "tokens"},
     "quorum clipped": {"quorum": 1, "min_workers": 1, "aggregate": "clip-median-norm"},
 }
@@ -229,8 +223,7 @@ def test_buffers_of_a_push_are_values_whatever_its_base() -> None:
             assert got.tolist() == [1.0] * 4 + [value] * 4
 
 
-@pytest.mark.parametrize("fields", [{}, {"buffers": "differences"}])
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(("mode", "fields"), [("sync", {}), ("async", {"buffers": "differences"})])
 def test_push_of_an_earlier_release_is_refused_where_there_are_float_buffers(
     mode: str, fields: dict[str, Any]
 ) -> None:

@@ -47,31 +47,23 @@ def in_groups(model: nn.Module) -> Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "SGD": several(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "SGD, foreach": several(optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+    "SGD, Nesterov": several(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "Adam, AMSGrad": several(optim.Adam, lr=0.01, amsgrad=True),
     # Without momentum: torch begins with whatever lies in memory if the first fused step overflows.
     "SGD, fused": several(optim.SGD, lr=0.05, fused=True),
-    "SGD, maximize": several(optim.SGD, lr=0.05, momentum=0.5, maximize=True),
-    "Adam, AMSGrad": several(optim.Adam, lr=0.01, amsgrad=True),
-    "Adam, foreach": several(optim.Adam, lr=0.01, foreach=True),
-    "Adam, fused": several(optim.Adam, lr=0.01, fused=True),
     "AdamW in groups": in_groups,
-    "AdamW, fused": several(optim.AdamW, lr=0.01, fused=True),
-    "AdamW, maximize": several(optim.AdamW, lr=0.01, maximize=True),
+    "Adam, foreach": several(optim.Adam, lr=0.01, foreach=True),
+    "SGD, maximize": several(optim.SGD, lr=0.05, momentum=0.5, maximize=True),
     "NAdam": several(optim.NAdam, lr=0.01, decoupled_weight_decay=True, weight_decay=0.1),
-    "NAdam, foreach": several(optim.NAdam, lr=0.01, foreach=True),
     "RAdam": several(optim.RAdam, lr=0.01),
-    "RAdam, foreach": several(optim.RAdam, lr=0.01, foreach=True),
+    "AdamW, fused": several(optim.AdamW, lr=0.01, fused=True),
     "Adamax": several(optim.Adamax, lr=0.01),
     "Adagrad": several(optim.Adagrad, lr=0.05, lr_decay=0.01),
-    "Adagrad, fused": several(optim.Adagrad, lr=0.05, fused=True),
     "Adadelta": several(optim.Adadelta, lr=1.0),
     "RMSprop": several(optim.RMSprop, lr=0.005, momentum=0.5, centered=True),
-    "RMSprop, foreach": several(optim.RMSprop, lr=0.005, foreach=True),
     "Rprop": several(optim.Rprop, lr=0.01),
     "ASGD": several(optim.ASGD, lr=0.05, t0=5.0),
     "Adafactor": several(optim.Adafactor, lr=0.02),
-    "Adafactor, foreach": several(optim.Adafactor, lr=0.02, foreach=True),
 }
 
 
@@ -101,7 +93,7 @@ def grid() -> list[Recipe]:
             PRECISIONS[number % 3],
             ACCUMULATIONS[number % 2],
             SCHEDULES[number % 5],
-            plans[number // 4 % 3],
+            plans[number // 5 % 3],
         )
         for number, name in enumerate(OPTIMIZERS)
     ]

@@ -14,7 +14,7 @@ from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.whole_run import an_mlp, make_config
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_fragments": 2}, {"mode": "async"}], ids=str)
+@pytest.mark.parametrize("fields", [{"num_fragments": 2}, {"mode": "async"}], ids=str)
 def test_kicked_worker_stops_and_the_others_go_on(
     fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -39,13 +39,12 @@ def with_adamw(worker: int) -> Trainee:
     return an_mlp(worker, adamw)
 
 
-ALPHAS = (0.0, 0.25, 0.5, 1.0, None)
-# Each pair of number of fragments, delay and merge.
+# Each pair of number of fragments, delay and merge; and local values that are all kept.
 GRID = [
     ((delay + kind) % 3 + 1, delay, alpha)
     for delay in range(3)
-    for kind, alpha in enumerate(ALPHAS)
-]
+    for kind, alpha in enumerate((0.0, 0.25, None))
+] + [(2, 1, 1.0)]
 
 
 @pytest.mark.parametrize(("pieces", "delay", "alpha"), GRID)
@@ -57,7 +56,7 @@ def test_deterministic_run_equals_the_loop_bit_for_bit(
 
 @pytest.mark.parametrize(
     ("h", "pieces", "delay", "alpha", "is_exact"),
-    [(3, 3, 0, 0.5, True), (11, 3, 2, None, True), (7, 2, 0, 0.0, False), (10, 3, 2, None, False)],
+    [(3, 3, 0, 0.5, True), (10, 3, 2, None, False)],
 )
 def test_run_of_three_workers_equals_the_loop(
     h: int, pieces: int, delay: int, alpha: float | None, is_exact: bool
@@ -66,9 +65,9 @@ def test_run_of_three_workers_equals_the_loop(
     check(Plan(h, strided(pieces), delay, alpha), workers=3, exact=is_exact)
 
 
-@pytest.mark.parametrize("origin", [1, 23])
-def test_restored_local_step_shifts_the_schedule(origin: int) -> None:
+def test_restored_local_step_shifts_the_schedule() -> None:
     """With `local_step` = tau = 1 each fragment is sent tau steps earlier: torchft's timing."""
+    origin = 1
     plan = Plan(7, strided(3), delay=1, alpha=0.25, origin=origin)
     check(plan, restored={"local_step": origin})
 
@@ -139,10 +138,9 @@ def test_one_worker_is_the_global_model_after_each_round() -> None:
             torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("weight_by", ["tokens", "samples"])
-def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_last(
-    weight_by: str,
-) -> None:
+def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_last() -> None:
+    weight_by = "tokens"
+
     def amount(worker: int, step: int) -> int:
         return (7 * step + 5 * worker) % 11 + 1 + 20 * worker
 

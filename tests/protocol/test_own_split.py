@@ -23,6 +23,7 @@ from kit.whole_run import LAYERS, PATIENCE_S, assert_same, make_config, mlp, run
 # A split of `mlp` that no pattern gives: the layer in the middle by itself.
 OWN = {"[04].*": 0, "2.weight": 1, "2.bias": 1}
 FRAGMENTS = [[*LAYERS[0], *LAYERS[2]], LAYERS[1]]
+TWO_AND_ONE = {"0.*": 0, "2.*": 0, "4.*": 1}
 STREAMING: dict[str, Any] = {"workers": 2, "sync_every": 6, "num_fragments": 2}
 
 
@@ -50,10 +51,10 @@ def test_each_parameter_goes_where_its_pattern_says() -> None:
     )
     plan = split.plan(gpt2(6))
     assert plan.num_fragments == split.num_fragments == 3
-    assert plan.parameters(0) == ("transformer.wte.weight",)
-    assert plan.parameters(1)[0] == "transformer.wpe.weight"
-    assert {name.split(".")[2] for name in plan.parameters(1)[1:]} == {"3", "4", "5"}
-    assert plan.parameters(2)[-2:] == ("transformer.ln_f.weight", "transformer.ln_f.bias")
+    assert plan.fragments[0] == ("transformer.wte.weight",)
+    assert plan.fragments[1][0] == "transformer.wpe.weight"
+    assert {name.split(".")[2] for name in plan.fragments[1][1:]} == {"3", "4", "5"}
+    assert plan.fragments[2][-2:] == ("transformer.ln_f.weight", "transformer.ln_f.bias")
 
 
 @pytest.mark.parametrize(
@@ -125,14 +126,11 @@ def test_function_that_does_not_fit_the_model_is_one_sentence(choose: Any, words
 # Runs.
 
 
-@pytest.mark.parametrize("how", ["file", "function"])
-def test_run_with_a_split_of_ones_own_equals_the_loop_bit_for_bit(tmp_path: Path, how: str) -> None:
-    options: dict[str, Any] = {**STREAMING, "deterministic": True, "fragment_sync_delay": 1}
-    if how == "file":
-        broker = Broker(make_config(**options, fragment_plan=a_file(tmp_path)))
-    else:
-        broker = Broker(make_config(**options), fragment_plan=by_layer)
-    with broker:
+def test_run_with_a_split_of_ones_own_equals_the_loop_bit_for_bit(tmp_path: Path) -> None:
+    config = make_config(
+        **STREAMING, deterministic=True, fragment_sync_delay=1, fragment_plan=a_file(tmp_path)
+    )
+    with Broker(config) as broker:
         got = run(broker, trainees(2), 20)
     assert_same(got, streaming(trainees(2), 20, Plan(6, FRAGMENTS, delay=1)), exact=True)
 
@@ -164,27 +162,20 @@ def test_error_in_the_function_refuses_the_worker_and_the_broker_goes_on() -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "function", "words"),
     [
-        (
-            {"fragment_plan": "/nowhere.json"},
-            "--fragment-plan /nowhere.json cannot be read: No such",
-        ),
-        ({"num_fragments": 3}, "has 2 fragments, and --num-fragments is 3; give --num-fragments 2"),
-        ({"fragment_pattern": "balanced"}, "must be left out with --fragment-plan"),
+        ({"fragment_plan": "/none.json"}, None, "--fragment-plan /none.json cannot be read: No su"),
+        ({"num_fragments": 3}, None, "has 2 fragments, and --num-fragments is 3; give --num-frag"),
+        ({"fragment_pattern": "balanced"}, None, "must be left out with --fragment-plan"),
+        ({}, by_layer, "leave one of them out"),
     ],
 )
 def test_options_that_contradict_the_file_stop_the_start(
-    tmp_path: Path, options: dict[str, Any], words: str
+    tmp_path: Path, options: dict[str, Any], function: Any, words: str
 ) -> None:
+    made = {**STREAMING, "fragment_plan": a_file(tmp_path), **options}
     with pytest.raises(UsageError, match=words):
-        Broker(make_config(**{**STREAMING, "fragment_plan": a_file(tmp_path), **options}))
-
-
-def test_file_and_function_exclude_each_other(tmp_path: Path) -> None:
-    config = make_config(**STREAMING, fragment_plan=a_file(tmp_path))
-    with pytest.raises(UsageError, match="leave one of them out"):
-        Broker(config, fragment_plan=by_layer)
+        Broker(make_config(**made), fragment_plan=function)
 
 
 # Going on from a checkpoint.
@@ -229,32 +220,30 @@ def test_run_goes_on_with_its_own_split_after_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("first", "then", "words"),
     [
-        ({}, "--fragment-pattern strided splits .* 4.weight in fragment"),
-        ({"fragment_pattern": "balanced"}, "--fragment-pattern balanced splits"),
+        (TWO_AND_ONE, "strided", "--fragment-pattern strided splits .* 4.weight in fragment"),
         (
-            {"fragment_plan": {"0.*": 0, "[24].*": 1}},
-            r"own-2.json splits .* 2.weight in fragment 1 instead of 0; 2.bias",
+            TWO_AND_ONE,
+            {"0.*": 0, "[24].*": 1},
+            r"then.json splits .* 2.weight in fragment 1 instead of 0; 2.bias",
         ),
+        ("strided", "contiguous", "give --fragment-pattern strided, or --resume none"),
     ],
 )
 def test_another_split_than_the_checkpoints_is_refused(
-    tmp_path: Path, options: dict[str, Any], words: str
+    tmp_path: Path, first: dict[str, int] | str, then: dict[str, int] | str, words: str
 ) -> None:
-    folder = tmp_path / "run"
-    one_round(folder, fragment_plan=a_file(tmp_path, {"0.*": 0, "2.*": 0, "4.*": 1}))
-    if "fragment_plan" in options:
-        options = {"fragment_plan": a_file(tmp_path, options["fragment_plan"], "own-2.json")}
+    """Each is a pattern, or what a file holds."""
+    options = [
+        {"fragment_pattern": split}
+        if isinstance(split, str)
+        else {"fragment_plan": a_file(tmp_path, split, name)}
+        for split, name in ((first, "first.json"), (then, "then.json"))
+    ]
+    one_round(tmp_path / "run", **options[0])
     with pytest.raises(UsageError, match=words) as caught:
-        one_round(folder, **options)
-    assert "give the same --fragment-plan, or --resume none to begin a new run" in str(caught.value)
-
-
-def test_another_pattern_than_the_checkpoints_is_refused_where_it_splits_otherwise(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "run"
-    one_round(folder)
-    with pytest.raises(UsageError, match="give --fragment-pattern strided, or --resume none"):
-        one_round(folder, fragment_pattern="contiguous")
+        one_round(tmp_path / "run", **options[1])
+    if first == TWO_AND_ONE:
+        again = "give the same --fragment-plan, or --resume none to begin a new run"
+        assert again in str(caught.value)

@@ -307,7 +307,9 @@ def _no_errors(caplog: pytest.LogCaptureFixture) -> Any:
     assert not errors
 
 
-def test_break_before_there_is_a_session_is_no_news() -> None:
+def test_break_before_there_is_a_session_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diloco_worker.core.connection.LONGEST_BACKOFF_S", 0.1)
+    monkeypatch.setattr("diloco_worker.core.connection.RETRY_S", 0.1)
     name, steps = "streaming mean", 4
     got = through_the_proxy(name, BEGINNING, steps, disconnect_grace=SHORT_GRACE_S)
     check(name, got, calm(name, steps), BEGINNING, steps)

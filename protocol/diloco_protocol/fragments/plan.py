@@ -188,12 +188,6 @@ class FragmentPlan:
         """Fragment of each trainable parameter by name; what `chunks.lay_out` takes."""
         return {name: number for number, names in enumerate(self.fragments) for name in names}
 
-    def parameters(self, fragment: int) -> tuple[str, ...]:
-        """Names of a fragment's parameters; raises UsageError outside 0 .. P - 1."""
-        if not 0 <= fragment < self.num_fragments:
-            raise UsageError(f"There is no fragment {fragment}; use 0 to {self.num_fragments - 1}.")
-        return self.fragments[fragment]
-
     def view(
         self,
         manifest: Manifest,

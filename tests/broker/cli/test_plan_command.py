@@ -64,7 +64,7 @@ def test_view_has_the_bytes_that_travel_and_the_steps_that_are_due(name: str, pa
     view = plan.view(manifest, every, "fp16", "fp32")
     layout = lay_out(manifest, plan.fragment_of, num_fragments=pieces, chunk_elements=16)
     for each, part in zip(view.fragments, layout.fragments, strict=True):
-        assert tuple(p.name for p in each.parameters) == plan.parameters(each.fragment)
+        assert tuple(p.name for p in each.parameters) == plan.fragments[each.fragment]
         assert each.bytes_up == sum(span_bytes(s, "fp16") for s in part.spans)
         assert each.bytes_down == sum(span_bytes(s, "fp32") for s in part.spans)
         assert plan.due(each.due, every) == each.fragment

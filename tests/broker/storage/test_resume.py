@@ -57,7 +57,7 @@ def test_run_that_is_stopped_and_resumed_is_bit_for_bit_the_run_that_is_not(
                     client.push(gradients(number, trained))
                 else:
                     fragment = number % pieces
-                    part = {n: trained[n] for n in plan.parameters(fragment)}
+                    part = {n: trained[n] for n in plan.fragments[fragment]}
                     client.push(gradients(number, part), fragment=fragment)
                 client.pull()
             return dict(client.pull().tensors)

@@ -262,7 +262,7 @@ class TestMoments:
             closed(20.0, 2, "a"),
         ):
             series.update(moment.snapshot, moment.at)
-        assert [point.number for point in series.rounds] == [1, 2]
+        assert [closed.number for _, closed in series.rounds] == [1, 2]
         assert [(rate.at, rate.up, rate.down) for rate in series.network] == [
             (10.0, 100.0, 200.0),
             (20.0, 100.0, 200.0),

@@ -119,7 +119,7 @@ class TestPlayer:
             model, series, cpu = player.picture()
             assert model.snapshot is not None
             assert model.snapshot.sequence == 31
-            assert [point.number for point in series.rounds] == [371 + n for n in range(31)]
+            assert [closed.number for _, closed in series.rounds] == [371 + n for n in range(31)]
             assert cpu.value is not None
         assert forth.picture()[1].rounds == back.picture()[1].rounds
 

@@ -5,42 +5,35 @@ counted since; the clocks of two machines are never compared.
 """
 
 import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, TypeVar
 
-from diloco_protocol.feed import Snapshot
+from diloco_protocol.feed import MAX_DEPTH, Snapshot, json_safe
+from diloco_protocol.records import to_plain
 from diloco_tools.feed.series import RunSeries
 
-# `raw` is the same again; `extra` is of any size, and nothing on the page shows it.
-UNSENT = frozenset({"raw", "extra"})
 SPEED_POINTS = 20_000  # of all workers in one message: some 500 kB
 LEAST_SPEED_POINTS = 60  # of one worker
+
+P = TypeVar("P")
 
 
 def encoded(value: object) -> str:
     """Strict JSON without spaces or line breaks: it fits into one line of an event stream."""
-    return json.dumps(plain(value), allow_nan=False, separators=(",", ":"))
-
-
-def plain(value: Any) -> Any:
-    """Records as objects; a number that is not finite as null, since RFC 8259 has no other."""
-    if is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in fields(value) if field.name not in UNSENT)
-        return {name: plain(getattr(value, name)) for name in names}
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    plain = json_safe(to_plain(value, with_none=True), 2 * MAX_DEPTH)
+    return json.dumps(plain, allow_nan=False, separators=(",", ":"))
 
 
 def picture(snapshot: Snapshot, series: RunSeries) -> str:
     """The JSON of one snapshot, with the bytes a second of each worker."""
+    plain = to_plain(snapshot, with_none=True)
+    for worker in plain["workers"]:
+        del worker["extra"]  # of any size, and nothing on the page shows it
     rates = {worker.id: series.rate_of(worker.id) for worker in snapshot.workers}
     known = {name: (rate.up, rate.down) for name, rate in rates.items() if rate is not None}
-    return encoded({"snapshot": snapshot, "rates": known})
+    return encoded({"snapshot": plain, "rates": known})
 
 
 def history(series: RunSeries, now: float, after: float) -> dict[str, Any]:
@@ -51,37 +44,29 @@ def history(series: RunSeries, now: float, after: float) -> dict[str, Any]:
         network: [t, bytes a second up, down]
         speeds: worker id -> [t, steps a second]
     """
+
+    def later(points: Sequence[P], time_of: Callable[[P], float]) -> Sequence[P]:
+        return points[bisect_right(points, after, key=time_of) :]
+
     each = max(LEAST_SPEED_POINTS, SPEED_POINTS // max(1, len(series.speeds)))
-    speeds = {
-        name: [(point[0] - now, point[1]) for point in points]
-        for name, kept in series.speeds.items()
-        if (points := thinned(_later([(at, (at, v)) for at, v in kept], after), each))
-    }
-    rounds = _later([(point.at, point) for point in series.rounds], after)
-    network = _later([(rate.at, rate) for rate in series.network], after)
+    speeds = {name: later(points, itemgetter(0)) for name, points in series.speeds.items()}
     return {
         "rounds": [
-            (p.at - now, p.number, p.seconds, p.averaged, p.loss, p.delta_norm, p.staleness)
-            for p in rounds
+            (at - now, r.number, r.seconds, r.averaged, r.loss, r.delta_norm, r.staleness)
+            for at, r in later(series.rounds, itemgetter(0))
         ],
-        "network": [(rate.at - now, rate.up, rate.down) for rate in network],
-        "speeds": speeds,
+        "network": [
+            (rate.at - now, rate.up, rate.down) for rate in later(series.network, attrgetter("at"))
+        ],
+        "speeds": {
+            name: [(at - now, speed) for at, speed in thinned(points, each)]
+            for name, points in speeds.items()
+            if points
+        },
     }
 
 
-def _later(points: Sequence[tuple[float, Any]], after: float) -> list[Any]:
-    """The values of those later than `after`; the newest are at the end, so it looks from there."""
-    kept = []
-    for at, value in reversed(points):
-        if at <= after:
-            break
-        kept.append(value)
-    return kept[::-1]
-
-
-def thinned(points: Sequence[Any], most: int) -> list[Any]:
+def thinned(points: Sequence[P], most: int) -> Sequence[P]:
     """At most `most` of the points, evenly spread, the newest always among them."""
-    if len(points) <= most:
-        return list(points)
-    stride = -(-len(points) // most)
-    return list(points[(len(points) - 1) % stride :: stride])
+    stride = -(-len(points) // most) or 1
+    return points[(len(points) - 1) % stride :: stride]

@@ -11,8 +11,9 @@ arrived, measured by the caller; the clocks of two hosts are never subtracted.
 import math
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeVar
 
-from diloco_protocol.feed import Snapshot
+from diloco_protocol.feed import Checkpoint, Event, Rejection, Round, Snapshot, Worker
 
 LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
 STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news
@@ -89,25 +90,15 @@ class FeedModel:
         if snapshot is None:
             return None
         more = self.age_s(now)
-        aged = snapshot.round and replace(snapshot.round, age_s=snapshot.round.age_s + more)
-        return replace(
+        aged = replace(
             snapshot,
-            round=aged,
-            paused_for_s=_plus(snapshot.paused_for_s, more),
-            workers=tuple(
-                replace(
-                    w,
-                    beat_age_s=w.beat_age_s + more,
-                    sync_age_s=_plus(w.sync_age_s, more),
-                    inner_age_s=_plus(w.inner_age_s, more),
-                )
-                for w in snapshot.workers
-            ),
-            checkpoint=snapshot.checkpoint
-            and replace(snapshot.checkpoint, age_s=_plus(snapshot.checkpoint.age_s, more)),
-            rejections=tuple(replace(r, age_s=r.age_s + more) for r in snapshot.rejections),
-            events=tuple(replace(e, age_s=e.age_s + more) for e in snapshot.events),
+            round=snapshot.round and _older(snapshot.round, more),
+            checkpoint=snapshot.checkpoint and _older(snapshot.checkpoint, more),
+            workers=tuple(_older(worker, more) for worker in snapshot.workers),
+            rejections=tuple(_older(rejection, more) for rejection in snapshot.rejections),
+            events=tuple(_older(event, more) for event in snapshot.events),
         )
+        return _older(aged, more)
 
     def verdict(self, now: float) -> Verdict:
         """How the run is, and the reasons: feed, broker, round, then workers by id."""
@@ -130,8 +121,14 @@ class FeedModel:
         return Verdict(tuple(reasons), "waiting" if waits else "degraded")
 
 
-def _plus(age_s: float | None, more: float) -> float | None:
-    return None if age_s is None else age_s + more
+Aging = TypeVar("Aging", Snapshot, Round, Checkpoint, Worker, Rejection, Event)
+AGES = ("age_s", "beat_age_s", "sync_age_s", "inner_age_s", "paused_for_s")
+
+
+def _older(record: Aging, more: float) -> Aging:
+    """The record with `more` seconds on each of its ages that is known."""
+    known = {name: age for name in AGES if (age := getattr(record, name, None)) is not None}
+    return replace(record, **{name: age + more for name, age in known.items()})
 
 
 def _broker_reasons(snapshot: Snapshot) -> list[str]:

@@ -11,9 +11,9 @@ that counts seconds, as long as it is always the same one.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from diloco_protocol.feed import Snapshot, Worker
+from diloco_protocol.feed import LastRound, Snapshot, Worker
 
 _T = TypeVar("_T")
 LEAST_RECENT = 4  # points that a scale goes by
@@ -36,20 +36,6 @@ def recent_scale(values: Sequence[float]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class RoundPoint:
-    """A round that closed, seen at `at`; wall seconds, workers averaged, staleness in versions."""
-
-    at: float
-    number: int
-    fragment: int
-    seconds: float
-    averaged: int
-    loss: float | None
-    delta_norm: float | None
-    staleness: int
-
-
-@dataclass(frozen=True)
 class Rate:
     """Bytes a second up to the broker and down from it, over the time that ended at `at`."""
 
@@ -58,31 +44,33 @@ class Rate:
     down: float
 
 
-@dataclass(frozen=True)
-class _Counted:
+class _Counted(NamedTuple):
     """Counters of bytes as they stood when the broker's uptime was `uptime_s`."""
 
     uptime_s: float
     up: int
     down: int
 
-    def rate_to(self, later: "_Counted", at: float) -> Rate | None:
-        """None if no time has passed, or if the counters began anew."""
-        seconds = later.uptime_s - self.uptime_s
-        if seconds <= 0 or later.up < self.up or later.down < self.down:
-            return None
-        return Rate(at, (later.up - self.up) / seconds, (later.down - self.down) / seconds)
+
+def _rate(before: _Counted | None, later: _Counted, at: float) -> Rate | None:
+    """None if no time has passed, or if the counters began again."""
+    if before is None or later.up < before.up or later.down < before.down:
+        return None
+    seconds = later.uptime_s - before.uptime_s
+    if seconds <= 0:
+        return None
+    return Rate(at, (later.up - before.up) / seconds, (later.down - before.down) / seconds)
 
 
 class RunSeries:
     """The last `points` of each figure; of at most `workers` workers.
 
-    A restart of the broker begins the rates anew and keeps the rounds. Of the workers those that have
+    A restart of the broker begins the rates again and keeps the rounds. Of the workers those that have
     gone give way to those that are there, the longest gone first; while all places are taken by
     workers that are there, further ones get none.
 
     Attributes:
-        rounds: one point for each closed round that was seen, in the order in which they closed.
+        rounds: (at, round) for each that was seen to close, in the order in which they closed.
         network: all bytes of parameters and pseudo-gradients at the broker, one rate a snapshot.
         speeds: worker id -> (at, inner steps a second) as the worker reported it; the longest gone
             first.
@@ -91,7 +79,7 @@ class RunSeries:
     def __init__(self, points: int = 512, workers: int = 256) -> None:
         self._points = points
         self._workers = workers
-        self.rounds: list[RoundPoint] = []
+        self.rounds: list[tuple[float, LastRound]] = []
         self.network: list[Rate] = []
         self.speeds: dict[str, list[tuple[float, float]]] = {}
         self._rates: dict[str, Rate] = {}
@@ -123,7 +111,7 @@ class RunSeries:
         self._uptime_s = snapshot.uptime_s
         totals = snapshot.totals
         counted = _Counted(snapshot.uptime_s, totals.bytes_up, totals.bytes_down)
-        if self._total is not None and (rate := self._total.rate_to(counted, now)):
+        if rate := _rate(self._total, counted, now):
             self._keep(self.network, rate)
         self._total = counted
         self._note_workers(snapshot, now)
@@ -133,51 +121,31 @@ class RunSeries:
         if closed is None or closed.number == self._last_round:
             return
         self._last_round = closed.number
-        point = RoundPoint(
-            at=now,
-            number=closed.number,
-            fragment=closed.fragment,
-            seconds=closed.seconds,
-            averaged=closed.averaged,
-            loss=closed.loss,
-            delta_norm=closed.delta_norm,
-            staleness=closed.staleness,
-        )
-        self._keep(self.rounds, point)
+        self._keep(self.rounds, (now, closed))
 
     def _note_workers(self, snapshot: Snapshot, now: float) -> None:
-        here = {worker.id: worker for worker in snapshot.workers}
-        for gone in self._counted.keys() - here.keys():
-            del self._counted[gone]
-            self._rates.pop(gone, None)
-        for worker in self._placed(here):
+        before, self._counted, self._rates = self._counted, {}, {}
+        for worker in self._placed({worker.id: worker for worker in snapshot.workers}):
             counted = _Counted(snapshot.uptime_s, worker.bytes_up, worker.bytes_down)
-            before = self._counted.get(worker.id)
-            self._rates.pop(worker.id, None)
-            if before is not None and (rate := before.rate_to(counted, now)):
-                self._rates[worker.id] = rate
             self._counted[worker.id] = counted
+            if rate := _rate(before.get(worker.id), counted, now):
+                self._rates[worker.id] = rate
             if worker.steps_per_s is not None and worker.health != "lost":
                 self._keep(self.speeds[worker.id], (now, worker.steps_per_s))
 
     def _placed(self, here: Mapping[str, Worker]) -> list[Worker]:
         """The workers that have a place, each moved behind those that are gone."""
-        placed = []
-        for worker in here.values():
-            if worker.id in self.speeds:
-                self.speeds[worker.id] = self.speeds.pop(worker.id)
-                placed.append(worker)
-        for worker in here.values():
-            if worker.id in self.speeds:
+        self.speeds |= {name: self.speeds.pop(name) for name in here if name in self.speeds}
+        gone = [name for name in self.speeds if name not in here]
+        for name in here:
+            if name in self.speeds:
                 continue
             if len(self.speeds) >= self._workers:
-                oldest = next(iter(self.speeds), None)
-                if oldest is None or oldest in here:
+                if not gone:
                     break
-                del self.speeds[oldest]
-            self.speeds[worker.id] = []
-            placed.append(worker)
-        return placed
+                del self.speeds[gone.pop(0)]
+            self.speeds[name] = []
+        return [worker for name, worker in here.items() if name in self.speeds]
 
     def _keep(self, kept: list[_T], new: _T) -> None:
         kept.append(new)

@@ -161,7 +161,7 @@ def curves(scene: Scene, snapshot: Snapshot, width: int, rows: int, glyphs: Glyp
 
     With `rows` 1 each is a sparkline behind its figure, else a curve of `rows` lines below it.
     """
-    points = scene.series.rounds
+    points = [closed for _, closed in scene.series.rounds]
     network = [rate.up + rate.down for rate in scene.series.network]
     last = snapshot.last_round or LastRound(0)
     known = snapshot.last_round is not None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_broker.core.effects import PushPart
+from diloco_broker.core.effects import WholePush
 from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.parameters import FragmentTensors, Parameters
@@ -49,9 +49,9 @@ def read(chunk: memoryview, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.frombuffer(bytearray(chunk), dtype=dtype)
 
 
-def a_part(payload: Any, **fields: Any) -> PushPart:
+def a_part(payload: Any, **fields: Any) -> WholePush:
     defaults: dict[str, Any] = {"weight": 1.0, "scale": 1.0, "norm": 1.0, "wire_dtype": "fp32"}
-    return PushPart("a", 1, payload=payload, **(defaults | fields))
+    return WholePush("a", 1, payloads=[payload] * 64, **(defaults | fields))
 
 
 class ChunkedModel:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
-from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
+from diloco_broker.core.feed import EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Resumption
 from diloco_broker.core.state.update import Barrier
@@ -49,6 +49,7 @@ from kit.noted_tensors import CHUNK_ELEMENTS, NotedTensors, Payload, Wire
 M = TypeVar("M", bound=Message)
 
 RUN = "00000000000000aa"
+FIGURES = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
 
 
 def a_manifest(chunks: int = 3, **others: TensorEntry) -> Manifest:
@@ -244,8 +245,7 @@ class Stage:
 
     def shown(self) -> dict[str, Any]:
         """The snapshot that the feed publishes."""
-        figures = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
-        return snapshot(self.state, EventLog(), figures, 1, self.now)
+        return snapshot_and_line(self.state, EventLog(), FIGURES, 1, self.now)[0]
 
     def said(self, *words: str) -> list[str]:
         """The lines of the log that have all these words."""

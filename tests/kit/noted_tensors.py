@@ -121,7 +121,7 @@ class NotedTensors:
                 return events.WorkDone(work, payload.squares)
             case effects.AggregateAndStep(fragment, index, groups):
                 self.merges.append(work)
-                assert all(p.payload is not None for group in groups for p in group)
+                assert all(p.payloads[index] is not None for group in groups for p in group)
                 added = tuple((p.worker_id, p.push_id) for group in groups for p in group)
                 return self._added(fragment, index, added)
 

@@ -259,11 +259,12 @@ class Tensors:
         for part in everyone:
             self._check_part((work.fragment, work.index), part)
 
-    def _check_part(self, spot: Spot, part: effects.PushPart) -> None:
+    def _check_part(self, spot: Spot, part: effects.WholePush) -> None:
         key = (part.worker_id, part.push_id)
         record = self.records[key]
         self._weighs(key, part.weight)
-        is_here = part.payload is not None and part.payload.spot == spot
+        payload = part.payloads[spot[1]]
+        is_here = payload is not None and payload.spot == spot
         demand(is_here, "{} is merged without its chunk {}", key, spot)
         demand(record.whole_at is not None, "half a push is merged: {}", record)
         length = float(record.push.chunks) ** 0.5  # each chunk has squares 1

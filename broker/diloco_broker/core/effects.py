@@ -59,50 +59,16 @@ class Step:
 
 
 @dataclass(frozen=True)
-class PushPart:
-    """One chunk of a whole submission, and what concerns all of that submission.
-
-    Attributes:
-        weight: its share in a mean is this over the sum of all weights.
-        scale: factor of its values, where old work counts less.
-        norm: Euclidean length of its parameters, all chunks together.
-        wire_dtype: what the payload's parameters are in.
-    """
-
-    worker_id: str
-    push_id: int
-    weight: float
-    scale: float
-    norm: float
-    wire_dtype: str
-    payload: Any
-
-
-@dataclass(frozen=True)
 class WholePush:
-    """A whole submission as it is merged: what `PushPart` says of one chunk, for all of them.
-
-    `payloads` has None for a chunk that an earlier version contains.
-    """
+    """A whole submission as it is merged."""
 
     worker_id: str
     push_id: int
-    weight: float
-    scale: float
-    norm: float
-    wire_dtype: str
-    payloads: Sequence[Any]
-
-    def part(self, index: int) -> PushPart:
-        return PushPart(
-            worker_id=self.worker_id,
-            push_id=self.push_id,
-            weight=self.weight,
-            scale=self.scale,
-            norm=self.norm,
-            wire_dtype=self.wire_dtype,
-            payload=self.payloads[index],
-        )
+    weight: float  # its share in a mean is this over the sum of all weights
+    scale: float  # factor of its values, where old work counts less
+    norm: float  # Euclidean length of its parameters, all chunks together
+    wire_dtype: str  # what the parameters in its payloads are in
+    payloads: Sequence[Any]  # of each chunk; None for one that an earlier version contains
 
 
 @dataclass(frozen=True)
@@ -119,11 +85,11 @@ class Inspect:
 
 @dataclass(frozen=True)
 class AggregateAndStep:
-    """Make a gradient of each group of parts and apply the outer optimizer to one after the other.
+    """Make a gradient of each group of pushes and apply the outer optimizer to one after the other.
 
-    A group without parts lacks this chunk: it is left out. `count` is as in `Step`, before the first.
-    The chunks of a version share `wholes`; parts are made when they are needed, since many workers
-    times many chunks are more than one turn of the loop has time for.
+    A group that lacks this chunk is left out. `count` is as in `Step`, before the first. The chunks of
+    a version share `wholes`; what has a chunk is looked up when it is needed, since many workers times
+    many chunks are more than one turn of the loop has time for.
     """
 
     __match_args__ = ("fragment", "index", "groups", "count")
@@ -134,12 +100,9 @@ class AggregateAndStep:
     count: int
 
     @property
-    def groups(self) -> tuple[tuple[PushPart, ...], ...]:
-        """The parts of each group."""
+    def groups(self) -> tuple[tuple[WholePush, ...], ...]:
         return tuple(
-            tuple(
-                whole.part(self.index) for whole in group if whole.payloads[self.index] is not None
-            )
+            tuple(each for each in group if each.payloads[self.index] is not None)
             for group in self.wholes
         )
 
@@ -162,21 +125,14 @@ class DropInitial:
 
 @dataclass(frozen=True)
 class CountedPush:
-    """What a version counts of one push.
-
-    Attributes:
-        chunks: those that the ledger names from now on.
-        added: those of which its values are in this version, and in no version before it.
-        weight: their share.
-        staleness: versions between the push's base and the one that it goes into.
-    """
+    """What a version counts of one push."""
 
     worker_id: str
     push: Push
-    chunks: Bitmap
-    added: Bitmap
-    weight: float
-    staleness: int
+    chunks: Bitmap  # those that the ledger names from now on
+    added: Bitmap  # those of which its values are in this version, and in no version before it
+    weight: float  # their share
+    staleness: int  # versions between the push's base and the one that it goes into
 
 
 @dataclass(frozen=True)
@@ -195,29 +151,18 @@ class RecordVersion:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What is known of a round that has ended.
-
-    Attributes:
-        fragment, version: what it made: the version of this fragment with this counter.
-        seconds: from its opening to its release.
-        averaged: contributions counted whole.
-        weight: sum of their weights.
-        loss: mean of the losses they reported, None without any.
-        delta_norm: mean Euclidean norm of their pseudo-gradients, None without any.
-        staleness: largest number of versions between a base and the version it went into.
-        workers: those whose contributions are in it.
-    """
+    """What is known of a round that has ended, which made `version` (a counter) of a fragment."""
 
     number: int
     fragment: int
     version: int
-    seconds: float
-    averaged: int
-    weight: float
-    loss: float | None
-    delta_norm: float | None
-    staleness: int
-    workers: tuple[str, ...] = ()
+    seconds: float  # from its opening to its release
+    averaged: int  # contributions counted whole
+    weight: float  # sum of their weights
+    loss: float | None  # mean of the losses they reported, None without any
+    delta_norm: float | None  # mean Euclidean norm of their pseudo-gradients, None without any
+    staleness: int  # largest number of versions between a base and the version it went into
+    workers: tuple[str, ...] = ()  # those whose contributions are in it
 
 
 @dataclass(frozen=True)
@@ -229,20 +174,13 @@ class RecordRound:
 
 @dataclass(frozen=True)
 class RecordAction:
-    """Write down what an operator did.
+    """Write down what an operator did; `before` and `after` are a setting's, else None."""
 
-    Attributes:
-        who: as the operator calls itself.
-        what: the action, for `set` with the name of the setting.
-        before, after: of the setting; None where there is none.
-        text: the sentence that states the effect.
-    """
-
-    who: str
-    what: str
+    who: str  # as the operator calls itself
+    what: str  # the action, for `set` with the name of the setting
     before: Any
     after: Any
-    text: str
+    text: str  # the sentence that states the effect
 
 
 @dataclass(frozen=True)
@@ -303,6 +241,14 @@ class Log:
     level: str
     text: str
     is_listed: bool = True
+
+
+def info(text: str, *, is_listed: bool = True) -> Log:
+    return Log("info", text, is_listed)
+
+
+def warning(text: str, *, is_listed: bool = True) -> Log:
+    return Log("warning", text, is_listed)
 
 
 TensorWork = Fold | Step | Inspect | AggregateAndStep | StoreInitial

@@ -121,16 +121,12 @@ class StoodStill:
 
 @dataclass(frozen=True)
 class Stop:
-    """End in an orderly way: a closing round is finished, an open one abandoned.
-
-    Attributes:
-        restarting: the broker is expected back, so workers train on; otherwise the run is over.
-        within_s: how long a closing round may take to be finished.
-    """
+    """End in an orderly way: a closing round is finished, an open one abandoned."""
 
     reason: str
+    # The broker is expected back, so workers train on; otherwise the run is over.
     restarting: bool = False
-    within_s: float = FINISH_WITHIN_S
+    within_s: float = FINISH_WITHIN_S  # how long a closing round may take to be finished
 
 
 Event = (

@@ -54,17 +54,10 @@ class LoopFigures:
     rss_bytes: int
 
 
-def snapshot(
-    state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
-) -> dict[str, Any]:
-    """Everything that displays show, fit for strict JSON: numbers that are not finite are null."""
-    return snapshot_and_line(state, events, figures, sequence, now)[0]
-
-
 def snapshot_and_line(
     state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> tuple[dict[str, Any], str]:
-    """The snapshot as plain values, and the JSON of it."""
+    """Everything that displays show, and the JSON of it: numbers that are not finite are null."""
     whole = to_plain(_snapshot(state, events, figures, sequence, now), with_none=True)
     try:
         return whole, json.dumps(whole, allow_nan=False)
@@ -295,7 +288,6 @@ def _has_buffer(state: RunState) -> bool:
 
 
 def _participating(state: RunState) -> set[str]:
-    """Workers whose push is under way or whole and not yet in a version."""
     return state.round.participating if state.round is not None else set()
 
 

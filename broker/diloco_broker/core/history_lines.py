@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from diloco_broker.core.effects import RecordAction, RoundReport
@@ -33,17 +34,11 @@ SETTINGS = (
 
 def round_line(state: RunState, report: RoundReport, figures: LoopFigures) -> dict[str, Any]:
     """A round that has ended, with what its workers had to say."""
+    told = asdict(report) | {"seconds": round(report.seconds, 3)}
+    del told["workers"]
     return {
         "kind": "round",
-        "number": report.number,
-        "fragment": report.fragment,
-        "version": report.version,
-        "seconds": round(report.seconds, 3),
-        "averaged": report.averaged,
-        "weight": report.weight,
-        "loss": report.loss,
-        "delta_norm": report.delta_norm,
-        "staleness": report.staleness,
+        **told,
         "alive": len(state.members),
         "bytes_up": state.totals.bytes_up - state.totals_before.bytes_up,
         "bytes_down": state.versions.bytes_down,
@@ -77,13 +72,5 @@ def start_line(snapshot: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def action_line(state: RunState, acted: RecordAction) -> dict[str, Any]:
-    """What an operator did."""
-    return {
-        "who": acted.who,
-        "what": acted.what,
-        "before": acted.before,
-        "after": acted.after,
-        "text": acted.text,
-        "run": state.model.run,
-        "round": state.round.number if state.round else None,
-    }
+    number = state.round.number if state.round else None
+    return {**asdict(acted), "run": state.model.run, "round": number}

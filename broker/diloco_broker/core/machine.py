@@ -28,6 +28,7 @@ from diloco_broker.core.rules import (
     rounds,
     stopping,
 )
+from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.update import InvariantBroken, Phase
@@ -35,16 +36,33 @@ from diloco_broker.core.story import Story
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
-# What only those may send who have joined.
-OfMember = (
-    messages.Heartbeat
-    | messages.Push
-    | messages.Chunk
-    | messages.Commit
-    | messages.Pull
-    | messages.Credit
-    | messages.Leave
-)
+# What becomes of what happens; what comes in as a message has tables of its own.
+RULES: dict[type, Callable[[RunState, Any], Effects]] = {
+    events.Malformed: refusals.malformed,
+    events.PeerGone: liveness.peer_gone,
+    events.Tick: liveness.tick,
+    events.StoodStill: liveness.stood_still,
+    events.WorkDone: pushes.done,
+    events.WorkRefused: pushes.refused,
+    events.Stepped: rounds.stepped,
+    events.InitialStored: initial_model.stored,
+    events.InitialRefused: initial_model.refused,
+    events.Saved: rounds.saved,
+    events.SaveFailed: checkpoints.save_failed,
+    events.Stop: stopping.stop,
+}
+# Of what anybody may send, and of what only those may who have joined.
+OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {
+    messages.Join: admission.join,
+    messages.Control: operator.control,
+}
+OF_MEMBERS: dict[type, Callable[[RunState, Member, Any], Effects]] = {
+    messages.Heartbeat: liveness.beat,
+    messages.Push: pushes.push,
+    messages.Commit: pushes.commit,
+    messages.Pull: pulls.pull,
+    messages.Leave: admission.leave,
+}
 
 
 class Core:
@@ -99,70 +117,33 @@ class Core:
             asked_for += stopping.finish_if_due(state, state.stopping)
         return asked_for
 
-    def _rule(self, event: events.Event) -> Effects:  # noqa: C901, PLR0911, PLR0912  a case for each event
-        state = self.state
-        match event:
-            case events.Received(route, message, payload):
-                return self._message(route, message, payload)
-            case events.Malformed():
-                return refusals.malformed(state, event)
-            case events.PeerGone(route):
-                return liveness.peer_gone(state, route)
-            case events.Tick(lost):
-                return liveness.tick(state, lost=lost)
-            case events.StoodStill(seconds):
-                return liveness.stood_still(state, seconds)
-            case events.WorkDone():
-                return pushes.done(state, event)
-            case events.WorkRefused():
-                return pushes.refused(state, event)
-            case events.Stepped():
-                return rounds.stepped(state, event)
-            case events.InitialStored():
-                return initial_model.stored(state, event)
-            case events.InitialRefused():
-                return initial_model.refused(state, event)
-            case events.Saved():
-                return rounds.saved(state, event)
-            case events.SaveFailed():
-                return checkpoints.save_failed(state, event)
-            case events.Stop():
-                return stopping.stop(state, event)
+    def _rule(self, event: events.Event) -> Effects:
+        if isinstance(event, events.Received):
+            return self._message(event)
+        return RULES[type(event)](self.state, event)
 
-    def _message(self, route: effects.Route, message: messages.Message, payload: Any) -> Effects:  # noqa: C901, PLR0911  a case for each message
-        state = self.state
-        match message:
-            case messages.Join():
-                return admission.join(state, route, message)
-            case messages.Control():
-                return operator.control(state, route, message)
-            case messages.Pull(session=None) | messages.Credit(session=None):
-                return pulls.observe(state, route, message)
-        if not isinstance(message, OfMember):
+    def _message(self, received: events.Received) -> Effects:
+        state, route, message = self.state, received.route, received.message
+        if type(message) in OF_ANYBODY:
+            return OF_ANYBODY[type(message)](state, route, message)
+        if isinstance(message, messages.Pull | messages.Credit) and message.session is None:
+            return pulls.observe(state, route, message)
+        on_bulk = isinstance(message, messages.Chunk | messages.Credit)
+        if not on_bulk and type(message) not in OF_MEMBERS:
             raise ProtocolError(
                 Code.NOT_ALLOWED, f"A {message.kind} message goes from the broker to others."
             )
-        member = state.members.with_session(message.session or b"")
-        on_control = not isinstance(message, messages.Chunk | messages.Credit)
-        if member is None or (on_control and member.control != route):
+        member = state.members.with_session(getattr(message, "session", None) or b"")
+        if member is None or (not on_bulk and member.control != route):
             text = "This session is not known on this connection; join again."
             return iter([effects.Send(route, messages.Rejoin(state.epoch, text))])
         member.liveness.hear(state.now)
         match message:
-            case messages.Heartbeat():
-                return liveness.beat(state, member, message)
-            case messages.Push():
-                return pushes.push(state, member, message)
             case messages.Chunk():
-                return pushes.chunk(state, member, message, payload)
-            case messages.Commit():
-                return pushes.commit(state, member, message)
-            case messages.Pull():
-                return pulls.pull(state, member, message)
+                return pushes.chunk(state, member, message, received.payload)
             case messages.Credit():
                 return pulls.credit(state, member, route, message)
-            case messages.Leave():
-                return admission.leave(state, member, message)
+        return OF_MEMBERS[type(message)](state, member, message)
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken, which tells the last events, when an invariant is; for tests."""

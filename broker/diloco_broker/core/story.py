@@ -22,56 +22,47 @@ KEPT = 200  # of the events that come once a round, and as many of those that co
 TOLD = 8  # of each of these, of a worker and of a round
 LONGEST_CAUSE, LONGEST_ID = 500, 64  # characters
 
+# What comes once a round or more rarely, and what comes for every chunk. Others are not kept.
+RARE = {
+    messages.Join,
+    messages.Push,
+    messages.Commit,
+    messages.Leave,
+    messages.Control,
+    events.WorkRefused,
+    events.InitialRefused,
+    events.PeerGone,
+    events.Saved,
+    events.SaveFailed,
+    events.StoodStill,
+    events.Stop,
+}
+FREQUENT = {
+    messages.Chunk,
+    messages.Pull,
+    events.WorkDone,
+    events.InitialStored,
+    events.Stepped,
+    events.Malformed,
+}
 # Whose it is, by worker id, fragment, chunk and push id, as far as an event has them. A session is never
-# kept: a stranger may send megabytes as one.
+# kept: anybody may send megabytes as one.
 Facts = tuple[str | None, int | None, int | None, int | None]
 # When, in which round, what.
 Entry = tuple[float, int | None, type, Facts]
 
-_NONE: Facts = (None, None, None, None)
 
-
-def _of_work(event: Any, _: Membership) -> Facts:
-    work = event.work
-    return work.worker_id, work.fragment, work.index, work.push_id
-
-
-def _of_push(message: Any, members: Membership) -> Facts:
-    return _name(message.session, members), message.fragment, None, message.push_id
-
-
-def _of_peer(event: Any, members: Membership) -> Facts:
-    member = members.on_route(event.route)
-    return member.worker_id if member is not None else None, None, None, None
-
-
-def _name(session: bytes | None, members: Membership) -> str | None:
-    member = members.with_session(session or b"")
-    return member.worker_id if member is not None else None
-
-
-_RARE: dict[type, Callable[[Any, Membership], Facts]] = {
-    messages.Join: lambda message, _: (message.worker_id[:LONGEST_ID], None, None, None),
-    messages.Push: _of_push,
-    messages.Commit: _of_push,
-    messages.Leave: lambda message, members: (_name(message.session, members), None, None, None),
-    messages.Control: lambda *_: _NONE,
-    events.WorkRefused: _of_work,
-    events.InitialRefused: _of_work,
-    events.PeerGone: _of_peer,
-    events.Saved: lambda *_: _NONE,
-    events.SaveFailed: lambda *_: _NONE,
-    events.StoodStill: lambda *_: _NONE,
-    events.Stop: lambda *_: _NONE,
-}
-_FREQUENT: dict[type, Callable[[Any, Membership], Facts]] = {
-    messages.Chunk: lambda m, members: (_name(m.session, members), m.fragment, m.index, m.push_id),
-    messages.Pull: lambda m, members: (_name(m.session, members), m.fragment, None, None),
-    events.WorkDone: _of_work,
-    events.InitialStored: _of_work,
-    events.Stepped: lambda event, _: (None, event.fragment, event.index, None),
-    events.Malformed: lambda *_: _NONE,
-}
+def _facts(subject: Any, members: Membership) -> Facts:
+    about = getattr(subject, "work", subject)
+    worker_id = getattr(about, "worker_id", None)
+    if worker_id is None and (session := getattr(about, "session", None)):
+        member = members.with_session(session)
+        worker_id = member.worker_id if member else None
+    elif isinstance(subject, events.PeerGone):
+        member = members.on_route(subject.route)
+        worker_id = member.worker_id if member else None
+    fragment, chunk = getattr(about, "fragment", None), getattr(about, "index", None)
+    return worker_id and worker_id[:LONGEST_ID], fragment, chunk, getattr(about, "push_id", None)
 
 
 class CoreError(RuntimeError):
@@ -84,7 +75,7 @@ class Story:
     def __init__(self) -> None:
         self._rare: deque[Entry] = deque(maxlen=KEPT)
         self._frequent: deque[Entry] = deque(maxlen=KEPT)
-        self._last: Entry = (0.0, None, object, _NONE)
+        self._last: Entry = (0.0, None, object, (None, None, None, None))
 
     def __len__(self) -> int:
         return len(self._rare) + len(self._frequent)
@@ -96,15 +87,11 @@ class Story:
             subject = event.message
         kind = type(subject)
         number = None if state.round is None else state.round.number
-        if (facts := _FREQUENT.get(kind)) is not None:
-            self._last = (state.now, number, kind, facts(subject, state.members))
+        self._last = (state.now, number, kind, _facts(subject, state.members))
+        if kind in FREQUENT:
             self._frequent.append(self._last)
-        elif (facts := _RARE.get(kind)) is not None:
-            self._last = (state.now, number, kind, facts(subject, state.members))
+        elif kind in RARE:
             self._rare.append(self._last)
-        else:
-            whose = _name(getattr(subject, "session", None), state.members)
-            self._last = (state.now, number, kind, (whose, None, None, None))
 
     def failure(self, error: Exception, state: RunState) -> InvariantBroken | CoreError:
         """The error to raise for one that the core has met: it names round, worker and their events."""
@@ -136,7 +123,6 @@ class Story:
 
 
 def _whose(entry: Entry) -> str:
-    """The worker that an event was about; empty where it was about none."""
     return entry[3][0] or ""
 
 

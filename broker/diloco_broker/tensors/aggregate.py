@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_broker.core.effects import PushPart
+from diloco_broker.core.effects import WholePush
 from diloco_broker.tensors.blend import Blend
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
 from diloco_protocol.codecs import decode_chunk, is_finite
@@ -26,7 +26,7 @@ PIECE_ELEMENTS = 1 << 16
 # Contributions that are held as they came: 1 MiB each in bf16, 2 MiB in fp32.
 HELD = 6
 
-Aggregate = Callable[[Iterable[Tensor], Sequence[PushPart]], Tensor]
+Aggregate = Callable[[Iterable[Tensor], Sequence[WholePush]], Tensor]
 """Makes a gradient of the same chunk of several submissions.
 
 The chunks come one at a time, fp32, in the order of the parts; each may be read until the next one is
@@ -34,7 +34,7 @@ asked for, and must not be changed. The result is a new fp32 tensor.
 """
 
 
-def mean(chunks: Iterable[Tensor], parts: Sequence[PushPart]) -> Tensor:
+def mean(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> Tensor:
     """sum(w_i s_i x_i) / sum(w_i), with weight w_i, scale s_i and chunk x_i of part i.
 
     The same operations in the same order as `StreamingMean`: where scales are 1, the same bits.
@@ -42,7 +42,7 @@ def mean(chunks: Iterable[Tensor], parts: Sequence[PushPart]) -> Tensor:
     return _weighted_mean(chunks, parts, [1.0] * len(parts))
 
 
-def clip_median_norm(chunks: Iterable[Tensor], parts: Sequence[PushPart]) -> Tensor:
+def clip_median_norm(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> Tensor:
     """The mean of x_i min(1, median/|x_i|): none counts longer than the median submission.
 
     |x_i| is the length of the whole submission, so its direction stays as it was.
@@ -57,7 +57,7 @@ AGGREGATES: dict[str, Aggregate] = {"mean": mean, "clip-median-norm": clip_media
 
 
 def _weighted_mean(
-    chunks: Iterable[Tensor], parts: Sequence[PushPart], factors: Sequence[float]
+    chunks: Iterable[Tensor], parts: Sequence[WholePush], factors: Sequence[float]
 ) -> Tensor:
     total: Tensor | None = None
     for chunk, part, factor in zip(chunks, parts, factors, strict=True):
@@ -279,7 +279,7 @@ class StagedReducer:
         exact = values.double()  # fp32 squares overflow from 1.8e19 on
         return float(torch.dot(exact, exact))
 
-    def reduced(self, span: ChunkSpan, parts: Sequence[PushPart]) -> Gradient | Blend | None:
+    def reduced(self, span: ChunkSpan, parts: Sequence[WholePush]) -> Gradient | Blend | None:
         """What a group of submissions makes of a chunk; None without parts."""
         if not parts:
             return None
@@ -298,8 +298,8 @@ class StagedReducer:
             case Segment.PARAMETERS:
                 return Gradient.of(self._aggregate(chunks, parts))
 
-    def _decoded(self, span: ChunkSpan, parts: Sequence[PushPart]) -> Iterator[Tensor]:
-        return (self._decode(span, part.payload, part.wire_dtype) for part in parts)
+    def _decoded(self, span: ChunkSpan, parts: Sequence[WholePush]) -> Iterator[Tensor]:
+        return (self._decode(span, part.payloads[span.index], part.wire_dtype) for part in parts)
 
     def _decode(self, span: ChunkSpan, payload: Any, dtype: str) -> Tensor:
         values = decode_chunk(span, payload, dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diloco_broker.core.effects import PushPart
+from diloco_broker.core.effects import WholePush
 from diloco_broker.core.events import Stepped
 from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
@@ -183,7 +183,7 @@ class Parameters:
         return self._advance(fragment, index, [mean], count)
 
     def merge(
-        self, fragment: int, index: int, groups: Sequence[Sequence[PushPart]], count: int
+        self, fragment: int, index: int, groups: Sequence[Sequence[WholePush]], count: int
     ) -> list[Stepped]:
         """The outer steps of one chunk, one after the other with the gradient of each group.
 

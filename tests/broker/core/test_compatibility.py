@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 
-from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.messages import Error, Notice, Welcome
 from kit.core_harness import Stage, a_stage
 
 
 def steps_shown(stage: Stage) -> dict[str, int]:
     """H of each worker, as displays show it."""
-    figures = LoopFigures("0", "tcp://x:1", 0.0, 0.0, 0)
-    workers = snapshot(stage.state, EventLog(), figures, 1, stage.now)["workers"]
-    return {worker["id"]: worker["sync_every"] for worker in workers}
+    return {worker["id"]: worker["sync_every"] for worker in stage.shown()["workers"]}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

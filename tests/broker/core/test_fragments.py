@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from diloco_broker.cli.status_text import as_text
-from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     Grant,
@@ -182,11 +181,6 @@ def test_worker_that_dies_between_fragments_is_not_waited_for_in_any() -> None:
     assert counters(stage) == [2, 1, 1]
 
 
-def status(stage: Stage) -> dict[str, Any]:
-    figures = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
-    return snapshot(stage.state, EventLog(), figures, 1, stage.now)
-
-
 def fragments_line(text: str) -> str:
     (line,) = [line for line in text.splitlines() if line.startswith("fragments ")]
     return line
@@ -194,13 +188,13 @@ def fragments_line(text: str) -> str:
 
 def test_feed_and_status_show_how_long_after_its_slot_each_worker_merges() -> None:
     stage, (a, b, _) = a_run("a", "b", "c")
-    before = as_text(status(stage))
+    before = as_text(stage.shown())
     assert "merged when the reply arrives" in before
     assert "at most 4" in before
     assert "last" not in fragments_line(before), "nobody has merged yet"
     for worker, told in ((a, 2), (b, 3), (a, None)):
         worker.sends(Heartbeat(worker.token(), 5, merge_delay=told))
-    shown = status(stage)
+    shown = stage.shown()
     assert [each["merge_delay"] for each in shown["workers"]] == [2, 3, None]
     assert (shown["fragment_delay_auto"], shown["fragment_max_delay"]) == (True, 4)
     assert shown["fragment_sync_delay"] == 0
@@ -211,12 +205,12 @@ def test_feed_and_status_show_how_long_after_its_slot_each_worker_merges() -> No
 def test_delay_that_makes_no_sense_is_shown_as_one_that_does(told: int, shown: int) -> None:
     stage, (a,) = a_run("a")
     a.sends(decode(encode(Heartbeat(a.token(), 5, merge_delay=told))))
-    assert status(stage)["workers"][0]["merge_delay"] == shown
+    assert stage.shown()["workers"][0]["merge_delay"] == shown
 
 
 def test_delay_that_is_a_number_is_shown_as_one() -> None:
     stage, _ = a_run("a", fragment_sync_delay=2)
-    shown = status(stage)
+    shown = stage.shown()
     assert (shown["fragment_delay_auto"], shown["fragment_sync_delay"]) == (False, 2)
     assert shown["fragment_max_delay"] == 2
     assert "merged 2 steps after the push" in fragments_line(as_text(shown))

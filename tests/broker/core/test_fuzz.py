@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_broker.core.events import Received, Tick
-from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_broker.core.history_lines import round_line
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
@@ -41,7 +40,7 @@ from diloco_protocol.messages import (
     encode,
 )
 from diloco_protocol.version import Counted, Ledger, VersionId
-from kit.core_harness import RUN, Puppet, Stage, a_stage
+from kit.core_harness import FIGURES, RUN, Puppet, Stage, a_stage
 from kit.noted_tensors import CHUNK_ELEMENTS, Payload
 
 SIZES = [1, 4 * CHUNK_ELEMENTS, 4096]  # of payloads: one of them is right
@@ -139,12 +138,11 @@ def test_no_message_makes_the_core_raise(
 
 def is_shown(stage: Stage) -> dict[str, Any]:
     """The feed, the status and the history can be made of it. Returns the snapshot."""
-    figures = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
-    shown = snapshot(stage.state, EventLog(), figures, 1, stage.now)
+    shown = stage.shown()
     assert len(json.dumps(shown, allow_nan=False)) < 20_000, "a message swamps the displays"
     encode(Result(1, True, "status", shown))
     for report in stage.reports:
-        round_line(stage.state, report, figures)
+        round_line(stage.state, report, FIGURES)
     return shown
 
 

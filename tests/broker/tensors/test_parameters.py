@@ -14,7 +14,7 @@ import zmq
 from torch import Tensor
 
 from diloco_broker.config import declaration
-from diloco_broker.core.effects import PushPart
+from diloco_broker.core.effects import WholePush
 from diloco_broker.tensors.aggregate import AGGREGATES, Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
 from diloco_broker.tensors.outer.chunked import Nesterov
@@ -189,13 +189,13 @@ def spans() -> tuple[ChunkSpan, ...]:
     return a_layout(64).fragments[0].spans
 
 
-def reduced(index: int, parts: Sequence[PushPart], aggregate: str = "mean") -> Tensor:
+def reduced(index: int, parts: Sequence[WholePush], aggregate: str = "mean") -> Tensor:
     return whole(StagedReducer(aggregate, 64).reduced(spans()[index], parts))
 
 
 def some_parts(
     chunks: Sequence[Tensor], dtype: str = "fp32", **lists: Sequence[float]
-) -> list[PushPart]:
+) -> list[WholePush]:
     """One part for each chunk; `lists` has its other fields."""
     fields = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
     return [

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from diloco_broker.core.feed import EventLog, LoopFigures, snapshot
 from diloco_protocol.messages import Heartbeat
 from diloco_worker.model.model_watch import ModelWatch
 from kit.core_harness import a_stage
@@ -176,8 +175,7 @@ def test_warning_of_a_worker_is_in_the_feed_as_long_as_it_holds() -> None:
     (a,) = stage.joined("a")
 
     def shown() -> object:
-        figures = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
-        return snapshot(stage.state, EventLog(), figures, 1, stage.now)["workers"][0]["warning"]
+        return stage.shown()["workers"][0]["warning"]
 
     assert shown() is None
     for said in ("The model\x1b has changed.", "It has changed again.", "x" * 9999):

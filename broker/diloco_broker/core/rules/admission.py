@@ -30,16 +30,13 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         member = state.members.admit(join, session, route, state.now)
         if join.worker_id in state.model.known:
             member.goes_on_from(state.model.known[join.worker_id])
-        yield effects.Log(
-            "info", f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}."
-        )
+        yield effects.info(f"{join.worker_id} joins{f' from {join.host}' if join.host else ''}.")
         config = state.config
         remark = compatibility.remark(config, join)
         if remark is not None:
-            yield effects.Log("info", remark)
+            yield effects.info(remark)
         if not reducer_of(config).has_rounds and len(state.members) > config.workers:
-            yield effects.Log(
-                "warning",
+            yield effects.warning(
                 f"{len(state.members)} workers are here, the run is planned for {config.workers}: "
                 f"the outer optimizer counts on {config.workers}. Start it with --workers "
                 f"{len(state.members)}.",
@@ -47,7 +44,7 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
     else:
         state.versions.forget(member.bulk)
         state.members.renew(member, join, session, route, state.now)
-        yield effects.Log("info", f"{join.worker_id} is back on a new connection.")
+        yield effects.info(f"{join.worker_id} is back on a new connection.")
     if state.model.manifest != join.manifest:
         layout = state.model.settle_manifest(join.manifest, plan, state.run_config)
         state.versions.set_layout(layout.all)
@@ -183,7 +180,7 @@ def _contest(member: Member, route: effects.Route, now: float) -> effects.Effect
             f"A worker named {member.worker_id!r} is alive on {figures.host or 'some host'} "
             f"(pid {figures.pid}); give this one another worker_id."
         )
-        yield effects.Log("warning", f"Refused a second worker named {member.worker_id!r}.")
+        yield effects.warning(f"Refused a second worker named {member.worker_id!r}.")
     else:
         if life.contested_at is None:
             life.contest(now)
@@ -191,7 +188,7 @@ def _contest(member: Member, route: effects.Route, now: float) -> effects.Effect
             f"A worker named {member.worker_id!r} was heard {age:.1f} s ago; if it is gone, its "
             "place will be free soon."
         )
-        yield effects.Send(member.control, messages.Notice("ping"))
+        yield member.tell(messages.Notice("ping"))
     error = messages.Error(Code.ID_TAKEN, text, retry=not is_alive, about="join")
     yield effects.Send(route, error)
 
@@ -207,7 +204,6 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
 
 
 def leave(state: RunState, member: Member, message: messages.Leave) -> effects.Effects:
-    """A worker says that it goes."""
     why = printable(message.reason, 200)
-    yield effects.Log("info", f"{member.worker_id} leaves: {why or 'it is done'}.")
+    yield effects.info(f"{member.worker_id} leaves: {why or 'it is done'}.")
     yield from remove(state, member, why)

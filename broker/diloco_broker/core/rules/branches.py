@@ -23,15 +23,13 @@ def tell(state: RunState, worker_id: str, versions: Sequence[VersionId | None]) 
             continue
         which = f" of fragment {fragment}" if len(fragments) > 1 else ""
         if held.counter > ours.counter:
-            yield effects.Log(
-                "warning",
+            yield effects.warning(
                 f"{worker_id} holds version {held}{which}, but this broker went on from an older copy "
                 f"and is at {ours}. The rounds that only {worker_id} has are lost, except for what "
                 "workers offer again.",
             )
         elif each.is_of_another_branch(held):
-            yield effects.Log(
-                "warning",
+            yield effects.warning(
                 f"{worker_id} holds version {held}{which}, which is of another branch of run "
                 f"{ours.run}: this broker, now at {ours}, has version {each.name_of(held.counter)} "
                 f"instead, because a broker went on from an older copy. The rounds that only "

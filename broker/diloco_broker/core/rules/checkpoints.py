@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 from diloco_broker.core import effects, events
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import RunRecord
-from diloco_broker.core.state.update import Phase
 
 # How long a release waits before it asks again for a checkpoint that could not be written.
 RETRY_S = 1.0
@@ -42,13 +41,12 @@ def run_record(state: RunState, number: int) -> RunRecord:
 
 
 def saved(state: RunState, event: events.Saved) -> effects.Effects:
-    """A checkpoint is on the disk."""
     saving = state.saving
     if saving.error is not None:
-        yield effects.Log("info", f"Checkpoints are written again; the newest is {event.path}.")
+        yield effects.info(f"Checkpoints are written again; the newest is {event.path}.")
     elif saving.number is None:
         text = "a broker started again with this folder goes on from the newest"
-        yield effects.Log("info", f"The first checkpoint is {event.path}; {text}.")
+        yield effects.info(f"The first checkpoint is {event.path}; {text}.")
     saving.number, saving.saved_at = event.number, state.now
     saving.error = saving.retry_at = None
 
@@ -70,10 +68,10 @@ def save_failed(state: RunState, event: events.SaveFailed) -> effects.Effects:
 def save_soon(state: RunState) -> effects.Effects:
     """Save now, or as soon as the version that is being made is whole."""
     assert state.round is not None
-    if state.round.phase is Phase.OPEN:
-        yield save(state, state.round.number)
-    else:
+    if state.closing:
         state.saving.is_asked = True
+    else:
+        yield save(state, state.round.number)
 
 
 def save_if_due(state: RunState, number: int) -> effects.Effects:

@@ -51,9 +51,7 @@ def begin(state: RunState, member: Member, push: messages.Push) -> effects.Effec
     member.uploads.begin(upload)
     held = intake.arrived.to_bytes() if intake.arrived else None
     standing = messages.Standing.RESUME if held else messages.Standing.NEW
-    yield effects.Send(
-        member.control, messages.Grant(push.push_id, push.fragment, standing, held, window)
-    )
+    yield member.tell(messages.Grant(push.push_id, push.fragment, standing, held, window))
 
 
 def _check_promise(member: Member, push: messages.Push) -> None:
@@ -100,9 +98,7 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     upload = donor.uploads.of(work.fragment) if donor is not None else None
     if donor is not None and upload is not None:
         more = upload.acknowledged(is_calm=intake.stored == len(intake.arrived))
-        yield effects.Send(
-            donor.control, messages.Ack(work.push_id, work.fragment, (work.index,), more)
-        )
+        yield donor.tell(messages.Ack(work.push_id, work.fragment, (work.index,), more))
         if intake.is_whole:
             upload.void()
 
@@ -115,8 +111,7 @@ def abandon(state: RunState, why: str = "") -> effects.Effects:
         for intake in state.model.donation.intakes.values():
             if why and intake.push is not None:
                 push_id = intake.push.push_id
-                yield effects.Send(
-                    donor.control,
+                yield donor.tell(
                     messages.Error(Code.NOT_ALLOWED, why, push_id=push_id, about="push"),
                 )
     over = [f for f in state.model.donation.intakes if f in state.model.restored]

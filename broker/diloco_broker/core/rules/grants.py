@@ -26,24 +26,19 @@ def grant(
     credit = member.uploads.grant(push, waiting=waiting, sharing=sharing)
     standing = messages.Standing.RESUME if held else messages.Standing.NEW
     have = held.to_bytes() if held else None
-    yield effects.Send(
-        member.control,
+    yield member.tell(
         messages.Grant(push.push_id, push.fragment, standing, have, credit, round=number),
     )
 
 
 def counted(member: Member, push: messages.Push) -> effects.Effects:
-    """A version has all of it."""
-    yield effects.Send(
-        member.control, messages.Grant(push.push_id, push.fragment, messages.Standing.COUNTED)
-    )
+    yield member.tell(messages.Grant(push.push_id, push.fragment, messages.Standing.COUNTED))
 
 
 def wait(member: Member, push: messages.Push, text: str, number: int | None) -> effects.Effects:
     """Another grant follows; the push is kept until then."""
     member.defer(push)
-    yield effects.Send(
-        member.control,
+    yield member.tell(
         messages.Grant(
             push.push_id, push.fragment, messages.Standing.WAIT, text=text, round=number
         ),
@@ -53,9 +48,7 @@ def wait(member: Member, push: messages.Push, text: str, number: int | None) -> 
 def acknowledge(state: RunState, member: Member, upload: Upload, index: int) -> effects.Effects:
     """A chunk is in: its credit goes back to the sender."""
     more = member.uploads.acknowledged(upload, is_calm=not state.chunks_waiting)
-    yield effects.Send(
-        member.control, messages.Ack(upload.push.push_id, upload.push.fragment, (index,), more)
-    )
+    yield member.tell(messages.Ack(upload.push.push_id, upload.push.fragment, (index,), more))
 
 
 def acknowledge_work(state: RunState, work: effects.Fold | effects.Inspect) -> effects.Effects:
@@ -70,10 +63,8 @@ def refuse(state: RunState, fragment: int, key: PushKey, code: Code, text: str) 
     """A push is over without being counted: say so to its worker, if it is at it, and to everybody."""
     worker_id, push_id = key
     state.reject(worker_id, code.value, text)
-    yield effects.Log("warning", text)
+    yield effects.warning(text)
     member = state.members.named(worker_id)
     if member and member.uploads.void(fragment, push_id):
         member.figures.rejected += 1
-        yield effects.Send(
-            member.control, messages.Error(code, text, push_id=push_id, about="push")
-        )
+        yield member.tell(messages.Error(code, text, push_id=push_id, about="push"))

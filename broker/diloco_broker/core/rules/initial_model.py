@@ -97,9 +97,7 @@ def _seek_run(state: RunState) -> effects.Effects:
                 "is ahead of the checkpoint" if model.checkpoint else "has parameters of this run"
             )
             instead = ", not the model file's" if model.initial is not None else ""
-            yield effects.Log(
-                "info", f"{donor.worker_id} {ahead}; taking {whose} from it{instead}."
-            )
+            yield effects.info(f"{donor.worker_id} {ahead}; taking {whose} from it{instead}.")
             yield from _ask(state, donor)
             return
     if set(model.restored) >= set(model.all_fragments):
@@ -121,9 +119,7 @@ def _wait_for_others(state: RunState) -> Generator[effects.Effect, None, bool]:
         whom = f"workers of the run that may hold newer rounds: {summarise(away)}"
         if not model.waits_for:
             left = state.started_at + config.recover_wait - state.now
-            yield effects.Log(
-                "info", f"Before the run goes on, waiting {left:.1f} s at most for {whom}."
-            )
+            yield effects.info(f"Before the run goes on, waiting {left:.1f} s at most for {whom}.")
         model.waits_for = whom
         return True
     if len(state.members) >= config.workers:
@@ -132,7 +128,7 @@ def _wait_for_others(state: RunState) -> Generator[effects.Effect, None, bool]:
         model.offered_at = state.now
         holders = [member.worker_id for member in state.members if any(member.versions)]
         for worker_id in holders[:1]:  # none, when those that gave some of it have gone since
-            yield effects.Log("info", f"{worker_id} holds a version of an earlier run.")
+            yield effects.info(f"{worker_id} holds a version of an earlier run.")
     return state.now - model.offered_at < config.recover_wait
 
 
@@ -153,7 +149,7 @@ def _wait_for_a_run(state: RunState) -> Generator[effects.Effect, None, bool]:
         whom = ""
     elif whom != model.waits_for:
         text = f"Waiting {until - state.now:.1f} s at most for {whom}; then a new run begins."
-        yield effects.Log("info", text)
+        yield effects.info(text)
     model.waits_for = whom
     return bool(whom)
 
@@ -180,7 +176,7 @@ def _ask_a_newcomer(state: RunState) -> effects.Effects:
         donor = model.choose_donor(state.members)
     if donor is not None:
         model.ask(donor, model.all_fragments, state.now)
-        yield effects.Log("info", f"Asking {donor.worker_id} for its parameters.")
+        yield effects.info(f"Asking {donor.worker_id} for its parameters.")
         yield from _ask(state, donor)
 
 
@@ -193,7 +189,7 @@ def _ask(state: RunState, donor: Member) -> effects.Effects:
         model.donation.asked = donor.session
         for fragment in model.donation.wanted:
             text = "The broker needs the parameters of this worker; send them."
-            yield effects.Send(donor.control, messages.Notice("donate", text, fragment))
+            yield donor.tell(messages.Notice("donate", text, fragment))
 
 
 def _pass_over(state: RunState, donor: Member) -> effects.Effects:
@@ -202,12 +198,12 @@ def _pass_over(state: RunState, donor: Member) -> effects.Effects:
     slow = f"{donor.worker_id} has sent no parameters for {model.patience_s:g} s"
     model.passed_over.add(donor.worker_id)
     if _can_do_without(state, donor):
-        yield effects.Log("warning", f"{slow}; going on without it.")
+        yield effects.warning(f"{slow}; going on without it.")
         yield from abandon_donation(state, why="The broker asks another worker meanwhile.")
     else:
         model.ask_all_again()
         model.donation.progress_at = state.now
-        yield effects.Log("warning", f"{slow}, and no other worker has them; waiting for it.")
+        yield effects.warning(f"{slow}, and no other worker has them; waiting for it.")
 
 
 def _can_do_without(state: RunState, donor: Member) -> bool:
@@ -236,12 +232,11 @@ def _begin_run(state: RunState, source: str) -> effects.Effects:
     for fragment, intake in model.donation.intakes.items():
         state.versions.install(fragment, intake.whole())
         yield effects.RecordVersion(intake.version, None, fragment, 0)
-    yield effects.Log("info", f"Run {model.run} begins with the parameters of {source}.")
+    yield effects.info(f"Run {model.run} begins with the parameters of {source}.")
     yield from _begin(state, 0, is_new=True)
 
 
 def _adopt(state: RunState, donor: str) -> effects.Effects:
-    """Everything that the donor was asked for is here."""
     model = state.model
     before = {fragment: each.record.gradients for fragment, each in model.restored.items()}
     steps = model.adopt()
@@ -260,8 +255,7 @@ def _adopt(state: RunState, donor: str) -> effects.Effects:
     ]
     if rounds:
         since = f" since {model.checkpoint}" if model.checkpoint else ""
-        yield effects.Log(
-            "warning",
+        yield effects.warning(
             f"Recovered the parameters from {donor}. What the outer optimizer remembered of the rounds"
             f"{since} is lost: {', '.join(rounds)}.",
         )
@@ -269,7 +263,6 @@ def _adopt(state: RunState, donor: str) -> effects.Effects:
 
 
 def _go_on(state: RunState) -> effects.Effects:
-    """Every fragment is at its newest version: the next round opens."""
     model = state.model
     for member in state.members:
         if any(held is not None and held.run != model.run for held in member.versions):
@@ -277,7 +270,7 @@ def _go_on(state: RunState) -> effects.Effects:
             state.members.remove(member)
             state.versions.forget(member.bulk)
             text = f"This broker goes on with run {model.run}, which is another one; join again."
-            yield effects.Send(member.control, messages.Rejoin(state.epoch, text))
+            yield member.tell(messages.Rejoin(state.epoch, text))
     for fragment, restored in model.restored.items():
         state.versions.install(fragment, restored)
     for member in state.members:
@@ -286,7 +279,7 @@ def _go_on(state: RunState) -> effects.Effects:
     is_newer = number != model.resumed_number
     source = f"from {model.checkpoint}" if model.checkpoint else "with what its workers hold"
     more = " and what its workers had newer" if model.checkpoint and is_newer else ""
-    yield effects.Log("info", f"Run {model.run} goes on with round {number}, {source}{more}.")
+    yield effects.info(f"Run {model.run} goes on with round {number}, {source}{more}.")
     yield from _begin(state, number, is_new=is_newer)
 
 
@@ -306,7 +299,7 @@ def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
     if round_ is not None and round_.barrier is not None and here < state.floor:
         are = "is" if here == 1 else "are"
         text = f"Round {number} waits for {state.floor} workers; {here} {are} here."
-        yield effects.Log("info", text)
+        yield effects.info(text)
 
 
 def _tell_of_room(state: RunState) -> effects.Effects:
@@ -317,8 +310,7 @@ def _tell_of_room(state: RunState) -> effects.Effects:
         return
     sizes = [sum(span_bytes(span, config.wire_dtype) for span in part.spans) for part in layouts]
     many, whose, size = reducer.room_needed(config, sizes)
-    yield effects.Log(
-        "info",
+    yield effects.info(
         f"{reducer.asked_for_by(config)} needs whole submissions: up to {many} "
         f"{whose}{'s'[: many != 1]} x {_megabytes(size)} of memory beyond parameters and momentum.",
     )
@@ -340,7 +332,7 @@ def refused(state: RunState, event: events.InitialRefused) -> effects.Effects:
     donor = state.members.named(work.worker_id)
     if donor is not None:
         error = messages.Error(Code.NON_FINITE, text, push_id=work.push_id, about="push")
-        yield effects.Send(donor.control, error)
+        yield donor.tell(error)
         yield from reject_donor(state, donor)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_broker.core import effects
+from diloco_broker.core import effects, events
 from diloco_broker.core.rules import admission, compatibility, initial_model, rounds
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -26,14 +26,13 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     life.beat(state.now, has_moved=has_moved)
     if figures.warning and not figures.has_warned:  # once: what peers say must not fill the log
         figures.has_warned = True
-        yield effects.Log("warning", f"{member.worker_id} warns: {figures.warning}")
+        yield effects.warning(f"{member.worker_id} warns: {figures.warning}")
     limit = state.config.stall_timeout
     if has_moved:
         yield from mark_active(state, member)
     elif limit and not life.is_stalled and life.stood_still() > limit:
         life.stall()
-        yield effects.Log(
-            "warning",
+        yield effects.warning(
             f"{member.worker_id} has stood at step {figures.step} for {life.stood_still():.0f} s "
             "though it sends heartbeats; the others do not wait for it until it goes on.",
         )
@@ -42,7 +41,7 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
     steps = compatibility.sync_every_of(state, member) if state.config.dylu else None
     if (state.alive.round, state.alive.sync_every) != (number, steps):
         state.alive = messages.Notice("alive", round=number, sync_every=steps)
-    yield effects.Send(member.control, state.alive)
+    yield member.tell(state.alive)
 
 
 def mark_active(state: RunState, member: Member) -> effects.Effects:
@@ -50,39 +49,34 @@ def mark_active(state: RunState, member: Member) -> effects.Effects:
     below the floor."""
     if member.liveness.move(state.now):
         step = member.figures.step
-        yield effects.Log("info", f"{member.worker_id} trains again, at step {step}.")
+        yield effects.info(f"{member.worker_id} trains again, at step {step}.")
         yield from rounds.expect_all(state)
 
 
-def peer_gone(state: RunState, route: effects.Route) -> effects.Effects:
+def peer_gone(state: RunState, event: events.PeerGone) -> effects.Effects:
     """A connection does not exist any more; its worker has a moment to come back."""
-    state.versions.forget(route)
-    member = state.members.on_route(route)
+    state.versions.forget(event.route)
+    member = state.members.on_route(event.route)
     if member is not None and member.liveness.disconnected_at is None:
         member.liveness.disconnect(state.now)
-        yield effects.Log("info", f"A connection of {member.worker_id} broke.")
+        yield effects.info(f"A connection of {member.worker_id} broke.")
 
 
-def stood_still(state: RunState, seconds: float) -> effects.Effects:
+def stood_still(state: RunState, event: events.StoodStill) -> effects.Effects:
     """The broker did not run for a while: deadlines have not moved, but connections may have broken."""
     state.back_at = state.now
     own = ", or a step of its torch optimizer took that long" if state.has_own_optimizer else ""
-    yield effects.Log(
-        "warning",
-        f"The broker stood still for {seconds:.0f} s: its process was stopped, or its machine slept or "
-        f"was overloaded{own}. That time counts against no worker; workers whose connections broke "
-        f"meanwhile have {BACK_WITHIN_S:g} s to come back.",
+    yield effects.warning(
+        f"The broker stood still for {event.seconds:.0f} s: its process was stopped, or its machine "
+        f"slept or was overloaded{own}. That time counts against no worker; workers whose connections "
+        f"broke meanwhile have {BACK_WITHIN_S:g} s to come back.",
     )
 
 
-def tick(state: RunState, *, lost: bool) -> effects.Effects:
-    """Time has passed: who is dead, who should be tried?
-
-    Args:
-        lost: a connection was closed, nobody knows whose.
-    """
+def tick(state: RunState, event: events.Tick) -> effects.Effects:
+    """Time has passed: who is dead, who should be tried?"""
     now = state.now
-    if lost:
+    if event.lost:
         due = set(state.to_probe)
         state.to_probe += [
             m.worker_id
@@ -92,7 +86,7 @@ def tick(state: RunState, *, lost: bool) -> effects.Effects:
     for name in state.to_probe[:PROBES_A_TICK]:
         found = state.members.named(name)
         if found is not None:
-            yield effects.Send(found.control, messages.Notice("alive"))
+            yield found.tell(messages.Notice("alive"))
     del state.to_probe[:PROBES_A_TICK]
     timeout = state.config.heartbeat_timeout
     for member in state.members:
@@ -104,7 +98,7 @@ def tick(state: RunState, *, lost: bool) -> effects.Effects:
         elif silent > PROBE_AFTER_S and now - member.liveness.probed_at > PROBE_AFTER_S:
             # A dead connection shows only when something is sent on it.
             member.liveness.probe(now)
-            yield effects.Send(member.control, messages.Notice("alive"))
+            yield member.tell(messages.Notice("alive"))
     yield from rounds.tick(state)
     for reader in state.versions.observers:
         if now - reader.probed_at > PROBE_OBSERVERS_S:
@@ -129,9 +123,8 @@ def _may_be_on_its_way(state: RunState) -> bool:
 
 
 def _evict(state: RunState, member: Member, why: str) -> effects.Effects:
-    """A worker counts as dead."""
     state.totals.deaths += 1
-    yield effects.Log("warning", f"{member.worker_id} counts as dead: {why}.")
+    yield effects.warning(f"{member.worker_id} counts as dead: {why}.")
     if any(member.versions) and not state.model.is_done:
         state.model.holder_lost_at = state.now
     yield from admission.remove(state, member, why)

@@ -48,11 +48,11 @@ def observe(
         raise ProtocolError(
             Code.NOT_ALLOWED, f"There are {MAX_OBSERVERS} observers already; try later."
         )
-    yield from _read(state, versions.observer(route), message)
+    yield from _read(state, versions.reader(route, route), message)
 
 
 def _reader_of(state: RunState, member: Member, bulk: effects.Route) -> Reader:
-    return state.versions.joined_reader(bulk, member.control, member.account)
+    return state.versions.reader(bulk, member.control, member.account)
 
 
 def _check(state: RunState, pull: messages.Pull) -> None:

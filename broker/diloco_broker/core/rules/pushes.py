@@ -34,8 +34,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
         yield from liveness.mark_active(state, member)
     if member.uploads.has_zeros_again(push):
         whose = f"for fragment {push.fragment} " if state.config.num_fragments > 1 else ""
-        yield effects.Log(
-            "warning",
+        yield effects.warning(
             f"{member.worker_id} has sent a pseudo-gradient of all zeros {whose}twice in a row, the "
             f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
             "0 (a scheduler), frozen parameters, or an optimizer over other parameters.",
@@ -85,21 +84,18 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
 
 
 def commit(state: RunState, member: Member, commit: messages.Commit) -> effects.Effects:
-    """Every chunk was sent."""
     if state.round is not None:
         rules_of(state).commit(state, member, commit)
         yield from rounds.close_if_due(state)
 
 
 def done(state: RunState, event: events.WorkDone) -> effects.Effects:
-    """A chunk has been added, or found to be finite."""
     state.chunks_waiting -= 1
     yield from rules_of(state).done(state, event)
     yield from rounds.close_if_due(state)
 
 
 def refused(state: RunState, event: events.WorkRefused) -> effects.Effects:
-    """A chunk was not finite."""
     state.chunks_waiting -= 1
     yield from rules_of(state).refused(state, event)
     yield from rounds.close_if_due(state)

@@ -14,11 +14,10 @@ WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL})
 
 
 def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
-    """Something came in that is no message."""
     state.totals.malformed += 1
     yield effects.Send(event.route, messages.Error(event.code, event.sentence))
     text = f"A message that cannot be read was refused: {event.sentence}"
-    yield effects.Log("warning", text)
+    yield effects.warning(text)
 
 
 def refuse(
@@ -51,7 +50,7 @@ def refuse(
         yield effects.Send(route, stopping.farewell(state.stopping))
     yield effects.Send(route, messages.Error(error.code, str(error), retry, push_id, message.kind))
     if not retry:
-        yield effects.Log("warning", f"Refused a {message.kind}{who}: {error}")
+        yield effects.warning(f"Refused a {message.kind}{who}: {error}")
 
 
 def _skip_this_round(state: RunState, push: messages.Push) -> effects.Effects:

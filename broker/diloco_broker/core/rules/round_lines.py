@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_broker.core.effects import CountedPush, Effects, Log
+from diloco_broker.core.effects import CountedPush, Effects, info
 from diloco_broker.core.state.run import RunState, UntoldVersions
 from diloco_broker.core.state.update import Update
 
@@ -18,15 +18,13 @@ NAMES_SHOWN = 5
 
 
 def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Effects:
-    """How a round of synchronous mode closed."""
     expected = ended.barrier.expected if ended.barrier else set()
     whole = {each.worker_id for each in pushes if each.chunks.is_full}
     absent = sorted(expected - whole)
     shown = ", ".join(absent[:NAMES_SHOWN])
     names = f", without {shown}{' ...' * (len(absent) > NAMES_SHOWN)}" if absent else ""
     which = f" (fragment {ended.fragment})" if state.config.num_fragments > 1 else ""
-    yield Log(
-        "info",
+    yield info(
         f"Round {ended.number}{which} closed in {state.now - ended.opened_at:.1f} s: "
         f"{ended.averaged} of {len(expected)} expected workers averaged{names}.",
     )
@@ -62,7 +60,7 @@ def applied_so_far(state: RunState) -> Effects:
             f"{_age(max(untold.staleness.values(), default=0))}."
         )
     state.untold = UntoldVersions(told_at=now)
-    yield Log("info", text, is_listed=False)
+    yield info(text, is_listed=False)
 
 
 def _age(staleness: int) -> str:

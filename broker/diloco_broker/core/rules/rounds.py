@@ -26,7 +26,6 @@ def open_round(state: RunState, number: int) -> effects.Effects:
 
 
 def close_if_due(state: RunState) -> effects.Effects:
-    """Begin to close the round if it is time to."""
     if state.round is not None and state.stopping is None and state.paused_at is None:
         yield from rules_of(state).close_if_due(state)
 
@@ -51,7 +50,7 @@ def expect_all(state: RunState) -> effects.Effects:
                 text = (
                     f"Round {round_.number} lacks workers and needs this one as well; join again."
                 )
-                yield effects.Send(member.control, Rejoin(state.epoch, text))
+                yield member.tell(Rejoin(state.epoch, text))
 
 
 def stall(state: RunState, worker_id: str) -> effects.Effects:
@@ -93,7 +92,7 @@ def _go_on_with_fewer(state: RunState) -> effects.Effects:
     if here and (are_back or state.now - min(here.values()) >= state.config.recover_wait):
         was_due, state.first_round_pending = state.floor, False
         if round_.barrier is not None and len(here) < was_due and state.floor < was_due:
-            yield effects.Log("info", f"The run goes on with {len(here)} of {was_due} workers.")
+            yield effects.info(f"The run goes on with {len(here)} of {was_due} workers.")
 
 
 def stepped(state: RunState, event: events.Stepped) -> effects.Effects:

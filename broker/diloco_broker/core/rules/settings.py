@@ -15,7 +15,6 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.run import RunState
-from diloco_broker.core.state.update import Phase
 from diloco_protocol.errors import UsageError
 from diloco_protocol.messages import Notice
 
@@ -176,7 +175,7 @@ def first_use(state: RunState) -> str:
     round_ = state.round
     if round_ is None:
         return ""
-    number = round_.number + (round_.phase is Phase.CLOSING)
+    number = round_.number + bool(state.closing)
     if state.config.num_fragments > 1:
         return f" from round {number}"
     return f" from version {number + 1}"
@@ -195,6 +194,4 @@ def take_effect(state: RunState) -> effects.Effects:
     if before.sync_every != wanted.sync_every:
         text = f"The run's sync_every is {wanted.sync_every} now; it was {before.sync_every}."
         for member in state.members:
-            yield effects.Send(
-                member.control, Notice("sync_every", text, sync_every=wanted.sync_every)
-            )
+            yield member.tell(Notice("sync_every", text, sync_every=wanted.sync_every))

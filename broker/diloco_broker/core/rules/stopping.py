@@ -7,7 +7,6 @@ from diloco_broker.core.effects import Effects
 from diloco_broker.core.events import Stop
 from diloco_broker.core.rules import checkpoints
 from diloco_broker.core.state.run import RunState, Stopping
-from diloco_broker.core.state.update import Phase
 from diloco_protocol.messages import Notice
 
 
@@ -19,13 +18,12 @@ def stop(state: RunState, event: Stop) -> Effects:
         if event.restarting
         else "The run is over, and workers are told so."
     )
-    yield effects.Log("info", f"Stopping: {event.reason}. {then}")
+    yield effects.info(f"Stopping: {event.reason}. {then}")
     for member in state.members:
-        yield effects.Send(member.control, farewell(state.stopping))
+        yield member.tell(farewell(state.stopping))
 
 
 def farewell(stopping: Stopping) -> Notice:
-    """What workers are told of a broker that stops."""
     if stopping.restarting:
         return Notice("restarting", f"The broker restarts: {stopping.reason}.")
     return Notice("shutdown", f"The run is over: {stopping.reason}.")
@@ -36,11 +34,11 @@ def finish_if_due(state: RunState, stopping: Stopping) -> Effects:
     if stopping.is_finished:
         return
     save, round_ = None, state.round
-    if round_ is not None and round_.phase is Phase.CLOSING:
+    if state.closing:
         if state.now < stopping.until:
             return
         text = "The closing round could not be finished in time."
-        yield effects.Log("warning", text, is_listed=False)
+        yield effects.warning(text, is_listed=False)
     elif (
         round_ is not None
         and state.config.save_dir is not None

@@ -35,36 +35,25 @@ def own_sync_every(wants: Mapping[str, Any]) -> int | None:
 
 @dataclass
 class Liveness:
-    """Signs of life of a worker. Times are the core's clock.
+    """Signs of life of a worker. Times are the core's clock."""
 
-    Attributes:
-        last_seen: when anything came from it.
-        probed_at: when it was last sent a word to see whether its connection is there.
-        disconnected_at: when its connection broke; None while it is there.
-        contested_at: when another worker asked for its id.
-        beat_at, moved_at: of its last heartbeat, and of the last one that showed progress.
-        is_stalled: it stands still, and the others do not wait for it.
-    """
-
-    last_seen: float
-    probed_at: float
-    beat_at: float
-    moved_at: float
-    disconnected_at: float | None = None
-    contested_at: float | None = None
-    is_stalled: bool = False
+    last_seen: float  # when anything came from it
+    probed_at: float  # when it was last sent a word to see whether its connection is there
+    beat_at: float  # its last heartbeat
+    moved_at: float  # the last one that showed progress
+    disconnected_at: float | None = None  # when its connection broke; None while it is there
+    contested_at: float | None = None  # when another worker asked for its id
+    is_stalled: bool = False  # it stands still, and the others do not wait for it
 
     @classmethod
     def since(cls, now: float) -> Liveness:
         return cls(last_seen=now, probed_at=now, beat_at=now, moved_at=now)
 
     def hear(self, now: float) -> None:
-        """Something came from it: its connection is there."""
         self.last_seen = now
         self.disconnected_at = None
 
     def connect(self, now: float) -> None:
-        """It is back on a new connection."""
         self.hear(now)
         self.probed_at = now
 
@@ -79,7 +68,6 @@ class Liveness:
         self.contested_at = now
 
     def beat(self, now: float, *, has_moved: bool) -> None:
-        """A heartbeat came, which shows progress or does not."""
         self.beat_at = now
         if has_moved:
             self.moved_at = now
@@ -99,36 +87,27 @@ class Liveness:
 
 @dataclass
 class Figures:
-    """What displays show of a worker: what it last told about itself, and what it has contributed.
-
-    Attributes:
-        step, inner_step: optimizer steps in all, and in its present cycle.
-        told_at: when it told of its inner step; None: the broker concluded it.
-        speed: `steps_per_s` as an average over heartbeats.
-        warning: a sentence, as long as it holds.
-        merge_delay: steps from slot to merge, of the last merge it told of.
-        pushes, rejected: how many were taken in, and refused.
-        counted_at: when a version last took in work of this worker; `staleness` is that work's.
-    """
+    """What displays show of a worker: what it last told about itself, and what it has contributed."""
 
     host: str = ""
     pid: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
-    step: int = 0
-    inner_step: int = 0
-    told_at: float | None = None
+    step: int = 0  # optimizer steps in all
+    inner_step: int = 0  # and in its present cycle
+    told_at: float | None = None  # when it told of its inner step; None: the broker concluded it
     state: str = "joining"
     steps_per_s: float | None = None
-    speed: float | None = None
+    speed: float | None = None  # `steps_per_s` as an average over heartbeats
     loss: float | None = None
     tokens: int = 0
-    warning: str | None = None
+    warning: str | None = None  # a sentence, as long as it holds
     has_warned: bool = False
-    merge_delay: int | None = None
-    pushes: int = 0
+    merge_delay: int | None = None  # steps from slot to merge, of the last merge it told of
+    pushes: int = 0  # taken in
     rejected: int = 0
     staleness: int = 0
     last_round: int | None = None
+    # When a version last took in work of this worker; `staleness` is that work's.
     counted_at: float | None = None
 
     def take(self, beat: messages.Heartbeat, now: float) -> bool:
@@ -170,30 +149,26 @@ class Figures:
 
 @dataclass
 class Member:
-    """A worker that has joined.
-
-    Attributes:
-        session: the token of this stay.
-        control, bulk: its connections; the bulk one is None until a credit has come on it.
-        sync_every: H of its own; None where it takes the run's.
-        versions: by fragment, what it held when it joined.
-        deferred: by fragment, a push whose round is not open yet.
-        early_pulls: by fragment, those that came before the bulk connection.
-    """
+    """A worker that has joined."""
 
     worker_id: str
-    session: bytes
+    session: bytes  # the token of this stay
     control: effects.Route
     joined_at: float
     liveness: Liveness
-    bulk: effects.Route | None = None
-    sync_every: int | None = None
-    versions: tuple[VersionId | None, ...] = ()
+    bulk: effects.Route | None = None  # None until a credit has come on it
+    sync_every: int | None = None  # H of its own; None where it takes the run's
+    versions: tuple[VersionId | None, ...] = ()  # by fragment, what it held when it joined
+    # By fragment, a push whose round is not open yet.
     deferred: dict[int, messages.Push] = field(default_factory=dict)
+    # By fragment, those that came before the bulk connection.
     early_pulls: dict[int, messages.Pull] = field(default_factory=dict)
     uploads: Uploads = field(default_factory=Uploads)
     figures: Figures = field(default_factory=Figures)
     account: Account = field(default_factory=Account)
+
+    def tell(self, message: messages.Message) -> effects.Send:
+        return effects.Send(self.control, message)
 
     def defer(self, push: messages.Push) -> None:
         """This push waits for its turn; it takes the place of an earlier one of its fragment."""
@@ -204,7 +179,6 @@ class Member:
         return self.deferred.pop(fragment, None)
 
     def begins(self, push: messages.Push, number: int | None) -> None:
-        """A push is taken in, for round `number` where there are common rounds."""
         self.take_deferred(push.fragment)  # an earlier one, which this one takes the place of
         self.figures.push_begins(push, number)
 
@@ -215,7 +189,6 @@ class Member:
         self.account.staleness[push.fragment] = staleness
 
     def counters(self) -> dict[str, int]:
-        """What a checkpoint keeps of this worker."""
         return {
             "pushes": self.figures.pushes,
             "rejected": self.figures.rejected,

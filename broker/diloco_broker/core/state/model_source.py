@@ -27,49 +27,32 @@ DONOR_PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class InitialModel:
-    """What the broker was started with.
+    """What the broker was started with."""
 
-    Attributes:
-        shapes: of each tensor, by name.
-        infinite: names of those that are not finite in fp32; only the frozen part may have some.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]  # of each tensor, by name
+    # Names of those that are not finite in fp32; only the frozen part may have some.
     infinite: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a broker goes on from: all of a checkpoint but the tensors.
+    """What a broker goes on from: all of a checkpoint but the tensors."""
 
-    Attributes:
-        source: where it came from, for people.
-        layout: what follows from the record's manifest and plan.
-        wires: of each fragment, its chunks in wire form.
-    """
-
-    source: str
+    source: str  # where it came from, for people
     record: RunRecord
-    layout: ModelLayout
-    wires: Mapping[int, tuple[Any, ...]]
+    layout: ModelLayout  # what follows from the record's manifest and plan
+    wires: Mapping[int, tuple[Any, ...]]  # of each fragment, its chunks in wire form
 
 
 @dataclass
 class Intake:
-    """The first version of one fragment on its way in.
-
-    Attributes:
-        wires: its chunks in wire form, None where one is missing.
-        arrived: chunks received from the donor, in place or waiting to be.
-        push: the donor's push; None for the model file.
-        stored: how many chunks are in place.
-    """
+    """The first version of one fragment on its way in."""
 
     version: VersionId
-    wires: list[Any]
-    arrived: Bitmap
-    push: Push | None = None
-    stored: int = 0
+    wires: list[Any]  # its chunks in wire form, None where one is missing
+    arrived: Bitmap  # chunks received from the donor, in place or waiting to be
+    push: Push | None = None  # the donor's push; None for the model file
+    stored: int = 0  # how many chunks are in place
 
     @property
     def is_whole(self) -> bool:
@@ -85,23 +68,15 @@ class Intake:
 
 @dataclass
 class Donation:
-    """The first parameters on their way in.
+    """The first parameters on their way in."""
 
-    Attributes:
-        donor: id of the worker that was asked; None where nobody was, or the model file is loaded.
-        wanted: the fragments that it was asked for.
-        asked: session of the donor that was asked.
-        progress_at: when the donor last delivered something.
-        intakes: by fragment.
-        is_loading: the model file is being placed.
-    """
-
+    # Id of the worker that was asked; None where nobody was, or the model file is loaded.
     donor: str | None = None
-    wanted: tuple[int, ...] = ()
-    asked: bytes = b""
-    progress_at: float = 0.0
-    intakes: dict[int, Intake] = field(default_factory=dict)
-    is_loading: bool = False
+    wanted: tuple[int, ...] = ()  # the fragments that it was asked for
+    asked: bytes = b""  # session of the donor that was asked
+    progress_at: float = 0.0  # when the donor last delivered something
+    intakes: dict[int, Intake] = field(default_factory=dict)  # by fragment
+    is_loading: bool = False  # the model file is being placed
 
     @property
     def is_complete(self) -> bool:
@@ -111,43 +86,34 @@ class Donation:
 
 @dataclass
 class RunModel:
-    """The model of the run: what it consists of, and where its first parameters come from.
+    """The model of the run: what it consists of, and where its first parameters come from."""
 
-    Attributes:
-        initial: what the model file has, None without one.
-        manifest: the run's model, settled by the first worker that joins.
-        plan: the fragment of each of its tensors.
-        run: name of the run; None until parameters are on their way.
-        rejected_donors: workers whose parameters could not be used, until they join again.
-        passed_over: workers that were asked and sent nothing for `patience_s`; asked again when nobody
-            else is left, with more patience.
-        holder_lost_at: when a worker that holds a version died before it could give it.
-        waits_for: whom the first parameters wait for, as the end of a sentence; empty while for nobody.
-        restored: fragments of a run that exists, from a checkpoint or a worker, until it goes on.
-        saved: the fragments as the checkpoint has them.
-        known: counters of the workers that were here when the checkpoint was written, by id.
-        checkpoint: its name, for people; empty without one.
-        is_done: every fragment has a version.
-    """
-
-    initial: InitialModel | None = None
-    manifest: Manifest | None = None
-    plan: tuple[int, ...] = ()
+    initial: InitialModel | None = None  # what the model file has, None without one
+    manifest: Manifest | None = None  # the run's model, settled by the first worker that joins
+    plan: tuple[int, ...] = ()  # the fragment of each of its tensors
     layout: ModelLayout | None = None
-    run: str | None = None
+    run: str | None = None  # name of the run; None until parameters are on their way
     donation: Donation = field(default_factory=Donation)
     offered_at: float | None = None  # when the first worker came that holds a version
+    # Workers whose parameters could not be used, until they join again.
     rejected_donors: set[str] = field(default_factory=set)
+    # Workers that were asked and sent nothing for `patience_s`; asked again when nobody else is left,
+    # with more patience.
     passed_over: set[str] = field(default_factory=set)
     patience_s: float = DONOR_PATIENCE_S
+    # When a worker that holds a version died before it could give it.
     holder_lost_at: float | None = None
+    # Whom the first parameters wait for, as the end of a sentence; empty while for nobody.
     waits_for: str = ""
+    # Fragments of a run that exists, from a checkpoint or a worker, until it goes on.
     restored: dict[int, WholeVersion] = field(default_factory=dict)
+    # The fragments as the checkpoint has them.
     saved: Mapping[int, WholeVersion] = field(default_factory=dict)
+    # Counters of the workers that were here when the checkpoint was written, by id.
     known: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    checkpoint: str = ""
+    checkpoint: str = ""  # its name, for people; empty without one
     resumed_number: int | None = None  # the next round by the checkpoint
-    is_done: bool = False
+    is_done: bool = False  # every fragment has a version
 
     def settle_manifest(
         self, manifest: Manifest, plan: tuple[int, ...], config: RunConfig
@@ -163,7 +129,6 @@ class RunModel:
         return self.layout
 
     def resume(self, resumption: Resumption) -> None:
-        """Know the run of a checkpoint."""
         record = resumption.record
         self.manifest, self.plan, self.layout = record.manifest, record.plan, resumption.layout
         self.run, self.checkpoint = record.run, resumption.source
@@ -202,7 +167,6 @@ class RunModel:
         return max(self.candidates(members), key=_newness, default=None)
 
     def candidates(self, members: Iterable[Member]) -> list[Member]:
-        """The workers that may be asked."""
         left_out = self.rejected_donors | self.passed_over
         return [member for member in members if member.worker_id not in left_out]
 
@@ -226,7 +190,6 @@ class RunModel:
         return tuple(part.fragment for part in self.layout.all if part.chunks)
 
     def ask(self, donor: Member, wanted: tuple[int, ...], now: float) -> None:
-        """This worker is the donor of these fragments from now on."""
         self.donation = Donation(donor.worker_id, wanted, progress_at=now)
         self.waits_for = ""
 

@@ -55,36 +55,23 @@ class Departure:
 
 @dataclass
 class Saving:
-    """How the checkpoints fare.
+    """How the checkpoints fare."""
 
-    Attributes:
-        number, saved_at: the round that comes after the newest one, and when it was written.
-        error: what is wrong, None while all is well.
-        retry_at: when a release that waits for its checkpoint asks for it again.
-        is_asked: somebody wants a checkpoint once the version that is being made is whole.
-    """
-
-    number: int | None = None
-    saved_at: float | None = None
-    error: str | None = None
-    retry_at: float | None = None
-    is_asked: bool = False
+    number: int | None = None  # the round that comes after the newest one
+    saved_at: float | None = None  # when that was written
+    error: str | None = None  # what is wrong, None while all is well
+    retry_at: float | None = None  # when a release that waits for its checkpoint asks for it again
+    is_asked: bool = False  # somebody wants one once the version that is being made is whole
 
 
 @dataclass
 class UntoldVersions:
-    """Versions of asynchronous mode that the log has no line of yet.
+    """Versions of asynchronous mode that the log has no line of yet."""
 
-    Attributes:
-        told_at: when the last line was; None before the first.
-        versions: how many have come since.
-        newest: the last of them, in words.
-        staleness: of each push in them, the largest by worker.
-    """
-
-    told_at: float | None = None
-    versions: int = 0
-    newest: str = ""
+    told_at: float | None = None  # when the last line was; None before the first
+    versions: int = 0  # how many have come since
+    newest: str = ""  # the last of them, in words
+    # Of each push in them, the largest by worker.
     staleness: dict[str, int] = field(default_factory=dict)
 
 
@@ -98,19 +85,12 @@ class OuterGroup:
 
 @dataclass
 class Stopping:
-    """How the broker ends.
+    """How the broker ends."""
 
-    Attributes:
-        reason: as the end of a sentence.
-        restarting: it stops to come back, which does not end the run.
-        until: when a closing round is not waited for any longer.
-        is_finished: it has nothing left to do.
-    """
-
-    reason: str
-    restarting: bool
-    until: float
-    is_finished: bool = False
+    reason: str  # as the end of a sentence
+    restarting: bool  # it stops to come back, which does not end the run
+    until: float  # when a closing round is not waited for any longer
+    is_finished: bool = False  # it has nothing left to do
 
 
 @dataclass(frozen=True)
@@ -124,68 +104,57 @@ class UnreleasedVersion:
 
 @dataclass
 class RunState:
-    """Everything the broker knows, except tensors.
-
-    Attributes:
-        draw: returns an unpredictable number below 2**64 (tokens, tags, the run's name).
-        epoch: this life of the broker, 16 hexadecimal digits.
-        now: the time of the event at hand, seconds of the core's clock.
-        round: the round going on, in asynchronous mode the update; None until there are parameters.
-        barriers: whom rounds wait for, by fragment.
-        unreleased: a version that waits for its checkpoint to be written, if the run is durable.
-        chunks_waiting: chunks of pseudo-gradients that wait to be added or looked at.
-        submissions: pushes that are kept until they are whole, where the run needs whole ones.
-        untold: versions of asynchronous mode that the log has no line of yet.
-        has_own_optimizer: the outer optimizer is one of torch's, made by a factory.
-        outer_groups: the groups of it, over all fragments; empty before it is made.
-        wanted_outer: settings of it that an operator has asked for, until the next version is begun.
-        own_split: splits a model as the user says, instead of a pattern; may raise UsageError.
-        is_resumed: this life of the broker went on from a checkpoint.
-        stopping: why and how the broker is about to stop; None while it is not.
-        back_at: when the broker ran again after it had stood still; None when it never has.
-        alive: the last answer to a heartbeat: most are alike, so it is kept.
-        to_probe: workers to send a word, since a connection was closed and nobody knows whose.
-        totals_before: what the totals were when this life of the broker began.
-        wanted: the configuration that an operator has asked for, until the next version is begun.
-        paused_at: since when no round closes, as an operator asked; None while rounds do.
-        refused, rejections: how often work was refused, by code; the last of it.
-        departed: who went last; None while nobody has.
-        first_round_pending: no round has closed in this life, so `workers` is the floor.
-    """
+    """Everything the broker knows, except tensors."""
 
     config: BrokerConfig
-    draw: Callable[[], int]
+    draw: Callable[
+        [], int
+    ]  # returns an unpredictable number below 2**64 (tokens, tags, the run's name)
     started_at: float
-    epoch: str
+    epoch: str  # this life of the broker, 16 hexadecimal digits
     model: RunModel
     members: Membership = field(default_factory=Membership)
     versions: VersionStore = field(default_factory=VersionStore)
+    # The round going on, in asynchronous mode the update; None until there are parameters.
     round: Update | None = None
+    # Whom rounds wait for, by fragment.
     barriers: dict[int, Barrier] = field(default_factory=lambda: defaultdict(Barrier))
+    # A version that waits for its checkpoint to be written, if the run is durable.
     unreleased: UnreleasedVersion | None = None
-    chunks_waiting: int = 0
+    chunks_waiting: int = 0  # chunks of pseudo-gradients that wait to be added or looked at
+    # Pushes that are kept until they are whole, where the run needs whole ones.
     submissions: Submissions = field(default_factory=Submissions)
-    now: float = 0.0
-    is_resumed: bool = False
+    now: float = 0.0  # the time of the event at hand, seconds of the core's clock
+    is_resumed: bool = False  # this life of the broker went on from a checkpoint
     saving: Saving = field(default_factory=Saving)
     totals: Totals = field(default_factory=Totals)
+    # What the totals were when this life of the broker began.
     totals_before: Totals = field(default_factory=Totals)
     last_report: effects.RoundReport | None = None
-    stopping: Stopping | None = None
+    stopping: Stopping | None = None  # how the broker is about to stop; None while it is not
+    # When the broker ran again after it had stood still; None when it never has.
     back_at: float | None = None
+    # The configuration that an operator has asked for, until the next version is begun.
     wanted: BrokerConfig | None = None
+    # Since when no round closes, as an operator asked; None while rounds do.
     paused_at: float | None = None
-    first_round_pending: bool = True
-    departed: Departure | None = None
+    first_round_pending: bool = True  # no round has closed in this life, so `workers` is the floor
+    departed: Departure | None = None  # who went last; None while nobody has
+    # The last answer to a heartbeat: most are alike, so it is kept.
     alive: Notice = field(default_factory=lambda: Notice("alive"))
+    # Workers to send a word, since a connection was closed and nobody knows whose.
     to_probe: list[str] = field(default_factory=list)
-    refused: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)  # work that was refused, by code
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
     feed_address: str | None = None
-    has_own_optimizer: bool = False
+    has_own_optimizer: bool = False  # the outer optimizer is one of torch's, made by a factory
+    # The groups of it, over all fragments; empty before it is made.
     outer_groups: tuple[OuterGroup, ...] = ()
+    # Settings of it that an operator has asked for, until the next version is begun.
     wanted_outer: dict[str, float] = field(default_factory=dict)
+    # Versions of asynchronous mode that the log has no line of yet.
     untold: UntoldVersions = field(default_factory=UntoldVersions)
+    # Splits a model as the user says, instead of a pattern; may raise UsageError.
     own_split: Callable[[Manifest], FragmentPlan] | None = None
 
     @property
@@ -204,10 +173,14 @@ class RunState:
         return FragmentPlan.of(manifest, self.config.num_fragments, self.config.fragment_pattern)
 
     def reject(self, worker_id: str, code: str, text: str) -> None:
-        """Count work that is refused."""
         self.totals.rejected += 1
         self.refused[code] += 1
         self.rejections.append(Rejection(self.now, worker_id, code, text))
+
+    @property
+    def closing(self) -> Update | None:
+        """The round that is being finished; None while one is open, or there is none."""
+        return self.round if self.round and self.round.phase is Phase.CLOSING else None
 
     @property
     def floor(self) -> int:
@@ -218,7 +191,7 @@ class RunState:
     def below_floor(self) -> bool:
         """True while even all the workers that the open round waits for would be too few."""
         round_ = self.round
-        if round_ is None or round_.barrier is None or round_.phase is Phase.CLOSING:
+        if round_ is None or round_.barrier is None or self.closing:
             return False
         return len(round_.barrier.expected | round_.participating) < self.floor
 
@@ -239,7 +212,7 @@ class RunState:
         """The first round that a new push of this fragment can be part of."""
         assert self.round is not None
         pieces = self.config.num_fragments
-        first = self.round.number + (self.round.phase is Phase.CLOSING)
+        first = self.round.number + bool(self.closing)
         return first + (fragment - first) % pieces
 
     def begin_version(self, fragment: int, gradients: int) -> int:
@@ -259,7 +232,6 @@ class RunState:
         return ledger.names_whole(member.worker_id, push.push_id)
 
     def weight_of(self, push: Push) -> float:
-        """What a push counts in a mean."""
         match self.config.weight_by:
             case "tokens":
                 return push.weight * push.tokens

@@ -15,39 +15,26 @@ from diloco_protocol.version import Ledger, VersionId
 
 @dataclass(frozen=True)
 class FragmentRecord:
-    """One fragment.
-
-    Attributes:
-        gradients: how many the outer optimizer has had.
-        round, averaged: the last round of it.
-        tags: of the versions before this one, by counter, as far as they are known.
-    """
+    """One fragment."""
 
     version: VersionId
     ledger: Ledger
-    gradients: int
-    round: int
+    gradients: int  # how many the outer optimizer has had
+    round: int  # the last one of it
     averaged: int
+    # Of the versions before this one, by counter, as far as they are known.
     tags: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The run.
-
-    Attributes:
-        number: of the round that comes next.
-        epoch: the life of the broker.
-        plan: the fragment of each tensor of the manifest.
-        workers: counters of the workers that are here, by id.
-        totals: counters of the run.
-    """
+    """The run."""
 
     run: str
-    number: int
-    epoch: str
+    number: int  # of the round that comes next
+    epoch: str  # the life of the broker
     manifest: Manifest
-    plan: tuple[int, ...]
+    plan: tuple[int, ...]  # the fragment of each tensor of the manifest
     fragments: Mapping[int, FragmentRecord]
-    workers: Mapping[str, Mapping[str, int]]
-    totals: Mapping[str, int]
+    workers: Mapping[str, Mapping[str, int]]  # counters of the workers that are here, by id
+    totals: Mapping[str, int]  # counters of the run

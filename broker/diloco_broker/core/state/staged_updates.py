@@ -52,7 +52,6 @@ class AsyncUpdate(StagedUpdate):
         return {s.worker_id for s in self.submissions}
 
     def apply(self, chosen: tuple[Submission, ...], size: int) -> None:
-        """These, all of one fragment with `size` chunks, are applied from now on."""
         self.phase = Phase.CLOSING
         self.chosen, self.fragment, self.size = chosen, chosen[0].push.fragment, size
         self.stepped = Bitmap(size)

@@ -72,19 +72,14 @@ class Contribution(PushInProgress):
 
 @dataclass
 class StreamingRound(Update):
-    """State of a streaming round.
-
-    Attributes:
-        reached: weight in the sum of each chunk.
-        owed: contributions that owe each chunk; only while it is closing.
-        stepping: chunks given out for the outer step.
-    """
+    """State of a streaming round."""
 
     barrier: Barrier
     contributions: dict[PushKey, Contribution] = field(default_factory=dict)
-    reached: list[float] = field(init=False)
+    reached: list[float] = field(init=False)  # weight in the sum of each chunk
+    # Contributions that owe each chunk; only while it is closing.
     owed: list[int] = field(default_factory=list, init=False)
-    stepping: Bitmap = field(init=False)
+    stepping: Bitmap = field(init=False)  # chunks given out for the outer step
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +100,6 @@ class StreamingRound(Update):
         return {c.worker_id for c in self.contributions.values() if c.ended is None or c.is_whole}
 
     def has_all_of(self, worker_id: str) -> bool:
-        """Whether a whole push of this worker is here, though some of it may wait to be folded."""
         return any(c.held.is_full for c in self.of_worker(worker_id) if c.ended is not Ended.VOIDED)
 
     @property

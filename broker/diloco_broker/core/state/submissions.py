@@ -20,22 +20,14 @@ from diloco_broker.core.state.update import PushInProgress, PushKey
 
 @dataclass(eq=False)
 class Submission(PushInProgress):
-    """One push on its way to being whole; `before` are chunks that an earlier version contains.
+    """One push on its way to being whole; `before` are chunks that an earlier version contains."""
 
-    Attributes:
-        progress_at: when the last chunk came.
-        payloads: the chunks taken, None where one is missing.
-        squares: sum of the squared parameters so far.
-        whole_at: when it became whole; None before.
-        is_chosen: it is part of the update that is being made.
-    """
-
-    progress_at: float
-    payloads: list[Any] = field(init=False)
-    squares: float = 0.0
+    progress_at: float  # when the last chunk came
+    payloads: list[Any] = field(init=False)  # the chunks taken, None where one is missing
+    squares: float = 0.0  # sum of the squared parameters so far
     committed: bool = False
-    whole_at: float | None = None
-    is_chosen: bool = False
+    whole_at: float | None = None  # when it became whole; None before
+    is_chosen: bool = False  # it is part of the update that is being made
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,14 +47,12 @@ class Submission(PushInProgress):
         )
 
     def take(self, index: int, payload: Any, squares: float, now: float) -> None:
-        """A chunk is here and finite."""
         self.taken.add(index)
         self.payloads[index] = payload
         self.squares += squares
         self._settle(now)
 
     def commit(self, now: float) -> None:
-        """Its worker has sent everything."""
         self.committed = True
         self._settle(now)
 
@@ -89,14 +79,10 @@ Pool = dict[PushKey, Submission]
 
 @dataclass
 class Submissions:
-    """All submissions that have not been merged, and who waits for room.
+    """All submissions that have not been merged, and who waits for room."""
 
-    Attributes:
-        pools: by fragment.
-        queue: (worker id, fragment) in the order in which they asked for a slot.
-    """
-
-    pools: dict[int, Pool] = field(default_factory=dict)
+    pools: dict[int, Pool] = field(default_factory=dict)  # by fragment
+    # (worker id, fragment) in the order in which they asked for a slot.
     queue: deque[tuple[str, int]] = field(default_factory=deque)
 
     def pool(self, fragment: int) -> Pool:
@@ -119,7 +105,6 @@ class Submissions:
         return sorted((s for s in self if s.is_whole), key=lambda s: s.whole_at or 0.0)
 
     def check_invariants(self) -> None:
-        """Raise AssertionError when an invariant is broken."""
         for pool in self.pools.values():
             for key, s in pool.items():
                 assert key == s.key

@@ -36,23 +36,16 @@ class Phase(str, Enum):
 
 @dataclass(eq=False)
 class PushInProgress(ABC):
-    """A push that was taken in and is not over. Two are the same only if they are one object.
-
-    Attributes:
-        before: chunks that need not come: what they bring is counted already.
-        weight: its share in a mean.
-        staleness: versions between its base and the one that it goes into; 0 until that is settled.
-        arrived: chunks received, taken or waiting to be.
-        taken: chunks received and found finite.
-    """
+    """A push that was taken in and is not over. Two are the same only if they are one object."""
 
     worker_id: str
     push: Push
-    before: Bitmap
-    weight: float
+    before: Bitmap  # chunks that need not come: what they bring is counted already
+    weight: float  # its share in a mean
+    # Versions between its base and the one that it goes into; 0 until that is settled.
     staleness: int = field(default=0, kw_only=True)
-    arrived: Bitmap = field(init=False)
-    taken: Bitmap = field(init=False)
+    arrived: Bitmap = field(init=False)  # chunks received, taken or waiting to be
+    taken: Bitmap = field(init=False)  # chunks received and found finite
 
     def __post_init__(self) -> None:
         self.arrived = Bitmap(self.push.chunks)
@@ -84,14 +77,10 @@ class PushInProgress(ABC):
 
 @dataclass
 class Barrier:
-    """Whom the rounds of one fragment wait for. Only the methods here change it.
+    """Whom the rounds of one fragment wait for. Only the methods here change it."""
 
-    Attributes:
-        expected: workers that the open round waits for.
-        skipped: workers whose push for the open or coming round was refused: it does not wait for them.
-    """
-
-    expected: set[str] = field(default_factory=set)
+    expected: set[str] = field(default_factory=set)  # workers that the open round waits for
+    # Workers whose push for the open or coming round was refused: it does not wait for them.
     skipped: set[str] = field(default_factory=set)
 
     def open(self, expected: set[str]) -> None:
@@ -104,7 +93,6 @@ class Barrier:
         self.expected.discard(worker_id)
 
     def skip(self, worker_id: str) -> None:
-        """Its push was refused."""
         self.skipped.add(worker_id)
 
     def has_begun(self, worker_id: str) -> None:
@@ -118,22 +106,15 @@ class Barrier:
 
 @dataclass
 class Update(ABC):
-    """One update, from when it opens until its version is released.
+    """One update, from when it opens until its version is released."""
 
-    Attributes:
-        number: updates before it, of all fragments.
-        size: chunks of its fragment.
-        barrier: whom it waits for; None in asynchronous mode.
-        stepped: chunks of which the outer step has been taken.
-    """
-
-    number: int
+    number: int  # updates before it, of all fragments
     fragment: int
-    size: int
+    size: int  # chunks of its fragment
     opened_at: float
-    barrier: Barrier | None = None
+    barrier: Barrier | None = None  # whom it waits for; None in asynchronous mode
     phase: Phase = field(default=Phase.OPEN, init=False)
-    stepped: Bitmap = field(init=False)
+    stepped: Bitmap = field(init=False)  # chunks of which the outer step has been taken
 
     def __post_init__(self) -> None:
         self.stepped = Bitmap(self.size)
@@ -159,7 +140,6 @@ class Update(ABC):
         return len({each.worker_id for each in self.pushes if each.is_whole})
 
     def counted(self) -> tuple[CountedPush, ...]:
-        """What its version contains through it."""
         return tuple(
             CountedPush(
                 worker_id=each.worker_id,

@@ -31,15 +31,11 @@ def first_window(pushes: int) -> int:
 
 @dataclass
 class Account:
-    """What was exchanged with one worker or observer.
+    """What was exchanged with one worker or observer."""
 
-    Attributes:
-        bytes_up, bytes_down: of chunks.
-        staleness: of its last counted push, by fragment: versions between base and merge.
-    """
-
-    bytes_up: int = 0
+    bytes_up: int = 0  # of chunks
     bytes_down: int = 0
+    # Of its last counted push, by fragment: versions between base and merge.
     staleness: dict[int, int] = field(default_factory=dict)
 
 
@@ -50,28 +46,19 @@ class Upload:
     Its window is as wide as bandwidth times delay need. Chunks that wait to be added, whoever sent them,
     show that the broker is busy: more under way would only wait in its memory. Where a whole window has
     come without that, the way is what takes long, and the window is doubled.
-
-    Attributes:
-        push: the offer.
-        credit: chunks that may still come.
-        window: chunks under way at most, at present.
-        widest: what `window` may grow to.
-        is_void: what still comes of it is ignored: its sender has been told.
     """
 
-    push: Push
-    credit: int = 0
-    window: int = 0
-    widest: int = 0
-    is_void: bool = False
+    push: Push  # the offer
+    credit: int = 0  # chunks that may still come
+    window: int = 0  # chunks under way at most, at present
+    widest: int = 0  # what `window` may grow to
+    is_void: bool = False  # what still comes of it is ignored: its sender has been told
     calm: int = 0  # chunks since one was acknowledged while others waited
 
     def spend(self) -> None:
-        """A chunk has come."""
         self.credit -= 1
 
     def void(self) -> None:
-        """What still comes of it is ignored."""
         self.is_void = True
 
     def acknowledged(self, *, is_calm: bool) -> int:
@@ -94,31 +81,23 @@ class Upload:
 
 @dataclass
 class Uploads:
-    """The pushes of one worker on its present connection: one of each fragment.
+    """The pushes of one worker on its present connection: one of each fragment."""
 
-    Attributes:
-        window: chunks that its last push could have under way.
-        newest_push: the push id that came last.
-        zeros: by fragment, its last push if that was all zeros.
-        is_told_of_zeros: people have been told that it learns nothing.
-    """
-
-    window: int = 0
-    newest_push: int | None = None
+    window: int = 0  # chunks that its last push could have under way
+    newest_push: int | None = None  # the push id that came last
+    # By fragment, its last push if that was all zeros.
     zeros: dict[int, int] = field(default_factory=dict)
-    is_told_of_zeros: bool = False
+    is_told_of_zeros: bool = False  # people have been told that it learns nothing
     _by_fragment: dict[int, Upload] = field(default_factory=dict)
 
     def of(self, fragment: int) -> Upload | None:
         return self._by_fragment.get(fragment)
 
     def under_way(self, fragment: int, push_id: int) -> Upload | None:
-        """That of this push; None when its worker is at another one."""
         upload = self._by_fragment.get(fragment)
         return upload if upload is not None and upload.push.push_id == push_id else None
 
     def begin(self, upload: Upload) -> None:
-        """Its worker is at this push of the fragment from now on."""
         self._by_fragment[upload.push.fragment] = upload
 
     def grant(self, push: Push, *, waiting: int, sharing: int) -> int:
@@ -146,14 +125,12 @@ class Uploads:
         return more
 
     def void(self, fragment: int, push_id: int) -> bool:
-        """What still comes of this push is ignored. False when its worker is not at it."""
         upload = self.under_way(fragment, push_id)
         if upload is not None:
             upload.void()
         return upload is not None
 
     def void_all(self) -> None:
-        """What still comes of any push is ignored."""
         for upload in self._by_fragment.values():
             upload.void()
 

@@ -126,7 +126,6 @@ class FragmentVersions:
         return self.current.record.gradients if self.current else 0
 
     def set_current(self, whole: WholeVersion) -> None:
-        """This version is the current one from now on."""
         self.current = whole
         self.tags.update(whole.record.tags)
         self.tags[whole.version.counter] = whole.version.tag
@@ -134,7 +133,6 @@ class FragmentVersions:
             del self.tags[next(iter(self.tags))]
 
     def newest_tags(self) -> dict[int, int]:
-        """As many of `tags` as a checkpoint keeps."""
         return dict(list(self.tags.items())[-TAGS_SAVED:])
 
     def name_of(self, counter: int) -> VersionId:
@@ -201,7 +199,6 @@ class VersionStore:
                     yield from self._start(reader, fragment, Bitmap(chunks))
 
     def chunk_ready(self, fragment: int, index: int, wire: Any) -> effects.Effects:
-        """A chunk of the version being made is finished."""
         in_progress = self[fragment].in_progress
         assert in_progress is not None and in_progress.wires[index] is None
         in_progress.wires[index] = wire
@@ -233,27 +230,20 @@ class VersionStore:
 
     # Readers.
 
-    def joined_reader(
-        self, route: effects.Route, announce: effects.Route, account: Account
+    def reader(
+        self, route: effects.Route, announce: effects.Route, account: Account | None = None
     ) -> Reader:
-        """The reader on a worker's bulk connection, made if it is new."""
+        """The reader on a connection, made if it is new; the account is that of one that has joined."""
         if route not in self.readers:
-            self.readers[route] = Reader(route, announce, account, joined=True)
-        return self.readers[route]
-
-    def observer(self, route: effects.Route) -> Reader:
-        """The reader on a connection that has not joined, made if it is new."""
-        if route not in self.readers:
-            self.readers[route] = Reader(route, route, Account(), joined=False)
+            joined = account is not None
+            self.readers[route] = Reader(route, announce, account or Account(), joined)
         return self.readers[route]
 
     def add_credit(self, reader: Reader, chunks: int) -> effects.Effects:
-        """The reader can take more."""
         reader.credit = min(reader.credit + max(0, chunks), MAX_READER_CREDIT)
         yield from self.pump(reader)
 
     def forget(self, route: effects.Route | None) -> None:
-        """This connection takes nothing more."""
         if route is not None and self.readers.pop(route, None) is not None:
             self._sweep()
 
@@ -270,18 +260,18 @@ class VersionStore:
             self._sweep()
         reader.waiting.pop(fragment, None)
         chunks = versions.layout.chunks
+
+        def have_of(version: VersionId) -> Bitmap:
+            is_held = held is not None and held[0] == version
+            return Bitmap.from_bytes(held[1], chunks) if held and is_held else Bitmap(chunks)
+
         if versions.version is not None and versions.version.counter > after:
-            have = Bitmap(chunks)
-            if held is not None and held[0] == versions.version:
-                have = Bitmap.from_bytes(held[1], chunks)
-            yield from self._start(reader, fragment, have)
+            yield from self._start(reader, fragment, have_of(versions.version))
             return
         reader.waiting[fragment] = after
         in_progress = versions.in_progress
         if in_progress is not None and in_progress.version.counter > after:
-            have = Bitmap(chunks)
-            if held is not None and held[0] == in_progress.version:
-                have = Bitmap.from_bytes(held[1], chunks)
+            have = have_of(in_progress.version)
             ready = deque(
                 i for i, wire in enumerate(in_progress.wires) if wire is not None and i not in have
             )
@@ -315,14 +305,13 @@ class VersionStore:
 
     def _released(self, fragment: int, reader: Reader) -> Released:
         record = self[fragment].record
-        staleness = reader.account.staleness.get(fragment)
         return Released(
             fragment=fragment,
             version=record.version,
             ledger=record.ledger,
             round=record.round,
             averaged=record.averaged,
-            staleness=staleness,
+            staleness=reader.account.staleness.get(fragment),
         )
 
     def _wires(self, fragment: int, version: VersionId) -> Any:

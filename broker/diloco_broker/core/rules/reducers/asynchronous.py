@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.effects import Effects, Log
+from diloco_broker.core.effects import Effects, warning
 from diloco_broker.core.events import WorkRefused
 from diloco_broker.core.rules import grants, round_lines
 from diloco_broker.core.rules.reducers import collect, staged
@@ -134,8 +134,7 @@ def _take_back_slots(state: RunState) -> Effects:
             continue
         state.submissions.drop(submission)
         worker_id, push = submission.worker_id, submission.push
-        yield Log(
-            "warning",
+        yield warning(
             f"The push of {worker_id} made no progress for {silent:.0f} s while others wait; it "
             "starts again when it is its turn.",
         )
@@ -187,5 +186,4 @@ def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:
 
 
 def released(state: RunState) -> Effects:
-    """What was applied has left its slots."""
     yield from _hand_out_slots(state)

@@ -72,7 +72,6 @@ def find(state: RunState, worker_id: str, push: Push) -> Submission | None:
 
 
 def done(state: RunState, event: WorkDone) -> Effects:
-    """A chunk is here and finite."""
     work, submission = event.work, _at_work(state, event)
     if submission is not None and work.index not in submission.taken:
         submission.take(work.index, work.payload, event.squares, state.now)

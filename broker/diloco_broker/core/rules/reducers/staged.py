@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.effects import Effects, Log, Send, nothing
+from diloco_broker.core.effects import Effects, info, nothing
 from diloco_broker.core.events import WorkRefused
 from diloco_broker.core.rules import grants, round_lines
 from diloco_broker.core.rules.reducers import collect
@@ -121,14 +121,13 @@ def _tell_the_late(state: RunState, round_: StagedRound) -> Effects:
             yield from grants.refuse(state, push.fragment, submission.key, Code.LATE, text)
             continue
         text = f"Round {round_.number} closed without {worker_id}; its push goes into {following}."
-        yield Log("info", text)
+        yield info(text)
         member = state.members.named(worker_id)
         if member is not None:
-            yield Send(member.control, Notice("carried", text, push.fragment, following))
+            yield member.tell(Notice("carried", text, push.fragment, following))
 
 
 def leave(state: RunState, worker_id: str) -> Effects:
-    """A worker is gone: what is whole counts, what is not is forgotten."""
     _round(state).barrier.expect_no_more(worker_id)
     collect.leave(state, worker_id)
     yield from ()

@@ -75,7 +75,6 @@ def offer(state: RunState, member: Member, push: Push) -> Effects:
 
 
 def _abandon_others(state: RunState, round_: StreamingRound, worker_id: str, push: Push) -> Effects:
-    """A worker that comes with another push of the fragment has given up the unfinished ones."""
     for other in list(round_.of_worker(worker_id)):
         same = other.push.fragment == push.fragment
         if same and other.push.push_id != push.push_id and not other.held.is_full:
@@ -111,13 +110,11 @@ def _grant(round_: StreamingRound, member: Member, contribution: Contribution) -
 
 
 def find(state: RunState, worker_id: str, push: Push) -> Contribution | None:
-    """The contribution that takes chunks of this push; None when it has ended."""
     contribution = _round(state).contributions.get((worker_id, push.push_id))
     return contribution if contribution and contribution.ended is None else None
 
 
 def done(state: RunState, event: WorkDone) -> Effects:
-    """A chunk has been added."""
     work, round_ = event.work, _round(state)
     assert round_.fragment == work.fragment
     ready = round_.folded((work.worker_id, work.push_id), work.index)
@@ -163,5 +160,4 @@ def step(state: RunState, indexes: Iterable[int]) -> Effects:
 
 
 def leave(state: RunState, worker_id: str) -> Effects:
-    """A worker is gone; what it delivered stays, what it owed is not waited for."""
     yield from step(state, _round(state).leave(worker_id))

@@ -18,12 +18,11 @@ from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top import palette
 from diloco_tools.top.application import Top
-from diloco_tools.top.canvas import Canvas
 from diloco_tools.top.drawing.full_screen import Picture, picture
 from diloco_tools.top.drawing.keys import keys_for
 from diloco_tools.top.drawing.notation import Glyphs
-from diloco_tools.top.drawing.scene import Scene
-from diloco_tools.top.drawing.view import View
+from diloco_tools.top.drawing.scene import Scene, View
+from diloco_tools.top.widgets import Canvas
 from kit.feed_snapshots import frame, status, worker
 from kit.paths import ROOT
 

@@ -15,11 +15,9 @@ from rich.text import Text
 from diloco_protocol.feed import Worker
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top.drawing.keys import KEYS, footer, keys_for
-from diloco_tools.top.drawing.lines import apart, beside, one_line
 from diloco_tools.top.drawing.notation import Glyphs
-from diloco_tools.top.drawing.scene import Said
-from diloco_tools.top.drawing.view import ORDERS, View
-from diloco_tools.top.load import CpuUse
+from diloco_tools.top.drawing.scene import ORDERS, Said, View
+from diloco_tools.top.drawing.sheet import Sheet, beside
 from kit.feed_snapshots import status, worker
 from kit.top_screen import ESSENTIAL, document, snapshot
 from kit.top_screen import full_screen as drawn
@@ -227,7 +225,7 @@ class TestNotation:
 class TestLines:
     def test_parts_fit_or_a_sign_stands_for_them(self) -> None:
         parts = [Text("one"), Text("two"), Text("three")]
-        shown = [one_line(Text("row"), parts, width, UTF8).plain for width in (26, 24, 19, 15)]
+        shown = [Sheet(width, UTF8).row("row", parts).plain for width in (26, 24, 19, 15)]
         assert shown == [
             "row       one  two  three",
             "row       one  two …",
@@ -237,7 +235,7 @@ class TestLines:
 
     def test_ends_stand_apart_and_the_right_one_is_whole(self) -> None:
         for width in range(8, 30):
-            line = apart(Text("a long beginning"), Text("the end"), width, UTF8).plain
+            line = Sheet(width, UTF8).apart(Text("a long beginning"), Text("the end")).plain
             assert cell_len(line) == width
             assert line.endswith("the end")
 
@@ -279,18 +277,18 @@ class TestKeys:
 
 class TestCpu:
     def test_is_the_share_of_a_core_over_the_last_seconds(self) -> None:
-        cpu = CpuUse()
-        assert cpu.value is None
+        series = RunSeries()
+        assert series.cpu is None
         for second in range(20):
             loop = {"cpu_s": second * (0.1 if second < 10 else 0.5)}
-            cpu.update(snapshot(second + 1, uptime_s=float(second), loop=loop))
-        assert cpu.value == pytest.approx(0.5)
+            series.update(snapshot(second + 1, uptime_s=float(second), loop=loop), 0.0)
+        assert series.cpu == pytest.approx(0.5)
 
     def test_another_life_of_the_broker_begins_anew(self) -> None:
-        cpu = CpuUse()
-        cpu.update(snapshot(1, uptime_s=1.0))
-        cpu.update(snapshot(2, uptime_s=2.0))
-        cpu.update(snapshot(1, epoch="cd", uptime_s=0.5, loop={"cpu_s": 0.1}))
-        assert cpu.value is None
-        cpu.update(snapshot(2, epoch="cd", uptime_s=0.5, loop={"cpu_s": 0.2}))
-        assert cpu.value is None, "no time has passed"
+        series = RunSeries()
+        series.update(snapshot(1, uptime_s=1.0), 0.0)
+        series.update(snapshot(2, uptime_s=2.0), 0.0)
+        series.update(snapshot(1, epoch="cd", uptime_s=0.5, loop={"cpu_s": 0.1}), 0.0)
+        assert series.cpu is None
+        series.update(snapshot(2, epoch="cd", uptime_s=0.5, loop={"cpu_s": 0.2}), 0.0)
+        assert series.cpu is None, "no time has passed"

@@ -116,11 +116,11 @@ class TestPlayer:
         back.step(-19)
         for player in (forth, back):
             assert player.index == 30
-            model, series, cpu = player.picture()
+            model, series = player.picture()
             assert model.snapshot is not None
             assert model.snapshot.sequence == 31
             assert [closed.number for _, closed in series.rounds] == [371 + n for n in range(31)]
-            assert cpu.value is not None
+            assert series.cpu is not None
         assert forth.picture()[1].rounds == back.picture()[1].rounds
 
     def test_one_moment_is_shown_and_not_played(self) -> None:
@@ -133,9 +133,8 @@ class TestPlayer:
 
 class TestScreen:
     def pilot(self, count: int = 50) -> ScreenPilot:
-        made = ScreenPilot(
-            address="run/history.jsonl", zone=timezone.utc, player=Player([*moments(count)], 0.0)
-        )
+        player = Player([*moments(count)], 0.0, timezone.utc)
+        made = ScreenPilot(address="run/history.jsonl", player=player)
         made.clock.now = 0.0
         return made
 

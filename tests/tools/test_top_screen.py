@@ -147,7 +147,7 @@ class TestFreshness:
 
     def test_complaint_about_the_feed_is_a_sentence(self) -> None:
         async def script(pilot: ScreenPilot) -> None:
-            pilot.app._heard_complaint(FeedError("the broker publishes feed version 2"))
+            pilot.app.cannot_read(FeedError("the broker publishes feed version 2"))
             await pilot.sees("the broker publishes feed version 2")
             await pilot.waits(31.0)
             assert "feed version 2" not in pilot.text()

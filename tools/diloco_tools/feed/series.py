@@ -9,6 +9,7 @@ that counts seconds, as long as it is always the same one.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from diloco_protocol.feed import LastRound, Snapshot, Worker
 
 _T = TypeVar("_T")
 LEAST_RECENT = 4  # points that a scale goes by
+CPU_SNAPSHOTS = 6  # five seconds of a live feed: one turn of work does not make the figure jump
 
 
 def recent_scale(values: Sequence[float]) -> tuple[float, float]:
@@ -89,10 +91,19 @@ class RunSeries:
         self._last_round: int | None = None
         self._total: _Counted | None = None
         self._counted: dict[str, _Counted] = {}
+        self._cpu: deque[tuple[float, float]] = deque(maxlen=CPU_SNAPSHOTS)  # uptime, CPU seconds
 
     def rate_of(self, worker_id: str) -> Rate | None:
         """The newest rate of one worker; None while it is not known, and for one that is gone."""
         return self._rates.get(worker_id)
+
+    @property
+    def cpu(self) -> float | None:
+        """How much of a core the broker uses, 1.0 is all of it; None while it is not known."""
+        if len(self._cpu) < 2:
+            return None
+        (began, before), (ended, after) = self._cpu[0], self._cpu[-1]
+        return max(0.0, after - before) / (ended - began)
 
     def update(self, snapshot: Snapshot, now: float) -> None:
         """Take a snapshot; one that is not newer than the last changes nothing."""
@@ -101,10 +112,14 @@ class RunSeries:
             self._uptime_s = self._total = self._last_round = None
             self._counted.clear()
             self._rates.clear()
+            self._cpu.clear()
         elif snapshot.sequence <= self._sequence:
             return
         self._sequence = snapshot.sequence
         self._note_round(snapshot, now)
+        spent = snapshot.loop.cpu_s
+        if spent is not None and (not self._cpu or snapshot.uptime_s > self._cpu[-1][0]):
+            self._cpu.append((snapshot.uptime_s, spent))
         # A snapshot of a replayed event has the figures, and the uptime, of the round before it.
         if self._uptime_s is not None and snapshot.uptime_s <= self._uptime_s:
             return

@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import tzinfo
+from dataclasses import replace
 from typing import ClassVar
 
 from rich.text import Text
@@ -20,7 +19,6 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.css.query import NoMatches
-from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Input, Static
 
@@ -31,16 +29,13 @@ from diloco_tools.feed.listener import Feed, Listener
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top import palette
-from diloco_tools.top.canvas import Canvas
-from diloco_tools.top.dialogs import NewRate, Page, Question, TypedWord
 from diloco_tools.top.drawing import sentences
 from diloco_tools.top.drawing.full_screen import picture
 from diloco_tools.top.drawing.keys import KEYS, keys_for
 from diloco_tools.top.drawing.notation import BAD, OK, QUIET, UNEASY, Glyphs
-from diloco_tools.top.drawing.scene import Replayed, Said, Scene
-from diloco_tools.top.drawing.view import View
-from diloco_tools.top.load import CpuUse
+from diloco_tools.top.drawing.scene import Said, Scene, View
 from diloco_tools.top.playing import Player
+from diloco_tools.top.widgets import Canvas, NewRate, Page, Question, TypedWord
 
 REFRESH_S = 1.2  # without a snapshot for so long ages go on by themselves
 LOOK_S = 0.4  # how often that is looked at
@@ -48,57 +43,23 @@ PLAY_S = 0.1  # how often a replay looks whether the next moment is due
 SAID_FOR_S = 30.0  # a sentence gives its place back
 
 
-class Arrived(Message):
-    """A snapshot, and when it came by the screen's clock."""
-
-    def __init__(self, snapshot: Snapshot, at: float) -> None:
-        super().__init__()
-        self.snapshot, self.at = snapshot, at
-
-
-class Complained(Message):
-    """What the listener cannot read."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.text = text
-
-
-class Answered(Message):
-    """What the broker, or the network, said to a request."""
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__()
-        self.answer = answer
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """What stands still: the picture as it was `at`."""
-
-    model: FeedModel
-    series: RunSeries
-    cpu: float | None
-    at: float
-
-
-def _bindings() -> list[BindingType]:
-    """One binding for each key of the list, and the keys that only move something."""
-    made: list[BindingType] = [
-        Binding(key.names, key.action, show=False) for key in KEYS if key.action
-    ]
-    moves = {"up": -1, "down": 1, "pageup": -10, "pagedown": 10}
-    made += [Binding(key, f"move({by})", show=False) for key, by in moves.items()]
-    steps = {"shift+right": 10, "shift+left": -10}
-    made += [Binding(key, f"step({by})", show=False) for key, by in steps.items()]
-    return [
-        *made,
-        Binding("O", "reverse", show=False),
-        Binding("plus,equals_sign", "speed(1)", show=False),
-        Binding("minus", "speed(-1)", show=False),
-        Binding("escape", "clear", show=False),
-        Binding("ctrl+c", "quit", show=False, priority=True),
-    ]
+# The keys of the list, and those that only move something.
+BINDINGS: list[BindingType] = [
+    Binding(keys, action, show=False)
+    for keys, action in (
+        *((key.names, key.action) for key in KEYS if key.action),
+        ("up", "move(-1)"),
+        ("down", "move(1)"),
+        ("pageup", "move(-10)"),
+        ("pagedown", "move(10)"),
+        ("shift+right", "step(10)"),
+        ("shift+left", "step(-10)"),
+        ("O", "reverse"),
+        ("plus,equals_sign", "speed(1)"),
+        ("minus", "speed(-1)"),
+        ("escape", "clear"),
+    )
+]
 
 
 class Top(App[None]):
@@ -112,13 +73,15 @@ class Top(App[None]):
         readonly: no key changes the run.
         clock: seconds, monotonic. All ages are by it.
         player: a history to play instead of a feed.
-        zone: time zone of a replay; None: that of this machine.
     """
 
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None  # else the filter, though hidden, would take the keys
     CSS = palette.CSS
-    BINDINGS: ClassVar[list[BindingType]] = _bindings()
+    BINDINGS: ClassVar[list[BindingType]] = [
+        *BINDINGS,
+        Binding("ctrl+c", "quit", show=False, priority=True),
+    ]
 
     def __init__(
         self,
@@ -131,7 +94,6 @@ class Top(App[None]):
         glyphs: Glyphs | None = None,
         clock: Callable[[], float] = time.monotonic,
         player: Player | None = None,
-        zone: tzinfo | None = None,
         colour: bool = True,
     ) -> None:
         # With the terminal's own colours Textual takes all colour out where NO_COLOR is set.
@@ -142,16 +104,16 @@ class Top(App[None]):
         self.title = "diloco-top"
         self.glyphs = glyphs or Glyphs.for_encoding("utf-8")
         self.set_class(self.glyphs.ellipsis.isascii(), "ascii")
-        self.model, self.series, self.cpu = FeedModel(), RunSeries(), CpuUse()
+        self.model, self.series = FeedModel(), RunSeries()
         self.view = View()
         self.said, self._said_at = Said(), 0.0
         self._drawn_at = -math.inf
         self._address, self._control, self._readonly = address, control, readonly
-        self._ask, self._clock, self._player, self._zone = ask, clock, player, zone
+        self._ask, self._clock, self._player = ask, clock, player
         self._keys = keys_for(readonly=readonly, replay=player is not None)
-        self._frozen: Frozen | None = None
+        self._frozen: Scene | None = None
         self._asking = ""  # the request under way
-        self._listener = open_feed and Listener(open_feed, self.heard, self._heard_complaint)
+        self._listener = open_feed and Listener(open_feed, self.heard, self.cannot_read)
 
     def compose(self) -> ComposeResult:
         yield Canvas(self.redraw)
@@ -173,23 +135,20 @@ class Top(App[None]):
 
     def heard(self, snapshot: Snapshot) -> None:
         """A snapshot came; any thread may say so."""
-        self.post_message(Arrived(snapshot, self._clock()))
+        self.call_later(self._take, snapshot, self._clock())
 
-    def _heard_complaint(self, error: FeedError) -> None:
-        self.post_message(Complained(str(error)))
+    def cannot_read(self, error: FeedError) -> None:
+        """The feed cannot be read; any thread may say so."""
+        self.call_later(self.say, str(error), UNEASY)
 
-    def on_arrived(self, event: Arrived) -> None:
-        if self.model.update(event.snapshot, event.at):
-            self.series.update(event.snapshot, event.at)
-            self.cpu.update(event.snapshot)
+    def _take(self, snapshot: Snapshot, at: float) -> None:
+        if self.model.update(snapshot, at):
+            self.series.update(snapshot, at)
         self.redraw()
 
-    def on_complained(self, event: Complained) -> None:
-        self.say(event.text, UNEASY)
-
-    def on_answered(self, event: Answered) -> None:
+    def _answered(self, answer: Answer) -> None:
         self._asking = ""
-        self.say(event.answer.text, OK if event.answer.ok else BAD)
+        self.say(answer.text, OK if answer.ok else BAD)
 
     # Drawing.
 
@@ -214,8 +173,19 @@ class Top(App[None]):
         now = self._clock()
         if self.said.text and not self._asking and now - self._said_at > SAID_FOR_S:
             self.said = Said()
-        if self._player is not None:
-            return self._replayed(self._player)
+        if (player := self._player) is not None:
+            model, series = player.picture()
+            return Scene(
+                model=model,
+                series=series,
+                now=player.moment.at,
+                fresh=Freshness.LIVE,
+                age_s=0.0,
+                address=self._address,
+                replay=player.replayed(),
+                said=self.said,
+                keys=self._keys,
+            )
         live = Scene(
             model=self.model,
             series=self.series,
@@ -223,43 +193,14 @@ class Top(App[None]):
             fresh=self.model.freshness(now),
             age_s=self.model.age_s(now),
             address=self._address,
-            cpu=self.cpu.value,
             readonly=self._readonly,
             said=self.said,
             keys=self._keys,
         )
-        if (frozen := self._frozen) is None:
+        if (held := self._frozen) is None:
             return live
         return replace(
-            live,
-            model=frozen.model,
-            series=frozen.series,
-            cpu=frozen.cpu,
-            now=frozen.at,
-            frozen_s=now - frozen.at,
-        )
-
-    def _replayed(self, player: Player) -> Scene:
-        model, series, cpu = player.picture()
-        moment = player.moment
-        return Scene(
-            model=model,
-            series=series,
-            now=moment.at,
-            fresh=Freshness.LIVE,
-            age_s=0.0,
-            address=self._address,
-            cpu=cpu.value,
-            replay=Replayed(
-                at=moment.at,
-                place=player.index + 1,
-                moments=len(player.moments),
-                playing=player.playing,
-                speed=player.speed,
-                zone=self._zone,
-            ),
-            said=self.said,
-            keys=self._keys,
+            live, model=held.model, series=held.series, now=held.now, frozen_s=now - held.now
         )
 
     def _tick(self) -> None:
@@ -342,8 +283,9 @@ class Top(App[None]):
         if self._frozen is not None or self.model.snapshot is None:
             self._frozen = None
         else:
-            self._frozen = Frozen(
-                copy.copy(self.model), copy.deepcopy(self.series), self.cpu.value, self._clock()
+            scene = self.scene()
+            self._frozen = replace(
+                scene, model=copy.copy(scene.model), series=copy.deepcopy(scene.series)
             )
         self.redraw()
 
@@ -405,7 +347,7 @@ class Top(App[None]):
             return
 
         def wait() -> None:
-            self.post_message(Answered(self._ask(address, action, arguments or {})))
+            self.call_later(self._answered, self._ask(address, action, arguments or {}))
 
         self._asking = action
         self.say(f"{action}: waiting for the answer of {address}", QUIET)

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -18,7 +19,7 @@ from diloco_tools.feed.estimate import inner_step_now
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.subscriber import FeedSubscriber
-from diloco_tools.terminal import console
+from diloco_tools.terminal import console, fail
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.text_screen import screen
 
@@ -100,25 +101,22 @@ def top(
         _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")
     address = with_scheme(address)
     glyphs = Glyphs.ascii() if ascii_only else Glyphs.for_encoding(sys.stdout.encoding)
+    show = _show_json if as_json else partial(_show_text, glyphs)
+    healthy = True
     try:
         history = None if replay is None else read_history(replay)
+        name = address if replay is None else str(replay)
         if not (once or as_json or follow) and _is_terminal():
-            _full_screen(
-                address,
-                history=history,
-                replay=replay,
-                glyphs=glyphs,
-                control=control,
-                readonly=readonly,
-            )
+            _full_screen(name, history, glyphs=glyphs, control=control, readonly=readonly)
             return
         if history is not None:
-            verdicts = _printed_history(history, str(replay), as_json, follow, glyphs)
+            shown = _of_history(history, follow)
         else:
-            verdicts = _printed_feed(address, timeout, as_json, follow, glyphs)
-        healthy = True
-        for healthy in verdicts:  # noqa: B007
-            pass
+            shown = _of_feed(address, timeout, follow, tells_of_silence=not as_json)
+        for number, (model, now) in enumerate(shown):
+            if number and replay is None and not as_json:
+                print()
+            healthy = show(name, model, now)
     except FeedError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -126,21 +124,19 @@ def top(
     raise typer.Exit(HEALTHY if healthy else DEGRADED)
 
 
-def _printed_feed(
-    address: str, timeout: float, as_json: bool, follow: bool, glyphs: Glyphs
-) -> Iterator[bool]:
-    """Print what arrives, the first or all; healthy or not, for each that was printed."""
+def _of_feed(
+    address: str, timeout: float, follow: bool, *, tells_of_silence: bool
+) -> Iterator[tuple[FeedModel, float]]:
+    """What arrives, the first or all, as of a time of our clock."""
     model = FeedModel()
-    printed: Freshness | None = None
+    told: Freshness | None = None
     for snapshot in _snapshots(address, timeout):
         now = time.monotonic()
         is_news = snapshot is not None and model.update(snapshot, now)
         # Silence is news for people, too: once when the feed turns late, and once when it turns stale.
-        if is_news or (not as_json and model.freshness(now) is not printed):
-            if printed is not None and not as_json:
-                print()
-            printed = model.freshness(now)
-            yield _show(model, now, address, as_json, glyphs)
+        if is_news or (tells_of_silence and model.freshness(now) is not told):
+            told = model.freshness(now)
+            yield model, now
             if not follow:
                 return
 
@@ -160,33 +156,34 @@ def _snapshots(address: str, timeout: float) -> Iterator[Snapshot | None]:
                 yield snapshot
 
 
-def _printed_history(
-    history: History, name: str, as_json: bool, follow: bool, glyphs: Glyphs
-) -> Iterator[bool]:
-    """Print the end of a history, or all of it."""
+def _of_history(history: History, follow: bool) -> Iterator[tuple[FeedModel, float]]:
+    """The end of a history, or all of it."""
     for moment in history.moments if follow else history.moments[-1:]:
         model = FeedModel()
         model.update(moment.snapshot, moment.at)
-        yield _show(model, moment.at, name, as_json, glyphs)
+        yield model, moment.at
 
 
-def _show(model: FeedModel, now: float, address: str, as_json: bool, glyphs: Glyphs) -> bool:
-    """Print one snapshot; whether the run is healthy."""
-    verdict = model.verdict(now)
-    snapshot = model.at(now)
-    if as_json and snapshot is not None:
-        made = {w.id: inner_step_now(snapshot, w, model.freshness(now)) for w in snapshot.workers}
-        monitor = {
-            "verdict": verdict.word,
-            "reasons": verdict.reasons,
-            "inner_steps": {name: steps for name, steps in made.items() if steps is not None},
-        }
-        print(json.dumps({**snapshot.raw, "monitor": monitor}), flush=True)
-    else:
-        shown = console()
-        text = screen(model, now, address, shown.width, glyphs)
-        shown.print(text, soft_wrap=True)  # the screen has its width already
+def _show_json(name: str, model: FeedModel, now: float) -> bool:
+    """Print one snapshot for programs; whether the run is healthy."""
+    snapshot, verdict = model.at(now), model.verdict(now)
+    assert snapshot is not None
+    made = {w.id: inner_step_now(snapshot, w, model.freshness(now)) for w in snapshot.workers}
+    monitor = {
+        "verdict": verdict.word,
+        "reasons": verdict.reasons,
+        "inner_steps": {name: steps for name, steps in made.items() if steps is not None},
+    }
+    print(json.dumps({**snapshot.raw, "monitor": monitor}), flush=True)
     return verdict.healthy
+
+
+def _show_text(glyphs: Glyphs, name: str, model: FeedModel, now: float) -> bool:
+    """Print one screen for people; whether the run is healthy."""
+    shown = console()
+    text = screen(model, now, name, shown.width, glyphs)
+    shown.print(text, soft_wrap=True)  # the screen has its width already
+    return model.verdict(now).healthy
 
 
 def _is_terminal() -> bool:
@@ -205,13 +202,7 @@ def _has_textual() -> bool:
 
 
 def _full_screen(
-    address: str,
-    *,
-    history: History | None,
-    replay: Path | None,
-    glyphs: Glyphs,
-    control: str | None,
-    readonly: bool,
+    name: str, history: History | None, *, glyphs: Glyphs, control: str | None, readonly: bool
 ) -> None:
     if not _has_textual():
         _fail(
@@ -222,14 +213,13 @@ def _full_screen(
     from diloco_tools.top.application import Top
     from diloco_tools.top.playing import Player
 
-    player = None if history is None else Player(history.moments, time.monotonic())
     shown = Top(
-        address if replay is None else str(replay),
-        open_feed=None if history is not None else lambda: FeedSubscriber(address),
+        name,
+        open_feed=None if history is not None else lambda: FeedSubscriber(name),
         control=control,
         readonly=readonly,
         glyphs=glyphs,
-        player=player,
+        player=None if history is None else Player(history.moments, time.monotonic()),
         colour="NO_COLOR" not in os.environ,
     )
     if history is not None and history.skipped:
@@ -250,8 +240,7 @@ def _silence(feed: FeedSubscriber, timeout_s: float) -> str:
 
 
 def _fail(sentence: str) -> NoReturn:
-    typer.echo(f"diloco-top: {sentence}", err=True)
-    raise typer.Exit(NO_FEED)
+    fail("diloco-top", sentence, NO_FEED)
 
 
 if __name__ == "__main__":

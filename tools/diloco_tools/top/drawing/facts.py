@@ -18,21 +18,20 @@ from diloco_tools.top.drawing.notation import (
     number,
     scaled,
 )
+from diloco_tools.top.drawing.sheet import Part
 
 NAMES = 4  # of missing workers in one row
-
-Part = str | Text
-
-
-def texts(parts: Sequence[Part], glyphs: Glyphs) -> list[Text]:
-    """The parts that are not empty, each fit for a terminal."""
-    made = (part if isinstance(part, Text) else Text(glyphs.printable(part)) for part in parts)
-    return [text for text in made if text.plain]
 
 
 def run_name(snapshot: Snapshot) -> str:
     """The first eight signs of the run's id: what displays show, and what shutdown wants typed."""
     return (snapshot.run or "")[:8]
+
+
+def run_title(snapshot: Snapshot) -> str:
+    """What a header says of the run."""
+    name = run_name(snapshot)
+    return f"run {name}" if name else "no run yet"
 
 
 def has_round(snapshot: Snapshot) -> bool:
@@ -41,21 +40,30 @@ def has_round(snapshot: Snapshot) -> bool:
     return snapshot.mode != "async" and bool(now_open and (now_open.number or now_open.expected))
 
 
-def round_parts(snapshot: Snapshot, glyphs: Glyphs) -> Sequence[Part]:
+def now_row(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, Sequence[Part]]:
+    """Label and parts of what goes on: a round, or pushes."""
+    if snapshot.mode == "async":
+        return "applied", _applied_parts(snapshot)
+    return "round", _round_parts(snapshot, glyphs)
+
+
+def _round_parts(snapshot: Snapshot, glyphs: Glyphs) -> Sequence[Part]:
     """The open round: how far it is, and who is missing."""
     now_open = snapshot.round
     if now_open is None or not has_round(snapshot):
         return ()
     arrived, expected = len(now_open.arrived), len(now_open.expected)
+    missing = now_open.missing
+    more = f" and {len(missing) - NAMES} more" if len(missing) > NAMES else ""
     return (
         f"{now_open.number} {now_open.phase} {duration(now_open.age_s)}",
         f"fragment {now_open.fragment}" if len(snapshot.fragments) > 1 else "",
         Text(f"{arrived}/{expected} arrived {glyphs.bar(arrived, expected)}"),
-        _names("missing", now_open.missing),
+        f"missing {', '.join(sorted(missing)[:NAMES])}{more}" if missing else "",
     )
 
 
-def applied_parts(snapshot: Snapshot) -> Sequence[Part]:
+def _applied_parts(snapshot: Snapshot) -> Sequence[Part]:
     """What an asynchronous run has instead of a round."""
     count = sum(part.gradients for part in snapshot.fragments)
     reducer = snapshot.reducer
@@ -98,13 +106,14 @@ def last_parts(snapshot: Snapshot) -> Sequence[Part]:
     last = snapshot.last_round
     if last is None:
         return ()
-    has_rounds = snapshot.mode != "async"
+    what: tuple[str, ...]
+    if snapshot.mode == "async":
+        what = (f"push {last.number + 1}", f"{plural(last.staleness, 'version')} old")
+    else:
+        took = f"took {last.seconds:.1f} s"
+        what = (f"round {last.number}", took, f"{last.averaged} averaged")
     return (
-        f"round {last.number}" if has_rounds else f"push {last.number + 1}",
-        f"took {last.seconds:.1f} s" if has_rounds else "",
-        f"{last.averaged} averaged"
-        if has_rounds
-        else f"{last.staleness} version{'s'[: last.staleness != 1]} old",
+        *what,
         f"loss {number(last.loss)}" if last.loss is not None else "",
         f"delta norm {last.delta_norm:.3g}" if last.delta_norm is not None else "",
     )
@@ -128,17 +137,16 @@ def terms_parts(snapshot: Snapshot) -> Sequence[Part]:
     )
 
 
-def has_buffer(snapshot: Snapshot) -> bool:
+def _has_buffer(snapshot: Snapshot) -> bool:
     """Whether gradients are buffered between momentum steps; a buffer of one is none."""
     return (snapshot.outer.buffer or 0) > 1
 
 
 def buffers_part(snapshot: Snapshot) -> str:
     """How full the buffer of the outer optimizer is, fragment by fragment."""
-    if not has_buffer(snapshot):
-        return ""
     size = snapshot.outer.buffer
-    return "buffer " + " ".join(f"{part.buffered}/{size}" for part in snapshot.fragments)
+    fill = " ".join(f"{part.buffered}/{size}" for part in snapshot.fragments)
+    return f"buffer {fill}" if _has_buffer(snapshot) else ""
 
 
 def reducing_parts(snapshot: Snapshot) -> Sequence[Part]:
@@ -179,8 +187,8 @@ def _delay_part(snapshot: Snapshot) -> str:
     if not delays:
         return "merged when here"
     least, most = min(delays), max(delays)
-    steps = f"{least}" if least == most else f"{least} to {most}"
-    return f"merged when here, after {steps} step{'s'[: most != 1]}"
+    since = "" if least == most else f"{least} to "
+    return f"merged when here, after {since}{plural(most, 'step')}"
 
 
 def asynchronous_parts(snapshot: Snapshot) -> Sequence[Part]:
@@ -199,29 +207,24 @@ def asynchronous_parts(snapshot: Snapshot) -> Sequence[Part]:
 
 def liveness_parts(snapshot: Snapshot) -> Sequence[Part]:
     """When a worker counts as dead, stalled, gone; a limit of 0 is none."""
-    silence, stall, grace = (
-        snapshot.liveness.heartbeat_timeout_s,
-        snapshot.liveness.stall_timeout_s,
-        snapshot.liveness.disconnect_grace_s,
+    limits = snapshot.liveness
+    told = (
+        (limits.heartbeat_timeout_s, "silent {:g}s: dead", "silent for ever: not dead"),
+        (limits.stall_timeout_s, "no step {:g}s: stalled", "no step: not stalled"),
+        (limits.disconnect_grace_s, "{:g}s to reconnect", "no time to reconnect"),
     )
-    return (
-        _limit(silence, "silent {:g}s: dead", "silent for ever: not dead"),
-        _limit(stall, "no step {:g}s: stalled", "no step: not stalled"),
-        _limit(grace, "{:g}s to reconnect", "no time to reconnect"),
-    )
-
-
-def _limit(seconds: float | None, limit: str, none: str) -> str:
-    if seconds is None:
-        return ""
-    return limit.format(seconds) if seconds else none
+    return [
+        limit.format(seconds) if seconds else none
+        for seconds, limit, none in told
+        if seconds is not None
+    ]
 
 
 def fragment_part(part: Fragment, snapshot: Snapshot, *, wordy: bool) -> Text:
     """Version and buffer of one fragment; bold for the one that the open round concerns."""
     several = len(snapshot.fragments) > 1
     words = [f"{part.fragment}:v{part.version}" if several else f"v{part.version}"]
-    if has_buffer(snapshot):
+    if _has_buffer(snapshot):
         fill = f"{part.buffered}/{snapshot.outer.buffer}"
         words.append(fill if several and not wordy else f"buffer {fill}")
     if wordy and part.contributions:
@@ -313,10 +316,3 @@ def plural(value: int, what: str) -> str:
 def count(value: int, what: str, style: str) -> Text:
     """A number that should be 0: in colour where it is not."""
     return Text(f"{value} {what}", style if value else "")
-
-
-def _names(label: str, names: Sequence[str]) -> str:
-    if not names:
-        return ""
-    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
-    return f"{label} {', '.join(sorted(names)[:NAMES])}{more}"

@@ -12,11 +12,10 @@ from diloco_protocol.feed import Snapshot, Worker
 from diloco_tools.feed.estimate import inner_step_now
 from diloco_tools.top.drawing import facts, panes
 from diloco_tools.top.drawing.keys import footer
-from diloco_tools.top.drawing.lines import apart, flow
 from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs
-from diloco_tools.top.drawing.scene import Said, Scene
+from diloco_tools.top.drawing.scene import Said, Scene, View
+from diloco_tools.top.drawing.sheet import Sheet
 from diloco_tools.top.drawing.table import FULL_SCREEN, Row, Table, lay_out
-from diloco_tools.top.drawing.view import View
 
 MIN_WIDTH, MIN_HEIGHT = 80, 24  # everything is there at 80 by 24
 TALL = 32  # lines from which there is room for air
@@ -45,26 +44,25 @@ class Picture:
 def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -> Picture:
     """What the window shows. Settles the marked worker and the scroll of `view`."""
     wide = max(width, MIN_WIDTH)
-    inside = wide - 2  # a column of air at either side
+    sheet = Sheet(wide - 2, glyphs)  # a column of air at either side
     snapshot = scene.model.at(scene.now)
     paused = snapshot is not None and snapshot.state == "paused"
     foot = footer(scene.keys, wide, glyphs, paused=paused, frozen=scene.frozen_s is not None)
-    head = panes.header(scene, wide, glyphs)
+    head = panes.header(scene, sheet)
     if snapshot is None:
-        body = [Text(" ") + line for line in panes.silence(scene, inside, glyphs)]
-        status = _status(scene, Text(), inside, glyphs)
+        body = _inset(panes.silence(scene, sheet))
+        status = _status(scene, "", sheet)
         gap = max(0, height - len(body) - 3 - len(status))
         return Picture([head, Text(), *body, *[Text()] * gap, *status, foot], [])
 
     tall = height >= TALL
     air = [Text()] * tall
-    small = width < MIN_WIDTH or height < MIN_HEIGHT - 1  # the filter may have the last line
-    if small:
+    if width < MIN_WIDTH or height < MIN_HEIGHT - 1:  # the filter may have the last line
         said = f"{width}x{height} is too small: diloco-top needs 80x24"
         scene = replace(scene, said=Said(said, UNEASY))
     rows = view.rows(snapshot.workers)
     # Without header, the table's head, what is said, the footer, and the air before the events.
-    inner = height - 1 - 1 - len(_status(scene, Text(), inside, glyphs)) - 1 - len(air)
+    inner = height - 1 - 1 - len(_status(scene, "", sheet)) - 1 - len(air)
     # Long rows, limits and long events only where everybody has room as well.
     for wordy, limits, longest in (
         (True, True, LONG_EVENT),
@@ -72,88 +70,82 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
         (True, False, 1),
         (False, False, 1),
     ):
-        upper = _upper(
-            scene, snapshot, inside, tall=tall, wordy=wordy, limits=limits, glyphs=glyphs
-        )
+        upper = _upper(scene, snapshot, sheet, tall=tall, wordy=wordy, limits=limits)
         free = inner - len(upper)  # lines for workers and events
-        log = panes.events(snapshot, inside, free + 1, longest, glyphs)
+        log = panes.events(snapshot, sheet, free + 1, longest)
         if tall or len(rows) + len(log) <= free:
             break
     room = max(1, free - min(len(log), EVENTS_TALL if tall else EVENTS))
     place = view.settle(rows, room)
-    table = _table(scene, snapshot, view, rows, width=inside, glyphs=glyphs)
-    window = [*table.lines[view.offset : view.offset + room]] or [_nobody(snapshot, view, glyphs)]
+    table = _table(scene, snapshot, view, rows, sheet)
+    seen = table.lines[view.offset : view.offset + room]
+    window = seen or [_nobody(snapshot, view, sheet)]
     if place >= 0:
         marked = window[place - view.offset]
-        marked.append(" " * (inside - marked.cell_len))
+        marked.append(" " * (sheet.width - marked.cell_len))
         marked.stylize(MARKED)
     left = max(0, free - len(window))
     log = log[-left:] if left else []
     log += [Text()] * (left - len(log))
-    lines = [Text(" ") + line for line in (*upper, table.header)]
-    lines += [
-        Text.assemble((">", "bold") if view.offset + n == place else " ", line)
-        for n, line in enumerate(window)
+    lines = [
+        *_inset([*upper, table.header]),
+        *(
+            Text.assemble((">", "bold") if view.offset + n == place else " ", line)
+            for n, line in enumerate(window)
+        ),
+        *_inset([*air, *log]),
     ]
-    lines += [Text(" ") + line for line in (*air, *log)]
-    counted = Text(glyphs.printable(_counted(snapshot, view, rows, room)), QUIET)
-    status = _status(scene, counted, inside, glyphs)
+    status = _status(scene, _counted(snapshot, view, rows, room), sheet)
     kept = max(0, height - 2 - len(status))
     return Picture(
         [head, *lines[:kept], *status, foot][:height],
         rows,
         top=1 + len(upper) + 1,
         first=view.offset,
-        shown=len(table.lines[view.offset : view.offset + room]),
+        shown=len(seen),
     )
 
 
+def _inset(lines: list[Text]) -> list[Text]:
+    return [Text(" ") + line for line in lines]
+
+
 def _upper(
-    scene: Scene,
-    snapshot: Snapshot,
-    width: int,
-    *,
-    tall: bool,
-    wordy: bool,
-    limits: bool,
-    glyphs: Glyphs,
+    scene: Scene, snapshot: Snapshot, sheet: Sheet, *, tall: bool, wordy: bool, limits: bool
 ) -> list[Text]:
     """What stands between the header and the table."""
     rows, refusals, reasons = (2, 3, 3) if tall else (2, 1, 2) if wordy else (1, 0, 1)
     air = [Text()] * tall
     return [
         *air,
-        *panes.run_rows(scene, snapshot, width, rows, limits=limits, glyphs=glyphs),
+        *panes.run_rows(snapshot, sheet, rows, limits=limits),
         *air,
-        *panes.curves(scene, snapshot, width, CURVE if tall else 1, glyphs),
+        *panes.curves(scene, snapshot, sheet, CURVE if tall else 1),
         *air,
-        *panes.broker_rows(scene, snapshot, width, refusals, glyphs),
-        *panes.verdict(scene, width, reasons, glyphs),
+        *panes.broker_rows(snapshot, scene.series.cpu, sheet, refusals),
+        *panes.verdict(scene, sheet, reasons),
         *air,
     ]
 
 
-def _table(
-    scene: Scene, snapshot: Snapshot, view: View, rows: list[Worker], *, width: int, glyphs: Glyphs
-) -> Table:
-    speeds = scene.series.speeds
-    fresh = scene.model.freshness(scene.now)
+def _table(scene: Scene, snapshot: Snapshot, view: View, rows: list[Worker], sheet: Sheet) -> Table:
+    series, fresh = scene.series, scene.model.freshness(scene.now)
     made = [
         Row(
             worker,
             inner_step_now(snapshot, worker, fresh),
-            scene.series.rate_of(worker.id),
-            [speed for _, speed in speeds.get(worker.id, ())],
+            series.rate_of(worker.id),
+            [speed for _, speed in series.speeds.get(worker.id, ())],
         )
         for worker in rows
     ]
-    return lay_out(FULL_SCREEN, made, width, glyphs, names_first=1, emphasised=view.by.column)
+    return lay_out(FULL_SCREEN, made, sheet, names_first=1, emphasised=view.by.column)
 
 
-def _nobody(snapshot: Snapshot, view: View, glyphs: Glyphs) -> Text:
+def _nobody(snapshot: Snapshot, view: View, sheet: Sheet) -> Text:
     if not snapshot.workers:
         return Text(facts.nobody(snapshot), QUIET)
-    return Text(glyphs.printable(f"no worker has {view.wanted!r} in it"), QUIET)
+    return sheet.text(f"no worker has {view.wanted!r} in it", QUIET)
 
 
 def _counted(snapshot: Snapshot, view: View, rows: list[Worker], room: int) -> str:
@@ -168,11 +160,12 @@ def _counted(snapshot: Snapshot, view: View, rows: list[Worker], room: int) -> s
     return ", ".join(words)
 
 
-def _status(scene: Scene, counted: Text, width: int, glyphs: Glyphs) -> list[Text]:
+def _status(scene: Scene, counted: str, sheet: Sheet) -> list[Text]:
     """What was said last, whole; behind it, where there is room, what the table shows."""
-    words = [Text(word, scene.said.style) for word in glyphs.printable(scene.said.text).split()]
-    lines = flow(Text(), words, width, glyphs, indent=0, gap=1)
+    shown = sheet.text(counted, QUIET)
+    words = sheet.words(scene.said.text, scene.said.style)
+    lines = sheet.flow(Text(), words, indent=0, gap=1)
     # What was said comes first: how the table is sorted can wait.
-    if lines[-1].cell_len + counted.cell_len + 2 <= width or not words:
-        lines[-1] = apart(lines[-1], counted, width, glyphs)
-    return [Text(" ") + line for line in lines]
+    if lines[-1].cell_len + shown.cell_len + 2 <= sheet.width or not words:
+        lines[-1] = sheet.apart(lines[-1], shown)
+    return _inset(lines)

@@ -13,38 +13,24 @@ from diloco_tools.feed.model import Freshness
 class Glyphs:
     """The signs that a terminal can show: a condition has a sign of its own beside its colour."""
 
-    good: str
-    uneasy: str
-    bad: str
-    full: str
-    empty: str
-    none: str
-    ellipsis: str
-    arrow: str
-    play: str
-    above: str  # a value beyond the scale of a curve
-    below: str
-    levels: str  # of a sparkline, from the least to the greatest
+    good: str = "●"
+    uneasy: str = "◐"
+    bad: str = "○"
+    full: str = "█"
+    empty: str = "░"
+    none: str = "—"
+    ellipsis: str = "…"
+    arrow: str = "→"
+    play: str = "▶"
+    above: str = "↑"  # a value beyond the scale of a curve
+    below: str = "↓"
+    levels: str = "▁▂▃▄▅▆▇█"  # of a sparkline, from the least to the greatest
     encoding: str = "utf-8"
 
     @staticmethod
     def for_encoding(encoding: str | None) -> "Glyphs":
         """The Unicode signs if `encoding` has all of them, else signs of plain ASCII."""
-        unicode = Glyphs(
-            good="●",
-            uneasy="◐",
-            bad="○",
-            full="█",
-            empty="░",
-            none="—",
-            ellipsis="…",
-            arrow="→",
-            play="▶",
-            above="↑",
-            below="↓",
-            levels="▁▂▃▄▅▆▇█",
-            encoding=encoding or "utf-8",
-        )
+        unicode = Glyphs(encoding=encoding or "utf-8")
         try:
             "".join(astuple(unicode)[:-1]).encode(unicode.encoding)
         except (UnicodeEncodeError, LookupError):
@@ -54,21 +40,8 @@ class Glyphs:
     @staticmethod
     def ascii(encoding: str | None = None) -> "Glyphs":
         """Signs of plain ASCII; names of strangers are written in `encoding`, or ASCII as well."""
-        return Glyphs(
-            good="+",
-            uneasy="!",
-            bad="x",
-            full="#",
-            empty=".",
-            none="-",
-            ellipsis="~",
-            arrow="->",
-            play=">",
-            above="^",
-            below="v",
-            levels="_.:-=+*#",
-            encoding=encoding or "ascii",
-        )
+        signs = ("+", "!", "x", "#", ".", "-", "~", "->", ">", "^", "v", "_.:-=+*#")
+        return Glyphs(*signs, encoding=encoding or "ascii")
 
     def printable(self, text: str) -> str:
         """`text` of a stranger with what would move the cursor or not encode replaced by "?"."""
@@ -114,30 +87,25 @@ class Glyphs:
         least, most = scale or ((min(numbers), max(numbers)) if numbers else (0.0, 0.0))
         steps = len(self.levels)
         top = rows * steps - 1
-        # A curve that does not move is half high, or flat if it is zero.
-        still = top // 2 if most else 0
-        heights = [
-            -1
-            if v is None
-            else still
-            if most == least
-            else int(min(1.0, max(0.0, _share(v, least, most))) * top + 0.5)
-            for v in shown
-        ]
-        lines = []
-        for row in range(rows - 1, -1, -1):
-            levels = (height - row * steps for height in heights)
-            lines.append(
-                "".join(
-                    " " if h < 0 and (row or h >= -1) else self.levels[min(max(h, 0), steps - 1)]
-                    for h in levels
-                ).ljust(cells)
-            )
-        for column, value in enumerate(shown):
-            if value is not None and not least <= value <= most:
-                line, sign = (0, self.above) if value > most else (-1, self.below)
-                lines[line] = lines[line][:column] + sign + lines[line][column + 1 :]
-        return lines
+
+        def column(value: float | None) -> list[str]:
+            """One value, from the bottom to the top."""
+            if value is None:
+                return [" "] * rows
+            # A curve that does not move is half high, or flat if it is zero.
+            height = top // 2 if most else 0
+            if most != least:
+                height = int(min(1.0, max(0.0, _share(value, least, most))) * top + 0.5)
+            filled = (height - row * steps for row in range(rows))
+            signs = [self.levels[min(n, steps - 1)] if n >= 0 else " " for n in filled]
+            if value > most:
+                signs[-1] = self.above
+            elif value < least:
+                signs[0] = self.below
+            return signs
+
+        columns = [column(value) for value in shown]
+        return ["".join(c[row] for c in columns).ljust(cells) for row in reversed(range(rows))]
 
 
 def _share(value: float, least: float, most: float) -> float:
@@ -156,13 +124,10 @@ LEVEL_STYLES: Mapping[str, str] = {"info": "", "warning": UNEASY, "error": BAD}
 
 def health_mark(health: str, glyphs: Glyphs) -> tuple[str, str]:
     """Text and style for the health of a worker; a word unknown here is shown as it is, uneasy."""
-    match health:
-        case "ok":
-            return f"{glyphs.good} ok", OK
-        case "lost":
-            return f"{glyphs.bad} lost", BAD
-        case _:
-            return f"{glyphs.uneasy} {glyphs.printable(health)}", UNEASY
+    sign, style = {"ok": (glyphs.good, OK), "lost": (glyphs.bad, BAD)}.get(
+        health, (glyphs.uneasy, UNEASY)
+    )
+    return f"{sign} {glyphs.printable(health)}", style
 
 
 def verdict_mark(word: str, glyphs: Glyphs) -> tuple[str, str]:
@@ -173,13 +138,13 @@ def verdict_mark(word: str, glyphs: Glyphs) -> tuple[str, str]:
 
 def freshness_mark(freshness: Freshness, glyphs: Glyphs) -> tuple[str, str]:
     """Text and style for the age of what is shown."""
-    match freshness:
-        case Freshness.LIVE:
-            return f"{glyphs.good} LIVE", OK
-        case Freshness.LATE:
-            return f"{glyphs.uneasy} LATE", UNEASY
-        case _:
-            return f"{glyphs.bad} STALE", BAD
+    signs = {
+        Freshness.LIVE: (glyphs.good, OK),
+        Freshness.LATE: (glyphs.uneasy, UNEASY),
+        Freshness.STALE: (glyphs.bad, BAD),
+    }
+    sign, style = signs[freshness]
+    return f"{sign} {freshness.name}", style
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """The parts of the full screen: header, facts, curves, verdict, events. Pure.
 
-Each gives lines no wider than asked; `diloco_tools.top.drawing.full_screen` puts them together.
+Each gives lines no wider than its sheet; `diloco_tools.top.drawing.full_screen` puts them together.
 """
 
 import math
@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
-from diloco_protocol.feed import LastRound, Snapshot
+from diloco_protocol.feed import Event, LastRound, Snapshot
 from diloco_tools.feed.model import Freshness
 from diloco_tools.feed.series import recent_scale
 from diloco_tools.top.drawing import facts
-from diloco_tools.top.drawing.lines import LABEL, apart, beside, cut, flow, one_line
 from diloco_tools.top.drawing.notation import (
     BAD,
     LEVEL_STYLES,
     QUIET,
     UNEASY,
-    Glyphs,
     byte_size,
     duration,
     freshness_mark,
@@ -29,44 +27,53 @@ from diloco_tools.top.drawing.notation import (
     verdict_mark,
 )
 from diloco_tools.top.drawing.scene import Scene
+from diloco_tools.top.drawing.sheet import LABEL, Part, Sheet, beside
 
 # The whole line turns: nobody should read old figures as new ones.
 HEADER_STYLES = {Freshness.LATE: f"bold reverse {UNEASY}", Freshness.STALE: f"bold reverse {BAD}"}
-NAMED_REPLAY = 100  # columns from which the header of a replay has room for our name
+NAMED_REPLAY = 98  # columns from which the header of a replay has room for our name
+WORDY = 120  # columns above which rows say more
 FOUR_CURVES = 110  # columns from which there is room for the norm of the deltas
 
 
-def header(scene: Scene, width: int, glyphs: Glyphs) -> Text:
+def title(address: str, words: Sequence[str], right: Text, sheet: Sheet) -> Text:
+    """Our name, the address and `words` about the run; `right` at the other end."""
+    glyphs = sheet.glyphs
+    left = Text("diloco-top  ")
+    rest = _clipped(["", *words], sheet)
+    room = sheet.width - left.cell_len - cell_len(rest) - right.cell_len - 2
+    left.append(glyphs.clip(glyphs.printable(address), max(8, room)))
+    return sheet.apart(left.append(rest), right)
+
+
+def _clipped(words: Sequence[str], sheet: Sheet) -> str:
+    return sheet.glyphs.clip(sheet.glyphs.printable("  ".join(words)), sheet.width // 2)
+
+
+def header(scene: Scene, sheet: Sheet) -> Text:
     """Whose run this is, and how much to believe of it."""
     snapshot = scene.model.snapshot
-    # The time of a replay needs the room, and whoever gave a history knows what shows it.
-    bare = scene.replay is not None and width < NAMED_REPLAY
-    left = Text() if bare else Text.assemble(("diloco-top", "bold"), "  ")
     words = []
     if snapshot is not None:
-        name = facts.run_name(snapshot)
-        words.append(f"run {name}" if name else "no run yet")
-        if snapshot.model is not None:
-            words.append(scaled(snapshot.model.parameters))
-        words.append(snapshot.mode)
-    right = _freshness(scene, glyphs)
-    rest = glyphs.clip(glyphs.printable("  ".join(["", *words])), width // 2)
-    room = width - left.cell_len - cell_len(rest) - right.cell_len - 4
-    if not bare:
-        left.append(glyphs.clip(glyphs.printable(scene.address), max(8, room)))
-    left.append(rest.lstrip() if bare else rest)
-    line = Text(" ") + apart(left, right, width - 2, glyphs) + Text(" ")
+        size = [scaled(snapshot.model.parameters)] if snapshot.model is not None else []
+        words = [facts.run_title(snapshot), *size, snapshot.mode]
+    right = _freshness(scene, sheet)
+    # The time of a replay needs the room, and whoever gave a history knows what shows it.
+    if scene.replay is not None and sheet.width < NAMED_REPLAY:
+        return Text(" ") + sheet.apart(Text(_clipped(words, sheet)), right)
+    line = Text(" ") + title(scene.address, words, right, sheet) + Text(" ")
+    line.stylize("bold", 1, 1 + len("diloco-top"))
     if scene.replay is None and (turned := HEADER_STYLES.get(scene.fresh)):
         line = Text(line.plain)
         line.stylize(turned)  # as a span: Text leaves the style of its own to whoever prints it
     return line
 
 
-def _freshness(scene: Scene, glyphs: Glyphs) -> Text:
+def _freshness(scene: Scene, sheet: Sheet) -> Text:
+    glyphs = sheet.glyphs
     if (replay := scene.replay) is not None:
-        sign = f"{glyphs.play} x{replay.speed}" if replay.playing else "stopped"
-        where = f"{replay.place}/{replay.moments} {sign}"
-        return Text(f"REPLAY {replay.clock}  ", UNEASY).append(where)
+        sign = f"{glyphs.play} x{replay.speed}" if replay.speed else "stopped"
+        return Text(f"REPLAY {replay.clock}  ", UNEASY).append(f"{replay.place} {sign}")
     text = Text()
     if scene.readonly:
         text.append("readonly  ", QUIET)
@@ -80,112 +87,59 @@ def _freshness(scene: Scene, glyphs: Glyphs) -> Text:
     return text.append(f"{mark} {duration(scene.age_s)}", f"bold {style}")
 
 
-def run_rows(
-    scene: Scene, snapshot: Snapshot, width: int, most: int, *, limits: bool, glyphs: Glyphs
-) -> list[Text]:
+def run_rows(snapshot: Snapshot, sheet: Sheet, most: int, *, limits: bool) -> list[Text]:
     """Round, workers, optimizer, fragments, and with `limits` what the run was told beside them; no row
     has more than `most` lines.
     """
-    state = Text() if snapshot.state == "training" else facts.state_part(snapshot, glyphs)
-    room = width - state.cell_len - 2 * bool(state.plain)
-    if snapshot.mode == "async":
-        now = _row("applied", facts.applied_parts(snapshot), room, glyphs)
-    else:
-        now = _row("round", facts.round_parts(snapshot, glyphs), room, glyphs)
-    lines = [apart(now, state, width, glyphs)]
+    wordy = sheet.width > WORDY
+    state = Text()
+    if snapshot.state != "training":
+        state = facts.state_part(snapshot, sheet.glyphs)
+    room = sheet.width - state.cell_len - 2 * bool(state.plain)
+    now = Sheet(room, sheet.glyphs).row(*facts.now_row(snapshot, sheet.glyphs))
     last = facts.last_parts(snapshot)
-    counts = (*facts.counts_parts(snapshot), *(("last:", *last) if last and width > 120 else ()))
-    lines.append(_row("workers", counts, width, glyphs))
+    counts = (*facts.counts_parts(snapshot), *(("last:", *last) if last and wordy else ()))
     outer = (
         *facts.optimizer_parts(snapshot),
         *facts.terms_parts(snapshot),
         *facts.merging_parts(snapshot),
         *facts.reducing_parts(snapshot),
     )
-    lines += _rows("outer", outer, width, most, glyphs)
     told = (*facts.asynchronous_parts(snapshot), *facts.liveness_parts(snapshot))
+    lines = [sheet.apart(now, state), sheet.row("workers", counts)]
+    lines += sheet.rows("outer", outer, most)
     if limits and any(told):
-        lines += _rows("limits", told, width, most, glyphs)
-    if snapshot.fragments:
-        wordy = width > 120
-        parts = [facts.fragment_part(f, snapshot, wordy=wordy) for f in snapshot.fragments]
+        lines += sheet.rows("limits", told, most)
+    if parts := [facts.fragment_part(f, snapshot, wordy=wordy) for f in snapshot.fragments]:
         label = "fragments" if len(parts) > 1 else "fragment"
-        lines += _rows(label, parts, width, max(2, most), glyphs)
+        lines += sheet.rows(label, parts, max(2, most))
     return lines
 
 
-def broker_rows(
-    scene: Scene, snapshot: Snapshot, width: int, most: int, glyphs: Glyphs
-) -> list[Text]:
+def broker_rows(snapshot: Snapshot, cpu: float | None, sheet: Sheet, most: int) -> list[Text]:
     """What the broker takes, its newest checkpoint, and what it refused.
 
     The last `most` refusals have a line each, the newest first; with 0 the last one has what is left
     of the line with the counts.
     """
-    up = f"up {duration(snapshot.uptime_s)}"
-    used = (up, *facts.loop_parts(snapshot, scene.cpu), *facts.checkpoint_parts(snapshot, glyphs))
-    lines = [_row("broker", used, width, glyphs)]
+    saved = facts.checkpoint_parts(snapshot, sheet.glyphs)
+    used = (f"up {duration(snapshot.uptime_s)}", *facts.loop_parts(snapshot, cpu), *saved)
     totals = snapshot.totals
-    why = facts.reasons(snapshot)
+    why = sheet.glyphs.printable(facts.reasons(snapshot))
     counts = facts.count(totals.rejected, "rejected", UNEASY)
-    parts: list[facts.Part] = [Text.assemble(counts, f": {glyphs.printable(why)}" if why else "")]
+    parts: list[Part] = [Text.assemble(counts, f": {why}" if why else "")]
     if totals.malformed:
         parts.append(facts.count(totals.malformed, "malformed", UNEASY))
     last = [
-        Text.assemble((f"{duration(refused.age_s)} ago ", QUIET), facts.rejection(refused, glyphs))
+        Text.assemble(
+            (f"{duration(refused.age_s)} ago ", QUIET), facts.rejection(refused, sheet.glyphs)
+        )
         for refused in facts.newest_rejections(snapshot, max(1, most))
     ]
+    lines = [sheet.row("broker", used)]
     if most == 0:
-        return [*lines, _row("refused", [*parts, *last], width, glyphs)]
-    lines.append(_row("refused", parts, width, glyphs))
-    return lines + [one_line(Text(), [line], width, glyphs) for line in last]
-
-
-def _row(label: str, parts: Sequence[facts.Part], width: int, glyphs: Glyphs) -> Text:
-    return one_line(Text(label, QUIET), facts.texts(parts, glyphs), width, glyphs)
-
-
-def _rows(
-    label: str, parts: Sequence[facts.Part], width: int, most: int, glyphs: Glyphs
-) -> list[Text]:
-    if most == 1:
-        return [_row(label, parts, width, glyphs)]
-    lines = flow(Text(label, QUIET), facts.texts(parts, glyphs), width, glyphs)
-    if len(lines) > most:
-        lines[most - 1] = cut(lines[most - 1] + Text(f"  {glyphs.ellipsis}"), width, glyphs)
-    return lines[:most]
-
-
-def curves(scene: Scene, snapshot: Snapshot, width: int, rows: int, glyphs: Glyphs) -> list[Text]:
-    """Loss, time of a round (or staleness of a push), network, and the norm where there is room.
-
-    With `rows` 1 each is a sparkline behind its figure, else a curve of `rows` lines below it.
-    """
-    points = [closed for _, closed in scene.series.rounds]
-    network = [rate.up + rate.down for rate in scene.series.network]
-    last = snapshot.last_round or LastRound(0)
-    known = snapshot.last_round is not None
-    panels = [
-        Panel("loss", [point.loss for point in points], last.loss, number, recent=True),
-        Panel(
-            "net", network, network[-1] if network else None, lambda rate: f"{byte_size(rate)}/s"
-        ),
-    ]
-    if snapshot.mode == "async":
-        stale = [float(point.staleness) for point in points]
-        panels.insert(
-            1, Panel("staleness", stale, float(last.staleness) if known else None, "{:.0f}".format)
-        )
-    else:
-        took = [point.seconds for point in points]
-        panels.insert(
-            1, Panel("round", took, last.seconds if known else None, duration, recent=True)
-        )
-    if width >= FOUR_CURVES:
-        norms = [point.delta_norm for point in points]
-        panels.append(Panel("delta norm", norms, last.delta_norm, "{:.2g}".format, recent=True))
-    each = (width - 2 * (len(panels) - 1)) // len(panels)
-    return beside([(_panel(panel, each, rows, glyphs), each) for panel in panels])
+        return [*lines, sheet.row("refused", [*parts, *last])]
+    return [*lines, sheet.row("refused", parts), *(sheet.row("", [line]) for line in last)]
 
 
 @dataclass(frozen=True)
@@ -199,81 +153,112 @@ class Panel:
     values: Sequence[float | None]
     now: float | None
     written: Callable[[float], str]
-    recent: bool = False
+    recent: bool = True
+
+    def draw(self, sheet: Sheet, rows: int) -> list[Text]:
+        """Caption and curve; with `rows` 1 both on one line."""
+        glyphs = sheet.glyphs
+        now = glyphs.none if self.now is None else self.written(self.now)
+        caption = Text.assemble((f"{self.name} ", QUIET), (now, "bold"))
+        cells = max(1, sheet.width - caption.cell_len - 1) if rows == 1 else sheet.width
+        shown = [v for v in self.values[-cells:] if v is not None and math.isfinite(v)]
+        scale = (0.0, 0.0)
+        if shown:
+            scale = recent_scale(shown) if self.recent else (min(shown), max(shown))
+        chart = glyphs.chart(self.values, cells, rows, scale)
+        if rows == 1:
+            return [caption.append(f" {chart[0].rstrip()}")]
+        low, high = (self.written(value) for value in scale)
+        if len(shown) > 1 and low != high:
+            # The same signs are in the curve, where a value is beyond the end that has one here.
+            below = glyphs.below if min(shown) < scale[0] else ""
+            above = glyphs.above if max(shown) > scale[1] else ""
+            span = f"  {below}{low} to {high}{above}"
+            if caption.cell_len + len(span) <= sheet.width:
+                caption.append(span, QUIET)
+        return [caption, *(Text(line) for line in chart)]
 
 
-def _panel(panel: Panel, width: int, rows: int, glyphs: Glyphs) -> list[Text]:
-    now = glyphs.none if panel.now is None else panel.written(panel.now)
-    caption = Text.assemble((f"{panel.name} ", QUIET), (now, "bold"))
-    cells = max(1, width - caption.cell_len - 1) if rows == 1 else width
-    shown = [v for v in panel.values[-cells:] if v is not None and math.isfinite(v)]
-    scale = (recent_scale if panel.recent else _whole)(shown) if shown else (0.0, 0.0)
-    chart = glyphs.chart(panel.values, cells, rows, scale)
-    if rows == 1:
-        return [caption.append(f" {chart[0].rstrip()}")]
-    low, high = (panel.written(value) for value in scale)
-    if len(shown) > 1 and low != high:
-        # The same signs are in the curve, where a value is beyond the end that has one here.
-        below = glyphs.below if min(shown) < scale[0] else ""
-        above = glyphs.above if max(shown) > scale[1] else ""
-        span = f"  {below}{low} to {high}{above}"
-        if caption.cell_len + len(span) <= width:
-            caption.append(span, QUIET)
-    return [caption, *(Text(line) for line in chart)]
+def curves(scene: Scene, snapshot: Snapshot, sheet: Sheet, rows: int) -> list[Text]:
+    """Loss, time of a round (or staleness of a push), network, and the norm where there is room.
+
+    With `rows` 1 each is a sparkline behind its figure, else a curve of `rows` lines below it.
+    """
+    points = [closed for _, closed in scene.series.rounds]
+    network = [rate.up + rate.down for rate in scene.series.network]
+    last = snapshot.last_round or LastRound(0)
+    known = snapshot.last_round is not None
+    if snapshot.mode == "async":
+        stale = [float(point.staleness) for point in points]
+        now = float(last.staleness) if known else None
+        middle = Panel("staleness", stale, now, "{:.0f}".format, recent=False)
+    else:
+        took = [point.seconds for point in points]
+        middle = Panel("round", took, last.seconds if known else None, duration)
+    rate = network[-1] if network else None
+    panels = [
+        Panel("loss", [point.loss for point in points], last.loss, number),
+        middle,
+        Panel("net", network, rate, lambda rate: f"{byte_size(rate)}/s", recent=False),
+    ]
+    if sheet.width >= FOUR_CURVES:
+        norms = [point.delta_norm for point in points]
+        panels.append(Panel("delta norm", norms, last.delta_norm, "{:.2g}".format))
+    each = Sheet((sheet.width - 2 * (len(panels) - 1)) // len(panels), sheet.glyphs)
+    return beside([(panel.draw(each, rows), each.width) for panel in panels])
 
 
-def _whole(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
-
-
-def verdict(scene: Scene, width: int, most: int, glyphs: Glyphs) -> list[Text]:
+def verdict(scene: Scene, sheet: Sheet, most: int) -> list[Text]:
     """The verdict and its reasons: on one line if there is but one, else a line for each."""
     found = scene.model.verdict(scene.now)
-    mark, style = verdict_mark(found.word, glyphs)
+    mark, style = verdict_mark(found.word, sheet.glyphs)
     if not found.reasons:
         return [Text(mark, style)]
     label = Text(f"{mark}  ", style)
-    reasons = [Text(glyphs.printable(reason)) for reason in found.reasons]
+    reasons = [sheet.text(reason) for reason in found.reasons]
     if most == 1:
-        return [cut(Text.assemble(label, Text("; ").join(reasons)), width, glyphs)]
+        return [sheet.cut(Text.assemble(label, Text("; ").join(reasons)))]
     shown = reasons[:most]
     if len(reasons) > most:
         shown[-1] = Text(f"and {len(reasons) - most + 1} more")
     indent = Text(" " * label.cell_len)
-    return [
-        cut(Text.assemble(indent if i else label, text), width, glyphs)
-        for i, text in enumerate(shown)
-    ]
+    return [sheet.cut(Text.assemble(indent if i else label, text)) for i, text in enumerate(shown)]
 
 
-def events(snapshot: Snapshot, width: int, room: int, most: int, glyphs: Glyphs) -> list[Text]:
+def events(snapshot: Snapshot, sheet: Sheet, room: int, most: int) -> list[Text]:
     """The newest events that fit into `room` lines, the newest last, none with more than `most`."""
     lines: list[Text] = []
     for event in sorted(snapshot.events, key=lambda event: event.sequence, reverse=True):
         if len(lines) >= room:
             break
-        style = LEVEL_STYLES.get(event.level, "")
-        said = glyphs.printable(event.text)
-        if event.level != "info":
-            said = f"{glyphs.printable(event.level)}: {said}"
-        label = Text(f"{duration(event.age_s):>5} ago", QUIET)
-        if most == 1 or cell_len(said) <= width - LABEL:
-            block = [one_line(label, [Text(said, style)], width, glyphs)]
-        else:
-            words = [Text(word, style) for word in said.split()]
-            block = flow(label, words, width, glyphs, gap=1)
-            if len(block) > most:
-                sign = Text(f" {glyphs.ellipsis}", style)
-                block[most - 1 :] = [cut(block[most - 1] + sign, width, glyphs)]
-        lines[:0] = block
+        lines[:0] = _event(event, sheet, most)
     return lines[-room:] if room > 0 else []
 
 
-def silence(scene: Scene, width: int, glyphs: Glyphs) -> list[Text]:
+def _event(event: Event, sheet: Sheet, most: int) -> list[Text]:
+    said = sheet.glyphs.printable(event_text(event))
+    style = LEVEL_STYLES.get(event.level, "")
+    if most == 1 or cell_len(said) <= sheet.width - LABEL:
+        return [sheet.row(age_label(event.age_s), [Text(said, style)])]
+    lines = sheet.flow(Text(age_label(event.age_s), QUIET), sheet.words(said, style), gap=1)
+    return sheet.first(lines, most, gap=1, style=style)
+
+
+def age_label(age_s: float) -> str:
+    """What stands before an event."""
+    return f"{duration(age_s):>5} ago"
+
+
+def event_text(event: Event) -> str:
+    """What happened, with its level where that is more than news."""
+    return event.text if event.level == "info" else f"{event.level}: {event.text}"
+
+
+def silence(scene: Scene, sheet: Sheet) -> list[Text]:
     """What to do while no snapshot has come yet."""
     said = (
-        f"No snapshot has come from {glyphs.printable(scene.address)} yet. Start diloco-broker "
+        f"No snapshot has come from {scene.address} yet. Start diloco-broker "
         "serve, or give the feed address that it printed (the control address has another port). "
         "This screen fills as soon as the broker is there."
     )
-    return flow(Text(), [Text(word) for word in said.split()], width, glyphs, indent=0, gap=1)
+    return sheet.flow(Text(), sheet.words(said), indent=0, gap=1)

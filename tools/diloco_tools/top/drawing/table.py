@@ -5,7 +5,7 @@ Rank 0 always stays.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -23,6 +23,7 @@ from diloco_tools.top.drawing.notation import (
     number,
     scaled,
 )
+from diloco_tools.top.drawing.sheet import Sheet
 
 SPARK = 10  # columns of a worker's speed over time
 
@@ -38,8 +39,13 @@ class Row:
     rate: Rate | None = None
     speeds: Sequence[float] = field(default=())
 
+    @property
+    def lost(self) -> bool:
+        """Nobody knows what it does."""
+        return self.worker.health == "lost"
 
-Cell = tuple[str, str]  # text and style
+
+Cell = str | tuple[str, str] | None  # text, or text and style; None: it is not known
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,16 @@ class Column:
     most: int | None = None
     size: int = 0
 
+    def shown(self, row: Row, glyphs: Glyphs) -> tuple[str, str]:
+        """Text and style of one row."""
+        cell = self.cell(row, glyphs)
+        return cell if isinstance(cell, tuple) else (glyphs.none if cell is None else cell, "")
+
 
 @dataclass(frozen=True)
 class Table:
-    """The chosen columns with their widths, and the lines under them."""
+    """The titles of the chosen columns, and a line for each row."""
 
-    columns: Sequence[tuple[Column, int]]
     header: Text
     lines: list[Text]
 
@@ -70,16 +80,15 @@ class Table:
 def lay_out(
     columns: Sequence[Column],
     rows: Sequence[Row],
-    width: int,
-    glyphs: Glyphs,
+    sheet: Sheet,
     *,
     names_first: int,
     emphasised: str = "",
 ) -> Table:
-    """The table in `width` columns. `names_first`: columns of this rank and above give way before a
-    name is cut. `emphasised` is the title of the column that the rows are sorted by.
+    """The table. `names_first`: columns of this rank and above give way before a name is cut.
+    `emphasised` is the title of the column that the rows are sorted by.
     """
-    cells = {column.title: [column.cell(row, glyphs) for row in rows] for column in columns}
+    cells = {column.title: [column.shown(row, sheet.glyphs) for row in rows] for column in columns}
     sizes = {column.title: _natural(column, cells[column.title]) for column in columns}
     kept = list(columns)
 
@@ -88,31 +97,25 @@ def lay_out(
             min(sizes[c.title], c.least) if cut and c.least is not None else sizes[c.title]
             for c in kept
         )
-        return sum(smallest) + len(kept) - 1 - width
+        return sum(smallest) + len(kept) - 1 - sheet.width
 
     while (worst := max(column.rank for column in kept)) and excess(worst < names_first) > 0:
         del kept[max(i for i, column in enumerate(kept) if column.rank == worst)]
-    over = excess(False)
-    while over > 0:
-        longest = max(
-            (c for c in kept if c.least is not None and sizes[c.title] > c.least),
-            key=lambda c: sizes[c.title],
-            default=None,
-        )
-        if longest is None:
+    for _ in range(excess(False)):
+        names = [c for c in kept if c.least is not None and sizes[c.title] > c.least]
+        if not names:
             break
-        sizes[longest.title] -= 1
-        over -= 1
+        sizes[max(names, key=lambda c: sizes[c.title]).title] -= 1
     chosen = [(column, sizes[column.title]) for column in kept]
     titles = [(c.title, "bold" if c.title == emphasised else QUIET) for c in kept]
     lines = [
-        _line([cells[column.title][row] for column in kept], chosen, width, glyphs)
+        _line([cells[column.title][row] for column in kept], chosen, sheet)
         for row in range(len(rows))
     ]
-    return Table(chosen, _line(titles, chosen, width, glyphs), lines)
+    return Table(_line(titles, chosen, sheet), lines)
 
 
-def _natural(column: Column, cells: Sequence[Cell]) -> int:
+def _natural(column: Column, cells: Sequence[tuple[str, str]]) -> int:
     widest = max((cell_len(text) for text, _ in cells), default=0)
     if column.most is not None:
         widest = min(widest, column.most)
@@ -120,127 +123,93 @@ def _natural(column: Column, cells: Sequence[Cell]) -> int:
 
 
 def _line(
-    cells: Sequence[Cell], columns: Sequence[tuple[Column, int]], width: int, glyphs: Glyphs
+    cells: Sequence[tuple[str, str]], columns: Sequence[tuple[Column, int]], sheet: Sheet
 ) -> Text:
     line = Text()
     for (column, size), (text, style) in zip(columns, cells, strict=True):
-        shown = glyphs.clip(text, size)
+        shown = sheet.glyphs.clip(text, size)
         pad = " " * (size - cell_len(shown))
         line.append(" " if line.plain else "")
         line.append(shown + pad if column.left else pad + shown, style)
-    line.truncate(width)  # a state or a health of absurd length
+    line.truncate(sheet.width)  # a state or a health of absurd length
     line.rstrip()
     return line
 
 
-def plain(text: str) -> Cell:
-    return text, ""
-
-
-def name(row: Row, glyphs: Glyphs) -> Cell:
-    return plain(glyphs.printable(row.worker.id))
-
-
-def host(row: Row, glyphs: Glyphs) -> Cell:
-    return plain(glyphs.printable(row.worker.host))
-
-
-def health(row: Row, glyphs: Glyphs) -> Cell:
-    return health_mark(row.worker.health, glyphs)
-
-
-def state(row: Row, glyphs: Glyphs) -> Cell:
-    """What it does; of a lost worker nobody knows, here and in the next two."""
-    lost = row.worker.health == "lost"
-    return plain(glyphs.none if lost else glyphs.printable(row.worker.state))
-
-
-def inner(row: Row, glyphs: Glyphs) -> Cell:
+def _inner(row: Row, _: Glyphs) -> Cell:
     """Inner steps since the last boundary, of H, which Dynamic Local Updates set for each worker."""
     worker = row.worker
-    if worker.health == "lost":
-        return plain(glyphs.none)
-    steps = str(worker.inner_step) if row.inner is None else f"{MARK}{row.inner}"
-    return plain(f"{steps}/{worker.sync_every}")
+    steps = worker.inner_step if row.inner is None else f"{MARK}{row.inner}"
+    return None if row.lost else f"{steps}/{worker.sync_every}"
 
 
-def speed(row: Row, glyphs: Glyphs) -> Cell:
+def _speed(row: Row, _: Glyphs) -> Cell:
+    pace = row.worker.steps_per_s
+    return None if pace is None or row.lost else scaled(pace)
+
+
+def _loss(row: Row, glyphs: Glyphs) -> Cell:
     worker = row.worker
-    known = worker.steps_per_s is not None and worker.health != "lost"
-    return plain(scaled(worker.steps_per_s or 0.0) if known else glyphs.none)
+    return number(worker.loss, glyphs.none) if worker.loss_is_finite else ("nan", UNEASY)
 
 
-def speeds(row: Row, glyphs: Glyphs) -> Cell:
-    return glyphs.spark(row.speeds, SPARK), QUIET
+def _synced(row: Row, _: Glyphs) -> Cell:
+    age_s = row.worker.sync_age_s
+    return None if age_s is None else duration(age_s)
 
 
-def last_round(row: Row, glyphs: Glyphs) -> Cell:
-    return plain(glyphs.none if row.worker.round is None else str(row.worker.round))
-
-
-def loss(row: Row, glyphs: Glyphs) -> Cell:
-    if not row.worker.loss_is_finite:
-        return "nan", UNEASY
-    return plain(number(row.worker.loss, glyphs.none))
-
-
-def staleness(row: Row, _: Glyphs) -> Cell:
-    return plain(str(row.worker.staleness))
-
-
-def rejected(row: Row, _: Glyphs) -> Cell:
-    return str(row.worker.rejected), UNEASY if row.worker.rejected else ""
-
-
-def synced(row: Row, glyphs: Glyphs) -> Cell:
-    age = row.worker.sync_age_s
-    return plain(glyphs.none if age is None else duration(age))
-
-
-def sending(row: Row, glyphs: Glyphs) -> Cell:
-    return plain(glyphs.none if row.rate is None else byte_size(row.rate.up))
-
-
-def receiving(row: Row, glyphs: Glyphs) -> Cell:
-    return plain(glyphs.none if row.rate is None else byte_size(row.rate.down))
-
+NAME = Column("WORKER", lambda r, g: g.printable(r.worker.id), left=True, least=8)
+HEALTH = Column("HEALTH", lambda r, g: health_mark(r.worker.health, g), left=True)
+HOST = Column("HOST", lambda r, g: g.printable(r.worker.host), left=True)
+STATE = Column("STATE", lambda r, g: None if r.lost else g.printable(r.worker.state), left=True)
+ROUND = Column("ROUND", lambda r, _: None if r.worker.round is None else str(r.worker.round))
+INNER = Column("INNER", _inner)
+SPEED = Column("STEP/S", _speed)
+LOSS = Column("LOSS", _loss)
+BEAT = Column("BEAT", lambda r, _: duration(r.worker.beat_age_s))
+STALE = Column("STALE", lambda r, _: str(r.worker.staleness))
+UP = Column("UP", lambda r, _: byte_size(r.worker.bytes_up))
+DOWN = Column("DOWN", lambda r, _: byte_size(r.worker.bytes_down))
+PUSHES = Column("PUSHES", lambda r, _: str(r.worker.pushes))
+REJECTED = Column("REJ", lambda r, _: (str(r.worker.rejected), UNEASY if r.worker.rejected else ""))
+TOKENS = Column("TOKENS", lambda r, _: scaled(r.worker.tokens))
 
 ONE_SCREEN = (
-    Column("WORKER", name, left=True, least=8),
-    Column("HEALTH", health, left=True),
-    Column("STATE", state, left=True),
-    Column("ROUND", last_round),
-    Column("INNER", inner),
-    Column("STEP/S", speed, rank=1),
-    Column("LOSS", loss, rank=1),
-    Column("BEAT", lambda r, _: plain(duration(r.worker.beat_age_s))),
-    Column("STALE", staleness, rank=2),
-    Column("UP", lambda r, _: plain(byte_size(r.worker.bytes_up)), rank=1),
-    Column("DOWN", lambda r, _: plain(byte_size(r.worker.bytes_down)), rank=1),
-    Column("PUSHES", lambda r, _: plain(str(r.worker.pushes)), rank=4),
-    Column("REJ", rejected, rank=3),
-    Column("TOKENS", lambda r, _: plain(scaled(r.worker.tokens)), rank=5),
-    Column("HOST", host, rank=6, left=True),
+    NAME,
+    HEALTH,
+    STATE,
+    ROUND,
+    INNER,
+    replace(SPEED, rank=1),
+    replace(LOSS, rank=1),
+    BEAT,
+    replace(STALE, rank=2),
+    replace(UP, rank=1),
+    replace(DOWN, rank=1),
+    replace(PUSHES, rank=4),
+    replace(REJECTED, rank=3),
+    replace(TOKENS, rank=5),
+    replace(HOST, rank=6),
 )
 FULL_SCREEN = (
-    Column("WORKER", name, left=True, least=8, most=32),
-    Column("HEALTH", health, left=True, size=6),
-    Column("HOST", host, left=True, least=6, most=24),
-    Column("STATE", state, rank=1, left=True, size=8),
-    Column("ROUND", last_round, size=5),
-    Column("INNER/H", inner, size=7),
-    Column("ST/S", speed, size=4),
-    Column("SPEED", speeds, rank=4, left=True, size=SPARK),
-    Column("LOSS", loss, size=5),
-    Column("BEAT", lambda r, _: plain(duration(r.worker.beat_age_s)), size=4),
-    Column("SYNC", synced, rank=3, size=4),
-    Column("OLD", staleness, size=3),
-    Column("TX/S", sending, size=6),
-    Column("RX/S", receiving, size=6),
-    Column("SENT", lambda r, _: plain(byte_size(r.worker.bytes_up)), rank=6, size=6),
-    Column("GOT", lambda r, _: plain(byte_size(r.worker.bytes_down)), rank=6, size=6),
-    Column("PUSHES", lambda r, _: plain(str(r.worker.pushes)), rank=5),
-    Column("REJ", rejected, rank=2),
-    Column("STEP", lambda r, _: plain(scaled(r.worker.step)), rank=7, size=5),
-    Column("TOKENS", lambda r, _: plain(scaled(r.worker.tokens)), rank=8),
+    replace(NAME, most=32),
+    replace(HEALTH, size=6),
+    replace(HOST, least=6, most=24),
+    replace(STATE, rank=1, size=8),
+    replace(ROUND, size=5),
+    replace(INNER, title="INNER/H", size=7),
+    replace(SPEED, title="ST/S", size=4),
+    Column("SPEED", lambda r, g: (g.spark(r.speeds, SPARK), QUIET), rank=4, left=True, size=SPARK),
+    replace(LOSS, size=5),
+    replace(BEAT, size=4),
+    Column("SYNC", _synced, rank=3, size=4),
+    replace(STALE, title="OLD", size=3),
+    Column("TX/S", lambda r, _: byte_size(r.rate.up) if r.rate else None, size=6),
+    Column("RX/S", lambda r, _: byte_size(r.rate.down) if r.rate else None, size=6),
+    replace(UP, title="SENT", rank=6, size=6),
+    replace(DOWN, title="GOT", rank=6, size=6),
+    replace(PUSHES, rank=5),
+    replace(REJECTED, rank=2),
+    Column("STEP", lambda r, _: scaled(r.worker.step), rank=7, size=5),
+    replace(TOKENS, rank=8),
 )

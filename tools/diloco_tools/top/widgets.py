@@ -1,0 +1,187 @@
+"""What stands on the full screen: the canvas that shows the picture, and the dialogs over it."""
+
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+from rich.style import Style
+from rich.text import Text
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.geometry import Region
+from textual.screen import ModalScreen
+from textual.strip import Strip
+from textual.widget import Widget
+from textual.widgets import Input, Static
+
+from diloco_tools.top.drawing import sentences
+from diloco_tools.top.drawing.full_screen import Picture
+from diloco_tools.top.drawing.notation import BAD, QUIET, UNEASY, Glyphs
+
+T = TypeVar("T")
+
+
+class Canvas(Widget):
+    """Draws lines that somebody else made, and asks for new ones when it has another size."""
+
+    def __init__(self, redraw: Callable[[], None]) -> None:
+        super().__init__()
+        self.picture = Picture([], [])
+        self._redraw = redraw
+        self._base = Style()
+
+    def on_resize(self) -> None:
+        self._redraw()
+
+    def show(self, drawn: Picture) -> None:
+        """Draw this instead; what stays as it was is not drawn again, for that costs the most."""
+        before, now = self.picture.lines, drawn.lines
+        self.picture, self._base = drawn, self.rich_style
+        if len(before) != len(now):
+            self.refresh()
+            return
+        changed = [y for y, line in enumerate(now) if line != before[y]]
+        if changed:
+            self.refresh(*(Region(0, y, self.size.width, 1) for y in changed))
+
+    def render_line(self, y: int) -> Strip:
+        lines, width = self.picture.lines, self.size.width
+        if y >= len(lines):
+            return Strip.blank(width, self._base)
+        strip = Strip(lines[y].render(self.app.console))
+        return strip.adjust_cell_length(width).apply_style(self._base)
+
+
+class Dialog(ModalScreen[T]):
+    """A frame with a title, what is asked, and the keys that answer. Escape answers nothing."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", priority=True)]
+
+    def __init__(self, title: Text, *choices: tuple[str, str]) -> None:
+        super().__init__()
+        self._title, self._choices = title, choices
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog"):
+            yield Static(self._title, classes="title")
+            yield from self.asked()
+            yield Static(_choices(*self._choices), id="choices")
+
+    def asked(self) -> ComposeResult:
+        raise NotImplementedError
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+class Question(Dialog[bool]):
+    """Yes or no. Nothing but y is a yes."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y,Y", "dismiss(True)"),
+        Binding("n,N,q", "leave"),
+    ]
+
+    def __init__(self, title: str, said: Text, yes: str) -> None:
+        super().__init__(Text(title, "bold"), ("y", yes), ("n", "leave it"))
+        self._said = said
+
+    def asked(self) -> ComposeResult:
+        yield Static(self._said, classes="said")
+
+
+class NewRate(Dialog[float]):
+    """A new outer learning rate: typed, shown beside the old one, and then confirmed."""
+
+    AUTO_FOCUS = "Input"
+
+    def __init__(self, old: float | None, glyphs: Glyphs) -> None:
+        title = Text("Outer learning rate", "bold")
+        super().__init__(title, ("enter", "go on"), ("esc", "leave it"))
+        self._old, self._glyphs = old, glyphs
+        self._new: float | None = None
+
+    def asked(self) -> ComposeResult:
+        yield Input(placeholder="for example 0.5", compact=True)
+        yield Static(self._change(""), classes="said", id="change")
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        event.stop()
+        self.query_one("#change", Static).update(self._change(event.value))
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        self._new, _ = sentences.rate_change(self._old, event.value, self._glyphs)
+        if self._new is None:
+            return
+        self.query_one(Input).disabled = True
+        self.set_focus(None)
+        choices = _choices(("y", "send it to the broker"), ("n", "leave it"))
+        self.query_one("#choices", Static).update(choices)
+
+    def on_key(self, event: events.Key) -> None:
+        if self._new is not None and event.key in ("y", "Y", "n", "N"):
+            self.dismiss(self._new if event.key in ("y", "Y") else None)
+
+    def _change(self, typed: str) -> Text:
+        new, said = sentences.rate_change(self._old, typed, self._glyphs)
+        change = (self._glyphs.printable(said), "bold" if new is not None else QUIET)
+        return Text.assemble(change, "\nIt holds for everybody, from the next outer step on.")
+
+
+class TypedWord(Dialog[bool]):
+    """For what cannot be taken back: a word has to be typed."""
+
+    AUTO_FOCUS = "Input"
+
+    def __init__(self, title: str, said: Text, word: str) -> None:
+        super().__init__(Text(title, f"bold {BAD}"), ("enter", "do it"), ("esc", "leave it"))
+        self._said, self._word = said, word
+
+    def asked(self) -> ComposeResult:
+        yield Static(self._said, classes="said")
+        yield Static(Text.assemble("Type ", (self._word, "bold"), " and press enter."))
+        yield Input(compact=True)
+        yield Static(id="wrong")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        if event.value.strip() == self._word:
+            self.dismiss(True)
+        else:
+            said = self.query_one("#wrong", Static)
+            said.update(Text(f"That is not {self._word}: nothing was sent.", UNEASY))
+            said.display = True
+
+
+class Page(ModalScreen[None]):
+    """Something to read."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter,question_mark,space", "dismiss"),
+        Binding("down,j", "scroll(1)"),
+        Binding("up,k", "scroll(-1)"),
+        Binding("pagedown", "scroll(10)"),
+        Binding("pageup", "scroll(-10)"),
+    ]
+
+    def __init__(self, title: str, text: Text) -> None:
+        super().__init__()
+        self._title, self._text = title, text
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialog page") as box, VerticalScroll(can_focus=False):
+            box.border_title = Text(self._title)  # a string would be read as markup
+            box.border_subtitle = "esc back"
+            yield Static(self._text)
+
+    def action_scroll(self, lines: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
+
+
+def _choices(*choices: tuple[str, str]) -> Text:
+    text = Text()
+    for key, label in choices:
+        text.append("   " if text.plain else "").append(key, "bold").append(f" {label}", QUIET)
+    return text

@@ -18,8 +18,14 @@ from typer.testing import CliRunner
 
 from diloco_protocol.errors import Code, Refused
 from diloco_tools.demo.data import batch_seed, training_batches
-from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
-from diloco_tools.demo.recipe import LARGEST_GRADIENT, build_optimizer, learning_rate_factor
+from diloco_tools.demo.model import (
+    LARGEST_GRADIENT,
+    GPTConfig,
+    build_model,
+    build_optimizer,
+    learning_rate_factor,
+    validation_loss,
+)
 from diloco_tools.experiments import compare as comparison
 from diloco_tools.experiments.compare import (
     OUTER_SETTINGS,

@@ -25,9 +25,8 @@ from diloco_tools.demo.data import (
     validation_windows,
 )
 from diloco_tools.demo.experiment import broker_command, rounds_to_pull, single_command
-from diloco_tools.demo.model import GPTConfig, build_model
+from diloco_tools.demo.model import WARMUP, GPTConfig, Recipe, build_model, learning_rate_factor
 from diloco_tools.demo.plot import draw
-from diloco_tools.demo.recipe import WARMUP, Recipe, learning_rate_factor
 from diloco_tools.demo.results import (
     Settings,
     WorkerResult,

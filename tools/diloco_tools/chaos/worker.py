@@ -18,14 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from diloco_tools.chaos.audit import life_of, read_lines
 from diloco_tools.chaos.job import Job
 from diloco_tools.demo.data import training_batches
-from diloco_tools.demo.model import GPTConfig, build_model
-from diloco_tools.demo.recipe import LARGEST_GRADIENT, Recipe, build_optimizer
+from diloco_tools.demo.model import GPTConfig, Recipe, build_model, build_optimizer, inner_step
 from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
 
 CONTEXT = 32  # bytes that the model sees at once: half of the demo's, so that rounds are short
@@ -75,11 +73,7 @@ def train(job: Job) -> dict[str, Any]:
                 break
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, (count.steps + 1) / WARMUP)
-            loss = model.loss(tokens, targets)
-            loss.backward()  # type: ignore[no-untyped-call]
-            clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = inner_step(model, optimizer, tokens, targets)
             diloco.report(loss=loss, tokens=tokens.numel())
             time.sleep(job.pause)
         bring_in(diloco, Path(job.audit))

@@ -2,8 +2,11 @@
 
 import json
 import logging
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,39 +29,37 @@ from diloco_tools.terminal import console, fail
 
 COMMAND = "diloco-demo"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-DEFAULTS = Settings()
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `Settings` in place of its `**given`, behind those of its own."""
+    *own, _ = signature(command).parameters.values()
+    declared = [
+        Parameter(
+            each.name,
+            Parameter.KEYWORD_ONLY,
+            default=each.default,
+            annotation=Annotated[type(each.default), typer.Option(help=each.metadata["help"])],
+        )
+        for each in fields(Settings)
+        if "help" in each.metadata
+    ]
+    together = [*own, *declared]
+    command.__signature__ = Signature(together)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in together}
+    return command
 
 
 @app.command()
-def main(  # noqa: PLR0913  each is an option of the command line
+@with_settings
+def main(
     *,
     data: Annotated[
         Path | None,
         typer.Option(help="Text file or folder to train on; default: Python's standard library."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/demo"),
-    steps: Annotated[
-        int, typer.Option(help="Inner steps of each worker, and of the single worker.")
-    ] = DEFAULTS.steps,
-    workers: Annotated[int, typer.Option(help="DiLoCo workers.")] = DEFAULTS.workers,
-    seed: Annotated[int, typer.Option(help="Decides parameters and batches.")] = DEFAULTS.seed,
-    sync_every: Annotated[
-        int, typer.Option(help="H: inner steps between two rounds; divides the steps.")
-    ] = DEFAULTS.sync_every,
-    batch: Annotated[int, typer.Option(help="Windows in each inner step.")] = DEFAULTS.batch,
-    context: Annotated[int, typer.Option(help="Bytes in each window.")] = DEFAULTS.context,
-    lr: Annotated[
-        float, typer.Option(help="Peak learning rate of the DiLoCo workers' AdamW.")
-    ] = DEFAULTS.lr,
-    single_lr: Annotated[
-        float, typer.Option(help="Peak learning rate of the single worker's AdamW.")
-    ] = DEFAULTS.single_lr,
-    outer_lr: Annotated[
-        float, typer.Option(help="Learning rate of the broker's outer optimizer.")
-    ] = DEFAULTS.outer_lr,
-    outer_momentum: Annotated[
-        float, typer.Option(help="Nesterov momentum of the outer optimizer.")
-    ] = DEFAULTS.outer_momentum,
+    **given: Any,
 ) -> None:
     """Train a small GPT with one broker and some workers, then alone, and compare.
 
@@ -66,19 +67,7 @@ def main(  # noqa: PLR0913  each is an option of the command line
     Writes summary.json, log.jsonl and loss.png to the folder of results; a few
     minutes on two cores.
     """
-    settings = Settings(
-        steps=steps,
-        workers=workers,
-        seed=seed,
-        sync_every=sync_every,
-        batch=batch,
-        context=context,
-        lr=lr,
-        single_lr=single_lr,
-        outer_lr=outer_lr,
-        outer_momentum=outer_momentum,
-        data=None if data is None else str(data.resolve()),
-    )
+    settings = Settings(**given, data=None if data is None else str(data.resolve()))
     if complaint := settings.complaint():
         fail(COMMAND, complaint, 2)
     out = out.resolve()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,54 +29,45 @@ PULL_TIMEOUT = 20.0  # seconds that the observer waits for the broker
 TURN = 0.2  # seconds between two looks at the children
 
 
+OF_BROKER = ("workers", "sync_every", "outer_lr", "outer_momentum", "wire_dtype", "reply_dtype")
+OF_TRAINING = ("steps", "batch", "context", "schedule", "seed", "data")
+
+
+def options(settings: Settings, names: Iterable[str]) -> list[str]:
+    """These settings as options of a command; those that are None are left out."""
+    given = ((f"--{name.replace('_', '-')}", getattr(settings, name)) for name in names)
+    return [word for option, value in given if value is not None for word in (option, str(value))]
+
+
 def broker_command(settings: Settings) -> list[str]:
     """`diloco-broker serve` on two free ports of this machine."""
     return [
         *(sys.executable, "-m", "diloco_broker", "serve", "--no-save"),
-        *("--workers", str(settings.workers)),
-        *("--bind", "tcp://127.0.0.1:*"),
-        *("--feed", "tcp://127.0.0.1:*"),
-        *("--sync-every", str(settings.sync_every)),
-        *("--outer-lr", str(settings.outer_lr)),
-        *("--outer-momentum", str(settings.outer_momentum)),
-        *("--wire-dtype", settings.wire_dtype),
-        *("--reply-dtype", settings.reply_dtype),
+        *options(settings, OF_BROKER),
+        *("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*"),
     ]
 
 
 def training_command(settings: Settings, log: Path) -> list[str]:
     """The training script with what every worker, and the single one, has in common."""
-    command = [
-        *(sys.executable, "-m", "diloco_tools.demo.train"),
-        *("--log", str(log)),
-        *("--steps", str(settings.steps)),
-        *("--batch", str(settings.batch)),
-        *("--context", str(settings.context)),
-        *("--schedule", settings.schedule),
-        *("--seed", str(settings.seed)),
-    ]
-    return [*command, "--data", settings.data] if settings.data is not None else command
+    script = (sys.executable, "-m", "diloco_tools.demo.train")
+    return [*script, "--log", str(log), *options(settings, OF_TRAINING)]
 
 
 def worker_command(settings: Settings, log: Path, server: str, shard: int) -> list[str]:
     """A DiLoCo worker on its own shard of the text."""
     return [
         *training_command(settings, log),
-        *("--lr", str(settings.lr)),
-        *("--server", server),
-        *("--worker-id", worker_name(shard)),
-        *("--shard", str(shard)),
-        *("--shards", str(settings.workers)),
+        *("--lr", str(settings.lr), "--server", server, "--worker-id", worker_name(shard)),
+        *("--shard", str(shard), "--shards", str(settings.workers)),
     ]
 
 
 def single_command(settings: Settings, log: Path) -> list[str]:
     """The same script without a server, on all of the text that the workers share."""
-    return [
-        *training_command(settings, log),
-        *("--lr", str(settings.single_lr)),
-        *("--eval-every", str(max(1, settings.steps // EVALUATIONS))),
-    ]
+    every = max(1, settings.steps // EVALUATIONS)
+    single = ("--lr", str(settings.single_lr), "--eval-every", str(every))
+    return [*training_command(settings, log), *single]
 
 
 def worker_name(shard: int) -> str:
@@ -152,7 +143,8 @@ def run(settings: Settings, out: Path, display: Display) -> Results:
     ):
         workers, pulled = train_diloco(settings, out, children, merged, display)
         display.say("the same script without a broker: the single worker")
-        single = train_single(settings, out, children)
+        log = out / "single.jsonl"
+        single = Trainee.start(children, "single", single_command(settings, log), log)
         points = len(pulled)
         curve: list[Point] = []
         while single.done is None or single.child.running or pulled:
@@ -237,12 +229,6 @@ def pull(observer: DiLoCoClient, broker: Child) -> GlobalParameters:
         if broker.running:
             raise
         raise broker.failure() from error
-
-
-def train_single(settings: Settings, out: Path, children: Children) -> Trainee:
-    """Start the single worker."""
-    log = out / "single.jsonl"
-    return Trainee.start(children, "single", single_command(settings, log), log)
 
 
 def show_single(

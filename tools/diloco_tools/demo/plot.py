@@ -1,6 +1,7 @@
 """loss.png: the two validation curves of a demo."""
 
 from pathlib import Path
+from typing import Any
 
 from diloco_tools.demo.results import Point, Results
 
@@ -40,12 +41,15 @@ def draw(results: Results, path: Path) -> None:
     axes.set_ylabel("validation loss (nats per byte)", color=QUIET)
     axes.set_xlim(0, settings.steps * 1.02)
     axes.yaxis.set_major_locator(MaxNLocator(6))
+    recede(axes)
+    axes.legend(frameon=False, loc="upper right")
+    figure.savefig(path)
+
+
+def recede(axes: Any) -> None:
+    """Have frame, ticks and grid stand behind the curves."""
     axes.tick_params(colors=QUIET)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#c9ccd1")
-    axes.legend(frameon=False, loc="upper right")
-    figure.savefig(path)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#c9ccd1")

@@ -1,7 +1,7 @@
 """What the demo found: the records, the summary that is written, and the table that is printed."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -9,21 +9,26 @@ from rich.table import Table
 from diloco_protocol.dtypes import SIZES
 
 
+def option(default: Any, told: str) -> Any:
+    """A field that is an option of the command line, and its help."""
+    return field(default=default, metadata={"help": told})
+
+
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides how a demo goes, apart from the text itself."""
 
-    steps: int = 1500  # inner steps of each worker, and of the single worker
-    workers: int = 2
-    seed: int = 0
-    sync_every: int = 50
-    batch: int = 8
-    context: int = 64  # bytes the model sees at once
+    steps: int = option(1500, "Inner steps of each worker, and of the single worker.")
+    workers: int = option(2, "DiLoCo workers.")
+    seed: int = option(0, "Decides parameters and batches.")
+    sync_every: int = option(50, "H: inner steps between two rounds; divides the steps.")
+    batch: int = option(8, "Windows in each inner step.")
+    context: int = option(64, "Bytes in each window.")
     schedule: str = "cosine"
-    lr: float = 3e-3
-    single_lr: float = 3e-3
-    outer_lr: float = 0.8
-    outer_momentum: float = 0.5
+    lr: float = option(3e-3, "Peak learning rate of the DiLoCo workers' AdamW.")
+    single_lr: float = option(3e-3, "Peak learning rate of the single worker's AdamW.")
+    outer_lr: float = option(0.8, "Learning rate of the broker's outer optimizer.")
+    outer_momentum: float = option(0.5, "Nesterov momentum of the outer optimizer.")
     wire_dtype: str = "bf16"
     reply_dtype: str = "fp32"
     data: str | None = None

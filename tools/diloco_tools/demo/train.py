@@ -23,8 +23,15 @@ from diloco_tools.demo.data import (
     training_batches,
     validation_windows,
 )
-from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
-from diloco_tools.demo.recipe import LARGEST_GRADIENT, Recipe, build_optimizer, build_schedule
+from diloco_tools.demo.model import (
+    LARGEST_GRADIENT,
+    GPTConfig,
+    Recipe,
+    build_model,
+    build_optimizer,
+    build_schedule,
+    validation_loss,
+)
 from diloco_worker import DiLoCoWorker
 
 LOG_EVERY = 5  # steps

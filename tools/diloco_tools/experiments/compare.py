@@ -21,14 +21,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.errors import Refused
@@ -39,10 +40,18 @@ from diloco_tools.demo.data import (
     training_batches,
     validation_windows,
 )
-from diloco_tools.demo.model import GPT, GPTConfig, build_model, validation_loss
-from diloco_tools.demo.recipe import LARGEST_GRADIENT, Recipe, build_optimizer, learning_rate_factor
+from diloco_tools.demo.model import (
+    GPTConfig,
+    Recipe,
+    build_model,
+    build_optimizer,
+    inner_step,
+    learning_rate_factor,
+    validation_loss,
+)
 from diloco_tools.demo.results import Settings
 from diloco_tools.experiments.compare_report import draw, markdown
+from diloco_tools.terminal import fail
 from diloco_worker import DiLoCoClient, GlobalParameters
 
 # Inner steps per second of four devices: the spread of Liu et al. 2024, arXiv 2401.09135.
@@ -56,6 +65,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "fedbuff": {"mode": "async", "outer": "fedbuff"},
     "sgd": {"mode": "async", "outer": "sgd"},
 }
+wrong = partial(fail, "compare", code=2)  # one sentence for the user
 # (eta, mu): as published for DiLoCo (arXiv 2311.08105), and what the demo found best for itself.
 OUTER_SETTINGS = ((0.7, 0.9), (Settings().outer_lr, Settings().outer_momentum))
 TIMEOUT_S = 300.0  # of one call of a client: real seconds, for a busy machine
@@ -146,11 +156,7 @@ class Worker:
             factor = learning_rate_factor(recipe, int(along / len(self.plan.speeds)))
             for group in self.optimizer.param_groups:
                 group["lr"] = recipe.lr * factor
-            tokens, targets = next(self.batches)
-            self.model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
-            clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            inner_step(self.model, self.optimizer, *next(self.batches))
 
     @torch.no_grad()
     def pseudo_gradient(self) -> dict[str, Tensor] | None:
@@ -167,11 +173,8 @@ def turns(plan: Plan, *, synchronous: bool) -> Iterator[Turn]:
     """Who pushes when, without end; of two that are done at once, the lower number goes first."""
     if synchronous:
         everybody = tuple(range(len(plan.speeds)))
-        round_s = plan.sync_every / min(plan.speeds)
-        number = 0
-        while True:
-            number += 1
-            yield Turn(number * round_s, everybody)
+        for number in count(1):
+            yield Turn(number * (plan.sync_every / min(plan.speeds)), everybody)
     done = [(plan.sync_every / speed, worker, 1) for worker, speed in enumerate(plan.speeds)]
     heapq.heapify(done)
     while True:
@@ -237,7 +240,8 @@ def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
                     worker.start_from(newest, total)
                 if total % a_round:
                     continue
-                loss = loss_of(judge, newest, text)
+                judge.load_state_dict(newest.tensors)
+                loss = validation_loss(judge, *text.validation)
             curve.append((total, turn.virtual_s, loss if math.isfinite(loss) else None))
             if diverged_at is None and not loss <= at_start:
                 diverged_at = total
@@ -271,12 +275,6 @@ def pull(client: DiLoCoClient) -> tuple[GlobalParameters, bool]:
         return client.pull(), False
     except Refused:
         return client.pull(), True
-
-
-def loss_of(judge: GPT, parameters: GlobalParameters, text: Text) -> float:
-    """Validation loss of global parameters, in nats per byte."""
-    judge.load_state_dict(parameters.tensors)
-    return validation_loss(judge, *text.validation)
 
 
 def load_text(plan: Plan) -> Text:
@@ -341,21 +339,21 @@ def compare(
     names = [name.strip() for name in variants.split(",")]
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
-        fail(f"--variants names {unknown[0]!r}; choose from {', '.join(VARIANTS)}")
+        wrong(f"--variants names {unknown[0]!r}; choose from {', '.join(VARIANTS)}")
     if seeds < 1:
-        fail(f"--seeds is {seeds} but must be at least 1")
+        wrong(f"--seeds is {seeds} but must be at least 1")
     if complaint := plan.complaint():
-        fail(complaint)
+        wrong(complaint)
     torch.set_num_threads(1)  # the clients' threads and the broker's share the machine
     report: dict[str, Any] = {"settings": settings_of(plan), "commands": [], "runs": []}
     if out.exists():
         report = json.loads(out.read_text())
         if report["settings"] != settings_of(plan):
-            fail(f"{out} holds a comparison with other settings; name another file with --out")
+            wrong(f"{out} holds a comparison with other settings; name another file with --out")
     try:
         text = load_text(plan)
     except DataError as error:
-        fail(str(error))
+        wrong(str(error))
     command = (
         f"python -m diloco_tools.experiments.compare --seeds {seeds} --steps {steps} "
         f"--sync-every {sync_every} --batch {batch} --variants {','.join(names)}"
@@ -385,12 +383,6 @@ def compare(
         draw(report, out.with_suffix(".png"))
     except ImportError:
         typer.echo("no plot: matplotlib is missing (pip install 'diloco-broker[plot]')", err=True)
-
-
-def fail(message: str) -> NoReturn:
-    """One sentence for the user, and exit code 2."""
-    typer.echo(f"compare: {message}", err=True)
-    raise typer.Exit(2)
 
 
 if __name__ == "__main__":

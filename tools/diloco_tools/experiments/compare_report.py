@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco_tools.demo.plot import QUIET, recede
+
 LABELS = {
     "sync": "sync, Nesterov (DiLoCo)",
     "naive": "async, Nesterov per push",
@@ -21,7 +23,6 @@ COLOURS = {
     "fedbuff": "#2563eb",
     "sgd": "#9333ea",
 }
-QUIET = "#5b6068"
 HEADROOM = 1.06  # of the loss at the start; what lies above is out of the picture and marked
 
 Run = Mapping[str, Any]
@@ -139,13 +140,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
                 axes.set_title(f"eta {eta:g}, mu {mu:g}", loc="left", fontsize=11)
             else:  # there is room for it, since asynchronous runs end sooner
                 axes.legend(frameon=False, loc="center right", fontsize=8.5)
-            axes.tick_params(colors=QUIET)
-            axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-            axes.set_axisbelow(True)
-            for side in ("top", "right"):
-                axes.spines[side].set_visible(False)
-            for side in ("left", "bottom"):
-                axes.spines[side].set_color("#c9ccd1")
+            recede(axes)
     speeds = ", ".join(f"{speed:g}" for speed in report["settings"]["speeds"])
     figure.suptitle(
         f"Workers of {speeds} steps per virtual second, H = {report['settings']['sync_every']}: "

@@ -17,11 +17,17 @@ from typing import Annotated
 import torch
 import typer
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
 
 from diloco_tools.demo.data import batch_seed, load_shard, training_batches, validation_windows
-from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
-from diloco_tools.demo.recipe import LARGEST_GRADIENT, Recipe, build_optimizer, build_schedule
+from diloco_tools.demo.model import (
+    GPTConfig,
+    Recipe,
+    build_model,
+    build_optimizer,
+    build_schedule,
+    inner_step,
+    validation_loss,
+)
 
 SEEDS = (0, 1, 2)
 STEPS, BATCH, CONTEXT = 1500, 8, 64
@@ -102,11 +108,7 @@ def simulate(trial: Trial, data: Path | None = None) -> float:
     for start in range(0, recipe.steps, sync_every):
         for worker, model in enumerate(models):
             for _ in range(start, min(start + sync_every, recipe.steps)):
-                tokens, targets = next(batches[worker])
-                model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
-                clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
-                optimizers[worker].step()
-                optimizers[worker].zero_grad()
+                inner_step(model, optimizers[worker], *next(batches[worker]))
                 schedules[worker].step()
         if outer:
             with torch.no_grad():

@@ -25,7 +25,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load
 from diloco_worker import DiLoCoClient
 from kit import process_kit
-from kit.layers import Layers, delta, name_of, serve_options
+from kit.layers import Layers, a_client, delta, name_of, pushes_and_pulls, serve_options
 from kit.process_kit import LOCAL, PATIENCE_S, Processes, a_free_address, wait_for
 
 pytest_plugins = ("kit.process_fixtures",)
@@ -102,7 +102,6 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "async durable": {"mode": "async", "outer": "nesterov", "durable": True},
     "rarely saved": {"outer": "sgd", "save_every": 4},
-    "async, not saved": {"mode": "async", "outer": "sgd", "save_dir": None},
 }
 
 
@@ -207,17 +206,13 @@ def test_rewound_run_goes_on_with_workers_that_were_ahead(
 def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
     processes: Processes, tmp_path: Path
 ) -> None:
-    model = Layers()
-    options = {**LOCAL, "workers": 1}
     with (
-        Broker(BrokerConfig(**options)) as broker,
-        DiLoCoClient(broker.address, worker_id="other", timeout=PATIENCE_S) as other,
+        Broker(BrokerConfig(**LOCAL, workers=1)) as broker,
+        a_client(broker.address, "other") as other,
     ):
-        other.join(model)
-        victim = processes.start(process_kit.stay, broker.address, "victim", model)
+        victim = processes.start(process_kit.stay, broker.address, "victim", Layers())
         victim.says("joined")
-        other.push({name_of(0): delta(0, 0)})
-        other.pull()  # a newcomer is expected from the next round
+        pushes_and_pulls(other, 0, 1)  # a newcomer is expected from the next round
         other.push({name_of(0): delta(0, 1)})
         round_ = other.status()["round"]
         assert (round_["phase"], round_["missing"]) == ("open", ("victim",))
@@ -234,13 +229,10 @@ def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(
     broker = processes.broker(**options)
     address = broker.address()
     with (
-        DiLoCoClient(address, worker_id="old", timeout=PATIENCE_S) as old,
+        a_client(address, "old") as old,
         DiLoCoClient(address, worker_id="new", timeout=PATIENCE_S) as new,
     ):
-        old.join(Layers())
-        for number in range(3):
-            old.push({name_of(0): delta(0, number)})
-            version = old.pull().version
+        version = pushes_and_pulls(old, 0, 3).version
         broker.kill()
         processes.broker(**options).address()
         assert new.join(Layers()).version == version
@@ -288,11 +280,8 @@ def test_signal_saves_tells_the_workers_and_ends_with_0(
 ) -> None:
     folder = tmp_path / "run"
     broker = processes.start(process_kit.command, *serve_options(folder, "--save-every", "50"))
-    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
-        client.join(Layers())
-        for number in range(3):
-            client.push({name_of(0): delta(0, number)})
-            final = client.pull()
+    with a_client(broker.address()) as client:
+        final = pushes_and_pulls(client, 0, 3)
         assert [path.name[-1] for path in wait_for(lambda: found(folder))] == ["0"]
         began = time.monotonic()
         os.kill(broker.pid, how)
@@ -314,11 +303,9 @@ def test_second_signal_ends_at_once_though_a_save_hangs(
     second = signal.SIGINT
     options = serve_options(tmp_path / "run")
     broker = processes.start(process_kit.command_with_a_disk_that_hangs, *options)
-    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
-        client.join(Layers())
-        for number in range(3):
-            client.push({name_of(0): delta(0, number)})
-            assert client.pull().version.counter == number + 1, "a run does not wait for its disk"
+    with a_client(broker.address()) as client:
+        final = pushes_and_pulls(client, 0, 3)
+        assert final.version.counter == 3, "a run does not wait for its disk"
         broker.says("hangs")
         os.kill(broker.pid, signal.SIGTERM)
         broker.says("Stopping")

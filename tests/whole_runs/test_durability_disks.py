@@ -23,7 +23,7 @@ from diloco_protocol import UsageError
 from diloco_worker import DiLoCoClient
 from kit import process_kit
 from kit.checkpoints import a_checkpoint, assert_equal
-from kit.layers import Layers, delta, name_of, serve_options
+from kit.layers import Layers, a_client, delta, name_of, pushes_and_pulls, serve_options
 from kit.process_kit import LOCAL, PATIENCE_S, Child, Processes, wait_for
 
 pytest_plugins = ("kit.process_fixtures",)
@@ -34,8 +34,7 @@ def test_run_goes_on_while_the_disk_is_full_and_is_saved_when_there_is_room(
 ) -> None:
     folder = tmp_path / "run"
     broker = processes.broker(save_dir=str(folder), keep=2)
-    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
-        client.join(Layers())
+    with a_client(broker.address()) as client:
         pushes_and_pulls(client, 0, 2)
         wait_for(lambda: client.status()["checkpoint"]["round"] == 2)
         broker.may_write(1000)
@@ -56,19 +55,10 @@ def test_run_goes_on_while_the_disk_is_full_and_is_saved_when_there_is_room(
     assert load(found(folder)[0]).record.fragments[0].version == final.version
 
 
-def pushes_and_pulls(client: DiLoCoClient, first: int, last: int) -> Any:
-    """These pushes of worker 0, and the parameters after them."""
-    for number in range(first, last):
-        client.push({name_of(0): delta(0, number)})
-        final = client.pull()
-    return final
-
-
 def test_durable_run_waits_for_room_and_loses_nothing(processes: Processes, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     broker = processes.broker(save_dir=str(folder), durable=True)
-    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
-        client.join(Layers())
+    with a_client(broker.address()) as client:
         pushes_and_pulls(client, 0, 1)
         broker.may_write(1000)
         client.push({name_of(0): delta(0, 1)})
@@ -84,8 +74,7 @@ def test_file_in_the_place_of_the_folder_stops_no_run(processes: Processes, tmp_
     folder = tmp_path / "run"
     folder.write_text("not a folder")
     broker = processes.broker(save_dir=str(folder))
-    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
-        client.join(Layers())
+    with a_client(broker.address()) as client:
         pushes_and_pulls(client, 0, 3)
         wait_for(lambda: client.status()["checkpoint"]["error"])
         folder.unlink()
@@ -99,8 +88,7 @@ def test_broker_starts_and_ends_on_a_full_disk(processes: Processes, tmp_path: P
     audit = tmp_path / "audit"
     options = serve_options(tmp_path / "run", "--audit", str(audit))
     broker = processes.start(process_kit.command_on_a_full_disk, *options)
-    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
-        client.join(Layers())
+    with a_client(broker.address()) as client:
         pushes_and_pulls(client, 0, 2)
         texts = " ".join(event["text"] for event in client.status()["events"])
         assert f"The audit log {audit} cannot be written: File too large." in texts
@@ -116,8 +104,7 @@ def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
     """What could not be written may be missing; what is there can be read."""
     audit = tmp_path / "audit"
     broker = processes.broker(audit=str(audit))
-    with DiLoCoClient(broker.address(), worker_id="w", timeout=PATIENCE_S) as client:
-        client.join(Layers())
+    with a_client(broker.address()) as client:
         pushes_and_pulls(client, 0, 2)
         broker.may_write(audit.stat().st_size + 100)  # a line is cut in the middle
         pushes_and_pulls(client, 2, 4)
@@ -125,8 +112,7 @@ def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
         pushes_and_pulls(client, 4, 6)
     broker.kill()
     again = processes.broker(audit=str(audit))
-    with DiLoCoClient(again.address(), worker_id="w", timeout=PATIENCE_S) as client:
-        client.join(Layers())
+    with a_client(again.address()) as client:
         pushes_and_pulls(client, 0, 1)
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     rounds = [line["round"] for line in lines if line["pushes"]]
@@ -137,11 +123,8 @@ def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
 def test_line_of_the_audit_log_that_a_crash_cut_spoils_no_other(tmp_path: Path) -> None:
     audit = tmp_path / "audit"
     audit.write_text('{"version": ["0123", 1, "ab')
-    with (
-        Broker(BrokerConfig(**LOCAL, audit=str(audit))) as broker,
-        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
-    ):
-        client.join(Layers())
+    with Broker(BrokerConfig(**LOCAL, audit=str(audit))) as broker, a_client(broker.address):
+        pass
     lines = audit.read_text().splitlines()
     assert lines[0] == '{"version": ["0123", 1, "ab'
     assert json.loads(lines[1])["round"] == 0
@@ -157,11 +140,7 @@ def a_config(folder: Path, **options: Any) -> BrokerConfig:
 
 def some_rounds(config: BrokerConfig, first: int, last: int) -> Any:
     """A broker's life in which one worker makes these pushes; what there is at the end."""
-    with (
-        Broker(config) as broker,
-        DiLoCoClient(broker.address, worker_id="w", timeout=PATIENCE_S) as client,
-    ):
-        client.join(Layers())
+    with Broker(config) as broker, a_client(broker.address) as client:
         assert client.pull().version.counter == first
         return pushes_and_pulls(client, first, last)
 
@@ -234,7 +213,7 @@ def test_saving_each_round_makes_no_turn_of_the_loop_longer(
         with DiLoCoClient(broker.address(), timeout=PATIENCE_S) as client:
             client.join(model)
             turns: dict[int, float] = defaultdict(float)  # by word on the feed, which begins anew
-            while len(turns) < 7:
+            while len(turns) < 5:
                 client.push(gradient)
                 client.pull()
                 status = client.status()

@@ -127,8 +127,8 @@ def test_port_in_use_is_one_sentence_and_exit_2(processes: Processes) -> None:
 @pytest.mark.timeout(300)
 def test_demo_runs_from_end_to_end(processes: Processes, tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    options = ("--steps", "20", "--sync-every", "10", "--out", str(out))
-    demo = processes.run("-m", "diloco_tools.demo", *options)
+    small = ("--steps", "20", "--sync-every", "10", "--batch", "2", "--context", "16")
+    demo = processes.run("-m", "diloco_tools.demo", *small, "--out", str(out))
     assert demo.ends(240) == 0, demo.output
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["diloco"]["workers"], summary["diloco"]["rounds"]) == (2, 2)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from diloco_protocol import Counted, Ledger, RunConfig, VersionId
 from diloco_protocol.messages import Push, Released, Standing, Welcome
-from diloco_worker.core.effects import Granted, Joined
+from diloco_worker.core.effects import Carried, Granted, Joined
 from diloco_worker.core.events import Event
 from diloco_worker.core.sync import boundary, effects
 from diloco_worker.core.sync.effects import Answer, Effect, Steps
@@ -134,6 +134,11 @@ class Trainer:
     def is_put_off(self, push: Push, round_: int) -> Trainer:
         """The broker takes nothing of it before this round."""
         return self.is_granted(push, round_, Standing.WAIT)
+
+    def is_carried(self, fragment: int, round_: int) -> Trainer:
+        """The round has closed without its push, which goes into this one."""
+        self._turns.append(Carried(fragment, round_))
+        return self.wakes()
 
     def receives(
         self, counter: int, *, fragment: int = 0, counted: Push | None = None, **more: Any

@@ -1,4 +1,4 @@
-"""Shorthand for workers whose model has the same value everywhere; their fixtures are beside."""
+"""Shorthand for models that have the same value everywhere."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from collections.abc import Callable
 import torch
 
 from diloco_protocol import Segment
-from diloco_worker import DiLoCoWorker
 from diloco_worker.model.flat_state import FlatState
 from kit.scripted_broker import Descent, ScriptedBroker, changed
-
-Make = Callable[..., tuple[DiLoCoWorker, Descent]]
 
 
 def values(descent: Descent, broker: ScriptedBroker | None = None, fragment: int = 0) -> FlatState:

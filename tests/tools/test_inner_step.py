@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from torch import nn
-from worker.training.test_overlap import has_news, layers
 
 from diloco_protocol.feed import parse_snapshot
 from diloco_protocol.messages import Heartbeat
@@ -15,10 +13,10 @@ from diloco_tools.feed.estimate import inner_step_now
 from diloco_tools.feed.model import FeedModel
 from kit.core_harness import Stage, a_run
 from kit.feed_snapshots import Publisher, frame, status, worker
-from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
+from kit.scripted_broker import ScriptedBroker
+from kit.scripted_training import ScriptedTraining
 from kit.top_screen import full_screen
 from kit.top_text import drawn, top_of
-from kit.uniform_model import Make, filled
 
 pytest_plugins = ("kit.worker_fixtures",)
 
@@ -28,31 +26,28 @@ pytest_plugins = ("kit.worker_fixtures",)
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_worker_tells_at_once_that_it_trains_on_from_a_new_version(
-    broker: ScriptedBroker, beside: Beside, begin: Make, delay: int
+    training: ScriptedTraining, broker: ScriptedBroker, delay: int
 ) -> None:
     """Half a minute may pass until its next heartbeat, and a round may be over by then."""
-    broker.config = run_config(sync_every=4, fragment_sync_delay=delay, heartbeat_timeout=600.0)
-    _, descent = begin(nn.Linear(2, 2))
-    descent.steps(3 + delay)
-    steps = beside(descent.steps, 1)
-    push, _ = broker.takes_push(0)
-    broker.serves(filled(descent, 1000, broker), version(1), push.push_id)
-    steps()
-    told = broker.hears(Heartbeat)
-    while told.inner_step != delay:
-        told = broker.hears(Heartbeat)
+    training.begins(config={"fragment_sync_delay": delay, "heartbeat_timeout": 600.0})
+    training.steps(3 + delay)
+    training.round(1, 1)
+    while (told := broker.hears(Heartbeat)).inner_step != delay:
+        pass
     assert (told.step, told.state) == (4 + delay, "training")
 
 
-def test_worker_without_heartbeats_tells_nothing(broker: ScriptedBroker, begin: Make) -> None:
-    broker.config = run_config(sync_every=4, fragment_sync_delay=2, heartbeat_timeout=0.0)
-    worker, descent = begin(layers(1), heartbeat_interval=0)
-    descent.steps(4)
-    push, _ = broker.takes_push(0)
-    broker.serves(filled(descent, 1000, broker), version(1), push.push_id)
-    has_news(worker)
-    descent.steps(2)
-    assert worker.sync_metrics.rounds == 1
+def test_worker_without_heartbeats_tells_nothing(
+    training: ScriptedTraining, broker: ScriptedBroker
+) -> None:
+    config = {"fragment_sync_delay": 2, "heartbeat_timeout": 0.0}
+    training.begins(config=config, heartbeat_interval=0)
+    training.steps(4)
+    push, _ = training.takes()
+    training.serves(1000, 1, push)
+    training.hears_news()
+    training.steps(2)
+    assert training.metrics.rounds == 1
     broker.hears_nothing_of(Heartbeat, 0.1)
 
 

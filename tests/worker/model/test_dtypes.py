@@ -13,14 +13,12 @@ from torch import nn
 from torch.optim import SGD
 
 from diloco_broker import Broker
-from diloco_protocol import Segment
-from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.messages import Error, Push
-from diloco_worker import DiLoCoWorker
+from diloco_protocol.messages import Push
 from diloco_worker.model.flat_state import FlatState
 from kit.reference import Trainee
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, changed, run_config, version
-from kit.uniform_model import Make, until
+from kit.scripted_broker import ScriptedBroker, changed, run_config, version
+from kit.scripted_training import ScriptedTraining
+from kit.uniform_model import until
 from kit.whole_run import make_config, run
 
 pytest_plugins = ("kit.worker_fixtures",)
@@ -35,98 +33,63 @@ MERGES: list[dict[str, Any]] = [
 ]
 
 
-def still(dtype: torch.dtype, layers: int = 2) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for _ in range(layers)))
-
-
-def stand_still(descent: Descent, steps: int) -> None:
-    """Steps of learning rate 0."""
-    for group in descent.optimizer.param_groups:
-        group["lr"] = 0.0
-    descent.steps(steps)
-
-
 def odd(state: FlatState, seed: int) -> FlatState:
     """Values of every size that no narrow dtype holds as they are."""
     generator = torch.Generator().manual_seed(seed)
     return changed(state, lambda vector: 3 * torch.randn(vector.shape, generator=generator))
 
 
-def is_zero(delta: FlatState) -> bool:
-    return not bool(delta.vectors[Segment.PARAMETERS].any())
-
-
-def begun(
-    broker: ScriptedBroker, beside: Beside, make: Make, model: nn.Module
-) -> tuple[DiLoCoWorker, Descent]:
-    """A worker that has joined a run whose parameters are odd."""
-    worker, descent = make(model)
-    started = beside(worker.start)
-    broker.welcomes(version(0))
-    assert broker.layout is not None
-    for part in broker.layout.fragments:
-        broker.serves(odd(descent.values(part=part), part.fragment), version(0))
-    started()
-    return worker, descent
+def begins(training: ScriptedTraining, dtype: torch.dtype, **config: Any) -> None:
+    """A worker has joined a run whose parameters are odd; its steps change nothing."""
+    training.broker.config = run_config(**config)
+    training.makes(nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for _ in range(2))))
+    training.descent.optimizer.param_groups[0]["lr"] = 0.0
+    training.joins(version(0))
+    for fragment in range(training.broker.config.num_fragments):
+        training.broker.serves(odd(training.filled(0, fragment), fragment), version(0))
+    training.done()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("merge", MERGES, ids=str)
 def test_learning_rate_0_sends_exactly_0(
-    broker: ScriptedBroker,
-    beside: Beside,
-    make: Make,
-    merge: dict[str, Any],
-    pieces: int,
-    dtype: torch.dtype,
+    training: ScriptedTraining, merge: dict[str, Any], pieces: int, dtype: torch.dtype
 ) -> None:
     """Each round brings new parameters; with alpha, which keeps a part of the old ones, the same."""
-    broker.config = run_config(sync_every=4, num_fragments=pieces, **merge)
-    worker, descent = begun(broker, beside, make, still(dtype))
-    assert broker.layout is not None
+    begins(training, dtype, num_fragments=pieces, **merge)
     is_mixed = "fragment_update_alpha" in merge
     for round_ in range(5 * pieces):
         fragment, number = round_ % pieces, round_ // pieces + 1
-        steps = beside(stand_still, descent, 4 // pieces)
-        push, delta = broker.takes_push(round_)
-        assert is_zero(delta)
-        assert push.norm == 0
-        part = descent.values(part=broker.layout.all[fragment])
-        new = odd(part, fragment if is_mixed else 10 + round_)
-        broker.serves(new, version(number), push.push_id)
+        training.trains(4 // pieces)
+        push, delta = training.takes(round_)
+        assert (push.norm, delta) == (0, 0)
+        new = odd(training.filled(0, fragment), fragment if is_mixed else 10 + round_)
+        training.broker.serves(new, version(number), push.push_id)
         if merge.get("fragment_sync_delay"):
-            until(lambda: bool(worker._link and worker._link.has_news))
-        steps()
-    assert "all zeros" in str(worker.sync_metrics.last_error)
+            training.hears_news()
+        training.done()
+    assert "all zeros" in str(training.metrics.last_error)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("code", ["late", "bad_push"])
 def test_dropped_push_leaves_no_rounding_behind(
-    broker: ScriptedBroker, beside: Beside, make: Make, dtype: torch.dtype, code: str
+    training: ScriptedTraining, broker: ScriptedBroker, dtype: torch.dtype, code: str
 ) -> None:
     """The model is moved onto the newest parameters, or back to its base, with a step made since."""
-    broker.config = run_config(sync_every=4, fragment_sync_delay=2)
-    worker, descent = begun(broker, beside, make, still(dtype))
-    stand_still(descent, 4)
-    push = broker.hears(Push)
-    broker.says(Error(code, "No.", push_id=push.push_id))
-    until(lambda: bool(worker._link and worker._link.rejections))
-    stand_still(descent, 1)
+    begins(training, dtype, fragment_sync_delay=2)
+    training.steps(4)
+    training.refuses(broker.hears(Push), code)
+    until(lambda: bool(training.link.rejections))
+    training.steps(1)
     if code == "late":
         broker.hears_pull()
-        broker.serves(odd(descent.values(part=push_part(broker)), 10), version(1))
-        until(lambda: bool(worker._link and worker._link.arrivals))
-    steps = beside(stand_still, descent, 3)
-    _, delta = broker.takes_push()
-    assert is_zero(delta)
-    steps()
-
-
-def push_part(broker: ScriptedBroker) -> FragmentLayout:
-    assert broker.layout is not None
-    return broker.layout.fragments[0]
+        broker.serves(odd(training.filled(0), 10), version(1))
+        until(lambda: bool(training.link.arrivals))
+    training.trains(3)
+    assert training.takes()[1] == 0
+    training.done()
 
 
 class Nudge(nn.Module):

@@ -7,17 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from diloco_protocol.messages import Heartbeat
 from diloco_worker.model.model_watch import ModelWatch
 from kit.core_harness import a_stage
-from kit.scripted_broker import Beside, ScriptedBroker, version
-from kit.uniform_model import Make, filled
+from kit.scripted_broker import ScriptedBroker
+from kit.scripted_training import H, ScriptedTraining
 
 pytest_plugins = ("kit.worker_fixtures",)
-
-H = 4
 
 
 class Net(nn.Module):
@@ -139,19 +136,19 @@ def test_change_that_is_undone_is_no_problem_any_more() -> None:
 
 
 def test_change_of_the_model_is_said_once_at_the_next_boundary(
-    broker: ScriptedBroker, beside: Beside, begin: Make, caplog: pytest.LogCaptureFixture
+    training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker, descent = begin(Net())
-    unfrozen(descent.model)  # type: ignore[arg-type]
-    for round_ in range(2):
-        steps = beside(descent.steps, H)
-        beat = broker.hears(Heartbeat)
-        while beat.step < H * (round_ + 1):
-            beat = broker.hears(Heartbeat)
+    net = Net()
+    worker = training.begins(net)
+    unfrozen(net)
+    for counter in (1, 2):
+        training.trains(H)
+        while (beat := broker.hears(Heartbeat)).step < H * counter:
+            pass
         assert "frozen.weight is trained now" in str(beat.warning)
-        push, _ = broker.takes_push(round_)
-        broker.serves(filled(descent, 5, broker), version(round_ + 1), push.push_id)
-        steps()
+        push, _ = broker.takes_push()
+        training.serves(5, counter, push)
+        training.done()
     assert caplog.text.count("frozen.weight is trained now") == 1
     metrics = worker.sync_metrics
     assert "undo the change, or end the run" in str(metrics.model_change)
@@ -161,11 +158,12 @@ def test_change_of_the_model_is_said_once_at_the_next_boundary(
 
 @pytest.mark.parametrize("change", [reshaped, wrapped, narrowed])
 def test_state_of_a_changed_model_can_be_saved_and_holds_no_parameters(
-    change: Callable[[Net], None], begin: Make, caplog: pytest.LogCaptureFixture
+    change: Callable[[Net], None], training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker, descent = begin(Net())
+    net = Net()
+    worker = training.begins(net)
     assert worker.state_dict()["resume"] is not None
-    change(descent.model)  # type: ignore[arg-type]
+    change(net)
     assert worker.state_dict()["resume"] is None
     assert "begins with the run's" in caplog.text
 
@@ -185,36 +183,3 @@ def test_warning_of_a_worker_is_in_the_feed_as_long_as_it_holds() -> None:
     assert not any("\x1b" in line for line in stage.logs)
     a.sends(Heartbeat(a.token(), 6))
     assert shown() is None
-
-
-def steps_of(optimizer: torch.optim.Optimizer, number: int) -> None:
-    for _ in range(number):
-        optimizer.step()
-
-
-def test_steps_of_another_optimizer_are_said_to_be_lost(
-    begin: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As when layers are unfrozen in mid-run and a new optimizer is made for them."""
-    worker, descent = begin(sync_every=10_000)
-    parameters = list(descent.model.parameters())
-    descent.steps(1)
-    steps_of(torch.optim.AdamW(parameters), 300)
-    assert caplog.text.count("Another optimizer (AdamW) has made 100 steps") == 1
-    assert "make a new one with the optimizer" in str(worker.sync_metrics.last_error)
-
-
-def test_optimizers_that_take_turns_or_train_something_else_are_left_in_peace(
-    begin: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker, descent = begin(sync_every=10_000)
-    other = torch.optim.SGD(descent.model.parameters(), lr=0.0)
-    for _ in range(3):
-        steps_of(other, 99)
-        descent.steps(1)
-    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.0)
-    steps_of(stranger, 300)
-    worker.close()
-    steps_of(other, 300)
-    assert "Another optimizer" not in caplog.text
-    assert not _global_optimizer_post_hooks

@@ -1,28 +1,27 @@
-"""Merges that are broken off at any tensor, by an error or by Ctrl-C: what has been counted counts once.
+"""What a reply makes of the model, and merges that are broken off at any tensor, by an error or Ctrl-C.
 
-Each optimizer step lowers every value by 1, from 100. A run whose merge is broken off is compared with
-the same run that nothing happened to: the next pseudo-gradient and the model must be equal.
+Each optimizer step lowers every value by 1, from 100. What is broken off is gone on with behind the next
+step, and comes to the same model and the same next pseudo-gradient: what has been counted counts once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diloco_protocol.messages import Error, Push
-from diloco_worker import DiLoCoWorker
+from diloco_protocol.messages import Push
 from diloco_worker.training.fragment_sync import FragmentSync
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, scripted_broker, version
-from kit.uniform_model import at, filled, first, until
+from kit.scripted_broker import version
+from kit.scripted_training import H, ScriptedTraining
 
-H = 4
+pytest_plugins = ("kit.worker_fixtures",)
+
 TENSORS = 4
 
 
@@ -51,326 +50,327 @@ class Breaks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@dataclass
 class Story:
-    """A worker that has joined at a scripted broker, whose merges may be broken off."""
+    """A worker that has joined, whose merges may be broken off."""
 
-    broker: ScriptedBroker
-    worker: DiLoCoWorker
-    descent: Descent
-    beside: Beside
-    breaks: Breaks
+    def __init__(
+        self,
+        training: ScriptedTraining,
+        config: dict[str, Any],
+        *,
+        timeout: float = 600.0,
+        nth: int | None = None,
+        error: type[BaseException] = MemoryError,
+    ) -> None:
+        self.training = training
+        self.broker = training.broker
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.worker = training.begins(model, config=config, timeout=timeout)
+        self.breaks = Breaks(model, nth, error)
 
-    def trains(self, steps: int) -> Callable[[], Any]:
-        """Begin optimizer steps in another thread, in a loop that goes on after Ctrl-C."""
+    def trains(self, steps: int) -> None:
+        """Begin optimizer steps, in a loop that goes on after Ctrl-C."""
 
         def loop() -> None:
             for _ in range(steps):
                 try:
                     with self.breaks:
-                        self.descent.steps(1)
+                        self.training.descent.steps(1)
                 except KeyboardInterrupt:
                     pass
 
-        return self.beside(loop)
+        self.training.does(loop)
 
-    def counts(self, push: Push, value: float = 1000) -> None:
-        """A version contains the push; every value of it is this one."""
-        self.broker.serves(filled(self.descent, value), version(1), push.push_id)
+    def steps(self, steps: int) -> None:
+        self.trains(steps)
+        self.training.done()
 
-    def refuses(self, push: Push, code: str = "bad_push") -> None:
-        self.broker.says(Error(code, "No.", push_id=push.push_id))
+    def has_version(self, counter: int, value: float, push: Push | None = None) -> None:
+        self.training.serves(value, counter, push)
+        self.training.hears_news()
 
-    def has_news(self) -> None:
-        until(lambda: bool(self.worker._link and self.worker._link.has_news))
+    @property
+    def values(self) -> set[float]:
+        every = [each.detach().flatten() for each in self.training.descent.model.parameters()]
+        return set(torch.cat(every).tolist())
+
+
+# What becomes of the first push. Each returns how many steps have been made.
 
 
 def counted_at_the_boundary(story: Story) -> int:
-    steps = story.trains(H)
-    story.counts(story.broker.takes_push()[0])
-    steps()
+    story.trains(H)
+    story.training.serves(1000, 1, story.training.takes()[0])
+    story.training.done()
     return H
 
 
 def refused_at_the_boundary(story: Story) -> int:
-    steps = story.trains(H)
-    story.refuses(story.broker.takes_push()[0])
-    steps()
+    story.trains(H)
+    story.training.refuses(story.training.takes()[0])
+    story.training.done()
     return H
 
 
-def counted_in_the_air(story: Story) -> int:
-    story.trains(H)()
-    story.counts(story.broker.takes_push()[0])
-    story.has_news()
-    return H
+def counted_after(steps: int) -> Callable[[Story], int]:
+    def counted(story: Story) -> int:
+        story.steps(steps)
+        story.has_version(1, 1000, story.training.takes()[0])
+        return steps
+
+    return counted
 
 
 def refused_in_the_air(story: Story) -> int:
-    story.trains(H)()
-    push, _ = story.broker.takes_push()
-    story.trains(1)()
-    story.refuses(push)
-    story.has_news()
+    story.steps(H)
+    push, _ = story.training.takes()
+    story.steps(1)
+    story.training.refuses(push)
+    story.training.hears_news()
     return H + 1
 
 
 def dropped_as_late(story: Story) -> int:
     """Its steps are taken out of the model, which then moves on to newer parameters."""
-    story.trains(H)()
-    story.refuses(story.broker.takes_push()[0], "late")
-    story.has_news()
-    story.trains(2)()
-    story.broker.hears_pull()
-    story.counts(Push(b"", 1, 0, 0, "fp32"))
-    story.has_news()
+    story.steps(H)
+    story.training.refuses(story.training.takes()[0], "late")
+    story.training.hears_news()
+    story.steps(2)
+    story.training.is_asked_for_newest()
+    story.has_version(1, 1000)
     return H + 2
 
 
-def counted_long_after(story: Story) -> int:
-    """Training has ceased to wait for it."""
-    story.trains(H + 1)()
-    story.counts(story.broker.takes_push()[0])
-    story.has_news()
-    return H + 1
+def moved_when_it_came_back(story: Story) -> int:
+    """There is no push: the broker has gone on while the connection was broken."""
+    story.steps(2)
+    story.broker.restart()
+    story.broker.welcomes(version(1))
+    story.broker.hears_pull()
+    story.has_version(1, 1000)
+    return 2
 
 
 @dataclass(frozen=True)
 class Plot:
-    """How the first push ends.
+    """How the first push ends, and what comes of it.
 
-    `opens` returns how many steps have been made. `copies`: how often tensors are copied into.
+    Attributes:
+        opens: see above.
+        merged: the model at its next boundary, before that is merged.
+        delta: the pseudo-gradient that is pushed there.
+        last: the model three steps later, where the version that follows has 500.
+        copies: how often tensors are copied into, where that is broken off.
     """
 
     opens: Callable[[Story], int]
+    merged: float
+    delta: float
+    last: float
     config: dict[str, Any] = field(default_factory=dict)
-    copies: int = TENSORS
+    copies: int = 0
     timeout: float = 600.0
 
 
+ALPHA, HALF, ALL = ({"fragment_update_alpha": alpha} for alpha in (0.25, 0.5, 1.0))
+REBASE = {"fragment_merge": "rebase"}
 LATER = {"fragment_sync_delay": 2}
+SOON = {"fragment_sync_delay": 1}
+SLOW = SOON | {"fragment_max_delay": 4}
+N = TENSORS
+in_the_air = counted_after(H)
+late = counted_after(H + 2)
 PLOTS = {
-    "plain": Plot(counted_at_the_boundary),
-    "alpha at once": Plot(counted_at_the_boundary, {"fragment_update_alpha": 0.5}),
-    "plain later": Plot(counted_in_the_air, LATER),
-    "alpha": Plot(counted_in_the_air, LATER | {"fragment_update_alpha": 0.25}),
-    "rebase": Plot(counted_in_the_air, LATER | {"fragment_merge": "rebase"}),
-    "late": Plot(counted_long_after, timeout=0.2),
-    "late alpha": Plot(counted_long_after, {"fragment_update_alpha": 0.5}, timeout=0.2),
-    "late rebase": Plot(counted_long_after, {"fragment_merge": "rebase"}, timeout=0.2),
-    "refused": Plot(refused_at_the_boundary),
-    "refused later": Plot(refused_in_the_air, LATER),
-    "refused rebase": Plot(refused_in_the_air, LATER | {"fragment_merge": "rebase"}),
-    "dropped and moved": Plot(dropped_as_late, LATER, copies=2 * TENSORS),
+    "plain": Plot(counted_at_the_boundary, 996, 4, 497, copies=N),
+    # 0.5 * 96 + 0.5 * 1000, and four steps
+    "alpha at once": Plot(counted_at_the_boundary, 544, 456, 519, HALF, N),
+    "plain later": Plot(in_the_air, 998, 2, 499, LATER, N),
+    "alpha": Plot(in_the_air, 0.25 * 94 + 750 - 2, 228.5, 566.375, LATER | ALPHA, N),
+    "alpha 1": Plot(in_the_air, 92, 908, 89, LATER | ALL),
+    "rebase": Plot(in_the_air, 1000 - 2 - 2, 4, 497, LATER | REBASE, N),
+    "rebase takes no alpha": Plot(in_the_air, 996, 4, 497, LATER | REBASE | HALF),
+    "slow": Plot(late, 999, 1, 498, SLOW),
+    "slow alpha": Plot(late, 0.5 * 93 + 500 - 1, 454.5, 520.25, SLOW | HALF),
+    "slow rebase": Plot(late, 1000 - 3 - 1, 4, 497, SLOW | REBASE),
+    # given up at 96, or at 95 where the delay is 1; counted when the model is at 93
+    "given up": Plot(late, 1000 - 3 - 1, 4, 497, {}, N, 0.2),
+    "given up alpha": Plot(late, 0.5 * 95 + 500 - 2 - 1, 455.5, 519.75, SOON | HALF, N, 0.2),
+    "given up alpha 1": Plot(late, 92, 908, 89, SOON | ALL, timeout=0.2),
+    "given up rebase": Plot(late, 996, 4, 497, REBASE, N, 0.2),
+    "given up rebase later": Plot(late, 996, 4, 497, SOON | REBASE, timeout=0.2),
+    "refused": Plot(refused_at_the_boundary, 96, 4, 497, {}, N),
+    "refused later": Plot(refused_in_the_air, 96, 4, 499, LATER, N),
+    "refused rebase": Plot(refused_in_the_air, 96, 4, 497, LATER | REBASE, N),
+    "dropped": Plot(dropped_as_late, 996, 4, 499, LATER, 2 * N),
+    "dropped rebase": Plot(dropped_as_late, 996, 4, 497, LATER | REBASE),
+    "moved": Plot(moved_when_it_came_back, 996, 4, 497, {}, N),
 }
 ERRORS = [MemoryError, KeyboardInterrupt]
+CASES: list[tuple[str, int | None, type[BaseException]]] = [
+    *((name, None, MemoryError) for name in PLOTS),
+    *(
+        (name, nth, error)
+        for name, plot in PLOTS.items()
+        for nth in range(plot.copies)
+        for error in ERRORS
+    ),
+]
 
 
-@contextmanager
-def a_story(
-    plot: Plot, beside: Beside, nth: int | None = None, error: type[BaseException] = MemoryError
-) -> Iterator[Story]:
-    with scripted_broker(**plot.config) as broker:
-        descent = Descent(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-        worker = DiLoCoWorker(
-            descent.model,
-            descent.optimizer,
-            server=broker.address,
-            worker_id="me",
-            timeout=plot.timeout,
-        )
-        started = beside(worker.start)
-        broker.welcomes(version(0))
-        broker.hears_pull()
-        broker.serves(filled(descent, 100), version(0))
-        started()
-        try:
-            yield Story(broker, worker, descent, beside, Breaks(descent.model, nth, error))
-        finally:
-            worker.close(failed=True)
-
-
-def told(
-    plot: Plot, beside: Beside, nth: int | None = None, error: type[BaseException] = MemoryError
-) -> tuple[float, float, float]:
-    """The next pseudo-gradient, the model in front of its merge, and behind the next boundary."""
-    with a_story(plot, beside, nth, error) as story:
-        made = plot.opens(story)
-        steps = story.trains(2 * H - made)
-        push, delta = story.broker.takes_push()
-        before = at(story.descent)
-        story.broker.serves(filled(story.descent, 500), version(2), push.push_id)
-        steps()
-        story.trains(H - 1)()
-        assert story.breaks.left is None or story.breaks.left < 0, "it was never broken off"
-        return first(delta), before, at(story.descent)
-
-
-@pytest.fixture
-def beside() -> Iterator[Beside]:
-    made = Beside()
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("name", PLOTS)
+@pytest.mark.parametrize(("name", "nth", "error"), CASES)
 def test_merge_that_is_broken_off_is_gone_on_with_and_counts_once(
-    name: str, error: type[BaseException], beside: Beside
+    training: ScriptedTraining, name: str, nth: int | None, error: type[BaseException]
 ) -> None:
     plot = PLOTS[name]
-    wanted = told(plot, beside)
-    for nth in range(plot.copies):
-        assert told(plot, beside, nth, error) == wanted, f"broken off at copy {nth}"
-
-
-def parameters(story: Story) -> Tensor:
-    return torch.cat([each.detach().flatten() for each in story.descent.model.parameters()])
+    story = Story(training, plot.config, timeout=plot.timeout, nth=nth, error=error)
+    made = plot.opens(story)
+    story.trains(H - made if made < H else 2 * H - made)
+    push, delta = training.takes()
+    assert (training.values, delta) == (plot.merged, plot.delta)
+    if plot.config.get("fragment_sync_delay"):
+        training.done()
+        story.has_version(2, 500, push)
+    else:
+        training.serves(500, 2, push)
+        training.done()
+    story.steps(H - 1)
+    assert training.values == plot.last
+    assert story.breaks.left is None or story.breaks.left < 0, "it was never broken off"
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("nth", range(TENSORS))
 def test_model_that_is_not_finite_is_restored_though_that_is_broken_off(
-    nth: int, error: type[BaseException], beside: Beside
+    training: ScriptedTraining, nth: int, error: type[BaseException]
 ) -> None:
-    with a_story(Plot(counted_in_the_air, LATER), beside, nth, error) as story:
-        story.trains(H - 1)()
-        with torch.no_grad():
-            next(story.descent.model.parameters()).fill_(float("nan"))
-        story.trains(2)()
-        assert story.worker.sync_metrics.rejected == 1
-        later = parameters(story)
-        assert set(later.tolist()) <= {100.0, 99.0}, "the base, and perhaps the step made since"
-        story.trains(H - 1)
-        _, delta = story.broker.takes_push()
-        assert delta.norm() <= 12**0.5 * H
+    story = Story(training, LATER, nth=nth, error=error)
+    story.steps(H - 1)
+    with torch.no_grad():
+        next(training.descent.model.parameters()).fill_(float("nan"))
+    story.steps(2)
+    assert training.metrics.rejected == 1
+    assert story.values <= {100.0, 99.0}, "the base, and perhaps the step made since"
+    story.trains(H - 1)
+    _, delta = training.broker.takes_push()
+    assert delta.norm() <= 12**0.5 * H
 
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("nth", range(TENSORS))
 def test_loading_that_is_broken_off_is_gone_on_with_behind_the_next_step(
-    nth: int, error: type[BaseException], beside: Beside
+    training: ScriptedTraining, nth: int, error: type[BaseException]
 ) -> None:
-    with a_story(Plot(counted_in_the_air, LATER), beside, nth, error) as story:
-        story.trains(2)()
+    story = Story(training, LATER, nth=nth, error=error)
+    story.steps(2)
 
-        def loads() -> bool | None:
-            try:
-                with story.breaks:
-                    return story.worker.load_global()
-            except KeyboardInterrupt:
-                return None
+    def loads() -> bool | None:
+        try:
+            with story.breaks:
+                return story.worker.load_global()
+        except KeyboardInterrupt:
+            return None
 
-        loaded = beside(loads)
-        story.broker.hears_pull()
-        story.counts(Push(b"", 1, 0, 0, "fp32"))
-        assert not loaded()
-        story.trains(1)()
-        assert at(story.descent) == 1000 - 1
+    training.does(loads)
+    story.broker.hears_pull()
+    training.serves(1000, 1)
+    assert not training.done()
+    story.steps(1)
+    assert training.values == 1000 - 1
 
 
 def test_state_that_is_saved_while_a_merge_is_broken_off_holds_no_parameters(
-    beside: Beside, caplog: pytest.LogCaptureFixture
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would not be those of any moment: a part of the model is ahead of the rest."""
-    with a_story(Plot(counted_in_the_air, LATER), beside, 2, KeyboardInterrupt) as story:
-        counted_in_the_air(story)
-        story.trains(2)()
-        assert story.worker.sync_metrics.unsynced_steps == H + 2
-        assert story.worker.state_dict()["resume"] is None
-        assert "Save again" in caplog.text
-        story.trains(1)()
-        assert story.worker.state_dict()["resume"] is not None
-        assert story.worker.sync_metrics.unsynced_steps == 0
+    story = Story(training, LATER, nth=2, error=KeyboardInterrupt)
+    in_the_air(story)
+    story.steps(2)
+    assert training.metrics.unsynced_steps == H + 2
+    assert story.worker.state_dict()["resume"] is None
+    assert "Save again" in caplog.text
+    story.steps(1)
+    assert story.worker.state_dict()["resume"] is not None
+    assert training.metrics.unsynced_steps == 0
 
 
 def test_merge_that_is_interrupted_before_it_touches_the_model_has_not_begun(
-    beside: Beside, monkeypatch: pytest.MonkeyPatch
+    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that is written then holds all of it."""
-    with a_story(Plot(counted_in_the_air, LATER), beside) as story:
-        counted_in_the_air(story)
-        work_out = FragmentSync._change_of
-
-        def interrupted(*_: Any) -> None:
-            monkeypatch.setattr(FragmentSync, "_change_of", work_out)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(FragmentSync, "_change_of", interrupted)
-        story.trains(2)()
-        assert FragmentSync._change_of is work_out, "it was never interrupted"
-        assert story.worker.state_dict()["resume"] is not None
-        story.trains(1)()
-        assert story.worker.sync_metrics.rounds == 1
+    story = Story(training, LATER)
+    in_the_air(story)
+    interrupts_once(monkeypatch, FragmentSync, "_change_of")
+    story.steps(2)
+    assert story.worker.state_dict()["resume"] is not None
+    story.steps(1)
+    assert training.metrics.rounds == 1
 
 
-def test_worker_that_leaves_finishes_the_merge_first(beside: Beside) -> None:
-    with a_story(Plot(counted_in_the_air, LATER), beside, 2, KeyboardInterrupt) as story:
-        counted_in_the_air(story)
-        story.trains(2)()
-        assert len(set(parameters(story).tolist())) == 2, "torn"
-        story.worker.close()
-        assert at(story.descent) == 1000
-        assert story.worker.state_dict()["resume"] is not None
+def interrupts_once(
+    monkeypatch: pytest.MonkeyPatch, of: object, name: str, *, afterwards: bool = False
+) -> None:
+    """KeyboardInterrupt in place of the next call of this method, or behind it."""
+    call = getattr(of, name)
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.setattr(of, name, call)
+        if afterwards:
+            call(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(of, name, interrupted)
 
 
-def test_worker_that_leaves_finishes_a_move_to_newer_parameters_first(beside: Beside) -> None:
-    """There is no delta in flight any more that leaving would wait for."""
-    plot = PLOTS["dropped and moved"]
-    with a_story(plot, beside, TENSORS + 2, KeyboardInterrupt) as story:
-        plot.opens(story)
-        story.trains(1)()
-        assert len(set(parameters(story).tolist())) == 2, "torn"
-        story.worker.close()
-        assert len(set(parameters(story).tolist())) == 1
-        assert story.worker.state_dict()["resume"] is not None
+@pytest.mark.parametrize(
+    ("opens", "nth", "ends_at"),
+    [
+        (in_the_air, 2, 1000),
+        # There is no delta in flight any more that leaving would wait for.
+        (dropped_as_late, TENSORS + 2, 1000 - 3),
+    ],
+)
+def test_worker_that_leaves_finishes_first_what_is_broken_off(
+    training: ScriptedTraining, opens: Callable[[Story], int], nth: int, ends_at: float
+) -> None:
+    story = Story(training, LATER, nth=nth, error=KeyboardInterrupt)
+    made = opens(story)
+    story.steps(H + 2 - made or 1)
+    assert len(story.values) == 2, "torn"
+    story.worker.close()
+    assert story.values == {ends_at}
+    assert story.worker.state_dict()["resume"] is not None
 
 
 @pytest.mark.parametrize("is_offered", [False, True])
 def test_interrupt_between_freezing_and_offering_sends_the_push_once(
-    is_offered: bool, beside: Beside
+    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, is_offered: bool
 ) -> None:
-    with a_story(Plot(counted_in_the_air, LATER), beside) as story:
-        link: Any = story.worker._link
-        offer = link.offer
-
-        def interrupted(*arguments: Any) -> None:
-            link.offer = offer
-            if is_offered:
-                offer(*arguments)
-            raise KeyboardInterrupt
-
-        link.offer = interrupted
-        story.trains(H + 1)()
-        push, delta = story.broker.takes_push()
-        assert (push.steps, first(delta)) == (H, H)
-        story.broker.hears_nothing_of(Push, 0.1)
-        story.counts(push)
-        story.has_news()
-        steps = story.trains(H - 1)
-        push, delta = story.broker.takes_push()
-        assert (push.steps, first(delta)) == (H, H - 2), "two were overwritten at the apply point"
-        steps()
+    story = Story(training, LATER)
+    interrupts_once(monkeypatch, training.link, "offer", afterwards=is_offered)
+    story.steps(H + 1)
+    push, delta = training.takes()
+    assert (push.steps, delta) == (H, H)
+    story.broker.hears_nothing_of(Push, 0.1)
+    story.has_version(1, 1000, push)
+    story.trains(H - 1)
+    push, delta = training.takes()
+    assert (push.steps, delta) == (H, H - 2), "two were overwritten at the apply point"
+    training.done()
 
 
-@pytest.mark.parametrize("config", [{}, {"fragment_merge": "rebase"}], ids=["alpha", "rebase"])
-def test_steps_behind_an_interrupted_wait_are_kept(config: dict[str, Any], beside: Beside) -> None:
+@pytest.mark.parametrize("config", [{}, REBASE], ids=["alpha", "rebase"])
+def test_steps_behind_an_interrupted_wait_are_kept(
+    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
     """In a notebook: Ctrl-C while the others are waited for, and the loop is run again."""
-    with a_story(Plot(counted_at_the_boundary, config), beside) as story:
-        link: Any = story.worker._link
-        wait_for = link.wait_for
-
-        def interrupted(*_: Any) -> None:
-            link.wait_for = wait_for
-            raise KeyboardInterrupt
-
-        link.wait_for = interrupted
-        story.trains(H)()
-        push, delta = story.broker.takes_push()
-        assert first(delta) == H
-        step = story.trains(1)
-        story.counts(push)
-        step()
-        assert at(story.descent) == 1000 - 1
-        story.trains(H - 1)
-        assert first(story.broker.takes_push()[1]) == H
+    story = Story(training, config)
+    interrupts_once(monkeypatch, training.link, "wait_for")
+    story.steps(H)
+    push, delta = training.takes()
+    assert delta == H
+    story.trains(1)
+    training.serves(1000, 1, push)
+    training.done()
+    assert training.values == 1000 - 1
+    story.trains(H - 1)
+    assert training.takes()[1] == H

@@ -10,17 +10,15 @@ import pytest
 
 from diloco_broker import Broker
 from diloco_protocol import UsageError, VersionId
-from diloco_protocol.messages import Error, Push
+from diloco_protocol.messages import Push
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from kit.paths import KIT
 from kit.process_kit import Processes
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
-from kit.uniform_model import Make, filled
+from kit.scripted_broker import Descent, ScriptedBroker, version
+from kit.scripted_training import H, ScriptedTraining
 from kit.whole_run import make_config, run, trainees
 
-pytest_plugins = ("kit.worker_fixtures",)
-
-H = 4
+pytest_plugins = ("kit.worker_fixtures", "kit.process_fixtures")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -68,69 +66,59 @@ def test_every_push_is_frozen_and_then_counted_in_the_version_that_names_it(tmp_
 
 
 def test_freeze_is_written_before_anything_of_it_is_sent(
-    broker: ScriptedBroker, beside: Beside, begin: Make, tmp_path: Path
+    training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
-    _, descent = begin(audit=str(path))
-    steps = beside(descent.steps, H)
+    training.begins(audit=str(path))
+    training.trains(H)
     push = broker.hears(Push)
     (frozen,) = of_kind(path, "frozen")
-    assert frozen == {
-        "event": "frozen",
-        "worker": "me",
-        "push_id": f"{push.push_id:016x}",
-        "fragment": 0,
-        "steps": H,
-        "base": name(version(0)),
-        "step": H,
-    }
+    of_push = {"worker": "me", "push_id": f"{push.push_id:016x}", "fragment": 0}
+    base = {"base": name(version(0)), "steps": H, "step": H}
+    assert frozen == {"event": "frozen", **of_push, **base}
     broker.grants(push)
     broker.takes_chunks(push, push.chunks)
     assert not of_kind(path, "counted")
-    broker.serves(filled(descent, 5), version(1), push.push_id)
-    steps()
-    (counted,) = of_kind(path, "counted")
-    assert (counted["push_id"], counted["version"]) == (frozen["push_id"], name(version(1)))
+    training.serves(5, 1, push)
+    training.done()
+    assert of_kind(path, "counted") == [
+        {"event": "counted", **of_push, "version": name(version(1))}
+    ]
 
 
 def test_push_that_is_refused_is_dropped_with_the_code(
-    broker: ScriptedBroker, beside: Beside, begin: Make, tmp_path: Path
+    training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
-    _, descent = begin(audit=path)
-    steps = beside(descent.steps, H)
+    training.begins(audit=path)
+    training.trains(H)
     push = broker.hears(Push)
-    broker.says(Error("bad_chunk", "Too short.", push_id=push.push_id))
-    steps()
-    (dropped,) = of_kind(path, "dropped")
-    assert (dropped["push_id"], dropped["fragment"], dropped["why"]) == (
-        f"{push.push_id:016x}",
-        0,
-        "bad_chunk",
-    )
+    training.refuses(push, "bad_chunk")
+    training.done()
+    of_push = {"worker": "me", "push_id": f"{push.push_id:016x}", "fragment": 0}
+    assert of_kind(path, "dropped") == [{"event": "dropped", **of_push, "why": "bad_chunk"}]
     assert not of_kind(path, "counted")
 
 
 def test_push_that_lands_while_leaving_is_counted(
-    broker: ScriptedBroker, beside: Beside, begin: Make, tmp_path: Path
+    training: ScriptedTraining, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
-    broker.config = run_config(fragment_sync_delay=2)
-    worker, descent = begin(audit=path)
-    descent.steps(H)
-    closed = beside(worker.close)
-    push, _ = broker.takes_push()
-    broker.serves(filled(descent, 5), version(1), push.push_id)
-    closed()
+    worker = training.begins(config={"fragment_sync_delay": 2}, audit=path)
+    training.steps(H)
+    training.does(worker.close)
+    push, _ = training.takes()
+    training.serves(5, 1, push)
+    training.done()
     assert [line["event"] for line in lines(path)] == ["joined", "frozen", "counted", "left"]
     assert of_kind(path, "counted")[0]["version"] == name(version(1))
 
 
 def test_each_welcome_is_written_with_its_epoch(
-    broker: ScriptedBroker, begin: Make, tmp_path: Path
+    training: ScriptedTraining, broker: ScriptedBroker, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit.jsonl"
-    begin(audit=path)
+    training.begins(audit=path)
     broker.restart()
     broker.welcomes(version(0))
     assert [line["epoch"] for line in of_kind(path, "joined")] == ["epoch", "epoch"]
@@ -180,16 +168,13 @@ def test_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path, whe
 
 
 def test_full_disk_ends_the_record_and_not_the_training(
-    broker: ScriptedBroker, beside: Beside, begin: Make, caplog: pytest.LogCaptureFixture
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
-    worker, descent = begin(audit="/dev/full")
-    steps = beside(descent.steps, H)
-    push, _ = broker.takes_push()
-    broker.serves(filled(descent, 5), version(1), push.push_id)
-    steps()
-    assert worker.sync_metrics.rounds == 1
+    training.begins(audit="/dev/full")
+    training.round(H, 1)
+    assert training.metrics.rounds == 1
     assert caplog.text.count("audit log /dev/full could not be written") == 1
 
 
@@ -198,10 +183,3 @@ def test_script_that_trains_alone_writes_nothing(tmp_path: Path) -> None:
     with DiLoCoWorker(descent.model, descent.optimizer, audit=tmp_path / "audit.jsonl"):
         descent.steps(2)
     assert not list(tmp_path.iterdir())
-
-
-def test_audit_must_be_a_path() -> None:
-    descent = Descent()
-    wrong: Any = 7
-    with pytest.raises(UsageError, match="audit is 7; it must be the path of a file"):
-        DiLoCoWorker(descent.model, descent.optimizer, audit=wrong)

@@ -15,11 +15,10 @@ from diloco_protocol.version import ABSENT_REMEMBERED
 from diloco_worker.core.sync.fragment import TrainingBase
 from diloco_worker.core.sync.news import Arrival
 from diloco_worker.core.sync.resumption import compared
-from kit.next_life import H, Resume, saved_by, says_current
-from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
-from kit.uniform_model import Make, filled
+from kit.scripted_broker import ScriptedBroker, version
+from kit.scripted_training import H, ScriptedTraining
 
-pytest_plugins = ("kit.worker_fixtures", "kit.next_life_fixtures")
+pytest_plugins = ("kit.worker_fixtures",)
 
 
 # What the broker's version means.
@@ -68,88 +67,85 @@ def tensors_in(plain: Any) -> list[Tensor]:
     return [t for part in parts for t in tensors_in(part)] if isinstance(plain, dict | list) else []
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
 def test_state_is_one_copy_of_the_model_that_training_never_touches(
-    broker: ScriptedBroker, beside: Beside, begin: Make
+    training: ScriptedTraining, is_loaded: bool
 ) -> None:
-    worker, descent = begin()
-    descent.steps(1)
+    worker = training.begins()
+    training.steps(1)
     state = worker.state_dict()
+    if is_loaded:
+        saved = training.saves()
+        state = saved[0]
+        training.resumes(saved, version(0))
+        training.says_current(0)
+        training.done()
     (base,) = tensors_in(state)
     assert base.dtype == torch.float32
-    assert base.numel() == sum(p.numel() for p in descent.model.parameters())
-    for number in (1, 2, 3):
-        steps = beside(descent.steps, H if number > 1 else H - 1)
-        push, _ = broker.takes_push()
-        broker.serves(filled(descent, number), version(number), push.push_id)
-        steps()
+    assert base.numel() == sum(p.numel() for p in training.descent.model.parameters())
+    training.trains(H - 1)
+    if is_loaded:
+        training.says_current(0)
+    push, _ = training.takes()
+    training.serves(1, 1, push)
+    training.done()
+    for counter in (2, 3):
+        training.round(H, counter, counter)
     assert set(base.tolist()) == {100}
 
 
-def test_dict_that_was_loaded_is_never_written_to(
-    broker: ScriptedBroker, beside: Beside, begin: Make, resume: Resume
+def test_state_that_was_loaded_can_be_saved_again_before_the_start(
+    training: ScriptedTraining,
 ) -> None:
-    worker, descent = begin()
-    descent.steps(1)
-    saved = saved_by(worker, descent)
-    life = resume(saved, version(0))
-    says_current(broker, version(0))
-    life.started()
-    for number in (1, 2, 3):
-        steps = beside(life.descent.steps, H if number > 1 else H - 1)
-        if number == 1:
-            says_current(broker, version(0))
-        push, _ = broker.takes_push()
-        broker.serves(filled(descent, number), version(number), push.push_id)
-        steps()
-    (base,) = tensors_in(saved[0])
-    assert set(base.tolist()) == {100}
-
-
-def test_state_that_was_loaded_can_be_saved_again_before_the_start(begin: Make, make: Make) -> None:
-    worker, descent = begin()
-    descent.steps(1)
-    state = saved_by(worker, descent)[0]
-    again, _ = make()
+    training.begins()
+    training.steps(1)
+    state = training.saves()[0]
+    again = training.makes()
     again.load_state_dict(state)
     assert again.state_dict()["resume"] is state["resume"]
 
 
 def test_model_that_was_not_loaded_is_found_out_before_anything_is_sent(
-    broker: ScriptedBroker, begin: Make, make: Make
+    training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
-    worker, descent = begin()
-    descent.steps(3)
-    state = saved_by(worker, descent)[0]
-    again, _ = make()  # the model is as it was made
-    again.load_state_dict(state)
-    with pytest.raises(UsageError, match="load the model's own checkpoint"):
-        again.start()
+    training.begins()
+    training.steps(3)
+    is_refused(training, training.saves()[0], None, "load the model's own checkpoint")
     broker.hears_nothing_of(Join, 0.1)
 
 
-def test_flight_of_a_release_that_sent_differences_goes_on_as_the_values_it_meant(
-    broker: ScriptedBroker, beside: Beside, begin: Make, make: Make
+def is_refused(
+    training: ScriptedTraining, state: dict[str, Any], model: nn.Module | None, words: str
 ) -> None:
-    broker.config = run_config(fragment_sync_delay=2)
-    worker, descent = begin(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    """A worker with this model does not start from this state."""
+    again = training.makes(model)
+    again.load_state_dict(state)
+    with pytest.raises(UsageError, match=words):
+        again.start()
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+def test_flight_of_a_release_that_sent_differences_goes_on_as_the_values_it_meant(
+    training: ScriptedTraining, broker: ScriptedBroker
+) -> None:
+    training.begins(with_norm(), config={"fragment_sync_delay": 2})
     mean = torch.tensor([1.0, 2.0, 3.0])
-    descent.model.get_buffer("1.running_mean").copy_(mean)
-    descent.steps(H + 1)
+    training.descent.model.get_buffer("1.running_mean").copy_(mean)
+    training.steps(H + 1)
     _, sent = broker.takes_push()
-    state, tensors = saved_by(worker, descent)
+    state, tensors = training.saves()
     saved = state["resume"]["fragments"][0]
     flight, base = saved["flight"], saved["base"]["buffers"]
     assert flight.pop("buffers") == "values"
     assert torch.equal(flight["wire"]["buffers"][:3], mean)
     flight["wire"]["buffers"] = base - flight["wire"]["buffers"]
-    again, other = make(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    other.model.load_state_dict(tensors)
-    again.load_state_dict(state)
-    started = beside(again.start)
-    broker.welcomes(version(0))
-    says_current(broker, version(0))
-    started()
-    says_current(broker, version(0))
+    training.resumes((state, tensors), version(0), model=with_norm())
+    training.says_current(0)
+    training.done()
+    training.says_current(0)
     push, delta = broker.takes_push()
     assert push.buffers == "values"
     assert torch.equal(delta.vectors[Segment.BUFFERS], sent.vectors[Segment.BUFFERS])
@@ -167,83 +163,71 @@ class Kinds(nn.Module):
         self.frozen = nn.Linear(3, 3).requires_grad_(False)
 
 
+def with_state(tensors: dict[str, Tensor]) -> nn.Module:
+    model = Kinds()
+    model.load_state_dict(tensors)
+    return model
+
+
 @pytest.mark.parametrize(
     "name", ["large.weight", "narrow.bias", "norm.running_var", "norm.num_batches_tracked"]
 )
 def test_smallest_change_of_any_tensor_is_found_and_named(
-    begin: Make, make: Make, name: str
+    training: ScriptedTraining, name: str
 ) -> None:
     """Of a stale file one value would differ by the last bit here, far below 1% of the model's norm."""
-    worker, descent = begin(Kinds())
-    descent.steps(1)
-    state, model = saved_by(worker, descent)
-    raw = model[name].view(-1).view(torch.uint8)
+    training.begins(Kinds())
+    training.steps(1)
+    state, tensors = training.saves()
+    raw = tensors[name].view(-1).view(torch.uint8)
     raw[0] = raw[0] ^ 1
-    again, next_life = make(Kinds())
-    next_life.model.load_state_dict(model)
-    again.load_state_dict(state)
-    with pytest.raises(
-        UsageError, match=rf"1 of 11 tensors differ \({name}\); load the model's own"
-    ):
-        again.start()
+    words = rf"1 of 11 tensors differ \({name}\); load the model's own"
+    is_refused(training, state, with_state(tensors), words)
 
 
-def test_frozen_tensors_are_nobodys_progress(begin: Make, resume: Resume) -> None:
+def test_frozen_tensors_are_nobodys_progress(training: ScriptedTraining) -> None:
     """A running average of the model that is kept in frozen tensors may have gone on."""
-    state, model = saved_by(*begin(Kinds()))
-    model["frozen.weight"].add_(1)
-    life = resume((state, model), version(0), version(0), model=Kinds())
-    assert life.join.worker_id == "me", "it is taken for the same model, and joins"
+    training.begins(Kinds())
+    state, tensors = training.saves()
+    tensors["frozen.weight"].add_(1)
+    join = training.resumes((state, tensors), version(0), version(0), model=Kinds())
+    assert join.worker_id == "me", "it is taken for the same model, and joins"
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
 def test_model_that_was_saved_in_a_narrower_dtype_is_the_same_model(
-    begin: Make, make: Make, resume: Resume, narrow: torch.dtype
+    training: ScriptedTraining, narrow: torch.dtype
 ) -> None:
-    worker, descent = begin(Kinds())
+    worker = training.begins(Kinds())
     with torch.no_grad():
-        for parameter in descent.model.parameters():
+        for parameter in training.descent.model.parameters():
             parameter.normal_()
-    state, model = saved_by(worker, descent)
-    for name, value in model.items():
+    state, tensors = training.saves()
+    for name, value in tensors.items():
         if value.dtype in (torch.float32, torch.float64):
-            model[name] = value.to(narrow)
-    life = resume((state, model), version(0), version(0), model=Kinds())
-    assert life.join.worker_id == "me"
-    life.worker.close(failed=True)
-    again, next_life = make(Kinds())
-    model["large.weight"] = model["large.weight"].to(torch.float8_e4m3fn).to(narrow)
-    next_life.model.load_state_dict(model)
-    again.load_state_dict(state)
-    with pytest.raises(UsageError, match=r"\(large.weight\)"):
-        again.start()
+            tensors[name] = value.to(narrow)
+    join = training.resumes((state, tensors), version(0), version(0), model=Kinds())
+    assert join.worker_id == worker.worker_id
+    training.worker.close(failed=True)
+    tensors["large.weight"] = tensors["large.weight"].to(torch.float8_e4m3fn).to(narrow)
+    is_refused(training, state, with_state(tensors), r"\(large.weight\)")
 
 
-def in_old_format(state: dict[str, Any], distance: float) -> dict[str, Any]:
+def test_state_of_the_old_format_is_compared_by_its_distance(training: ScriptedTraining) -> None:
+    training.begins()
+    training.steps(3)
+    state, tensors = training.saves()
     resume = state["resume"]
     del resume["checksums"]
     resume["format"] = 1
-    for fragment in resume["fragments"]:
-        fragment["distance"] = distance
-    return state
-
-
-def test_state_of_the_old_format_is_compared_by_its_distance(
-    broker: ScriptedBroker, begin: Make, resume: Resume, make: Make
-) -> None:
-    worker, descent = begin()
-    descent.steps(3)
-    saved = saved_by(worker, descent)
-    state = in_old_format(saved[0], 3 * 12**0.5)
-    life = resume((state, saved[1]), version(0))
-    says_current(broker, version(0))
-    life.started()
-    assert life.worker.local_step == 3
-    life.worker.close(failed=True)
-    again, _ = make()
-    again.load_state_dict(state)
-    with pytest.raises(UsageError, match="load the model's own checkpoint"):
-        again.start()
+    (fragment,) = resume["fragments"]
+    fragment["distance"] = 3 * 12**0.5
+    training.resumes((state, tensors), version(0))
+    training.says_current(0)
+    training.done()
+    assert training.worker.local_step == 3
+    training.worker.close(failed=True)
+    is_refused(training, state, None, "load the model's own checkpoint")
 
 
 def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
@@ -290,18 +274,13 @@ def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, An
     ],
 )
 def test_state_that_cannot_be_used_is_refused_with_a_sentence(
-    broker: ScriptedBroker,
-    begin: Make,
-    make: Make,
-    breaks: Callable[[dict[str, Any]], object],
-    words: str,
+    training: ScriptedTraining, breaks: Callable[[dict[str, Any]], object], words: str
 ) -> None:
-    broker.config = run_config(fragment_sync_delay=2)
-    worker, descent = begin()
-    descent.steps(H + 1)
-    state = saved_by(worker, descent)[0]
+    training.begins(config={"fragment_sync_delay": 2})
+    training.steps(H + 1)
+    state = training.saves()[0]
     breaks(state)
-    again, _ = make()
+    again = training.makes()
     before = again.state_dict()
     with pytest.raises(UsageError, match=words) as refused:
         again.load_state_dict(state)
@@ -309,9 +288,8 @@ def test_state_that_cannot_be_used_is_refused_with_a_sentence(
     assert again.state_dict() == before, "nothing has changed"
 
 
-def test_state_of_another_model_names_the_tensors(begin: Make, make: Make) -> None:
-    worker, descent = begin()
-    state = saved_by(worker, descent)[0]
-    other, _ = make(nn.Linear(3, 5))
+def test_state_of_another_model_names_the_tensors(training: ScriptedTraining) -> None:
+    training.begins()
+    state = training.saves()[0]
     with pytest.raises(UsageError, match=r"weight is shaped \[3, 3\] instead of \[5, 3\]"):
-        other.load_state_dict(state)
+        training.makes(nn.Linear(3, 5)).load_state_dict(state)

@@ -23,8 +23,9 @@ from diloco_broker.core.state.streaming_round import StreamingRound
 from diloco_protocol.messages import Leave
 from diloco_worker.shell.sigterm import EXIT_CODE, Termination
 from kit.process_kit import Processes, a_free_address
-from kit.scripted_broker import Beside, ScriptedBroker, run_config, version
-from kit.uniform_model import Make, filled, until
+from kit.scripted_broker import ScriptedBroker
+from kit.scripted_training import ScriptedTraining
+from kit.uniform_model import until
 from kit.whole_run import make_config
 
 pytest_plugins = ("kit.worker_fixtures", "kit.process_fixtures")
@@ -70,49 +71,38 @@ def serving(**options: Any) -> Broker:
     return Broker(make_config(**{"sync_every": 4, "disconnect_grace": 60.0} | options))
 
 
-def everybody_has_said_goodbye(broker: Broker) -> bool:
-    state = broker._loop.core.state
-    return len(state.members) == 0 and state.totals.deaths == 0
-
-
-def test_sigterm_is_a_reason_to_stop_for_a_script_that_looks(processes: Processes) -> None:
-    with serving() as broker:
-        worker = processes.run("train.py", "polite", DILOCO_SERVER=broker.address)
-        worker.says("step 6")
-        worker.gets(signal.SIGTERM)
-        assert worker.ends(SOON_S) == 0
-        until(lambda: everybody_has_said_goodbye(broker))
-    assert "stops because SIGTERM" in worker.output
-    assert "after the with" in worker.output
-    assert worker.output.count("SIGTERM has come") == 1
-
-
-def test_sigterm_ends_a_script_that_never_looks_through_its_with(processes: Processes) -> None:
-    with serving() as broker:
-        worker = processes.run("train.py", "blind", DILOCO_SERVER=broker.address)
-        worker.says("step 6")
-        worker.gets(signal.SIGTERM)
-        assert worker.ends(SOON_S) == EXIT_CODE == 143
-        until(lambda: everybody_has_said_goodbye(broker))
-    assert "unwound" in worker.output
-    assert "after the with" not in worker.output
-    assert worker.output.count("SIGTERM has come") == 1
-
-
-@pytest.mark.parametrize(("manners", "code"), [("polite", 0), ("blind", 143)])
-def test_sigterm_ends_a_wait_at_a_boundary(processes: Processes, manners: str, code: int) -> None:
-    """The first round waits for a second worker that never comes."""
-    with serving(workers=2) as broker:
+@pytest.mark.parametrize("at_a_boundary", [False, True])
+@pytest.mark.parametrize(
+    ("number", "manners", "code"),
+    [
+        (signal.SIGTERM, "polite", 0),
+        (signal.SIGTERM, "blind", EXIT_CODE),
+        (signal.SIGINT, "polite", -signal.SIGINT),
+    ],
+)
+def test_signal_ends_a_script_through_its_with_and_tells_the_broker(
+    processes: Processes, number: signal.Signals, manners: str, code: int, at_a_boundary: bool
+) -> None:
+    """A script that looks stops by itself; the first round may wait for a worker that never comes."""
+    with serving(workers=2 if at_a_boundary else 1) as broker:
         worker = processes.run("train.py", manners, DILOCO_SERVER=broker.address)
-        worker.says("step 3")
-        until(lambda: any(m.figures.state == "pushing" for m in broker._loop.core.state.members))
-        worker.gets(signal.SIGTERM)
+        worker.says("step 3" if at_a_boundary else "step 6")
+        state = broker._loop.core.state
+        if at_a_boundary:
+            until(lambda: any(m.figures.state == "pushing" for m in state.members))
+        worker.gets(number)
         assert worker.ends(SOON_S) == code
-        until(lambda: everybody_has_said_goodbye(broker))
-        round_ = broker._loop.core.state.round
-        assert isinstance(round_, StreamingRound)
-        counted = {c.worker_id for c in round_.contributions.values() if c.is_whole}
-        assert len(counted) == 1, "what it had sent counts, though it is gone"
+        until(lambda: len(state.members) == 0 and state.totals.deaths == 0)
+        if at_a_boundary and number is signal.SIGTERM:
+            assert isinstance(state.round, StreamingRound)
+            counted = {c.worker_id for c in state.round.contributions.values() if c.is_whole}
+            assert len(counted) == 1, "what it had sent counts, though it is gone"
+    is_term = number is signal.SIGTERM
+    assert "unwound" in worker.output
+    assert ("stops because SIGTERM" in worker.output) == (code == 0)
+    assert ("after the with" in worker.output) == (code == 0)
+    assert worker.output.count("SIGTERM has come") == is_term
+    assert ("KeyboardInterrupt" in worker.output) == (not is_term)
 
 
 def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(processes: Processes) -> None:
@@ -144,29 +134,6 @@ def test_sigterm_is_left_alone_where_that_is_asked_for(processes: Processes) -> 
     assert "unwound" not in worker.output
 
 
-def test_ctrl_c_tells_the_broker(processes: Processes) -> None:
-    with serving() as broker:
-        worker = processes.run("train.py", "polite", DILOCO_SERVER=broker.address)
-        worker.says("step 6")
-        worker.gets(signal.SIGINT)
-        assert worker.ends(SOON_S) == -signal.SIGINT
-        until(lambda: everybody_has_said_goodbye(broker))
-    assert "unwound" in worker.output
-    assert "KeyboardInterrupt" in worker.output
-
-
-def test_ctrl_c_ends_a_wait_at_a_boundary(processes: Processes) -> None:
-    """The first round waits for a second worker that never comes."""
-    with serving(workers=2) as broker:
-        worker = processes.run("train.py", "polite", DILOCO_SERVER=broker.address)
-        worker.says("step 3")
-        until(lambda: any(m.figures.state == "pushing" for m in broker._loop.core.state.members))
-        worker.gets(signal.SIGINT)
-        assert worker.ends(SOON_S) == -signal.SIGINT
-        until(lambda: everybody_has_said_goodbye(broker))
-    assert "unwound" in worker.output
-
-
 def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Processes) -> None:
     broker, address = processes.serve("--sync-every", "4", "--heartbeat-timeout", "0")
     worker = processes.run("train.py", "polite", DILOCO_SERVER=address)
@@ -178,12 +145,11 @@ def test_ctrl_c_does_not_hang_with_a_broker_that_says_nothing(processes: Process
 
 
 def test_second_ctrl_c_does_not_wait(
-    begin: Make, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+    training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diloco_worker.core.sync.boundary.HASTY_S", 2 * SOON_S)
-    broker.config = run_config(fragment_sync_delay=3)
-    worker, descent = begin()
-    descent.steps(4)  # a push that nobody answers
+    worker = training.begins(config={"fragment_sync_delay": 3})
+    training.steps(4)  # a push that nobody answers
 
     def presses() -> None:
         until(lambda: worker._driver is not None and worker._driver.state.leaving is not None)
@@ -191,52 +157,29 @@ def test_second_ctrl_c_does_not_wait(
         assert main is not None
         signal.pthread_kill(main, signal.SIGINT)
 
-    beside = threading.Thread(target=presses, daemon=True)
     began = time.monotonic()
-    beside.start()
+    training.does(presses)
     with pytest.raises(KeyboardInterrupt):
         worker.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert time.monotonic() - began < SOON_S
-    beside.join(SOON_S)
+    training.done()
 
 
-def test_process_that_is_about_to_end_waits_only_for_its_chunks(
-    broker: ScriptedBroker, beside: Beside, begin: Make
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_script_that_ends_waits_for_its_push_and_a_process_about_to_end_for_its_chunks(
+    training: ScriptedTraining, broker: ScriptedBroker, is_ended: bool
 ) -> None:
-    broker.config = run_config(fragment_sync_delay=3)
-    worker, descent = begin()
-
-    def training() -> None:
-        try:
-            descent.steps(4)
-            raise KeyboardInterrupt
-        except KeyboardInterrupt as error:
-            worker.__exit__(type(error), error, None)
-
-    ended = beside(training)
-    push, _ = broker.takes_push()
-    assert push.steps == 4
-    leave = broker.hears(Leave)  # though no version contains it
-    assert "KeyboardInterrupt" in leave.reason
-    ended()
-
-
-def test_script_that_ends_by_itself_waits_for_its_push(
-    broker: ScriptedBroker, beside: Beside, begin: Make
-) -> None:
-    broker.config = run_config(fragment_sync_delay=3)
-    worker, descent = begin()
-
-    def training() -> None:
-        descent.steps(4)
-        worker.__exit__(None, None, None)
-
-    ended = beside(training)
-    push, _ = broker.takes_push()
-    broker.hears_nothing_of(Leave, 0.2)
-    broker.serves(filled(descent, 5), version(1), push.push_id)
-    broker.hears(Leave)
-    ended()
+    worker = training.begins(config={"fragment_sync_delay": 3})
+    training.steps(4)
+    error = KeyboardInterrupt() if is_ended else None
+    training.does(worker.__exit__, type(error) if error else None, error, None)
+    push, _ = training.takes()
+    if not is_ended:
+        broker.hears_nothing_of(Leave, 0.2)
+        training.serves(5, 1, push)
+    leave = broker.hears(Leave)
+    assert ("KeyboardInterrupt" in leave.reason) == is_ended
+    training.done()
 
 
 # The handler itself.
@@ -295,9 +238,9 @@ def test_signal_in_a_merge_leaves_no_torn_model(
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_handler_is_there_only_inside_the_with(begin: Make) -> None:
-    """The fixture joins in another thread, where no handler can be set; a stay is imitated here."""
-    worker, _ = begin()
+def test_handler_is_there_only_inside_the_with(training: ScriptedTraining) -> None:
+    """It joins in another thread, where no handler can be set; a stay is imitated here."""
+    worker = training.begins()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     worker._termination.install()
     assert signal.getsignal(signal.SIGTERM) == worker._termination._handle

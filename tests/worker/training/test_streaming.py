@@ -1,12 +1,12 @@
-"""Fragments in flight while training goes on: what is merged when, against sequences worked out by hand.
+"""Fragments over real sockets: what is pushed when, what all of them do at once, broken connections.
 
-Each optimizer step lowers every value by 1, from 100. With H = 6 and P = 3 fragment 0 has its slot after
-step 2, fragment 1 after step 4, fragment 2 after step 6.
+With H = 6 and P = 3 fragment 0 has its slot after step 2, fragment 1 after step 4, fragment 2 after
+step 6. When training waits is in `test_flights` of the core, what is merged how in `test_merges`.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,485 +14,264 @@ import pytest
 import torch
 from torch import nn
 
-from diloco_protocol.messages import (
-    Ack,
-    Chunk,
-    Commit,
-    Error,
-    Grant,
-    Leave,
-    Message,
-    Notice,
-    Pull,
-    Push,
-    Released,
-    Standing,
-)
-from diloco_worker import DiLoCoWorker
-from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
-from kit.uniform_model import Make, at, filled, first, until
+from diloco_protocol import Segment
+from diloco_protocol.messages import Heartbeat, Leave, Push
+from kit.scripted_broker import Descent, ScriptedBroker, run_config, version
+from kit.scripted_training import H, ScriptedTraining, layers
+from kit.uniform_model import filled, values
 
 pytest_plugins = ("kit.worker_fixtures",)
 
-
-def layers(count: int = 3) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+STREAMS = {"sync_every": 6, "num_fragments": 3}
 
 
-def streams(broker: ScriptedBroker, **changes: Any) -> None:
-    """The broker's run: H = 6 and P = 3 unless told otherwise."""
-    broker.config = run_config(**{"sync_every": 6, "num_fragments": 3, **changes})
+def begins(training: ScriptedTraining, **changes: Any) -> Any:
+    return training.begins(layers(), config=STREAMS | changes)
 
 
-def has_news(worker: DiLoCoWorker) -> None:
-    until(lambda: bool(worker._link and worker._link.has_news))
-
-
-def hears_of_rounds(worker: DiLoCoWorker) -> None:
-    until(lambda: bool(worker._link and worker._link.turns))
-
-
-def tells_rounds(broker: ScriptedBroker, round_: int) -> None:
-    """The versions that it serves from now on were made in this round."""
-    says = broker.says
-
-    def with_round(message: Message, payload: Any = None) -> None:
-        if isinstance(message, Released):
-            message = replace(message, round=round_, averaged=1)
-        says(message, payload)
-
-    broker.says = with_round  # type: ignore[method-assign]
-
-
-# Without delay.
-
-
-def test_fragments_are_pushed_in_turn_at_their_slots(
-    broker: ScriptedBroker, beside: Beside, begin: Make
+def test_fragments_are_pushed_in_turn_with_what_was_done_since_their_last_freeze(
+    training: ScriptedTraining,
 ) -> None:
-    streams(broker)
-    worker, descent = begin(layers())
-    for round_, (to_slot, delta) in enumerate([(2, 2), (2, 4), (2, 6), (2, 6), (2, 6)]):
-        fragment = round_ % 3
-        steps = beside(descent.steps, to_slot)
-        push, frozen = broker.takes_push(round_)
-        assert (push.fragment, push.steps, first(frozen)) == (fragment, delta, delta)
+    worker = begins(training)
+
+    def train() -> None:
+        for _ in range(2):
+            worker.report(tokens=10, samples=torch.tensor(3))
+            training.descent.steps(1)
+
+    told = []
+    for round_ in range(5):
+        training.does(train)
+        push, delta = training.takes(round_)
         assert push.base == version(round_ // 3)
-        assert beside.is_busy, "without delay training waits"
-        new = filled(descent, 1000 + round_, broker, fragment)
-        broker.serves(new, version(round_ // 3 + 1), push.push_id)
-        steps()
-        assert at(descent, broker, fragment) == 1000 + round_
-    assert at(descent, broker, 2) == 1002 - 4, "the others' merges leave a fragment alone"
-    metrics = worker.sync_metrics
+        assert training.stands, "without delay training waits"
+        told.append((push.fragment, push.steps, push.tokens, push.samples, delta))
+        training.serves(1000 + round_, round_ // 3 + 1, push)
+        training.done()
+        assert training.at(push.fragment) == 1000 + round_
+    full = (6, 60, 18, 6)
+    assert told == [(0, 2, 20, 6, 2), (1, 4, 40, 12, 4), (2, *full), (0, *full), (1, *full)]
+    assert training.at(2) == 1002 - 4, "the others' merges leave a fragment alone"
+    metrics = training.metrics
     assert (metrics.rounds, metrics.late_merges, metrics.unsynced_steps) == (5, 0, 0)
-    assert worker.sync_every == 6
+    assert (worker.sync_every, worker.state_dict()["samples"]) == (6, 30)
 
 
-def test_first_push_is_for_the_first_round_expected(broker: ScriptedBroker, begin: Make) -> None:
-    streams(broker, fragment_sync_delay=1)
-    _, descent = begin(layers(), first_round=5)
-    descent.steps(2)
-    assert broker.hears(Push).fragment == 2
-
-
-def test_restored_worker_reaches_its_next_slot_after_what_is_left(
-    broker: ScriptedBroker, begin: Make
+def test_broker_is_told_of_the_delay_in_use(
+    training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
-    streams(broker, fragment_sync_delay=1)
-    state = DiLoCoWorker(*_alone()).state_dict() | {"local_step": 15, "cycle_start": 14}
-    worker, descent = begin(layers(), state=state)
-    descent.steps(1)
-    push = broker.hears(Push)
-    assert (push.fragment, push.steps) == (0, 1)
-    assert (worker.local_step, worker.state_dict()["cycle_start"]) == (16, 14)
-
-
-def _alone() -> tuple[nn.Module, torch.optim.Optimizer]:
-    descent = Descent()
-    return descent.model, descent.optimizer
-
-
-# Merging.
-
-MERGES = [
-    # changes of the configuration, fragment 0 after the merge of 1000 behind step 4
-    ({}, 1000.0),
-    ({"fragment_update_alpha": 0.5}, 0.5 * 96 + 0.5 * 1000),
-    ({"fragment_update_alpha": 0.25}, 0.25 * 96 + 0.75 * 1000),
-    ({"fragment_update_alpha": 1.0}, 96.0),
-    ({"fragment_merge": "rebase"}, 1000.0 - 2),
-    ({"fragment_merge": "rebase", "fragment_update_alpha": 0.5}, 1000.0 - 2),
-]
-
-
-@pytest.mark.parametrize(("merge", "merged"), MERGES)
-def test_early_reply_is_merged_at_the_apply_point_and_never_earlier(
-    broker: ScriptedBroker, begin: Make, merge: dict[str, Any], merged: float
-) -> None:
-    streams(broker, fragment_sync_delay=2, **merge)
-    worker, descent = begin(layers())
-    descent.steps(2)
-    push, delta = broker.takes_push(0)
-    assert (push.fragment, first(delta)) == (0, 2)
-    broker.serves(filled(descent, 1000, broker), version(1), push.push_id)
-    has_news(worker)
-    descent.steps(1)
-    assert at(descent, broker) == 97, "the reply is here, but its time has not come"
-    descent.steps(1)
-    assert at(descent, broker) == merged
-    assert (worker.sync_metrics.rounds, worker.sync_metrics.late_merges) == (1, 0)
-    second, _ = broker.takes_push(1)
-    broker.serves(filled(descent, 1, broker, 1), version(1), second.push_id)
-    has_news(worker)
-    descent.steps(2)
-    third, _ = broker.takes_push(2)
-    broker.serves(filled(descent, 1, broker, 2), version(1), third.push_id)
-    has_news(worker)
-    descent.steps(2)
-    again, delta = broker.takes_push(3)
-    assert (again.fragment, again.base, again.steps) == (0, version(1), 6)
-    assert first(delta) == 1000 - (merged - 4), "measured from what was received"
-
-
-def test_reply_that_is_not_there_at_the_apply_point_is_waited_for(
-    broker: ScriptedBroker, beside: Beside, begin: Make
-) -> None:
-    streams(broker, fragment_sync_delay=1)
-    worker, descent = begin(layers())
-    descent.steps(2)
-    steps = beside(descent.steps, 1)
-    push, _ = broker.takes_push(0)
-    assert beside.is_busy
-    broker.serves(filled(descent, 1000, broker), version(1), push.push_id)
-    steps()
-    assert at(descent, broker) == 1000
-    assert worker.sync_metrics.late_merges == 0
-    assert worker.sync_metrics.seconds_waited > 0
-
-
-@pytest.mark.parametrize(
-    ("merge", "merged"),
-    [
-        ({}, 1000.0),
-        ({"fragment_update_alpha": 0.5}, 0.5 * 95 + 500),
-        ({"fragment_merge": "rebase"}, 1000.0 - 3),
-        ({"fragment_merge": "rebase", "fragment_sync_delay": 0}, 1000.0 - 3),
-    ],
-)
-def test_late_reply_is_merged_at_the_first_step_after_it_has_come(
-    broker: ScriptedBroker, begin: Make, merge: dict[str, Any], merged: float
-) -> None:
-    streams(broker, **{"fragment_sync_delay": 1, "fragment_max_delay": 4, **merge})
-    worker, descent = begin(layers())
-    descent.steps(4)  # past the apply point, and past the slot of fragment 1
-    push, _ = broker.takes_push(0)
-    second = broker.hears(Push)
-    assert (push.fragment, second.fragment) == (0, 1), "two fragments are in flight"
-    broker.serves(filled(descent, 1000, broker), version(1), push.push_id)
-    has_news(worker)
-    descent.steps(1)
-    assert at(descent, broker) == merged
-    assert (worker.sync_metrics.rounds, worker.sync_metrics.late_merges) == (1, 1)
-
-
-def test_training_waits_at_the_latest_when_the_delay_is_used_up(
-    broker: ScriptedBroker, beside: Beside, begin: Make
-) -> None:
-    streams(broker, fragment_sync_delay=1, fragment_max_delay=3)
-    _, descent = begin(layers())
-    descent.steps(4)
-    push, _ = broker.takes_push(0)
-    steps = beside(descent.steps, 1)
-    broker.hears(Push)
-    assert beside.is_busy
-    broker.serves(filled(descent, 1000, broker), version(1), push.push_id)
-    steps()
-    assert at(descent, broker) == 1000
-
-
-def test_slot_of_a_fragment_that_is_still_in_flight_waits_for_it(
-    broker: ScriptedBroker, beside: Beside, begin: Make
-) -> None:
-    streams(broker, sync_every=2, num_fragments=1, fragment_max_delay=100)
-    worker, descent = begin()
-    descent.steps(3)
-    push, _ = broker.takes_push(0)
-    steps = beside(descent.steps, 1)
-    worker_waits(worker)
-    broker.hears_nothing_of(Push, 0.05)
-    broker.serves(filled(descent, 1000), version(1), push.push_id)
-    steps()
-    again, delta = broker.takes_push(1)
-    assert (again.base, again.steps, first(delta)) == (version(1), 2, 0)
-
-
-def worker_waits(worker: DiLoCoWorker) -> None:
-    until(lambda: bool(worker._link and worker._link.progress.waiting))
-
-
-# Giving up, coming back.
-
-
-@pytest.mark.parametrize(
-    ("merge", "merged"),
-    [
-        # frozen at 96, given up at 95, counted when the model is at 93
-        ({}, 1000.0 + (93 - 95)),
-        ({"fragment_update_alpha": 0.5}, 0.5 * 95 + 0.5 * 1000 + (93 - 95)),
-        ({"fragment_update_alpha": 1.0}, 93.0),
-        ({"fragment_merge": "rebase"}, 1000.0 + (93 - 96)),
-    ],
-)
-def test_steps_after_giving_up_are_kept_whole(
-    broker: ScriptedBroker, begin: Make, merge: dict[str, Any], merged: float
-) -> None:
-    broker.config = run_config(fragment_sync_delay=1, **merge)
-    worker, descent = begin(timeout=0.3)
-    descent.steps(6)  # nobody answers
-    assert at(descent) == 94
-    assert worker.sync_metrics.unsynced_steps == 6
-    push, delta = broker.takes_push(0)
-    assert first(delta) == 4
-    broker.serves(filled(descent, 1000), version(1), push.push_id)
-    has_news(worker)
-    descent.steps(1)
-    assert at(descent) == merged
-    metrics = worker.sync_metrics
-    assert (metrics.rounds, metrics.late_merges, metrics.unsynced_steps) == (1, 1, 0)
+    begins(training, sync_every=12, fragment_delay_auto=True)
+    training.steps(4)
+    assert broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
+    push, _ = training.takes(0)
+    training.steps(1)
+    training.serves(1000, 1, push)
+    training.hears_news()
+    training.steps(3)  # merged after two steps; then the slot of fragment 1, with a heartbeat
+    while (told := broker.hears(Heartbeat)).step < 8:
+        pass
+    assert (told.merge_delay, broker.hears(Push).fragment) == (2, 1)
 
 
 def test_flights_and_their_order_survive_a_broken_connection(
-    broker: ScriptedBroker, beside: Beside, begin: Make
+    training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
-    streams(broker, fragment_sync_delay=1, fragment_max_delay=3)
-    _, descent = begin(layers())
-    descent.steps(4)
-    one, two = broker.hears(Push), broker.hears(Push)
+    begins(training, fragment_sync_delay=1, fragment_max_delay=3)
+    training.steps(4)
+    flights = [broker.hears(Push), broker.hears(Push)]
     broker.restart()
     join = broker.welcomes(*[version(0)] * 3, first_round=0)
     assert join.versions[:3] == (version(0),) * 3
+    session = broker.sessions.to_bytes(16, "big")
     assert [broker.hears(Push), broker.hears(Push)] == [
-        _again(one, broker),
-        _again(two, broker),
+        replace(each, session=session) for each in flights
     ]
-    steps = beside(descent.steps, 1)
-    broker.serves(filled(descent, 1000, broker), version(1), one.push_id)
-    steps()
-    assert at(descent, broker) == 1000
+    training.trains(1)
+    training.serves(1000, 1, flights[0])
+    training.done()
+    assert training.values == 1000
 
 
-def _again(push: Push, broker: ScriptedBroker) -> Push:
-    return Push(**{**vars(push), "session": broker.sessions.to_bytes(16, "big")})
+# All fragments at once.
 
 
-@pytest.mark.parametrize(("first_round", "next_fragment"), [(3, 1), (4, 1), (5, 2), (2, 2)])
-def test_welcome_moves_the_cursor_past_what_is_in_flight(
-    broker: ScriptedBroker, begin: Make, first_round: int, next_fragment: int
+def test_force_sync_takes_the_next_turn_of_every_fragment(
+    training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
-    streams(broker, fragment_max_delay=100)
-    worker, descent = begin(layers())
-    descent.steps(2)
-    assert broker.hears(Push).fragment == 0
-    broker.restart()
-    broker.welcomes(*[version(0)] * 3, first_round=first_round)
-    hears_of_rounds(worker)
-    assert broker.hears(Push).fragment == 0
-    descent.steps(2)
-    assert broker.hears(Push).fragment == next_fragment
-
-
-# Rounds that close without this worker.
-
-
-def test_flight_that_is_put_off_is_not_waited_for_until_its_round_has_come(
-    broker: ScriptedBroker, beside: Beside, begin: Make, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "diloco.worker")
-    streams(broker)
-    worker, descent = begin(layers())
-    steps = beside(descent.steps, 2)
-    push = broker.hears(Push)
-    broker.puts_off(push, 3)  # rounds 1 and 2 still want pushes of this worker
-    steps()
+    worker = begins(training, fragment_sync_delay=2)
+    training.steps(3)
+    push, _ = training.takes(0)
+    training.does(worker.force_sync)
     for fragment in (1, 2):
-        steps = beside(descent.steps, 2)
-        other, _ = broker.takes_push(fragment)
-        assert other.fragment == fragment
-        broker.serves(filled(descent, 5, broker, fragment), version(1), other.push_id)
-        steps()
-    steps = beside(descent.steps, 2)
-    worker_waits(worker)
-    broker.hears_nothing_of(Push, 0.05)
-    broker.says(Grant(push.push_id, 0, Standing.NEW, credit=8, round=3))
-    broker.takes_chunks(push, push.chunks)
-    broker.serves(filled(descent, 1000, broker), version(2), push.push_id)
-    steps()
-    assert at(descent, broker) == 1000 - 6, "the steps since the freeze are kept"
-    steps = beside(descent.steps, 2)
-    following = broker.hears(Push)
-    assert (following.fragment, following.steps) == (1, 6)
-    assert caplog.text.count("carried into round 3") == 1
-    broker.says(Notice("shutdown"))
-    steps()
-
-
-def test_flight_in_its_late_round_has_the_delay_of_one_that_was_frozen_there(
-    broker: ScriptedBroker, beside: Beside, begin: Make
-) -> None:
-    streams(broker, fragment_sync_delay=1)
-    worker, descent = begin(layers())
-    descent.steps(2)
-    push = broker.hears(Push)
-    broker.puts_off(push, 3)
-    hears_of_rounds(worker)
-    descent.steps(2)
-    for fragment in (1, 2):
-        other, _ = broker.takes_push(fragment)
-        broker.serves(filled(descent, 5, broker, fragment), version(1), other.push_id)
-        has_news(worker)
-        descent.steps(2)
-    assert at(descent, broker) == 92, "its turn has come, and it may come in until the next step"
-    steps = beside(descent.steps, 1)
-    worker_waits(worker)
-    broker.serves(filled(descent, 1000, broker), version(2), push.push_id)
-    steps()
-    assert at(descent, broker) == 1000 - 6, "frozen at 98, let go at 97, counted at 91"
-
-
-def test_notice_that_a_push_is_carried_ends_the_waiting(
-    broker: ScriptedBroker, beside: Beside, begin: Make
-) -> None:
-    streams(broker)
-    worker, descent = begin(layers())
-    steps = beside(descent.steps, 2)
-    broker.hears(Push)
-    worker_waits(worker)
-    broker.says(Notice("carried", "Too late.", fragment=0, round=3))
-    steps()
-    assert at(descent, broker) == 98
-    assert worker.sync_metrics.last_error is None, "a matter of course"
-
-
-def test_leaving_does_not_wait_for_a_round_that_waits_for_this_worker(
-    broker: ScriptedBroker, begin: Make
-) -> None:
-    streams(broker, fragment_sync_delay=2)
-    worker, descent = begin(layers())
-    descent.steps(2)
-    broker.puts_off(broker.hears(Push), 3)
-    hears_of_rounds(worker)
-    worker.close()
-    broker.hears(Leave, patience=5)
-
-
-@pytest.mark.parametrize("told", ["granted", "carried"])
-def test_leaving_waits_until_a_carried_push_is_in(
-    broker: ScriptedBroker, beside: Beside, begin: Make, told: str
-) -> None:
-    streams(broker, fragment_sync_delay=2)
-    worker, descent = begin(layers())
-    descent.steps(2)
-    push = broker.hears(Push)
-    if told == "granted":
-        broker.grants(push, credit=1, round_=3)
-    else:
-        broker.grants(push, credit=1, round_=0)
-        broker.says(Notice("carried", "Too late.", fragment=0, round=3))
-    hears_of_rounds(worker)
-    _, chunk, _ = broker.hears_from(Chunk)
-    closed = beside(worker.close)
-    broker.hears_nothing_of(Leave, 0.1)
-    assert beside.is_busy
-    broker.says(Ack(push.push_id, 0, (chunk.index,)))
-    broker.takes_chunks(push, push.chunks - 1)
-    broker.hears(Commit)
-    closed()
-    broker.hears(Leave)
-
-
-def test_leaving_gives_up_a_carried_push_that_does_not_get_in_within_the_time(
-    broker: ScriptedBroker, begin: Make
-) -> None:
-    streams(broker, fragment_sync_delay=2)
-    worker, descent = begin(layers(), timeout=0.3)
-    descent.steps(2)
-    broker.grants(broker.hears(Push), credit=1, round_=3)
-    hears_of_rounds(worker)
-    worker.close()
-    broker.hears(Leave)
-    assert "Leaving with 2 steps in flight" in str(worker.sync_metrics.last_error)
-
-
-def test_push_that_came_too_late_leaves_its_round_to_those_who_were_in_time(
-    broker: ScriptedBroker, beside: Beside, begin: Make
-) -> None:
-    streams(broker, fragment_sync_delay=2)
-    worker, descent = begin(layers())
-    descent.steps(2)
-    push = broker.hears(Push)
-    broker.grants(push, credit=1, round_=0)
-    broker.says(Error("late", "The round is over.", push_id=push.push_id, about="push"))
-    has_news(worker)
-    descent.steps(2)
+        other, delta = training.takes(fragment)
+        assert (other.fragment, delta) == (fragment, 3)
+        training.serves(5, 1, other)
+    training.serves(1000, 1, push)
+    again, delta = training.takes(3)
+    assert (again.fragment, again.base, delta) == (0, version(1), 0)
+    training.serves(2000, 2, again)
+    assert training.done() is True
+    assert [training.at(fragment) for fragment in range(3)] == [2000, 5, 5]
+    assert worker.state_dict()["cycle_start"] == 3
+    training.steps(2)
     assert broker.hears(Push).fragment == 1
 
 
-def test_version_made_meanwhile_moves_the_turn_past_its_round(
-    broker: ScriptedBroker, begin: Make
+def test_load_global_loads_every_fragment_and_drops_what_was_done_since(
+    training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:
-    streams(broker, fragment_sync_delay=2)
-    worker, descent = begin(layers())
-    descent.steps(2)
+    worker = begins(training)
+    worker.report(tokens=10)
+    training.steps(1)
+    training.does(worker.load_global)
+    for fragment in range(3):
+        broker.hears_pull(fragment)
+    for fragment in range(3):
+        training.serves(10 * fragment, 5 + fragment, fragment=fragment)
+    assert training.done() is True
+    assert [training.at(fragment) for fragment in range(3)] == [0, 10, 20]
+    worker.report(tokens=4)
+    training.trains(2)
+    push, delta = training.takes(0)
+    assert (push.base, push.steps, push.tokens, delta) == (version(5), 2, 4, 2)
+    training.serves(7, 6, push)
+    training.done()
+
+
+@pytest.mark.parametrize(
+    ("merge", "merged"),
+    [
+        ({}, 1000.0 - 1),
+        ({"fragment_update_alpha": 0.5}, 0.5 * 500 + 0.5 * 1000 - 1),
+        ({"fragment_merge": "rebase"}, 1000.0 - 1),
+    ],
+)
+def test_flight_that_load_global_met_is_merged_on_what_was_loaded(
+    training: ScriptedTraining, broker: ScriptedBroker, merge: dict[str, Any], merged: float
+) -> None:
+    worker = training.begins(config={"fragment_sync_delay": 3, **merge})
+    training.steps(H)
     push = broker.hears(Push)
-    broker.says(Error("late", "The round is over.", push_id=push.push_id, about="push"))
-    has_news(worker)
-    descent.steps(1)
-    while broker.hears_pull().after != -1:  # the newest, whatever it contains
-        pass
-    tells_rounds(broker, 3)
-    broker.serves(filled(descent, 500, broker), version(2))
-    has_news(worker)
-    descent.steps(1)
-    assert broker.hears(Push).fragment == 1, "round 4 comes next"
+    training.does(worker.load_global)
+    training.is_asked_for_newest()
+    training.serves(500, 1)
+    assert training.done() is True
+    assert training.values == 500
+    training.serves(1000, 2, push)
+    training.hears_news()
+    training.steps(1)
+    assert training.values == 499, "the reply is early"
+    training.steps(2)
+    assert training.values == merged - 2
 
 
-LATE = [("late", 0), ("late", 1), ("stale", 0), ("stale", 1)]
+def test_leaving_waits_for_every_flight(training: ScriptedTraining, broker: ScriptedBroker) -> None:
+    worker = begins(training, fragment_sync_delay=3)
+    training.steps(4)
+    flights = [training.takes(round_)[0] for round_ in (0, 1)]
+    training.does(worker.close)
+    training.serves(1000, 1, flights[0])
+    broker.hears_nothing_of(Leave, 0.05)
+    training.serves(1000, 1, flights[1])
+    training.done()
+    broker.hears(Leave)
+    assert (training.at(0), training.at(1)) == (96, 96), "the model stays"
+    assert training.metrics.rounds == 2
 
 
-@pytest.mark.parametrize(("code", "tau"), LATE)
+def test_delta_that_is_not_finite_restores_every_fragment_and_keeps_the_turn(
+    training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    begins(training, fragment_sync_delay=1, fragment_max_delay=4)
+    training.steps(2)
+    push, _ = training.takes(0)
+    with torch.no_grad():
+        for parameter in training.descent.model.parameters():
+            parameter.fill_(float("nan"))
+    training.steps(2)
+    assert [training.at(fragment) for fragment in range(3)] == [98, 100, 100]
+    metrics = training.metrics
+    assert (metrics.rejected, metrics.rounds) == (1, 0)
+    assert "not finite in 1.weight" in str(metrics.last_error)
+    assert "not finite in 1.weight" in caplog.text
+    training.serves(1000, 1, push)
+    training.hears_news()
+    training.steps(2)
+    assert training.values == 1000 - 1
+    again = broker.hears(Push)
+    assert (again.fragment, again.steps) == (1, 2), "its round still waits for this fragment"
+
+
+# A model with tensors of every kind.
+
+
+class Mixed(nn.Module):
+    """Tied weights, bf16, BatchNorm (float and integer buffers), a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.layers = nn.ModuleList(
+            [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, dtype=torch.bfloat16)]
+        )
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def two_speeds(descent: Descent) -> None:
+    """Each step lowers the layers by 1 and the embedding by 2."""
+    fast = descent.model.get_parameter("embedding.weight")
+    (group,) = descent.optimizer.param_groups
+    group["params"] = [each for each in group["params"] if each is not fast]
+    descent.optimizer.add_param_group({"params": [fast], "lr": 2.0})
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize(
     "merge", [{}, {"fragment_update_alpha": 0.5}, {"fragment_merge": "rebase"}]
 )
-def test_push_that_came_too_late_is_dropped_and_the_model_moves_to_the_newest(
-    broker: ScriptedBroker,
-    beside: Beside,
-    begin: Make,
-    caplog: pytest.LogCaptureFixture,
-    code: str,
-    tau: int,
-    merge: dict[str, Any],
+def test_every_tensor_of_a_mixed_model_travels_once_in_a_cycle_and_comes_back(
+    training: ScriptedTraining, broker: ScriptedBroker, fragments: int, merge: dict[str, Any]
 ) -> None:
-    broker.config = run_config(fragment_sync_delay=tau, **merge)
-    worker, descent = begin()
-    steps = beside(descent.steps, 4 + tau)
-    push = broker.hears(Push)
-    broker.says(Error(code, "The round is over.", push_id=push.push_id, about="push"))
-    steps()
-    assert at(descent) == 100 - tau, "the frozen steps are gone, the others stay"
-    while broker.hears(Pull).after != -1:  # the newest, whatever it contains
-        pass
-    broker.serves(filled(descent, 500), version(3))
-    has_news(worker)
-    descent.steps(1)
-    assert at(descent) == 500 - tau - 1
-    metrics = worker.sync_metrics
-    assert (metrics.rejected, metrics.rounds) == (1, 0)
-    assert "The round is over." in str(metrics.last_error)
-    warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    steps = beside(descent.steps, 4 - tau - 1)
-    again, delta = broker.takes_push()
-    assert (again.base, first(delta)) == (version(3), 4)
-    broker.serves(filled(descent, 7), version(4), again.push_id)
-    steps()
+    broker.config = run_config(sync_every=6, num_fragments=fragments, **merge)
+    training.makes(Mixed())
+    descent, model = training.descent, training.descent.model
+    two_speeds(descent)
+    training.joins(version(0))
+    assert broker.layout is not None
+    for part in broker.layout.all:
+        broker.serves(filled(descent, 100, broker, part.fragment), version(0))
+    training.done()
+    lengths = [part.lengths[Segment.BUFFERS] for part in broker.layout.fragments]
+    assert lengths == [0] * (fragments - 1) + [6], "buffers travel with the last fragment"
+    with torch.no_grad():
+        model.get_buffer("layers.1.running_mean").sub_(0.5)
+        model.get_buffer("layers.1.num_batches_tracked").add_(9)
+    seen: list[str] = []
+    half = 0.5 if merge.get("fragment_update_alpha") else 0.0
+    for fragment in range(fragments):
+        training.trains(6 // fragments)
+        push, delta = broker.takes_push(fragment)
+        taken = 6 // fragments * (fragment + 1)
+        for place in delta.layout.places:
+            name = place.entry.name
+            seen.append(name)
+            got = set(delta.of(place).flatten().tolist())
+            if place.segment is Segment.PARAMETERS:
+                assert got == {float(taken * (2 if name.startswith("embedding") else 1))}, name
+            elif place.segment is Segment.BUFFERS:
+                assert got == {99.5 if name.endswith("running_mean") else 100.0}, name
+            else:
+                assert got == {109}
+        before = copy.deepcopy(values(descent, broker, fragment))
+        broker.serves(filled(descent, 40, broker, fragment), version(1), push.push_id)
+        training.done()
+        after = values(descent, broker, fragment)
+        for segment, vector in after.vectors.items():
+            weight = half if segment is not Segment.INTEGERS else 0
+            expected = weight * before.vectors[segment] + (1 - weight) * 40
+            assert torch.equal(vector, expected.to(vector.dtype)), segment
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert sorted(seen) == sorted(trained | {n for n, _ in model.named_buffers()})
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")

@@ -1,0 +1,207 @@
+"""A worker that trains in a run whose broker says what the test tells it.
+
+The values of its model are the same everywhere, and each optimizer step lowers them by 1, from 100.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from diloco_protocol import Ledger, VersionId
+from diloco_protocol.messages import Error, Join, Message, Pull, Push, Released
+from diloco_worker import DiLoCoWorker
+from diloco_worker.model.flat_state import FlatState
+from diloco_worker.shell.link import Link
+from kit.reference import State, state_of
+from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
+from kit.uniform_model import at, filled, first, until
+
+H = 4  # steps between two boundaries, unless the test says otherwise
+Saved = tuple[dict[str, Any], State]  # of worker and model
+
+
+def layers(count: int = 3) -> nn.Module:
+    """With as many fragments each layer is one."""
+    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
+
+
+class ScriptedTraining:
+    """See the head of this module. Training runs in a thread beside the test's.
+
+    Attributes:
+        broker: says what it is told to.
+        worker, descent: the one made last, and its loop.
+        workers: all that were made.
+    """
+
+    worker: DiLoCoWorker
+    descent: Descent
+
+    def __init__(self, broker: ScriptedBroker, beside: Beside) -> None:
+        self.broker = broker
+        self.workers: list[DiLoCoWorker] = []
+        self._beside = beside
+        self._end: Callable[[], Any] = lambda: None
+
+    # Getting in.
+
+    def makes(self, model: nn.Module | None = None, **keywords: Any) -> DiLoCoWorker:
+        """A worker that has not started yet."""
+        self.descent = Descent(model)
+        keywords = {"server": self.broker.address, "worker_id": "me", **keywords}
+        self.worker = DiLoCoWorker(self.descent.model, self.descent.optimizer, **keywords)
+        self.workers.append(self.worker)
+        return self.worker
+
+    def joins(self, *versions: VersionId | None, first_round: int = 0) -> Join:
+        """It starts and is welcomed; the broker has these versions. `done` when it has parameters."""
+        self.does(self.worker.start)
+        return self.broker.welcomes(*versions, first_round=first_round)
+
+    def begins(
+        self,
+        model: nn.Module | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        first_round: int = 0,
+        **keywords: Any,
+    ) -> DiLoCoWorker:
+        """It has joined, and its model is at version 0: all values 100, frozen ones 0."""
+        if config is not None:
+            self.broker.config = run_config(**config)
+        self.makes(model, **keywords)
+        self.joins(version(0), first_round=first_round)
+        assert self.broker.layout is not None
+        for part in self.broker.layout.all:
+            if part.chunks:
+                self.broker.hears_pull(part.fragment)
+                value = 0 if part is self.broker.layout.frozen else 100
+                self.serves(value, 0, fragment=part.fragment)
+        self.done()
+        return self.worker
+
+    def saves(self) -> Saved:
+        """What the script's checkpoint has. Then this life is over."""
+        state = copy.deepcopy(self.worker.state_dict()), state_of(self.descent.model)
+        self.worker.close(failed=True)
+        return state
+
+    def resumes(
+        self,
+        saved: Saved,
+        *theirs: VersionId | None,
+        model: nn.Module | None = None,
+        first_round: int = 0,
+        **keywords: Any,
+    ) -> Join:
+        """Another life of the worker has joined; the broker has these versions."""
+        self.makes(model, **keywords)
+        self.descent.model.load_state_dict(saved[1])
+        self.worker.load_state_dict(saved[0])
+        return self.joins(*theirs, first_round=first_round)
+
+    # Training.
+
+    def does(self, what: Callable[..., Any], *arguments: Any) -> None:
+        """Begin something that may wait for the broker."""
+        self._end = self._beside(what, *arguments)
+
+    def done(self) -> Any:
+        """What has come of it; waits for its end."""
+        return self._end()
+
+    @property
+    def stands(self) -> bool:
+        """It has not come to its end."""
+        return self._beside.is_busy
+
+    def trains(self, steps: int) -> None:
+        """Begin optimizer steps, of which one may wait for the broker."""
+        self.does(self.descent.steps, steps)
+
+    def steps(self, number: int) -> None:
+        """Make optimizer steps that do not wait."""
+        self.trains(number)
+        self.done()
+
+    def round(self, steps: int, counter: int, value: float = 100.0, **told: Any) -> Push:
+        """Steps to a boundary, and its round: the push is in the version of this number."""
+        self.trains(steps)
+        push, _ = self.takes()
+        self.serves(value, counter, push, **told)
+        self.done()
+        return push
+
+    # What the broker does.
+
+    def takes(self, round_: int | None = None) -> tuple[Push, float]:
+        """A whole push, and the value of its parameters."""
+        push, values = self.broker.takes_push(round_)
+        return push, first(values)
+
+    def serves(
+        self, value: float, counter: int, push: Push | None = None, fragment: int = 0, **told: Any
+    ) -> None:
+        """A version with this value everywhere. A push is in it, and says of which fragment it is."""
+        fragment = fragment if push is None else push.fragment
+        pushes = () if push is None else (push.push_id,)
+        self.broker.serves(self.filled(value, fragment), version(counter), *pushes, **told)
+
+    def filled(self, value: float, fragment: int = 0) -> FlatState:
+        """A fragment with this value everywhere."""
+        return filled(self.descent, value, self.broker, fragment)
+
+    def refuses(self, push: Push, code: str = "bad_push", text: str = "No.") -> None:
+        self.broker.says(Error(code, text, push_id=push.push_id, about="push"))
+
+    def says_current(self, counter: int, fragment: int = 0) -> Pull:
+        """Answer the next pull: this version, which the worker has, is the newest."""
+        pull = self.broker.hears_pull(fragment)
+        self.broker.says(Released(fragment, version(counter), Ledger()))
+        return pull
+
+    def is_asked_for_newest(self, fragment: int = 0) -> Pull:
+        """The worker asks for the newest version, whatever it contains."""
+        while (pull := self.broker.hears_pull(fragment)).held is None and pull.after != -1:
+            pass
+        return pull
+
+    def names_round(self, number: int) -> None:
+        """Versions are told from now on to have been made in this round."""
+        says = self.broker.says
+
+        def with_round(message: Message, payload: Any = None) -> None:
+            if isinstance(message, Released):
+                message = replace(message, round=number, averaged=1)
+            says(message, payload)
+
+        self.broker.says = with_round  # type: ignore[method-assign]
+
+    # How the worker is.
+
+    @property
+    def link(self) -> Link:
+        assert self.worker._link is not None
+        return self.worker._link
+
+    @property
+    def metrics(self) -> Any:
+        return self.worker.sync_metrics
+
+    @property
+    def values(self) -> float:
+        """What the parameters of fragment 0 are."""
+        return self.at(0)
+
+    def at(self, fragment: int) -> float:
+        """What the parameters of a fragment are."""
+        return at(self.descent, self.broker, fragment)
+
+    def hears_news(self) -> None:
+        """Something has come for the training thread, which has not looked at it yet."""
+        until(lambda: self.link.has_news)

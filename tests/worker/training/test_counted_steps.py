@@ -1,0 +1,174 @@
+"""What a step is, how fast steps are, and what the script reports with them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from diloco_protocol import UsageError
+from diloco_worker.training.counted_steps import CountedSteps
+from diloco_worker.training.reports import Pace
+from kit.scripted_broker import Descent
+from kit.scripted_training import ScriptedTraining
+
+pytest_plugins = ("kit.worker_fixtures",)
+
+
+class Counted:
+    """A loop whose steps are counted."""
+
+    def __init__(self) -> None:
+        self.descent = Descent()
+        self.count = 0
+        self.told: list[str] = []
+        self.steps = CountedSteps(
+            self.descent.model, self.descent.optimizer, stepped=self._step, tell=self.told.append
+        )
+        self.steps.start()
+
+    def _step(self) -> None:
+        self.count += 1
+
+
+@pytest.fixture
+def counted() -> Iterator[Counted]:
+    made = Counted()
+    yield made
+    made.steps.stop()
+    assert not _global_optimizer_post_hooks
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["skipped", "skipped inside a fused step"])
+def test_step_that_an_amp_scaler_skips_does_not_count(counted: Counted, is_fused: bool) -> None:
+    model, optimizer = counted.descent.model, counted.descent.optimizer
+    if is_fused:  # as SGD(..., fused=True) does; the scaler then calls step() always
+        optimizer.param_groups[0]["fused"] = True
+        optimizer._step_supports_amp_scaling = True
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for overflows in (False, True, True, False):
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).sum() * (float("inf") if overflows else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert counted.count == 2
+
+
+def test_step_that_is_captured_in_a_cuda_graph_is_no_step_and_is_complained_of_once(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While kernels are recorded none runs; what replays them later calls no hook."""
+    counted.descent.steps(4)
+    with monkeypatch.context() as cuda:
+        cuda.setattr(torch.cuda, "is_initialized", lambda: True)
+        cuda.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        counted.descent.steps(2)
+    said = [record for record in caplog.records if "CUDA graph" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.ERROR]
+    assert counted.count == 4
+    assert "call optimizer.step() behind each replay" in str(counted.steps.problem)
+    counted.descent.steps(1)
+    assert counted.count == 5
+
+
+def steps_of(optimizer: torch.optim.Optimizer, number: int) -> None:
+    for _ in range(number):
+        optimizer.step()
+
+
+def test_steps_of_another_optimizer_are_said_to_be_lost(counted: Counted) -> None:
+    """As when layers are unfrozen in mid-run and a new optimizer is made for them."""
+    counted.descent.steps(1)
+    steps_of(torch.optim.AdamW(counted.descent.model.parameters()), 300)
+    (said,) = counted.told
+    assert said.startswith("Another optimizer (AdamW) has made 100 steps")
+    assert "make a new one with the optimizer" in said
+
+
+def test_optimizers_that_take_turns_or_train_something_else_are_left_in_peace(
+    counted: Counted,
+) -> None:
+    other = torch.optim.SGD(counted.descent.model.parameters(), lr=0.0)
+    for _ in range(3):
+        steps_of(other, 99)
+        counted.descent.steps(1)
+    steps_of(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.0), 300)
+    counted.steps.stop()
+    steps_of(other, 300)
+    assert counted.told == []
+
+
+# Pace and reports.
+
+
+def test_pace_leaves_out_what_was_no_training() -> None:
+    pace = Pace()
+    pace.resume(0.0)
+    pace.step(2.0)
+    assert pace.steps_per_s == 0.5
+    pace.resume(100.0)  # a boundary waited for its round
+    pace.leave_out(50.0)  # the script asked for something between two steps
+    pace.step(152.0)
+    assert pace.steps_per_s == 0.5
+
+
+def test_waiting_in_force_sync_is_not_counted_as_a_slow_step(training: ScriptedTraining) -> None:
+    worker = training.begins()
+    now = [0.0]
+    pace = worker._pace
+    training.steps(1)
+    pace._seconds, pace._left_at = 1.0, 0.0
+    worker._clock = lambda: now[0]
+    training.does(worker.force_sync)
+    push, _ = training.takes()
+    now[0] = 1000.0
+    training.serves(5, 1, push)
+    assert training.done() is True
+    now[0] = 1001.0
+    training.steps(1)
+    assert pace.steps_per_s == 1.0
+
+
+@pytest.mark.parametrize("what", ["loss", "tokens", "samples"])
+def test_report_refuses_a_tensor_of_many_values(training: ScriptedTraining, what: str) -> None:
+    report: dict[str, Any] = {what: torch.zeros(2)}
+    with pytest.raises(UsageError, match=rf"{what}.*\[2\]"):
+        training.begins().report(**report)
+
+
+# Nothing is learnt.
+
+ZEROS = "The pseudo-gradient was all zeros twice in a row"
+
+
+def test_two_pseudo_gradients_of_zeros_in_a_row_are_a_warning_once(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture
+) -> None:
+    training.begins()
+    (group,) = training.descent.optimizer.param_groups
+    told = []
+    for counter, lr in enumerate((0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0), start=1):
+        group["lr"] = lr
+        push = training.round(4, counter)
+        assert (push.norm == 0) == (lr == 0)
+        told.append(caplog.text.count(ZEROS))
+    assert told == [0, 0, 0, 1, 1, 1, 1, 2]
+    assert "a learning rate of 0 (a scheduler)" in str(training.metrics.last_error)
+
+
+def test_boundaries_that_are_forced_without_a_step_are_no_warning(
+    training: ScriptedTraining,
+) -> None:
+    worker = training.begins()
+    for counter in range(1, 4):
+        training.does(worker.force_sync)
+        push, _ = training.takes()
+        training.serves(100, counter, push)
+        assert training.done()
+    assert training.metrics.last_error is None

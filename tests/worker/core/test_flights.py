@@ -11,9 +11,9 @@ import pytest
 
 from diloco_protocol import RunConfig
 from diloco_worker.core.compatibility import gives_way
-from diloco_worker.core.sync import effects
+from diloco_worker.core.sync import boundary, effects
+from diloco_worker.core.sync.news import Work
 from diloco_worker.core.sync.patience import Options
-from diloco_worker.core.sync.work import Totals
 from kit.boundary_harness import Trainer, version
 
 H = 4
@@ -140,7 +140,7 @@ def test_leaving_does_not_wait_for_a_round_that_waits_for_this_worker() -> None:
     training = streaming(fragment_sync_delay=2).steps(2)
     (push,) = training.pushes
     training.is_put_off(push, 3).changes(put_off=frozenset({push.push_id}))
-    assert not training.does(training.boundary.leave).waits()
+    assert not training.does(boundary.leave).waits()
 
 
 @pytest.mark.parametrize("told", ["granted", "carried"])
@@ -151,7 +151,7 @@ def test_leaving_waits_until_a_carried_push_is_in(told: str) -> None:
         training.is_granted(push, 3)
     else:
         training.is_granted(push, 0).is_carried(0, 3)
-    assert training.does(training.boundary.leave).waits()
+    assert training.does(boundary.leave).waits()
     training.changes(uploaded=frozenset({push.push_id}))
     assert not training.waits()
 
@@ -225,7 +225,7 @@ def test_line_of_a_sync_is_not_held_back_by_the_wait_of_the_next() -> None:
 @pytest.mark.parametrize("weight_by", ["tokens", "samples"])
 def test_run_that_weighs_by_what_is_reported_is_content(weight_by: str) -> None:
     training = trainer(weight_by=weight_by)
-    training.totals = Totals(**{weight_by: 5})
+    training.totals = Work(**{weight_by: 5})
     training.steps(H)
     assert not training.all(effects.Trouble)
     training.receives(1, counted=training.pushes[-1]).steps(H)
@@ -234,7 +234,7 @@ def test_run_that_weighs_by_what_is_reported_is_content(weight_by: str) -> None:
 
 def test_process_about_to_end_waits_a_little_for_a_broker_that_restarts() -> None:
     training = trainer(fragment_sync_delay=3).steps(H).changes(is_restarting=True)
-    training.does(lambda: training.boundary.leave(hasty=True))
+    training.does(lambda state: boundary.leave(state, hasty=True))
     assert training.waits()
     assert not training.passes(5.0).waits()
     assert training.said.endswith("longer than 4 s; the broker restarts and was not back.")

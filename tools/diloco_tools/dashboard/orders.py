@@ -68,12 +68,10 @@ def read_order(document: object, snapshot: Snapshot | None) -> Order:
     if not isinstance(document, dict):
         raise Refusal(400, 'The request is not a JSON object such as {"action": "save"}.')
     values = dict(document)
-    action = values.pop("action", None)
-    known = ACTIONS.get(action) if isinstance(action, str) else None
-    if known is None or not isinstance(action, str):
-        raise Refusal(
-            400, f"There is no action {str(action)[:60]!r}; there are {', '.join(ACTIONS)}."
-        )
+    action = str(values.pop("action", None))
+    if action not in ACTIONS:
+        raise Refusal(400, f"There is no action {action[:60]!r}; there are {', '.join(ACTIONS)}.")
+    known = ACTIONS[action]
     if strange := sorted(str(name) for name in values.keys() - known.keys()):
         raise Refusal(400, f"{action!r} has no argument {strange[0][:60]!r}.")
     arguments = {name: known[name](value) for name, value in values.items()}

@@ -49,12 +49,15 @@ def new_token() -> str:
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server that is bound to `host`."""
-    if host == "localhost":
-        return True
+    address = _address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
+        return None
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,6 @@ class Policy:
     host: str
     token: str | None = None
     readonly: bool = False
-
-    @property
-    def is_private(self) -> bool:
-        """Reading needs no token: only this machine gets here."""
-        return is_loopback(self.host)
 
     def of_request(self, headers: Mapping[str, str]) -> Refusal | None:
         """Rules for every request; `headers` by lower-case name."""
@@ -93,7 +91,7 @@ class Policy:
 
     def of_reading(self, headers: Mapping[str, str]) -> Refusal | None:
         """On an address that others reach, reading takes the token too."""
-        if self.is_private or self._has_token(headers):
+        if is_loopback(self.host) or self._has_token(headers):
             return None
         return Refusal(
             401,
@@ -105,19 +103,19 @@ class Policy:
         """Whether these headers may change the run."""
         if self.readonly:
             return Refusal(403, "This dashboard only shows: it was started with --readonly.")
+        if self._has_token(headers):
+            return None
         if "authorization" not in headers:
             return Refusal(
                 401,
                 "Steering needs the token: open the address that the dashboard printed at its "
                 "start, or enter the token.",
             )
-        if not self._has_token(headers):
-            return Refusal(
-                401,
-                "That token is not the one of this dashboard; it has a new one after each start. "
-                "Open the address that it printed, or enter the token.",
-            )
-        return None
+        return Refusal(
+            401,
+            "That token is not the one of this dashboard; it has a new one after each start. "
+            "Open the address that it printed, or enter the token.",
+        )
 
     def _has_token(self, headers: Mapping[str, str]) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -129,13 +127,8 @@ class Policy:
     def _is_own_name(self, name: str) -> bool:
         if name in LOOPBACK_NAMES or name == self.host.lower():
             return True
-        if self.host not in EVERYWHERE:
-            return False
-        try:  # bound to all addresses: any number will do, a name might be a stranger's
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+        # Bound to all addresses: any number will do, a name might be a stranger's.
+        return self.host in EVERYWHERE and _address(name) is not None
 
 
 def _host_name(header: str) -> str:

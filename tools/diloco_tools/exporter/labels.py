@@ -38,19 +38,11 @@ class Places:
         here = list(dict.fromkeys(ids))
         for gone in [name for name, seen in self._seen.items() if now - seen > HELD_S]:
             del self._seen[gone], self._labels[gone]
-        given = {}
         for name in here:
-            if name in self._labels:
-                given[name] = self._labels[name]
-                self._seen[name] = now
-        used = set(self._labels.values())
-        for name in here:
-            if len(self._labels) >= self.most:
-                break
             label = label_value(name)
-            if name in self._labels or label in used:  # two ids that look the same: one has series
-                continue
-            used.add(label)
-            given[name] = self._labels[name] = label
-            self._seen[name] = now
-        return given
+            # Of two ids that look the same, one has series.
+            is_free = len(self._labels) < self.most and label not in self._labels.values()
+            if name in self._labels or is_free:
+                self._labels[name] = label
+                self._seen[name] = now
+        return {name: self._labels[name] for name in here if name in self._labels}

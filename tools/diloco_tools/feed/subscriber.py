@@ -35,8 +35,12 @@ class FeedSubscriber:
         self.address = address = with_scheme(address)
         self.malformed = 0
         self.last_error = ""
+        not_one = (
+            f"{address!a} is not a feed address: write tcp://HOST:PORT as diloco-broker serve "
+            f"prints it, for example {DEFAULT_FEED_ADDRESS}"
+        )
         if not can_be_reached(address):
-            raise FeedAddressError(_not_an_address(address))
+            raise FeedAddressError(not_one)
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         try:
@@ -49,7 +53,7 @@ class FeedSubscriber:
             self._socket.connect(address)
         except zmq.ZMQError:
             self.close()
-            raise FeedAddressError(_not_an_address(address)) from None
+            raise FeedAddressError(not_one) from None
 
     def receive(self, timeout_s: float) -> Snapshot | None:
         """Wait at most `timeout_s` seconds for the next snapshot; None when there was none.
@@ -58,16 +62,15 @@ class FeedSubscriber:
             FeedVersionError: the broker is too new or too old for this program.
         """
         deadline = time.monotonic() + timeout_s
-        left_s = timeout_s
-        while self._socket.poll(math.ceil(1000 * max(0.0, left_s))):
+        left_s = max(0.0, timeout_s)
+        # A flood of garbage does not hold the caller for longer.
+        while left_s >= 0 and self._socket.poll(math.ceil(1000 * left_s)):
             try:
                 return parse_snapshot(self._socket.recv())
             except MalformedFeedError as error:
                 self.malformed += 1
                 self.last_error = str(error)
             left_s = deadline - time.monotonic()
-            if left_s <= 0:  # else a flood of garbage would hold the caller for ever
-                break
         return None
 
     def close(self) -> None:
@@ -80,10 +83,3 @@ class FeedSubscriber:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _not_an_address(address: str) -> str:
-    return (
-        f"{address!a} is not a feed address: write tcp://HOST:PORT as diloco-broker serve "
-        f"prints it, for example {DEFAULT_FEED_ADDRESS}"
-    )

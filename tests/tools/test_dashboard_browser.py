@@ -23,8 +23,9 @@ from diloco_tools.dashboard.security import Policy
 from diloco_tools.dashboard.source import ReplaySource
 from diloco_worker import DiLoCoClient
 from kit import dashboard_server
-from kit.dashboard_server import TOKEN, Publisher, Site, a_history, a_worker
+from kit.dashboard_server import TOKEN, Publisher, Site, a_worker
 from kit.feed_snapshots import PATIENCE_S
+from kit.past_runs import write_run
 from kit.whole_run import make_config, mlp
 
 playwright = pytest.importorskip(
@@ -585,9 +586,7 @@ class TestOthers:
     def test_recorded_run_is_gone_through(
         self, opened: Callable[..., Page], tmp_path: Path
     ) -> None:
-        path = tmp_path / "history.jsonl"
-        path.write_text(a_history(rounds=30))
-        with serving(replay=ReplaySource.of_file(path)) as site:
+        with serving(replay=ReplaySource.of_file(write_run(tmp_path, rounds=30))) as site:
             page = opened(f"{site.address}/")
             sees(page, "#fresh-word", "REPLAY")
             sees(page, "#moment-at", "after the start")

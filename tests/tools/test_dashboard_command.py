@@ -19,8 +19,9 @@ import pytest
 
 from diloco_protocol.feed import FeedError
 from diloco_tools.dashboard.source import ReplaySource
-from kit.dashboard_server import Publisher, a_history, serving
+from kit.dashboard_server import Publisher, serving
 from kit.feed_snapshots import PATIENCE_S
+from kit.past_runs import write_run
 
 COMMAND = [sys.executable, "-m", "diloco_tools.dashboard"]
 NOBODY = "tcp://127.0.0.1:1"
@@ -156,9 +157,7 @@ class TestEnd:
 class TestReplay:
     @pytest.fixture
     def past(self, tmp_path: Path) -> ReplaySource:
-        path = tmp_path / "history.jsonl"
-        path.write_text(a_history(rounds=30))
-        return ReplaySource.of_file(path)
+        return ReplaySource.of_file(write_run(tmp_path, rounds=30))
 
     def test_outline_has_the_whole_run(self, past: ReplaySource) -> None:
         outline = json.loads(past.outline())
@@ -173,9 +172,8 @@ class TestReplay:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("diloco_tools.dashboard.source.REPLAY_POINTS", 10)
-        path = tmp_path / "history.jsonl"
-        path.write_text(a_history(rounds=95))
-        rounds = json.loads(ReplaySource.of_file(path).outline())["series"]["rounds"]
+        past = ReplaySource.of_file(write_run(tmp_path, rounds=95))
+        rounds = json.loads(past.outline())["series"]["rounds"]
         assert len(rounds) <= 11
         assert rounds[-1][1] == 94
 
@@ -202,9 +200,7 @@ class TestReplay:
             assert site.orders({"action": "pause"}).status == 409
 
     def test_command_prints_no_token(self, tmp_path: Path) -> None:
-        path = tmp_path / "history.jsonl"
-        path.write_text(a_history(rounds=3))
-        with started("--replay", str(path)) as (_, address):
+        with started("--replay", str(write_run(tmp_path, rounds=3))) as (_, address):
             assert address.endswith("/")
             assert fetch(f"{address}api/replay")["moments"] == 6
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_tools.chaos.audit import (
-    Version,
-)
+from diloco_tools.chaos.audit import Version
 from diloco_tools.chaos.faults import Fault, Kind
+from diloco_tools.chaos.job import Job
 
 RUN = "00000000000000aa"
-
-
 WITHIN_S = 10.0
 
 
@@ -70,3 +67,8 @@ LEFT = {"event": "left", "step": 10}
 
 def a_fault(kind: Kind, target: str = "w0") -> Fault:
     return Fault(kind, target, 1, 0.0)
+
+
+def a_job(worker: str = "w0", folder: str = "/nowhere", pulls: bool = True) -> Job:
+    text = f"{folder}/text.bin"
+    return Job(worker, 1, "tcp://h:1", folder, text, seed=1, pause=0.5, pulls=pulls)

@@ -1,4 +1,4 @@
-"""The chaos drill: its audit, its plan, its figures, its proxy and disk, and one short drill."""
+"""The pure parts of the chaos drill: its audit, its plan, its figures."""
 
 from __future__ import annotations
 
@@ -15,31 +15,32 @@ from diloco_tools.chaos.audit import (
     BROKER_LOG,
     FINAL,
     Findings,
-    Life,
     Version,
+    WorkerLog,
     audit,
     chunks_of,
     contributions,
-    life_of,
     lineage_of,
+    log_of,
     main,
     read_lines,
-    releases_of,
+    release_of,
 )
-from diloco_tools.chaos.faults import FRAGILE, SHORT, STURDY, WHOLE, Kind, plan
+from diloco_tools.chaos.faults import FRAGILE, SHORT, STURDY, WHOLE, Kind, Scale, plan
 from diloco_tools.chaos.figures import (
     Aftermath,
     Averaged,
-    Stay,
     Work,
     averaged,
     next_after,
     rows,
     work_of,
 )
+from diloco_tools.chaos.job import Life
 from kit.audit_records import (
     LEFT,
     a_fault,
+    a_job,
     counted,
     dropped,
     frozen,
@@ -49,172 +50,173 @@ from kit.audit_records import (
     version,
 )
 
-# Logs, written as the broker and the workers write them.
+BROKEN = ("broken", "doubled", "lost", "uncounted", "strangers", "differing")
+KINDS = (*BROKEN, "dropped", "in_flight", "forgotten")
 
 
-def life(*records: dict[str, Any], worker: str = "a", number: int = 1) -> Life:
-    return life_of(worker, number, records)
+def log(*records: dict[str, Any], worker: str = "a") -> WorkerLog:
+    return log_of(worker, 1, records)
 
 
-def found(
-    releases: list[dict[str, Any]], *lives: Life, heads: tuple[Version, ...] | None = None
+def audited(
+    releases: list[dict[str, Any]], *logs: WorkerLog, heads: tuple[Version, ...] | None = None
 ) -> Findings:
-    """Audit; the head is the last version written unless it is said."""
-    read = releases_of(releases)
-    return audit(read, (read[-1].version,) if heads is None else heads, lives)
+    """The head is the last version written unless it is said."""
+    read = [release_of(each) for each in releases]
+    return audit(read, (read[-1].version,) if heads is None else heads, logs)
 
 
 # The audit.
 
 
-def test_run_in_which_all_went_well_has_no_findings() -> None:
-    findings = found(
-        [release(0), release(1, push("p1"), push("q1", "b")), release(2, push("p2"))],
-        life(frozen("p1"), counted("p1", 1), frozen("p2"), counted("p2", 2), LEFT),
-        life(frozen("q1"), counted("q1", 1), LEFT, worker="b"),
-    )
-    assert findings.problems == []
-    assert [r.version for r in findings.lineage] == [key(0), key(1), key(2)]
-    assert not findings.in_flight and not findings.dropped and not findings.forgotten
-
-
-def test_push_in_two_versions_of_a_lineage_is_found() -> None:
-    findings = found(
-        [release(0), release(1, push("p1")), release(2, push("p1"))],
-        life(frozen("p1"), counted("p1", 1), LEFT),
-    )
-    assert len(findings.doubled) == 1
-    assert "p1 of a" in findings.doubled[0] and "1#t1" in findings.doubled[0]
-
-
-@pytest.mark.parametrize(("second", "doubles"), [("02", 0), ("03", 1), ("all", 1)])
-def test_parts_of_a_push_may_be_in_two_versions_but_no_chunk_twice(
-    second: str, doubles: int
+@pytest.mark.parametrize(
+    ("releases", "logs", "found"),
+    [
+        pytest.param(
+            [release(0), release(1, push("p1"), push("q1", "b")), release(2, push("p2"))],
+            [
+                log(frozen("p1"), counted("p1", 1), frozen("p2"), counted("p2", 2), LEFT),
+                log(frozen("q1"), counted("q1", 1), LEFT, worker="b"),
+            ],
+            {},
+            id="a run in which all went well has no findings",
+        ),
+        pytest.param(
+            [release(0), release(1, push("p1")), release(2, push("p1"))],
+            [log(frozen("p1"), counted("p1", 1), LEFT)],
+            {"doubled": ["p1 of a", "1#t1"]},
+            id="push in two versions of a lineage is counted twice",
+        ),
+        *(
+            pytest.param(
+                [release(0), release(1, push("p1", chunks="05")), release(2, push("p1", chunks=c))],
+                [log(frozen("p1"), counted("p1", 2), LEFT)],
+                {"doubled": ["p1"]} if doubles else {},
+                id=f"no chunk may be in two versions: {c}",
+            )
+            for c, doubles in (("02", False), ("03", True), ("all", True))
+        ),
+        pytest.param(
+            [release(0), release(1, push("p1", chunks="00")), release(2, push("p1"))],
+            [log(frozen("p1"), counted("p1", 2), LEFT)],
+            {},
+            id="round that closed without any chunk of a worker that was cut off",
+        ),
+        pytest.param(
+            [release(0), release(1, push("p1"), push("p1", "b"))],
+            [
+                log(frozen("p1"), counted("p1", 1), LEFT),
+                log(frozen("p1"), counted("p1", 1), LEFT, worker="b"),
+            ],
+            {},
+            id="same push id of two workers is two pushes",
+        ),
+        pytest.param(
+            [
+                release(0),
+                release(1, push("p1")),
+                release(2, push("p2"), tag="lost"),
+                release(2, push("p2")),
+                release(3, push("p3")),
+            ],
+            [log(*[e for n in (1, 2, 3) for e in (frozen(f"p{n}"), counted(f"p{n}", n))], LEFT)],
+            {},
+            id="version that a crash took back counts nothing, its push went into the one in its place",
+        ),
+        pytest.param(
+            [release(0), release(1), release(2, push("p2"), tag="x"), release(3, after="x")],
+            [log(frozen("p2"), counted("p2", 2, "x"), LEFT)],
+            {},
+            id="lineage may go on from a version that was adopted from a worker",
+        ),
+        *(
+            pytest.param(
+                [release(0), release(1, push("p1"), tag="lost"), release(1)],
+                [log(frozen("p1"), counted("p1", 1, "lost"), *last)],
+                {kind: ["p1"]},
+                id=f"push that was seen counted and is in no final version is {kind}",
+            )
+            for last, kind in (([LEFT], "lost"), ([], "forgotten"))
+        ),
+        pytest.param(
+            [release(0), release(1, push("p2"))],
+            [log(frozen("p1"), frozen("p2"), counted("p2", 1), frozen("p3"), LEFT)],
+            {"uncounted": ["p1"], "in_flight": ["p3"]},
+            id="push that was never counted is found unless it was the last",
+        ),
+        pytest.param(
+            [release(0)],
+            [log(frozen("p1"), frozen("p2"))],
+            {},
+            id="killed worker may leave pushes uncounted",
+        ),
+        pytest.param(
+            [release(0), release(1, push("p1", chunks="01")), release(2, push("p2"))],
+            [log(frozen("p1"), frozen("p2"), counted("p2", 2), LEFT)],
+            {"uncounted": ["p1"]},
+            id="half counted push of a survivor is not counted",
+        ),
+        pytest.param(
+            [release(0)],
+            [log(frozen("p1"), dropped("p1"), LEFT)],
+            {"dropped": ["p1", "late"]},
+            id="dropped push is listed with its reason",
+        ),
+        pytest.param(
+            [release(0), release(1, push("p1"))],
+            [log(frozen("p1"), dropped("p1"), LEFT)],
+            {"dropped": ["p1"], "differing": ["p1", "contains it"]},
+            id="push that its worker dropped and a version contains",
+        ),
+        pytest.param(
+            [release(0), release(1, push("p9"))],
+            [log(LEFT)],
+            {"strangers": ["p9"]},
+            id="push that nobody froze",
+        ),
+        pytest.param(
+            [release(0), release(1, push("p1", steps=6))],
+            [log(frozen("p1", steps=5), counted("p1", 1), LEFT)],
+            {"differing": ["has 5 steps"]},
+            id="other number of steps",
+        ),
+        pytest.param(
+            [release(0), release(2, push("p1"))],
+            [log(frozen("p1"), LEFT)],
+            {"broken": ["1#t1"], "in_flight": ["p1"]},
+            id="version that is missing in the log breaks its lineage",
+        ),
+        pytest.param(
+            [release(0), release(1, push("p1")), release(1, push("p2"))],
+            [log(frozen("p1"), frozen("p2"))],
+            {"broken": ["1#t1 is twice"]},
+            id="version written twice",
+        ),
+        pytest.param(
+            [release(0), release(1, push("p1")), release(1, push("p1"))],
+            [log(frozen("p1"))],
+            {},
+            id="same version written again",
+        ),
+    ],
+)
+def test_audit_finds_what_is_wrong_and_nothing_else(
+    releases: list[dict[str, Any]], logs: list[WorkerLog], found: dict[str, list[str]]
 ) -> None:
-    findings = found(
-        [release(0), release(1, push("p1", chunks="05")), release(2, push("p1", chunks=second))],
-        life(frozen("p1"), counted("p1", 2), LEFT),
-    )
-    assert len(findings.doubled) == doubles
+    findings = audited(releases, *logs)
+    assert {kind for kind in KINDS if getattr(findings, kind)} == found.keys()
+    for kind, words in found.items():
+        (sentence,) = getattr(findings, kind)
+        assert all(word in sentence for word in words), sentence
+    assert len(findings.problems) == len(found.keys() & set(BROKEN))
 
 
-def test_push_of_which_nothing_went_in_at_first_is_counted_once() -> None:
-    """A round may close without any chunk of a worker that was cut off."""
-    findings = found(
-        [release(0), release(1, push("p1", chunks="00")), release(2, push("p1"))],
-        life(frozen("p1"), counted("p1", 2), LEFT),
-    )
-    assert findings.problems == []
-
-
-def test_same_push_id_of_two_workers_is_two_pushes() -> None:
-    findings = found(
-        [release(0), release(1, push("p1"), push("p1", "b"))],
-        life(frozen("p1"), counted("p1", 1), LEFT),
-        life(frozen("p1"), counted("p1", 1), LEFT, worker="b"),
-    )
-    assert findings.problems == []
-
-
-def test_version_that_a_crash_took_back_counts_nothing() -> None:
-    """Version 2 was lost with the broker; its push went into the version made in its place."""
-    findings = found(
-        [
-            release(0),
-            release(1, push("p1")),
-            release(2, push("p2"), tag="lost"),
-            release(2, push("p2")),
-            release(3, push("p3")),
-        ],
-        life(*[e for n in (1, 2, 3) for e in (frozen(f"p{n}"), counted(f"p{n}", n))], LEFT),
-    )
-    assert findings.problems == []
-    assert key(2, "lost") not in [r.version for r in findings.lineage]
-
-
-def test_lineage_may_go_on_from_a_version_that_was_adopted() -> None:
-    """Version 2 of the first life was held by a worker; the second life made 3 from it."""
-    findings = found(
-        [release(0), release(1), release(2, push("p2"), tag="x"), release(3, after="x")],
-        life(frozen("p2"), counted("p2", 2, "x"), LEFT),
-    )
-    assert findings.problems == []
-
-
-@pytest.mark.parametrize("survives", [True, False])
-def test_push_that_was_seen_counted_and_is_in_no_final_version_is_lost(survives: bool) -> None:
-    last = [LEFT] if survives else []
-    findings = found(
-        [release(0), release(1, push("p1"), tag="lost"), release(1)],
-        life(frozen("p1"), counted("p1", 1, "lost"), *last),
-    )
-    assert len(findings.lost) == survives
-    assert len(findings.forgotten) == (not survives)
-    assert "p1" in (findings.lost + findings.forgotten)[0]
-
-
-def test_push_that_was_never_counted_is_found_unless_it_was_the_last() -> None:
-    findings = found(
-        [release(0), release(1, push("p2"))],
-        life(frozen("p1"), frozen("p2"), counted("p2", 1), frozen("p3"), LEFT),
-    )
-    assert len(findings.uncounted) == 1 and "p1" in findings.uncounted[0]
-    assert len(findings.in_flight) == 1 and "p3" in findings.in_flight[0]
-
-
-def test_killed_worker_may_leave_pushes_uncounted() -> None:
-    findings = found([release(0)], life(frozen("p1"), frozen("p2")))
-    assert findings.problems == [] and findings.in_flight == []
-
-
-def test_half_counted_push_of_a_survivor_is_not_counted() -> None:
-    findings = found(
-        [release(0), release(1, push("p1", chunks="01")), release(2, push("p2"))],
-        life(frozen("p1"), frozen("p2"), counted("p2", 2), LEFT),
-    )
-    assert len(findings.uncounted) == 1 and "p1" in findings.uncounted[0]
-
-
-def test_dropped_push_is_listed_with_its_reason() -> None:
-    findings = found([release(0)], life(frozen("p1"), dropped("p1"), LEFT))
-    assert findings.problems == []
-    assert "p1" in findings.dropped[0] and "late" in findings.dropped[0]
-
-
-def test_push_that_its_worker_dropped_and_a_version_contains_is_found() -> None:
-    findings = found([release(0), release(1, push("p1"))], life(frozen("p1"), dropped("p1"), LEFT))
-    assert len(findings.differing) == 1
-
-
-def test_push_that_nobody_froze_is_found() -> None:
-    findings = found([release(0), release(1, push("p9"))], life(LEFT))
-    assert len(findings.strangers) == 1 and "p9" in findings.strangers[0]
-
-
-def test_other_number_of_steps_is_found() -> None:
-    findings = found(
-        [release(0), release(1, push("p1", steps=6))],
-        life(frozen("p1", steps=5), counted("p1", 1), LEFT),
-    )
-    assert len(findings.differing) == 1
-
-
-def test_version_that_is_missing_in_the_log_breaks_its_lineage() -> None:
-    findings = found([release(0), release(2, push("p1"))], life(frozen("p1"), LEFT))
-    assert len(findings.broken) == 1 and "1#t1" in findings.broken[0]
-
-
-def test_version_written_twice_is_found_unless_it_is_the_same() -> None:
-    again = [release(0), release(1, push("p1")), release(1, push("p2"))]
-    assert len(found(again, life(frozen("p1"), frozen("p2"))).broken) == 1
-    same = [release(0), release(1, push("p1")), release(1, push("p1"))]
-    assert found(same, life(frozen("p1"))).problems == []
-
-
-def test_lineage_that_goes_in_a_circle_ends() -> None:
+def test_lineage_is_walked_back_from_the_head_and_a_circle_ends() -> None:
+    releases = [release_of(each) for each in (release(0), release(1, tag="x"), release(1))]
+    assert [each.version for each in lineage_of(releases, key(1))] == [key(0), key(1)]
     first = {**release(1), "after": version(2)}
     with pytest.raises(ValueError, match="comes after itself"):
-        lineage_of(releases_of([first, release(2)]), key(2))
+        lineage_of([release_of(first), release_of(release(2))], key(2))
 
 
 def test_each_fragment_has_a_lineage_of_its_own() -> None:
@@ -224,13 +226,12 @@ def test_each_fragment_has_a_lineage_of_its_own() -> None:
         release(1, push("p1"), tag="f", after="f"),
         release(1, push("p2"), tag="g", after="g", fragment=1),
     ]
-    of_worker = life(
+    of_worker = log(
         frozen("p1"), counted("p1", 1, "f"), frozen("p2", fragment=1), counted("p2", 1, "g"), LEFT
     )
-    findings = found(releases, of_worker, heads=(key(1, "f"), key(1, "g")))
+    findings = audited(releases, of_worker, heads=(key(1, "f"), key(1, "g")))
     assert findings.problems == [] and len(findings.lineage) == 4
-    only_one = found(releases, of_worker, heads=(key(1, "f"),))
-    assert len(only_one.lost) == 1
+    assert len(audited(releases, of_worker, heads=(key(1, "f"),)).lost) == 1
 
 
 def test_line_that_a_kill_has_torn_is_left_out_at_the_end_only() -> None:
@@ -264,18 +265,11 @@ def test_audit_of_a_folder_ends_with_1_when_something_is_broken(
 
 
 def test_audit_shares_nothing_with_what_it_checks() -> None:
-    tree = ast.parse(Path(audit_module.__file__).read_text())
-    names = {
-        alias.name.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    } | {
-        (node.module or "").split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-    }
-    assert names <= {"__future__", "collections", "dataclasses", "json", "pathlib", "sys", "typing"}
+    nodes = list(ast.walk(ast.parse(Path(audit_module.__file__).read_text())))
+    names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    whole = {"__future__", "collections", "dataclasses", "json", "pathlib", "sys", "typing"}
+    assert {name.split(".")[0] for name in names} <= whole
 
 
 # The plan.
@@ -289,23 +283,19 @@ def test_plan_is_the_same_for_the_same_seed_and_mode() -> None:
 
 @pytest.mark.parametrize("scale", [WHOLE, SHORT])
 @pytest.mark.parametrize("seed", range(5))
-def test_plan_has_so_many_of_each_kind_and_kills_only_the_fragile(scale: Any, seed: int) -> None:
+def test_plan_has_so_many_of_each_kind_and_kills_only_the_fragile(scale: Scale, seed: int) -> None:
     faults = plan(seed, "sync", scale)
-    for kind, count in scale.counts:
-        assert sum(fault.kind is kind for fault in faults) == count
-    assert len(faults) == sum(count for _, count in scale.counts)
-    for fault in faults:
-        if fault.kind is Kind.KILL_WORKER:
-            assert fault.target in FRAGILE
-        if fault.kind is Kind.STOP_WORKER:
-            assert fault.target in STURDY
+    kinds = [fault.kind for fault in faults]
+    assert {kind: kinds.count(kind) for kind in Kind} == scale.counts
+    targets = {kind: {f.target for f in faults if f.kind is kind} for kind in Kind}
+    assert targets[Kind.KILL_WORKER] <= set(FRAGILE)
+    assert targets[Kind.STOP_WORKER] <= set(STURDY)
 
 
 def test_whole_drill_has_what_was_promised() -> None:
-    counts = dict(WHOLE.counts)
     assert WHOLE.rounds >= 40
-    assert counts[Kind.KILL_BROKER] == 3 and counts[Kind.FILL_DISK] == 1
-    assert set(counts) == set(Kind)
+    assert WHOLE.counts[Kind.KILL_BROKER] == 3 and WHOLE.counts[Kind.FILL_DISK] == 1
+    assert all(WHOLE.counts[kind] for kind in Kind)
 
 
 def test_broker_is_not_killed_twice_in_a_row() -> None:
@@ -319,7 +309,7 @@ def test_broker_is_not_killed_twice_in_a_row() -> None:
 
 
 def test_useful_work_is_the_steps_of_whole_contributions() -> None:
-    findings = found(
+    findings = audited(
         [
             release(0),
             release(1, push("p1", steps=6)),
@@ -328,53 +318,52 @@ def test_useful_work_is_the_steps_of_whole_contributions() -> None:
             release(4, push("p3", steps=6, chunks="02")),
         ]
     )
-    of_worker = life(*(frozen(f"p{n}", steps=6) for n in (1, 2, 3)), counted("p3", 4))
+    of_worker = log(*(frozen(f"p{n}", steps=6) for n in (1, 2, 3)), counted("p3", 4))
     entered = contributions(findings.lineage)
-    assert work_of(stay(trained=20), of_worker, entered, 1) == Work(20, 12)
-    assert work_of(stay(trained=20), of_worker, entered, 2) == Work(40, 12)
+    assert work_of(20, of_worker, entered, 1) == Work(20, 12)
+    assert work_of(20, of_worker, entered, 2) == Work(40, 12)
 
 
-def stay(
+def life(
     worker: str = "a",
-    trained: int = 0,
     joined: float | None = 0.0,
     ended: float | None = None,
     stops: tuple[tuple[float, float], ...] = (),
-) -> Stay:
-    return Stay(worker, 1, trained, joined, ended, False, stops)
+) -> Life:
+    child: Any = None
+    return Life(a_job(worker), child, joined, ended, stops=list(stops))
 
 
 @pytest.mark.parametrize(
     ("of", "expected"),
     [
-        (stay(), True),
-        (stay(joined=None), False),
-        (stay(joined=10.0), False),
-        (stay(ended=11.0), False),
-        (stay(ended=12.0), False),
-        (stay(ended=12.1), True),
-        (stay(stops=((9.0, 10.5),)), False),
-        (stay(stops=((11.9, float("inf")),)), False),
-        (stay(stops=((8.0, 9.0), (13.0, 14.0))), True),
+        (life(), True),
+        (life(joined=None), False),
+        (life(joined=10.0), False),
+        (life(ended=11.0), False),
+        (life(ended=12.0), False),
+        (life(ended=12.1), True),
+        (life(stops=((9.0, 10.5),)), False),
+        (life(stops=((11.9, float("inf")),)), False),
+        (life(stops=((8.0, 9.0), (13.0, 14.0))), True),
     ],
 )
 def test_alive_throughout_is_joined_before_there_after_and_never_stopped(
-    of: Stay, expected: bool
+    of: Life, expected: bool
 ) -> None:
     assert of.is_alive_throughout(10.0, 12.0) is expected
 
 
 def test_share_averaged_is_of_those_alive_throughout() -> None:
     versions = [(1.0, {"a", "b"}), (2.0, {"a", "b"}), (3.0, {"a"}), (4.0, {"a", "c"})]
-    stays = [stay("a"), stay("b"), stay("c", joined=2.5)]
-    assert averaged(versions, stays) == Averaged(7, 5)
-    assert averaged(versions, [stay("b", ended=2.5)]) == Averaged(1, 1)
+    assert averaged(versions, [life("a"), life("b"), life("c", joined=2.5)]) == Averaged(7, 5)
+    assert averaged(versions, [life("b", ended=2.5)]) == Averaged(1, 1)
 
 
 def test_without_rounds_a_window_of_versions_takes_their_place() -> None:
     versions = [(float(n), {"ab"[n % 2]}) for n in range(9)]
-    assert averaged(versions, [stay("a", joined=-1.0), stay("b", joined=-1.0)], 4) == Averaged(4, 4)
-    assert averaged(versions, [stay("c", joined=-1.0)], 4) == Averaged(2, 0)
+    assert averaged(versions, [life("a", joined=-1.0), life("b", joined=-1.0)], 4) == Averaged(4, 4)
+    assert averaged(versions, [life("c", joined=-1.0)], 4) == Averaged(2, 0)
 
 
 def test_rows_are_by_kind_with_median_and_worst() -> None:

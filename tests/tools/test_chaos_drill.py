@@ -25,8 +25,8 @@ from diloco_tools.chaos.audit import (
     BROKER_LOG,
     Findings,
 )
-from diloco_tools.chaos.crew import Crew, allowed_loss
-from diloco_tools.chaos.disk import SizeLimit, Tmpfs
+from diloco_tools.chaos.crew import MODES, Crew, DrillProxy
+from diloco_tools.chaos.disk import size_limit, tmpfs
 from diloco_tools.chaos.drill import empty
 from diloco_tools.chaos.faults import Kind
 from diloco_tools.chaos.figures import (
@@ -34,14 +34,13 @@ from diloco_tools.chaos.figures import (
     Averaged,
     Work,
 )
-from diloco_tools.chaos.job import Job, steps_in
-from diloco_tools.chaos.proxy import DrillProxy
+from diloco_tools.chaos.job import Job, Life
 from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
 from diloco_tools.chaos.run_watch import Broken, RunWatch
 from diloco_tools.chaos.table import faults_table, figures_table
 from diloco_tools.chaos.worker import StepCount, bring_in, checksum
 from diloco_worker import GlobalParameters
-from kit.audit_records import LEFT, RUN, WITHIN_S, a_fault, frozen, push, release, version
+from kit.audit_records import LEFT, RUN, WITHIN_S, a_fault, a_job, frozen, push, release, version
 
 # The report.
 
@@ -227,7 +226,7 @@ def test_proxy_outlives_what_is_behind_it() -> None:
 
 
 def test_small_tmpfs_is_full_until_there_is_room(tmp_path: Path) -> None:
-    disk = Tmpfs.mounted(tmp_path)
+    disk = tmpfs(tmp_path)
     if disk is None:
         pytest.skip("this machine lets nobody mount a tmpfs")
 
@@ -245,7 +244,8 @@ def test_small_tmpfs_is_full_until_there_is_room(tmp_path: Path) -> None:
     finally:
         disk.close()
     assert list(tmp_path.iterdir()) == [], "it was nobody else's disk, and it is gone"
-    assert disk.holder.returncode is not None
+    holder = disk.prefix[-2].removeprefix("--target=")
+    assert not Path(f"/proc/{holder}").exists()
 
 
 WRITER = """
@@ -262,7 +262,7 @@ for line in sys.stdin:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_limit_on_file_sizes_is_an_error_in_the_process_and_can_be_lifted(tmp_path: Path) -> None:
-    disk = SizeLimit()
+    disk = size_limit()
     with subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path / "file")],
         stdin=subprocess.PIPE,
@@ -291,7 +291,7 @@ def test_limit_on_file_sizes_is_an_error_in_the_process_and_can_be_lifted(tmp_pa
 def a_watch(folder: Path, **more: Any) -> RunWatch:
     """Of a run in sync mode whose processes are all well."""
     process: Any = SimpleNamespace(running=True)
-    crew: Any = SimpleNamespace(folder=folder, mode="sync", lives=[], broker=process)
+    crew: Any = SimpleNamespace(folder=folder, mode=MODES["sync"], lives=[], broker=process)
     for name, value in more.items():
         setattr(crew, name, value)
     return RunWatch(crew, time.monotonic() + WITHIN_S)
@@ -340,14 +340,12 @@ def test_what_was_put_off_is_done_once_while_somebody_waits(tmp_path: Path) -> N
 
 
 def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
-    child = SimpleNamespace(running=False, failure=lambda: "w0.1 died with exit code 1")
-    one: Any = SimpleNamespace(
-        name="w0.1", audit=tmp_path / "w0.1.jsonl", child=child, joined_at=None, ended_at=None
-    )
+    child: Any = SimpleNamespace(running=False, failure=lambda: "w0.1 died with exit code 1")
+    one = Life(a_job(folder=str(tmp_path)), child)
     watch = a_watch(tmp_path, lives=[one])
     with pytest.raises(Broken, match="died with exit code"):
         watch.look()
-    one.audit.write_text(json.dumps({"event": "joined"}) + "\n" + json.dumps(LEFT) + "\n")
+    one.job.audit.write_text(json.dumps({"event": "joined"}) + "\n" + json.dumps(LEFT) + "\n")
     watch.look()
     assert one.joined_at == one.ended_at is not None
 
@@ -356,15 +354,16 @@ def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
 
 
 def test_each_step_is_on_the_disk_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "w0.1.steps"
-    assert steps_in(path) == 0
+    child: Any = None
+    life = Life(a_job(folder=str(tmp_path)), child)
+    assert life.steps == 0
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    optimizer.register_step_post_hook(StepCount(path))
+    optimizer.register_step_post_hook(StepCount(life.job.steps))
     for expected in (1, 2, 3):
         weight.grad = torch.ones(1)
         optimizer.step()
-        assert steps_in(path) == expected
+        assert life.steps == expected
 
 
 class Hook:
@@ -422,16 +421,16 @@ def test_checksum_tells_values_names_and_versions_apart() -> None:
 
 
 def test_job_survives_its_file(tmp_path: Path) -> None:
-    job = Job("w0", "tcp://h:1", "s", 1, 0.5, "t", "a", "f", "p", 9.0, "r")
-    job.write(tmp_path / "job.json")
-    assert Job.read(tmp_path / "job.json") == job
+    job = a_job("guest", str(tmp_path), pulls=False)
+    assert Job.read(job.write()) == job
+    assert job.finish != a_job("w0", str(tmp_path)).finish, "newcomers leave by themselves"
 
 
 # The crew, and the drill.
 
 
 def test_crew_leaves_no_process_behind(tmp_path: Path) -> None:
-    with Crew(tmp_path, "sync", None, {}, seed=0, pause=0.0) as crew:
+    with Crew(tmp_path, MODES["sync"], None, {}, seed=0, pause=0.0) as crew:
         crew.start_broker()
         process = crew.broker.process
     try:
@@ -441,7 +440,8 @@ def test_crew_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def test_kill_may_cost_tau_steps_more_where_fragments_are_delayed() -> None:
-    assert allowed_loss("sync") == allowed_loss("async") < allowed_loss("streaming")
+    sync, free, streaming = (MODES[name].allowed_loss for name in ("sync", "async", "streaming"))
+    assert sync == free < streaming
 
 
 def test_drill_removes_nothing_but_what_a_drill_has_left(tmp_path: Path) -> None:

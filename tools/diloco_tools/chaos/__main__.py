@@ -67,7 +67,7 @@ def main(
     try:
         text = prepare_text(out / "text")
         for mode in chosen:
-            faults = sum(count for _, count in scale.counts)
+            faults = sum(scale.counts.values())
             say(f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {out / mode}")
             report = drill(
                 mode,

@@ -68,15 +68,15 @@ class Frozen:
 
 
 @dataclass
-class Life:
-    """What one process of a worker has written down; `has_left` when it ended politely."""
+class WorkerLog:
+    """What one process of a worker has written down."""
 
     worker: str
     number: int
     frozen: dict[str, Frozen] = field(default_factory=dict)
     counted: dict[str, Version] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)  # push id: why
-    has_left: bool = False
+    has_left: bool = False  # it ended politely
 
     @property
     def name(self) -> str:
@@ -85,65 +85,53 @@ class Life:
 
 @dataclass
 class Findings:
-    """What an audit has found. The sentences of the first six are broken promises.
+    """What an audit has found, in sentences. The first six are broken promises."""
 
-    Attributes:
-        doubled: a chunk of a push is twice in a lineage.
-        lost: a surviving worker saw a push counted that is in no lineage.
-        uncounted: a surviving worker froze a push that is neither counted nor dropped, and went on.
-        strangers: a lineage has a push that no worker froze.
-        differing: a push has other steps in a version than its worker gave it, or was dropped by it.
-        broken: a lineage or a log that cannot be followed.
-        dropped: pushes of surviving workers that ended for a stated reason.
-        in_flight: pushes that were under way when their surviving worker left.
-        forgotten: pushes that a killed life saw counted, in a version that was lost with the broker.
-        lineage: the releases of all lineages, in order of their rounds.
-    """
-
-    doubled: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    uncounted: list[str] = field(default_factory=list)
-    strangers: list[str] = field(default_factory=list)
-    differing: list[str] = field(default_factory=list)
+    # A lineage or a log that cannot be followed.
     broken: list[str] = field(default_factory=list)
+    # A chunk of a push is twice in a lineage.
+    doubled: list[str] = field(default_factory=list)
+    # A surviving worker saw a push counted that is in no lineage.
+    lost: list[str] = field(default_factory=list)
+    # A surviving worker froze a push that is neither counted nor dropped, and went on.
+    uncounted: list[str] = field(default_factory=list)
+    # A lineage has a push that no worker froze.
+    strangers: list[str] = field(default_factory=list)
+    # A push has other steps in a version than its worker gave it, or was dropped by it.
+    differing: list[str] = field(default_factory=list)
+    # Pushes of surviving workers that ended for a stated reason.
     dropped: list[str] = field(default_factory=list)
+    # Pushes that were under way when their surviving worker left.
     in_flight: list[str] = field(default_factory=list)
+    # Pushes that a killed process saw counted, in a version that was lost with the broker.
     forgotten: list[str] = field(default_factory=list)
+    # The releases of all lineages, in order of their rounds.
     lineage: list[Release] = field(default_factory=list)
 
     @property
     def problems(self) -> list[str]:
         """A sentence for each broken promise."""
-        return [
-            *self.broken,
-            *self.doubled,
-            *self.lost,
-            *self.uncounted,
-            *self.strangers,
-            *self.differing,
-        ]
+        kept = (self.broken, self.doubled, self.lost, self.uncounted)
+        return [sentence for each in (*kept, self.strangers, self.differing) for sentence in each]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What happened to pushes that are in no final version for a reason."""
+        return [*self.dropped, *self.in_flight, *self.forgotten]
 
 
 def read_lines(text: str) -> list[dict[str, Any]]:
     """The records of a log; a last line that a kill has torn is left out."""
     *whole, last = text.split("\n")
-    lines = [*whole, last] if _is_json(last) else whole
-    return [json.loads(line) for line in lines if line.strip()]
-
-
-def _is_json(line: str) -> bool:
+    found = [json.loads(line) for line in whole if line.strip()]
     try:
-        return isinstance(json.loads(line), dict)
+        return [*found, json.loads(last)]
     except ValueError:
-        return False
+        return found
 
 
-def releases_of(records: Iterable[Mapping[str, Any]]) -> list[Release]:
-    """The broker's log, in order."""
-    return [_release(record) for record in records]
-
-
-def _release(record: Mapping[str, Any]) -> Release:
+def release_of(record: Mapping[str, Any]) -> Release:
+    """A line of the broker's log."""
     version, fragment, round_ = _version(record["version"]), record["fragment"], record["round"]
     return Release(
         version,
@@ -185,23 +173,23 @@ def chunks_of(bitmap: str) -> frozenset[int]:
     )
 
 
-def life_of(worker: str, number: int, records: Iterable[Mapping[str, Any]]) -> Life:
-    """The log of one process of a worker."""
-    life = Life(worker, number)
+def log_of(worker: str, number: int, records: Iterable[Mapping[str, Any]]) -> WorkerLog:
+    """What these records of one process of a worker say."""
+    log = WorkerLog(worker, number)
     for record in records:
         match record["event"]:
             case "frozen":
                 frozen = Frozen(
                     record["push_id"], record["fragment"], record["steps"], record["step"]
                 )
-                life.frozen[frozen.push_id] = frozen
+                log.frozen[frozen.push_id] = frozen
             case "counted":
-                life.counted[record["push_id"]] = _version(record["version"])
+                log.counted[record["push_id"]] = _version(record["version"])
             case "dropped":
-                life.dropped[record["push_id"]] = str(record["why"])
+                log.dropped[record["push_id"]] = str(record["why"])
             case "left":
-                life.has_left = True
-    return life
+                log.has_left = True
+    return log
 
 
 def lineage_of(releases: Iterable[Release], head: Version) -> list[Release]:
@@ -229,12 +217,16 @@ def told(version: Version) -> str:
     return f"{version[1]}#{version[2]}"
 
 
-def audit(releases: Sequence[Release], heads: Iterable[Version], lives: Sequence[Life]) -> Findings:
+def audit(
+    releases: Sequence[Release], heads: Iterable[Version], logs: Sequence[WorkerLog]
+) -> Findings:
     """Compare the lineages of these final versions, one of each fragment, with the workers' logs."""
     findings = Findings()
-    twice = _written_twice(releases)
+    first: dict[Version, Release] = {}
     findings.broken += [
-        f"Version {told(version)} is twice in the broker's log." for version in twice
+        f"Version {told(release.version)} is twice in the broker's log."
+        for release in releases
+        if first.setdefault(release.version, release) != release
     ]
     for head in heads:
         try:
@@ -245,7 +237,7 @@ def audit(releases: Sequence[Release], heads: Iterable[Version], lives: Sequence
     entered = contributions(findings.lineage)
     for push, parts in entered.items():
         findings.doubled += _doubled(push, parts)
-    known = {(life.worker, push_id): f for life in lives for push_id, f in life.frozen.items()}
+    known = {(log.worker, push_id): f for log in logs for push_id, f in log.frozen.items()}
     for push, parts in entered.items():
         if push not in known:
             findings.strangers.append(
@@ -257,8 +249,8 @@ def audit(releases: Sequence[Release], heads: Iterable[Version], lives: Sequence
                 f"Push {parts[0].push_id} of {parts[0].worker} has {known[push].steps} steps, in "
                 f"version {told(parts[0].version)} it has {parts[0].steps}."
             )
-    for life in lives:
-        _compare(life, entered, findings)
+    for log in logs:
+        _compare(log, entered, findings)
     return findings
 
 
@@ -269,11 +261,6 @@ def contributions(lineage: Iterable[Release]) -> dict[Push, list[Contribution]]:
         for contribution in release.contributions:
             entered.setdefault(contribution.push, []).append(contribution)
     return entered
-
-
-def _written_twice(releases: Iterable[Release]) -> list[Version]:
-    seen: dict[Version, Release] = {}
-    return [r.version for r in releases if seen.setdefault(r.version, r) != r]
 
 
 def _doubled(push: Push, parts: Sequence[Contribution]) -> list[str]:
@@ -295,45 +282,45 @@ def _doubled(push: Push, parts: Sequence[Contribution]) -> list[str]:
 
 
 def _compare(
-    life: Life, entered: Mapping[Push, Sequence[Contribution]], findings: Findings
+    log: WorkerLog, entered: Mapping[Push, Sequence[Contribution]], findings: Findings
 ) -> None:
-    """One life of a worker against what went into the final versions."""
-    for push_id, version in life.counted.items():
-        if (life.worker, push_id) not in entered:
+    """One process of a worker against what went into the final versions."""
+    for push_id, version in log.counted.items():
+        if (log.worker, push_id) not in entered:
             sentence = (
-                f"{life.name} saw push {push_id} counted in version {told(version)}, and no final "
+                f"{log.name} saw push {push_id} counted in version {told(version)}, and no final "
                 "version contains it."
             )
-            (findings.lost if life.has_left else findings.forgotten).append(sentence)
-    if not life.has_left:
+            (findings.lost if log.has_left else findings.forgotten).append(sentence)
+    if not log.has_left:
         return
-    last = {frozen.fragment: push_id for push_id, frozen in life.frozen.items()}
-    for push_id, frozen in life.frozen.items():
+    last = {frozen.fragment: push_id for push_id, frozen in log.frozen.items()}
+    for push_id, frozen in log.frozen.items():
         what = f"push {push_id} of {frozen.steps} steps"
-        parts = entered.get((life.worker, push_id), ())
-        if push_id in life.dropped:
-            findings.dropped.append(f"{life.name} dropped {what}: {life.dropped[push_id]}")
+        parts = entered.get((log.worker, push_id), ())
+        if push_id in log.dropped:
+            findings.dropped.append(f"{log.name} dropped {what}: {log.dropped[push_id]}")
             findings.differing += [
-                f"{life.name} dropped {what}, and version {told(part.version)} contains it."
+                f"{log.name} dropped {what}, and version {told(part.version)} contains it."
                 for part in parts
             ]
-        elif push_id in life.counted or any(part.chunks is None for part in parts):
+        elif push_id in log.counted or any(part.chunks is None for part in parts):
             continue
         elif last[frozen.fragment] == push_id:
-            findings.in_flight.append(f"{life.name} left with {what} in flight.")
+            findings.in_flight.append(f"{log.name} left with {what} in flight.")
         else:
-            findings.uncounted.append(f"{life.name} froze {what}, which was never counted.")
+            findings.uncounted.append(f"{log.name} froze {what}, which was never counted.")
 
 
-def read_folder(folder: Path) -> tuple[list[Release], list[Version], list[Life]]:
-    """The logs of a drill: the broker's releases, the final versions, and the workers' lives."""
-    releases = releases_of(read_lines((folder / BROKER_LOG).read_text()))
+def read_folder(folder: Path) -> tuple[list[Release], list[Version], list[WorkerLog]]:
+    """The logs of a drill: the broker's releases, the final versions, and the workers' logs."""
+    releases = [release_of(each) for each in read_lines((folder / BROKER_LOG).read_text())]
     heads = [_version(v) for v in json.loads((folder / FINAL).read_text())["versions"]]
-    lives = []
+    logs = []
     for path in sorted(folder.glob(WORKER_LOGS)):
         worker, number, *_ = path.name.rsplit(".", 3)
-        lives.append(life_of(worker, int(number), read_lines(path.read_text())))
-    return releases, heads, lives
+        logs.append(log_of(worker, int(number), read_lines(path.read_text())))
+    return releases, heads, logs
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -344,7 +331,7 @@ def main(arguments: Sequence[str]) -> int:
     findings = audit(*read_folder(Path(arguments[0])))
     pushes = contributions(findings.lineage)
     print(f"{len(findings.lineage)} versions contain {len(pushes)} pushes.")
-    for sentence in (*findings.dropped, *findings.in_flight, *findings.forgotten):
+    for sentence in findings.remarks:
         print(f"note: {sentence}")
     for sentence in findings.problems:
         print(f"BROKEN: {sentence}")

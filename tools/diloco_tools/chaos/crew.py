@@ -6,87 +6,95 @@ import contextlib
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_tools.chaos.audit import BROKER_LOG
 from diloco_tools.chaos.disk import Disk
 from diloco_tools.chaos.faults import DISCONNECT_GRACE_S, HEARTBEAT_TIMEOUT_S, WORKERS
-from diloco_tools.chaos.job import Job, steps_in
-from diloco_tools.chaos.proxy import DrillProxy
+from diloco_tools.chaos.job import Job, Life
 from diloco_tools.processes import Child, Children
+from diloco_tools.tcp_proxy import HOST, Gate, TcpProxy
 
-HOST = "127.0.0.1"
 SYNC_EVERY = 6  # H
-FRAGMENTS = 2  # P, in streaming mode
-DELAY = 2  # tau, in streaming mode
 RECOVER_WAIT_S = 3.0  # longer than any live worker takes to come back
-PULL_WITHIN_S = 60.0  # that a worker which has left waits for the others
-OUTER = ("--outer-lr", "0.8", "--outer-momentum", "0.5")
 
-MODES: dict[str, tuple[str, ...]] = {
-    "sync": ("--mode", "sync"),
-    "async": ("--mode", "async"),
-    "streaming": (
-        *("--mode", "sync"),
-        *("--num-fragments", str(FRAGMENTS)),
-        *("--fragment-sync-delay", str(DELAY)),
-        *("--fragment-merge", "rebase"),  # keeps the steps made while a fragment is under way
+
+@dataclass(frozen=True)
+class Mode:
+    """How a run is synchronised."""
+
+    options: tuple[str, ...]
+    pause_s: (
+        float  # behind each inner step of the run with faults: leaves room for processes to start
+    )
+    versions_a_round: int  # that make what we call a round: once every worker and every fragment
+    fragments: int = 1  # P
+    delay: int = 0  # tau
+
+    @property
+    def allowed_loss(self) -> int:
+        """Inner steps that one kill may cost: H, and those made while a fragment was under way."""
+        return SYNC_EVERY + self.delay
+
+
+# Rounds that wait for nobody come faster than faults can be survived, so their steps take longer.
+MODES = {
+    "sync": Mode(("--mode", "sync"), 0.035, 1),
+    "async": Mode(("--mode", "async"), 0.06, len(WORKERS)),
+    "streaming": Mode(
+        (
+            *("--mode", "sync", "--num-fragments", "2", "--fragment-sync-delay", "2"),
+            *("--fragment-merge", "rebase"),  # keeps the steps made while a fragment is under way
+        ),
+        0.06,
+        versions_a_round=2,
+        fragments=2,
+        delay=2,
     ),
 }
 
 
-def fragments_of(mode: str) -> int:
-    return FRAGMENTS if mode == "streaming" else 1
+class DrillProxy(TcpProxy):
+    """Breaks all of its connections when it is told to, or behind a byte that is still to come."""
 
+    def __init__(self, target: str) -> None:
+        super().__init__(target)
+        self._left: int | None = None  # bytes that still pass before a cut; None: no cut is to come
 
-def versions_a_round(mode: str) -> int:
-    """How many versions make what we call a round: once every worker and every fragment."""
-    return {"sync": 1, "async": len(WORKERS), "streaming": FRAGMENTS}[mode]
-
-
-def allowed_loss(mode: str) -> int:
-    """Inner steps that one kill may cost: H, and the tau steps made while a fragment was under way."""
-    return SYNC_EVERY + (DELAY if mode == "streaming" else 0)
-
-
-@dataclass
-class Life:
-    """One process of a worker, from its start to its end. Times are of the monotonic clock.
-
-    Attributes:
-        pulls: it pulls the final version.
-        joined_at: when it was seen to have joined; None before.
-        ended_at: when it was killed, or seen to have left.
-        stops: when it was stopped and continued.
-    """
-
-    worker: str
-    number: int
-    child: Child
-    folder: Path
-    pulls: bool = True
-    joined_at: float | None = None
-    ended_at: float | None = None
-    was_killed: bool = False
-    stops: list[tuple[float, float]] = field(default_factory=list)
+    def cut_within(self, count: int) -> None:
+        """Break every connection once `count` more bytes have passed, both ways together."""
+        with self._lock:
+            self._left = count
 
     @property
-    def name(self) -> str:
-        return f"{self.worker}.{self.number}"
+    def is_armed(self) -> bool:
+        """Whether such a cut is still to come."""
+        with self._lock:
+            return bool(self._left)
 
-    @property
-    def audit(self) -> Path:
-        return self.folder / f"{self.name}.worker.jsonl"
+    def cut(self) -> None:
+        with self._lock:
+            self._left = None
+            super().cut()
 
-    @property
-    def result(self) -> Path:
-        return self.folder / f"{self.name}.result.json"
+    def gate(self, connection: int, up: bool) -> Gate:
+        return self._passing
 
-    @property
-    def steps(self) -> int:
-        """Inner steps that it has trained so far."""
-        return steps_in(self.folder / f"{self.name}.steps")
+    def forward(self, source: socket.socket, sink: socket.socket, gate: Gate, *, up: bool) -> None:
+        with contextlib.suppress(OSError):
+            super().forward(source, sink, gate, up=up)
+        with self._lock:
+            if self._left == 0:
+                self.cut()
+
+    def _passing(self, data: bytes) -> tuple[bytes, bool]:
+        """What of this still passes, and whether the cut comes behind it."""
+        if self._left is None:
+            return data, False
+        passing = data[: self._left]
+        self._left -= len(passing)
+        return passing, self._left == 0
 
 
 class Crew:
@@ -94,7 +102,6 @@ class Crew:
 
     Args:
         folder: for logs, checkpoints, everything; empty.
-        mode: one of MODES.
         disk: where checkpoints go, if that is not simply `folder / "disk"`.
         shards: the text of each worker by name; others share one.
         pause: seconds of sleep behind each inner step.
@@ -108,7 +115,7 @@ class Crew:
     def __init__(
         self,
         folder: Path,
-        mode: str,
+        mode: Mode,
         disk: Disk | None,
         shards: dict[str, Path],
         *,
@@ -121,11 +128,11 @@ class Crew:
         self.disk = disk
         self.lives: list[Life] = []
         self.broker: Child
+        self.address = f"tcp://{HOST}:{free_port()}"  # the broker's own
         self._shards = shards
         self._seed = seed
         self._pause = pause
         self._durable = durable
-        self._port = free_port()
         self._brokers = 0
         self._children = Children(folder)
         self._proxies: dict[str, DrillProxy] = {}
@@ -142,23 +149,6 @@ class Crew:
         if self.disk is not None:
             self.disk.close()
 
-    @property
-    def address(self) -> str:
-        """The broker's own."""
-        return f"tcp://{HOST}:{self._port}"
-
-    @property
-    def finish(self) -> Path:
-        """As soon as this file exists the workers come to their end."""
-        return self.folder / "finish"
-
-    @property
-    def pull(self) -> Path:
-        """As soon as this one exists they pull the final version."""
-        return self.folder / "pull"
-
-    # The broker.
-
     def start_broker(self) -> None:
         """Start the broker, for the first time or again. Returns at once."""
         self._brokers += 1
@@ -167,59 +157,44 @@ class Crew:
             *(sys.executable, "-m", "diloco_broker", "serve"),
             *("--workers", str(len(WORKERS))),
             *("--sync-every", str(SYNC_EVERY)),
-            *OUTER,
+            *("--outer-lr", "0.8", "--outer-momentum", "0.5"),
             *("--bind", self.address),
             *("--feed", f"tcp://{HOST}:*"),
             *("--save-dir", str(self.folder / "disk")),
-            *("--save-every", "1"),
-            *("--keep", "3"),
+            *("--save-every", "1", "--keep", "3"),
             *("--audit", str(self.folder / BROKER_LOG)),
             *("--heartbeat-timeout", str(HEARTBEAT_TIMEOUT_S)),
             *("--disconnect-grace", str(DISCONNECT_GRACE_S)),
             *("--recover-wait", str(RECOVER_WAIT_S)),
-            *MODES[self.mode],
+            *self.mode.options,
         ]
         if self._durable:
             command.append("--durable")
         self.broker = self._children.start(f"broker.{self._brokers}", command)
 
-    # Workers.
-
     def start_worker(self, worker: str, *, pulls: bool = True) -> Life:
         """Start a worker, for the first time or again."""
-        number = 1 + sum(life.worker == worker for life in self.lives)
-        proxy = self._proxies.get(worker)
-        if proxy is None:
-            proxy = self._proxies[worker] = DrillProxy(self.address)
-        name = f"{worker}.{number}"
-        start = [sys.executable, "-m", "diloco_tools.chaos.worker"]
+        number = 1 + sum(life.job.worker == worker for life in self.lives)
+        if worker not in self._proxies:
+            self._proxies[worker] = DrillProxy(self.address)
         job = Job(
             worker,
-            proxy.address,
-            str(self._shards.get(worker, next(iter(self._shards.values())))),
-            seed_of(self._seed, worker, number),
-            self._pause,
-            str(self.folder / f"{name}.steps"),
-            str(self.folder / f"{name}.worker.jsonl"),
-            str(self.finish if pulls else self.finish_of(worker)),
-            str(self.pull) if pulls else "",
-            PULL_WITHIN_S,
-            str(self.folder / f"{name}.result.json"),
+            number,
+            server=self._proxies[worker].address,
+            folder=str(self.folder),
+            shard=str(self._shards.get(worker, next(iter(self._shards.values())))),
+            seed=seed_of(self._seed, worker, number),
+            pause=self._pause,
+            pulls=pulls,
         )
-        place = self.folder / f"{name}.job.json"
-        job.write(place)
-        child = self._children.start(name, [*start, str(place)])
-        life = Life(worker, number, child, self.folder, pulls)
+        command = [sys.executable, "-m", "diloco_tools.chaos.worker", str(job.write())]
+        life = Life(job, self._children.start(job.name, command))
         self.lives.append(life)
         return life
 
-    def finish_of(self, worker: str) -> Path:
-        """As soon as this file exists a newcomer comes to its end."""
-        return self.folder / f"finish.{worker}"
-
     def life(self, worker: str) -> Life:
         """The latest life of a worker."""
-        return next(life for life in reversed(self.lives) if life.worker == worker)
+        return next(life for life in reversed(self.lives) if life.job.worker == worker)
 
     def proxy(self, worker: str) -> DrillProxy:
         return self._proxies[worker]
@@ -230,9 +205,6 @@ class Crew:
         life.child.kill()
         life.ended_at, life.was_killed = time.monotonic(), True
         return life
-
-    def kill_broker(self) -> None:
-        self.broker.kill()
 
 
 def seed_of(seed: int, worker: str, life: int) -> int:

@@ -15,9 +15,9 @@ import os
 import resource
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 TMPFS_BYTES = 48 << 20  # three checkpoints of the demo's model, the next one, and some room
 LIMIT_BYTES = 1 << 20  # less than a fragment of a checkpoint, more than a log
@@ -26,73 +26,42 @@ END_WITHIN_S = 5.0
 MOUNT = f'mount -t tmpfs -o size={TMPFS_BYTES} tmpfs "$0" && echo ready && exec cat'
 
 
-class Disk(Protocol):
-    """Where the checkpoints go.
+@dataclass(frozen=True)
+class Disk:
+    """Where the checkpoints go."""
 
-    Attributes:
-        how: what it is, for the table.
-        prefix: the command that the broker's is put behind, so that it sees the disk.
-    """
-
-    how: str
-    prefix: list[str]
-
-    def fill(self, broker: int) -> None:
-        """From here on no checkpoint fits; `broker` is the broker's process id."""
-
-    def make_room(self, broker: int) -> None:
-        """Checkpoints fit again."""
-
-    def close(self) -> None:
-        """Give back what the disk needs."""
+    how: str  # what it is, for the table
+    fill: Callable[[int], object]  # from here on no checkpoint of the broker with this pid fits
+    make_room: Callable[[int], object]  # checkpoints fit again
+    close: Callable[[], object]  # gives back what the disk needs
+    prefix: tuple[
+        str, ...
+    ] = ()  # the command that the broker's is put behind, so that it sees the disk
 
 
 def small_disk(folder: Path) -> Disk:
     """The disk for this folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
-    limit = SizeLimit() if hasattr(resource, "prlimit") else ReadOnly(folder)
-    return Tmpfs.mounted(folder) or limit
+    return tmpfs(folder) or (size_limit() if hasattr(resource, "prlimit") else read_only(folder))
 
 
-@dataclass
-class Tmpfs:
-    """A tmpfs that only our processes see."""
+def tmpfs(folder: Path) -> Disk | None:
+    """One that only our processes see; None where namespaces or mounting are not allowed."""
+    own = [] if os.geteuid() == 0 else ["--map-root-user"]
+    try:
+        holder = subprocess.Popen(
+            ["unshare", *own, "--mount", "sh", "-c", MOUNT, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        return None  # no such command
+    filler = Path(f"/proc/{holder.pid}/root{folder}") / "filler"
 
-    folder: Path
-    holder: subprocess.Popen[bytes]
-    prefix: list[str]
-    how: str = f"tmpfs of {TMPFS_BYTES >> 20} MiB"
-
-    @classmethod
-    def mounted(cls, folder: Path) -> Tmpfs | None:
-        """None where namespaces or mounting are not allowed."""
-        own = [] if os.geteuid() == 0 else ["--map-root-user"]
-        try:
-            holder = subprocess.Popen(
-                ["unshare", *own, "--mount", "sh", "-c", MOUNT, str(folder)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        except OSError:
-            return None  # no such command
-        entered = ["--user", "--preserve-credentials"] if own else []
-        prefix = ["nsenter", *entered, "--mount", f"--target={holder.pid}", "--"]
-        disk = cls(folder, holder, prefix)
-        assert holder.stdout is not None
-        is_ready = holder.stdout.readline() == b"ready\n" and shutil.which("nsenter") is not None
-        if is_ready and disk._filler.parent.is_dir():
-            return disk
-        disk.close()
-        return None
-
-    @property
-    def _filler(self) -> Path:
-        return Path(f"/proc/{self.holder.pid}/root{self.folder}") / "filler"
-
-    def fill(self, broker: int) -> None:
-        with open(self._filler, "wb", buffering=0) as file:
+    def fill(_: int) -> None:
+        with open(filler, "wb", buffering=0) as file:
             try:
                 while file.write(PIECE):
                     pass
@@ -100,49 +69,48 @@ class Tmpfs:
                 if error.errno != errno.ENOSPC:
                     raise
 
-    def make_room(self, broker: int) -> None:
-        self._filler.unlink(missing_ok=True)
-
-    def close(self) -> None:
+    def close() -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.holder.communicate(timeout=END_WITHIN_S)  # `cat` ends with its input
-        if self.holder.poll() is None:
-            self.holder.kill()
-            self.holder.wait()
+            holder.communicate(timeout=END_WITHIN_S)  # `cat` ends with its input
+        if holder.poll() is None:
+            holder.kill()
+            holder.wait()
+
+    assert holder.stdout is not None
+    is_ready = holder.stdout.readline() == b"ready\n" and shutil.which("nsenter") is not None
+    if not is_ready or not filler.parent.is_dir():
+        close()
+        return None
+    entered = ("--user", "--preserve-credentials") if own else ()
+    return Disk(
+        f"tmpfs of {TMPFS_BYTES >> 20} MiB",
+        fill,
+        lambda _: filler.unlink(missing_ok=True),
+        close,
+        ("nsenter", *entered, "--mount", f"--target={holder.pid}", "--"),
+    )
 
 
-@dataclass
-class SizeLimit:
+def size_limit() -> Disk:
     """A limit on the size of the broker's files; Python then gets EFBIG instead of ENOSPC."""
 
-    how: str = f"RLIMIT_FSIZE of {LIMIT_BYTES >> 20} MiB on the broker"
-    prefix: list[str] = field(default_factory=list)
-
-    def fill(self, broker: int) -> None:
+    def limit(broker: int, size: int | None) -> None:
         _, most = resource.prlimit(broker, resource.RLIMIT_FSIZE)
-        resource.prlimit(broker, resource.RLIMIT_FSIZE, (LIMIT_BYTES, most))
+        resource.prlimit(broker, resource.RLIMIT_FSIZE, (most if size is None else size, most))
 
-    def make_room(self, broker: int) -> None:
-        _, most = resource.prlimit(broker, resource.RLIMIT_FSIZE)
-        resource.prlimit(broker, resource.RLIMIT_FSIZE, (most, most))
+    return Disk(
+        f"RLIMIT_FSIZE of {LIMIT_BYTES >> 20} MiB on the broker",
+        lambda broker: limit(broker, LIMIT_BYTES),
+        lambda broker: limit(broker, None),
+        lambda: None,
+    )
 
-    def close(self) -> None:
-        pass
 
-
-@dataclass
-class ReadOnly:
+def read_only(folder: Path) -> Disk:
     """A folder that cannot be written for a while. Without effect on root."""
-
-    folder: Path
-    how: str = "a folder without the right to write"
-    prefix: list[str] = field(default_factory=list)
-
-    def fill(self, broker: int) -> None:
-        self.folder.chmod(0o500)
-
-    def make_room(self, broker: int) -> None:
-        self.folder.chmod(0o700)
-
-    def close(self) -> None:
-        self.make_room(0)
+    return Disk(
+        "a folder without the right to write",
+        lambda _: folder.chmod(0o500),
+        lambda _: folder.chmod(0o700),
+        lambda: folder.chmod(0o700),
+    )

@@ -1,4 +1,4 @@
-"""One mode of the drill from start to end: the run with its faults, the calm run, the audit."""
+"""One mode of the drill: the run with its faults and its end, the calm run, the audit."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from pathlib import Path
 
 from torch import Tensor
 
+from diloco_protocol.errors import DilocoError
 from diloco_tools.chaos.audit import BROKER_LOG, FINAL, audit, contributions, read_folder
-from diloco_tools.chaos.crew import Crew, Life, allowed_loss, fragments_of, versions_a_round
+from diloco_tools.chaos.crew import MODES, Crew
 from diloco_tools.chaos.disk import small_disk
-from diloco_tools.chaos.ending import bring_to_an_end
-from diloco_tools.chaos.faults import GUEST, PASSER, WORKERS, Kind, Scale, plan
-from diloco_tools.chaos.figures import Aftermath, Stay, averaged, next_after, work_of
+from diloco_tools.chaos.faults import NEWCOMERS, WORKERS, Kind, Scale, plan
+from diloco_tools.chaos.figures import Aftermath, averaged, next_after, work_of
 from diloco_tools.chaos.inject import Injected, inject_all
 from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
 from diloco_tools.chaos.run_watch import Broken, RunWatch, Seen
-from diloco_tools.chaos.worker import CONTEXT
+from diloco_tools.chaos.worker import CONTEXT, checksum, named
 from diloco_tools.demo.data import load_shard, validation_windows
+from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
 from diloco_tools.processes import ChildFailed
+from diloco_worker import DiLoCoClient, GlobalParameters
 
-# Behind each inner step of the run with faults: leaves room for processes to start. Rounds that do not
-# wait for anybody come faster than faults can be survived, so their steps take longer.
-PAUSE_S = {"sync": 0.035, "async": 0.06, "streaming": 0.06}
 START_WITHIN_S = 60.0
+LEAVE_WITHIN_S = 40.0
+PULL_WITHIN_S = 20.0
+EXIT_WITHIN_S = 30.0
+BROKER_EXIT_WITHIN_S = 10.0
 LAST_ROUNDS = 4  # after everything; a crash may have taken one back
 WINDOWS = 512  # of the held-out text
 
@@ -43,7 +46,7 @@ class Text:
 def prepare_text(folder: Path) -> Text:
     """Cut the demo's text for everybody who will take part."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = (*WORKERS, GUEST, PASSER)
+    names = (*WORKERS, *NEWCOMERS)
     shards = {}
     for number, name in enumerate(names):
         text, held_out = load_shard(None, number, len(names), CONTEXT)
@@ -73,11 +76,12 @@ def drill(
         say: tells people how it goes.
     """
     empty(folder)
-    report = ModeReport(mode, allowed_loss(mode), scale.rounds)
+    how = MODES[mode]
+    report = ModeReport(mode, how.allowed_loss, scale.rounds)
     began = time.monotonic()
     disk = small_disk(folder / "disk")
     report.disk = disk.how
-    crew = Crew(folder, mode, disk, text.shards, seed=seed, pause=PAUSE_S[mode], durable=durable)
+    crew = Crew(folder, how, disk, text.shards, seed=seed, pause=how.pause_s, durable=durable)
     injected: list[Injected] = []
     ending: Ending | None = None
     with crew:
@@ -131,6 +135,62 @@ def close_in(watch: RunWatch, rounds: int) -> None:
     watch.wait_rounds(LAST_ROUNDS, "the last fault")
 
 
+def bring_to_an_end(watch: RunWatch, held_out: tuple[Tensor, Tensor]) -> Ending:
+    """Have everybody leave by itself and pull the same version, and stop the broker.
+
+    Args:
+        held_out: windows of text and what comes next, for the loss.
+
+    Raises:
+        Broken: somebody hangs.
+    """
+    crew = watch.crew
+    staying = [life for life in crew.lives if not life.was_killed]
+    for life in staying:
+        life.job.finish.touch()
+    watch.wait_until(
+        lambda: all(life.ended_at is not None for life in staying),
+        LEAVE_WITHIN_S,
+        f"Not everybody left within {LEAVE_WITHIN_S:g} s of being asked to.",
+    )
+    try:
+        with DiLoCoClient(crew.address, timeout=PULL_WITHIN_S) as observer:
+            final = observer.pull()
+    except DilocoError as error:
+        raise Broken(f"The final version cannot be pulled: {error}") from None
+    for life in staying:
+        life.job.pull.touch()
+    until = time.monotonic() + EXIT_WITHIN_S
+    exits = {life.job.name: life.child.wait(until - time.monotonic()) for life in staying}
+    hung = [name for name, code in exits.items() if code is None]
+    if hung:
+        raise Broken(f"{', '.join(hung)} did not end within {EXIT_WITHIN_S:g} s of leaving.")
+    results = {
+        life.job.name: json.loads(life.job.result.read_text())
+        for life in staying
+        if life.job.pulls and life.job.result.exists()
+    }
+    began = time.monotonic()
+    crew.broker.process.terminate()
+    broker_exit = crew.broker.wait(BROKER_EXIT_WITHIN_S)
+    return Ending(
+        named(final),
+        checksum(final),
+        {name: result["checksum"] for name, result in results.items()},
+        loss_of(final, held_out),
+        exits,
+        broker_exit,
+        time.monotonic() - began,
+    )
+
+
+def loss_of(final: GlobalParameters, held_out: tuple[Tensor, Tensor]) -> float:
+    """Mean loss of these parameters, nats per byte."""
+    model = build_model(0, GPTConfig(context=CONTEXT))
+    model.load_state_dict(final.tensors)
+    return validation_loss(model, *held_out)
+
+
 def judge(
     report: ModeReport,
     watch: RunWatch,
@@ -152,38 +212,28 @@ def judge(
     kept = {release.version for release in findings.lineage}
     seen = [each for each in watch.seen if each.release.version in kept]
     report.aftermaths = [aftermath(seen, entry, began) for entry in injected]
-    report.rounds = len(seen) / versions_a_round(crew.mode)
+    report.rounds = len(seen) / crew.mode.versions_a_round
     entered = contributions(findings.lineage)
     report.contributions = len(entered)
-    lives = {(life.worker, life.number): life for life in read_folder(crew.folder)[2]}
-    fragments = fragments_of(crew.mode)
+    logs = {log.name: log for log in read_folder(crew.folder)[2]}
+    fragments = crew.mode.fragments
     for life in crew.lives:
-        stay = stay_of(life)
-        work = work_of(stay, lives[stay.worker, stay.number], entered, fragments)
-        report.add_work(stay, work)
-        if stay.was_killed:
+        name, trained = life.job.name, life.steps
+        work = work_of(trained, logs[name], entered, fragments)
+        report.all_work += work
+        if life.was_killed:
             cost = (work.trained - work.applied) / fragments
-            report.kill_costs.append(KillCost(life.name, stay.trained, cost))
+            report.kill_costs.append(KillCost(name, trained, cost))
+        else:
+            report.sturdy_work += work
     report.averaged = averaged(
         [
             (each.at, {c.worker for c in each.release.contributions})
             for each in seen
             if each.at < until
         ],
-        [stay_of(life) for life in crew.lives],
-        window=2 * len(WORKERS) if crew.mode == "async" else 1,
-    )
-
-
-def stay_of(life: Life) -> Stay:
-    return Stay(
-        life.worker,
-        life.number,
-        life.steps,
-        life.joined_at,
-        life.ended_at,
-        life.was_killed,
-        tuple(life.stops),
+        crew.lives,
+        window=2 * len(WORKERS) if report.mode == "async" else 1,
     )
 
 
@@ -210,12 +260,13 @@ def calm(report: ModeReport, folder: Path, text: Text, *, seed: int, deadline: f
     """The same mode without faults, until as many contributions are in; its loss goes in the report."""
     empty(folder)
     began = time.monotonic()
-    with Crew(folder, report.mode, None, text.shards, seed=seed + 1, pause=0.0) as crew:
+    mode = MODES[report.mode]
+    with Crew(folder, mode, None, text.shards, seed=seed + 1, pause=0.0) as crew:
         watch = RunWatch(crew, deadline)
         try:
             open_run(watch)
             while watch.contributions < report.contributions:
-                watch.wait_rounds(1 / versions_a_round(report.mode), "the start of the calm run")
+                watch.wait_rounds(1 / mode.versions_a_round, "the start of the calm run")
             ending = bring_to_an_end(watch, text.held_out)
         except (Broken, ChildFailed) as error:
             report.broken.append(f"The calm run: {error}")

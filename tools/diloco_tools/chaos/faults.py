@@ -9,34 +9,55 @@ have trained must all be in the end.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 FRAGILE = ("w0", "w1")  # killed, and started again under the same id
 STURDY = ("w2", "w3")  # stopped and cut off, never killed
 WORKERS = (*FRAGILE, *STURDY)
-GUEST = "guest"  # joins in the middle of the run and leaves politely
-PASSER = "passer"  # joins in the middle of the run and is killed
-BROKER = "broker"
+NEWCOMERS = ("guest", "passer")  # join in the middle of the run; the second one is killed
+BROKER = ("broker",)
 
 HEARTBEAT_TIMEOUT_S = 4.0  # of the drill's broker: a worker silent for so long counts as dead
 DISCONNECT_GRACE_S = 1.0
 
 
-class Kind(str, Enum):
-    """The faults, in the order of the table."""
+class Kind(Enum):
+    """The faults, in the order of the table.
 
-    KILL_WORKER = "worker killed -9, started again"
-    STOP_WORKER = "worker stopped, continued"
-    CUT = "connections cut"
-    CUT_WITHIN = "connections cut within a message"
-    PARTITION = "worker cut off for a while"
-    KILL_BROKER = "broker killed -9, started again"
-    STOP_BROKER = "broker stopped, continued"
-    FILL_DISK = "checkpoint disk full"
-    GUEST = "newcomer joins and leaves"
-    PASSER = "newcomer joins and is killed -9"
+    Attributes:
+        words: for people.
+        whole, short: how many there are of it in a drill.
+        targets: whom they befall, in turn.
+        seconds: how long they last, in turn: some are over before anybody counts as dead, some are not.
+    """
+
+    KILL_WORKER = ("worker killed -9, started again", 3, 1, FRAGILE)
+    STOP_WORKER = (
+        *("worker stopped, continued", 2, 1, STURDY),
+        (HEARTBEAT_TIMEOUT_S + 2.0, HEARTBEAT_TIMEOUT_S / 3),
+    )
+    CUT = ("connections cut", 2, 1, (*WORKERS[1:], WORKERS[0]))
+    CUT_WITHIN = ("connections cut within a message", 3, 1, WORKERS)
+    PARTITION = ("worker cut off for a while", 1, 0, STURDY[-1:], (DISCONNECT_GRACE_S + 2.0,))
+    KILL_BROKER = ("broker killed -9, started again", 3, 1, BROKER)
+    STOP_BROKER = ("broker stopped, continued", 1, 0, BROKER, (1.5,))
+    FILL_DISK = ("checkpoint disk full", 1, 1, BROKER)
+    GUEST = ("newcomer joins and leaves", 1, 1, NEWCOMERS[:1])
+    PASSER = ("newcomer joins and is killed -9", 1, 0, NEWCOMERS[1:])
+
+    def __init__(
+        self,
+        words: str,
+        whole: int,
+        short: int,
+        targets: Sequence[str],
+        seconds: Sequence[float] = (0.0,),
+    ) -> None:
+        self.words, self.whole, self.short = words, whole, short
+        self.targets, self.seconds = targets, seconds
 
 
 KILLS = (Kind.KILL_WORKER, Kind.KILL_BROKER, Kind.PASSER)
@@ -44,118 +65,50 @@ KILLS = (Kind.KILL_WORKER, Kind.KILL_BROKER, Kind.PASSER)
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
-
-    Attributes:
-        target: a worker's name, or "broker".
-        gap: rounds that close before it, counted from the last one.
-        delay: seconds after that, so that it may come anywhere in a round.
-        seconds: how long it lasts, where it lasts.
-        within: bytes that still pass, where a connection is cut within a message.
-    """
+    """One fault."""
 
     kind: Kind
-    target: str
-    gap: int
-    delay: float
-    seconds: float = 0.0
-    within: int = 0
+    target: str  # a worker's name, or "broker"
+    gap: int  # rounds that close before it, counted from the last one
+    delay: float  # seconds after that, so that it may come anywhere in a round
+    seconds: float = 0.0  # how long it lasts, where it lasts
+    within: int = 0  # bytes that still pass, where a connection is cut within a message
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is done in one mode: faults of each kind, and the least number of rounds."""
+    """How much is done in one mode: the least number of rounds, and faults of each kind."""
 
     rounds: int
     gap: tuple[int, int]
-    counts: tuple[tuple[Kind, int], ...]
+    counts: Mapping[Kind, int]
 
 
-WHOLE = Scale(
-    rounds=40,
-    gap=(1, 2),
-    counts=(
-        (Kind.KILL_WORKER, 3),
-        (Kind.STOP_WORKER, 2),
-        (Kind.CUT, 2),
-        (Kind.CUT_WITHIN, 3),
-        (Kind.PARTITION, 1),
-        (Kind.KILL_BROKER, 3),
-        (Kind.STOP_BROKER, 1),
-        (Kind.FILL_DISK, 1),
-        (Kind.GUEST, 1),
-        (Kind.PASSER, 1),
-    ),
-)
-SHORT = Scale(
-    rounds=10,
-    gap=(1, 1),
-    counts=(
-        (Kind.KILL_WORKER, 1),
-        (Kind.STOP_WORKER, 1),
-        (Kind.CUT, 1),
-        (Kind.CUT_WITHIN, 1),
-        (Kind.KILL_BROKER, 1),
-        (Kind.FILL_DISK, 1),
-        (Kind.GUEST, 1),
-    ),
-)
+WHOLE = Scale(40, (1, 2), {kind: kind.whole for kind in Kind})
+SHORT = Scale(10, (1, 1), {kind: kind.short for kind in Kind})
 
 
 def plan(seed: int, mode: str, scale: Scale) -> list[Fault]:
     """The faults of one mode, in order. The same arguments give the same plan."""
     draw = random.Random(f"{seed} {mode}")
-    kinds = [kind for kind, count in scale.counts for _ in range(count)]
+    kinds = [kind for kind, count in scale.counts.items() for _ in range(count)]
     draw.shuffle(kinds)
-    kinds = apart(kinds, Kind.KILL_BROKER)
-    count = dict.fromkeys(Kind, 0)
+    numbers: Counter[Kind] = Counter()
     faults = []
-    for kind in kinds:
-        number = count[kind]
-        count[kind] += 1
+    for kind in apart(kinds, Kind.KILL_BROKER):
+        number = numbers[kind]
+        numbers[kind] += 1
         faults.append(
             Fault(
                 kind,
-                target(kind, number),
+                kind.targets[number % len(kind.targets)],
                 draw.randint(*scale.gap),
                 round(draw.uniform(0.0, 0.6), 3),
-                seconds(kind, number),
+                kind.seconds[number % len(kind.seconds)],
                 draw.randrange(2_000, 1_500_000) if kind is Kind.CUT_WITHIN else 0,
             )
         )
     return faults
-
-
-def target(kind: Kind, number: int) -> str:
-    """Whom the fault of this kind with this number (from 0) befalls."""
-    match kind:
-        case Kind.KILL_WORKER:
-            return FRAGILE[number % len(FRAGILE)]
-        case Kind.STOP_WORKER:
-            return STURDY[number % len(STURDY)]
-        case Kind.CUT | Kind.CUT_WITHIN:
-            return WORKERS[(number + (kind is Kind.CUT)) % len(WORKERS)]
-        case Kind.PARTITION:
-            return STURDY[-1]
-        case Kind.GUEST:
-            return GUEST
-        case Kind.PASSER:
-            return PASSER
-        case _:
-            return BROKER
-
-
-def seconds(kind: Kind, number: int) -> float:
-    """How long a fault lasts: some are over before anybody counts as dead, and some are not."""
-    match kind:
-        case Kind.STOP_WORKER:
-            return HEARTBEAT_TIMEOUT_S + 2.0 if number % 2 == 0 else HEARTBEAT_TIMEOUT_S / 3
-        case Kind.PARTITION:
-            return DISCONNECT_GRACE_S + 2.0
-        case Kind.STOP_BROKER:
-            return 1.5
-        case _:
-            return 0.0
 
 
 def apart(kinds: Sequence[Kind], which: Kind) -> list[Kind]:

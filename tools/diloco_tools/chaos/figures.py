@@ -14,36 +14,9 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from diloco_tools.chaos import audit
-from diloco_tools.chaos.audit import Contribution, Push
+from diloco_tools.chaos.audit import Contribution, Push, WorkerLog
 from diloco_tools.chaos.faults import KILLS, Fault, Kind
-
-
-@dataclass(frozen=True)
-class Stay:
-    """One life of a worker as seen from outside; times in seconds of one clock.
-
-    Attributes:
-        trained: inner steps.
-        joined_at, ended_at: None where it never did.
-        stops: from when to when it was stopped.
-    """
-
-    worker: str
-    number: int
-    trained: int
-    joined_at: float | None
-    ended_at: float | None
-    was_killed: bool
-    stops: tuple[tuple[float, float], ...] = ()
-
-    def is_alive_throughout(self, start: float, end: float) -> bool:
-        """Had it joined before, did it stay beyond, and did nobody stop it in between?"""
-        if self.joined_at is None or self.joined_at >= start:
-            return False
-        if self.ended_at is not None and self.ended_at <= end:
-            return False
-        return not any(began < end and over > start for began, over in self.stops)
+from diloco_tools.chaos.job import Life
 
 
 @dataclass(frozen=True)
@@ -62,15 +35,15 @@ class Work:
 
 
 def work_of(
-    stay: Stay, life: audit.Life, entered: Mapping[Push, Sequence[Contribution]], fragments: int
+    trained: int, log: WorkerLog, entered: Mapping[Push, Sequence[Contribution]], fragments: int
 ) -> Work:
-    """What became of the steps of one life; `entered` is what the final versions contain."""
+    """What became of the inner steps of one life; `entered` is what the final versions contain."""
     applied = 0
-    for push_id, frozen in life.frozen.items():
-        parts = entered.get((stay.worker, push_id), ())
-        if any(p.chunks is None for p in parts) or (parts and push_id in life.counted):
+    for push_id, frozen in log.frozen.items():
+        parts = entered.get((log.worker, push_id), ())
+        if any(p.chunks is None for p in parts) or (parts and push_id in log.counted):
             applied += frozen.steps
-    return Work(stay.trained * fragments, applied)
+    return Work(trained * fragments, applied)
 
 
 @dataclass(frozen=True)
@@ -86,7 +59,7 @@ class Averaged:
 
 
 def averaged(
-    versions: Sequence[tuple[float, Collection[str]]], stays: Iterable[Stay], window: int = 1
+    versions: Sequence[tuple[float, Collection[str]]], lives: Sequence[Life], window: int = 1
 ) -> Averaged:
     """Count who was averaged of those who could have been.
 
@@ -95,12 +68,11 @@ def averaged(
         window: versions that make a round: 1, where there are rounds. In asynchronous mode each version
             is one worker's, so it is twice the number of workers: who is in none of them was left out.
     """
-    stays = list(stays)
     alive = hits = 0
     for end in range(window, len(versions), window):
         start_at, end_at = versions[end - window][0], versions[end][0]
         inside = {name for _, names in versions[end - window + 1 : end + 1] for name in names}
-        there = {s.worker for s in stays if s.is_alive_throughout(start_at, end_at)}
+        there = {e.job.worker for e in lives if e.is_alive_throughout(start_at, end_at)}
         alive += len(there)
         hits += len(there & inside)
     return Averaged(alive, hits)
@@ -108,18 +80,12 @@ def averaged(
 
 @dataclass(frozen=True)
 class Aftermath:
-    """A fault and what came after it.
-
-    Attributes:
-        at: seconds from the start; None if it was never carried out.
-        next_round: seconds to the next version; None when there was none.
-        survived: the run went on, and its target took part again, or left as it was meant to.
-    """
+    """A fault and what came after it."""
 
     fault: Fault
-    at: float | None
-    next_round: float | None
-    survived: bool
+    at: float | None  # seconds from the start; None if it was never carried out
+    next_round: float | None  # seconds to the next version; None when there was none
+    survived: bool  # the run went on, and its target took part again, or left as it was meant to
 
 
 def next_after(at: float, moments: Iterable[float]) -> float | None:
@@ -138,12 +104,11 @@ class Row:
     worst: float | None
 
 
-def rows(aftermaths: Iterable[Aftermath]) -> list[Row]:
+def rows(aftermaths: Sequence[Aftermath]) -> list[Row]:
     """The faults by kind, in the order of `Kind`."""
-    every = list(aftermaths)
     made = []
     for kind in Kind:
-        these = [each for each in every if each.fault.kind is kind]
+        these = [each for each in aftermaths if each.fault.kind is kind]
         times = [each.next_round for each in these if each.next_round is not None]
         if these:
             made.append(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_protocol.errors import DilocoError
-from diloco_tools.chaos.crew import Life
 from diloco_tools.chaos.faults import Fault, Kind
+from diloco_tools.chaos.job import Life
 from diloco_tools.chaos.run_watch import RunWatch
 from diloco_worker import DiLoCoClient
 
@@ -23,18 +23,12 @@ STATUS_EVERY_S = 0.3
 
 @dataclass
 class Injected:
-    """A fault that was carried out.
-
-    Attributes:
-        at: when it took effect, on the monotonic clock; None until it has.
-        life: that was killed, stopped or started by it.
-        is_over: what had to be seen of it was seen, where that is more than new versions.
-    """
+    """A fault that was carried out."""
 
     fault: Fault
-    at: float | None = None
-    life: Life | None = None
-    is_over: bool = False
+    at: float | None = None  # when it took effect, on the monotonic clock; None until it has
+    life: Life | None = None  # that was killed, stopped or started by it
+    is_over: bool = False  # what had to be seen was seen, where that is more than new versions
 
 
 def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected]) -> None:
@@ -46,7 +40,7 @@ def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected
         entry = Injected(fault)
         injected.append(entry)
         inject(watch, entry)
-        last = f"{fault.target}: {fault.kind.value}"
+        last = f"{fault.target}: {fault.kind.words}"
     watch.wait_until(lambda: watch.is_quiet, REPORT_WITHIN_S * 2, f"{last} did not end.")
 
 
@@ -57,7 +51,7 @@ def inject(watch: RunWatch, entry: Injected) -> None:
         case Kind.KILL_WORKER:
             watch.await_joined(fault.target)
             entry.life = crew.kill_worker(fault.target)
-            watch.later(RESTART_AFTER_S, lambda: _start(watch, fault.target))
+            watch.later(RESTART_AFTER_S, lambda: crew.start_worker(fault.target))
         case Kind.STOP_WORKER:
             entry.life = life = watch.await_joined(fault.target)
             life.child.process.send_signal(signal.SIGSTOP)
@@ -79,7 +73,7 @@ def inject(watch: RunWatch, entry: Injected) -> None:
                 proxy.shut()
                 watch.later(fault.seconds, proxy.open)
         case Kind.KILL_BROKER:
-            crew.kill_broker()
+            crew.broker.kill()
             watch.later(RESTART_AFTER_S, crew.start_broker)
         case Kind.STOP_BROKER:
             broker = crew.broker.process
@@ -92,10 +86,6 @@ def inject(watch: RunWatch, entry: Injected) -> None:
             return  # it takes effect when the newcomer goes
     if entry.at is None:
         entry.at = time.monotonic()
-
-
-def _start(watch: RunWatch, worker: str) -> None:
-    watch.crew.start_worker(worker)
 
 
 def _go_on(life: Life) -> None:
@@ -120,7 +110,7 @@ def _newcomer(watch: RunWatch, entry: Injected) -> None:
         if entry.fault.kind is Kind.PASSER:
             crew.kill_worker(worker)
         else:
-            crew.finish_of(worker).touch()
+            life.job.finish.touch()
             watch.when(lambda: life.ended_at is not None, lambda: None)
         entry.at = time.monotonic()
 

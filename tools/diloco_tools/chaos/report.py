@@ -5,11 +5,12 @@ Each broken promise is one sentence that names the values.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from diloco_tools.chaos.audit import Findings
-from diloco_tools.chaos.figures import Aftermath, Averaged, Stay, Work, kills, rows
+from diloco_tools.chaos.figures import Aftermath, Averaged, Work, kills, rows
 
 LEAST_SHARE_AVERAGED = 0.95
 MOST_LOSS = 1.03  # of the calm run's
@@ -36,163 +37,127 @@ class Calm:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended.
+    """How a run ended."""
 
-    Attributes:
-        versions: the final one of each fragment, as the audit logs write it.
-        checksum: of its parameters, as the drill pulled it.
-        checksums: as each surviving worker pulled it, by name of its life.
-        loss: of the final parameters, nats per byte of held-out text.
-        exits: exit codes of the workers that were not killed, by name of their life.
-        broker_exit: exit code of the broker after SIGTERM; None if it had to be killed.
-        broker_seconds: that it took.
-    """
-
-    versions: list[list[Any]]
-    checksum: str
-    checksums: dict[str, str]
-    loss: float
-    exits: dict[str, int | None]
-    broker_exit: int | None
-    broker_seconds: float
+    versions: list[list[Any]]  # the final one of each fragment, as the audit logs write it
+    checksum: str  # of its parameters, as the drill pulled it
+    checksums: dict[str, str]  # as each surviving worker pulled it, by name of its life
+    loss: float  # of the final parameters, nats per byte of held-out text
+    exits: dict[str, int | None]  # of the workers that were not killed, by name of their life
+    broker_exit: int | None  # after SIGTERM; None if it had to be killed
+    broker_seconds: float  # that it took
 
 
 @dataclass
 class ModeReport:
-    """See the head of this module.
-
-    Attributes:
-        allowed: inner steps that one kill may cost.
-        least_rounds: that the run had to have.
-        broken: promises that were broken on the way, so that the run could not go on.
-        rounds, contributions: in the lineage of the final version.
-        all_work: of everybody; `sturdy_work` of those lives that were not killed.
-    """
+    """See the head of this module."""
 
     mode: str
-    allowed: int
-    least_rounds: int = 0
+    allowed: int  # inner steps that one kill may cost
+    least_rounds: int = 0  # that the run had to have
     disk: str = ""
     seconds: float = 0.0
+    # Promises that were broken on the way, so that the run could not go on.
     broken: list[str] = field(default_factory=list)
     aftermaths: list[Aftermath] = field(default_factory=list)
     findings: Findings | None = None
     ending: Ending | None = None
+    # In the lineage of the final version.
     rounds: float = 0.0
     contributions: int = 0
     all_work: Work = field(default_factory=Work)
-    sturdy_work: Work = field(default_factory=Work)
+    sturdy_work: Work = field(default_factory=Work)  # of the lives that were not killed
     kill_costs: list[KillCost] = field(default_factory=list)
     averaged: Averaged = field(default_factory=Averaged)
     calm: Calm | None = None
 
-    def add_work(self, stay: Stay, work: Work) -> None:
-        """One life of a worker."""
-        self.all_work += work
-        if not stay.was_killed:
-            self.sturdy_work += work
-
     @property
     def problems(self) -> list[str]:
         """A sentence for each broken promise."""
-        found = [*self.broken, *self._unsurvived(), *self._slow()]
+        found = [*self.broken, *self._of_faults()]
         if self.findings is not None:
             found += self.findings.problems
         if self.ending is not None:
-            found += [*self._ending(self.ending), *self._work(), *self._figures()]
+            found += [*self._of_the_end(self.ending), *self._of_work(), *self._of_figures()]
         return [f"{self.mode}: {sentence}" for sentence in found]
 
     @property
     def remarks(self) -> list[str]:
         """What happened to pushes that are in no final version for a reason."""
-        found = self.findings
-        return [] if found is None else [*found.dropped, *found.in_flight, *found.forgotten]
+        return [] if self.findings is None else self.findings.remarks
 
-    def _unsurvived(self) -> list[str]:
-        return [
-            f"The run did not get over a fault: {each.fault.kind.value} ({each.fault.target}, "
-            f"{'never carried out' if each.at is None else f'{each.at:.0f} s after the start'})."
-            for each in self.aftermaths
-            if not each.survived
-        ]
+    def _of_faults(self) -> Iterator[str]:
+        for each in self.aftermaths:
+            if not each.survived:
+                when = "never carried out"
+                if each.at is not None:
+                    when = f"{each.at:.0f} s after the start"
+                what = f"{each.fault.kind.words} ({each.fault.target}, {when})"
+                yield f"The run did not get over a fault: {what}."
+        for each in kills(self.aftermaths):
+            if each.next_round is not None and each.next_round > RECOVERY_S:
+                yield (
+                    f"After {each.fault.target} was killed the next round closed in "
+                    f"{each.next_round:.1f} s; at most {RECOVERY_S:g} s are allowed."
+                )
 
-    def _slow(self) -> list[str]:
-        return [
-            f"After {each.fault.target} was killed the next round closed in {each.next_round:.1f} s; "
-            f"at most {RECOVERY_S:g} s are allowed."
-            for each in kills(self.aftermaths)
-            if each.next_round is not None and each.next_round > RECOVERY_S
-        ]
-
-    def _ending(self, ending: Ending) -> list[str]:
-        found = [
-            f"{name} pulled other parameters than the drill ({told[:12]} instead of "
-            f"{ending.checksum[:12]})."
-            for name, told in ending.checksums.items()
-            if told != ending.checksum
-        ]
-        found += [
-            f"{name} ended with exit code {code} instead of 0."
-            for name, code in ending.exits.items()
-            if code != 0
-        ]
+    def _of_the_end(self, ending: Ending) -> Iterator[str]:
+        for name, told in ending.checksums.items():
+            if told != ending.checksum:
+                yield (
+                    f"{name} pulled other parameters than the drill ({told[:12]} instead of "
+                    f"{ending.checksum[:12]})."
+                )
+        for name, code in ending.exits.items():
+            if code != 0:
+                yield f"{name} ended with exit code {code} instead of 0."
         if ending.broker_exit != 0:
-            found.append(
+            yield (
                 f"The broker ended with exit code {ending.broker_exit} after SIGTERM, in "
                 f"{ending.broker_seconds:.1f} s; 0 was promised."
             )
-        return found
 
-    def _work(self) -> list[str]:
-        found = []
+    def _of_work(self) -> Iterator[str]:
         work = self.sturdy_work
         if work.applied != work.trained:
-            found.append(
+            yield (
                 f"Workers that were not killed trained {work.trained} steps and {work.applied} are in "
                 "the final version; all of them should be."
             )
-        found += [
-            f"The kill of {cost.life} cost {cost.lost:g} inner steps; at most {self.allowed} are "
-            "allowed."
-            for cost in self.kill_costs
-            if cost.lost > self.allowed
-        ]
-        return found
+        for cost in self.kill_costs:
+            if cost.lost > self.allowed:
+                yield (
+                    f"The kill of {cost.life} cost {cost.lost:g} inner steps; at most {self.allowed} "
+                    "are allowed."
+                )
 
-    def _figures(self) -> list[str]:
-        found = []
+    def _of_figures(self) -> Iterator[str]:
         if self.rounds < self.least_rounds:
-            found.append(f"The run had {self.rounds:g} rounds; {self.least_rounds} were to be.")
+            yield f"The run had {self.rounds:g} rounds; {self.least_rounds} were to be."
         if self.averaged.share < LEAST_SHARE_AVERAGED:
-            found.append(
+            yield (
                 f"{self.averaged.averaged} of {self.averaged.alive} workers alive throughout a round "
                 f"were averaged in it; at least {LEAST_SHARE_AVERAGED:.0%} should be."
             )
         if self.calm is not None and self.ending is not None:
             ratio = self.ending.loss / self.calm.loss
             if ratio > MOST_LOSS:
-                found.append(
+                yield (
                     f"The final loss is {self.ending.loss:.4f}, {ratio - 1:.1%} above the calm run's "
                     f"{self.calm.loss:.4f}; at most {MOST_LOSS - 1:.0%} are allowed."
                 )
-        return found
 
     def plain(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        work = {"all": self.all_work, "not_killed": self.sturdy_work}
-        findings, ending = self.findings, self.ending
+        findings = self.findings
+        fields = asdict(self)
         return {
-            "mode": self.mode,
+            **{name: fields[name] for name in ("mode", "disk", "rounds", "contributions")},
             "seconds": round(self.seconds, 1),
-            "disk": self.disk,
-            "rounds": self.rounds,
-            "contributions": self.contributions,
-            "useful_work": {
-                name: {**asdict(each), "share": each.share} for name, each in work.items()
-            },
-            "kills": [asdict(cost) for cost in self.kill_costs],
+            "useful_work": {"all": shared(self.all_work), "not_killed": shared(self.sturdy_work)},
+            "kills": fields["kill_costs"],
             "allowed_steps_a_kill": self.allowed,
-            "averaged": {**asdict(self.averaged), "share": self.averaged.share},
+            "averaged": shared(self.averaged),
             "faults": [
                 {
                     "kind": each.fault.kind.name.lower(),
@@ -203,17 +168,21 @@ class ModeReport:
                 }
                 for each in self.aftermaths
             ],
-            "table": [{**asdict(row), "kind": row.kind.value} for row in rows(self.aftermaths)],
-            "audit": {
+            "table": [{**asdict(row), "kind": row.kind.words} for row in rows(self.aftermaths)],
+            "audit": findings
+            and {
                 "versions": len(findings.lineage),
                 "problems": findings.problems,
                 "dropped": findings.dropped,
                 "in_flight": findings.in_flight,
                 "forgotten": findings.forgotten,
-            }
-            if findings
-            else None,
-            "ending": asdict(ending) if ending else None,
-            "calm": asdict(self.calm) if self.calm else None,
+            },
+            "ending": fields["ending"],
+            "calm": fields["calm"],
             "problems": self.problems,
         }
+
+
+def shared(record: Work | Averaged) -> dict[str, Any]:
+    """Its fields, and the share of one in the other."""
+    return {**asdict(record), "share": record.share}

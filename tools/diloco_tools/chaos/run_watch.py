@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_tools.chaos.audit import BROKER_LOG, Release, releases_of
-from diloco_tools.chaos.crew import Crew, Life, versions_a_round
+from diloco_tools.chaos.audit import BROKER_LOG, Release, release_of
+from diloco_tools.chaos.crew import Crew
+from diloco_tools.chaos.job import Life
 from diloco_tools.processes import JsonLines
 
 TURN_S = 0.03  # between two looks
@@ -46,12 +47,12 @@ class RunWatch:
         self.seen: list[Seen] = []
         self._log = JsonLines(crew.folder / BROKER_LOG)
         self._logs: dict[str, JsonLines] = {}
-        self._put_off: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self._put_off: list[tuple[Callable[[], bool], Callable[[], object]]] = []
 
     @property
     def rounds(self) -> float:
-        """Rounds so far, as they are counted in this mode (see `versions_a_round`)."""
-        return len(self.seen) / versions_a_round(self.crew.mode)
+        """Rounds so far, as they are counted in this mode (see `Mode`)."""
+        return len(self.seen) / self.crew.mode.versions_a_round
 
     @property
     def contributions(self) -> int:
@@ -63,11 +64,11 @@ class RunWatch:
         """Nothing is put off."""
         return not self._put_off
 
-    def when(self, condition: Callable[[], bool], action: Callable[[], None]) -> None:
+    def when(self, condition: Callable[[], bool], action: Callable[[], object]) -> None:
         """Do something as soon as a condition holds."""
         self._put_off.append((condition, action))
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
         """Do something once `seconds` have passed."""
         due = time.monotonic() + seconds
         self.when(lambda: time.monotonic() >= due, action)
@@ -75,7 +76,7 @@ class RunWatch:
     def look(self) -> None:
         """Take in what is new, and do what is due."""
         now = time.monotonic()
-        for release in releases_of(self._log.new()):
+        for release in map(release_of, self._log.new()):
             if release.after is not None:
                 self.seen.append(Seen(now, release))
         for life in self.crew.lives:
@@ -89,7 +90,7 @@ class RunWatch:
     def _look_at(self, life: Life, now: float) -> None:
         if life.ended_at is not None:
             return
-        log = self._logs.setdefault(life.name, JsonLines(life.audit))
+        log = self._logs.setdefault(life.job.name, JsonLines(life.job.audit))
         for record in log.new():
             if record["event"] == "joined" and life.joined_at is None:
                 life.joined_at = now
@@ -120,7 +121,7 @@ class RunWatch:
 
     def wait_rounds(self, rounds: float, after: str) -> None:
         """Wait until this many more rounds have closed; raises Broken when the run stands still."""
-        target = len(self.seen) + rounds * versions_a_round(self.crew.mode)
+        target = len(self.seen) + rounds * self.crew.mode.versions_a_round
         while len(self.seen) < target:
             have = len(self.seen)
             self.wait_until(
@@ -143,9 +144,6 @@ class RunWatch:
             life = self.crew.life(worker)
             return life.joined_at is not None and life.ended_at is None
 
-        self.wait_until(
-            takes_part,
-            STANDSTILL_S,
-            f"{worker} did not join within {STANDSTILL_S:g} s.",
-        )
+        sentence = f"{worker} did not join within {STANDSTILL_S:g} s."
+        self.wait_until(takes_part, STANDSTILL_S, sentence)
         return self.crew.life(worker)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from diloco_tools.chaos.faults import Kind
-from diloco_tools.chaos.figures import Work, kills, rows
+from diloco_tools.chaos.figures import Row, Work, kills, rows
 from diloco_tools.chaos.report import LEAST_SHARE_AVERAGED, ModeReport
 
 
@@ -23,16 +23,15 @@ def faults_table(reports: Sequence[ModeReport]) -> Table:
     for kind in Kind:
         if not any(kind in found for found in by_mode):
             continue
-        cells = []
-        for found in by_mode:
-            row = found.get(kind)
-            if row is None:
-                cells.append("-")
-                continue
-            times = "" if row.median is None else f"  {row.median:.1f}  {row.worst:.1f}"
-            cells.append(f"{row.survived} of {row.injected}{times}")
-        shown.add_row(kind.value, *cells)
+        shown.add_row(kind.words, *(_survived(found.get(kind)) for found in by_mode))
     return shown
+
+
+def _survived(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    times = "" if row.median is None else f"  {row.median:.1f}  {row.worst:.1f}"
+    return f"{row.survived} of {row.injected}{times}"
 
 
 def figures_table(reports: Sequence[ModeReport]) -> Table:
@@ -43,23 +42,63 @@ def figures_table(reports: Sequence[ModeReport]) -> Table:
         shown.add_column(report.mode, justify="right")
     headline = (Text(_work(report.sturdy_work), "bold") for report in reports)
     shown.add_row(Text("lives not killed (goal 1.0)", "bold"), *headline)
-    lines: list[tuple[str, Callable[[ModeReport], str]]] = [
-        ("all lives", lambda r: _work(r.all_work)),
-        ("steps lost, kill by kill", _costs),
-        ("  of these allowed", lambda r: f"{r.allowed} each"),
-        ("from a kill to the next round", _times),
-        ("rounds, contributions", lambda r: f"{r.rounds:.0f}, {r.contributions}"),
-        (f"averaged of alive (goal {LEAST_SHARE_AVERAGED:.0%})", _averaged),
-        ("counted twice, lost, other findings", _audit),
-        ("dropped for a reason, forgotten", _told),
-        ("same version, bit for bit", _same),
-        ("final loss, that of a calm run", _loss),
-        ("checkpoint disk", lambda r: r.disk),
-        ("seconds, with the calm run", _seconds),
-    ]
-    for name, cell in lines:
-        shown.add_row(name, *(cell(report) for report in reports))
+    by_mode = [_cells(report) for report in reports]
+    for name in by_mode[0]:
+        shown.add_row(name, *(cells[name] for cells in by_mode))
     return shown
+
+
+def _work(work: Work) -> str:
+    return f"{work.applied} / {work.trained} = {work.share:.4f}" if work.trained else "-"
+
+
+def _cells(report: ModeReport) -> dict[str, str]:
+    """One mode, from top to bottom; a dash where it did not come to that."""
+    audited = told = same = loss = "-"
+    if report.findings is None:
+        audited = "not audited"
+    else:
+        found = report.findings
+        others = len(found.problems) - len(found.doubled) - len(found.lost)
+        audited = f"{len(found.doubled)}, {len(found.lost)}, {others}"
+        told = f"{len(found.dropped)}, {len(found.forgotten)}"
+    if report.ending is not None:
+        checksums = report.ending.checksums.values()
+        same = f"{sum(each == report.ending.checksum for each in checksums)} of {len(checksums)}"
+        loss = f"{report.ending.loss:.4f}"
+    seconds = f"{report.seconds:.0f}"
+    if report.calm is not None:
+        seconds += f", {report.seconds + report.calm.seconds:.0f}"
+        if report.ending is not None:
+            more = report.ending.loss / report.calm.loss - 1
+            loss += f", {report.calm.loss:.4f} ({more:+.1%})"
+    averaged = report.averaged
+    return {
+        "all lives": _work(report.all_work),
+        "steps lost, kill by kill": " ".join(f"{c.lost:g}" for c in report.kill_costs) or "-",
+        "  of these allowed": f"{report.allowed} each",
+        "from a kill to the next round": _times(report),
+        "rounds, contributions": f"{report.rounds:.0f}, {report.contributions}",
+        f"averaged of alive (goal {LEAST_SHARE_AVERAGED:.0%})": (
+            f"{averaged.averaged} of {averaged.alive} = {averaged.share:.1%}"
+            if averaged.alive
+            else "-"
+        ),
+        "counted twice, lost, other findings": audited,
+        "dropped for a reason, forgotten": told,
+        "same version, bit for bit": same,
+        "final loss, that of a calm run": loss,
+        "checkpoint disk": report.disk,
+        "seconds, with the calm run": seconds,
+    }
+
+
+def _times(report: ModeReport) -> str:
+    times = [each.next_round for each in kills(report.aftermaths)]
+    found = [each for each in times if each is not None]
+    if len(found) < len(times):
+        return "never"
+    return f"{statistics.median(found):.1f} s, worst {max(found):.1f} s" if found else "-"
 
 
 NOTES = (
@@ -69,61 +108,3 @@ NOTES = (
     "in one of 2 W successive versions, where W is the number of workers.",
     "Forgotten: what a killed worker saw counted in a version that was lost with the broker.",
 )
-
-
-def _work(work: Work) -> str:
-    return f"{work.applied} / {work.trained} = {work.share:.4f}" if work.trained else "-"
-
-
-def _costs(report: ModeReport) -> str:
-    return " ".join(f"{cost.lost:g}" for cost in report.kill_costs) or "-"
-
-
-def _times(report: ModeReport) -> str:
-    times = [each.next_round for each in kills(report.aftermaths)]
-    if not times:
-        return "-"
-    if None in times:
-        return "never"
-    found = [each for each in times if each is not None]
-    return f"{statistics.median(found):.1f} s, worst {max(found):.1f} s"
-
-
-def _averaged(report: ModeReport) -> str:
-    found = report.averaged
-    return f"{found.averaged} of {found.alive} = {found.share:.1%}" if found.alive else "-"
-
-
-def _audit(report: ModeReport) -> str:
-    found = report.findings
-    if found is None:
-        return "not audited"
-    others = len(found.problems) - len(found.doubled) - len(found.lost)
-    return f"{len(found.doubled)}, {len(found.lost)}, {others}"
-
-
-def _told(report: ModeReport) -> str:
-    found = report.findings
-    return "-" if found is None else f"{len(found.dropped)}, {len(found.forgotten)}"
-
-
-def _same(report: ModeReport) -> str:
-    ending = report.ending
-    if ending is None:
-        return "-"
-    same = sum(told == ending.checksum for told in ending.checksums.values())
-    return f"{same} of {len(ending.checksums)}"
-
-
-def _loss(report: ModeReport) -> str:
-    if report.ending is None:
-        return "-"
-    loss = report.ending.loss
-    if report.calm is None:
-        return f"{loss:.4f}"
-    return f"{loss:.4f}, {report.calm.loss:.4f} ({loss / report.calm.loss - 1:+.1%})"
-
-
-def _seconds(report: ModeReport) -> str:
-    more = f", {report.seconds + report.calm.seconds:.0f}" if report.calm else ""
-    return f"{report.seconds:.0f}{more}"

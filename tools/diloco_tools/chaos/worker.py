@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from diloco_tools.chaos.audit import life_of, read_lines
+from diloco_tools.chaos.audit import log_of, read_lines
 from diloco_tools.chaos.job import Job
 from diloco_tools.demo.data import training_batches
 from diloco_tools.demo.model import GPTConfig, Recipe, build_model, build_optimizer, inner_step
@@ -31,6 +31,7 @@ BATCH = 4
 LEARNING_RATE = 2e-3
 WARMUP = 10  # steps of each life: AdamW starts anew in it
 LOOK_EVERY_S = 0.05
+PULL_WITHIN_S = 60.0  # that a worker which has left waits for the others
 PATIENCE_S = 30.0  # without a sign of life of the broker
 FORCES = 3  # attempts to get the last steps in
 
@@ -57,26 +58,25 @@ def train(job: Job) -> dict[str, Any]:
     text = torch.frombuffer(bytearray(Path(job.shard).read_bytes()), dtype=torch.uint8)
     model = build_model(0, GPTConfig(context=CONTEXT))
     optimizer = build_optimizer(model, Recipe(0, BATCH, CONTEXT, LEARNING_RATE, "constant"))
-    count = StepCount(Path(job.steps))
+    count = StepCount(job.steps)
     optimizer.register_step_post_hook(count)  # before the hook's, so it is called before
-    finish = Path(job.finish)
     with DiLoCoWorker(
         model,
         optimizer,
         server=job.server,
         worker_id=job.worker,
-        audit=job.audit,
+        audit=str(job.audit),
         timeout=PATIENCE_S,
     ) as diloco:
         for tokens, targets in training_batches(text, BATCH, CONTEXT, job.seed):
-            if finish.exists():
+            if job.finish.exists():
                 break
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * min(1.0, (count.steps + 1) / WARMUP)
             loss = inner_step(model, optimizer, tokens, targets)
             diloco.report(loss=loss, tokens=tokens.numel())
             time.sleep(job.pause)
-        bring_in(diloco, Path(job.audit))
+        bring_in(diloco, job.audit)
     return {"steps": count.steps, "metrics": dict(diloco.sync_metrics)}
 
 
@@ -85,8 +85,8 @@ def bring_in(diloco: DiLoCoWorker, audit: Path) -> None:
     config = diloco.config
     assert config is not None
     for _ in range(FORCES):
-        life = life_of("", 0, read_lines(audit.read_text()))
-        sent = {frozen.fragment: frozen.step for frozen in life.frozen.values()}
+        log = log_of("", 0, read_lines(audit.read_text()))
+        sent = {frozen.fragment: frozen.step for frozen in log.frozen.values()}
         if all(sent.get(f, 0) == diloco.local_step for f in range(config.num_fragments)):
             return
         diloco.force_sync()
@@ -117,16 +117,16 @@ def checksum(parameters: GlobalParameters) -> str:
 def main(job: Job) -> None:
     """Train, leave, wait until everybody has left, pull, and write the result."""
     result = train(job)
-    deadline = time.monotonic() + job.patience
-    while job.pull and not Path(job.pull).exists():
+    deadline = time.monotonic() + PULL_WITHIN_S
+    while job.pulls and not job.pull.exists():
         if time.monotonic() > deadline:
-            sys.exit(f"nobody asked for the final pull within {job.patience:g} s")
+            sys.exit(f"nobody asked for the final pull within {PULL_WITHIN_S:g} s")
         time.sleep(LOOK_EVERY_S)
-    if job.pull:
+    if job.pulls:
         result |= pull(job.server)
-    place = Path(job.result)
-    place.with_suffix(".tmp").write_text(json.dumps(result, default=str))
-    place.with_suffix(".tmp").rename(place)  # there whole, or not at all
+    unfinished = job.result.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(result, default=str))
+    unfinished.rename(job.result)  # there whole, or not at all
 
 
 if __name__ == "__main__":

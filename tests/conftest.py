@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from kit.paths import ROOT
 from kit.session_harness import FROZEN, Desk, desk, version
+
+# With more threads torch spends the time of small models waking them: three times as much of it. Before
+# torch is loaded, and for the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Tracing lines doubles the time of Python code. So it is off in what runs long, is about time, or runs
 # in processes of its own.

@@ -148,21 +148,21 @@ class ChunkedModel:
         chunks = self.tensors.fragment_tensors(fragment).chunks
         return torch.cat([chunks[span.index] for span in self.spans(fragment)])
 
+    def named(self, fragment: int, flat: Tensor) -> dict[str, Tensor]:
+        """The flat parameters of a fragment as tensors by name, in the manifest's order."""
+        found, start = {}, 0
+        for entry in MANIFEST.entries:
+            number = FRAGMENT_OF.get(entry.name)
+            if number is not None and number % len(self.start) == fragment:
+                stop = start + entry.elements
+                found[entry.name] = flat[start:stop].reshape(entry.shape).clone()
+                start = stop
+        assert start == flat.numel()
+        return found
+
     def memory(self, fragment: int = 0) -> FragmentTensors:
         """A deep copy of everything that a step may change."""
         return copy.deepcopy(self.tensors.fragment_tensors(fragment))
-
-
-def shaped(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The flat parameters of a fragment as tensors, in the manifest's order."""
-    found, start = {}, 0
-    for entry in MANIFEST.entries:
-        if entry.name in shapes:
-            stop = start + entry.elements
-            found[entry.name] = flat[start:stop].reshape(entry.shape).clone()
-            start = stop
-    assert start == flat.numel()
-    return found
 
 
 def same(one: Any, other: Any) -> bool:

@@ -5,144 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from broker.tensors.test_outer_optimizers import (  # noqa: F401 - `seed` is a fixture of all tests
-    ALL_SHAPES,
-    ETA,
-    EVERY,
-    MU,
-    N,
-    adamw,
-    by_group,
-    dn_step,
-    exact,
-    near,
-    nesterov_step,
-    seed,
-    several_seeds,
-    sgd,
-)
 from torch import Tensor
 from torch.nn import Parameter
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.tensors.outer.chunked import (
-    Buffered,
-    DelayedNesterov,
-    Nesterov,
-    Sgd,
-)
+from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Nesterov, Sgd
 from diloco_broker.tensors.outer.make import Outer, make_outer
-from diloco_broker.tensors.outer.torch_fragment import FragmentParameters, OuterOptimizerFactory
+from diloco_broker.tensors.outer.torch_fragment import FragmentParameters
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_protocol.codecs import as_bytes
 from diloco_protocol.errors import UsageError
-from kit.chunked_model import MANIFEST, SHAPES, ChunkedModel, same, shaped
-
-# Torch optimizers by factory.
-
-
-class Whole:
-    """A torch optimizer on whole tensors of a fragment, as its user would write it."""
-
-    def __init__(self, model: ChunkedModel, fragment: int, factory: OuterOptimizerFactory) -> None:
-        self.shapes = SHAPES[fragment] if len(model.start) == 2 else ALL_SHAPES
-        start = shaped(model.start[fragment], self.shapes)
-        named = {name: Parameter(values) for name, values in start.items()}
-        self.parameters = FragmentParameters(fragment, named)
-        self.optimizer = factory(self.parameters)
-
-    def step(self, flat: Tensor) -> None:
-        for name, gradient in shaped(flat, self.shapes).items():
-            self.parameters.named[name].grad = gradient
-        self.optimizer.step()
-
-    def descend(self, flat: Tensor) -> None:
-        with torch.no_grad():
-            rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
-            for name, gradient in shaped(flat, self.shapes).items():
-                parameter = self.parameters.named[name]
-                parameter.sub_(rates[id(parameter)] * gradient)
-
-    def put(self, flat: Tensor) -> None:
-        with torch.no_grad():
-            for name, values in shaped(flat, self.shapes).items():
-                self.parameters.named[name].copy_(values)
-
-    @property
-    def flat(self) -> Tensor:
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters])
-
-
-FACTORIES: dict[str, OuterOptimizerFactory] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=ETA),
-    "nesterov": sgd,
-    "groups": by_group,
-    "adamw": adamw,
-}
-
-
-@pytest.mark.parametrize("chunk_elements", [1, 4, 7, 64])
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("name", FACTORIES)
-def test_torch_optimizer_steps_whole_tensors_bit_for_bit(
-    name: str, fragments: int, chunk_elements: int
-) -> None:
-    factory = FACTORIES[name]
-    outer = TorchOuter(factory)
-    model = ChunkedModel(outer, fragments=fragments, chunk_elements=chunk_elements)
-    wholes = [Whole(model, fragment, factory) for fragment in range(fragments)]
-    for _ in range(4):
-        for fragment, whole in enumerate(wholes):
-            gradient = torch.randn_like(model.start[fragment])
-            model.merges(gradient, fragment=fragment)
-            whole.step(gradient)
-            assert torch.equal(model.theta(fragment), whole.flat)
-
-
-@several_seeds
-@pytest.mark.parametrize("name", FACTORIES)
-@pytest.mark.parametrize("rule", ["fedbuff", "direct"])
-def test_torch_optimizer_steps_on_the_mean_of_a_buffer(rule: Any, name: str) -> None:
-    factory = FACTORIES[name]
-    model = ChunkedModel(TorchOuter(factory, rule, N))
-    whole = Whole(model, 0, factory)
-    for _ in range(3):
-        gradients = [torch.randn_like(model.start[0]) for _ in range(N)]
-        for gradient in gradients:
-            model.merges(gradient)
-        if rule == "direct":
-            for gradient in gradients[:-1]:
-                whole.descend(gradient)
-        whole.step(torch.stack(gradients).mean(dim=0))
-        torch.testing.assert_close(model.theta(), whole.flat, rtol=1e-4, atol=1e-5)
-
-
-@several_seeds
-@pytest.mark.parametrize("fragments", [1, 2])
-@pytest.mark.parametrize("lr", [0.1, ETA])
-def test_paper_s_form_takes_rate_and_momentum_of_each_group(fragments: int, lr: float) -> None:
-    def factory(parameters: FragmentParameters) -> torch.optim.Optimizer:
-        made = by_group(parameters)
-        made.param_groups[1]["lr"] = lr
-        return made
-
-    model = ChunkedModel(TorchOuter(factory, "paper", N, 0.2), fragments=fragments)
-    for fragment, start in enumerate(model.start):
-        first = 15 if fragment == 0 else 12
-        eta = np.where(np.arange(start.numel()) < first, lr, ETA)
-        mu = np.where(np.arange(start.numel()) < first, 0.5, MU)
-        theta = exact(start)
-        m, buffer = np.zeros_like(theta), np.zeros_like(theta)
-        for t in range(3 * N + 1):
-            gradient = torch.randn_like(start)
-            model.merges(gradient, fragment=fragment)
-            buffer, boundary = buffer + exact(gradient), (t + 1) % N == 0
-            theta, m = dn_step(theta, exact(gradient), m, buffer, boundary, 0.2, eta, mu)
-            buffer = buffer * (not boundary)
-            near(model.theta(fragment), theta)
+from kit.chunked_model import MANIFEST, ChunkedModel, same
+from kit.outers import EVERY, N, adamw, in_torch
+from kit.reference import ByTorch
 
 
 def test_paper_s_form_reads_the_groups_at_each_step_and_never_steps_the_optimizer() -> None:
@@ -153,14 +30,18 @@ def test_paper_s_form_reads_the_groups_at_each_step_and_never_steps_the_optimize
         return made[-1]
 
     model = ChunkedModel(TorchOuter(factory, "paper", 1))
-    theta = exact(model.start[0])
-    m = np.zeros_like(theta)
+    theta, plain = (
+        {"": model.start[0]},
+        ByTorch(lambda named: torch.optim.SGD(named.values(), lr=0.5, momentum=0.6, nesterov=True)),
+    )
     for lr, mu in ((0.5, 0.6), (0.25, 0.7), (0.125, 0.8)):
         made[0].param_groups[0].update(lr=lr, betas=(mu, 0.9))
+        if plain.optimizer is not None:
+            plain.optimizer.param_groups[0].update(lr=lr, momentum=mu)
         gradient = torch.randn_like(model.start[0])
         model.merges(gradient)
-        theta, m = nesterov_step(theta, exact(gradient), m, lr, mu)
-        near(model.theta(), theta)
+        theta = plain(theta, {"": gradient})
+        torch.testing.assert_close(model.theta(), theta[""], rtol=2e-5, atol=2e-5)
     assert not made[0].state
 
 
@@ -191,7 +72,7 @@ def test_factory_is_called_once_for_each_fragment_with_its_parameters_in_order()
     model = ChunkedModel(TorchOuter(factory), fragments=2)
     assert [parameters.fragment for parameters in calls] == [0, 1]
     for fragment, parameters in enumerate(calls):
-        wanted = shaped(model.start[fragment], SHAPES[fragment])
+        wanted = model.named(fragment, model.start[fragment])
         assert list(parameters.named) == [e.name for e in MANIFEST.entries if e.name in wanted]
         assert list(map(id, parameters)) == list(map(id, parameters.named.values()))
         assert all(p.dtype is torch.float32 for p in parameters)
@@ -236,18 +117,17 @@ def test_whole_tensors_wait_for_the_last_chunk_in_any_order(name: str) -> None:
 
 
 def test_optimizer_sees_no_gradient_where_nobody_delivered() -> None:
-    model = ChunkedModel(TorchOuter(adamw))
-    whole = Whole(model, 0, adamw)
+    model, whole = ChunkedModel(TorchOuter(adamw)), in_torch(adamw)
     for lacks in ([], [1, 3], [0], []):
-        gradient = torch.randn_like(model.start[0])
+        before, gradient = model.theta(), torch.randn_like(model.start[0])
         model.merges(gradient, lacks=lacks)
-        before = whole.flat
         is_lacking = torch.zeros_like(before, dtype=torch.bool)
         for index in lacks:
             is_lacking[4 * index : 4 * index + 4] = True
-        whole.step(gradient.masked_fill(is_lacking, 0.0))
-        whole.put(torch.where(is_lacking, before, whole.flat))
-        assert torch.equal(model.theta(), whole.flat)
+        seen = model.named(0, gradient.masked_fill(is_lacking, 0.0))
+        stepped = whole(model.named(0, before), seen)
+        flat = torch.cat([each.reshape(-1) for each in stepped.values()])
+        assert torch.equal(model.theta(), torch.where(is_lacking, before, flat))
 
 
 def test_gradients_that_wait_for_other_chunks_are_not_folded_over() -> None:

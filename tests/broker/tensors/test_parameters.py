@@ -49,21 +49,6 @@ def whole(gradient: Gradient | Blend | None) -> Tensor:
     return gradient.whole()
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_mean_is_weighted_by_what_reached_the_chunk(name: str) -> None:
-    mean = StreamingMean(a_layout().fragments[0], name)
-    for _round in range(2):  # the accumulator is used again
-        deltas, weights = [torch.randn(4) for _ in range(3)], [1.0, 0.25, 7.0]
-        for delta, weight in zip(deltas, weights, strict=True):
-            assert mean.fold(1, wire(delta, DTYPES[name]), weight)
-        travelled = [delta.to(DTYPES[name]).double() for delta in deltas]
-        wanted = sum(w * d for w, d in zip(weights, travelled, strict=True)) / sum(weights)
-        got = whole(mean.take(1, sum(weights)))
-        assert isinstance(wanted, Tensor)
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=1e-6)
-    assert mean.take(1, 1.0) is None, "it is empty now"
-
-
 def test_integers_take_the_largest_value_whatever_the_order() -> None:
     layout = a_layout().fragments[0]
     index = next(span.index for span in layout.spans if span.segment.value == "integers")
@@ -72,18 +57,6 @@ def test_integers_take_the_largest_value_whatever_the_order() -> None:
         assert mean.fold(index, wire(torch.tensor(values), torch.int64), 2.0)
     got = whole(mean.take(index, 6.0))
     assert got.tolist() == [7, -9]
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
-def test_chunk_that_is_not_finite_leaves_the_accumulator_as_it_was(bad: float, name: str) -> None:
-    mean = StreamingMean(a_layout().fragments[0], name)
-    poison = torch.tensor([0.0, bad, 0.0, 0.0])
-    assert not mean.fold(0, wire(poison, DTYPES[name]), 1.0)
-    assert mean.fold(0, wire(torch.ones(4), DTYPES[name]), 1.0)
-    assert not mean.fold(0, wire(poison, DTYPES[name]), 1.0)
-    got = whole(mean.take(0, 1.0))
-    assert got.tolist() == [1.0] * 4
 
 
 def test_step_moves_parameters_with_momentum_and_takes_buffers_over() -> None:
@@ -101,20 +74,6 @@ def test_step_moves_parameters_with_momentum_and_takes_buffers_over() -> None:
     torch.testing.assert_close(read(chunks[0]), torch.full((19,), -0.95 - 1.355))
     assert read(chunks[1]).tolist() == [4.0] * 6
     assert read(chunks[2], torch.int64).tolist() == [4, 4]
-
-
-def test_chunk_that_was_handed_out_never_changes() -> None:
-    tensors = some_tensors()
-    first = tensors.place(0, 0, wire(torch.zeros(19)))
-    assert first is not None
-    handed_out = [first]
-    for count in range(5):
-        tensors.fold(0, 0, wire(torch.randn(19)), 1.0)
-        handed_out.append(tensors.step(0, 0, 1.0, 2 * count)[0].wire)
-        copies = [bytes(chunk) for chunk in handed_out]
-        tensors.fold(0, 0, wire(torch.randn(19)), 1.0)
-        tensors.step(0, 0, 1.0, 2 * count + 1)
-        assert [bytes(chunk) for chunk in handed_out] == copies
 
 
 def test_reply_is_the_master_itself_when_no_conversion_is_needed() -> None:
@@ -138,19 +97,6 @@ def test_mean_that_overflows_leaves_parameters_and_momentum_as_they_were() -> No
     (done,) = tensors.step(0, 0, 1.0, 1)
     assert not done.overflow
     torch.testing.assert_close(read(done.wire), torch.full((19,), -1.9))
-
-
-@pytest.mark.parametrize("reply", ["fp32", "bf16", "fp16"])
-def test_finite_push_that_would_make_parameters_infinite_leaves_no_trace(reply: str) -> None:
-    enormous, dtype = 3e38 if reply != "fp16" else 1e5, DTYPES[reply]
-    tensors = some_tensors(Nesterov(2.0, 0.9), reply)
-    tensors.place(0, PARAMETERS, wire(torch.full((19,), -enormous / 2)))
-    tensors.fold(0, PARAMETERS, wire(torch.full((19,), enormous)), 1.0)
-    (done,) = tensors.step(0, PARAMETERS, 1.0, 0)
-    assert done.overflow
-    assert torch.equal(read(done.wire, dtype), torch.full((19,), -enormous / 2).to(dtype))
-    tensors.fold(0, PARAMETERS, wire(torch.zeros(19)), 1.0)
-    assert not tensors.step(0, PARAMETERS, 1.0, 1)[0].overflow
 
 
 @pytest.mark.parametrize("chunk_elements", [1, 4, 7, 64])

@@ -60,6 +60,7 @@ def test_mean_has_the_same_bits_however_many_contributions_are_held(
         in_order = order[index]
         wanted = added_up([deltas[index][n] for n in in_order], [weights[n] for n in in_order])
         assert torch.equal(got, wanted)
+        assert mean.take(index, 1.0) is None, "it is empty now"
     assert mean.held == 0
 
 
@@ -143,10 +144,18 @@ def test_overflow_in_any_piece_leaves_no_trace_of_the_others(reply: str, place: 
 
 @pytest.mark.parametrize("place", [0, PIECE_ELEMENTS, ELEMENTS - 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_contribution_with_a_bad_value_anywhere_is_not_held(bad: float, place: int) -> None:
-    mean = StreamingMean(a_layout().fragments[0], "bf16")
-    delta = torch.randn(ELEMENTS)
-    delta[place] = bad
-    assert not mean.fold(0, wire(delta.bfloat16(), torch.bfloat16), 1.0)
-    assert mean.held == 0
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+def test_contribution_with_a_bad_value_anywhere_leaves_the_mean_as_it_was(
+    name: str, bad: float, place: int
+) -> None:
+    mean = StreamingMean(a_layout().fragments[0], name)
+    good = torch.randn(ELEMENTS).to(DTYPES[name])
+    poison = good.clone()
+    poison[place] = bad
+    assert not mean.fold(0, wire(poison, DTYPES[name]), 1.0)
     assert mean.take(0, 1.0) is None
+    assert mean.fold(0, wire(good, DTYPES[name]), 1.0)
+    assert not mean.fold(0, wire(poison, DTYPES[name]), 1.0)
+    assert mean.held == 1
+    gradient = mean.take(0, 1.0)
+    assert gradient is not None and torch.equal(gradient.whole(), good.float())

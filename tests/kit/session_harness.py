@@ -17,6 +17,7 @@ from diloco_protocol import (
 )
 from diloco_protocol.messages import (
     Chunk,
+    Join,
     Message,
     Push,
     Released,
@@ -127,9 +128,7 @@ class Desk:
 
 def desk(heartbeat_interval: float | None = None, manifest: Manifest = MANIFEST) -> Desk:
     dice = random.Random(1)
-    session = Session(
-        "me", manifest, lambda: dice.getrandbits(64), heartbeat_interval=heartbeat_interval
-    )
+    session = Session(Join("me", manifest), lambda: dice.getrandbits(64), heartbeat_interval)
     made = Desk(session)
     made.happens(Start())
     return made

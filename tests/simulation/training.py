@@ -87,13 +87,13 @@ class Training:
             self.waiting_since = self.worker.world.now
         return pause
 
-    def heartbeat(self, session: bytes, *, uploading: bool) -> Heartbeat:
-        """What the link says of it."""
-        state = "training" if self.waiting_since is None else "waiting"
+    @property
+    def progress(self) -> Heartbeat:
+        """How it stands."""
         return Heartbeat(
-            session,
+            b"",
             self.step,
-            state="pushing" if uploading else state,
+            state="training" if self.waiting_since is None else "waiting",
             steps_per_s=self.worker.habits.speed if self.state is not None else None,
         )
 
@@ -234,6 +234,7 @@ class Training:
 
     def _link_state(self) -> LinkState:
         inbox = self.worker.inbox
-        inbox.publish(self.worker.session, is_news=True)
+        inbox.is_news = True
+        inbox.publish(self.worker.session)
         heard = inbox.last_heard
         return inbox.state(silence=None if heard is None else self.worker.world.now - heard)

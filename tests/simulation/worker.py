@@ -14,7 +14,7 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Chunk, Heartbeat, Message
+from diloco_protocol.messages import Chunk, Heartbeat, Join, Message
 from diloco_protocol.version import VersionId
 from diloco_worker.core.compatibility import heartbeat_interval
 from diloco_worker.core.connection import Phase
@@ -102,11 +102,9 @@ class Worker:
         # An earlier process with this id may still have been heard when this one asked.
         self.may_be_refused: set[tuple[str, bool]] = {(Code.ID_TAKEN, True)}
         self.session = Session(
-            worker_id,
-            manifest,
+            Join(worker_id, manifest, wants=habits.wants),
             lambda: world.dice.getrandbits(64),
-            wants=habits.wants,
-            heartbeat_interval=habits.heartbeat_interval,
+            habits.heartbeat_interval,
         )
         self.connections: tuple[Connection, Connection] | None = None  # control, bulk
         self.inbox = Inbox(self.session)
@@ -226,7 +224,7 @@ class Worker:
             self._nudge()
 
     def _ends(self) -> None:
-        self.close()
+        self.disconnect()
         self._is_gone()
 
     def _plan_tick(self) -> None:
@@ -295,7 +293,7 @@ class Worker:
     def now(self) -> float:
         return self.world.now
 
-    def open(self) -> None:
+    def connect(self) -> None:
         control, bulk = self._connect(self, self.hears), self._connect(self, self.hears)
         self.connections = (control, bulk)
 
@@ -305,7 +303,7 @@ class Worker:
 
         self.world.at(control.is_up_at, lambda: self._awake(connected))
 
-    def close(self) -> None:
+    def disconnect(self) -> None:
         connections, self.connections = self.connections, None
         for connection in connections or ():
             connection.hang_up()
@@ -325,8 +323,9 @@ class Worker:
         upload.credit -= 1  # it comes back with the second `ack`
         return 2
 
-    def heartbeat(self, session: bytes, *, uploading: bool) -> Heartbeat:
-        return self.training.heartbeat(session, uploading=uploading)
+    @property
+    def progress(self) -> Heartbeat:
+        return self.training.progress
 
     def welcomed(self, epoch: str) -> None:
         """The story has it already, and so it is with what is said."""

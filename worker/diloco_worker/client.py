@@ -33,17 +33,16 @@ from diloco_protocol import (
     UsageError,
 )
 from diloco_protocol.addresses import with_scheme
-from diloco_protocol.messages import BUFFERS, Control, Push, Result
+from diloco_protocol.messages import BUFFERS, Control, Heartbeat, Push, Result
 from diloco_protocol.messages import encode as encode_message
 from diloco_protocol.records import from_plain
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.connection import Phase
-from diloco_worker.core.events import Observe
+from diloco_worker.core.events import Ask, BeatNow, Observe, RequestVersion
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.model_tensors import ModelTensors, encode
 from diloco_worker.model.values import check_values
-from diloco_worker.shell.inbox import Progress
 from diloco_worker.shell.link import Link
 from diloco_worker.training.pulled_model import GlobalParameters, PulledModel
 from diloco_worker.training.settings import ADDRESS, check, default_worker_id
@@ -271,14 +270,15 @@ class DiLoCoClient:
             UsageError: not joined.
         """
         link, _ = self._require_joined()
-        link.progress = Progress(
+        link.progress = Heartbeat(
+            session=b"",
             step=int(step),
             inner_step=int(inner_step),
             steps_per_s=None if steps_per_s is None else float(steps_per_s),
             loss=None if loss is None else float(loss),
             tokens=int(tokens),
         )
-        link.beat_now()
+        link.tell(BeatNow())
 
     def leave(self, reason: str = "") -> None:
         """Tell the broker and close the connection. May be called more than once."""
@@ -311,7 +311,7 @@ class DiLoCoClient:
             raise UsageError(f"The arguments of {action!r} cannot be sent: {error}.") from None
         link = self._connect()
         request = next(self._requests)
-        link.ask(request, action, arguments)
+        link.tell(Ask(request, action, arguments))
         try:
             self._await(lambda: request in link.results, f"waiting for the answer to {action!r}")
         except BaseException:
@@ -327,7 +327,7 @@ class DiLoCoClient:
 
     def _connect(self) -> Link:
         """The link; as an observer if this client has not joined."""
-        return self._link or self._begin(new_session(self.worker_id, None))
+        return self._link or self._begin(Session(None, lambda: secrets.randbits(64)))
 
     def _begin(self, session: Session, **options: Any) -> Link:
         # Whose turn it is, the caller knows.
@@ -354,13 +354,13 @@ class DiLoCoClient:
             cut(manifest, config, plan)
         except ProtocolError as error:
             raise Refused(error.code, f"The broker's model cannot be read: {error}") from None
-        link.observe(Observe(manifest, config, plan))
+        link.tell(Observe(manifest, config, plan))
         self._await(lambda: link.layout is not None, "learning the model")
         assert link.layout is not None
         self._pulled = PulledModel(manifest, link.layout, config)
         for part in link.layout.all:
             if part.chunks:
-                link.request_version(part.fragment)
+                link.tell(RequestVersion(part.fragment))
 
     def _take_all(self, link: Link, pulled: PulledModel, what: str) -> None:
         """Wait for the first version of every fragment."""
@@ -376,7 +376,7 @@ class DiLoCoClient:
         above = {fragment: after if fragment == 0 else None for fragment in fragments}
         for fragment in fragments:
             self._take(link, pulled, link.take(fragment))  # one that came unasked
-            link.request_version(fragment, above[fragment])
+            link.tell(RequestVersion(fragment, above[fragment]))
         for fragment in fragments:
             floor = above[fragment]
             what = "the newest version" if floor is None else f"a version above {floor}"

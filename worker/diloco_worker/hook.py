@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from diloco_protocol import RunConfig, UsageError
+from diloco_protocol.messages import Heartbeat
 from diloco_worker.core.events import Resume
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.patience import Patience
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
-from diloco_worker.shell.inbox import Progress
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
 from diloco_worker.training.counted_steps import CountedSteps
@@ -56,6 +56,8 @@ logger = logging.getLogger("diloco.worker")
 FIRST_WORD_S = 2.0
 # Seconds that the last message to the broker may take.
 LINK_PATIENCE_S = 5.0
+# Of a warning in a heartbeat; whole, it is in the worker's log.
+MAX_WARNING_LENGTH = 300
 
 
 class DiLoCoWorker:
@@ -524,15 +526,17 @@ class DiLoCoWorker:
     def _publish(self, waiting: bool = False) -> None:
         """What the next heartbeat tells."""
         if self._link is not None:
-            self._link.progress = Progress(
+            change = self._model_change
+            self._link.progress = Heartbeat(
+                session=b"",
                 step=self._step,
                 inner_step=self._driver.position if self._driver else 0,
-                waiting=waiting,
+                state="waiting" if waiting else "training",
                 steps_per_s=self._pace.steps_per_s,
                 loss=self._reports.loss,
                 tokens=self._reports.tokens,
                 merge_delay=self._counters.merge_delay if self._counters.rounds else None,
-                warning=self._model_change,
+                warning=None if change is None else change[:MAX_WARNING_LENGTH],
             )
 
     @property

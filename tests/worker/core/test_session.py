@@ -374,7 +374,7 @@ def test_action_that_was_withdrawn_is_not_sent_later(ready: Desk) -> None:
 
 
 def test_observer_pulls_with_credit_and_without_joining() -> None:
-    observer = Desk(Session("eye", None, lambda: 0))
+    observer = Desk(Session(None, lambda: 0))
     observer.happens(Start(), Connected())
     assert not observer.sent(Join)
     observer.happens(Observe(MANIFEST, CONFIG), RequestVersion(0), RequestVersion(FROZEN))

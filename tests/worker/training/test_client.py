@@ -32,6 +32,7 @@ from diloco_protocol.records import to_plain
 from diloco_worker import DiLoCoClient, GlobalParameters
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.downloads import DOWNLOAD_WINDOW
+from diloco_worker.core.events import Ask
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from kit.scripted_broker import (
@@ -499,7 +500,7 @@ def test_answer_that_comes_too_late_is_not_kept(broker: ScriptedBroker, beside: 
         assert first() == {"round": 1}
         link = client._link
         assert link is not None
-        link.ask(99, "status", {})
+        link.tell(Ask(99, "status"))
         asked = broker.hears(Control)
         broker.says(Result(asked.request, True, "late", {"round": 2}))
         until(lambda: 99 in link.results)

@@ -111,7 +111,7 @@ class Life:
         link, members = self.hook._link, self.script.broker._loop.core.state.members
         assert link is not None
         self.hook._steps.stop()
-        link._io.session.connection.phase = Phase.LEFT
+        link.session.connection.phase = Phase.LEFT
         link.wake()
         assert link.wait_for(lambda: link.has_ended, PATIENCE_S)
         link.close()  # nobody is there any more who could say anything

@@ -10,6 +10,7 @@ import pytest
 
 from diloco_protocol import Bitmap, Ledger
 from diloco_protocol.messages import Chunk, Error, Join, Notice, Push, Rejoin, Released
+from diloco_worker.core.events import RequestVersion
 from diloco_worker.core.uploads import Uploads
 from diloco_worker.shell.repeated_lines import SENTENCES
 from kit.scripted_broker import ScriptedBroker, version
@@ -137,7 +138,7 @@ def test_base_is_not_overwritten_before_the_version_that_follows_it_is_merged(
     push, _ = training.takes()
     training.serves(1000, 1, push)
     training.hears_news()
-    training.link.request_version(0)
+    training.link.tell(RequestVersion(0))
     training.serves(2000, 2)
     until(lambda: training.link.arrivals[0].version == version(2))
     assert first(worker._driver._fragments[0].base) == 100  # type: ignore[union-attr]
@@ -151,7 +152,7 @@ def test_version_that_lacked_the_push_is_still_there_when_the_push_is_dropped(
     training.begins(config=LATER)
     training.steps(H)
     push = broker.hears(Push)
-    training.link.request_version(0)
+    training.link.tell(RequestVersion(0))
     training.serves(500, 1)
     training.hears_news()
     training.steps(1)  # nobody looks at it: it lacks what is in flight
@@ -297,7 +298,7 @@ def test_unexpected_trouble_in_the_link_costs_a_connection_and_nothing_else(
     training: ScriptedTraining, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.begins()
-    monkeypatch.setattr("diloco_worker.shell.io_thread.FAILURE_PAUSE_S", 0.01)
+    monkeypatch.setattr("diloco_worker.shell.link.FAILURE_PAUSE_S", 0.01)
     original = Uploads.granted
 
     def explode(self: Uploads, *_: object) -> Any:
@@ -320,7 +321,7 @@ def test_link_that_fails_for_good_never_stops_the_training(
     training: ScriptedTraining, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training.begins()
-    monkeypatch.setattr("diloco_worker.shell.io_thread.MAX_FAILURES", 1)
+    monkeypatch.setattr("diloco_worker.shell.link.MAX_FAILURES", 1)
     monkeypatch.setattr(Uploads, "granted", lambda *_: 1 / 0)
     training.trains(H)
     broker.grants(broker.hears(Push))
@@ -337,8 +338,7 @@ def test_no_more_sentences_are_remembered_than_there_is_room_for(
 ) -> None:
     training.begins()
     training.link.close()
-    io = training.link._io
     for number in range(3 * SENTENCES):
-        io.say(f"Sentence {number}.")
-    assert len(io.said) == SENTENCES
-    assert f"Sentence {3 * SENTENCES - 1}." in io.said
+        training.link.say(f"Sentence {number}.")
+    assert len(training.link.said) == SENTENCES
+    assert f"Sentence {3 * SENTENCES - 1}." in training.link.said

@@ -19,11 +19,10 @@ No socket, tensor, clock, thread or file in here: time is an argument, random nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
-from diloco_protocol import Code, Manifest, ModelLayout, ProtocolError, RunConfig, messages
+from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, messages
 from diloco_worker.core import effects, events
 from diloco_worker.core.compatibility import Terms, changed, check_welcome, cut, gives_way
 from diloco_worker.core.connection import Connection, Phase
@@ -39,44 +38,26 @@ class Session:
     """See the head of this module.
 
     Args:
-        worker_id: 1 to 64 printable characters.
-        manifest: the model; None for an observer, which only asks and pulls.
+        join: how this worker asks to take part; None for an observer, which only asks and pulls.
         draw: returns a random number below 2**64 (push ids of donations).
-        wants: configuration fields that this worker insists on.
         heartbeat_interval: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
-        host, pid, extra: shown in the broker's displays.
-
-    Attributes:
-        terms: how the run is trained and how the model is cut; None before a welcome.
-        uploads, downloads, requests: what is under way up and down, and what is to be answered.
-        previous_life: what a previous life of this worker may have left behind.
     """
 
     def __init__(
         self,
-        worker_id: str,
-        manifest: Manifest | None,
+        join: messages.Join | None,
         draw: Callable[[], int],
-        *,
-        wants: Mapping[str, Any] | None = None,
         heartbeat_interval: float | None = None,
-        host: str = "",
-        pid: int = 0,
-        extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self.worker_id = worker_id
-        self.manifest = manifest
-        self.wants = dict(wants or {})
-        self.host = host
-        self.pid = pid
-        self.extra = dict(extra or {})
+        self.join = join
+        self.worker_id = "" if join is None else join.worker_id
         self.connection = Connection(heartbeat_interval)
-        self.terms: Terms | None = None
+        self.terms: Terms | None = None  # how the run is trained and the model is cut
         self.run: str | None = None
         self.uploads = Uploads()
-        self.downloads = Downloads(observer=manifest is None)
+        self.downloads = Downloads(observer=join is None)
         self.requests = ControlRequests()
-        self.previous_life = PreviousLife()
+        self.previous_life = PreviousLife()  # what it may have left behind
         self._draw = draw
         self._asked_interval = heartbeat_interval
 
@@ -160,7 +141,7 @@ class Session:
     def _connected(self, now: float) -> Iterator[Effect]:
         if self.phase is not Phase.CONNECTING:
             return
-        if self.manifest is not None:
+        if self.join is not None:
             yield self._join(now)
             return
         self.connection.observes()
@@ -170,24 +151,14 @@ class Session:
                 yield self.downloads.pull(fragment, None)
 
     def _join(self, now: float) -> Effect:
-        assert self.manifest is not None
+        assert self.join is not None
         self.connection.joins(now)
         if not self.downloads.has_all:
             # The connection broke during the first pull. Part of a model can be given to nobody, and
             # a worker that has never had a whole one belongs to no run.
             self.run = None
-        join = messages.Join(
-            worker_id=self.worker_id,
-            manifest=self.manifest,
-            run=self.run,
-            session=self.connection.token,
-            versions=self.downloads.versions,
-            wants=self.wants,
-            host=self.host,
-            pid=self.pid,
-            extra=self.extra,
-        )
-        return effects.Send(join)
+        token, versions = self.connection.token, self.downloads.versions
+        return effects.Send(replace(self.join, run=self.run, session=token, versions=versions))
 
     def _disconnected(self, reason: str, now: float) -> Iterator[Effect]:
         if self.connection.can_break:
@@ -248,16 +219,16 @@ class Session:
                 )
 
     def _welcomed(self, welcome: messages.Welcome, now: float) -> Iterator[Effect]:
-        assert self.manifest is not None
+        assert self.join is not None
         if self.terms is not None and self._is_resumed:
             misfit = changed(self.terms, welcome.config, welcome.plan)
             if misfit is not None:
                 yield from self._forget("it has {} {}, the run has {} now".format(*misfit))
-        asked = self.wants.get("sync_every")
+        asked = self.join.wants.get("sync_every")
         own = asked if isinstance(asked, int) else None
         try:
             terms = check_welcome(
-                self.manifest,
+                self.join.manifest,
                 welcome,
                 self.terms,
                 asked_interval=self._asked_interval,
@@ -385,7 +356,7 @@ class Session:
             raise ValueError(
                 f"push {push.push_id:#x} has been offered already; a push is offered once"
             )
-        if self.manifest is None or push.purpose is not messages.Purpose.GRADIENT:
+        if self.join is None or push.purpose is not messages.Purpose.GRADIENT:
             raise ValueError("only a worker that takes part pushes, and only pseudo-gradients")
         yield from self.uploads.begin(push)
         if self.previous_life.holds_back(push):

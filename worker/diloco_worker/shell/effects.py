@@ -1,11 +1,12 @@
 """Carrying out what a session asks for: the one place where each effect is named.
 
-Sockets and memory are handed in: the I/O thread has real ones, a simulation its own.
+Sockets and memory are handed in: the link has real ones, a simulation its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from diloco_protocol import Code
@@ -15,8 +16,16 @@ from diloco_worker.core import effects, events
 from diloco_worker.core.session import Session
 from diloco_worker.shell.inbox import Inbox
 
-# Rejections that are a matter of course: whoever moves on from one tells of it.
+# Rejections that are a matter of course: who moves on from one tells of it.
 EXPECTED = (Code.LATE, Code.STALE)
+# Effects that the training thread need not hear of.
+QUIET = (
+    effects.Send,
+    effects.SendChunk,
+    effects.Beat,
+    effects.BeginVersion,
+    effects.StoreChunk,
+)
 
 
 class Network(Protocol):
@@ -24,18 +33,19 @@ class Network(Protocol):
 
     address: str
 
+    @property
+    def progress(self) -> Heartbeat:
+        """How training stands; the session is filled in when it is sent."""
+
     def now(self) -> float: ...
 
-    def open(self) -> None: ...
+    def connect(self) -> None: ...
 
-    def close(self) -> None: ...
+    def disconnect(self) -> None: ...
 
     def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None: ...
 
-    def heartbeat(self, session: bytes, *, uploading: bool) -> Heartbeat:
-        """How training stands."""
-
-    def welcomed(self, epoch: str) -> None:
+    def welcomed(self, epoch: str, /) -> object:
         """The broker has taken this worker in."""
 
     def say(self, text: str, *, trouble: bool = False) -> None: ...
@@ -86,7 +96,7 @@ class Executor:
         inbox: Inbox,
         network: Network,
         memory: Memory,
-        noticed: Callable[[effects.Effect], None],
+        noticed: Callable[[effects.Effect], None] = lambda _: None,
     ) -> None:
         self.payload: Any = None
         self._session = session
@@ -99,22 +109,27 @@ class Executor:
         """Let the session take in an event, and carry out what it asks for."""
         for effect in self._session.handle(event, self._network.now()):
             self._noticed(effect)
-            self._carry_out(effect)
+            values = self._carry_out(effect)
+            if not isinstance(effect, QUIET):
+                self._inbox.take_in(effect, values)
+                self._say(effect)
 
-    def _carry_out(self, effect: effects.Effect) -> None:  # noqa: C901, PLR0912  a case for each effect
-        network, memory, inbox = self._network, self._memory, self._inbox
+    def _carry_out(self, effect: effects.Effect) -> Any:  # noqa: C901  a case for each effect
+        """Returns the values of a version that is delivered."""
+        network, memory = self._network, self._memory
         match effect:
             case effects.Open():
-                network.open()
+                network.connect()
             case effects.Close():
-                network.close()
+                network.disconnect()
             case effects.Send(message, bulk):
                 network.send(message, bulk=bulk)
             case effects.SendChunk(session, push_id, fragment, index):
                 chunk = Chunk(fragment, index, session=session, push_id=push_id)
                 network.send(chunk, memory.chunk(push_id, fragment, index), bulk=True)
             case effects.Beat(session, uploading):
-                network.send(network.heartbeat(session, uploading=uploading))
+                beat = replace(network.progress, session=session)
+                network.send(replace(beat, state="pushing") if uploading else beat)
             case effects.BeginVersion(fragment):
                 memory.begin(self._part(fragment))
             case effects.StoreChunk(fragment, index):
@@ -122,55 +137,34 @@ class Executor:
                 memory.store(fragment, index, self.payload, self._session.config.reply_dtype)
             case effects.Deliver(released, _, unchanged):
                 fragment = released.fragment
-                values = memory.held(fragment) if unchanged else memory.finish(fragment)
-                inbox.deliver(effect, values)
+                return memory.held(fragment) if unchanged else memory.finish(fragment)
             case effects.PrepareDonation(push_id, fragment):
                 if memory.prepare(push_id, self._part(fragment)):
                     self.feed(events.Prepared(push_id))
-            case effects.PushOver(push_id, code, text):
+            case effects.PushOver(push_id):
                 memory.drop(push_id)
-                if code is not None:
-                    inbox.reject(push_id, code, text)
-                    if code not in EXPECTED:
-                        network.say(f"The broker refuses the pseudo-gradient: {text}", trouble=True)
-            case effects.DropParts():
+            case effects.DropParts() | effects.ForgetCheckpoint():
                 memory.forget()
-                inbox.drop_arrivals()
-            case _:
-                self._tell(effect)
+        return None
 
-    def _tell(self, effect: effects.Effect) -> None:
-        """What the training thread is to know, and people."""
-        network, inbox = self._network, self._inbox
+    def _say(self, effect: effects.Effect) -> None:
+        """What people are to know."""
+        network = self._network
         match effect:
             case effects.Joined(welcome, _, again):
-                inbox.joined(effect)
                 network.welcomed(welcome.epoch)
                 how = "Back at" if again else "Joined the run at"
                 network.say(f"{how} {network.address}, expected from round {welcome.first_round}.")
-            case effects.JoinRefused(code, text, final):
-                inbox.refused(code, text, final=final)
+            case effects.PushOver(_, code, text) if code is not None and code not in EXPECTED:
+                network.say(f"The broker refuses the pseudo-gradient: {text}", trouble=True)
+            case effects.JoinRefused(_, text) | effects.ForgetCheckpoint(text):
                 network.say(text, trouble=True)
-            case effects.ForgetCheckpoint(text):
-                self._memory.forget()
-                inbox.has_forgotten = True
-                network.say(text, trouble=True)
-            case effects.Answered():
-                inbox.answered(effect)
-            case effects.Granted() | effects.Carried():
-                inbox.turn(effect)
-            case effects.Paced(sync_every):
-                inbox.sync_every = sync_every
             case effects.Stopping(text):
-                inbox.stopping = text
                 network.say(text)
             case effects.Restarting(text):
-                inbox.restarting = text
                 network.say(f"{text} Training goes on, and takes part again when it is back.")
             case effects.Say(text, trouble):
                 network.say(text, trouble=trouble)
-            case _:
-                raise TypeError(f"not an effect of a session: {effect!r}")
 
     def _part(self, fragment: int) -> FragmentLayout:
         assert self._session.layout is not None

@@ -1,106 +1,75 @@
-"""What the I/O thread and the training thread tell each other."""
+"""What a link tells the training thread."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from diloco_protocol import ModelLayout, Refused, RunConfig
-from diloco_protocol.messages import Heartbeat
 from diloco_worker.core.compatibility import Terms
-from diloco_worker.core.effects import Answered, Carried, Deliver, Granted, Joined
+from diloco_worker.core.effects import (
+    Answered,
+    Carried,
+    Deliver,
+    DropParts,
+    Effect,
+    ForgetCheckpoint,
+    Granted,
+    Joined,
+    JoinRefused,
+    Paced,
+    PushOver,
+    Restarting,
+    Stopping,
+)
 from diloco_worker.core.previous_life import SENT_BEFORE
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.news import Arrival, LinkState, News, Rejection, Turning
 
-# Of a warning in a heartbeat; whole, it is in the worker's log.
-MAX_WARNING_LENGTH = 300
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How training stands, for heartbeats. `tokens` and `step` are totals."""
-
-    step: int = 0
-    inner_step: int = 0
-    waiting: bool = False
-    steps_per_s: float | None = None
-    loss: float | None = None
-    tokens: int = 0
-    merge_delay: int | None = None
-    warning: str | None = None
-
-    def heartbeat(self, session: bytes, *, uploading: bool) -> Heartbeat:
-        return Heartbeat(
-            session=session,
-            step=self.step,
-            inner_step=self.inner_step,
-            state="pushing" if uploading else "waiting" if self.waiting else "training",
-            steps_per_s=self.steps_per_s,
-            loss=self.loss,
-            tokens=self.tokens,
-            merge_delay=self.merge_delay,
-            warning=None if self.warning is None else self.warning[:MAX_WARNING_LENGTH],
-        )
-
 
 class Inbox:
-    """What the I/O thread tells the training thread.
+    """See the head of this module.
 
     Attributes are to be read under `condition`, or where a moment's lag does no harm. Counters and
     `last_heard` wake nobody who waits.
 
     Args:
-        session: as it is before the thread has it.
+        session: as it is before the link has it.
         follows_rounds: whether somebody takes `turns`; else they would pile up for ever.
-
-    Attributes:
-        phase, terms, last_heard, reconnections, retries: of the session.
-        feed: the address that the broker publishes on.
-        refusal: set when the broker refuses this worker; `refused_for_good` when that was at joining.
-        stopping: why this worker should end, as the broker says it, else None.
-        restarting: the broker's sentence when it goes away to come back; None once it is back.
-        arrivals: whole versions by fragment, until `take`n.
-        rejections: pushes that were dropped, by push id.
-        turns: what concerns rounds, in the order in which it came; `take_news` takes it. Always empty
-            for one that does not follow rounds.
-        sync_every: H that the broker has worked out for this worker (Dynamic Local Updates).
-        uploaded: pushes in flight whose chunks are all in at the broker.
-        put_off: pushes in flight that the broker takes nothing of yet.
-        results: answers to control actions, by request.
-        bytes_up, bytes_down: sent and received.
-        last_error: the last thing that went wrong, a sentence.
-        has_forgotten: what the session held already does not fit the run and is not held any more.
-        has_ended: the I/O thread is gone, for whatever reason.
     """
 
     def __init__(self, session: Session, *, follows_rounds: bool = True) -> None:
         self.condition = threading.Condition()
+        # Of the session.
         self.phase = session.phase
         self.terms: Terms | None = None
         self.last_heard: float | None = None
         self.reconnections = 0
         self.retries = 0
-        self.feed: str | None = None
-        self.refusal: Refused | None = None
-        self.refused_for_good = False
-        self.stopping: str | None = None
-        self.restarting: str | None = None
-        self.arrivals: dict[int, Arrival] = {}
-        self.rejections: dict[int, Rejection] = {}
+        self.uploaded: frozenset[int] = frozenset()  # pushes whose chunks are all in at the broker
+        self.put_off: frozenset[int] = frozenset()  # pushes that the broker takes nothing of yet
+        # What the broker has said.
+        self.feed: str | None = None  # the address that it publishes on
+        self.refusal: Refused | None = None  # it refuses this worker
+        self.refused_for_good = False  # and did so at joining
+        self.stopping: str | None = None  # why this worker should end
+        self.restarting: str | None = None  # it goes away to come back; None once it is back
+        self.sync_every: int | None = None  # H that it has worked out (Dynamic Local Updates)
+        # What has come and waits to be taken.
+        self.arrivals: dict[int, Arrival] = {}  # whole versions, by fragment
+        self.rejections: dict[int, Rejection] = {}  # pushes that were dropped, by push id
+        # What concerns rounds, in the order in which it came.
         self.turns: deque[Turning] = deque(maxlen=None if follows_rounds else 0)
-        self.sync_every: int | None = None
-        self.uploaded: frozenset[int] = frozenset()
-        self.put_off: frozenset[int] = frozenset()
-        self.results: dict[int, Answered] = {}
+        self.results: dict[int, Answered] = {}  # answers to control actions, by request
+        # How the link does.
         self.bytes_up = 0
         self.bytes_down = 0
-        self.last_error: str | None = None
-        self.has_forgotten = False
-        self.has_ended = False
+        self.last_error: str | None = None  # the last thing that went wrong, a sentence
+        self.has_forgotten = False  # the checkpoint does not fit the run: nothing of it is held
+        self.has_ended = False  # the I/O thread is gone, for whatever reason
+        self.is_news = False  # something has happened since the last `publish`
 
     # For the training thread.
 
@@ -170,27 +139,42 @@ class Inbox:
 
     # For the I/O thread.
 
-    def joined(self, effect: Joined) -> None:
-        """The broker has taken this worker in: what it was told before has no meaning any more."""
-        with self.condition:
-            self.refusal = None
-            self.stopping = self.restarting = None
-            self.feed = effect.welcome.feed
-            self.turns.clear()
-            self.turns.append(effect)
+    def take_in(self, effect: Effect, values: Any = None) -> None:
+        """What the session asks for concerns the training thread, or may.
 
-    def refused(self, code: str, text: str, *, final: bool) -> None:
+        Args:
+            values: of a version that is delivered, as the shell keeps them; None: no copy is kept.
+        """
         with self.condition:
-            self.refusal = Refused(code, text)
-            self.refused_for_good = final
+            self.is_news = True
+            match effect:
+                case Joined(welcome):  # what was told before has no meaning any more
+                    self.refusal = self.stopping = self.restarting = None
+                    self.feed = welcome.feed
+                    self.turns.clear()
+                    self.turns.append(effect)
+                case JoinRefused(code, text, final):
+                    self.refusal, self.refused_for_good = Refused(code, text), final
+                case Granted() | Carried():
+                    self.turns.append(effect)
+                case Deliver():
+                    self._deliver(effect, values)
+                case PushOver(push_id, code, text) if code is not None:
+                    self.rejections[push_id] = Rejection(code, text)
+                case DropParts():
+                    self.arrivals.clear()
+                case ForgetCheckpoint():
+                    self.has_forgotten = True
+                case Answered(request):
+                    self.results[request] = effect
+                case Paced(sync_every):
+                    self.sync_every = sync_every
+                case Stopping(text):
+                    self.stopping = text
+                case Restarting(text):
+                    self.restarting = text
 
-    def turn(self, effect: Granted | Carried) -> None:
-        """Something that concerns rounds."""
-        with self.condition:
-            self.turns.append(effect)
-
-    def deliver(self, effect: Deliver, values: Any) -> None:
-        """A version is whole; `values` are as the shell keeps them, None where no copy is kept."""
+    def _deliver(self, effect: Deliver, values: Any) -> None:
         released = effect.released
         arrival = Arrival(
             released,
@@ -199,24 +183,10 @@ class Inbox:
             released.staleness,
             SENT_BEFORE if effect.superseding else None,
         )
-        with self.condition:
-            self.arrivals[released.fragment] = arrival.after(self.arrivals.get(released.fragment))
-            self.turns.append(released)
+        self.arrivals[released.fragment] = arrival.after(self.arrivals.get(released.fragment))
+        self.turns.append(released)
 
-    def drop_arrivals(self) -> None:
-        """What was delivered is of no use any more."""
-        with self.condition:
-            self.arrivals.clear()
-
-    def reject(self, push_id: int, code: str, text: str) -> None:
-        with self.condition:
-            self.rejections[push_id] = Rejection(code, text)
-
-    def answered(self, effect: Answered) -> None:
-        with self.condition:
-            self.results[effect.request] = effect
-
-    def publish(self, session: Session, *, is_news: bool) -> None:
+    def publish(self, session: Session) -> None:
         """Let the training thread see how things stand now, and wake it up where that is news.
 
         Not for each chunk that comes or goes: while training waits for a version, it would wake up a
@@ -228,9 +198,10 @@ class Inbox:
         uploaded = frozenset(each.push.push_id for each in flights if each.is_in)
         put_off = frozenset(each.push.push_id for each in flights if each.is_put_off)
         is_same = (self.phase, self.uploaded, self.put_off) == (session.phase, uploaded, put_off)
-        if is_same and not is_news:
+        if is_same and not self.is_news:
             return
         with self.condition:
+            self.is_news = False
             self.phase = session.phase
             self.terms = session.terms
             self.reconnections = connection.reconnections

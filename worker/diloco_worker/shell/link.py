@@ -1,26 +1,51 @@
-"""What the training thread calls to take part in a run; the I/O thread does the work.
+"""What the training thread calls to take part in a run, and the one thread that owns its sockets.
 
-What comes back is read from the link as from an inbox.
+The thread feeds the session and carries out its effects. What another thread wants of it is left as a
+call, which it makes between two looks at the sockets; what comes back is read from the link as from an
+inbox. Nothing that goes wrong in here reaches the training thread as an exception, and nothing makes it
+wait without an end: `has_ended` says that the thread is gone, for whatever reason.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import zmq
+
+from diloco_protocol import ProtocolError, pack, unpack
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.messages import Heartbeat, Push
+from diloco_protocol.messages import Heartbeat, Message, Push
 from diloco_worker.core import events
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
 from diloco_worker.model.flat_state import FlatState, WireFragment
+from diloco_worker.shell.connections import NOW, Connections
+from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.forks import keep_from_children
-from diloco_worker.shell.fragment_buffers import FragmentBuffers
-from diloco_worker.shell.inbox import Inbox, Progress
-from diloco_worker.shell.io_thread import IoThread
+from diloco_worker.shell.fragment_buffers import FragmentBuffers, check_length
+from diloco_worker.shell.inbox import Inbox
+from diloco_worker.shell.repeated_lines import RepeatedLines
+
+logger = logging.getLogger("diloco.worker")
+
+# Messages taken from one socket before the others get their turn.
+BATCH = 64
+# Longest sleep of the thread; everything that matters wakes it earlier.
+LONGEST_POLL_S = 5.0
+# How long the last message, `leave`, may take to get out.
+LEAVE_LINGER_MS = 1000
+# Unexpected exceptions in a row after which the thread gives up; each is followed by a pause.
+MAX_FAILURES = 20
+FAILURE_PAUSE_S = 0.5
 
 
 class Link(Inbox):
@@ -40,6 +65,7 @@ class Link(Inbox):
 
     Attributes:
         progress: how training stands, for the next heartbeat.
+        said: what was logged lately.
     """
 
     def __init__(
@@ -56,65 +82,57 @@ class Link(Inbox):
     ) -> None:
         super().__init__(session, follows_rounds=follows_rounds)
         self.address = address
-        self.progress = Progress()
-        self._clock = clock
-        self._io = IoThread(
-            address,
-            session,
-            self,
-            FragmentBuffers(
-                capture,
-                lambda push_id, copied: self._call(self._io.donate, push_id, copied),
-                pinned=pinned,
-                states=states or {},
-            ),
-            beat=self._beat,
-            welcomed=welcomed,
-            clock=clock,
+        self.session = session
+        self.progress = Heartbeat(b"", 0)
+        self.said = RepeatedLines()
+        self.welcomed = welcomed
+        self.now = clock
+        self._buffers = FragmentBuffers(
+            capture,
+            lambda push_id, copied: self._call(self._donate, push_id, copied),
+            pinned=pinned,
+            states=states or {},
         )
+        self._executor = Executor(session, self, self, self._buffers)
+        self._calls: deque[Callable[[], object]] = deque()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self._thread = threading.Thread(target=self._main, name="diloco-link", daemon=True)
+        self._connections: Connections | None = None
+        self._poller = zmq.Poller()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._offered: dict[int, int] = {}  # by fragment; the last push id
+        self._failures = 0
         keep_from_children(self)
 
+    # For other threads.
+
     def start(self) -> None:
-        self._io.start()
+        self._thread.start()
+
+    def tell(self, event: events.Event) -> None:
+        """Let the session take in an event: a version is requested, for instance."""
+        self._call(self._executor.feed, event)
 
     def offer(self, push: Push, wire: WireFragment) -> None:
         """Push a pseudo-gradient. Neither may change any more."""
-        self._call(self._io.offer, push, wire)
-
-    def request_version(self, fragment: int, after: int | None = None) -> None:
-        """Ask for the newest version (or one above `after`); it will be in `arrivals`."""
-        self._feed(events.RequestVersion(fragment, after))
-
-    def verify_pushes(self, fragment: int, known: frozenset[int]) -> None:
-        """Only these pushes of this worker are taken into account in this fragment; see
-        `previous_life`."""
-        self._feed(events.VerifyPushes(fragment, known))
+        self._call(self._offer, push, wire)
 
     def set_base(self, fragment: int, state: FlatState | None) -> None:
         """Training stands on these values from now on; the former ones may be overwritten.
 
         With None no copy is kept: the model itself has them, and nothing changes them.
         """
-        self._call(self._io.set_base, fragment, state)
-
-    def observe(self, event: events.Observe) -> None:
-        self._feed(event)
-
-    def ask(self, request: int, action: str, arguments: Mapping[str, Any]) -> None:
-        """Send a control action; the answer will be in `results`."""
-        self._feed(events.Ask(request, action, dict(arguments)))
+        self._call(self._buffers.set_base, fragment, state)
 
     def withdraw(self, request: int) -> None:
-        """Nobody waits for the answer to this action any more."""
-        self._call(self._io.withdraw, request)
-
-    def beat_now(self) -> None:
-        """Send a heartbeat now."""
-        self._feed(events.BeatNow())
+        """Nobody waits for the answer to this control action any more."""
+        self._call(self._withdraw, request)
 
     def silence(self) -> float | None:
         """Seconds since the broker last said anything; None when it never has."""
-        return None if self.last_heard is None else self._clock() - self.last_heard
+        return None if self.last_heard is None else self.now() - self.last_heard
 
     def describe(self) -> str:
         """What the link is at, as the end of a sentence."""
@@ -133,25 +151,177 @@ class Link(Inbox):
 
     def close(self, reason: str = "", patience: float = 5.0) -> None:
         """Tell the broker, close the sockets, end the thread: within `patience` seconds."""
-        self._feed(events.Depart(reason))
-        self._io.join(patience)
+        self.tell(events.Depart(reason))
+        if self._thread.is_alive():
+            self._thread.join(patience)
+        if not self._thread.is_alive():
+            self._close_wake_ups()
+        elif patience:
+            logger.error("The link to %s did not end within %g s.", self.address, patience)
 
     def wake(self) -> None:
-        """Wake up those in `wait_for`; for signal handlers."""
-        self._io.wake()
+        """Let the thread take a turn, which wakes up those in `wait_for`. Takes no lock: for signal
+        handlers too."""
+        # Full: it will wake up anyway. Closed: nobody is there to wake up.
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
 
     def leave_to_the_parent(self) -> None:
         """In a forked child: this link has ended, and holds no connection open."""
-        self._io.leave_to_the_parent()
+        connections, self._connections = self._connections, None
+        for descriptor in list(connections.descriptors.values()) if connections is not None else ():
+            descriptor.close()
+        self._close_wake_ups()
         self.condition = threading.Condition()  # the thread may have held the other one
         self.has_ended = True
         self.last_error = "This process was forked from the worker's; only that one is in the run."
 
-    def _beat(self, session: bytes, uploading: bool) -> Heartbeat:
-        return self.progress.heartbeat(session, uploading=uploading)
-
-    def _feed(self, event: events.Event) -> None:
-        self._call(self._io.feed, event)
+    def _close_wake_ups(self) -> None:
+        self._wake_reader.close()
+        self._wake_writer.close()
 
     def _call(self, action: Callable[..., object], *args: Any) -> None:
-        self._io.call(partial(action, *args))
+        """Have this done in the thread."""
+        self._calls.append(partial(action, *args))
+        self.wake()
+
+    # Calls.
+
+    def _offer(self, push: Push, wire: WireFragment) -> None:
+        former = self._offered.get(push.fragment)
+        if former == push.push_id:
+            return  # offered again by who was interrupted behind the first time
+        self._buffers.outgoing[push.push_id] = wire
+        self._executor.feed(events.Offer(push))
+        self._offered[push.fragment] = push.push_id
+        self.take_rejection(former or 0)  # nobody asks for it any more
+
+    def _donate(self, push_id: int, copied: Future[WireFragment]) -> None:
+        """The model has been copied, to be donated."""
+        if push_id in self.session.uploads:  # else nobody wants it any more
+            self._buffers.outgoing[push_id] = copied.result()
+            self._executor.feed(events.Prepared(push_id))
+
+    def _withdraw(self, request: int) -> None:
+        self._executor.feed(events.Withdraw(request))
+        with self.condition:  # it may have been answered meanwhile
+            self.results.pop(request, None)
+
+    # The thread.
+
+    def _main(self) -> None:
+        try:
+            self._context = zmq.Context()
+            self._poller.register(self._wake_reader, zmq.POLLIN)
+            self._executor.feed(events.Start())
+            while self.session.phase is not Phase.LEFT:
+                self._guarded_turn()
+        except Exception as error:
+            logger.exception("The link to %s has failed; training goes on alone.", self.address)
+            self.last_error = f"The link has failed: {error!r}"
+        finally:
+            try:
+                self.disconnect(LEAVE_LINGER_MS)
+                if self._context is not None:
+                    self._context.term()
+            finally:
+                self.end()
+
+    def _guarded_turn(self) -> None:
+        """One turn. What nobody expected costs the connections, never the thread."""
+        try:
+            self._turn()
+        except Exception as error:
+            self._failures += 1
+            logger.exception("Unexpected error in the link to %s.", self.address)
+            self.last_error = f"Unexpected error in the link: {error!r}"
+            if self._failures >= MAX_FAILURES:
+                raise
+            threading.Event().wait(FAILURE_PAUSE_S)
+            text = "The link starts again after an unexpected error."
+            self._executor.feed(events.Disconnected(text))
+        self.publish(self.session)
+
+    def _turn(self) -> None:
+        wakes_at = self.session.wakes_at()
+        pause = LONGEST_POLL_S if wakes_at is None else min(LONGEST_POLL_S, wakes_at - self.now())
+        # Rounded up, or a deadline a fraction of a millisecond away would be polled for in a spin.
+        ready = dict(self._poller.poll(max(0, int(pause * 1000 + 1)) if pause > 0 else 0))
+        if self._wake_reader.fileno() in ready:
+            self._drain_wake_ups()
+            self.is_news = True  # for who waits, whatever it was
+        while self._calls and self.session.phase is not Phase.LEFT:
+            self._calls.popleft()()
+        connections = self._connections
+        if connections is not None:
+            for each in (connections.control, connections.bulk):
+                if each in ready:
+                    self._receive(each)
+            # After the messages, so that what a peer said before it died is heard.
+            if self._connections is connections and connections.may_have_changed(ready):
+                connected, broken = connections.changes()
+                if connected:
+                    self._executor.feed(events.Connected())
+                if broken is not None:
+                    self._executor.feed(events.Disconnected(broken))
+        self._executor.feed(events.Tick())
+
+    def _drain_wake_ups(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_reader.recv(4096):
+                pass
+
+    def _receive(self, source: zmq.Socket[bytes]) -> None:
+        connections = self._connections
+        for _ in range(BATCH):
+            try:
+                frames = source.recv_multipart(NOW, copy=False)
+            except zmq.Again:
+                return
+            buffers = [frame.buffer for frame in frames]
+            self.bytes_down += sum(buffer.nbytes for buffer in buffers)
+            try:
+                message, payload = unpack(buffers)
+                if payload is not None:
+                    check_length(message, payload, self.session.layout, self.session.config)
+            except ProtocolError as error:
+                self.say(f"The broker sent a message that cannot be read: {error}", trouble=True)
+                continue
+            self._executor.payload = payload
+            self._executor.feed(events.Received(message))
+            self._executor.payload = None
+            self._failures = 0
+            if self._connections is not connections:
+                return
+
+    # What the session asks for.
+
+    def connect(self) -> None:
+        assert self._context is not None and self._connections is None
+        self._connections = Connections(self._context, self.address)
+        for each in self._connections.pollable:
+            self._poller.register(each, zmq.POLLIN)
+
+    def disconnect(self, linger_ms: int = 0) -> None:
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            for each in connections.pollable:
+                self._poller.unregister(each)
+            connections.close(linger_ms)
+
+    def send(self, message: Message, payload: Any = None, *, bulk: bool = False) -> None:
+        connections = self._connections
+        if connections is None:
+            return
+        frames = pack(message, payload)
+        if not connections.send(frames, bulk=bulk):
+            # Credits bind long before this; only a connection that takes nothing gets here.
+            self.say("The connection to the broker accepts no more data.", trouble=True)
+            return
+        self.bytes_up += sum(memoryview(frame).nbytes for frame in frames)
+
+    def say(self, text: str, *, trouble: bool = False) -> None:
+        if trouble:
+            self.last_error = text
+        if self.said.is_due(text, self.now()):
+            logger.log(logging.WARNING if trouble else logging.INFO, "%s", text)

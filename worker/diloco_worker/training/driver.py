@@ -238,17 +238,15 @@ class Driver:
                 return self._totals()
             case events.BeatNow():
                 self._publish(False)
-                link.beat_now()
+                link.tell(effect)
             case effects.Offer(flight, is_new):
                 if is_new:
                     self._audit.frozen(flight)
                 delta = self._fragments[flight.push.fragment].delta
                 assert delta is not None
                 link.offer(flight.push, delta.wire)
-            case events.RequestVersion(fragment):
-                link.request_version(fragment)
-            case events.VerifyPushes(fragment, known):
-                link.verify_pushes(fragment, known)
+            case events.Event():
+                link.tell(effect)
             case effects.PushEnded(push_id, fragment, version, why):
                 if version is not None:
                     self._audit.counted(push_id, fragment, version)

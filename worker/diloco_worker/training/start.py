@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from diloco_protocol import Manifest, Unreachable, UsageError
+from diloco_protocol.messages import Join
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.patience import Patience
@@ -111,23 +112,22 @@ def vacate(model: nn.Module, worker: object) -> None:
 
 def new_session(
     worker_id: str,
-    manifest: Manifest | None,
+    manifest: Manifest,
     *,
     wants: Mapping[str, Any] | None = None,
     heartbeat_interval: float | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Session:
-    """A session of this process; the arguments are those of `Session`."""
-    return Session(
+    """A session of a worker in this process; the arguments are those of `Join` and `Session`."""
+    join = Join(
         worker_id,
         manifest,
-        lambda: secrets.randbits(64),
-        wants=wants,
-        heartbeat_interval=heartbeat_interval,
+        wants=wants or {},
         host=socket.gethostname(),
         pid=os.getpid(),
-        extra=extra,
+        extra=extra or {},
     )
+    return Session(join, lambda: secrets.randbits(64), heartbeat_interval)
 
 
 def await_model(link: Link, patience: Patience) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -324,23 +324,6 @@ class _Flight:
     new: State
 
 
-@dataclass
-class _Weights:
-    """What each worker has reported of each fragment since it was sent last."""
-
-    report: Callable[[int, int], int] | None
-    sums: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def count(self, worker: int, step: int, pieces: int) -> None:
-        for fragment in range(pieces):
-            before = self.sums.get((worker, fragment), 0)
-            self.sums[worker, fragment] = before + (self.report(worker, step) if self.report else 0)
-
-    def take(self, workers: int, fragment: int) -> list[float]:
-        sums = [self.sums.pop((worker, fragment)) for worker in range(workers)]
-        return [float(each) for each in sums] if self.report else [1.0] * workers
-
-
 @one_thread()
 def streaming(
     trainees: Sequence[Trainee],
@@ -348,7 +331,6 @@ def streaming(
     plan: Plan,
     make_outer: MakeOuter | None = None,
     *,
-    report: Callable[[int, int], int] | None = None,
     wires: Sequence[torch.dtype] = (),
 ) -> Outcome:
     """Synchronous (streaming) DiLoCo; with one fragment, DiLoCo.
@@ -356,21 +338,17 @@ def streaming(
     Args:
         steps: optimizer steps of each worker.
         make_outer: Nesterov with eta = .7, mu = .9 when left out.
-        report: from worker and step (0, 1, ...): what that step adds to the weight of the worker's
-            next contribution. None: all weigh alike.
         wires: what each worker's deltas are rounded to on their way. None: they are not.
     """
     pieces = len(plan.fragments)
     world = GlobalModel(trainees[0].model, plan.fragments, make_outer or nesterov())
-    weights = _Weights(report)
     histories: list[list[State]] = [[] for _ in trainees]
     flights: list[_Flight] = []
     rounds = 0
     began = plan.origin - plan.origin % plan.sync_every
     for step in range(plan.origin + 1, plan.origin + steps + 1):
-        for worker, trainee in enumerate(trainees):
+        for trainee in trainees:
             trainee.step()
-            weights.count(worker, step - plan.origin - 1, pieces)
         position = (step - began - 1) % plan.sync_every + 1
         turns, delay = plan.slots().count(position), plan.delay
         if step - plan.origin in plan.forced:
@@ -383,7 +361,7 @@ def streaming(
             deltas = [difference(base, trainee.model) for trainee in trainees]
             for delta, wire in zip(deltas, wires, strict=bool(wires)):
                 delta |= {n: delta[n].to(wire).float() for n in base.keys() & world.trained}
-            new = world.advance(fragment, deltas, weights.take(len(trainees), fragment))
+            new = world.advance(fragment, deltas, [1.0] * len(trainees))
             flights.append(_Flight(step + delay, sent, new))
         for flight in [flight for flight in flights if flight.due == step]:
             flights.remove(flight)

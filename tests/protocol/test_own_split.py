@@ -149,18 +149,6 @@ def test_worker_whose_model_does_not_fit_the_file_is_told_and_the_next_one_is_ta
             client.join(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)))
 
 
-def test_error_in_the_function_refuses_the_worker_and_the_broker_goes_on() -> None:
-    known: dict[str, int] = {}
-    with (
-        Broker(make_config(**STREAMING), fragment_plan=lambda name, _: known[name]) as broker,
-        DiLoCoClient(broker.address, timeout=PATIENCE_S) as client,
-    ):
-        with pytest.raises(Refused, match=r"KeyError\('0.weight'\)"):
-            client.join(mlp())
-        with Operator(broker.address) as operator:
-            assert operator.ask("status").ok
-
-
 @pytest.mark.parametrize(
     ("options", "function", "words"),
     [

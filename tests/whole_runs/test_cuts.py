@@ -319,6 +319,14 @@ def cuts_at(place: str) -> list[Cut]:
     return [Cut(*way, *where) for way, places in PLACES[place].items() for where in places]
 
 
+@pytest.fixture
+def window_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller than a push, so that chunks come only after others have been acknowledged."""
+    monkeypatch.setattr("diloco_broker.core.state.uploads.UPLOAD_WINDOW", 8)
+    monkeypatch.setattr("diloco_worker.core.downloads.DOWNLOAD_WINDOW", 8)
+
+
+@pytest.mark.usefixtures("window_of_eight")
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("place", PLACES)
 def test_break_at_a_message_changes_no_bit(place: str, name: str) -> None:
@@ -372,52 +380,6 @@ def test_break_at_any_byte_of_a_chunk_changes_no_bit(up: bool, name: str) -> Non
         through_the_proxy(name, each, WIDE_STEPS, wide, chunk_elements=2500) for each in (cuts, [])
     )
     check(name, got, wanted, cuts, WIDE_STEPS)
-
-
-@pytest.fixture
-def window_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Smaller than a push, so that chunks come only after others have been acknowledged."""
-    monkeypatch.setattr("diloco_broker.core.state.uploads.UPLOAD_WINDOW", 8)
-    monkeypatch.setattr("diloco_worker.core.downloads.DOWNLOAD_WINDOW", 8)
-
-
-@pytest.mark.usefixtures("window_of_eight")
-@pytest.mark.parametrize("name", ["streaming mean", "asynchronous"])
-def test_push_goes_on_where_it_broke(name: str) -> None:
-    """Eleven chunks, the tenth is lost. The window of eight says that two are acknowledged by then."""
-    seen = through_the_proxy(name, [Cut(UP, "chunk", skip=9, passed=0)], 4).seen
-    at = next(number for number, each in enumerate(seen) if each.breaks)
-    of_push = [s for s in seen if s.header.get("push_id") == seen[at].header["push_id"]]
-    offers = [number for number, each in enumerate(of_push) if each.kind == "push"]
-    before, after = of_push[: offers[1]], of_push[offers[1] :]
-    assert len(offers) == 2
-    assert [each.header["standing"] for each in after if each.kind == "grant"] == ["resume"]
-    acknowledged = {i for each in before if each.kind == "ack" for i in each.header["chunks"]}
-    again = [each.header["index"] for each in after if each.kind == "chunk"]
-    assert len(acknowledged) >= 2
-    assert {9, 10} <= set(again) <= set(range(CHUNKS)) - acknowledged
-    assert len(again) == len(set(again))
-
-
-@pytest.mark.usefixtures("window_of_eight")
-@pytest.mark.parametrize("name", ["streaming mean", "asynchronous"])
-def test_pull_goes_on_where_it_broke(name: str) -> None:
-    """Eleven chunks, the tenth is lost. The window of eight says that four are paid for by then."""
-    seen = through_the_proxy(name, [Cut(DOWN, "chunk", skip=CHUNKS + 9, passed=0)], 4).seen
-    at = next(number for number, each in enumerate(seen) if each.breaks)
-    version = seen[at].header["version"]
-
-    def is_of(each: Seen) -> bool:
-        return each.kind == "chunk" and each.header.get("version") == version
-
-    before = {s.header["index"] for s in seen[:at] if is_of(s)}
-    pull = next(each.header for each in seen[at:] if each.header.get("held_version") == version)
-    held = {index for index in range(CHUNKS) if pull["held"][index // 8] >> index % 8 & 1}
-    assert len(held) >= 4
-    assert held <= before
-    newest = max(each.connection for each in seen[:at])  # all others are of the worker that was hit
-    again = [s.header["index"] for s in seen[at:] if s.connection > newest and is_of(s)]
-    assert sorted(again) == sorted(set(range(CHUNKS)) - held)
 
 
 @pytest.mark.slow

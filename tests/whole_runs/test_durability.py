@@ -161,45 +161,6 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     assert len({line["epoch"] for line in map(json.loads, audit.read_text().splitlines())}) >= 2
 
 
-def test_rewound_run_goes_on_with_workers_that_were_ahead(
-    processes: Processes, tmp_path: Path
-) -> None:
-    """Checkpoints every eight rounds: what came after the last one is given up, and nothing else."""
-    audit = tmp_path / "audit"
-    options = {"save_dir": str(tmp_path / "run"), "save_every": 8, "recover": "rewind"}
-    options |= {"audit": str(audit), "workers": 2, "bind": a_free_address()}
-    walkers = [Walker(number, str(options["bind"]), 1) for number in range(2)]
-    broker = processes.broker(**options)
-    broker.address()
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(walker.run, 12) for walker in walkers]
-        try:
-            all_go_on(walkers, 11)
-            broker.kill()
-            before = {push_id for walker in walkers for push_id in walker.pushes}
-            broker = processes.broker(**options)
-            broker.says("goes on with round 8, from the checkpoint before round 8.")
-            all_go_on(walkers, 3)
-        finally:
-            for walker in walkers:
-                walker.enough.set()
-        for run in runs:
-            run.result(PATIENCE_S)
-        with DiLoCoClient(str(options["bind"]), timeout=PATIENCE_S) as client:
-            final = client.pull()
-    version = final.version
-    lines = history(audit, 0, [version.run, version.counter, f"{version.tag:016x}"])
-    rule = {"lr": 0.7, "momentum": 0.9}
-    start = Layers().state_dict()[name_of(0)]
-    wanted = replay(lines, walkers, start, rule)
-    torch.testing.assert_close(final.tensors[name_of(0)], wanted, rtol=1e-4, atol=1e-4)
-    counted = Counter(push["push_id"] for line in lines for push in line["pushes"])
-    made = {push_id for walker in walkers for push_id in walker.pushes}
-    assert max(counted.values()) == 1
-    assert made - before <= set(counted) <= made
-    assert len(before - set(counted)) >= 4, "rounds 8 and 9 at least"
-
-
 # Processes that end.
 
 

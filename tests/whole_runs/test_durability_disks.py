@@ -120,16 +120,6 @@ def test_audit_log_says_nothing_wrong_after_a_disk_was_full(
     assert rounds[-3:] == [4, 5, 0]
 
 
-def test_line_of_the_audit_log_that_a_crash_cut_spoils_no_other(tmp_path: Path) -> None:
-    audit = tmp_path / "audit"
-    audit.write_text('{"version": ["0123", 1, "ab')
-    with Broker(BrokerConfig(**LOCAL, audit=str(audit))) as broker, a_client(broker.address):
-        pass
-    lines = audit.read_text().splitlines()
-    assert lines[0] == '{"version": ["0123", 1, "ab'
-    assert json.loads(lines[1])["round"] == 0
-
-
 # Checkpoints.
 
 

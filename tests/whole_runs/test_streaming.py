@@ -6,24 +6,21 @@ within fp32 rounding. See `reference.py` for the loop and `whole_run.py` for the
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from diloco_broker import Broker
 from diloco_protocol.fragments import slots
 from diloco_worker import DiLoCoWorker
-from kit.reference import Plan, Trainee, nesterov, state_of, streaming
+from kit.reference import Plan, Trainee, state_of, streaming
 from kit.uniform_model import until
 from kit.whole_run import (
     adamw,
     an_mlp,
     assert_same,
     check,
-    joined,
     make_config,
     options_of,
     run,
@@ -110,88 +107,6 @@ def test_one_worker_with_every_step_taken_over_is_the_plain_inner_optimizer(
         plain.step()
         for name, tensor in state_of(plain.model).items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6)
-
-
-def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_last() -> None:
-    weight_by = "tokens"
-
-    def amount(worker: int, step: int) -> int:
-        return (7 * step + 5 * worker) % 11 + 1 + 20 * worker
-
-    def report(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        hook.report(**{weight_by: amount(worker, step)})
-
-    plan = Plan(5, strided(2), delay=1)
-    config = make_config(workers=3, deterministic=True, weight_by=weight_by, **options_of(plan))
-    with Broker(config) as broker:
-        got = run(broker, trainees(3), 17, before=report)
-    wanted = streaming(trainees(3), 17, plan, report=amount)
-    assert_same(got, wanted, exact=True)
-    equal = streaming(trainees(3), 17, plan)
-    with pytest.raises(AssertionError):  # the weights do make a difference
-        assert_same(got, equal)
-
-
-def test_order_of_arrival_changes_no_bit_of_a_deterministic_run() -> None:
-    """Each round the pushes come in another order; sums of numbers so unlike depend on it."""
-    pieces = 2
-    plan = Plan(2, strided(pieces))
-    orders = list(itertools.permutations(range(3)))
-    config = make_config(workers=3, deterministic=True, outer_lr=1e-3, **options_of(plan))
-    first = trainees(1)[0].model
-    noise = torch.Generator().manual_seed(3)
-    magnitudes = [1e4, 1.0, 1e-3]
-    deltas = [
-        {
-            name: size * torch.randn(tensor.shape, generator=noise)
-            for name, tensor in state_of(first).items()
-        }
-        for size in magnitudes
-    ]
-    outers = [nesterov(1e-3)(fragment) for fragment in range(pieces)]
-    values = state_of(first)
-    with Broker(config) as broker, joined(broker, first, 3) as clients:
-        for order, fragment in itertools.product(orders, range(pieces)):
-            names = plan.fragments[fragment]
-            for worker in order:
-                part = {name: deltas[worker][name] for name in names}
-                clients[worker].push(part, fragment=fragment)
-            mean = {n: (deltas[0][n] + deltas[1][n] + deltas[2][n]) / 3 for n in names}
-            values |= outers[fragment]({n: values[n] for n in names}, mean)
-            for client in clients:
-                got = client.pull().tensors
-                assert all(torch.equal(got[name], values[name]) for name in names), order
-    backwards = {n: (deltas[2][n] + deltas[1][n] + deltas[0][n]) / 3 for n in names}
-    assert any(not torch.equal(backwards[name], mean[name]) for name in names)
-
-
-def test_one_of_five_that_shouts_counts_no_more_than_the_median() -> None:
-    """`clip-median-norm`: d min(1, median |d| / |d|), |d| over the whole fragment."""
-    first = trainees(1)[0].model
-    noise = torch.Generator().manual_seed(4)
-    deltas = [
-        {
-            name: (0.5 + worker) * torch.randn(tensor.shape, generator=noise)
-            for name, tensor in state_of(first).items()
-        }
-        for worker in range(5)
-    ]
-    deltas[3] = {name: 100 * delta for name, delta in deltas[3].items()}
-    vectors = [
-        torch.cat([d.flatten() for d in delta.values()]).double().numpy() for delta in deltas
-    ]
-    norms = np.array([np.linalg.norm(vector) for vector in vectors])
-    factors = np.minimum(1, np.median(norms) / norms)
-    mean = sum(f * vector for f, vector in zip(factors, vectors, strict=True)) / 5
-    config = make_config(workers=5, aggregate="clip-median-norm", outer_lr=0.5, outer_momentum=0.0)
-    with Broker(config) as broker, joined(broker, first, 5) as clients:
-        for client, delta in zip(clients, deltas, strict=True):
-            client.push(delta)
-        got = clients[0].pull().tensors
-    flat = torch.cat([got[name].flatten() for name in deltas[0]]).double().numpy()
-    start = torch.cat([t.flatten() for t in state_of(first).values()]).double().numpy()
-    np.testing.assert_allclose(flat, start - 0.5 * mean, rtol=1e-5, atol=1e-5)
-    assert np.linalg.norm(flat - start) < 10 < np.linalg.norm(vectors[3])
 
 
 @pytest.mark.parametrize(("pieces", "alpha"), [(2, 0.0), (3, None)])

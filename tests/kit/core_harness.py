@@ -508,6 +508,13 @@ def a_stage(workers: int = 2, chunks: int = 3, *, by_hand: bool = False, **field
     return Stage(config, a_manifest(chunks) if pieces == 1 else layered(pieces, chunks), by_hand)
 
 
+def alone(chunks: int = 3, **fields: Any) -> tuple[Stage, Puppet]:
+    """A run of one worker, a, before its first push."""
+    stage = a_stage(1, chunks, **fields)
+    (a,) = stage.joined("a")
+    return stage, a
+
+
 def resumption(found: Checkpoint) -> Resumption:
     """What a broker goes on from that has this checkpoint."""
     layout = found.layout

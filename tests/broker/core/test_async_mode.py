@@ -8,7 +8,7 @@ import pytest
 
 from diloco_broker.core.state.dylu import average_speed, sync_every
 from diloco_protocol.messages import Error, Grant, Heartbeat, Notice, Released, Standing, Welcome
-from kit.core_harness import Puppet, Stage, a_stage
+from kit.core_harness import Puppet, Stage, a_stage, alone
 
 
 def a_run(*worker_ids: str, **fields: Any) -> tuple[Stage, list[Puppet]]:
@@ -275,9 +275,8 @@ def test_worker_that_asks_for_another_delay_is_refused_with_both(
     stage, _ = a_run("a", "b", num_fragments=2, sync_every=10, fragment_sync_delay=runs)
     error = stage.worker("c").joins(wants={"fragment_sync_delay": asked}).error()
     assert error.code == "config_differs"
-    assert f"asks for fragment_sync_delay={asked}, the run has fragment_sync_delay={runs};" in (
-        error.text
-    )
+    both = f"asks for fragment_sync_delay={asked}, the run has fragment_sync_delay={runs};"
+    assert both in error.text
     assert stage.worker("d").joins(wants={"fragment_sync_delay": runs}).last(Welcome) is not None
 
 
@@ -329,17 +328,13 @@ def test_steps_are_floored_bounded_and_independent_of_rounding() -> None:
 # What the log says.
 
 
-def version_lines(stage: Stage) -> list[str]:
-    return stage.said("contain")
-
-
 def test_each_version_has_a_line_with_the_staleness() -> None:
     stage, (a, b) = a_run("a", "b")
     base = stage.version()
     a.pushes(1)
     stage.passes(2.0)
     b.pushes(2, base=base)
-    assert version_lines(stage) == [
+    assert stage.said("contain") == [
         "Version 1 contains the push of a (0 versions old).",
         "Version 2 contains the push of b (1 version old).",
     ]
@@ -355,7 +350,7 @@ def test_hundreds_of_versions_a_minute_have_a_line_a_second() -> None:
         else:
             b.pushes(push_id, fragment=fragment, base=bases[fragment])
         stage.now += 0.125
-    told = version_lines(stage)
+    told = stage.said("contain")
     assert len(told) == 4
     assert told[0] == "Version 1 of fragment 1 contains the push of a (0 versions old)."
     assert told[1] == (
@@ -364,11 +359,10 @@ def test_hundreds_of_versions_a_minute_have_a_line_a_second() -> None:
     )
     assert "contain pushes of a, b, at most 4 versions old." in told[2]
     stage.passes(1.0)
-    assert version_lines(stage)[4].startswith(
-        "5 versions, the last of them version 15 of fragment 0"
-    )
+    newest = "5 versions, the last of them version 15 of fragment 0"
+    assert stage.said("contain")[4].startswith(newest)
     stage.passes(5.0)
-    assert len(version_lines(stage)) == 5, "nothing is told twice"
+    assert len(stage.said("contain")) == 5, "nothing is told twice"
 
 
 @pytest.mark.parametrize(
@@ -377,8 +371,7 @@ def test_hundreds_of_versions_a_minute_have_a_line_a_second() -> None:
     ids=str,
 )
 def test_worker_that_learns_nothing_is_named_once_until_it_moves(fields: dict[str, Any]) -> None:
-    stage = a_stage(workers=1, **fields)
-    (a,) = stage.joined("a")
+    stage, a = alone(**fields)
     pieces, told = stage.config.num_fragments, []
     for turn, norm in enumerate([0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0]):
         for fragment in range(pieces):

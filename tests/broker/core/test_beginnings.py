@@ -14,7 +14,7 @@ from diloco_broker.core.state.model_source import DONOR_PATIENCE_S, InitialModel
 from diloco_protocol.messages import Error, Push
 from diloco_protocol.version import VersionId
 from diloco_worker.core.timeouts import LONGEST_BACKOFF_S
-from kit.core_harness import RUN, Puppet, Stage, a_stage, layered
+from kit.core_harness import RUN, Stage, a_stage, layered
 from kit.restarts import holding
 
 # Where workers of an earlier life of the broker look for it.
@@ -35,14 +35,6 @@ def run_of(stage: Stage) -> str | None:
     return stage.version().run if stage.state.round is not None else None
 
 
-def alive(stage: Stage, seconds: float, *puppets: Puppet) -> None:
-    """Time passes, and these send heartbeats."""
-    for _ in range(round(seconds)):
-        stage.passes(1.0)
-        for puppet in puppets:
-            puppet.beats()
-
-
 # Workers that may be on their way.
 
 
@@ -54,6 +46,7 @@ def test_newcomer_does_not_wipe_a_run_whose_worker_is_on_its_way(has_file: bool)
     assert not new.asked_for
     a = stage.worker("a").comes_with(holding(10))
     assert (a.asked_for, new.asked_for) == ([0], [])
+    assert bool(stage.said("not the model file's")) == has_file
     a.donates()
     assert stage.version() == VersionId(RUN, 10, 5_010)
     new.pulls()
@@ -91,17 +84,6 @@ def test_new_run_begins_once_all_its_workers_are_there_and_a_return_would_have_c
     assert not first.asked_for
     stage.worker("b").joins()
     assert first.asked_for == [0]
-
-
-def test_newcomers_as_many_as_are_needed_do_not_wipe_a_run_that_had_more_workers() -> None:
-    stage = a_broker(workers=2)
-    newcomers = [stage.worker(name).joins() for name in ("b", "c")]
-    stage.passes(RETURN_WITHIN_S - 0.2)
-    assert not any(each.asked_for for each in newcomers)
-    holder = stage.worker("a").comes_with(holding(12))
-    assert holder.asked_for == [0]
-    holder.donates(0)
-    assert stage.version().counter == 12
 
 
 def test_workers_that_are_missing_are_waited_for_no_longer_than_recover_wait() -> None:
@@ -144,7 +126,7 @@ def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back() -> N
     new = stage.worker("new").joins()
     a.dies()
     assert "a" not in stage.state.members
-    alive(stage, 8, new)
+    stage.passes_with(8, "new")
     assert not new.asked_for
     assert stage.said("the worker that holds the run")
     a = stage.worker("a").comes_with(holding(10))
@@ -155,8 +137,8 @@ def test_holder_whose_connection_broke_is_given_recover_wait_to_come_back() -> N
 def test_holder_that_is_gone_for_good_stops_nobody() -> None:
     stage = a_broker(recover_wait=5.0)
     stage.worker("a").comes_with(holding(10)).dies()
-    new = stage.worker("new").joins()
-    alive(stage, 6, new)
+    stage.worker("new").joins()
+    stage.passes_with(6, "new")
     stage.provide()
     assert run_of(stage) not in (None, RUN)
 
@@ -164,20 +146,12 @@ def test_holder_that_is_gone_for_good_stops_nobody() -> None:
 # Donors that take long.
 
 
-def test_slow_donor_without_another_is_waited_for() -> None:
-    stage = a_stage(workers=1, chunks=2)
-    a = stage.worker("a").joins()
-    alive(stage, 5 * DONOR_PATIENCE_S, a)
-    assert stage.said("no other worker has them; waiting for it")
-    a.donates()
-    assert stage.version().counter == 0
-
-
 def test_donor_without_another_that_pauses_half_way_loses_nothing_of_it() -> None:
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
     a.donates(indexes=[0])
-    alive(stage, 5 * DONOR_PATIENCE_S, a)
+    stage.passes_with(round(5 * DONOR_PATIENCE_S), "a")
+    assert stage.said("no other worker has them; waiting for it")
     a.donates(indexes=[1])
     assert stage.version().counter == 0
 
@@ -186,7 +160,7 @@ def test_slow_donor_is_told_that_another_one_is_asked() -> None:
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     a.donates(indexes=[0])
-    alive(stage, DONOR_PATIENCE_S + 1, a, b)
+    stage.passes_with(round(DONOR_PATIENCE_S + 1), "a", "b")
     error = a.got(Error)
     assert (error.push_id, error.retry) == (a.push_id, False)
     assert b.asked_for == [0]
@@ -198,9 +172,9 @@ def test_donors_that_are_all_slow_are_asked_again_with_more_patience() -> None:
     """Copying takes each of them longer than the first patience, and shorter than the second."""
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    alive(stage, 2 * DONOR_PATIENCE_S + 2, a, b)
+    stage.passes_with(round(2 * DONOR_PATIENCE_S + 2), "a", "b")
     assert (a.asked_for, b.asked_for) == ([0], [0])
-    alive(stage, DONOR_PATIENCE_S * 1.5, a, b)
+    stage.passes_with(round(DONOR_PATIENCE_S * 1.5), "a", "b")
     b.donates()
     assert stage.version().counter == 0
 
@@ -208,7 +182,7 @@ def test_donors_that_are_all_slow_are_asked_again_with_more_patience() -> None:
 def test_slow_holder_of_a_run_is_not_replaced_by_a_newcomer() -> None:
     stage = a_stage(workers=2, chunks=2)
     a, new = stage.worker("a").comes_with(holding(10)), stage.worker("new").joins()
-    alive(stage, 5 * DONOR_PATIENCE_S, a, new)
+    stage.passes_with(round(5 * DONOR_PATIENCE_S), "a", "new")
     assert not new.asked_for
     a.donates()
     assert run_of(stage) == RUN
@@ -218,7 +192,7 @@ def test_donor_of_values_that_are_not_finite_is_asked_again_once_it_has_joined_a
     stage = a_stage(workers=1, chunks=2)
     a = stage.worker("a").joins()
     a.donates(is_finite=False)
-    alive(stage, 2 * DONOR_PATIENCE_S, a)
+    stage.passes_with(round(2 * DONOR_PATIENCE_S), "a")
     assert a.asked_for == [0], "not while it is the same"
     a.loses_connection()
     a.joins()
@@ -230,7 +204,7 @@ def test_donor_of_values_that_are_not_finite_is_asked_again_once_it_has_joined_a
 def test_offer_of_a_donor_that_was_passed_over_costs_it_nothing() -> None:
     stage = a_stage(workers=2, chunks=2)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    alive(stage, DONOR_PATIENCE_S + 1, a, b)
+    stage.passes_with(round(DONOR_PATIENCE_S + 1), "a", "b")
     a.donates(indexes=[])
     assert (a.error().code, a.error().about) == ("not_allowed", Push.kind)
     b.leaves()

@@ -6,20 +6,8 @@ from dataclasses import replace
 
 from diloco_broker.core.state.versions import TAGS_KEPT, TAGS_SAVED, WholeVersion
 from diloco_protocol.version import VersionId
-from kit.core_harness import Holdings, Stage, a_round
+from kit.core_harness import a_round
 from kit.restarts import a_saved_run, ahead
-
-
-def left_behind() -> tuple[Stage, Holdings, Stage]:
-    """A broker that was killed; what one worker had newer; the next life, three rounds on without it."""
-    crashed = a_saved_run("a", "b", rounds=1)
-    theirs = ahead(crashed.holdings(), f0=1)
-    stage = crashed.restarted(recover_wait=0.0)
-    a = stage.worker("a").comes_with(crashed.holdings())
-    for number in range(3):
-        stage.passes(0.2)
-        a.pushes(20 + number, base=stage.version())
-    return crashed, theirs, stage
 
 
 def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal() -> None:
@@ -40,36 +28,23 @@ def test_branch_of_a_worker_that_was_away_is_named_when_the_counters_are_equal()
     assert len(stage.said(f"now at {ours}, has version {ours} instead")) == 1
 
 
-def test_branch_that_the_broker_has_left_behind_is_named_too() -> None:
-    _, theirs, stage = left_behind()
+def test_branch_that_the_broker_has_left_behind_is_named_in_this_life_and_the_next() -> None:
+    crashed = a_saved_run("a", "b", rounds=1)
+    theirs = ahead(crashed.holdings(), f0=1)
+    stage = crashed.restarted(recover_wait=0.0)
+    a = stage.worker("a").comes_with(crashed.holdings())
+    for number in range(3):
+        stage.passes(0.2)
+        a.pushes(20 + number, base=stage.version())
     assert stage.version().counter == 4
-    stage.worker("b").comes_with(theirs)
-    assert sum("b holds version 2#" in t and "has version 2#" in t for t in stage.logs) == 1
-
-
-def test_branch_that_was_left_behind_in_an_earlier_life_is_named_too() -> None:
-    crashed, theirs, stage = left_behind()
     again = stage.restarted()
     again.worker("a").comes_with(stage.holdings())
     again.passes(0.2)
     again.worker("c").comes_with(crashed.holdings())
     assert not again.said("branch"), "c is merely behind"
-    again.worker("b").comes_with(theirs)
-    assert sum("b holds version 2#" in t and "has version 2#" in t for t in again.logs) == 1
-
-
-def test_worker_that_is_ahead_of_a_broker_from_an_older_copy_is_told_that_its_branch_is_lost() -> (
-    None
-):
-    crashed = a_saved_run("a", "b", rounds=1)
-    theirs = ahead(crashed.holdings(), f0=7)
-    stage = crashed.restarted(recover_wait=0.0)
-    a = stage.worker("a").comes_with(crashed.holdings())
-    a.pushes(21, base=stage.version())
-    stage.passes(0.2)
-    stage.worker("b").comes_with(theirs)
-    (text,) = stage.said("b holds version 8#")
-    assert f"this broker went on from an older copy and is at {stage.version()}" in text
+    for life in (stage, again):
+        life.worker("b").comes_with(theirs)
+        assert len(life.said("b holds version 2#", "has version 2#")) == 1
 
 
 def test_two_workers_that_bring_two_branches_are_told_apart() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_protocol.messages import Error, Notice, Welcome
-from kit.core_harness import Stage, a_stage
+from kit.core_harness import Stage, a_stage, alone
 
 
 def steps_shown(stage: Stage) -> dict[str, int]:
@@ -81,8 +81,7 @@ def test_new_h_is_told_to_every_worker_and_to_those_who_join() -> None:
 
 
 def test_worker_whose_h_became_the_larger_one_may_come_back() -> None:
-    stage = a_stage(workers=1, sync_every=100)
-    (a,) = stage.joined("a")
+    stage, a = alone(sync_every=100)
     a.loses_connection()
     a.joins(wants={"sync_every": 80})
     stage.asks("set", sync_every=50)
@@ -90,20 +89,6 @@ def test_worker_whose_h_became_the_larger_one_may_come_back() -> None:
     a.joins(wants={"sync_every": 80})
     assert a.last(Error) is None
     assert steps_shown(stage) == {"a": 50}
-
-
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
-        (1, "--sync-every is 1; it must be at least --num-fragments, which is 2"),
-        (6, "--fragment-sync-delay is 3; it must be below 3"),
-        (2.5, "--sync-every is 2.5; it must be a whole number"),
-    ],
-)
-def test_h_that_does_not_fit_the_fragments_is_refused(asked: float, sentence: str) -> None:
-    stage = a_stage(workers=1, sync_every=100, num_fragments=2, fragment_sync_delay=3)
-    result = stage.asks("set", sync_every=asked)
-    assert (result.ok, sentence in result.text) == (False, True)
 
 
 def test_floor_that_is_lowered_lets_the_open_round_close() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.effects import Finish
-from diloco_broker.core.events import Received, Stop
+from diloco_broker.core.events import Stop
 from diloco_broker.storage.checkpoint_format import Checkpoint
-from diloco_protocol.messages import Control, Grant, Notice, Released, Result, Standing, Welcome
-from kit.core_harness import Puppet, Stage, a_stage
+from diloco_protocol.messages import Grant, Notice, Released, Standing, Welcome
+from kit.core_harness import Puppet, Stage, a_round, a_stage
 
 MODES: dict[str, dict[str, Any]] = {
     "streaming": {},
@@ -26,20 +26,6 @@ def a_run(mode: str = "streaming", **options: Any) -> tuple[Stage, Puppet, Puppe
     a, b = stage.joined("a", "b")
     stage.is_saved()
     return stage, a, b
-
-
-def a_round(a: Puppet, b: Puppet, number: int, **fields: Any) -> None:
-    a.pushes(10 * number + 1, **fields)
-    b.pushes(10 * number + 2, **fields)
-
-
-def asks(stage: Stage, action: str) -> Result:
-    """What an operator is answered."""
-    desk = stage.route()
-    stage.happens(Received(desk, Control(action, 1)))
-    result = stage.inbox[desk][-1]
-    assert isinstance(result, Result)
-    return result
 
 
 def released(puppet: Puppet) -> list[int]:
@@ -67,9 +53,7 @@ def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None
     assert eye.got(Welcome).versions[0] == stage.version()
     assert stage.version().counter == 0
     assert stage.state.totals.rounds == 0
-    assert released(a) == [0]
-    assert released(b) == [0]
-    assert released(eye) == [0]
+    assert released(a) == released(b) == released(eye) == [0]
     assert a.offers(1).standing is not Standing.COUNTED
     stage.is_saved()
     assert stage.version().counter == 1
@@ -98,9 +82,9 @@ def test_checkpoint_of_a_version_that_waits_has_it_and_its_ledger(mode: str) -> 
 
 def test_checkpoint_of_a_version_that_waits_has_the_other_fragments_as_they_are() -> None:
     stage, a, b = a_run(durable=True, num_fragments=2, sync_every=8)
-    a_round(a, b, 0)
+    a_round([a, b], 0)
     stage.is_saved()
-    a_round(a, b, 1, fragment=1)
+    a_round([a, b], 1)
     assert versions(stage.checkpoints[-1]) == [1, 1]
     assert stage.version(1).counter == 0
     assert stage.checkpoints[-1].record.fragments[0].ledger == stage.state.versions[0].ledger
@@ -121,19 +105,9 @@ def test_broker_that_is_killed_while_a_version_waits_counts_it_when_it_was_saved
         assert (a.offers(1).standing is Standing.COUNTED) == is_in
 
 
-def test_pushes_for_the_next_round_wait_while_a_version_waits() -> None:
-    stage, a, b = a_run(durable=True)
-    a_round(a, b, 0)
-    grant = a.offers(11, base=stage.version())
-    assert (grant.standing, grant.round) == (Standing.WAIT, 1)
-    stage.is_saved()
-    grant = a.got(Grant)
-    assert (grant.standing, grant.round) == (Standing.NEW, 1)
-
-
 def test_worker_that_dies_while_its_version_waits_is_in_it() -> None:
     stage, a, b = a_run(durable=True)
-    a_round(a, b, 0)
+    a_round([a, b], 0)
     a.dies()
     b.beats()
     stage.is_saved()
@@ -167,8 +141,8 @@ def test_release_is_tried_again_each_second_and_said_once_while_the_disk_is_full
 
 def test_outcome_of_an_older_checkpoint_releases_nothing() -> None:
     stage, a, b = a_run(durable=True)
-    asks(stage, "save")
-    a_round(a, b, 0)
+    stage.asks("save")
+    a_round([a, b], 0)
     assert stage.saves == [0, 0, 1]
     stage.is_saved(0)
     assert stage.version().counter == 0
@@ -179,11 +153,11 @@ def test_outcome_of_an_older_checkpoint_releases_nothing() -> None:
 def test_retry_of_one_round_is_not_made_in_the_next() -> None:
     """An older save, which an operator asked for, fails before the one that matters is written."""
     stage, a, b = a_run(durable=True)
-    asks(stage, "save")
-    a_round(a, b, 0)
+    stage.asks("save")
+    a_round([a, b], 0)
     stage.cannot_save(number=0)
     stage.is_saved(1)
-    a_round(a, b, 1)
+    a_round([a, b], 1)
     assert stage.saves == [0, 0, 1, 2]
     for puppet in (a, b):
         puppet.beats()
@@ -193,11 +167,13 @@ def test_retry_of_one_round_is_not_made_in_the_next() -> None:
 
 def test_round_opens_when_its_predecessor_is_saved_and_takes_what_came_early() -> None:
     stage, a, b = a_run(durable=True)
-    a_round(a, b, 0)
+    a_round([a, b], 0)
     for puppet, push_id in ((a, 11), (b, 12)):
-        puppet.begins(push_id, base=stage.version())
+        grant = puppet.offers(push_id, base=stage.version())
+        assert (grant.standing, grant.round) == (Standing.WAIT, 1)
     stage.is_saved()
     for puppet in (a, b):
+        assert (puppet.got(Grant).standing, puppet.got(Grant).round) == (Standing.NEW, 1)
         puppet.delivers([0, 1])
         puppet.commits()
     assert stage.saves == [0, 1, 2]
@@ -209,7 +185,7 @@ def test_round_opens_when_its_predecessor_is_saved_and_takes_what_came_early() -
 def test_stop_waits_for_the_release_that_waits_for_its_checkpoint() -> None:
     stage, a, b = a_run(durable=True)
     a.pulls(after=0)
-    a_round(a, b, 0)
+    a_round([a, b], 0)
     stage.happens(Stop("it is time"))
     assert a.got(Notice).what == "shutdown"
     assert not stage.finishes
@@ -238,7 +214,7 @@ def test_run_that_is_not_durable_never_waits_for_its_checkpoints(mode: str) -> N
 def test_failure_is_said_once_and_so_is_its_end() -> None:
     stage, a, b = a_run()
     for number in range(4):
-        a_round(a, b, number)
+        a_round([a, b], number)
         stage.cannot_save()
     assert stage.version().counter == 4
     assert stage.saves == [0, 1, 2, 3, 4]
@@ -246,9 +222,11 @@ def test_failure_is_said_once_and_so_is_its_end() -> None:
     assert len(failures) == 1
     assert "before round 1" in failures[0]
     assert "Training goes on" in failures[0]
-    a_round(a, b, 4)
+    stage.cannot_save("Input/output error")
+    assert len(stage.said("could not be written")) == 2
+    a_round([a, b], 4)
     stage.is_saved()
-    a_round(a, b, 5)
+    a_round([a, b], 5)
     stage.is_saved()
     again = stage.said("written again")
     assert again == ["Checkpoints are written again; the newest is run/checkpoint-5."]
@@ -259,25 +237,16 @@ def test_failure_is_said_once_and_so_is_its_end() -> None:
 def test_failed_checkpoint_is_tried_again_after_the_next_round_whatever_save_every_says() -> None:
     stage, a, b = a_run(save_every=3)
     for number in range(3):
-        a_round(a, b, number)
+        a_round([a, b], number)
     assert stage.saves == [0, 3]
     stage.cannot_save()
-    a_round(a, b, 3)
+    a_round([a, b], 3)
     assert stage.saves == [0, 3, 4]
     stage.is_saved()
-    a_round(a, b, 4)
+    a_round([a, b], 4)
     assert stage.saves == [0, 3, 4]
-    a_round(a, b, 5)
+    a_round([a, b], 5)
     assert stage.saves == [0, 3, 4, 6]
-
-
-def test_another_failure_is_said() -> None:
-    stage, a, b = a_run()
-    a_round(a, b, 0)
-    stage.cannot_save("No space left on device")
-    a_round(a, b, 1)
-    stage.cannot_save("Input/output error")
-    assert len(stage.said("could not be written")) == 2
 
 
 @pytest.mark.parametrize(
@@ -286,29 +255,17 @@ def test_another_failure_is_said() -> None:
 def test_checkpoints_are_asked_for_every_so_many_rounds(every: int, saves: list[int]) -> None:
     stage, a, b = a_run(save_every=every)
     for number in range(7):
-        a_round(a, b, number)
+        a_round([a, b], number)
     assert stage.saves == saves
 
 
 def test_checkpoints_count_rounds_of_all_fragments() -> None:
     stage, a, b = a_run(save_every=2, num_fragments=3, sync_every=12)
     for number in range(7):
-        a_round(a, b, number, fragment=number % 3)
+        a_round([a, b], number)
     assert stage.saves == [0, 2, 4, 6]
-    assert [versions(saved) for saved in stage.checkpoints] == [
-        [0, 0, 0],
-        [1, 1, 0],
-        [2, 1, 1],
-        [2, 2, 2],
-    ]
-
-
-def test_applications_are_what_counts_in_asynchronous_mode() -> None:
-    stage, a, b = a_run("async", save_every=2)
-    a.pushes(1)
-    b.pushes(2)
-    a.pushes(3)
-    assert stage.saves == [0, 2]
+    made = [[0, 0, 0], [1, 1, 0], [2, 1, 1], [2, 2, 2]]
+    assert [versions(saved) for saved in stage.checkpoints] == made
 
 
 # By an operator.
@@ -316,10 +273,10 @@ def test_applications_are_what_counts_in_asynchronous_mode() -> None:
 
 def test_operator_gets_a_checkpoint_at_once_between_rounds() -> None:
     stage, a, b = a_run(save_every=5)
-    a_round(a, b, 0)
+    a_round([a, b], 0)
     assert stage.saves == [0]
     a.begins(11)
-    assert asks(stage, "save").ok
+    assert stage.asks("save").ok
     assert stage.saves == [0, 1]
     assert versions(stage.checkpoints[-1]) == [1]
     assert ("a", 11) not in stage.checkpoints[-1].tensors[0].chunks[0].contents  # type: ignore[attr-defined]
@@ -332,32 +289,29 @@ def test_operator_gets_a_checkpoint_of_the_round_that_is_closing_when_it_is_whol
     a.delivers([0, 1])
     b.delivers([0])
     assert stage.round.phase.value == "closing"
-    assert asks(stage, "save").ok
+    assert stage.asks("save").ok
     assert stage.saves == [0], "half of the version is made"
     b.delivers([1])
     assert stage.saves == [0, 1]
     assert versions(stage.checkpoints[-1]) == [1]
-    a_round(a, b, 1)
+    a_round([a, b], 1)
     assert stage.saves == [0, 1], "once"
 
 
 def test_operator_is_told_why_nothing_is_saved() -> None:
-    stage = a_stage(workers=1, chunks=2)
-    stage.joined("a")
-    result = asks(stage, "save")
-    assert (result.ok, "--save-dir" in result.text) == (False, True)
-    stage = a_stage(workers=1, chunks=2, save_dir="run")
-    result = asks(stage, "save")
-    assert (result.ok, "no parameters" in result.text) == (False, True)
-    assert not stage.saves
+    for save_dir, why in ((None, "--save-dir"), ("run", "no parameters")):
+        stage = a_stage(workers=1, chunks=2, save_dir=save_dir)
+        result = stage.asks("save")
+        assert (result.ok, why in result.text) == (False, True)
+        assert not stage.saves
 
 
 def test_operator_of_a_durable_run_gets_the_version_that_waits() -> None:
     stage, a, b = a_run(durable=True)
-    a_round(a, b, 0)
-    assert asks(stage, "save").ok
+    a_round([a, b], 0)
+    assert stage.asks("save").ok
     stage.is_saved()
     assert stage.version().counter == 1
-    a_round(a, b, 1)
+    a_round([a, b], 1)
     stage.is_saved()
     assert stage.saves == [0, 1, 2]

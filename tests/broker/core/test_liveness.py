@@ -8,8 +8,8 @@ import pytest
 
 from diloco_broker.core.events import Tick
 from diloco_broker.core.rules.liveness import PROBES_A_TICK
-from diloco_protocol.messages import Notice, Rejoin, Welcome
-from kit.core_harness import Puppet, Stage, a_run, a_stage
+from diloco_protocol.messages import Notice, Rejoin
+from kit.core_harness import Puppet, Stage, a_run, a_stage, alone
 from kit.heartbeats import Beating
 
 
@@ -119,17 +119,6 @@ def test_floor_holds_and_the_run_says_that_it_waits() -> None:
     assert stage.version().counter == 2
 
 
-def test_newcomer_is_expected_at_once_in_the_place_of_one_that_stands_still() -> None:
-    stage, a, *_ = standing(min_workers=2)
-    a.pushes(11)
-    c = stage.worker("c").joins()
-    assert stage.expected == {"a", "c"}
-    assert c.got(Welcome).first_round == 1
-    c.pulls()
-    c.pushes(13)
-    assert stage.version().counter == 2
-
-
 def test_worker_that_goes_on_below_the_floor_is_expected_at_once() -> None:
     stage, *_, beating = standing(min_workers=2)
     assert stage.expected == {"a"}
@@ -207,8 +196,7 @@ def test_silent_worker_counts_as_dead_after_the_time_out_and_the_round_closes() 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"mode": "async"}], ids=str)
 def test_progress_of_an_upload_is_a_sign_of_life(options: dict[str, Any]) -> None:
-    stage = a_stage(1, 30, heartbeat_timeout=10.0, **options)
-    (a,) = stage.joined("a")
+    stage, a = alone(chunks=30, heartbeat_timeout=10.0, **options)
     a.begins(1)
     for index in range(30):
         stage.passes(9.0)
@@ -310,16 +298,6 @@ def test_kick_of_no_known_worker_says_who_is_here(arguments: dict[str, Any]) -> 
     assert len(stage.state.members) == 2
 
 
-def test_next_worker_is_asked_when_the_donor_is_kicked() -> None:
-    stage = a_stage(workers=2, chunks=2)
-    a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    a.donates(0, [0])
-    assert stage.kicks("a").ok
-    assert b.asked_for == [0]
-    stage.provide()
-    assert stage.version().counter == 0
-
-
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 def test_whole_contribution_of_a_kicked_worker_counts(options: dict[str, Any]) -> None:
     stage, _ = a_run("a", "b", "c", **options)
@@ -329,24 +307,3 @@ def test_whole_contribution_of_a_kicked_worker_counts(options: dict[str, Any]) -
     stage.kicks("c")
     assert stage.version().counter == 2
     assert [chunk["b", 12] for chunk in stage.counted()] == [1, 1]
-
-
-def test_part_of_a_contribution_of_a_kicked_worker_holds_nobody_up() -> None:
-    stage, (a, b) = a_run("a", "b")
-    a.pushes(11)
-    b.begins(12)
-    assert stage.round.phase.value == "closing"
-    b.delivers([0])
-    assert stage.kicks("b").ok
-    assert stage.version().counter == 2
-
-
-def test_kick_in_the_middle_of_an_asynchronous_submission_frees_its_slot() -> None:
-    stage, (a, b) = a_run("a", "b", mode="async", staging_slots=1)
-    a.begins(11)
-    a.delivers([0])
-    b.begins(12)
-    assert stage.state.submissions.queue
-    assert stage.kicks("a").ok
-    b.completes()
-    assert stage.state.versions[0].ledger.names_whole("b", 12)

@@ -11,10 +11,8 @@ from diloco_broker.core.events import Malformed, Received
 from diloco_broker.core.state.model_source import InitialModel
 from diloco_broker.core.state.uploads import first_window, upload_window
 from diloco_broker.core.state.versions import MAX_OBSERVERS
-from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
-    Chunk,
     Control,
     Credit,
     Error,
@@ -27,59 +25,23 @@ from diloco_protocol.messages import (
     Rejoin,
     Released,
     Result,
-    Standing,
     Welcome,
 )
 from diloco_protocol.version import Counted, Ledger, VersionId
-from kit.core_harness import RUN, Stage, a_config, a_manifest, a_stage
-from kit.noted_tensors import CHUNK_ELEMENTS, Payload
-
-
-def test_welcome_hands_out_the_configuration() -> None:
-    stage = a_stage(workers=2, sync_every=40)
-    a = stage.worker("a").joins()
-    welcome = a.got(Welcome)
-    assert welcome.config.sync_every == 40
-    assert welcome.epoch == stage.state.epoch
-
-
-def test_first_worker_is_asked_for_its_parameters() -> None:
-    stage = a_stage()
-    a = stage.worker("a").joins()
-    b = stage.worker("b").joins()
-    assert [n.what for n in a.all(Notice)] == ["donate"]
-    assert not b.all(Notice)
-    stage.provide()
-    assert stage.version().counter == 0
+from kit.core_harness import RUN, Stage, a_config, a_manifest, a_stage, alone
+from kit.noted_tensors import CHUNK_ELEMENTS
 
 
 def test_next_worker_is_asked_when_the_donor_dies_half_way() -> None:
     stage = a_stage()
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     b.pulls()
-    push = Push(a.token(), 7, 0, 3, "fp32", purpose=Purpose.DONATION)
-    a.sends(push)
-    a.push_id = 7
-    a.delivers([0, 1])
+    a.donates(indexes=[0, 1])
     a.dies()
-    assert [n.what for n in b.all(Notice) if n.what != "alive"] == ["donate"]
+    assert b.asked_for == [0]
     stage.provide()
     assert b.holds() == stage.version()
     assert stage.expected == {"b"}
-
-
-def test_donor_that_reconnects_resumes_its_donation() -> None:
-    stage = a_stage()
-    a = stage.worker("a").joins()
-    push = Push(a.token(), 7, 0, 3, "fp32", purpose=Purpose.DONATION)
-    a.sends(push)
-    a.push_id = 7
-    a.delivers([0, 1])
-    a.loses_connection()
-    a.joins()
-    a.sends(replace(push, session=a.token()))
-    a.delivers([2])
-    assert stage.version().counter == 0
 
 
 def test_parameters_of_a_newcomer_are_never_taken_once_there_are_some() -> None:
@@ -88,25 +50,10 @@ def test_parameters_of_a_newcomer_are_never_taken_once_there_are_some() -> None:
     before = stage.version()
     b = stage.worker("b").joins()
     assert not b.all(Notice)
-    b.sends(Push(b.token(), 7, 0, 3, "fp32", purpose=Purpose.DONATION))
+    b.donates(indexes=[])
     assert b.error().code == "not_allowed"
     assert stage.version() == before
     assert not a.all(Error)
-
-
-def test_broker_that_lost_everything_takes_up_the_run_of_a_worker() -> None:
-    stage = a_stage(workers=1)
-    held = VersionId(RUN, 12, 99)
-    a = stage.worker("a").joins()  # a fresh worker is here first, but does not donate yet
-    a.leaves()
-    b = stage.worker("b").joins(run=RUN, versions=(held,))
-    ledger = Ledger().with_push("b", 5, Bitmap.full(3))
-    b.sends(Push(b.token(), 7, 0, 3, "fp32", base=held, ledger=ledger, purpose=Purpose.DONATION))
-    b.push_id = 7
-    b.delivers([0, 1, 2])
-    assert stage.version() == held
-    assert stage.round.number == 12
-    assert b.offers(5, base=VersionId(RUN, 11, 98)).standing is Standing.COUNTED
 
 
 @pytest.mark.parametrize(
@@ -128,20 +75,9 @@ def test_donation_that_is_unsound_is_refused_and_another_worker_asked(
     push = Push(a.token(), 7, 0, 3, "fp32", purpose=Purpose.DONATION)
     a.sends(replace(push, **fields))
     assert words in a.error().text
-    assert [n.what for n in b.all(Notice)] == ["donate"]
+    assert b.asked_for == [0]
     stage.provide()
     assert stage.version().counter == 0
-
-
-def test_donor_that_delivers_nothing_is_given_up() -> None:
-    stage = a_stage(workers=1)
-    a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    for _ in range(8):
-        stage.passes(5.0)
-        a.beats()
-        b.beats()
-    assert "donate" in {n.what for n in b.all(Notice)}
-    assert "a" in stage.state.members
 
 
 FROZEN = TensorEntry("table", (3 * CHUNK_ELEMENTS,), "float32", Kind.FROZEN)
@@ -152,10 +88,7 @@ def test_nobody_sees_parameters_of_a_donor_that_dies_between_two_fragments() -> 
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     for fragment in (0, 1):
         b.sends(Pull(fragment, -1, b.token()))
-    a.sends(Push(a.token(), 7, 1, 3, "fp32", purpose=Purpose.DONATION))
-    for index in range(3):
-        chunk = Chunk(1, index, session=a.session, push_id=7)
-        a.sends(chunk, Payload(4 * CHUNK_ELEMENTS), on=a.bulk)
+    a.donates(1)
     assert not b.chunks
     a.leaves()
     stage.provide()
@@ -166,9 +99,7 @@ def test_nobody_sees_parameters_of_a_donor_that_dies_between_two_fragments() -> 
 def test_chunks_of_a_donor_that_left_are_never_placed() -> None:
     stage = a_stage(workers=1, chunks=6, by_hand=True)
     a = stage.worker("a").joins()
-    a.sends(Push(a.token(), 7, 0, 6, "fp32", purpose=Purpose.DONATION))
-    a.push_id = 7
-    a.delivers([0, 1, 2])
+    a.donates(indexes=[0, 1, 2])
     a.leaves()
     smaller = a_manifest(1)
     stage.manifest = smaller
@@ -183,64 +114,21 @@ def test_chunks_of_a_donor_that_left_are_never_placed() -> None:
 def test_donor_that_returns_with_the_same_push_begins_anew() -> None:
     stage = a_stage(workers=1, by_hand=True)
     a = stage.worker("a").joins()
-    push = Push(a.token(), 7, 0, 3, "fp32", purpose=Purpose.DONATION)
-    a.push_id = 7
     for _ in range(2):
-        a.sends(replace(push, session=a.token()))
-        a.delivers([0, 1])
+        a.donates(indexes=[0, 1])
         a.leaves()
         a.joins(session=None)
-    a.sends(replace(push, session=a.token()))
-    a.delivers([0, 1, 2])
+    a.donates()
     stage.work()
     assert stage.version().counter == 0
-
-
-def test_version_that_a_worker_holds_comes_before_the_model_file() -> None:
-    stage = Stage(a_config(1), initial=InitialModel({"weight": (12,)}))
-    held = VersionId(RUN, 5, 3)
-    a = stage.worker("a").joins(run=RUN, versions=(held,))
-    a.sends(Push(a.token(), 7, 0, 3, "fp32", held, purpose=Purpose.DONATION))
-    a.push_id = 7
-    a.delivers([0, 1, 2])
-    assert stage.version() == held
-    assert stage.said("not the model file's")
-
-
-def test_restarted_broker_waits_for_all_and_takes_the_newest_version() -> None:
-    stage = a_stage(workers=2)
-    a = stage.worker("a").joins(run=RUN, versions=(VersionId(RUN, 3, 1),))
-    assert not a.all(Notice)
-    b = stage.worker("b").joins(run=RUN, versions=(VersionId(RUN, 4, 2),))
-    assert [n.what for n in b.all(Notice)] == ["donate"]
-    assert not a.all(Notice)
-
-
-def test_restarted_broker_waits_no_longer_than_recover_wait() -> None:
-    stage = a_stage(workers=2, recover_wait=4.0)
-    a = stage.worker("a").joins(run=RUN, versions=(VersionId(RUN, 3, 1),))
-    stage.passes(3.5)
-    assert "donate" not in {n.what for n in a.all(Notice)}
-    stage.passes(1.0)
-    assert "donate" in {n.what for n in a.all(Notice)}
-
-
-def test_worker_of_another_run_is_refused() -> None:
-    stage = a_stage()
-    stage.joined("a")
-    b = stage.worker("b").joins(run="ffffffffffffffff")
-    assert (b.error().code, b.error().retry) == ("run_differs", False)
 
 
 def test_model_that_differs_is_refused_with_the_differences() -> None:
     stage = a_stage()
     (a,) = stage.joined("a")
-    other = Manifest(
-        (
-            TensorEntry("weight", (5, 2), "float32", Kind.TRAINABLE),
-            TensorEntry("bias", (3,), "float32", Kind.TRAINABLE),
-        )
-    )
+    shapes = {"weight": (5, 2), "bias": (3,)}
+    entries = (TensorEntry(name, at, "float32", Kind.TRAINABLE) for name, at in shapes.items())
+    other = Manifest(tuple(entries))
     b = stage.worker("b").joins(manifest=other)
     assert b.error().code == "model_differs"
     assert "weight is shaped [5, 2] instead of [12]" in b.error().text
@@ -260,17 +148,8 @@ def test_model_file_is_compared_with_the_first_worker() -> None:
     assert stage.version().counter == 0
 
 
-def test_worker_that_asks_for_another_configuration_is_refused_naming_both() -> None:
-    stage = a_stage(sync_every=100)
-    a = stage.worker("a").joins(wants={"fragment_sync_delay": 5})
-    assert "fragment_sync_delay=5, the run has fragment_sync_delay=0" in a.error().text
-    assert len(stage.state.members) == 0
-    assert not stage.worker("b").joins(wants={"sync_every": 100}).all(Error)
-
-
 def test_second_worker_with_the_same_id_is_refused_once_the_first_shows_life() -> None:
-    stage = a_stage(workers=1)
-    (a,) = stage.joined("a")
+    stage, a = alone()
     twin = stage.worker("a").joins()
     assert (twin.error().code, twin.error().retry) == ("id_taken", True)
     assert a.got(Notice).what == "ping"
@@ -283,8 +162,7 @@ def test_second_worker_with_the_same_id_is_refused_once_the_first_shows_life() -
 
 
 def test_restarted_worker_takes_its_place_when_the_first_is_gone() -> None:
-    stage = a_stage(workers=1)
-    (a,) = stage.joined("a")
+    stage, a = alone()
     stage.gone |= {a.control, a.bulk}  # killed: nobody knows yet
     twin = stage.worker("a").joins()
     assert twin.error().retry
@@ -297,15 +175,10 @@ def test_restarted_worker_takes_its_place_when_the_first_is_gone() -> None:
 def test_heartbeat_is_answered_and_its_figures_are_kept() -> None:
     stage = a_stage()
     (a,) = stage.joined("a")
-    a.sends(Heartbeat(a.token(), step=17, inner_step=3, loss=2.5, steps_per_s=4.0))
+    told: dict[str, Any] = {"step": 17, "inner_step": 3, "loss": 2.5, "steps_per_s": 4.0}
+    a.sends(Heartbeat(a.token(), **told))
     assert a.got(Notice).what == "alive"
-    figures = stage.state.members.named("a").figures
-    assert (figures.step, figures.inner_step, figures.loss, figures.steps_per_s) == (
-        17,
-        3,
-        2.5,
-        4.0,
-    )
+    assert vars(stage.state.members.named("a").figures).items() >= told.items()
 
 
 def test_message_on_another_connection_than_the_session_s_is_answered_with_rejoin() -> None:
@@ -340,8 +213,7 @@ def test_pull_that_overtakes_the_first_credit_is_served_after_it() -> None:
     b = stage.worker("b")
     b.control, b.bulk = stage.route(), stage.route()
     b.sends(Join("b", stage.manifest))
-    welcome = b.got(Welcome)
-    b.session = welcome.session
+    b.session = b.got(Welcome).session
     b.pulls()
     assert not b.chunks
     b.sends(Credit(8, b.token()), on=b.bulk)
@@ -349,15 +221,13 @@ def test_pull_that_overtakes_the_first_credit_is_served_after_it() -> None:
 
 
 def test_observer_that_waits_gets_the_next_version() -> None:
-    stage = a_stage(workers=1)
-    (a,) = stage.joined("a")
+    stage, a = alone()
     eye = stage.route()
     stage.happens(Received(eye, Pull(0, after=0, credit=100)))
     assert eye not in stage.received
     a.pushes(1)
-    assert [
-        m.version.counter for m in [m for m in stage.inbox[eye] if isinstance(m, Released)]
-    ] == [1]
+    (released,) = stage.inbox[eye]
+    assert isinstance(released, Released) and released.version.counter == 1
     assert len(stage.received[eye]) == 3
 
 
@@ -372,8 +242,7 @@ def kept(stage: Stage) -> list[int]:
 
 def test_reader_that_has_begun_gets_its_version_whole_however_many_are_released() -> None:
     """A link that is slower than the rounds would have none otherwise."""
-    stage = a_stage(workers=1)
-    (a,) = stage.joined("a")
+    stage, a = alone()
     eye = stage.route()
     stage.happens(Received(eye, Pull(0, credit=1)))
     for number in range(1, 6):
@@ -387,8 +256,7 @@ def test_reader_that_has_begun_gets_its_version_whole_however_many_are_released(
 
 
 def test_reader_that_has_not_begun_is_moved_to_the_newer_version() -> None:
-    stage = a_stage(workers=1)
-    (a,) = stage.joined("a")
+    stage, a = alone()
     eye = stage.route()
     stage.happens(Received(eye, Pull(0)))
     a.pushes(1)
@@ -399,8 +267,7 @@ def test_reader_that_has_not_begun_is_moved_to_the_newer_version() -> None:
 
 def test_slow_readers_keep_no_more_than_two_old_versions_alive() -> None:
     """Whoever is slower still is moved, until it is their turn."""
-    stage = a_stage(workers=1)
-    (a,) = stage.joined("a")
+    stage, a = alone()
     eyes = [stage.route() for _ in range(4)]
     for number, eye in enumerate(eyes, start=1):
         stage.happens(Received(eye, Pull(0, credit=1)))
@@ -420,8 +287,7 @@ def test_slow_readers_keep_no_more_than_two_old_versions_alive() -> None:
 
 
 def test_broken_download_resumes_where_it_stopped() -> None:
-    stage = a_stage(workers=1)
-    (a,) = stage.joined("a")
+    stage, a = alone()
     a.loses_connection()
     a.joins()
     held = bytes([0b011])
@@ -430,8 +296,7 @@ def test_broken_download_resumes_where_it_stopped() -> None:
 
 
 def test_observers_that_are_gone_make_room() -> None:
-    stage = a_stage(workers=1)
-    (a,) = stage.joined("a")
+    stage, a = alone()
     for _ in range(MAX_OBSERVERS):
         route = stage.route()
         stage.happens(Received(route, Pull(0, credit=8)))
@@ -477,12 +342,8 @@ def test_frozen_parameters_and_buffers_have_their_places() -> None:
     stage = Stage(a_config(1), manifest)
     stage.joined("a")
     trained, frozen = (each.layout for each in stage.state.versions.fragments)
-    assert [span.segment.value for span in trained.spans] == [
-        "parameters",
-        "parameters",
-        "buffers",
-        "integers",
-    ]
+    segments = ["parameters", "parameters", "buffers", "integers"]
+    assert [span.segment.value for span in trained.spans] == segments
     assert [span.elements for span in frozen.spans] == [CHUNK_ELEMENTS, 1]
     assert stage.version(1).counter == 0
 

@@ -38,15 +38,6 @@ def test_workers_that_left_before_the_checkpoint_are_not_waited_for() -> None:
     assert stage.version().counter == 3, "all that the checkpoint knows are back: no wait"
 
 
-def test_no_wait_for_workers_is_no_wait_for_ever() -> None:
-    crashed = a_saved_run("a", "b", rounds=1)
-    stage, (a,) = next_life(crashed, "a", recover_wait=0.0)
-    stage.passes(0.3)
-    a.pushes(11)
-    stage.passes(0.3)
-    assert stage.version().counter == 2
-
-
 def test_round_one_waits_for_all_workers_after_a_restart_too() -> None:
     """The first checkpoint is of the parameters that the first worker gave: nobody has trained."""
     crashed = a_stage(workers=2, chunks=2, save_dir="run")

@@ -10,16 +10,20 @@ from diloco_broker.core.effects import End
 from diloco_broker.core.events import Stop
 from diloco_broker.core.state.update import Phase
 from diloco_protocol.messages import Notice
-from kit.core_harness import Puppet, Stage, a_stage
+from kit.core_harness import Puppet, Stage, a_run, a_stage
 
 
-def a_run(*worker_ids: str, **options: Any) -> tuple[Stage, list[Puppet]]:
-    """Workers past round zero."""
-    stage = a_stage(**{"workers": len(worker_ids), "chunks": 2, **options})
-    puppets = stage.joined(*worker_ids)
-    for place, puppet in enumerate(puppets, start=1):
-        puppet.pushes(place)
-    return stage, puppets
+def closing() -> tuple[Stage, Puppet]:
+    """Round zero of one worker, of which nothing has been stepped yet."""
+    stage = a_stage(workers=1, chunks=3, by_hand=True)
+    worker = stage.worker("a").joins()
+    worker.donates()
+    stage.work()
+    worker.pulls()
+    worker.pushes(1)
+    while stage.round.phase is Phase.OPEN:
+        stage.work(1)
+    return stage, worker
 
 
 def test_set_says_what_changes_and_from_which_version() -> None:
@@ -36,15 +40,7 @@ def test_set_says_what_changes_and_from_which_version() -> None:
 
 
 def test_version_that_is_being_made_is_finished_with_the_old_setting() -> None:
-    stage = a_stage(workers=1, chunks=3, by_hand=True)
-    worker = stage.worker("a").joins()
-    stage.work()
-    worker.donates(0)
-    stage.work()
-    worker.pulls()
-    worker.pushes(1)
-    while stage.round.phase is Phase.OPEN:
-        stage.work(1)
+    stage, _ = closing()
     assert stage.tensors.queue, "some of its chunks have not been stepped yet"
     result = stage.asks("set", outer_lr=0.5)
     assert "from version 2" in result.text
@@ -56,15 +52,7 @@ def test_version_that_is_being_made_is_finished_with_the_old_setting() -> None:
 
 
 def test_changes_asked_for_while_a_version_is_made_add_up() -> None:
-    stage = a_stage(workers=1, chunks=3, by_hand=True)
-    worker = stage.worker("a").joins()
-    stage.work()
-    worker.donates(0)
-    stage.work()
-    worker.pulls()
-    worker.pushes(1)
-    while stage.round.phase is Phase.OPEN:
-        stage.work(1)
+    stage, _ = closing()
     assert stage.asks("set", outer_lr=0.5).ok
     assert "0.5 -> 0.25" in stage.asks("set", outer_lr=0.25).text
     assert stage.asks("set", outer_momentum=0.8).ok
@@ -137,7 +125,8 @@ def test_grace_can_be_set_and_the_quorum_taken_away() -> None:
     a.pushes(11)
     stage.passes(4.0)
     assert stage.version().counter == 1
-    assert stage.asks("set", quorum=None, grace=0).ok
+    assert stage.asks("set", quorum=0, grace=0).ok
+    assert stage.state.config.quorum is None
     stage.passes(60.0)
     assert stage.version().counter == 1, "now everybody is waited for"
     b.pushes(12)
@@ -185,15 +174,7 @@ def test_paused_run_makes_no_version_and_loses_nothing(options: dict[str, Any]) 
 
 
 def test_version_that_is_being_made_is_released_though_the_run_is_paused() -> None:
-    stage = a_stage(workers=1, chunks=3, by_hand=True)
-    worker = stage.worker("a").joins()
-    stage.work()
-    worker.donates(0)
-    stage.work()
-    worker.pulls()
-    worker.pushes(1)
-    while stage.round.phase is Phase.OPEN:
-        stage.work(1)
+    stage, worker = closing()
     assert "Round 0 is being finished" in stage.asks("pause").text
     stage.work()
     assert stage.version().counter == 1
@@ -317,18 +298,6 @@ def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() ->
 def test_what_workers_do_not_change_is_said(options: dict[str, Any], sentence: str) -> None:
     stage, _ = a_run("a", "b", **options)
     assert sentence in stage.asks("set", workers=5).text
-
-
-def test_saving_rarer_needs_something_that_is_saved() -> None:
-    stage, _ = a_run("a")
-    result = stage.asks("set", save_every=5)
-    assert (result.ok, "saves nothing" in result.text) == (False, True)
-
-
-def test_quorum_of_nobody_means_all() -> None:
-    stage, _ = a_run("a", "b", quorum=1, deterministic=True)
-    assert stage.asks("set", quorum=0).ok
-    assert stage.state.config.quorum is None
 
 
 def test_what_a_worker_says_of_itself_is_fit_for_a_terminal() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diloco_protocol.messages import Grant, Notice, Released, Standing
-from kit.core_harness import Puppet, Stage, a_stage
+from kit.core_harness import Puppet, Stage, a_stage, alone
 
 
 def ids(stage: Stage) -> list[str]:
@@ -262,8 +262,7 @@ def test_inspection_of_an_earlier_life_of_a_push_is_not_taken_for_this_one() -> 
 
 
 def test_push_that_waited_is_forgotten_once_a_newer_one_is_taken() -> None:
-    stage = a_stage(workers=1, deterministic=True)
-    (a,) = stage.joined("a")
+    stage, a = alone(deterministic=True)
     a.pulls(after=0)
     stage.by_hand = True
     a.pushes(1)
@@ -321,18 +320,6 @@ def test_deterministic_rounds_merge_in_the_order_of_worker_ids(order: str) -> No
     assert all(r.averaged == 3 for p in puppets for r in p.all(Released) if r.version.counter == 1)
     first, *others = stage.tensors.merges
     assert all(merge.wholes is first.wholes for merge in others), "made as they are needed"
-
-
-def test_deterministic_round_waits_for_whole_submissions() -> None:
-    stage = a_stage(workers=2, deterministic=True)
-    _, b = stage.joined("a", "b")
-    stage.pushes(a=1)
-    b.begins(2)
-    b.delivers([0, 1])
-    stage.passes(60.0)
-    assert not stage.tensors.merges
-    b.completes(2)
-    assert ids(stage) == ["ab"]
 
 
 def test_norm_of_the_whole_submission_goes_with_each_of_its_chunks() -> None:

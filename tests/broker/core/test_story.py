@@ -113,28 +113,6 @@ def test_story_keeps_no_payload_alive() -> None:
     assert seen() is None
 
 
-def test_story_does_not_grow() -> None:
-    stage, a, _ = a_run(by_hand=True)
-    a.begins(1)
-
-    def sends_again() -> None:
-        for _ in range(2 * KEPT):
-            stage.core.handle(events.Tick(), stage.now)
-            stage.core.handle(events.PeerGone(b"nobody"), stage.now)
-
-    sends_again()
-    tracemalloc.start()
-    try:
-        sends_again()
-        before, _ = tracemalloc.get_traced_memory()
-        for _ in range(5):
-            sends_again()
-        after, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert after - before < 20_000
-
-
 def test_story_keeps_nothing_that_a_stranger_sends() -> None:
     """A session that nobody has may be megabytes long, and no two need be the same."""
     stage, _, _ = a_run()

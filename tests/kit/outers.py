@@ -104,8 +104,7 @@ CASES: dict[str, Case] = {
         TorchOuter(adamw, "fedbuff", N), lambda: reference.Buffered(in_torch(adamw), N)
     ),
     "torch-direct": Case(
-        TorchOuter(adamw, "direct", N),
-        lambda: reference.Buffered(in_torch(adamw), N, direct=0.1),
+        TorchOuter(adamw, "direct", N), lambda: reference.Buffered(in_torch(adamw), N, direct=0.1)
     ),
     "torch-paper": Case(TorchOuter(by_group, "paper", N, 0.2), lambda: delayed_by_group(FIRST_ETA)),
 }

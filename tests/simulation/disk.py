@@ -63,11 +63,7 @@ class Saver:
     """
 
     def __init__(
-        self,
-        world: World,
-        disk: Disk,
-        save_s: float,
-        report: Callable[[int, str | None], None],
+        self, world: World, disk: Disk, save_s: float, report: Callable[[int, str | None], None]
     ) -> None:
         self._world = world
         self._disk = disk

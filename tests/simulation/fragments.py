@@ -19,9 +19,7 @@ class Fragments:
     """
 
     def __init__(
-        self,
-        layout_of: Callable[[int], FragmentLayout],
-        gradient: Callable[[int, int, int], Delta],
+        self, layout_of: Callable[[int], FragmentLayout], gradient: Callable[[int, int, int], Delta]
     ) -> None:
         self._layout_of = layout_of
         self._gradient = gradient

@@ -14,11 +14,7 @@ import pytest
 
 from diloco_broker.core.effects import Effect, Step
 from diloco_broker.core.machine import Core
-from diloco_broker.core.rules import (
-    checkpoints,
-    initial_model,
-    rounds,
-)
+from diloco_broker.core.rules import checkpoints, initial_model, rounds
 from diloco_broker.core.rules.checkpoints import run_record
 from diloco_broker.core.rules.reducers import asynchronous, collect, streaming
 from diloco_broker.core.state.members import Member

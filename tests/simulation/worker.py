@@ -31,14 +31,7 @@ from diloco_worker.core.effects import (
     Say,
     Stopping,
 )
-from diloco_worker.core.events import (
-    Connected,
-    Disconnected,
-    Event,
-    Received,
-    Start,
-    Tick,
-)
+from diloco_worker.core.events import Connected, Disconnected, Event, Received, Start, Tick
 from diloco_worker.core.session import Session
 from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.inbox import Inbox

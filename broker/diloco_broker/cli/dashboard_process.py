@@ -17,12 +17,7 @@ ENDS_WITHIN_S = 3.0
 
 
 class Dashboard:
-    """Starts `diloco-dashboard` and logs the address to open.
-
-    Args:
-        feed, control: addresses of the broker.
-        port: of the page; 0 takes a free one.
-    """
+    """Starts `diloco-dashboard`, on a free port where it is 0, and logs the address to open."""
 
     def __init__(self, feed: str, control: str, port: int) -> None:
         words = ["--feed", feed, "--control", control, "--port", str(port), "--lifeline"]

@@ -20,20 +20,14 @@ BETTER = 0.9
 
 @dataclass(frozen=True)
 class Planned:
-    """What there is to report.
+    """What there is to report."""
 
-    Attributes:
-        source: the file, the checkpoint or the broker.
-        pattern: of the plan; "own" for a split of one's own.
-        notes: what was assumed, sentences.
-    """
-
-    source: str
+    source: str  # the file, the checkpoint or the broker
     manifest: Manifest
     plan: FragmentPlan
-    pattern: str
+    pattern: str  # "own" for a split of one's own
     view: PlanView
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what was assumed, sentences
 
 
 def as_json(planned: Planned) -> dict[str, Any]:
@@ -190,9 +184,5 @@ def _joined(parts: Mapping[str, bool]) -> list[str]:
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:
     return textwrap.wrap(
-        text,
-        WIDTH,
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-        break_long_words=False,
+        text, WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
     )

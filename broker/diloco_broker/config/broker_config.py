@@ -54,23 +54,10 @@ class BrokerConfig(Options):
     @property
     def run_config(self) -> RunConfig:
         """The part that workers are told."""
-        return RunConfig(
-            mode=self.mode,
-            sync_every=self.sync_every,
-            num_fragments=self.num_fragments,
-            fragment_sync_delay=self.least_delay,
-            fragment_update_alpha=self.fragment_update_alpha,
-            fragment_merge=self.fragment_merge,
-            fragment_max_delay=self.fragment_max_delay,
-            fragment_delay_auto=self.has_auto_delay,
-            dylu=self.dylu,
-            weight_by=self.weight_by,
-            wire_dtype=self.wire_dtype,
-            reply_dtype=self.reply_dtype,
-            heartbeat_timeout=self.heartbeat_timeout,
-            chunk_elements=self.chunk_elements,
-            buffers=BUFFERS,
-        )
+        told = {each.name for each in fields(RunConfig)} & {each.name for each in fields(self)}
+        values = {name: getattr(self, name) for name in told}
+        values |= {"fragment_sync_delay": self.least_delay, "buffers": BUFFERS}
+        return RunConfig(**values, fragment_delay_auto=self.has_auto_delay)
 
 
 def _check(options: Options) -> None:

@@ -162,9 +162,7 @@ class Options:
         False, SWITCH, "The same bits in any order of arrival; keeps whole submissions."
     )
     weight_by: str = REDUCING.option(
-        "equal",
-        one_of(*WEIGHTS),
-        "What a contribution weighs: equal, tokens or samples.",
+        "equal", one_of(*WEIGHTS), "What a contribution weighs: equal, tokens or samples."
     )
     aggregate: str = REDUCING.option(
         "mean",
@@ -204,9 +202,7 @@ class Options:
     )
     feed: str = WIRE.option(DEFAULT_FEED_ADDRESS, ADDRESS, "Address of the status feed.")
     wire_dtype: str = WIRE.option(
-        "bf16",
-        one_of(*WIRE_DTYPES),
-        "Dtype of pseudo-gradients on the way up: fp32, bf16, fp16.",
+        "bf16", one_of(*WIRE_DTYPES), "Dtype of pseudo-gradients on the way up: fp32, bf16, fp16."
     )
     reply_dtype: str = WIRE.option(
         "fp32", one_of(*WIRE_DTYPES), "Dtype of parameters on the way down: fp32, bf16, fp16."

@@ -14,35 +14,22 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be, whatever the other options are.
+    """What a value must be, whatever the other options are."""
 
-    Attributes:
-        what: the end of the sentence "--name is VALUE; it must be ...".
-        holds: whether a value is so.
-        show: how the sentence writes a value.
-    """
-
-    what: str
+    what: str  # the end of the sentence "--name is VALUE; it must be ..."
     holds: Callable[[Any], bool]
-    show: Callable[[Any], str] = str
+    show: Callable[[Any], str] = str  # how the sentence writes a value
 
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option besides its name, its type and its default.
-
-    Attributes:
-        panel: heading that `--help` shows it under; empty: it is not on the command line.
-        help: one or two sentences.
-        if_none: what happens where it is not given, for an option whose default is None.
-        reads: type that the command line reads, where it is not the field's.
-    """
+    """What is known of an option besides its name, its type and its default."""
 
     rule: Rule
-    panel: str
-    help: str
-    if_none: str = ""
-    reads: type | None = None
+    panel: str  # heading that `--help` shows it under; empty: it is not on the command line
+    help: str  # one or two sentences
+    if_none: str = ""  # what happens where it is not given, for an option whose default is None
+    reads: type | None = None  # type that the command line reads, where it is not the field's
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,10 @@ class TensorPort(Protocol):
     def add(self, work: effects.TensorWork) -> None:
         """Queue a piece of work; its result comes back as an event."""
 
-    def drop_initial(self) -> None:
-        """Forget every `StoreInitial` that is queued."""
-
-    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
-        """Go on with these settings of the outer optimizer."""
-
-    def revert(self, fragment: int) -> None:
-        """Put a fragment back to what the checkpoint has."""
-
-    def forget_buffer(self, fragment: int) -> None:
-        """Throw away the gradients that the outer optimizer has collected of a fragment."""
+    def drop_initial(self) -> None: ...
+    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None: ...
+    def revert(self, fragment: int) -> None: ...
+    def forget_buffer(self, fragment: int) -> None: ...
 
 
 class Ports(Protocol):
@@ -94,12 +87,8 @@ class Acks:
 class Executor:
     """Hands events to the core and carries out the effects, in order.
 
-    Acknowledgements are gathered until `acknowledge` is called, or until something else is sent.
-
-    Args:
-        core: what decides.
-        clock: returns the seconds that the core's deadlines run on.
-        ports: where effects go.
+    Acknowledgements are gathered until `acknowledge` is called, or until something else is sent. `clock`
+    returns the seconds that the core's deadlines run on.
     """
 
     def __init__(self, core: Core, clock: Callable[[], float], ports: Ports) -> None:

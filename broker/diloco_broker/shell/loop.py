@@ -72,16 +72,11 @@ class Loop:
     """See the head of this module. It is the ports of the core's effects (see `effects`).
 
     Args:
-        config: the broker's options.
         initial: tensors of the model to begin with, by name, or None.
         factory, choose: the outer optimizer and the split of the model that the user's functions make.
 
     Attributes:
-        core: what decides.
-        now: the clock that its deadlines run on.
-        tensors: where its tensor work is done.
-        sockets: bound.
-        onlookers: where things are written down and shown.
+        now: the clock that the core's deadlines run on.
         stop_reason: why it was asked to stop, None while it was not; `is_restarting`: to come back.
 
     Raises:

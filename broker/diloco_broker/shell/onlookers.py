@@ -48,13 +48,8 @@ class Onlookers:
 
     Args:
         state: the core's; only read.
-        clock: the broker's.
         figures: what the loop knows of itself now.
         publish: sends a message to the subscribers of the feed.
-
-    Attributes:
-        failures: what catches theirs.
-        sequence: snapshots published.
 
     Raises:
         UsageError: the audit log cannot be written.
@@ -72,7 +67,7 @@ class Onlookers:
         self._send = publish
         self.failures = Failures()
         self._events = EventLog()
-        self.sequence = 0
+        self.sequence = 0  # snapshots published
         config, epoch = state.config, state.epoch
         self._audit = AuditLog(Path(config.audit), epoch) if config.audit else None
         self._history = HistoryWriter(Path(config.save_dir), epoch) if config.save_dir else None

@@ -24,8 +24,7 @@ class Sockets:
     """All of them, bound. Only `wake` may be called from another thread.
 
     Args:
-        bind: address of the ROUTER; port 0 or * picks a free one.
-        feed: of the PUB socket; likewise.
+        bind, feed: addresses of the ROUTER and the PUB socket; port 0 or * picks a free one.
 
     Attributes:
         address, feed_address: where they are bound.

@@ -24,22 +24,15 @@ from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import load_into, put_back
 from diloco_broker.tensors.outer.make import Outer, make_outer, share_of
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
-from diloco_broker.tensors.parameters import Parameters
-from diloco_broker.tensors.pool_sizes import pool_sizes
+from diloco_broker.tensors.parameters import Parameters, pool_sizes
 from diloco_protocol.chunks import ModelLayout
 
 
 class TensorExecutor:
     """See the head of this module. Belongs to the loop's thread.
 
-    Args:
-        config: the broker's options.
-        outer: the outer optimizer.
-        initial: tensors of the model file by name, or None.
-        checkpoint: to go on from, or None.
-
     Attributes:
-        initial: the same, until the run has its own copy.
+        initial: tensors of the model file by name, until the run has its own copy.
         resumption: what the core has to know of the checkpoint.
 
     Raises:
@@ -79,7 +72,6 @@ class TensorExecutor:
                 return True
 
     def add(self, work: TensorWork) -> None:
-        """Work to be done."""
         self._queue.add(work)
 
     def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
@@ -99,7 +91,6 @@ class TensorExecutor:
         return () if self._parameters is None else self._parameters.outer_groups()
 
     def drop_initial(self) -> None:
-        """Forget every `StoreInitial`."""
         self._queue.drop_initial()
 
     def of(self, layout: ModelLayout | None) -> Parameters:
@@ -154,7 +145,6 @@ class TensorExecutor:
         return pool_sizes(layout, remembered=self._outer.remembers, means=means)
 
     def close(self) -> None:
-        """End what goes on beside."""
         if self._parameters is not None:
             self._parameters.close()
 
@@ -166,7 +156,6 @@ class TensorExecutor:
             put_back(tensors, fragment, self._checkpoint)
 
     def forget_buffer(self, fragment: int) -> None:
-        """Throw away the gradients that the outer optimizer has collected of a fragment."""
         assert self._parameters is not None
         self._parameters.forget_buffer(fragment)
 

@@ -29,22 +29,15 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a broker needs to continue a run.
-
-    Attributes:
-        record: everything but the tensors, as the core gives it.
-        life: of the broker; the first is 1.
-        outer: kind of the outer optimizer.
-        config: options of the broker, for people and for `inspect`.
-        tensors: by fragment, the frozen one last; empty where only the rest was read.
-    """
+    """All that a broker needs to continue a run."""
 
     record: RunRecord
-    life: int
+    life: int  # of the broker; the first is 1
     num_fragments: int
     chunk_elements: int
-    outer: str
-    config: Mapping[str, Any]
+    outer: str  # kind of the outer optimizer
+    config: Mapping[str, Any]  # options of the broker, for people and for `inspect`
+    # By fragment, the frozen one last; empty where only the rest was read.
     tensors: Mapping[int, FragmentTensors]
 
     @property

@@ -29,27 +29,24 @@ from diloco_broker.tensors.outer.chunked import (
 )
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
-from diloco_broker.tensors.pool_sizes import bytes_of
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.codecs import decode_chunk, encode_chunk, is_finite, segment_dtype
 from diloco_protocol.state_dict import cut_chunk
 from diloco_protocol.tensor_pool import TensorPool
 
+# Chunks of memory that are between two uses.
+BETWEEN = 4
+
 
 @dataclass(frozen=True)
 class FragmentTensors:
-    """The tensors of one fragment.
+    """The tensors of one fragment."""
 
-    Attributes:
-        chunks: master values, fp32 or int64.
-        outer: what the outer optimizer remembers of each chunk, by name; None where nothing yet.
-        optimizer: a torch optimizer's `state_dict`; None without one.
-    """
-
-    chunks: Sequence[Tensor]
+    chunks: Sequence[Tensor]  # master values, fp32 or int64
+    # What the outer optimizer remembers of each chunk, by name; None where nothing yet.
     outer: Mapping[str, Sequence[Tensor | None]] = field(default_factory=dict)
-    optimizer: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] | None = None  # a torch optimizer's `state_dict`
 
 
 class Parameters:
@@ -100,7 +97,6 @@ class Parameters:
         self._buffers.preallocate(preallocate)
 
     def close(self) -> None:
-        """End what goes on beside."""
         self._buffers.close()
 
     def has_room(self, fragment: int, index: int) -> bool:
@@ -155,12 +151,7 @@ class Parameters:
         )
 
     def tune(self, outer: Outer, share: float, own: Mapping[str, float]) -> None:
-        """Go on with these settings; what the outer optimizer remembers is kept.
-
-        Args:
-            outer, share: as when this was made.
-            own: for all groups of the torch optimizers.
-        """
+        """Go on with these settings, `own` for all groups of torch optimizers; they keep their state."""
         self._outer, self._share = outer, share
         for whole in self._wholes.values():
             whole.fragment.tune(own)
@@ -169,8 +160,6 @@ class Parameters:
         """The outer step of one chunk, with the mean of what was folded.
 
         Args:
-            fragment: which fragment.
-            index: which of its chunks.
             weight: sum of the weights folded; 0 when nobody delivered this chunk, which then keeps
                 its value, but for a buffer that is due.
             count: gradients of this fragment before this one.
@@ -188,14 +177,9 @@ class Parameters:
         """The outer steps of one chunk, one after the other with the gradient of each group.
 
         Args:
-            fragment: which fragment.
-            index: which of its chunks.
             groups: chunks of whole submissions; a group without parts lacks this chunk, which then
                 keeps its value and its state, but for a buffer that is due, and counts all the same.
             count: gradients of this fragment before the first group's.
-
-        Returns:
-            As `step`.
         """
         span = self._layouts[fragment].spans[index]
         reduced = (self._staged.reduced(span, parts) for parts in groups)
@@ -365,3 +349,28 @@ class Parameters:
     def _in_wire_form(self, fragment: int, span: ChunkSpan, values: Tensor) -> Tensor | None:
         is_frozen = fragment == self.layout.frozen.fragment
         return Reply(span, self._reply, self._buffers, frozen=is_frozen).of(values)
+
+
+def pool_sizes(layout: ModelLayout, *, remembered: int, means: bool) -> list[int]:
+    """Bytes of each chunk of everything that there will be.
+
+    Args:
+        layout: how the model is cut.
+        remembered: tensors of the size of a chunk that the outer optimizer remembers of it.
+        means: whether contributions are added up as they come.
+    """
+    every = [bytes_of(span) for part in layout.all for span in part.spans]
+    steps = [
+        [bytes_of(span) for span in part.spans if span.segment is Segment.PARAMETERS]
+        for part in layout.fragments
+    ]
+    moved = [size for part in steps for size in part]
+    sums = max(steps, key=sum, default=[]) if means else []
+    # Those between two uses: readers still hold them when the chunk in their place is made.
+    between = [max(moved, default=0)] * BETWEEN
+    return [*every, *moved * remembered, *sums, *between]
+
+
+def bytes_of(span: ChunkSpan) -> int:
+    """Of a chunk at the broker."""
+    return span.elements * segment_dtype(span.segment).itemsize

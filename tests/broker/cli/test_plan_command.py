@@ -54,10 +54,7 @@ def llama_state(vocabulary: int = 40) -> dict[str, Tensor]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", MODELS)
 def test_view_has_the_bytes_that_travel_and_the_steps_that_are_due(name: str, pattern: str) -> None:
-    extra = (
-        tensor("running_mean", 5, kind=Kind.BUFFER),
-        tensor("frozen", 7, kind=Kind.FROZEN),
-    )
+    extra = (tensor("running_mean", 5, kind=Kind.BUFFER), tensor("frozen", 7, kind=Kind.FROZEN))
     manifest = Manifest((*MODELS[name].entries, *extra))
     pieces, every = 3, 10
     plan = FragmentPlan.of(manifest, pieces, pattern)
@@ -77,11 +74,7 @@ def test_view_of_a_module_in_three_lines() -> None:
     view = FragmentPlan.of(manifest, 3).view(manifest, sync_every=6)
     assert [
         (each.due, each.elements, each.bytes_up, each.bytes_down) for each in view.fragments
-    ] == [
-        (2, 30, 60, 120),
-        (4, 35, 70, 140),
-        (6, 18, 36, 72),
-    ]
+    ] == [(2, 30, 60, 120), (4, 35, 70, 140), (6, 18, 36, 72)]
     assert view.imbalance == pytest.approx(35 * 3 / 83)
 
 

@@ -183,11 +183,7 @@ def test_fold_and_step_of_a_chunk_allocate_nothing(wire: str, reply: str) -> Non
     layout = lay_out(Manifest(entries), chunk_elements=ELEMENTS)
     config = BrokerConfig()
     tensors = Parameters(
-        layout,
-        make_outer(config),
-        wire=wire,
-        reply=reply,
-        initial={"w": torch.randn(2 * ELEMENTS)},
+        layout, make_outer(config), wire=wire, reply=reply, initial={"w": torch.randn(2 * ELEMENTS)}
     )
     for index in range(2):
         tensors.place(0, index)

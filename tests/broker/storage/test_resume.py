@@ -127,10 +127,7 @@ def test_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(
 ) -> None:
     torch.manual_seed(5)
     model = mlp()
-    with (
-        Broker(a_config(tmp_path)) as broker,
-        DiLoCoClient(broker.address, timeout=20) as client,
-    ):
+    with Broker(a_config(tmp_path)) as broker, DiLoCoClient(broker.address, timeout=20) as client:
         start = client.join(model)
         for number in range(4):
             client.push(gradients(number, dict(start.tensors)))

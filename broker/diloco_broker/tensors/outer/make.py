@@ -6,13 +6,7 @@ from collections.abc import Callable
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.rules.reducers import reducer_of
-from diloco_broker.tensors.outer.chunked import (
-    Buffered,
-    ChunkOuter,
-    DelayedNesterov,
-    Nesterov,
-    Sgd,
-)
+from diloco_broker.tensors.outer.chunked import Buffered, ChunkOuter, DelayedNesterov, Nesterov, Sgd
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_protocol.errors import UsageError

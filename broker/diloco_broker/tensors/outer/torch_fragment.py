@@ -86,8 +86,7 @@ class TorchFragment:
         self.spans = {span.index: span for span in spans}
         self._pieces = {span.index: list(_pieces(places, span)) for span in spans}
         self._parameters = FragmentParameters(
-            layout.fragment,
-            {p.entry.name: Parameter(torch.empty(p.entry.shape)) for p in places},
+            layout.fragment, {p.entry.name: Parameter(torch.empty(p.entry.shape)) for p in places}
         )
         self._reads = frozenset(reads)
         self.load(masters, self.spans)
@@ -180,30 +179,25 @@ class TorchFragment:
             UsageError: for a group that has neither.
         """
         found: list[Rate] = []
-        for piece, number, group in self._groups_of(index):
-            start, stop = piece.in_chunk.start, piece.in_chunk.stop
-            lr = self._value(number, group, "lr")
-            momentum = self._value(number, group, "momentum") if "momentum" in self._reads else 0.0
-            last = found[-1] if found else None
-            if last is not None and (last.lr, last.momentum) == (lr, momentum):
-                found[-1] = Rate(last.start, stop, lr, momentum)
-            else:
-                found.append(Rate(start, stop, lr, momentum))
-        return found
-
-    def _groups_of(self, index: int) -> Iterator[tuple[_Piece, int, Mapping[str, Any]]]:
         numbers = self._group_numbers()
         for piece in self._pieces[index]:
             number = numbers[id(self._parameters[piece.parameter])]
-            yield piece, number, self.optimizer.param_groups[number]
+            start, stop = piece.in_chunk.start, piece.in_chunk.stop
+            lr = self._value(number, "lr")
+            momentum = self._value(number, "momentum") if "momentum" in self._reads else 0.0
+            if found and (found[-1].lr, found[-1].momentum) == (lr, momentum):
+                start = found.pop().start
+            found.append(Rate(start, stop, lr, momentum))
+        return found
 
     def _group_numbers(self) -> dict[int, int]:
         """Which group each parameter is in, by its `id`."""
         groups = enumerate(self.optimizer.param_groups)
         return {id(parameter): number for number, group in groups for parameter in group["params"]}
 
-    def _value(self, number: int, group: Mapping[str, Any], what: str) -> float:
+    def _value(self, number: int, what: str) -> float:
         """lr or momentum of a group; beta 1 is the momentum of Adam's kind."""
+        group = self.optimizer.param_groups[number]
         found = _momentum(group) if what == "momentum" else group.get(what)
         if found is not None:
             return float(found)

@@ -15,19 +15,23 @@ from typing import Any
 import pytest
 
 from diloco_broker import Broker, BrokerConfig
-from diloco_protocol.feed import TOPIC, Snapshot, parse_snapshot
+from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_tools.dashboard import app, orders, streams
 from diloco_tools.dashboard.orders import read_order, steering_address
 from diloco_tools.dashboard.picture import encoded, history, picture, thinned
-from diloco_tools.dashboard.security import Policy, Refusal, is_loopback
+from diloco_tools.dashboard.security import HEADERS, Policy, Refusal, is_loopback, new_token
 from diloco_tools.dashboard.streams import EventStream, Streams
 from diloco_tools.feed.series import RunSeries
 from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving
-from kit.feed_snapshots import PATIENCE_S
+from kit.feed_snapshots import PATIENCE_S, frame
+
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+JSON = {"Content_Type": "application/json"}
+NOBODY = "tcp://127.0.0.1:1"
 
 
 def snapshot(**keys: Any) -> Snapshot:
-    return parse_snapshot(TOPIC + json.dumps(a_status(**keys)).encode())
+    return parse_snapshot(frame(a_status(**keys)))
 
 
 @pytest.fixture
@@ -36,10 +40,10 @@ def publisher() -> Iterator[Publisher]:
         yield made
 
 
-@pytest.fixture
-def site(publisher: Publisher) -> Iterator[Site]:
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
     """A dashboard that has heard one snapshot, whose control address nobody answers at."""
-    with serving(publisher.address, control="tcp://127.0.0.1:1") as made:
+    with Publisher() as publisher, serving(publisher.address, control=NOBODY) as made:
         publisher.says()
         made.await_state(sequence=7)
         yield made
@@ -116,6 +120,9 @@ class TestPolicy:
         assert Policy("10.0.0.5", "secret").of_reading({}) is not None
         assert Policy("10.0.0.5", "secret").of_reading({"authorization": "Bearer secret"}) is None
 
+    def test_token_is_another_after_each_start(self) -> None:
+        assert len({new_token() for _ in range(9)}) == 9
+
     def test_loopback(self) -> None:
         hosts = ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "10.0.0.5", "gpu-box")
         assert [is_loopback(host) for host in hosts] == [True] * 4 + [False] * 3
@@ -184,11 +191,7 @@ class TestOrders:
 
 class TestPicture:
     def test_numbers_that_are_not_finite_are_null(self) -> None:
-        said = (
-            TOPIC
-            + b'{"feed": 1, "sequence": 1, "epoch": "a", "workers": [{"id": "w", "loss": NaN}]}'
-        )
-        document = json.loads(encoded(parse_snapshot(said)))
+        document = json.loads(encoded(snapshot(workers=[a_worker("a", loss=math.nan)])))
         assert document["workers"][0]["loss"] is None
 
     def test_what_nobody_shows_is_not_sent(self) -> None:
@@ -209,11 +212,7 @@ class TestPicture:
             series.update(said, now=100.0 + second)
         whole = history(series, 105.0, -math.inf)
         assert [(t, number) for t, number, *_ in whole["rounds"]] == [
-            (-5.0, 0),
-            (-4.0, 1),
-            (-3.0, 2),
-            (-2.0, 3),
-            (-1.0, 4),
+            (n - 5.0, n) for n in range(5)
         ]
         assert whole["network"][-1] == (-1.0, 1000.0, 0.0)
         assert len(whole["speeds"]["rtx"]) == 5
@@ -245,7 +244,7 @@ class TestPage:
         for module in re.findall(r'from "\./([a-z]+\.js)"', script.body.decode()):
             assert site.get(f"/assets/{module}").status == 200, module
 
-    def test_page_has_nothing_inline_and_nothing_of_others(self, site: Site) -> None:
+    def test_page_has_nothing_inline_and_nothing_of_others(self) -> None:
         folder = Path(app.__file__).parent / "assets"
         html = (folder / "index.html").read_text()
         assert not re.search(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son[a-z]+=", html)
@@ -254,9 +253,6 @@ class TestPage:
             assert not re.search(r"https?://|//[a-z]+\.[a-z]", text.replace("http://127", "")), path
             code = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function"
             assert not re.search(code, text), path
-        policy = site.get("/").headers["content-security-policy"]
-        assert "default-src 'none'" in policy
-        assert "unsafe" not in policy
 
     @pytest.mark.parametrize(
         "path", ["/nothing", "/assets/../app.py", "/assets/%2e%2e/app.py", "/assets/", "/api/"]
@@ -267,13 +263,23 @@ class TestPage:
     @pytest.mark.parametrize("path", ["/", "/api/state", "/api/session", "/nothing"])
     def test_every_answer_has_the_headers_that_protect_it(self, site: Site, path: str) -> None:
         headers = site.get(path).headers
-        assert headers["x-content-type-options"] == "nosniff"
-        assert headers["x-frame-options"] == "DENY"
-        assert headers["referrer-policy"] == "no-referrer"
-        assert headers["cache-control"] == "no-store"
-        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert HEADERS.items() <= headers.items()
         assert "set-cookie" not in headers
         assert not any(name.startswith("access-control-") for name in headers)
+
+    def test_headers_let_a_page_do_nothing_with_others(self) -> None:
+        policy = HEADERS["content-security-policy"]
+        assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy
+        assert (
+            HEADERS.items()
+            >= {
+                "x-content-type-options": "nosniff",
+                "x-frame-options": "DENY",
+                "referrer-policy": "no-referrer",
+                "cache-control": "no-store",
+            }.items()
+        )
 
 
 class TestReading:
@@ -286,16 +292,25 @@ class TestReading:
         assert 0 <= state["age_s"] < PATIENCE_S
         assert state["series"]["rounds"][-1][1] == 411
 
-    def test_foreign_host_names_are_refused(self, site: Site) -> None:
-        for path in ("/", "/api/state", "/api/events"):
-            assert site.get(path, Host="evil.example:8514").status == 421
-        assert site.get("/", Host=f"localhost:{site.port}").status == 200
-
-    def test_pages_of_other_sites_are_refused(self, site: Site) -> None:
+    @pytest.mark.parametrize(
+        ("headers", "of_api", "of_page"),
+        [
+            ({"Host": "evil.example:8514"}, 421, 421),
+            ({"Sec_Fetch_Site": "cross-site"}, 403, 200),  # a link may lead to the page
+            ({"Sec_Fetch_Site": "same-site"}, 403, 200),
+            ({"Origin": "http://evil.example"}, 403, 200),
+            ({"Origin": "http://127.0.0.1:1"}, 403, 200),
+            ({"Origin": "null"}, 403, 200),
+        ],
+        ids=str,
+    )
+    def test_foreign_names_and_pages_of_other_sites_are_refused_token_or_not(
+        self, site: Site, headers: dict[str, str], of_api: int, of_page: int
+    ) -> None:
+        assert site.get("/", **headers).status == of_page
         for path in ("/api/state", "/api/events", "/api/session"):
-            assert site.get(path, Sec_Fetch_Site="cross-site").status == 403
-            assert site.get(path, Origin="http://evil.example").status == 403
-        assert site.get("/", Sec_Fetch_Site="cross-site").status == 200, "a link may lead here"
+            assert site.get(path, **headers).status == of_api, path
+        assert site.orders({"action": "pause"}, **headers).status == of_api
 
     def test_where_others_can_look_looking_takes_the_token(self, publisher: Publisher) -> None:
         with serving(publisher.address, policy=Policy("0.0.0.0", TOKEN)) as site:
@@ -304,7 +319,7 @@ class TestReading:
             for path in ("/api/state", "/api/events"):
                 assert site.get(path).status == 401
             assert site.get("/api/session").json["reading"] is False
-            assert site.get("/api/state", Authorization=f"Bearer {TOKEN}").status == 200
+            assert site.get("/api/state", **BEARER).status == 200
 
 
 class TestSteering:
@@ -316,34 +331,16 @@ class TestSteering:
         wrong = site.orders(order, token="a" + TOKEN)
         assert wrong.status == 401
         assert "not the one of this dashboard" in wrong.json["text"]
-        in_address = site.request(
-            "POST",
-            f"/api/control?token={TOKEN}",
-            json.dumps(order),
-            Content_Type="application/json",
-        )
-        assert in_address.status == 401
-        in_cookie = site.orders(order, token=None, Cookie=f"token={TOKEN}")
-        assert in_cookie.status == 401
+        in_address = f"/api/control?token={TOKEN}"
+        assert site.request("POST", in_address, json.dumps(order), **JSON).status == 401
+        assert site.orders(order, token=None, Cookie=f"token={TOKEN}").status == 401
 
     def test_session_says_what_a_token_is_good_for(self, site: Site) -> None:
-        good = site.get("/api/session", Authorization=f"Bearer {TOKEN}").json
+        good = site.get("/api/session", **BEARER).json
         assert (good["steering"], good["needs_token"], good["reason"]) == (True, False, None)
         bad = site.get("/api/session", Authorization="Bearer guess").json
         assert (bad["steering"], bad["needs_token"]) == (False, True)
         assert "not the one of this dashboard" in bad["reason"]
-
-    def test_posts_of_other_sites_are_refused_token_or_not(self, site: Site) -> None:
-        order = {"action": "pause"}
-        for headers in (
-            {"Origin": "http://evil.example"},
-            {"Origin": "null"},
-            {"Origin": f"http://127.0.0.1:{site.port + 1}"},
-            {"Sec_Fetch_Site": "cross-site"},
-            {"Sec_Fetch_Site": "same-site"},
-        ):
-            assert site.orders(order, **headers).status == 403, headers
-        assert site.orders(order, Host="evil.example").status == 421
 
     @pytest.mark.parametrize(
         "kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data"]
@@ -353,13 +350,12 @@ class TestSteering:
 
     def test_orders_are_posts(self, site: Site) -> None:
         for method in ("GET", "PUT", "DELETE", "OPTIONS"):
-            answer = site.request(method, "/api/control", Authorization=f"Bearer {TOKEN}")
-            assert answer.status == 405, method
+            assert site.request(method, "/api/control", **BEARER).status == 405, method
 
     def test_a_long_body_is_refused(self, site: Site) -> None:
         long = {"action": "kick", "worker": "a" * app.LONGEST_BODY}
         assert site.orders(long).status == 413
-        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        headers = BEARER | {"Content-Type": "application/json"}
         connection = site.connection()
         try:  # in chunks, so that no length is announced
             body = (b" " * 1024 for _ in range(5))
@@ -382,8 +378,7 @@ class TestSteering:
 
     @pytest.mark.parametrize("body", ["", "{", "[" * 4000, '{"action": "reboot"}', "\xff"])
     def test_what_is_no_order_is_refused(self, site: Site, body: str) -> None:
-        headers = {"Authorization": f"Bearer {TOKEN}", "Content_Type": "application/json"}
-        answer = site.request("POST", "/api/control", body.encode("latin-1"), **headers)
+        answer = site.request("POST", "/api/control", body.encode("latin-1"), **BEARER, **JSON)
         assert answer.status == 400
         assert answer.json["ok"] is False
 
@@ -392,7 +387,7 @@ class TestSteering:
         with serving(publisher.address, policy=policy) as site:
             publisher.says()
             assert site.orders({"action": "save"}).status == 403
-            session = site.get("/api/session", Authorization=f"Bearer {TOKEN}").json
+            session = site.get("/api/session", **BEARER).json
             assert (session["steering"], session["needs_token"]) == (False, False)
             assert "--readonly" in session["reason"]
 
@@ -406,7 +401,7 @@ class TestSteering:
 
     def test_only_so_many_orders_wait_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(app, "MOST_ORDERS", 0)
-        with serving("tcp://127.0.0.1:1") as site:
+        with serving(NOBODY) as site:
             assert site.orders({"action": "pause"}).status == 429
 
     def test_orders_reach_the_broker_and_its_sentences_come_back(self) -> None:
@@ -436,9 +431,8 @@ class TestEvents:
             publisher.says(sequence=7, uptime_s=10.0)
             site.await_state(sequence=7)
             with site.events() as events:
-                assert events.response.getheader("content-type") == (
-                    "text/event-stream; charset=utf-8"
-                )
+                kind = events.response.getheader("content-type")
+                assert kind == "text/event-stream; charset=utf-8"
                 first = events.next("state")
                 assert first["whole"] is True
                 assert len(first["series"]["rounds"]) == 1
@@ -463,7 +457,7 @@ class TestEvents:
         assert site.get(f"/api/events?every={every}").status == 400
 
     def test_pulses_say_that_nothing_was_ever_heard(self) -> None:
-        with serving("tcp://127.0.0.1:1") as site, site.events() as events:
+        with serving(NOBODY) as site, site.events() as events:
             assert events.next("pulse")["age_s"] is None
             assert site.get("/api/state").json["picture"] is None
 

@@ -116,6 +116,36 @@ def publisher() -> Iterator[Publisher]:
         yield made
 
 
+@pytest.fixture
+def site(publisher: Publisher) -> Iterator[Site]:
+    with serving(publisher.address) as made:
+        yield made
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with a_run() as (made, _):
+        yield made
+
+
+@pytest.fixture
+def live_site(broker: Broker) -> Iterator[Site]:
+    with serving(broker.feed_address) as made:
+        yield made
+
+
+@pytest.fixture
+def page(site: Site, opened: Callable[..., Page]) -> Page:
+    """The page of `publisher`, with the token."""
+    return opened(with_token(site))
+
+
+@pytest.fixture
+def live(live_site: Site, opened: Callable[..., Page]) -> Page:
+    """The page of `broker`, which two workers have joined, with the token."""
+    return opened(with_token(live_site))
+
+
 def with_token(site: Site, token: str = TOKEN) -> str:
     return f"{site.address}/?token={token}"
 
@@ -149,62 +179,57 @@ def a_run(workers: int = 2, **options: Any) -> Iterator[tuple[Broker, list[DiLoC
 
 class TestLive:
     def test_table_fills_and_a_kick_removes_a_worker_from_the_broker(
-        self, opened: Callable[..., Page]
+        self, live: Page, broker: Broker
     ) -> None:
-        with a_run() as (broker, _), serving(broker.feed_address) as site:
-            page = opened(with_token(site))
-            sees(page, "#fresh-word", "LIVE")
-            rows = page.locator("#worker-rows tr")
-            playwright.expect(rows).to_have_count(2, timeout=PATIENCE_MS)
-            sees(page, "#worker-rows tr:first-child", "w0")
-            sees(page, "#worker-rows tr:first-child .health", "● ok")
-            sees(page, "#counts", "2 alive")
+        page = live
+        sees(page, "#fresh-word", "LIVE")
+        rows = page.locator("#worker-rows tr")
+        playwright.expect(rows).to_have_count(2, timeout=PATIENCE_MS)
+        sees(page, "#worker-rows tr:first-child", "w0")
+        sees(page, "#worker-rows tr:first-child .health", "● ok")
+        sees(page, "#counts", "2 alive")
 
-            page.get_by_role("button", name="Kick w1").click()
-            sees(page, "#ask-title", "Kick w1?")
-            sees(page, "#ask-text", "w1 is removed from the run")
-            playwright.expect(page.locator("#ask-no")).to_be_focused()
-            page.keyboard.press("Escape")
-            playwright.expect(page.locator("#ask")).to_be_hidden()
-            playwright.expect(rows).to_have_count(2)
+        page.get_by_role("button", name="Kick w1").click()
+        sees(page, "#ask-title", "Kick w1?")
+        sees(page, "#ask-text", "w1 is removed from the run")
+        playwright.expect(page.locator("#ask-no")).to_be_focused()
+        page.keyboard.press("Escape")
+        playwright.expect(page.locator("#ask")).to_be_hidden()
+        playwright.expect(rows).to_have_count(2)
 
-            page.get_by_role("button", name="Kick w1").click()
-            page.locator("#ask-yes").click()
-            sees(page, "#result-text", "w1 was removed; 1 worker is left.")
-            playwright.expect(rows).to_have_count(1, timeout=PATIENCE_MS)
-            with DiLoCoClient(broker.address, timeout=PATIENCE_S) as observer:
-                workers = observer.status()["workers"]
-            assert [worker["id"] for worker in workers] == ["w0"]
+        page.get_by_role("button", name="Kick w1").click()
+        page.locator("#ask-yes").click()
+        sees(page, "#result-text", "w1 was removed; 1 worker is left.")
+        playwright.expect(rows).to_have_count(1, timeout=PATIENCE_MS)
+        with DiLoCoClient(broker.address, timeout=PATIENCE_S) as observer:
+            workers = observer.status()["workers"]
+        assert [worker["id"] for worker in workers] == ["w0"]
 
-    def test_settings_change_after_old_and_new_were_shown(
-        self, opened: Callable[..., Page]
-    ) -> None:
-        with a_run() as (broker, _), serving(broker.feed_address) as site:
-            page = opened(with_token(site))
-            sees(page, "#metrics", "Outer learning rate0.7")
-            assert page.locator("#set-optimizer").is_disabled()
-            page.get_by_label("Outer learning rate").fill("0.5")
-            page.keyboard.press("Enter")
-            sees(page, "#ask-text", "Outer learning rate 0.7 → 0.5.")
-            page.get_by_role("button", name="Change", exact=True).click()
-            sees(page, "#result-text", "uter learning rate 0.7 -> 0.5")
-            sees(page, "#metrics", "Outer learning rate0.5")
+    def test_settings_change_after_old_and_new_were_shown(self, live: Page) -> None:
+        page = live
+        sees(page, "#metrics", "Outer learning rate0.7")
+        assert page.locator("#set-optimizer").is_disabled()
+        page.get_by_label("Outer learning rate").fill("0.5")
+        page.keyboard.press("Enter")
+        sees(page, "#ask-text", "Outer learning rate 0.7 → 0.5.")
+        page.get_by_role("button", name="Change", exact=True).click()
+        sees(page, "#result-text", "uter learning rate 0.7 -> 0.5")
+        sees(page, "#metrics", "Outer learning rate0.5")
 
-            page.get_by_label("Workers wanted").fill("3")
-            page.locator("#set-workers").click()
-            sees(page, "#ask-text", "Workers wanted 2 → 3.")
-            page.locator("#ask-yes").click()
-            sees(page, "#counts", "3 wanted")
+        page.get_by_label("Workers wanted").fill("3")
+        page.locator("#set-workers").click()
+        sees(page, "#ask-text", "Workers wanted 2 → 3.")
+        page.locator("#ask-yes").click()
+        sees(page, "#counts", "3 wanted")
 
-    def test_pause_and_resume(self, opened: Callable[..., Page]) -> None:
-        with a_run() as (broker, _), serving(broker.feed_address) as site:
-            page = opened(with_token(site))
-            page.get_by_role("button", name="Pause", exact=True).click()
-            sees(page, "#ask-text", "No further round closes")
-            page.locator("#ask-yes").click()
-            sees(page, "#condition", "paused for")
-            page.get_by_role("button", name="Resume", exact=True).click()
-            sees(page, "#condition", re.compile("training|waiting"))
+    def test_pause_and_resume(self, live: Page) -> None:
+        page = live
+        page.get_by_role("button", name="Pause", exact=True).click()
+        sees(page, "#ask-text", "No further round closes")
+        page.locator("#ask-yes").click()
+        sees(page, "#condition", "paused for")
+        page.get_by_role("button", name="Resume", exact=True).click()
+        sees(page, "#condition", re.compile("training|waiting"))
 
     def test_save_is_disabled_with_a_reason_where_there_is_no_folder(
         self, opened: Callable[..., Page], tmp_path: Path
@@ -221,75 +246,68 @@ class TestLive:
 
     @pytest.mark.usefixtures("impatient")
     def test_shutdown_takes_the_name_of_the_run_and_then_the_page_is_stale(
-        self, opened: Callable[..., Page]
+        self, live: Page, broker: Broker
     ) -> None:
-        with a_run() as (broker, _), serving(broker.feed_address) as site:
-            page = opened(with_token(site))
-            sees(page, "#fresh-word", "LIVE")
-            name = page.locator("#run").inner_text().removeprefix("run ")
-            assert re.fullmatch("[0-9a-f]{8}", name)
-            page.locator("#shutdown").click()
-            sees(page, "#ask-label", name)
-            assert page.locator("#ask-yes").is_disabled()
-            page.locator("#ask-typed").fill(name[:-1])
-            assert page.locator("#ask-yes").is_disabled()
-            page.locator("#ask-typed").fill(name)
-            page.locator("#ask-yes").click()
-            sees(page, "#result-text", "stops")
-            sees(page, "#fresh-word", "STALE")
-            sees(page, "#control-reason", "The broker is silent")
-            for control in ("#pause", "#shutdown", "#outer-lr", "#worker-rows .kick >> nth=0"):
-                if page.locator(control).count():
-                    assert page.locator(control).is_disabled(), control
+        page = live
+        sees(page, "#fresh-word", "LIVE")
+        name = page.locator("#run").inner_text().removeprefix("run ")
+        assert re.fullmatch("[0-9a-f]{8}", name)
+        page.locator("#shutdown").click()
+        sees(page, "#ask-label", name)
+        assert page.locator("#ask-yes").is_disabled()
+        page.locator("#ask-typed").fill(name[:-1])
+        assert page.locator("#ask-yes").is_disabled()
+        page.locator("#ask-typed").fill(name)
+        page.locator("#ask-yes").click()
+        sees(page, "#result-text", "stops")
+        sees(page, "#fresh-word", "STALE")
+        sees(page, "#control-reason", "The broker is silent")
+        for control in ("#pause", "#shutdown", "#outer-lr", "#worker-rows .kick >> nth=0"):
+            if page.locator(control).count():
+                assert page.locator(control).is_disabled(), control
 
     def test_page_goes_stale_when_the_broker_stops_and_live_when_it_is_back(
-        self, opened: Callable[..., Page], publisher: Publisher
+        self, page: Page, publisher: Publisher
     ) -> None:
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            publisher.says()
-            sees(page, "#fresh-word", "LIVE")
-            sees(page, "#fresh-word", "LATE")
-            sees(page, "#fresh-word", "STALE")
-            sees(page, "#notice", "The broker has sent nothing for")
-            sees(page, "#announce", "The feed is stale.")
-            beat = page.locator("#worker-rows tr:first-child .beat")
-            then = beat.inner_text()
-            playwright.expect(beat).not_to_have_text(then, timeout=PATIENCE_MS)
-            assert page.locator("#worker-rows .kick").first.is_disabled()
-            publisher.says(sequence=8)
-            sees(page, "#fresh-word", "LIVE")
-            playwright.expect(page.locator("#notice")).to_be_hidden()
-            assert page.locator("#worker-rows .kick").first.is_enabled()
+        publisher.says()
+        sees(page, "#fresh-word", "LIVE")
+        sees(page, "#fresh-word", "LATE")
+        sees(page, "#fresh-word", "STALE")
+        sees(page, "#notice", "The broker has sent nothing for")
+        sees(page, "#announce", "The feed is stale.")
+        beat = page.locator("#worker-rows tr:first-child .beat")
+        then = beat.inner_text()
+        playwright.expect(beat).not_to_have_text(then, timeout=PATIENCE_MS)
+        assert page.locator("#worker-rows .kick").first.is_disabled()
+        publisher.says(sequence=8)
+        sees(page, "#fresh-word", "LIVE")
+        playwright.expect(page.locator("#notice")).to_be_hidden()
+        assert page.locator("#worker-rows .kick").first.is_enabled()
 
     def test_run_that_all_have_left_has_ended_and_is_in_no_trouble(
-        self, opened: Callable[..., Page], publisher: Publisher
+        self, page: Page, publisher: Publisher
     ) -> None:
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            gone = "for workers to join: all have left"
-            publisher.says(state="waiting", waiting_for=gone, ended=True, workers=[])
-            sees(page, "#notice", "ENDED")
-            sees(page, "#notice", "all workers have left, after 411 rounds")
-            assert page.locator("#notice").get_attribute("data-tone") == "good"
-            sees(page, "#condition", "ended")
-            sees(page, "#no-workers", "All workers have left.")
+        gone = "for workers to join: all have left"
+        publisher.says(state="waiting", waiting_for=gone, ended=True, workers=[])
+        sees(page, "#notice", "ENDED")
+        sees(page, "#notice", "all workers have left, after 411 rounds")
+        assert page.locator("#notice").get_attribute("data-tone") == "good"
+        sees(page, "#condition", "ended")
+        sees(page, "#no-workers", "All workers have left.")
 
 
 class TestToken:
     def test_it_leaves_the_address_and_stays_with_the_tab(
-        self, opened: Callable[..., Page], publisher: Publisher
+        self, page: Page, publisher: Publisher, site: Site
     ) -> None:
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            publisher.says()
-            sees(page, "#fresh-word", "LIVE")
-            assert page.url == f"{site.address}/"
-            assert page.context.cookies() == []
-            assert page.locator("#pause").is_enabled()
-            page.reload()
-            sees(page, "#mode", "sync")
-            playwright.expect(page.locator("#pause")).to_be_enabled()
+        publisher.says()
+        sees(page, "#fresh-word", "LIVE")
+        assert page.url == f"{site.address}/"
+        assert page.context.cookies() == []
+        assert page.locator("#pause").is_enabled()
+        page.reload()
+        sees(page, "#mode", "sync")
+        playwright.expect(page.locator("#pause")).to_be_enabled()
 
     def test_a_broken_one_is_refused_and_the_right_one_can_be_entered(
         self, opened: Callable[..., Page], publisher: Publisher
@@ -333,181 +351,163 @@ class TestToken:
 
 
 class TestLook:
-    def test_text_of_strangers_is_never_markup(
-        self, opened: Callable[..., Page], publisher: Publisher
-    ) -> None:
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            publisher.says(
-                workers=[a_worker(HOSTILE, host=HOSTILE, state=HOSTILE, health=HOSTILE)],
-                events=[{"sequence": 1, "level": HOSTILE, "text": HOSTILE}],
-                rejections=[{"age_s": 1.0, "worker": HOSTILE, "code": HOSTILE, "text": HOSTILE}],
-                waiting_for=HOSTILE,
-                state="waiting",
-                mode=HOSTILE,
-                run=HOSTILE,
-                checkpoint={"folder": HOSTILE, "error": HOSTILE},
-            )
-            sees(page, "#worker-rows .id .main", HOSTILE)
-            sees(page, "#event-list", HOSTILE)
-            page.locator("#worker-rows .kick").click()
-            sees(page, "#ask-title", f"Kick {HOSTILE}?")
-            page.keyboard.press("Escape")
-            page.locator("#shutdown").click()
-            sees(page, "#ask-label", HOSTILE[:8])
-            assert page.locator("img, script:not([src])").count() == 0
-            assert page.title() != "1"
+    def test_text_of_strangers_is_never_markup(self, page: Page, publisher: Publisher) -> None:
+        publisher.says(
+            workers=[a_worker(HOSTILE, host=HOSTILE, state=HOSTILE, health=HOSTILE)],
+            events=[{"sequence": 1, "level": HOSTILE, "text": HOSTILE}],
+            rejections=[{"age_s": 1.0, "worker": HOSTILE, "code": HOSTILE, "text": HOSTILE}],
+            waiting_for=HOSTILE,
+            state="waiting",
+            mode=HOSTILE,
+            run=HOSTILE,
+            checkpoint={"folder": HOSTILE, "error": HOSTILE},
+        )
+        sees(page, "#worker-rows .id .main", HOSTILE)
+        sees(page, "#event-list", HOSTILE)
+        page.locator("#worker-rows .kick").click()
+        sees(page, "#ask-title", f"Kick {HOSTILE}?")
+        page.keyboard.press("Escape")
+        page.locator("#shutdown").click()
+        sees(page, "#ask-label", HOSTILE[:8])
+        assert page.locator("img, script:not([src])").count() == 0
+        assert page.title() != "1"
 
     def test_everything_that_a_snapshot_says_is_somewhere(
-        self, opened: Callable[..., Page], publisher: Publisher
+        self, page: Page, publisher: Publisher
     ) -> None:
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            workers = [
-                a_worker("a100-0", sync_every=500),
-                a_worker("mac", health="lost", beat_age_s=41.0),
-                a_worker("rtx", health="slow", sync_every=120, sync_age_s=None),
-            ]
-            publisher.says(workers=workers)
-            sees(page, "#round", "412")
-            for text in (
-                "1 of 4 arrived; missing mac, rtx, xeon",
-                "120 to 500",
-                "4 alive, 3 participating, 4 averaged",
-                "1644 counted, 1650 pushes",
-                "6: bad_push 2, non_finite 4",
-                "round 411, ",
-                "310 MB",
-                "4.8 ms",
-                "5 min in all",
-            ):
-                sees(page, "#metrics", text)
-            sees(page, "#model", "151M parameters, 605 MB")
-            sees(page, "#uptime", "02:13:2")
-            sees(page, "#event-list", "◐ warning: mac-mini left")
-            sees(page, "#rejection-list", "rtx: non_finite: Chunk 3 has a NaN.")
-            health = page.locator("#worker-rows .health .main").all_inner_texts()
-            assert health == ["● ok", "○ lost", "◐ slow"]
-            sees(page, "#worker-rows tr:last-child .sync", "—")
+        workers = [
+            a_worker("a100-0", sync_every=500),
+            a_worker("mac", health="lost", beat_age_s=41.0),
+            a_worker("rtx", health="slow", sync_every=120, sync_age_s=None),
+        ]
+        publisher.says(workers=workers)
+        sees(page, "#round", "412")
+        for text in (
+            "1 of 4 arrived; missing mac, rtx, xeon",
+            "120 to 500",
+            "4 alive, 3 participating, 4 averaged",
+            "1644 counted, 1650 pushes",
+            "6: bad_push 2, non_finite 4",
+            "round 411, ",
+            "310 MB",
+            "4.8 ms",
+            "5 min in all",
+        ):
+            sees(page, "#metrics", text)
+        sees(page, "#model", "151M parameters, 605 MB")
+        sees(page, "#uptime", "02:13:2")
+        sees(page, "#event-list", "◐ warning: mac-mini left")
+        sees(page, "#rejection-list", "rtx: non_finite: Chunk 3 has a NaN.")
+        health = page.locator("#worker-rows .health .main").all_inner_texts()
+        assert health == ["● ok", "○ lost", "◐ slow"]
+        sees(page, "#worker-rows tr:last-child .sync", "—")
 
     def test_columns_sort_and_focus_stays_where_it_was(
-        self, opened: Callable[..., Page], publisher: Publisher
+        self, page: Page, publisher: Publisher
     ) -> None:
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            speeds = {"a": 2.0, "b": 3.0, "c": 1.0}
-            said = [a_worker(name, steps_per_s=speed) for name, speed in speeds.items()]
-            publisher.says(workers=said)
-            names = page.locator("#worker-rows .id .main")
-            playwright.expect(names).to_have_text(["a", "b", "c"], timeout=PATIENCE_MS)
-            button = page.get_by_role("button", name="Steps/s")
-            button.focus()
-            page.keyboard.press("Enter")
-            playwright.expect(names).to_have_text(["c", "a", "b"])
-            page.keyboard.press("Enter")
-            playwright.expect(names).to_have_text(["b", "a", "c"])
-            head = page.locator("th", has_text="Steps/s")
-            playwright.expect(head).to_have_attribute("aria-sort", "descending")
-            page.get_by_role("button", name="Kick a").focus()
-            publisher.says(sequence=8, workers=said[:1])
-            playwright.expect(names).to_have_text(["a"], timeout=PATIENCE_MS)
-            playwright.expect(page.get_by_role("button", name="Kick a")).to_be_focused()
+        speeds = {"a": 2.0, "b": 3.0, "c": 1.0}
+        said = [a_worker(name, steps_per_s=speed) for name, speed in speeds.items()]
+        publisher.says(workers=said)
+        names = page.locator("#worker-rows .id .main")
+        playwright.expect(names).to_have_text(["a", "b", "c"], timeout=PATIENCE_MS)
+        button = page.get_by_role("button", name="Steps/s")
+        button.focus()
+        page.keyboard.press("Enter")
+        playwright.expect(names).to_have_text(["c", "a", "b"])
+        page.keyboard.press("Enter")
+        playwright.expect(names).to_have_text(["b", "a", "c"])
+        head = page.locator("th", has_text="Steps/s")
+        playwright.expect(head).to_have_attribute("aria-sort", "descending")
+        page.get_by_role("button", name="Kick a").focus()
+        publisher.says(sequence=8, workers=said[:1])
+        playwright.expect(names).to_have_text(["a"], timeout=PATIENCE_MS)
+        playwright.expect(page.get_by_role("button", name="Kick a")).to_be_focused()
 
     def test_plots_say_their_values_to_pointer_and_keyboard(
-        self, opened: Callable[..., Page], publisher: Publisher
+        self, page: Page, publisher: Publisher, site: Site
     ) -> None:
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            for number in range(4):
-                publisher.says(
-                    sequence=10 + number,
-                    uptime_s=100.0 + number,
-                    last_round={"number": number, "seconds": 40.0, "loss": 4.0 - number},
-                )
-                site.await_state(sequence=10 + number)
-            sees(page, "#plot-loss-now", "1")
-            plot = page.locator("#plot-loss svg")
-            plot.focus()
-            page.keyboard.press("Home")
-            sees(page, "#plot-loss-now", "round 0: 4")
-            page.keyboard.press("ArrowRight")
-            sees(page, "#plot-loss-now", "round 1: 3")
-            plot.hover(position={"x": 60, "y": 50})
-            sees(page, "#plot-loss-now", "round 0: 4")
-            sees(page, "#plot-seconds", "Round time")
-            assert page.locator("#plot-loss svg text").count() >= 4, "the axes have numbers"
-
-    def test_server_panel_has_what_the_run_was_told(
-        self, opened: Callable[..., Page], publisher: Publisher
-    ) -> None:
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
+        for number in range(4):
             publisher.says(
-                liveness={
-                    "heartbeat_timeout_s": 90.0,
-                    "stall_timeout_s": 0.0,
-                    "disconnect_grace_s": 4.0,
-                },
-                asynchronous={"dylu": True, "dylu_min_steps": 8, "max_staleness": 6, "slots": 2},
-                fragments=[{"fragment": number, "version": 9} for number in range(2)],
-                fragment_pattern="balanced",
-                fragment_sync_delay=3,
-                fragment_max_delay=9,
-                fragment_update_alpha=0.5,
+                sequence=10 + number,
+                uptime_s=100.0 + number,
+                last_round={"number": number, "seconds": 40.0, "loss": 4.0 - number},
             )
-            for title, text in {
-                "Dead after": "90 s of silence",
-                "Stalled after": "never",
-                "Time to reconnect": "4 s",
-                "Staleness": "up to 6 versions, not weighed",
-                "Merging": "after 3 steps, at most 9, alpha 0.5",
-            }.items():
-                row = page.locator("#metrics > div", has=page.get_by_text(title, exact=True))
-                playwright.expect(row.locator("dd")).to_have_text(text, timeout=PATIENCE_MS)
+            site.await_state(sequence=10 + number)
+        sees(page, "#plot-loss-now", "1")
+        plot = page.locator("#plot-loss svg")
+        plot.focus()
+        page.keyboard.press("Home")
+        sees(page, "#plot-loss-now", "round 0: 4")
+        page.keyboard.press("ArrowRight")
+        sees(page, "#plot-loss-now", "round 1: 3")
+        plot.hover(position={"x": 60, "y": 50})
+        sees(page, "#plot-loss-now", "round 0: 4")
+        sees(page, "#plot-seconds", "Round time")
+        assert page.locator("#plot-loss svg text").count() >= 4, "the axes have numbers"
+
+    def test_server_panel_has_what_the_run_was_told(self, page: Page, publisher: Publisher) -> None:
+        publisher.says(
+            liveness={
+                "heartbeat_timeout_s": 90.0,
+                "stall_timeout_s": 0.0,
+                "disconnect_grace_s": 4.0,
+            },
+            asynchronous={"dylu": True, "dylu_min_steps": 8, "max_staleness": 6, "slots": 2},
+            fragments=[{"fragment": number, "version": 9} for number in range(2)],
+            fragment_pattern="balanced",
+            fragment_sync_delay=3,
+            fragment_max_delay=9,
+            fragment_update_alpha=0.5,
+        )
+        for title, text in {
+            "Dead after": "90 s of silence",
+            "Stalled after": "never",
+            "Time to reconnect": "4 s",
+            "Staleness": "up to 6 versions, not weighed",
+            "Merging": "after 3 steps, at most 9, alpha 0.5",
+        }.items():
+            row = page.locator("#metrics > div", has=page.get_by_text(title, exact=True))
+            playwright.expect(row.locator("dd")).to_have_text(text, timeout=PATIENCE_MS)
 
     def test_inner_steps_go_on_by_the_pace_and_are_marked(
-        self, opened: Callable[..., Page], publisher: Publisher
+        self, page: Page, publisher: Publisher
     ) -> None:
         told = {"inner_step": 0, "inner_age_s": 10.0, "steps_per_s": 5.0}
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            publisher.says(
-                workers=[
-                    a_worker("a", **told),
-                    a_worker("b", **told | {"state": "waiting"}),
-                    a_worker("c", **told | {"inner_age_s": 44.0}),
-                    a_worker("d", **told | {"inner_age_s": 25.0, "steps_per_s": 100.0}),
-                ]
-            )
-            cells = page.locator("#worker-rows .inner .main")
-            playwright.expect(cells.nth(0)).to_have_text(re.compile(r"^~5\d/500$"))
-            playwright.expect(cells.nth(1)).to_have_text("0/500")
-            playwright.expect(cells.nth(3)).to_have_text("~500/500", timeout=PATIENCE_MS)
-            then = cells.nth(0).inner_text()
-            playwright.expect(cells.nth(0)).not_to_have_text(then, timeout=PATIENCE_MS)
-            # Silent for longer than usual, and then the broker is silent, too.
-            playwright.expect(cells.nth(2)).to_have_text("0/500", timeout=PATIENCE_MS)
-            sees(page, "#fresh-word", "STALE")
-            playwright.expect(cells.nth(0)).to_have_text("0/500", timeout=PATIENCE_MS)
+        publisher.says(
+            workers=[
+                a_worker("a", **told),
+                a_worker("b", **told | {"state": "waiting"}),
+                a_worker("c", **told | {"inner_age_s": 44.0}),
+                a_worker("d", **told | {"inner_age_s": 25.0, "steps_per_s": 100.0}),
+            ]
+        )
+        cells = page.locator("#worker-rows .inner .main")
+        playwright.expect(cells.nth(0)).to_have_text(re.compile(r"^~5\d/500$"))
+        playwright.expect(cells.nth(1)).to_have_text("0/500")
+        playwright.expect(cells.nth(3)).to_have_text("~500/500", timeout=PATIENCE_MS)
+        then = cells.nth(0).inner_text()
+        playwright.expect(cells.nth(0)).not_to_have_text(then, timeout=PATIENCE_MS)
+        # Silent for longer than usual, and then the broker is silent, too.
+        playwright.expect(cells.nth(2)).to_have_text("0/500", timeout=PATIENCE_MS)
+        sees(page, "#fresh-word", "STALE")
+        playwright.expect(cells.nth(0)).to_have_text("0/500", timeout=PATIENCE_MS)
 
     def test_first_round_does_not_flatten_the_curve_and_the_page_says_so(
-        self, opened: Callable[..., Page], publisher: Publisher
+        self, page: Page, publisher: Publisher, site: Site
     ) -> None:
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            for number, loss in enumerate([10.8, 5.5] + [3.0 - 0.02 * n for n in range(10)]):
-                publisher.says(
-                    sequence=10 + number,
-                    uptime_s=100.0 + number,
-                    last_round={"number": number, "seconds": 40.0, "loss": loss},
-                )
-                site.await_state(sequence=10 + number)
-            sees(page, "#plot-loss .cut", "2 older rounds with 5.5 to 10.8 are off the scale.")
-            line = page.locator("#plot-loss .curve").get_attribute("d") or ""
-            heights = [float(step.split()[1]) for step in re.split("[ML]", line)[1:]]
-            assert max(heights[2:]) - min(heights[2:]) > 80, "the others have the height"
-            assert max(heights[:2]) < 0, "the first two leave the plot"
-            assert page.locator("#plot-seconds .cut").is_hidden()
+        for number, loss in enumerate([10.8, 5.5] + [3.0 - 0.02 * n for n in range(10)]):
+            publisher.says(
+                sequence=10 + number,
+                uptime_s=100.0 + number,
+                last_round={"number": number, "seconds": 40.0, "loss": loss},
+            )
+            site.await_state(sequence=10 + number)
+        sees(page, "#plot-loss .cut", "2 older rounds with 5.5 to 10.8 are off the scale.")
+        line = page.locator("#plot-loss .curve").get_attribute("d") or ""
+        heights = [float(step.split()[1]) for step in re.split("[ML]", line)[1:]]
+        assert max(heights[2:]) - min(heights[2:]) > 80, "the others have the height"
+        assert max(heights[:2]) < 0, "the first two leave the plot"
+        assert page.locator("#plot-seconds .cut").is_hidden()
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_phone_shows_cards_and_never_scrolls_sideways(
@@ -534,10 +534,7 @@ class TestLook:
             assert (red < 60) == (scheme == "dark")
 
     def test_refresh_interval_is_kept(
-        self,
-        opened: Callable[..., Page],
-        publisher: Publisher,
-        monkeypatch: pytest.MonkeyPatch,
+        self, page: Page, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked = []
         messages = streams.Streams.messages
@@ -547,18 +544,16 @@ class TestLook:
             return messages(self, every_s)
 
         monkeypatch.setattr(streams.Streams, "messages", noted)
-        with serving(publisher.address) as site:
-            page = opened(with_token(site))
-            publisher.says()
-            sees(page, "#fresh-word", "LIVE")
-            page.get_by_label("Refresh").select_option("30")
-            deadline = time.monotonic() + PATIENCE_S
-            while asked[-1] != 30 and time.monotonic() < deadline:
-                page.wait_for_timeout(20)
-            page.reload()
-            sees(page, "#mode", "sync")
-            assert page.get_by_label("Refresh").input_value() == "30"
-            assert asked == [1.0, 30.0, 30.0]
+        publisher.says()
+        sees(page, "#fresh-word", "LIVE")
+        page.get_by_label("Refresh").select_option("30")
+        deadline = time.monotonic() + PATIENCE_S
+        while asked[-1] != 30 and time.monotonic() < deadline:
+            page.wait_for_timeout(20)
+        page.reload()
+        sees(page, "#mode", "sync")
+        assert page.get_by_label("Refresh").input_value() == "30"
+        assert asked == [1.0, 30.0, 30.0]
 
 
 class TestOthers:

@@ -17,8 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.registry import Collector
 
 from diloco_protocol.feed import parse_snapshot
-from diloco_tools.exporter.labels import Places
-from diloco_tools.exporter.metrics import families
+from diloco_tools.exporter.metrics import Places, families
 from diloco_tools.exporter.server import MetricsServer
 from diloco_tools.feed.listener import Reading
 from diloco_tools.feed.model import FeedModel

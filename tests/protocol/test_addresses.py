@@ -15,7 +15,7 @@ from diloco_broker.cli.app import app as broker_app
 from diloco_protocol.addresses import control_address, with_scheme
 from diloco_protocol.clients import Operator
 from diloco_tools.dashboard.source import FeedSource
-from diloco_tools.feed.subscriber import FeedSubscriber
+from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.top.cli import app as top_app
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 

@@ -18,8 +18,8 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_tools.dashboard import app, orders, streams
 from diloco_tools.dashboard.orders import read_order, steering_address
-from diloco_tools.dashboard.picture import encoded, history, picture, thinned
 from diloco_tools.dashboard.security import HEADERS, Policy, Refusal, is_loopback, new_token
+from diloco_tools.dashboard.source import encoded, history, picture, thinned
 from diloco_tools.dashboard.streams import EventStream, Streams
 from diloco_tools.feed.series import RunSeries
 from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving

@@ -10,8 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from diloco_protocol.errors import Code
 from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_tools.exporter.catalogue import METRICS
-from diloco_tools.exporter.labels import HELD_S, LONGEST_VALUE, Places, label_value
-from diloco_tools.exporter.metrics import RunCollector
+from diloco_tools.exporter.metrics import HELD_S, LONGEST_VALUE, Places, RunCollector, label_value
 from diloco_tools.feed.listener import Reading
 from diloco_tools.feed.model import FeedModel
 from kit.exporter_scrapes import HOSTILE, Samples, exported, of_reading, parsed, problems, status

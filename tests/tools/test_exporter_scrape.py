@@ -18,8 +18,7 @@ from typer.testing import CliRunner, Result
 from diloco_protocol.feed import TOPIC
 from diloco_tools.exporter import server
 from diloco_tools.exporter.cli import app
-from diloco_tools.exporter.labels import label_value
-from diloco_tools.exporter.metrics import RunCollector
+from diloco_tools.exporter.metrics import RunCollector, label_value
 from diloco_tools.exporter.server import MetricsServer
 from diloco_tools.feed import model
 from diloco_tools.feed.listener import FeedWatcher

@@ -19,8 +19,7 @@ from diloco_protocol.feed import (
     Snapshot,
     parse_snapshot,
 )
-from diloco_tools.feed.listener import Listener
-from diloco_tools.feed.subscriber import FeedSubscriber
+from diloco_tools.feed.listener import FeedSubscriber, Listener
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worker
 from kit.top_screen import ScreenPilot

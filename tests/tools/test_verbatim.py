@@ -26,7 +26,7 @@ from diloco_protocol.feed import parse_snapshot
 from diloco_tools.bench.report.figures import figure
 from diloco_tools.bench.report.table import tables, targets_table
 from diloco_tools.demo.display import Display
-from diloco_tools.exporter.labels import label_value
+from diloco_tools.exporter.metrics import label_value
 from diloco_tools.terminal import console
 from kit.exporter_scrapes import exported
 from kit.feed_snapshots import frame, status, worker

@@ -15,8 +15,7 @@ from typing import Any
 from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
 from diloco_tools.bench.roles.wire import CALL_BYTES
-from diloco_tools.feed.listener import Listener
-from diloco_tools.feed.subscriber import FeedSubscriber
+from diloco_tools.feed.listener import FeedSubscriber, Listener
 from diloco_tools.processes import Child, Children, wait_for_line
 
 ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must not hang it all

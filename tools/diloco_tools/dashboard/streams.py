@@ -14,8 +14,7 @@ from contextlib import suppress
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from diloco_tools.dashboard.picture import encoded
-from diloco_tools.dashboard.source import FeedSource
+from diloco_tools.dashboard.source import FeedSource, encoded
 
 MOST_STREAMS = 16  # a browser opens six at most; several people may look
 TURN_S = 0.1  # between two looks at the source: a snapshot shows that much later

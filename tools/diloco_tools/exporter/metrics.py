@@ -2,6 +2,10 @@
 
 Counters are totals since the broker's start; those of a worker go on over its restarts.
 
+Every distinct label value is a time series that Prometheus keeps for weeks, and two series with the same
+labels make it refuse the whole scrape. Worker ids are free text of the peers: labels made of them are
+short, printable and bounded in number.
+
 While the feed is STALE nobody knows how the run is, so all that a snapshot says is left out: an absent
 series says "unknown", an old number lies. What is known without one stays: `diloco_feed_up` is 0.
 """
@@ -9,7 +13,8 @@ series says "unknown", an old number lies. What is known without one stays: `dil
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import blake2s
 from typing import Any
 
 from prometheus_client.core import Metric as Family
@@ -17,7 +22,6 @@ from prometheus_client.core import Metric as Family
 from diloco_protocol.errors import Code
 from diloco_protocol.feed import Snapshot, Totals
 from diloco_tools.exporter.catalogue import METRICS, Metric
-from diloco_tools.exporter.labels import Places, label_value
 from diloco_tools.feed.listener import Reading
 
 STATES = ("training", "waiting", "paused", "stopping")
@@ -25,6 +29,8 @@ HEALTHS = ("ok", "slow", "stalled", "lost")
 REASONS = tuple(code.value for code in Code)
 OTHER = "other"  # for words of a newer broker: they cannot add label values
 MOST_FRAGMENTS = 256  # that have series of their own
+LONGEST_VALUE = 64  # characters
+HELD_S = 600.0  # a place is kept for a worker that is gone before another one gets it
 # Records of a snapshot that have a table of their own.
 PARTS = (
     *("liveness", "asynchronous", "loop", "counts", "totals", "outer"),
@@ -32,6 +38,43 @@ PARTS = (
 )
 
 Records = Mapping[tuple[str, ...], Any]  # by label values
+
+
+def label_value(text: str) -> str:
+    """`text` itself if it is short and printable, else its beginning and a digest of the whole."""
+    clean = "".join(sign if sign.isprintable() else "?" for sign in text[:LONGEST_VALUE])
+    if clean == text:
+        return text
+    digest = blake2s(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+    return f"{clean[: LONGEST_VALUE - 9]}~{digest}"
+
+
+class Places:
+    """Which workers have series of their own: at most `most` at a time, the first to come.
+
+    A worker keeps its place, and its label, while it is there. Once it is gone its place is held for
+    ten minutes, so that workers that come and go under ever new names cannot fill Prometheus with
+    series.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._labels: dict[str, str] = {}
+        self._seen: dict[str, float] = {}
+
+    def take(self, ids: Iterable[str], now: float) -> Mapping[str, str]:
+        """Worker id -> label value, of those of `ids` that have a place at `now` (seconds)."""
+        here = list(dict.fromkeys(ids))
+        for gone in [name for name, seen in self._seen.items() if now - seen > HELD_S]:
+            del self._seen[gone], self._labels[gone]
+        for name in here:
+            label = label_value(name)
+            # Of two ids that look the same, one has series.
+            is_free = len(self._labels) < self.most and label not in self._labels.values()
+            if name in self._labels or is_free:
+                self._labels[name] = label
+                self._seen[name] = now
+        return {name: self._labels[name] for name in here if name in self._labels}
 
 
 class RunCollector:

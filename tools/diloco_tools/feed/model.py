@@ -2,7 +2,7 @@
 
 `FeedModel` keeps the newest snapshot and answers what every display asks: is the feed alive, is the run
 healthy, were snapshots missed, is this still the same broker. There is no socket and no clock in here
-(`diloco_tools.feed.subscriber` has the socket): time is an argument, in seconds of any monotonic clock.
+(`diloco_tools.feed.listener` has the socket): time is an argument, in seconds of any monotonic clock.
 
 Ages in a snapshot are durations measured by the broker. The model adds the time since the snapshot
 arrived, measured by the caller; the clocks of two hosts are never subtracted.

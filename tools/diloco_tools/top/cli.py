@@ -16,9 +16,9 @@ import typer
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
 from diloco_protocol.feed import FeedError, Snapshot
 from diloco_tools.feed.estimate import inner_step_now
+from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.replay import History, read_history
-from diloco_tools.feed.subscriber import FeedSubscriber
 from diloco_tools.terminal import console, fail
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.text_screen import screen

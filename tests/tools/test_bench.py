@@ -426,7 +426,7 @@ def test_cpu_and_memory_of_a_process_are_read() -> None:
     math.factorial(20_000)
     assert machine.cpu_seconds(os.getpid()) > before
     found = machine.memory(os.getpid())
-    assert found.peak >= found.resident > found.files > 0
+    assert found.peak >= found.resident > 0
 
 
 def test_raw_tcp_moves_what_it_is_asked_to(pool: ProcessPool) -> None:

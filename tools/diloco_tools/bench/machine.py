@@ -20,25 +20,17 @@ import zmq
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one process, in bytes.
+    """Of one process, in bytes."""
 
-    Attributes:
-        resident: now.
-        peak: the largest since it started, or since `forget_peak`.
-        files: of the resident ones those mapped from files, mostly the code of libraries.
-    """
-
-    resident: int
-    peak: int
-    files: int
+    resident: int  # now
+    peak: int  # the largest since it started, or since `forget_peak`
 
 
 def memory(pid: int) -> Memory:
     """What a process of ours uses; raises OSError when it is gone."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     found = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    resident, peak, files = (int(found[name][0]) * 1024 for name in ("VmRSS", "VmHWM", "RssFile"))
-    return Memory(resident, peak, files)
+    return Memory(*(int(found[name][0]) * 1024 for name in ("VmRSS", "VmHWM")))
 
 
 def forget_peak(pid: int) -> None:

@@ -133,11 +133,6 @@ class Ends:
 class BrokerProcess:
     """`diloco-broker serve` on ports of its own, and what its feed says.
 
-    Attributes:
-        address: of its control socket.
-        idle: its memory before it had a model.
-        snapshots: all that it has published since the last `forget_turns`.
-
     Raises:
         ChildFailed: it ended, or did not start in time.
     """
@@ -145,12 +140,11 @@ class BrokerProcess:
     def __init__(self, child: Child) -> None:
         self._child = child
         self.address = wait_for_line(child, "control", START_WITHIN_S)
-        self.snapshots: list[Snapshot] = []
         feed = wait_for_line(child, "feed", START_WITHIN_S)
-        self.idle = machine.memory(child.pid)
-        self._listener = Listener(
-            lambda: FeedSubscriber(feed), self.snapshots.append, lambda _: None
-        )
+        self._idle = machine.memory(child.pid)  # before it had a model
+        self._snapshots: list[Snapshot] = []  # since the last `forget_turns`
+        take = self._snapshots.append
+        self._listener = Listener(lambda: FeedSubscriber(feed), take, lambda _: None)
         self._listener.start()
 
     @property
@@ -160,17 +154,17 @@ class BrokerProcess:
     def beyond_state(self, parameters: int) -> float:
         """Bytes at the peak that are neither its state nor what it had before it had a model."""
         peak = machine.memory(self._child.pid).peak
-        return peak - self.idle.resident - STATE_BYTES * parameters
+        return peak - self._idle.resident - STATE_BYTES * parameters
 
     def forget_turns(self) -> None:
         """Let what the loop did up to now not count."""
         self.wait_for(lambda _: True)
-        self.snapshots.clear()
+        self._snapshots.clear()
 
     def longest_turn_ms(self) -> float:
         """Of all turns since `forget_turns`, in thread CPU."""
         self.wait_for(lambda _: True)  # the turns since the last snapshot are in the next
-        return max(each.loop.longest_turn_ms or 0.0 for each in self.snapshots)
+        return max(each.loop.longest_turn_ms or 0.0 for each in self._snapshots)
 
     def wait_for(self, what: Callable[[Snapshot], bool], within_s: float = 60.0) -> Snapshot:
         """The first snapshot from now on that is so.
@@ -178,12 +172,12 @@ class BrokerProcess:
         Raises:
             ChildFailed: there is none within `within_s` seconds.
         """
-        deadline, seen = time.monotonic() + within_s, len(self.snapshots)
+        deadline, seen = time.monotonic() + within_s, len(self._snapshots)
         while time.monotonic() < deadline and self._child.running:
-            for snapshot in self.snapshots[seen:]:
+            for snapshot in self._snapshots[seen:]:
                 if what(snapshot):
                     return snapshot
-            seen = len(self.snapshots)
+            seen = len(self._snapshots)
             time.sleep(LOOK_EVERY_S)
         raise self._child.failure()
 

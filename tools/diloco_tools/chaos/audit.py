@@ -34,11 +34,9 @@ class Contribution:
 
     worker: str
     push_id: str
-    fragment: int
     steps: int
     chunks: frozenset[int] | None
     version: Version
-    round: int
 
     @property
     def push(self) -> Push:
@@ -53,7 +51,6 @@ class Release:
     after: Version | None
     fragment: int
     round: int
-    epoch: str
     contributions: tuple[Contribution, ...]
 
 
@@ -61,7 +58,6 @@ class Release:
 class Frozen:
     """A pseudo-gradient as its worker froze it: `steps` inner steps, behind its step `step`."""
 
-    push_id: str
     fragment: int
     steps: int
     step: int
@@ -111,8 +107,8 @@ class Findings:
     @property
     def problems(self) -> list[str]:
         """A sentence for each broken promise."""
-        kept = (self.broken, self.doubled, self.lost, self.uncounted)
-        return [sentence for each in (*kept, self.strangers, self.differing) for sentence in each]
+        counts = [*self.doubled, *self.lost, *self.uncounted]
+        return [*self.broken, *counts, *self.strangers, *self.differing]
 
     @property
     def remarks(self) -> list[str]:
@@ -132,22 +128,19 @@ def read_lines(text: str) -> list[dict[str, Any]]:
 
 def release_of(record: Mapping[str, Any]) -> Release:
     """A line of the broker's log."""
-    version, fragment, round_ = _version(record["version"]), record["fragment"], record["round"]
+    version = _version(record["version"])
     return Release(
         version,
         None if record["after"] is None else _version(record["after"]),
-        fragment,
-        round_,
-        record["epoch"],
+        record["fragment"],
+        record["round"],
         tuple(
             Contribution(
                 push["worker"],
                 push["push_id"],
-                fragment,
                 push["steps"],
                 None if push["chunks"] == "all" else chunks_of(push["chunks"]),
                 version,
-                round_,
             )
             for push in record["pushes"]
         ),
@@ -179,14 +172,12 @@ def log_of(worker: str, number: int, records: Iterable[Mapping[str, Any]]) -> Wo
     for record in records:
         match record["event"]:
             case "frozen":
-                frozen = Frozen(
-                    record["push_id"], record["fragment"], record["steps"], record["step"]
-                )
-                log.frozen[frozen.push_id] = frozen
+                frozen = Frozen(record["fragment"], record["steps"], record["step"])
+                log.frozen[record["push_id"]] = frozen
             case "counted":
                 log.counted[record["push_id"]] = _version(record["version"])
             case "dropped":
-                log.dropped[record["push_id"]] = str(record["why"])
+                log.dropped[record["push_id"]] = record["why"]
             case "left":
                 log.has_left = True
     return log
@@ -235,10 +226,9 @@ def audit(
             findings.broken.append(str(error))
     findings.lineage.sort(key=lambda release: (release.round, release.fragment))
     entered = contributions(findings.lineage)
-    for push, parts in entered.items():
-        findings.doubled += _doubled(push, parts)
     known = {(log.worker, push_id): f for log in logs for push_id, f in log.frozen.items()}
     for push, parts in entered.items():
+        findings.doubled += _doubled(push, parts)
         if push not in known:
             findings.strangers.append(
                 f"{parts[0].worker} never froze push {parts[0].push_id}, which is in version "

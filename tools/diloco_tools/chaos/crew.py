@@ -110,6 +110,7 @@ class Crew:
     Attributes:
         lives: of all workers, in the order of their start.
         broker: the process at hand.
+        proxies: of each worker by name.
     """
 
     def __init__(
@@ -135,7 +136,7 @@ class Crew:
         self._durable = durable
         self._brokers = 0
         self._children = Children(folder)
-        self._proxies: dict[str, DrillProxy] = {}
+        self.proxies: dict[str, DrillProxy] = {}
 
     def __enter__(self) -> Crew:
         return self
@@ -144,7 +145,7 @@ class Crew:
         # Whoever is still here hangs, or the drill was broken off: no time for politeness.
         for child in self._children.all:
             child.kill()
-        for proxy in self._proxies.values():
+        for proxy in self.proxies.values():
             proxy.close()
         if self.disk is not None:
             self.disk.close()
@@ -175,12 +176,12 @@ class Crew:
     def start_worker(self, worker: str, *, pulls: bool = True) -> Life:
         """Start a worker, for the first time or again."""
         number = 1 + sum(life.job.worker == worker for life in self.lives)
-        if worker not in self._proxies:
-            self._proxies[worker] = DrillProxy(self.address)
+        if worker not in self.proxies:
+            self.proxies[worker] = DrillProxy(self.address)
         job = Job(
             worker,
             number,
-            server=self._proxies[worker].address,
+            server=self.proxies[worker].address,
             folder=str(self.folder),
             shard=str(self._shards.get(worker, next(iter(self._shards.values())))),
             seed=seed_of(self._seed, worker, number),
@@ -196,15 +197,11 @@ class Crew:
         """The latest life of a worker."""
         return next(life for life in reversed(self.lives) if life.job.worker == worker)
 
-    def proxy(self, worker: str) -> DrillProxy:
-        return self._proxies[worker]
-
-    def kill_worker(self, worker: str) -> Life:
+    def kill_worker(self, worker: str) -> None:
         """SIGKILL: it has no time for a last word."""
         life = self.life(worker)
         life.child.kill()
         life.ended_at, life.was_killed = time.monotonic(), True
-        return life
 
 
 def seed_of(seed: int, worker: str, life: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_protocol.errors import DilocoError
+from diloco_tools.chaos.crew import DrillProxy
 from diloco_tools.chaos.faults import Fault, Kind
 from diloco_tools.chaos.job import Life
 from diloco_tools.chaos.run_watch import RunWatch
@@ -27,7 +28,7 @@ class Injected:
 
     fault: Fault
     at: float | None = None  # when it took effect, on the monotonic clock; None until it has
-    life: Life | None = None  # that was killed, stopped or started by it
+    life: Life | None = None  # that was started by it
     is_over: bool = False  # what had to be seen was seen, where that is more than new versions
 
 
@@ -50,28 +51,18 @@ def inject(watch: RunWatch, entry: Injected) -> None:
     match fault.kind:
         case Kind.KILL_WORKER:
             watch.await_joined(fault.target)
-            entry.life = crew.kill_worker(fault.target)
+            crew.kill_worker(fault.target)
             watch.later(RESTART_AFTER_S, lambda: crew.start_worker(fault.target))
         case Kind.STOP_WORKER:
-            entry.life = life = watch.await_joined(fault.target)
+            life = watch.await_joined(fault.target)
             life.child.process.send_signal(signal.SIGSTOP)
             began = time.monotonic()
             # It counts as stopped until then; the end is known only when it goes on.
             life.stops.append((began, float("inf")))
             watch.later(fault.seconds, lambda: _go_on(life))
         case Kind.CUT | Kind.CUT_WITHIN | Kind.PARTITION:
-            entry.life = watch.await_joined(fault.target)
-            proxy = crew.proxy(fault.target)
-            if fault.kind is Kind.CUT:
-                proxy.cut()
-            elif fault.kind is Kind.CUT_WITHIN:
-                proxy.cut_within(fault.within)
-                watch.wait_until(
-                    lambda: not proxy.is_armed, REPORT_WITHIN_S, f"{fault.target} sent nothing."
-                )
-            else:
-                proxy.shut()
-                watch.later(fault.seconds, proxy.open)
+            watch.await_joined(fault.target)
+            _cut(watch, fault, crew.proxies[fault.target])
         case Kind.KILL_BROKER:
             crew.broker.kill()
             watch.later(RESTART_AFTER_S, crew.start_broker)
@@ -88,8 +79,19 @@ def inject(watch: RunWatch, entry: Injected) -> None:
         entry.at = time.monotonic()
 
 
+def _cut(watch: RunWatch, fault: Fault, proxy: DrillProxy) -> None:
+    if fault.kind is Kind.CUT:
+        proxy.cut()
+    elif fault.kind is Kind.CUT_WITHIN:
+        proxy.cut_within(fault.within)
+        sentence = f"{fault.target} sent nothing."
+        watch.wait_until(lambda: not proxy.is_armed, REPORT_WITHIN_S, sentence)
+    else:
+        proxy.shut()
+        watch.later(fault.seconds, proxy.open)
+
+
 def _go_on(life: Life) -> None:
-    """The worker was stopped: let it go on."""
     life.child.process.send_signal(signal.SIGCONT)
     began, _ = life.stops.pop()
     life.stops.append((began, time.monotonic()))

@@ -32,19 +32,12 @@ class Seen:
 
 
 class RunWatch:
-    """See the head of this module.
-
-    Args:
-        deadline: on the monotonic clock; the run has to be over by then.
-
-    Attributes:
-        seen: the versions so far, those that came after others.
-    """
+    """See the head of this module."""
 
     def __init__(self, crew: Crew, deadline: float) -> None:
         self.crew = crew
-        self.deadline = deadline
-        self.seen: list[Seen] = []
+        self.deadline = deadline  # on the monotonic clock; the run has to be over by then
+        self.seen: list[Seen] = []  # the versions so far, those that came after others
         self._log = JsonLines(crew.folder / BROKER_LOG)
         self._logs: dict[str, JsonLines] = {}
         self._put_off: list[tuple[Callable[[], bool], Callable[[], object]]] = []
@@ -104,8 +97,7 @@ class RunWatch:
     ) -> None:
         """Wait until a condition holds; raises Broken with the sentence after `seconds`.
 
-        Args:
-            every: seconds between two looks at the condition; the run itself is looked at all the time.
+        The condition is looked at each `every` seconds, the run itself all the time.
         """
         until = time.monotonic() + seconds
         self.look()

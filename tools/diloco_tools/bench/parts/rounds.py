@@ -8,7 +8,7 @@ included. And what a checkpoint that is being written costs such a round.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -170,40 +170,31 @@ def _phases(row: str, sampled: Sequence[Sequence[dict[str, Any]]]) -> list[Figur
 
 
 def growth(figures: Sequence[Figure]) -> list[Figure]:
-    """Straight lines: memory over numbers of workers, time over numbers of parameters."""
-    memory = _points(figures, COST_PART, "broker beyond state")
-    seconds = _points(figures, WHOLE_ROUND, "seconds")
-    found = [
-        figure(GROWTH_PARTS[0], f"{size}, {reply}", "a worker", line, "MB", target="broker growth")
-        for size, reply, line in _slopes(memory, ("size", "reply"), "workers")
-    ]
-    found += [
-        figure(GROWTH_PARTS[1], f"{workers}, {reply}", "100M parameters", 1e8 * line, "s")
-        for workers, reply, line in _slopes(seconds, ("workers", "reply"), "parameters")
-    ]
-    return found
-
-
-def _points(figures: Sequence[Figure], part: str, name: str) -> list[dict[str, Any]]:
-    """Medians, with what they were measured on taken apart."""
-    points = []
+    """Slopes of straight lines: memory over numbers of workers, time over numbers of parameters."""
+    memory: dict[str, list[tuple[float, float]]] = {}
+    seconds: dict[str, list[tuple[float, float]]] = {}
     for each in figures:
-        if each.part == part and each.name == name:
+        if (each.part, each.name) == (COST_PART, "broker beyond state"):
             size, workers, reply = each.of.split(", ")
-            known = {"size": size, "workers": workers, "reply": reply, "y": each.median}
-            points.append(known | {"parameters": parameters_of(size)})
-    return points
+            point = float(workers.split()[0]), each.median
+            memory.setdefault(f"{size}, {reply}", []).append(point)
+        elif (each.part, each.name) == (WHOLE_ROUND, "seconds"):
+            size, row = each.of.split(", ", maxsplit=1)
+            seconds.setdefault(row, []).append((parameters_of(size), each.median))
+    return [
+        figure(GROWTH_PARTS[0], row, "a worker", line, "MB", target="broker growth")
+        for row, line in _slopes(memory)
+    ] + [
+        figure(GROWTH_PARTS[1], row, "100M parameters", 1e8 * line, "s")
+        for row, line in _slopes(seconds)
+    ]
 
 
-def _slopes(
-    points: Sequence[dict[str, Any]], by: tuple[str, str], over: str
-) -> list[tuple[str, str, float]]:
-    """The slope of each line of points that have `by` in common; lines of one point are left out."""
-    lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    for point in points:
-        x = float(str(point[over]).split()[0])
-        lines.setdefault((point[by[0]], point[by[1]]), []).append((x, point["y"]))
-    return [(*key, slope(line)) for key, line in lines.items() if len({x for x, _ in line}) > 1]
+def _slopes(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[tuple[str, float]]:
+    """Those of one point have none."""
+    for row, line in lines.items():
+        if len({x for x, _ in line}) > 1:
+            yield row, slope(line)
 
 
 def checkpoint(

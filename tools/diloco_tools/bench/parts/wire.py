@@ -21,7 +21,6 @@ from diloco_tools.bench.report.figures import TRANSPORT, TRANSPORT_WITH_FOLD, Fi
 from diloco_tools.bench.sizes import parameters_of
 from diloco_tools.tcp_proxy import HOST
 
-MIB = 1 << 20
 LIMITS, WAN = "limits", "wide-area link"
 KERNEL_CHUNKS = 512  # of each measurement: 1 GiB in fp32
 DEFAULT_CHUNK = 2 * CHUNK_ELEMENTS  # bytes in bf16

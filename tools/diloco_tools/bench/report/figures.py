@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 # Parts that the picture shows.
@@ -15,19 +15,12 @@ FORMAT = 1  # of the JSON file; keys may be added without a new one
 
 @dataclass(frozen=True)
 class Target:
-    """What a figure should be.
+    """What a figure should be."""
 
-    Attributes:
-        name: what is asked, as the table has it.
-        limit: in the figure's unit.
-        at_least: the figure should not be below the limit; else not above.
-        unit: of the figures that it applies to.
-    """
-
-    name: str
-    limit: float
-    at_least: bool
-    unit: str
+    name: str  # what is asked, as the table has it
+    limit: float  # in the figure's unit
+    at_least: bool  # the figure should not be below the limit; else not above
+    unit: str  # of the figures that it applies to
 
     def is_met(self, value: float) -> bool:
         return value >= self.limit if self.at_least else value <= self.limit
@@ -79,25 +72,15 @@ def number(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """Something that was measured, several times where it could be.
+    """Something that was measured, several times where it could be."""
 
-    Attributes:
-        part: of the benchmark.
-        of: what it was measured on; rows of a table.
-        name: what was measured; columns of a table.
-        values: all of them, in the order in which they were measured.
-        unit: x (a ratio), times (one near 1), GB/s, s, ms, MB, /s, s/GB, or % for a fraction.
-        target: key in `TARGETS`.
-        note: what else one should know.
-    """
-
-    part: str
-    of: str
-    name: str
-    values: tuple[float, ...]
-    unit: str
-    target: str | None = None
-    note: str = ""
+    part: str  # of the benchmark
+    of: str  # what it was measured on; rows of a table
+    name: str  # what was measured; columns of a table
+    values: tuple[float, ...]  # in the order in which they were measured
+    unit: str  # x (a ratio), times (one near 1), GB/s, s, ms, MB, /s, s/GB, or % for a fraction
+    target: str | None = None  # key in `TARGETS`
+    note: str = ""  # what else one should know
 
     def __post_init__(self) -> None:
         if not self.values:
@@ -131,8 +114,7 @@ class Figure:
         plain = asdict(self) | {"median": self.median, "low": self.low, "high": self.high}
         if self.target is not None:
             target = TARGETS[self.target]
-            words = str(target)
-            plain["target"] = {"name": target.name, "words": words, "met": self.is_met}
+            plain["target"] = {"name": target.name, "words": str(target), "met": self.is_met}
         return plain
 
 
@@ -162,21 +144,14 @@ def worst(figures: Sequence[Figure], target: str) -> Figure | None:
 
 @dataclass(frozen=True)
 class Report:
-    """One run of the benchmark.
+    """One run of the benchmark."""
 
-    Attributes:
-        command: how it was started.
-        at: when, ISO 8601 with the offset of the time zone.
-        machine: what it ran on.
-        skipped: sentences on what could not be measured.
-    """
-
-    command: str
-    at: str
+    command: str  # how it was started
+    at: str  # when, ISO 8601 with the offset of the time zone
     seconds: float
-    machine: Mapping[str, Any]
+    machine: Mapping[str, Any]  # what it ran on
     figures: tuple[Figure, ...]
-    skipped: tuple[str, ...] = field(default=())
+    skipped: tuple[str, ...] = ()  # sentences on what could not be measured
 
     def of_part(self, part: str) -> list[Figure]:
         return [each for each in self.figures if each.part == part]

@@ -36,14 +36,16 @@ def draw(report: Report, path: Path) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
+    shares, phases, seconds = _shares(report), report.of_part(PHASES_OF_ROUNDS), _seconds(report)
+    rows = {each.of for each in phases}
     panels = [
-        (paint, figures, height)
-        for paint, figures, height in (
-            (_ratios, _shares(report), 0.26 * len(_shares(report)) + 1.2),
-            (_phases, report.of_part(PHASES_OF_ROUNDS), 0.24 * len(_phase_rows(report)) + 1.2),
-            (_growth, _seconds(report), 3.2),
+        panel
+        for panel in (
+            (_ratios, shares, 0.26 * len(shares) + 1.2),
+            (_phases, phases, 0.24 * len(rows) + 1.2),
+            (_growth, seconds, 3.2),
         )
-        if figures
+        if panel[1]
     ]
     if not panels:
         return False
@@ -65,13 +67,12 @@ def draw(report: Report, path: Path) -> bool:
 
 def _shares(report: Report) -> list[Figure]:
     """Everything that is a share of raw TCP's speed."""
-    parts = (TRANSPORT, TRANSPORT_WITH_FOLD, WHOLE_ROUND)
-    return [each for part in parts for each in report.of_part(part) if each.name.endswith("/ raw")
-            and "CPU" not in each.name]  # fmt: skip
-
-
-def _phase_rows(report: Report) -> list[str]:
-    return list(dict.fromkeys(each.of for each in report.of_part(PHASES_OF_ROUNDS)))
+    return [
+        each
+        for part in (TRANSPORT, TRANSPORT_WITH_FOLD, WHOLE_ROUND)
+        for each in report.of_part(part)
+        if each.name.endswith("/ raw") and "CPU" not in each.name
+    ]
 
 
 def _seconds(report: Report) -> list[Figure]:
@@ -85,16 +86,18 @@ def _seconds(report: Report) -> list[Figure]:
 
 
 def _ratios(axes: Axes, figures: Sequence[Figure]) -> None:
-    labels = [f"{each.part}: {each.of}{_way(each)}" for each in figures]
+    ways = [each.name.removesuffix("/ raw").strip() for each in figures]
+    labels = [
+        f"{each.part}: {each.of}{way and f', {way}'}"
+        for each, way in zip(figures, ways, strict=True)
+    ]
     places = range(len(figures))
     colours = [FREE if each.is_met is None else MET if each.is_met else MISSED for each in figures]
-    errors = [
-        [each.median - each.low for each in figures],
-        [each.high - each.median for each in figures],
-    ]
-    style: dict[str, Any] = {"ecolor": QUIET, "elinewidth": 0.9}
     medians = [each.median for each in figures]
-    axes.barh(list(places), medians, 0.66, color=colours, xerr=errors, error_kw=style)
+    below = [each.median - each.low for each in figures]
+    above = [each.high - each.median for each in figures]
+    style: dict[str, Any] = {"ecolor": QUIET, "elinewidth": 0.9}
+    axes.barh(list(places), medians, 0.66, color=colours, xerr=[below, above], error_kw=style)
     for place, each in zip(places, figures, strict=True):
         if each.target is not None:
             limit = TARGETS[each.target].limit
@@ -110,11 +113,6 @@ def _ratios(axes: Axes, figures: Sequence[Figure]) -> None:
         loc="left",
         fontsize=10,
     )
-
-
-def _way(figure: Figure) -> str:
-    way = figure.name.removesuffix("/ raw").strip()
-    return f", {way}" if way else ""
 
 
 def _phases(axes: Axes, figures: Sequence[Figure]) -> None:
@@ -149,14 +147,8 @@ def _growth(axes: Axes, figures: Sequence[Figure]) -> None:
         xs, ys = [x for x, _ in points], [each.median for _, each in points]
         label = f"{workers}: {100 * slope(list(zip(xs, ys, strict=True))):.2f} s for 100M more"
         axes.plot(xs, ys, color=colour, marker="o", markersize=4, linewidth=1.8, label=label)
-        axes.fill_between(
-            xs,
-            [each.low for _, each in points],
-            [each.high for _, each in points],
-            color=colour,
-            alpha=0.15,
-            linewidth=0,
-        )
+        low, high = [each.low for _, each in points], [each.high for _, each in points]
+        axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
     axes.set_xlabel("parameters (millions)", color=QUIET, fontsize=9)
     axes.set_ylabel("seconds a round", color=QUIET, fontsize=9)
     axes.set_xlim(left=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
@@ -14,14 +14,13 @@ from diloco_tools.bench.report.figures import RATIOS, TARGETS, Figure, Report, n
 LEAST_VALUES = 3
 
 
-def tables(report: Report) -> Iterator[Table]:
+def tables(report: Report) -> list[Table]:
     """A table for each part: what it was measured on in rows, what was measured in columns."""
-    for part in report.parts:
-        yield part_table(part, report.of_part(part))
+    return [_part_table(part, report.of_part(part)) for part in report.parts]
 
 
-def part_table(part: str, figures: Sequence[Figure]) -> Table:
-    """One part. Cells: the median, and behind it the least and the greatest value."""
+def _part_table(part: str, figures: Sequence[Figure]) -> Table:
+    """Cells: the median, and behind it the least and the greatest value."""
     rows = list(dict.fromkeys(each.of for each in figures))
     columns = dict.fromkeys((each.name, each.unit) for each in figures)
     cells = {(each.of, each.name): each for each in figures}
@@ -32,8 +31,7 @@ def part_table(part: str, figures: Sequence[Figure]) -> Table:
             name if unit in RATIOS else f"{name}\n{unit}", justify="right", no_wrap=True
         )
     for row in rows:
-        found = (cells.get((row, name)) for name, _ in columns)
-        shown.add_row(row, *(_cell(each) for each in found))
+        shown.add_row(row, *(_cell(cells.get((row, name))) for name, _ in columns))
     return shown
 
 

@@ -46,32 +46,24 @@ class Kernels:
         return _speed(one, chunks, 2 * CHUNK_ELEMENTS)
 
     def outer_step(self, chunks: int) -> dict[str, Any]:
-        """SGD with Nesterov momentum, chunk by chunk; bytes of parameters.
-
-        torch's fused kernel where there is one, else element by element in place.
-        """
+        """SGD with Nesterov momentum by torch's fused kernel, chunk by chunk; bytes of parameters."""
         theta, gradient, momentum = self._first, self._second, self._third
         gradient.fill_(1e-3)
         momentum.zero_()
-        fused = getattr(torch, "_fused_sgd_", None)
 
         def one(i: int) -> None:
-            if fused is not None:
-                fused(
-                    [theta[i]],
-                    [gradient[i]],
-                    [momentum[i]],
-                    weight_decay=0.0,
-                    momentum=MOMENTUM,
-                    lr=LEARNING_RATE,
-                    dampening=0.0,
-                    nesterov=True,
-                    maximize=False,
-                    is_first_step=False,
-                )
-            else:
-                momentum[i].mul_(MOMENTUM).add_(gradient[i])
-                theta[i].sub_(gradient[i].add(momentum[i], alpha=MOMENTUM), alpha=LEARNING_RATE)
+            torch._fused_sgd_(
+                [theta[i]],
+                [gradient[i]],
+                [momentum[i]],
+                weight_decay=0.0,
+                momentum=MOMENTUM,
+                lr=LEARNING_RATE,
+                dampening=0.0,
+                nesterov=True,
+                maximize=False,
+                is_first_step=False,
+            )
 
         return _speed(one, chunks, 4 * CHUNK_ELEMENTS)
 

@@ -6,10 +6,12 @@ So there are no gradients, which would take up the memory of a small machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -63,30 +65,27 @@ def _filled(rows: int, columns: int) -> nn.Parameter:
     return nn.Parameter(torch.full((rows, columns), START))
 
 
-class Sampler:
-    """A thread that writes down the hook's counters every half a millisecond."""
+@contextlib.contextmanager
+def sampling(diloco: DiLoCoWorker) -> Iterator[list[tuple[float, int, int]]]:
+    """Writes down time and the hook's counters of bytes up and down every half a millisecond."""
+    samples: list[tuple[float, int, int]] = []
+    is_over = threading.Event()
 
-    def __init__(self, diloco: DiLoCoWorker) -> None:
-        self.samples: list[tuple[float, int, int]] = []
-        self._diloco = diloco
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._sample()
-        self._thread.start()
+    def sample() -> None:
+        counters = diloco.sync_metrics
+        samples.append((time.monotonic(), counters.bytes_up, counters.bytes_down))
 
-    def _run(self) -> None:
-        while not self._over.wait(SAMPLE_S):
-            self._sample()
+    def run() -> None:
+        while not is_over.wait(SAMPLE_S):
+            sample()
 
-    def _sample(self) -> None:
-        counters = self._diloco.sync_metrics
-        self.samples.append((time.monotonic(), counters.bytes_up, counters.bytes_down))
-
-    def stop(self) -> list[tuple[float, int, int]]:
-        self._over.set()
-        self._thread.join()
-        self._sample()
-        return self.samples
+    sample()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield samples
+    is_over.set()
+    thread.join()
+    sample()
 
 
 class Trainer:
@@ -103,7 +102,7 @@ class Trainer:
 
     # Taking part.
 
-    def build(self, size: str, trains: bool = False) -> dict[str, Any]:
+    def build(self, size: str, trains: bool = False) -> None:
         """A model and its optimizer; the worker's memory counts from here."""
         self._model = self._optimizer = None
         machine.give_back()
@@ -116,7 +115,6 @@ class Trainer:
         machine.give_back()
         machine.forget_peak(os.getpid())
         self._before = machine.memory(os.getpid())
-        return {"parameters": sum(p.numel() for p in self._model.parameters())}
 
     def join(self, server: str, worker_id: str) -> None:
         """Join a run with the model at hand; it gets the run's parameters."""
@@ -160,11 +158,10 @@ class Trainer:
         """One step with a boundary behind it: from its beginning until the reply is in the model."""
         assert self._optimizer is not None
         before = self._it.sync_metrics
-        sampler = Sampler(self._it) if sampled else None
-        cpu = time.process_time()
-        self._optimizer.step()
-        ended = time.monotonic()
-        samples = sampler.stop() if sampler else []
+        with contextlib.ExitStack() as stack:
+            samples = stack.enter_context(sampling(self._it)) if sampled else []
+            self._optimizer.step()
+            ended = time.monotonic()
         after = self._it.sync_metrics
         if after.rounds != before.rounds + 1:
             raise RuntimeError(f"the round did not count: {after.last_error}")
@@ -174,7 +171,6 @@ class Trainer:
             "ended": ended,
             "bytes_up": after.bytes_up - before.bytes_up,
             "bytes_down": after.bytes_down - before.bytes_down,
-            "cpu": time.process_time() - cpu,
             "moments": None if found is None else asdict(found),
         }
 
@@ -190,41 +186,33 @@ class Trainer:
     def train(self, steps: int) -> dict[str, Any]:
         """Train on random bytes; seconds of each step, and of the hook within it."""
         assert isinstance(self._model, GPT) and self._optimizer is not None
-        waited = self._it.sync_metrics.seconds_waited
         whole, hook = [], []
         for _ in range(steps):
             began = time.monotonic()
             stepped, ended = _step(self._model, self._optimizer, self._it)
             whole.append(ended - began)
             hook.append(stepped - self._began)
-        return {
-            "steps": whole,
-            "hook": hook,
-            "waited": self._it.sync_metrics.seconds_waited - waited,
-            "copy": self._copy_seconds(),
-        }
+        return {"steps": whole, "hook": hook, "copy": self._copy_seconds()}
 
     def compare(self, size: str, server: str, steps: int) -> dict[str, Any]:
         """Steps of one model without a hook and of another with it, in turn; seconds of each."""
         self.build(size, trains=True)
         self.join(server, "attached")
-        model, hooked = self._model, self._optimizer
+        assert isinstance(self._model, GPT) and self._optimizer is not None
         plain = build_model(0, shape_of(size))
         optimizer = AdamW(plain.parameters(), lr=1e-4)
-        assert isinstance(model, GPT) and hooked is not None
-        without: list[float] = []
-        with_hook: list[float] = []
+        found: dict[str, list[float]] = {"without": [], "attached": []}
         for i in range(steps + 2):
             # Each goes first every second time, so that neither always follows the other.
-            for is_attached in (True, False) if i % 2 else (False, True):
+            for which in ("attached", "without") if i % 2 else ("without", "attached"):
                 began = time.monotonic()
-                if is_attached:
-                    _, ended = _step(model, hooked, self._it)
+                if which == "attached":
+                    _, ended = _step(self._model, self._optimizer, self._it)
                 else:
                     _, ended = _step(plain, optimizer, None)
-                (with_hook if is_attached else without).append(ended - began)
+                found[which].append(ended - began)
         self.leave()
-        return {"without": without[2:], "attached": with_hook[2:]}
+        return {which: seconds[2:] for which, seconds in found.items()}
 
     def _copy_seconds(self) -> float:
         """To copy all parameters once, to memory that is there already."""

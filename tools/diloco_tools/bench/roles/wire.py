@@ -26,7 +26,7 @@ class RawEnd:
         self._is_asked = is_asked
         self._buffer = bytearray(CALL_BYTES)
         self._listener = socket.create_server((HOST, 0))
-        self._socket: socket.socket | None = None
+        self._socket: socket.socket
 
     def port(self) -> dict[str, Any]:
         return {"port": self._listener.getsockname()[1]}
@@ -39,7 +39,6 @@ class RawEnd:
 
     def give(self, count: int) -> dict[str, Any]:
         """Send `count` buffers."""
-        assert self._socket is not None
         began, cpu = time.monotonic(), time.process_time()
         for _ in range(count):
             self._socket.sendall(self._buffer)
@@ -47,7 +46,6 @@ class RawEnd:
 
     def take(self, count: int) -> dict[str, Any]:
         """Receive what `count` buffers hold."""
-        assert self._socket is not None
         view, cpu = memoryview(self._buffer), time.process_time()
         for _ in range(count):
             filled = 0
@@ -55,21 +53,16 @@ class RawEnd:
                 filled += self._socket.recv_into(view[filled:])
         return {"ended": time.monotonic(), "cpu": time.process_time() - cpu}
 
-    def echo(self) -> dict[str, Any]:
+    def echo(self) -> None:
         """Send back single bytes until one is 0."""
-        assert self._socket is not None
-        count = 0
         while self._socket.recv_into(self._buffer, 1) and self._buffer[0]:
             self._socket.sendall(b"1")
-            count += 1
-        return {"count": count}
 
     def ping(self, interval_s: float) -> dict[str, Any]:
         """Send a byte on a fixed schedule until the next request comes; how long each took, in s.
 
         Counted from when it was due, so that those behind a slow one are not left out.
         """
-        assert self._socket is not None
         found, next_at = [], time.monotonic()
         while not self._is_asked():
             time.sleep(max(0.0, next_at - time.monotonic()))
@@ -120,7 +113,7 @@ class TransportEnd:
 
     def push(self, chunks: int, size: int, window: int) -> dict[str, Any]:
         """The worker's end, up."""
-        began, cpu = time.monotonic(), time.process_time()
+        began = time.monotonic()
         credit, payload = window, self._buffer[:size]
         sent = acknowledged = 0
         while acknowledged < chunks:
@@ -132,7 +125,7 @@ class TransportEnd:
             assert isinstance(message, Ack)
             credit += len(message.chunks)
             acknowledged += len(message.chunks)
-        return {"began": began, "ended": time.monotonic(), "cpu": time.process_time() - cpu}
+        return {"began": began, "ended": time.monotonic()}
 
     def collect(self, chunks: int) -> dict[str, Any]:
         """The broker's end, up."""
@@ -151,24 +144,25 @@ class TransportEnd:
         credit, payload = window, self._buffer[:size]
         for index in range(chunks):
             while not credit:
-                message = _read(self._router.recv_multipart(copy=False)[1:])
-                assert isinstance(message, Credit)
-                credit += message.chunks
+                credit += self._credit()
             self._router.send(self._routes["bulk"], zmq.SNDMORE)
             chunk = Chunk(0, index, version=VERSION)
             self._router.send_multipart(pack(chunk, payload), copy=False)
             credit -= 1
         used = time.process_time() - cpu
         while credit < window:  # what is given back after the last chunk
-            message = _read(self._router.recv_multipart(copy=False)[1:])
-            assert isinstance(message, Credit)
-            credit += message.chunks
+            credit += self._credit()
         return {"began": began, "cpu": used}
+
+    def _credit(self) -> int:
+        """What the worker's end gives back next."""
+        message = _read(self._router.recv_multipart(copy=False)[1:])
+        assert isinstance(message, Credit)
+        return message.chunks
 
     def pull(self, chunks: int, window: int) -> dict[str, Any]:
         """The worker's end, down."""
-        cpu, owed = time.process_time(), 0
-        batch = max(1, window // 2)
+        owed, batch = 0, max(1, window // 2)
         for index in range(chunks):
             message = _read(self._bulk.recv_multipart(copy=False))
             assert isinstance(message, Chunk)
@@ -176,7 +170,7 @@ class TransportEnd:
             if owed == batch or index == chunks - 1:
                 self._control.send_multipart(pack(Credit(owed, SESSION)), copy=False)
                 owed = 0
-        return {"ended": time.monotonic(), "cpu": time.process_time() - cpu}
+        return {"ended": time.monotonic()}
 
 
 def _read(frames: Sequence[zmq.Frame]) -> Message:

@@ -216,26 +216,6 @@ class FragmentPlan:
             reply_dtype=reply_dtype,
         )
 
-    def due(self, step: int, sync_every: int, first_round: int = 0) -> int | None:
-        """The fragment to push after this step, or None.
-
-        Args:
-            step: optimizer steps since the schedule's origin, 1 for the first.
-            sync_every: H, steps between two pushes of one fragment.
-            first_round: the round of the first slot since the origin.
-
-        Raises:
-            UsageError: H is below P, or `step` below 1.
-        """
-        _check(sync_every, self.num_fragments)
-        if step < 1:
-            raise UsageError(f"step is {step}; steps since the origin are counted from 1.")
-        # Slot k is after step ((k + 1) H) // P; the first that is not before this step:
-        slot = -(-step * self.num_fragments // sync_every) - 1
-        if (slot + 1) * sync_every // self.num_fragments != step:
-            return None
-        return (first_round + slot) % self.num_fragments
-
 
 def slots(sync_every: int, num_fragments: int) -> tuple[int, ...]:
     """Steps of a cycle, 1 .. H, after which a fragment is due; the last is H itself.
@@ -243,7 +223,13 @@ def slots(sync_every: int, num_fragments: int) -> tuple[int, ...]:
     Raises:
         UsageError: P is below 1, or H below P.
     """
-    _check(sync_every, num_fragments)
+    if num_fragments < 1:
+        raise UsageError(f"num_fragments is {num_fragments}; use 1 or more.")
+    if sync_every < num_fragments:
+        raise UsageError(
+            f"sync_every {sync_every} is below num_fragments {num_fragments}, and each fragment "
+            f"needs a step of its own; use sync_every {num_fragments} or more, or fewer fragments."
+        )
     return tuple((i + 1) * sync_every // num_fragments for i in range(num_fragments))
 
 
@@ -256,16 +242,6 @@ def longest_delay(sync_every: int, num_fragments: int) -> int:
     steps of each cycle come after the merge.
     """
     return sync_every // max(num_fragments, 2)
-
-
-def _check(sync_every: int, num_fragments: int) -> None:
-    if num_fragments < 1:
-        raise UsageError(f"num_fragments is {num_fragments}; use 1 or more.")
-    if sync_every < num_fragments:
-        raise UsageError(
-            f"sync_every {sync_every} is below num_fragments {num_fragments}, and each fragment "
-            f"needs a step of its own; use sync_every {num_fragments} or more, or fewer fragments."
-        )
 
 
 def _fixed(entry: TensorEntry, num_fragments: int) -> int:

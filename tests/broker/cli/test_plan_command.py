@@ -17,7 +17,7 @@ from diloco_broker import Broker
 from diloco_broker.cli.app import app
 from diloco_protocol import FragmentPlan, Kind, Manifest, UsageError, lay_out
 from diloco_protocol.dtypes import span_bytes
-from diloco_protocol.fragments import PATTERNS
+from diloco_protocol.fragments import PATTERNS, slots
 from diloco_worker import DiLoCoClient, manifest_of
 from kit.manifests import MODELS, gpt2, tensor
 from kit.whole_run import PATIENCE_S, make_config, mlp
@@ -64,7 +64,7 @@ def test_view_has_the_bytes_that_travel_and_the_steps_that_are_due(name: str, pa
         assert tuple(p.name for p in each.parameters) == plan.fragments[each.fragment]
         assert each.bytes_up == sum(span_bytes(s, "fp16") for s in part.spans)
         assert each.bytes_down == sum(span_bytes(s, "fp32") for s in part.spans)
-        assert plan.due(each.due, every) == each.fragment
+        assert each.due == slots(every, pieces)[each.fragment]
     assert sum(each.elements for each in view.fragments) == manifest.trainable_elements
     assert 1 <= view.imbalance <= pieces
 

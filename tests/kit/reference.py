@@ -330,15 +330,12 @@ def streaming(
     steps: int,
     plan: Plan,
     make_outer: MakeOuter | None = None,
-    *,
-    wires: Sequence[torch.dtype] = (),
 ) -> Outcome:
     """Synchronous (streaming) DiLoCo; with one fragment, DiLoCo.
 
     Args:
         steps: optimizer steps of each worker.
         make_outer: Nesterov with eta = .7, mu = .9 when left out.
-        wires: what each worker's deltas are rounded to on their way. None: they are not.
     """
     pieces = len(plan.fragments)
     world = GlobalModel(trainees[0].model, plan.fragments, make_outer or nesterov())
@@ -359,8 +356,6 @@ def streaming(
             base = world.base(fragment)
             sent = [state_of(trainee.model) for trainee in trainees]
             deltas = [difference(base, trainee.model) for trainee in trainees]
-            for delta, wire in zip(deltas, wires, strict=bool(wires)):
-                delta |= {n: delta[n].to(wire).float() for n in base.keys() & world.trained}
             new = world.advance(fragment, deltas, [1.0] * len(trainees))
             flights.append(_Flight(step + delay, sent, new))
         for flight in [flight for flight in flights if flight.due == step]:

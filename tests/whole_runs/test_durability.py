@@ -183,22 +183,6 @@ def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
         assert time.monotonic() - began < 2.0
 
 
-def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(
-    processes: Processes,
-) -> None:
-    options = {"bind": a_free_address(), "workers": 1}
-    broker = processes.broker(**options)
-    address = broker.address()
-    with (
-        a_client(address, "old") as old,
-        DiLoCoClient(address, worker_id="new", timeout=PATIENCE_S) as new,
-    ):
-        version = pushes_and_pulls(old, 0, 3).version
-        broker.kill()
-        processes.broker(**options).address()
-        assert new.join(Layers()).version == version
-
-
 def test_broker_that_was_stopped_goes_on_with_all_its_workers(processes: Processes) -> None:
     """SIGSTOP for longer than the heartbeat timeout, in the middle of a round."""
     broker = processes.broker(workers=2, heartbeat_timeout=1.0)

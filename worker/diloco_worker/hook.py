@@ -28,8 +28,11 @@ from torch import Tensor, nn
 from diloco_protocol import RunConfig, UsageError
 from diloco_protocol.messages import Heartbeat
 from diloco_worker.core.events import Resume
+from diloco_worker.core.sync import boundary
+from diloco_worker.core.sync.effects import Steps
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.patience import Patience
+from diloco_worker.core.sync.state import SyncState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.link import Link
@@ -39,7 +42,7 @@ from diloco_worker.training.driver import Driver
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
-from diloco_worker.training.script_state import Saved, resume_plain
+from diloco_worker.training.saved_state import Saved
 from diloco_worker.training.settings import Settings, default_worker_id, resolve, warn_of_silence
 from diloco_worker.training.start import (
     await_model,
@@ -126,25 +129,7 @@ class DiLoCoWorker:
                 "process_group is set, but this release has no workers of several processes; "
                 "leave it out and give each process a DiLoCoWorker of its own."
             )
-        self._settings: Settings = resolve(
-            {
-                "server": server,
-                "sync_every": sync_every,
-                "worker_id": worker_id,
-                "wire_dtype": wire_dtype,
-                "num_fragments": num_fragments,
-                "fragment_sync_delay": fragment_sync_delay,
-                "fragment_update_alpha": fragment_update_alpha,
-                "dylu": dylu,
-                "heartbeat_interval": heartbeat_interval,
-                "max_sync_retries": max_sync_retries,
-                "timeout": timeout,
-                "keys": keys,
-                "extra": extra,
-                "handle_signals": handle_signals,
-                "audit": audit,
-            }
-        )
+        self._settings: Settings = resolve(locals())  # its fields have the names of arguments
         self.worker_id: str = self._settings.worker_id or default_worker_id()
         counted = check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
@@ -278,7 +263,9 @@ class DiLoCoWorker:
         patience = LINK_PATIENCE_S
         try:
             if not failed and not link.has_ended and self._driver is not None:
-                self._driver.leave(hasty=hasty or self._termination.is_asked)
+                self._driver.carry_out(
+                    boundary.leave(self._driver.state, hasty=hasty or self._termination.is_asked)
+                )
         except KeyboardInterrupt:
             patience = 0.0 if hasty else patience  # the second one waits for nothing
             raise
@@ -323,7 +310,7 @@ class DiLoCoWorker:
         """
         if self._driver is None or self._link is None or self._link.has_ended:
             return False
-        return self._between_steps(Driver.force)
+        return self._between_steps(boundary.force)
 
     def load_global(self) -> bool:
         """Put the newest global parameters into the model: these are the ones to evaluate.
@@ -337,7 +324,7 @@ class DiLoCoWorker:
         if self._link.has_ended:
             logger.warning("load_global() came after the worker has left; the model is as it was.")
             return False
-        return self._between_steps(Driver.load)
+        return self._between_steps(boundary.load)
 
     @property
     def should_stop(self) -> bool:
@@ -366,7 +353,7 @@ class DiLoCoWorker:
         """Counters as they are now: attributes, or a mapping."""
         metrics = replace(
             self._counters,
-            unsynced_steps=self._driver.unsynced_steps if self._driver else 0,
+            unsynced_steps=self._driver.state.unsynced_steps if self._driver else 0,
             model_change=self._model_change,
             last_error=self._steps.problem,
         )
@@ -386,7 +373,7 @@ class DiLoCoWorker:
     @property
     def sync_every(self) -> int | None:
         """H in use, which Dynamic Local Updates may change from cycle to cycle; None before joining."""
-        return self._driver.schedule.sync_every if self._driver else None
+        return self._driver.state.schedule.sync_every if self._driver else None
 
     @property
     def local_step(self) -> int:
@@ -418,19 +405,14 @@ class DiLoCoWorker:
         for passing in ("last_error", "unsynced_steps", "model_change"):
             del metrics[passing]
         self._reports.read(self._clock(), at_once=True)
-        resume = self._carried
-        if self._driver is not None and self._tensors is not None:
-            resume = resume_plain(self.worker_id, self._tensors, self._driver)
+        driver = self._driver
         return {
             "local_step": self._step,
-            "cycle_start": (
-                self._driver.schedule.cycle_start if self._driver else self._cycle_start
-            ),
+            "cycle_start": driver.state.schedule.cycle_start if driver else self._cycle_start,
             "sync_count": self.sync_count,
-            "tokens": self._reports.tokens,
-            "samples": self._reports.samples,
+            **self._reports.counts,
             "metrics": metrics,
-            "resume": resume,
+            "resume": driver.saved() if driver else self._carried,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -445,15 +427,10 @@ class DiLoCoWorker:
         if self._link is not None:
             raise UsageError("load_state_dict() belongs before the worker starts.")
         saved = Saved.of(state, self._tensors)
-        self._counters, self._step, self._cycle_start = (
-            saved.counters,
-            saved.step,
-            saved.cycle_start,
-        )
-        self._reports.go_on_from(saved.tokens, saved.samples)
-        self._carried = saved.plain
-        is_chosen = self._settings.worker_id is not None
-        self._resumption = saved.resumption_of(self.worker_id, is_chosen=is_chosen)
+        self._counters, self._carried = saved.counters, saved.plain
+        self._step, self._cycle_start = saved.step, saved.cycle_start
+        self._reports.counts = dict(saved.counts)
+        self._resumption = saved.resumption_of(self._settings.worker_id)
         if self._resumption is not None:
             self.worker_id = self._resumption.worker_id
 
@@ -469,8 +446,7 @@ class DiLoCoWorker:
             metrics=self._counters,
             publish=self._publish,
             audit=audit,
-            why_stop=lambda: self._termination.reason,
-            waiting=self._termination.waiting,
+            termination=self._termination,
             clock=self._clock,
             step=self._step,
             cycle_start=self._cycle_start,
@@ -491,18 +467,18 @@ class DiLoCoWorker:
         assert driver is not None
         self._pace.step(self._clock())
         self._step += 1
-        driver.step = self._step
+        driver.state.step = self._step
         self._guarded(lambda: driver.after_step(self._step))
         self._publish()
         self._pace.resume(self._clock())
 
-    def _between_steps(self, action: Callable[[Driver], bool]) -> bool:
+    def _between_steps(self, action: Callable[[SyncState], Steps[bool]]) -> bool:
         """Something that the script asks for between two steps; its time is no training."""
         driver = self._driver
         assert driver is not None
         began = self._clock()
         done: list[bool] = []
-        self._guarded(lambda: done.append(action(driver)))
+        self._guarded(lambda: done.append(driver.carry_out(action(driver.state))))
         self._publish()
         self._pace.leave_out(self._clock() - began)
         return bool(done and done[0])
@@ -515,7 +491,7 @@ class DiLoCoWorker:
         except Exception as error:
             logger.exception("Synchronising failed; training goes on, next attempt in a round.")
             if self._driver is not None:
-                self._driver.restart()
+                self._driver.state.schedule.restart(self._step)
             if self._link is not None:
                 self._link.last_error = f"Synchronising failed: {error!r}"
 
@@ -530,11 +506,13 @@ class DiLoCoWorker:
             self._link.progress = Heartbeat(
                 session=b"",
                 step=self._step,
-                inner_step=self._driver.position if self._driver else 0,
+                inner_step=(
+                    self._driver.state.schedule.position(self._step) if self._driver else 0
+                ),
                 state="waiting" if waiting else "training",
                 steps_per_s=self._pace.steps_per_s,
                 loss=self._reports.loss,
-                tokens=self._reports.tokens,
+                tokens=self._reports.counts["tokens"],
                 merge_delay=self._counters.merge_delay if self._counters.rounds else None,
                 warning=None if change is None else change[:MAX_WARNING_LENGTH],
             )

@@ -26,14 +26,10 @@ from diloco_protocol.tensor_pool import mapped
 
 @dataclass(frozen=True)
 class FlatState:
-    """The values of one fragment: a flat vector for each segment that is not empty.
+    """The values of one fragment: a flat vector for each segment that is not empty."""
 
-    Attributes:
-        layout: where each tensor lies.
-        vectors: fp32 for parameters and buffers, int64 for integers; contiguous, on the CPU.
-    """
-
-    layout: FragmentLayout
+    layout: FragmentLayout  # where each tensor lies
+    # fp32 for parameters and buffers, int64 for integers; contiguous, on the CPU.
     vectors: Mapping[Segment, Tensor]
 
     @classmethod

@@ -28,20 +28,13 @@ class Change:
     Parameters are computed in fp32 (fp64 for fp64 tensors), then rounded to the tensor's dtype. Float
     buffers stay between the new value and the local one. Integers take the new value; with an origin the
     larger of it and new + (local - origin), as a counter would.
-
-    Attributes:
-        new: the values to bring in.
-        alpha: weight of the local values; 0: they are overwritten.
-        origin: where the model was once; the steps made since are kept whole, on top of what the merge
-            would have been there.
-        is_void: the local values are of no use, so no step is kept that is made while this is broken
-            off.
     """
 
     new: FlatState
-    alpha: float = 0.0
+    alpha: float = 0.0  # weight of the local values; 0: they are overwritten
+    # Where the model was once; steps made since are kept whole, on top of what it would have become.
     origin: FlatState | None = None
-    is_void: bool = False
+    is_void: bool = False  # local values are of no use: no step is kept while this is broken off
     _done: set[str] = field(default_factory=set)
     _next: tuple[str, Tensor] | None = None  # worked out; copied in or not
     # Of tensors that were not done when it was broken off first: their values then, on the host.

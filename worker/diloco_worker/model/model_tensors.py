@@ -36,17 +36,11 @@ _WIDE = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Delta:
-    """A frozen pseudo-gradient in wire form.
+    """A frozen pseudo-gradient in wire form."""
 
-    Attributes:
-        wire: global minus local; of buffers and integers the local values.
-        norm: Euclidean length of the parameters' part, before rounding to the wire dtype.
-        bad: a tensor that has NaN or infinity after encoding; None when all values are finite.
-    """
-
-    wire: WireFragment
-    norm: float
-    bad: str | None
+    wire: WireFragment  # global minus local; of buffers and integers the local values
+    norm: float  # Euclidean length of the parameters' part, before rounding to the wire dtype
+    bad: str | None  # a tensor that has NaN or infinity after encoding
 
 
 class ModelTensors:

@@ -42,13 +42,10 @@ class ModelWatch:
 
     Args:
         model: as it is now; it is compared with this from now on.
-
-    Attributes:
-        problem: what has changed, a sentence; None while nothing has.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.problem: str | None = None
+        self.problem: str | None = None  # what has changed, a sentence
         self._model = model
         self._before = _seen(model)
         self._ties = _ties(model)

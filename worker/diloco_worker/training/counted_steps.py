@@ -22,8 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 logger = logging.getLogger("diloco.worker")
 
-# So many steps of others without one of the counted optimizer are no turns of theirs, as the two
-# optimizers of a GAN take them.
+# With this many steps of others without one of the counted optimizer, the two do not take turns as those
+# of a GAN do.
 MANY = 100
 CAPTURED = (
     "optimizer.step() was captured in a CUDA graph: its replays call no hook, so their steps are not "
@@ -40,9 +40,6 @@ class CountedSteps:
         optimizer: whose steps are counted.
         stepped: called after each of them.
         tell: takes the sentence about another optimizer's steps.
-
-    Attributes:
-        problem: why steps are not seen, a sentence; None while they are.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class CountedSteps:
         stepped: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
-        self.problem: str | None = None
+        self.problem: str | None = None  # why steps are not seen, a sentence
         self._model = model
         self._optimizer = optimizer
         self._stepped = stepped

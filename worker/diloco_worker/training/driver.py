@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import TypeVar
 
+from diloco_protocol import UsageError
 from diloco_protocol.chunks import FragmentLayout
 from diloco_worker.core import events
 from diloco_worker.core.downloads import Held
@@ -21,18 +21,20 @@ from diloco_worker.core.sync.effects import Answer, Effect, Steps
 from diloco_worker.core.sync.fragment import MergeRule, TrainingBase
 from diloco_worker.core.sync.landings import look
 from diloco_worker.core.sync.metrics import SyncMetrics
-from diloco_worker.core.sync.news import Arrival, LinkState, News, Sight, Work
+from diloco_worker.core.sync.news import Arrival, LinkState, News, Sight
 from diloco_worker.core.sync.patience import Options
 from diloco_worker.core.sync.resumption import resume
-from diloco_worker.core.sync.schedule import RoundSchedule
 from diloco_worker.core.sync.state import SyncState
+from diloco_worker.model.checksums import checksums
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import Constants
 from diloco_worker.shell.link import Link
+from diloco_worker.shell.sigterm import Termination
 from diloco_worker.training.fragment_sync import FragmentSync
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Reports
 from diloco_worker.training.resumption import Resumption, SavedFragment
+from diloco_worker.training.saved_state import Plain, to_plain
 from diloco_worker.training.settings import Settings
 
 logger = logging.getLogger("diloco.worker")
@@ -47,9 +49,6 @@ class Driver:
     Args:
         metrics: what happens is counted in them.
         publish: tells the next heartbeat how training stands, and whether it stands still.
-        audit: is told of each push that begins and ends.
-        why_stop: why the process is about to end, so that nothing is waited for; None while it is not.
-        waiting: a context in which Ctrl-C comes at once.
         clock: seconds, monotonic.
         step, cycle_start: optimizer steps so far, and those when the cycle of slots began.
         resumption: what to go on from, where the model is as it was then.
@@ -69,8 +68,7 @@ class Driver:
         metrics: SyncMetrics,
         publish: Callable[[bool], None],
         audit: PushLog,
-        why_stop: Callable[[], str | None],
-        waiting: Callable[[], AbstractContextManager[None]],
+        termination: Termination,
         clock: Callable[[], float],
         step: int,
         cycle_start: int,
@@ -79,11 +77,11 @@ class Driver:
         config, layout = link.config, link.layout
         assert config is not None and layout is not None
         self._link = link
+        self._tensors = tensors
         self._reports = reports
         self._publish = publish
         self._audit = audit
-        self._why_stop = why_stop
-        self._waiting = waiting
+        self._termination = termination
         self._clock = clock
         self._frozen = _take_frozen(link, layout.frozen, tensors)
         arrivals = [_take(link, part.fragment) for part in layout.fragments]
@@ -108,16 +106,11 @@ class Driver:
             worker_id=worker_id,
             link=self._shown,
             options=Options(
-                sync_every=settings.sync_every,
-                dylu=settings.dylu,
-                wire_dtype=settings.wire_dtype,
-                heartbeat_interval=settings.heartbeat_interval,
-                max_sync_retries=settings.max_sync_retries,
-                timeout=settings.timeout,
+                **{each.name: getattr(settings, each.name) for each in fields(Options)}
             ),
             chunks=[part.chunks for part in layout.fragments],
             bases=[each.base for each in saved],
-            totals=self._totals(),
+            totals=reports.totals,
             step=step,
             cycle_start=cycle_start,
             metrics=metrics,
@@ -125,86 +118,48 @@ class Driver:
             draw=lambda: secrets.randbits(64),
         )
         self._constants = Constants(tensors)
-        self._watch = tensors.watch
         if resumption is None:
-            self._carry_out(look(self.state))
+            self.carry_out(look(self.state))
         else:
-            self._carry_out(resume(self.state, resumption.place, cycle_start, arrivals))
+            self.carry_out(resume(self.state, resumption.place, cycle_start, arrivals))
 
-    @property
-    def schedule(self) -> RoundSchedule:
-        return self.state.schedule
+    def saved(self) -> Plain | None:
+        """Parameters and deltas for the checkpoint of a script.
 
-    @property
-    def step(self) -> int:
-        """The optimizer step that has been taken last."""
-        return self.state.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.state.step = step
-
-    @property
-    def position(self) -> int:
-        """Steps in the cycle at hand."""
-        return self.schedule.position(self.step)
-
-    @property
-    def unsynced_steps(self) -> int:
-        """Steps past a boundary that are not synchronised; of the fragment that has most."""
-        return self.state.unsynced_steps
-
-    @property
-    def is_torn(self) -> bool:
-        """A merge is broken off: a part of the model is ahead of the rest."""
-        return self.state.is_torn
-
-    def resumption(self, worker_id: str, checksums: Mapping[str, tuple[int, ...]]) -> Resumption:
-        """What another life of this worker goes on from, while no merge is broken off; shares memory
-        with this one.
-
-        Args:
-            checksums: of the model as it is now.
+        None, with a warning, while a merge is broken off, or once the model has changed so much that the
+        run's tensors are not in it.
         """
         state, terms = self.state, self._link.terms
-        assert terms is not None and not state.is_torn
-        saved = (
+        assert terms is not None
+        if state.is_torn:
+            logger.warning(
+                "A merge was interrupted, so the state does not contain the parameters: a worker that "
+                "resumes from it begins with the run's. Save again after the next step."
+            )
+            return None
+        try:
+            sums = checksums(self._tensors)
+        except UsageError as error:  # a script that saves must not end by it
+            logger.warning(
+                "%s Until then the worker's state does not contain the parameters: a worker that "
+                "resumes from it begins with the run's.",
+                error,
+            )
+            return None
+        fragments = tuple(
             SavedFragment(base, each.base, None if base.flight is None else each.delta)
             for base, each in zip(
-                state.training_bases(self._totals()), self._fragments, strict=True
+                state.training_bases(self._reports.totals), self._fragments, strict=True
             )
         )
-        return Resumption(
-            worker_id=worker_id,
-            terms=terms,
-            place=state.schedule.place,
-            frozen=self._frozen,
-            fragments=tuple(saved),
-            checksums=checksums,
-        )
-
-    # What the hook calls.
+        place = state.schedule.place
+        resumption = Resumption(state.worker_id, terms, place, self._frozen, fragments, sums)
+        return to_plain(resumption, self._tensors.manifest)
 
     def after_step(self, step: int) -> None:
         """An optimizer step has been taken. Returns when training may go on."""
         self._reports.read(self._clock())
-        self._carry_out(boundary.after_step(self.state, step))
-
-    def force(self) -> bool:
-        """Take the next P turns now. Returns whether all of their deltas are in a version."""
-        return self._carry_out(boundary.force(self.state))
-
-    def load(self) -> bool:
-        """Put the newest version of every fragment into the model; False when they do not come."""
-        return self._carry_out(boundary.load(self.state))
-
-    def leave(self, *, hasty: bool = False) -> None:
-        """Wait for what is in flight, as `boundary.leave` says. The model stays as it is."""
-        self._carry_out(boundary.leave(self.state, hasty=hasty))
-
-    def restart(self) -> None:
-        """The next slot is a whole distance away."""
-        self.schedule.restart(self.step)
+        self.carry_out(boundary.after_step(self.state, step))
 
     def trouble(self, text: str) -> None:
         """Something went wrong: for the log, and for `last_error`."""
@@ -213,7 +168,8 @@ class Driver:
 
     # Effects.
 
-    def _carry_out(self, steps: Steps[T]) -> T:
+    def carry_out(self, steps: Steps[T]) -> T:
+        """Do what one of the functions of `boundary` decides; returns what it returns."""
         answer: Answer = None
         while True:
             try:
@@ -235,7 +191,7 @@ class Driver:
                 self._publish(True)
             case effects.ReadReports():
                 self._reports.read(self._clock(), at_once=True)
-                return self._totals()
+                return self._reports.totals
             case events.BeatNow():
                 self._publish(False)
                 link.tell(effect)
@@ -248,10 +204,7 @@ class Driver:
             case events.Event():
                 link.tell(effect)
             case effects.PushEnded(push_id, fragment, version, why):
-                if version is not None:
-                    self._audit.counted(push_id, fragment, version)
-                else:
-                    self._audit.dropped(push_id, fragment, why)
+                self._audit.ended(push_id, fragment, version, why)
             case effects.Say(text, is_warning):
                 logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
             case effects.Trouble(text, cause):
@@ -265,7 +218,8 @@ class Driver:
     def _change_model(self, effect: Effect | events.Event) -> Answer:
         match effect:
             case effects.CheckModel():
-                changed = self._watch.look() if self._watch is not None else None
+                watch = self._tensors.watch
+                changed = watch.look() if watch is not None else None
                 if changed is not None:
                     self.trouble(changed)
             case effects.Freeze(push):
@@ -295,10 +249,10 @@ class Driver:
     def _look(self) -> Sight:
         news = self._link.take_news() if self._has_news else NO_NEWS
         self._shown = self._link_state()
-        return Sight(news, self._shown, self._totals())
+        return Sight(news, self._shown, self._reports.totals)
 
     def _wait(self, seconds: float) -> None:
-        with self._waiting():
+        with self._termination.waiting():
             self._link.wait_for(
                 lambda: self._has_news or self._link_state() != self._shown, seconds
             )
@@ -311,13 +265,10 @@ class Driver:
         link = self._link
         return link.state(
             silence=link.silence(),
-            asked_to_stop=self._why_stop(),
+            asked_to_stop=self._termination.reason,
             address=link.address,
             description=link.describe(),
         )
-
-    def _totals(self) -> Work:
-        return Work(0, self._reports.tokens, self._reports.samples, self._reports.loss)
 
 
 def _take_frozen(link: Link, part: FragmentLayout, tensors: ModelTensors) -> Held | None:

@@ -29,14 +29,9 @@ from diloco_worker.model.model_tensors import ModelTensors
 
 @dataclass
 class DeltaValues:
-    """The values of a delta under way.
+    """The values of a delta under way; see the head of this module."""
 
-    Attributes:
-        wire: as it is sent.
-        frozen, anchor: see the head of this module.
-    """
-
-    wire: WireFragment
+    wire: WireFragment  # as it is sent
     frozen: FlatState | None = None
     anchor: FlatState | None = None
 
@@ -48,10 +43,6 @@ class FragmentSync:
         base: the values that deltas are measured from.
         delta: of the flight that an earlier life has left.
         set_base: is told of each new base; the memory of the former one may be overwritten then.
-
-    Attributes:
-        base: as above.
-        delta: of the flight, or of one that ended while the model was left as it is.
     """
 
     def __init__(
@@ -66,7 +57,7 @@ class FragmentSync:
     ) -> None:
         self.part = part
         self.base = base
-        self.delta = delta
+        self.delta = delta  # of the flight, or of one that ended while the model was left as it is
         self._tensors = tensors
         self._merge = merge
         self._set_base = set_base

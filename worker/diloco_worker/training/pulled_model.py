@@ -9,27 +9,21 @@ import torch
 from torch import Tensor
 
 from diloco_protocol import Ledger, Manifest, ModelLayout, RunConfig, Segment, UsageError, VersionId
-from diloco_protocol.chunks import FragmentLayout, Place
+from diloco_protocol.chunks import FragmentLayout
 from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.flat_state import FlatState
 
 
 @dataclass(frozen=True)
 class GlobalParameters:
-    """One version of the global parameters.
+    """One version of the global parameters."""
 
-    Attributes:
-        version: its name; with fragments that of fragment 0.
-        tensors: every entry of the model's `state_dict`, tied ones under each of their names, on the
-            CPU, in the model's dtypes. They are the caller's own.
-        ledger: the pushes contained in `version`.
-        versions: of each trained fragment, by its number.
-    """
-
-    version: VersionId
+    version: VersionId  # with fragments that of fragment 0
+    # Every entry of the model's `state_dict`, tied ones under each of their names, on the CPU, in the
+    # model's dtypes. They are the caller's own.
     tensors: dict[str, Tensor]
-    ledger: Ledger
-    versions: dict[int, VersionId] = field(default_factory=dict)
+    ledger: Ledger  # the pushes contained in `version`
+    versions: dict[int, VersionId] = field(default_factory=dict)  # of each trained fragment
 
 
 class PulledModel:
@@ -38,17 +32,14 @@ class PulledModel:
     Args:
         manifest, layout: of what it consists, and how it is cut.
         config: how the run is trained.
-
-    Attributes:
-        versions: by fragment, what is here.
     """
 
     def __init__(self, manifest: Manifest, layout: ModelLayout, config: RunConfig) -> None:
         self.manifest = manifest
         self.layout = layout
         self.config = config
-        self.versions: dict[int, VersionId] = {}
-        self._states: dict[int, FlatState] = {}  # by fragment
+        self.versions: dict[int, VersionId] = {}  # by fragment, what is here
+        self._states: dict[int, FlatState] = {}
         self._ledger = Ledger()  # of fragment 0
 
     def take(self, arrival: Arrival) -> None:
@@ -74,18 +65,14 @@ class PulledModel:
 
     def parameters(self) -> GlobalParameters:
         """What is here, as tensors that are the caller's own."""
-        places: dict[str, tuple[FlatState, Place]] = {}
-        for fragment, state in self._states.items():
-            for place in self.layout.all[fragment].places:
-                places[place.entry.name] = (state, place)
+        here: dict[str, Tensor] = {}
+        for state in self._states.values():
+            here |= state.by_name()
         tensors: dict[str, Tensor] = {}
         for entry in self.manifest.entries:
-            dtype = getattr(torch, entry.dtype)
-            if entry.name in places:
-                state, place = places[entry.name]
-                value = state.of(place).to(dtype, copy=True)
-            else:
-                value = torch.empty(entry.shape, dtype=dtype)  # of a fragment without elements
+            value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            if entry.name in here:  # else of a fragment without elements
+                value.copy_(here[entry.name])
             for name in (entry.name, *entry.aliases):
                 tensors[name] = value
         trained = {part.fragment: self.versions[part.fragment] for part in self.layout.fragments}

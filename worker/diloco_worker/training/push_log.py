@@ -58,20 +58,15 @@ class PushLog:
         self._write("joined", epoch=epoch)
 
     def frozen(self, flight: Flight) -> None:
-        push = flight.push
-        self._write(
-            "frozen",
-            **_named(push.push_id, push.fragment),
-            steps=push.steps,
-            base=flight.base.plain(),
-            step=flight.began,
-        )
+        push, base = flight.push, flight.base.plain()
+        about = {"steps": push.steps, "base": base, "step": flight.began}
+        self._write("frozen", push_id=as_hex(push.push_id), fragment=push.fragment, **about)
 
-    def counted(self, push_id: int, fragment: int, version: VersionId) -> None:
-        self._write("counted", **_named(push_id, fragment), version=version.plain())
-
-    def dropped(self, push_id: int, fragment: int, why: str) -> None:
-        self._write("dropped", **_named(push_id, fragment), why=why)
+    def ended(self, push_id: int, fragment: int, version: VersionId | None, why: str) -> None:
+        """It is in this version, or in none, and why."""
+        event = "dropped" if version is None else "counted"
+        about = {"why": why} if version is None else {"version": version.plain()}
+        self._write(event, push_id=as_hex(push_id), fragment=fragment, **about)
 
     def left(self, step: int) -> None:
         self._write("left", step=step)
@@ -98,7 +93,3 @@ class PushLog:
                 error.strerror,
             )
             self.close()
-
-
-def _named(push_id: int, fragment: int) -> dict[str, object]:
-    return {"push_id": as_hex(push_id), "fragment": fragment}

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from diloco_protocol import UsageError
+from diloco_worker.core.sync.news import Work
 
 # Seconds between two looks at a loss that lies on an accelerator: each look waits for its kernels.
 LOOK_S = 5.0
@@ -23,23 +24,15 @@ class Reports:
 
     def __init__(self) -> None:
         self.loss: float | None = None
+        self.counts = {"tokens": 0, "samples": 0}
         self.extra: dict[str, Any] = {}
-        self._totals = {"tokens": 0, "samples": 0}
-        self._pending: dict[str, Tensor] = {}
-        self._pending_loss: Tensor | None = None
+        self._pending: dict[str, Tensor] = {}  # on an accelerator, by the names of `add`
         self._read_at = 0.0
 
     @property
-    def tokens(self) -> int:
-        return self._totals["tokens"]
-
-    @property
-    def samples(self) -> int:
-        return self._totals["samples"]
-
-    def go_on_from(self, tokens: int, samples: int) -> None:
-        """Count on from a checkpoint."""
-        self._totals = {"tokens": tokens, "samples": samples}
+    def totals(self) -> Work:
+        """What has been reported up to now, without the steps."""
+        return Work(loss=self.loss, **self.counts)
 
     def add(
         self,
@@ -56,16 +49,16 @@ class Reports:
                     "give a single value, such as its mean or sum."
                 )
         if isinstance(loss, Tensor) and loss.device.type != "cpu":
-            self._pending_loss = loss.detach().clone()
+            self._pending["loss"] = loss.detach().clone()
         elif loss is not None:
-            self._pending_loss = None
+            self._pending.pop("loss", None)
             self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         for name, count in (("tokens", tokens), ("samples", samples)):
             if isinstance(count, Tensor) and count.device.type != "cpu":
                 earlier = self._pending.get(name)
                 self._pending[name] = count.detach().clone() if earlier is None else earlier + count
             elif count is not None:
-                self._totals[name] += int(count)
+                self.counts[name] += int(count)
         self.extra.update(extra)
 
     def read(self, now: float, *, at_once: bool = False) -> None:
@@ -73,10 +66,11 @@ class Reports:
         if not at_once and now - self._read_at < LOOK_S:
             return
         self._read_at = now
-        if self._pending_loss is not None:
-            self.loss, self._pending_loss = float(self._pending_loss), None
-        for name, count in self._pending.items():
-            self._totals[name] += int(count)
+        for name, value in self._pending.items():
+            if name == "loss":
+                self.loss = float(value)
+            else:
+                self.counts[name] += int(value)
         self._pending.clear()
 
 

@@ -30,37 +30,24 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class SavedFragment:
-    """One fragment as training stands on it.
-
-    Attributes:
-        values: of the base.
-        delta: the values of the flight, if there is one.
-    """
+    """One fragment as training stands on it."""
 
     base: TrainingBase
-    values: FlatState
-    delta: DeltaValues | None = None
+    values: FlatState  # of the base
+    delta: DeltaValues | None = None  # of the flight, if there is one
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a worker goes on from.
-
-    Attributes:
-        terms: how the run was trained and the model cut.
-        place: in the cycle of slots and the sequence of rounds.
-        frozen: the version of the frozen parameters, where there are any.
-        fragments: in order.
-        checksums: by name, of the model's tensors; see `checksums`. None in a state of the old format.
-        distances: of each fragment, Euclidean, how far the model's parameters are from its base; only in
-            a state of the old format.
-    """
+    """What a worker goes on from."""
 
     worker_id: str
-    terms: Terms
-    place: SchedulePlace
-    frozen: Held | None
-    fragments: tuple[SavedFragment, ...]
+    terms: Terms  # how the run was trained and the model cut
+    place: SchedulePlace  # in the cycle of slots and the sequence of rounds
+    frozen: Held | None  # the version of the frozen parameters, where there are any
+    fragments: tuple[SavedFragment, ...]  # in order
+    # Of the model's tensors, by name (`model.checksums`). None in a state of the old format, which has
+    # the Euclidean distance of the model's parameters from the base of each fragment.
     checksums: Mapping[str, tuple[int, ...]] | None
     distances: tuple[float, ...] = ()
 

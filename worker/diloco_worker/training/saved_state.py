@@ -1,4 +1,4 @@
-"""A resumption as plain values for the checkpoint of a script, and back.
+"""The dict that a script keeps of a worker: its counters, and what it resumes from as plain values.
 
 Only texts, numbers, lists, dicts and tensors: `torch.load(..., weights_only=True)` reads it. Ids of 64
 bits are hexadecimal texts. Base tensors are copies; those of a flight are shared, since nobody ever
@@ -7,8 +7,9 @@ writes to them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +33,7 @@ from diloco_protocol.version import as_hex, from_hex
 from diloco_worker.core.compatibility import Terms, cut
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.sync.fragment import Flight, TrainingBase
+from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.news import Work
 from diloco_worker.core.sync.schedule import SchedulePlace
 from diloco_worker.model.flat_state import FlatState, WireFragment
@@ -45,6 +47,64 @@ FORMAT = 2
 OLD_FORMAT = 1
 
 Plain = dict[str, Any]
+
+logger = logging.getLogger("diloco.worker")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A dict that was loaded."""
+
+    counters: SyncMetrics
+    step: int  # optimizer steps so far
+    cycle_start: int  # those when the cycle began
+    counts: dict[str, int]  # what was reported: tokens, samples
+    plain: object  # what the resumption was made of
+    resumption: Resumption | None  # what to go on from; None where the dict has only counters
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], tensors: ModelTensors | None) -> Saved:
+        """Read a dict.
+
+        Args:
+            tensors: of the model that is to go on; None for a worker without a server.
+
+        Raises:
+            UsageError: it is not one of ours, or of another model.
+        """
+        try:
+            counters = SyncMetrics(**state["metrics"])
+            step, cycle_start = int(state["local_step"]), int(state.get("cycle_start", 0))
+            counts = {"tokens": int(state["tokens"]), "samples": int(state.get("samples", 0))}
+            plain = state.get("resume")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"This is not the state of a DiLoCoWorker: {error!r}.") from None
+        resumption = None
+        if plain is not None and tensors is not None:
+            resumption = from_plain(plain, tensors)
+            if not 0 <= cycle_start <= step:
+                raise UsageError(
+                    f"This is not the state of a DiLoCoWorker: its cycle began at step {cycle_start}, "
+                    f"and it is at step {step}."
+                )
+        return cls(counters, step, cycle_start, counts, plain, resumption)
+
+    def resumption_of(self, chosen_id: str | None) -> Resumption | None:
+        """What a worker goes on from. It needs the id that it had: its pushes are known by it.
+
+        Args:
+            chosen_id: which the script has given it, so it keeps that.
+        """
+        resumption = self.resumption
+        if resumption is None or chosen_id in (None, resumption.worker_id):
+            return resumption
+        logger.warning(
+            "The state is that of worker %r, this one is %r: it takes over the counters, and begins "
+            "with the run's parameters. Give it the same worker_id to go on.",
+            resumption.worker_id,
+            chosen_id,
+        )
+        return None
 
 
 # To plain values.
@@ -193,6 +253,8 @@ def _fragment(part: FragmentLayout, plain: Plain, *, pinned: bool) -> SavedFragm
 
 
 def _flight(part: FragmentLayout, plain: Plain) -> Flight:
+    counts: Plain = {name: _whole(plain[name]) for name in ("steps", "tokens", "samples")}
+    figures: Plain = {name: _figure(plain[name]) for name in ("loss", "norm")}
     push = Push(
         session=b"",
         push_id=from_hex(plain["push_id"]),
@@ -200,20 +262,12 @@ def _flight(part: FragmentLayout, plain: Plain) -> Flight:
         chunks=part.chunks,
         wire_dtype=_text(plain["wire_dtype"]),
         base=VersionId.from_plain(plain["base"]),
-        steps=_whole(plain["steps"]),
-        tokens=_whole(plain["tokens"]),
-        samples=_whole(plain["samples"]),
-        loss=_figure(plain["loss"]),
-        norm=_figure(plain["norm"]),
+        **counts,
+        **figures,
         buffers=BUFFERS,
     )
-    return Flight(
-        push,
-        began=_whole(plain["began"]),
-        apply_at=_whole(plain["apply_at"]),
-        wait_at=_whole(plain["wait_at"]),
-        let_go=bool(plain["let_go"]),
-    )
+    moments = {name: _whole(plain[name]) for name in ("began", "apply_at", "wait_at")}
+    return Flight(push, **moments, let_go=bool(plain["let_go"]))
 
 
 def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:

@@ -37,17 +37,11 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a keyword takes.
+    """What a keyword takes."""
 
-    Attributes:
-        read: makes a value of a variable's text; raises ValueError where that cannot be.
-        what: the end of the sentence "NAME is VALUE; it must be ...".
-        holds: whether a value can work.
-    """
-
-    read: Callable[[str], Any]
-    what: str
-    holds: Callable[[Any], bool]
+    read: Callable[[str], Any]  # makes a value of a variable's text, or raises ValueError
+    what: str  # the end of the sentence "NAME is VALUE; it must be ..."
+    holds: Callable[[Any], bool]  # whether a value can work
 
 
 def keyword(kind: Kind, default: Any = None) -> Any:
@@ -154,15 +148,14 @@ class Settings:
     @property
     def wants(self) -> dict[str, Any]:
         """The fields of the run's configuration that this worker insists on."""
-        names = (
-            "sync_every",
-            "wire_dtype",
-            "num_fragments",
-            "fragment_sync_delay",
-            "fragment_update_alpha",
-        )
-        asked = {name: getattr(self, name) for name in names}
-        asked["dylu"] = self.dylu or None  # False is this worker's own affair
+        asked = {
+            "sync_every": self.sync_every,
+            "wire_dtype": self.wire_dtype,
+            "num_fragments": self.num_fragments,
+            "fragment_sync_delay": self.fragment_sync_delay,
+            "fragment_update_alpha": self.fragment_update_alpha,
+            "dylu": self.dylu or None,  # False is this worker's own affair
+        }
         return {name: value for name, value in asked.items() if value is not None}
 
 

@@ -13,7 +13,6 @@ import secrets
 import socket
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -75,38 +74,30 @@ def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     )
 
 
-@dataclass(frozen=True)
-class Occupant:
-    """The DiLoCoWorker that trains a model, by its `id`, and the process that it does so in."""
-
-    number: int
-    worker_id: str
-    pid: int
-
-
-_occupants: weakref.WeakKeyDictionary[nn.Module, Occupant] = weakref.WeakKeyDictionary()
+# Of each model in a run, the `id` of its DiLoCoWorker, that worker's own id, and their process.
+_occupants: weakref.WeakKeyDictionary[nn.Module, tuple[int, str, int]] = weakref.WeakKeyDictionary()
 
 
 def check_free(model: nn.Module) -> None:
     """Raise UsageError if a worker of this process is in a run with this model."""
-    occupant = _occupants.get(unwrapped(model))
-    if occupant is not None and occupant.pid == os.getpid():
+    _, worker_id, pid = _occupants.get(unwrapped(model), (0, "", 0))
+    if pid == os.getpid():
         raise UsageError(
-            f"This model is in a run already, as worker {occupant.worker_id!r}; close() that "
-            "DiLoCoWorker before you make another one for it."
+            f"This model is in a run already, as worker {worker_id!r}; close() that DiLoCoWorker "
+            "before you make another one for it."
         )
 
 
 def occupy(model: nn.Module, worker: object, worker_id: str) -> None:
     """This worker takes part with this model; raises UsageError as `check_free` does."""
     check_free(model)
-    _occupants[unwrapped(model)] = Occupant(id(worker), worker_id, os.getpid())
+    _occupants[unwrapped(model)] = (id(worker), worker_id, os.getpid())
 
 
 def vacate(model: nn.Module, worker: object) -> None:
     """This worker has left, if it was ever in."""
-    occupant = _occupants.get(unwrapped(model))
-    if occupant is not None and occupant.number == id(worker):
+    number, *_ = _occupants.get(unwrapped(model), (0,))
+    if number == id(worker):
         del _occupants[unwrapped(model)]
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from diloco_protocol import Kind, Manifest, Refused, Segment, TensorEntry, Unreachable, UsageError
 from diloco_protocol.fragments import FragmentPlan
@@ -21,6 +20,7 @@ from diloco_protocol.messages import (
     Heartbeat,
     Join,
     Leave,
+    Message,
     Notice,
     Pull,
     Push,
@@ -33,18 +33,12 @@ from diloco_worker import DiLoCoClient, GlobalParameters
 from diloco_worker.core.compatibility import cut
 from diloco_worker.core.downloads import DOWNLOAD_WINDOW
 from diloco_worker.core.events import Ask
-from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
-from kit.scripted_broker import (
-    Beside,
-    Descent,
-    ScriptedBroker,
-    changed,
-    run_config,
-    scripted_broker,
-    version,
-)
-from kit.uniform_model import until
+from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
+from kit.scripted_training import layers
+from kit.uniform_model import filled, first, until
+
+pytest_plugins = ("kit.worker_fixtures",)
 
 
 class Net(nn.Module):
@@ -57,46 +51,89 @@ class Net(nn.Module):
         self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
 
 
-@pytest.fixture
-def broker() -> Iterator[ScriptedBroker]:
-    with scripted_broker() as made:
-        yield made
+class Talk:
+    """A client and a broker that says what it is told; calls of the client are made beside."""
+
+    def __init__(self, client: DiLoCoClient, broker: ScriptedBroker, beside: Beside) -> None:
+        self.client = client
+        self.broker = broker
+        self.beside = beside
+        self.model: nn.Module = nn.Linear(3, 3)
+        self._end: Callable[[], Any] = lambda: None
+
+    def calls(self, what: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
+        self._end = self.beside(lambda: what(*arguments, **keywords))
+
+    def returns(self) -> Any:
+        return self._end()
+
+    def serves(self, value: float, counter: int, *counted: int, fragment: int = 0) -> None:
+        """A version that is this everywhere."""
+        state = filled(Descent(self.model), value, self.broker, fragment)
+        self.broker.serves(state, version(counter), *counted)
+
+    def joins(self, model: nn.Module | None = None, fragments: int = 1) -> GlobalParameters:
+        """The parameters are 8; with fragments 8, 9, ... in versions 0, 1, ..."""
+        self.model = model or (self.model if fragments == 1 else layers(fragments))
+        self.broker.config = run_config(mode=self.broker.config.mode, num_fragments=fragments)
+        self.calls(self.client.join, self.model)
+        self.broker.welcomes(version(0))
+        for fragment in range(fragments):
+            self.serves(8 + fragment, fragment, fragment=fragment)
+        self.serves_frozen(fragments)
+        result = self.returns()
+        assert isinstance(result, GlobalParameters)
+        return result
+
+    def serves_frozen(self, fragment: int = 1) -> None:
+        """As they are in the model, if there are any."""
+        if any(not each.requires_grad for each in self.model.parameters()):
+            self.broker.serves(Descent(self.model).values(fragment=fragment), version(0))
+
+    def pushes(self, delta: Any = None, **keywords: Any) -> tuple[Push, Any]:
+        """By default 2.5 of everything."""
+        state = self.model.state_dict()
+        whole = {name: torch.full_like(value, 2.5) for name, value in state.items()}
+        self.calls(self.client.push, whole if delta is None else delta, **keywords)
+        push, values = self.broker.takes_push(keywords.get("fragment"))
+        assert self.returns() == push.push_id
+        return push, values
+
+    def pulls(self, after: int | None = None) -> None:
+        """Until the broker has heard what it needs."""
+        self.calls(self.client.pull, after)
+
+    def is_asked(self, answer: Callable[[int], Message]) -> Control:
+        """The next request of a client that has not joined, and what it is answered."""
+        self.broker.control, asked, _ = self.broker.hears_from(Control)
+        self.broker.says(answer(asked.request))
+        self.broker.bulk = self.broker.control
+        return asked
+
+    def tells_manifest(self, plan: Any = None) -> None:
+        manifest = ModelTensors.of_module(self.model).manifest
+        data = {"manifest": to_plain(manifest), "config": to_plain(self.broker.config)}
+        if plan is not None:
+            data["plan"] = plan
+        asked = self.is_asked(lambda request: Result(request, True, "here", data))
+        assert asked.action == "manifest"
 
 
 @pytest.fixture
-def beside() -> Iterator[Beside]:
-    made = Beside()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def client(broker: ScriptedBroker) -> Iterator[DiLoCoClient]:
+def talk(broker: ScriptedBroker, beside: Beside) -> Iterator[Talk]:
     with DiLoCoClient(broker.address, worker_id="me", timeout=20.0) as made:
-        yield made
+        yield Talk(made, broker, beside)
 
 
-def trained(model: nn.Module, value: float) -> FlatState:
-    return changed(Descent(model).values(), lambda vector: torch.full_like(vector, value))
+def the_value(tensor: Tensor) -> float:
+    (value,) = set(tensor.flatten().tolist())
+    return float(value)
 
 
-def joined(client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, model: nn.Module) -> Any:
-    joining = beside(client.join, model)
-    broker.welcomes(version(0))
-    broker.serves(trained(model, 8), version(0))
-    frozen = Descent(model).values(fragment=1)
-    if frozen.layout.chunks:
-        broker.serves(frozen, version(0))
-    return joining()
-
-
-def test_join_returns_parameters_that_load_strictly(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
+def test_join_returns_parameters_that_load_strictly(talk: Talk) -> None:
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    start = joined(client, broker, beside, model)
-    assert isinstance(start, GlobalParameters)
+    start = talk.joins(model)
     assert start.version == version(0)
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items()), "only read"
     for name, value in start.tensors.items():
@@ -107,126 +144,82 @@ def test_join_returns_parameters_that_load_strictly(
     assert start.tensors["head.weight"] is start.tensors["inner.weight"]
 
 
-def test_push_sends_the_delta_and_pull_waits_for_the_version_that_contains_it(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    model = nn.Linear(3, 3)
-    joined(client, broker, beside, model)
-    delta = {name: torch.full_like(value, 2.5) for name, value in model.state_dict().items()}
-    pushing = beside(lambda: client.push(delta, weight=7.0, steps=3, tokens=4, loss=1.5))
-    push, values = broker.takes_push()
-    assert pushing() == push.push_id
-    assert set(values.vectors[Segment.PARAMETERS].tolist()) == {2.5}
+def test_push_sends_the_delta_and_pull_waits_for_the_version_that_contains_it(talk: Talk) -> None:
+    earlier = talk.joins()
+    push, values = talk.pushes(weight=7.0, steps=3, tokens=4, loss=1.5)
+    assert first(values) == 2.5
     assert (push.weight, push.steps, push.tokens, push.loss) == (7.0, 3, 4, 1.5)
     assert push.base == version(0)
-    pulling = beside(client.pull)
-    broker.serves(trained(model, 1), version(1))
-    while broker.hears_pull().after != 1:
+    talk.pulls()
+    talk.serves(1, 1)
+    while talk.broker.hears_pull().after != 1:
         pass
-    assert beside.is_busy, "version 1 does not contain the push"
-    broker.serves(trained(model, 9), version(2), push.push_id)
-    result = pulling()
+    assert talk.beside.is_busy, "version 1 does not contain the push"
+    talk.serves(9, 2, push.push_id)
+    result = talk.returns()
     assert result.version == version(2)
     assert result.ledger.names_whole("me", push.push_id)
-    assert set(result.tensors["weight"].flatten().tolist()) == {9}
+    assert the_value(result.tensors["weight"]) == 9
+    for counter in (3, 4):
+        talk.pulls(counter - 1)
+        talk.serves(100 + counter, counter)
+        talk.returns()
+    assert the_value(earlier.tensors["weight"]) == 8, "results are the caller's own"
 
 
-def test_broker_that_reads_float_buffers_as_differences_is_refused(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    """One of an earlier release, which says nothing of them."""
-    joining = beside(client.join, Net())
-    broker.control, _, _ = broker.hears_from(Join)
-    old = run_config(buffers="differences")
-    broker.says(Welcome(b"1" * 16, "epoch", old, 0, versions=(version(0),)))
-    with pytest.raises(Refused, match="install the same release at both ends"):
-        joining()
-
-
-def test_results_are_the_callers_own(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    model = nn.Linear(3, 3)
-    earlier = joined(client, broker, beside, model)
-    for counter in (1, 2, 3):
-        pulling = beside(client.pull, counter - 1)
-        while broker.hears_pull().after != counter - 1:
-            pass
-        broker.serves(trained(model, 100 + counter), version(counter))
-        pulling()
-    assert set(earlier.tensors["weight"].flatten().tolist()) == {8}
-
-
-def test_delta_may_leave_out_buffers(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    joined(client, broker, beside, Net())
-    delta = {
-        "head.weight": torch.ones(3, 3),  # by the other name of a tied tensor
-        "norm.weight": torch.ones(3),
-        "norm.bias": torch.ones(3),
-        "norm.running_mean": torch.full((3,), 0.25),
-    }
-    pushing = beside(client.push, delta)
-    _, values = broker.takes_push()
-    pushing()
+def test_delta_may_leave_out_buffers(talk: Talk) -> None:
+    talk.joins(Net())
+    _, values = talk.pushes(
+        {
+            "head.weight": torch.ones(3, 3),  # by the other name of a tied tensor
+            "norm.weight": torch.ones(3),
+            "norm.bias": torch.ones(3),
+            "norm.running_mean": torch.full((3,), 0.25),
+        }
+    )
     assert values.vectors[Segment.BUFFERS].tolist() == [0.25] * 3 + [8.0] * 3
     assert values.vectors[Segment.INTEGERS].tolist() == [8]
+
+
+ONES = {"weight": torch.ones(3, 3), "bias": torch.ones(3)}
 
 
 @pytest.mark.parametrize(
     ("delta", "sentence"),
     [
         ({"weight": torch.ones(3, 3)}, "lacks 'bias'"),
-        ({"weight": torch.ones(1), "bias": torch.ones(3)}, r"weight has shape \[1\]"),
-        ({"weight": torch.ones(3, 3), "bias": torch.full((3,), torch.nan)}, "not finite in bias"),
-        (
-            {"weight": torch.ones(3, 3), "bias": torch.ones(3), "odd": torch.ones(1)},
-            "does not train 'odd'",
-        ),
+        (ONES | {"weight": torch.ones(1)}, r"weight has shape \[1\]"),
+        (ONES | {"bias": torch.full((3,), torch.nan)}, "not finite in bias"),
+        (ONES | {"odd": torch.ones(1)}, "does not train 'odd'"),
     ],
 )
 def test_delta_that_does_not_fit_is_refused_before_anything_is_sent(
-    client: DiLoCoClient,
-    broker: ScriptedBroker,
-    beside: Beside,
-    delta: dict[str, torch.Tensor],
-    sentence: str,
+    talk: Talk, delta: dict[str, Tensor], sentence: str
 ) -> None:
-    joined(client, broker, beside, nn.Linear(3, 3))
+    talk.joins()
     with pytest.raises(UsageError, match=sentence):
-        client.push(delta)
-    broker.hears_nothing_of(Push, 0.1)
+        talk.client.push(delta)
+    talk.broker.hears_nothing_of(Push, 0.1)
 
 
-def test_push_that_the_broker_refuses_raises_its_sentence(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    model = nn.Linear(3, 3)
-    joined(client, broker, beside, model)
-    delta = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
-    pushing = beside(client.push, delta)
-    push = broker.hears(Push)
-    broker.says(Error("bad_push", "The weight is odd.", push_id=push.push_id, about="push"))
+def test_push_that_the_broker_refuses_raises_its_sentence(talk: Talk) -> None:
+    talk.joins()
+    talk.calls(talk.client.push, ONES)
+    push = talk.broker.hears(Push)
+    talk.broker.says(Error("bad_push", "The weight is odd.", push_id=push.push_id, about="push"))
     with pytest.raises(Refused, match="The weight is odd"):
-        pushing()
+        talk.returns()
 
 
-def test_nothing_is_kept_of_pushes_that_others_took_the_place_of(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    model = nn.Linear(3, 3)
-    joined(client, broker, beside, model)
-    link = client._link
+def test_nothing_is_kept_of_pushes_that_others_took_the_place_of(talk: Talk) -> None:
+    talk.joins()
+    link = talk.client._link
     assert link is not None
-    delta = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
-    for refused in (False, True, False):
-        pushing = beside(client.push, delta)
-        push, _ = broker.takes_push()
-        pushing()
-        if refused:
+    for is_refused in (False, True, False):
+        push, _ = talk.pushes()
+        if is_refused:
             error = Error("late", "Too late.", push_id=push.push_id, about="push")
-            broker.says(error)
+            talk.broker.says(error)
             link.wait_for(lambda: bool(link.rejections), 20)
     until(lambda: link.uploaded == {push.push_id} and not link.rejections)
     assert link.last_error is None
@@ -235,236 +228,167 @@ def test_nothing_is_kept_of_pushes_that_others_took_the_place_of(
 # Fragments and asynchronous mode.
 
 
-def layers() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
-
-
-def part(broker: ScriptedBroker, model: nn.Module, fragment: int, value: float) -> FlatState:
-    assert broker.layout is not None
-    now = Descent(model).values(part=broker.layout.all[fragment])
-    return changed(now, lambda vector: torch.full_like(vector, value))
-
-
-def joined_in_fragments(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, model: nn.Module
-) -> GlobalParameters:
-    joining = beside(client.join, model)
-    broker.welcomes(version(0))
-    for fragment in range(3):
-        broker.serves(part(broker, model, fragment, 8 + fragment), version(fragment))
-    result = joining()
-    assert isinstance(result, GlobalParameters)
-    return result
-
-
-def test_push_sends_one_fragment_and_pull_returns_all(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    broker.config = run_config(num_fragments=3)
-    model = layers()
-    start = joined_in_fragments(client, broker, beside, model)
+def test_push_sends_one_fragment_and_pull_returns_all(talk: Talk) -> None:
+    start = talk.joins(fragments=3)
     assert start.versions == {0: version(0), 1: version(1), 2: version(2)}
-    assert [float(start.tensors[f"{i}.bias"][0]) for i in range(3)] == [8, 9, 10]
+    assert [the_value(start.tensors[f"{i}.bias"]) for i in range(3)] == [8, 9, 10]
     delta = {"1.weight": torch.full((2, 2), 2.5), "1.bias": torch.full((2,), 2.5)}
-    pushing = beside(lambda: client.push(delta, fragment=1, samples=3))
-    push, values = broker.takes_push()
-    assert pushing() == push.push_id
+    push, values = talk.pushes(delta, fragment=1, samples=3)
     assert (push.fragment, push.base, push.samples) == (1, version(1), 3)
-    assert set(values.vectors[Segment.PARAMETERS].tolist()) == {2.5}
-    pulling = beside(client.pull)
-    broker.serves(part(broker, model, 1, 50), version(2), push.push_id)
+    assert first(values) == 2.5
+    talk.pulls()
+    talk.serves(50, 2, push.push_id, fragment=1)
     for fragment in (0, 2):
-        while broker.hears_pull(fragment).held is None:
+        while talk.broker.hears_pull(fragment).held is None:
             pass
-        broker.serves(part(broker, model, fragment, 60), version(7))
-    result = pulling()
+        talk.serves(60, 7, fragment=fragment)
+    result = talk.returns()
     assert result.version == version(7)
     assert result.versions == {0: version(7), 1: version(2), 2: version(7)}
-    assert [float(result.tensors[f"{i}.bias"][0]) for i in range(3)] == [60, 50, 60]
-    model.load_state_dict(result.tensors, strict=True)
+    assert [the_value(result.tensors[f"{i}.bias"]) for i in range(3)] == [60, 50, 60]
+    talk.model.load_state_dict(result.tensors, strict=True)
 
 
-@pytest.mark.parametrize("fragment", [None, 3, -1])
-def test_push_must_say_which_fragment_it_is(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, fragment: int | None
+@pytest.mark.parametrize(
+    ("fragment", "sentence"),
+    [
+        (None, "fragment None, and this run has 3.* 0 to 2"),
+        (3, "fragment 3, and this run has 3.* 0 to 2"),
+        (-1, "fragment -1, and this run has 3.* 0 to 2"),
+        (2, r"lacks '2\.weight'"),
+    ],
+)
+def test_push_must_say_which_fragment_it_is_and_have_all_of_it(
+    talk: Talk, fragment: int | None, sentence: str
 ) -> None:
-    broker.config = run_config(num_fragments=3)
-    model = layers()
-    joined_in_fragments(client, broker, beside, model)
-    with pytest.raises(UsageError, match=f"fragment {fragment}, and this run has 3.* 0 to 2"):
-        client.push(dict(model.named_parameters()), fragment=fragment)
-    broker.hears_nothing_of(Push, 0.05)
+    talk.joins(fragments=3)
+    with pytest.raises(UsageError, match=sentence):
+        talk.client.push({"1.weight": torch.zeros(2, 2)}, fragment=fragment)
+    talk.broker.hears_nothing_of(Push, 0.05)
 
 
-def test_fragment_lacks_only_its_own_parameters(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    broker.config = run_config(num_fragments=3)
-    joined_in_fragments(client, broker, beside, layers())
-    with pytest.raises(UsageError, match=r"lacks '2\.weight'"):
-        client.push({"1.weight": torch.zeros(2, 2)}, fragment=2)
-
-
-def test_several_fragments_may_be_in_flight(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    broker.config = run_config(num_fragments=3)
-    model = layers()
-    joined_in_fragments(client, broker, beside, model)
-    ids = []
-    for fragment in range(3):
-        pushing = beside(partial(client.push, model.state_dict(), fragment=fragment))
-        push, _ = broker.takes_push(fragment)
-        pushing()
-        ids.append(push.push_id)
-    pulling = beside(client.pull)
+def test_several_fragments_may_be_in_flight(talk: Talk) -> None:
+    talk.joins(fragments=3)
+    ids = [talk.pushes(fragment=fragment)[0].push_id for fragment in range(3)]
+    talk.pulls()
     for fragment in (2, 0, 1):
-        assert beside.is_busy
-        broker.serves(part(broker, model, fragment, 30), version(9), ids[fragment])
-    assert set(pulling().versions.values()) == {version(9)}
+        assert talk.beside.is_busy
+        talk.serves(30, 9, ids[fragment], fragment=fragment)
+    assert set(talk.returns().versions.values()) == {version(9)}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_client_pushes_in_its_own_dtype_once_it_is_its_turn(
-    broker: ScriptedBroker, beside: Beside, mode: str
-) -> None:
+def test_client_pushes_in_its_own_dtype_once_it_is_its_turn(talk: Talk, mode: str) -> None:
+    broker = talk.broker
     broker.config = run_config(mode=mode)
-    model = nn.Linear(3, 3)
     wants = {"wire_dtype": "bf16"}
-    with DiLoCoClient(broker.address, worker_id="me", timeout=20.0, wants=wants) as client:
-        joined(client, broker, beside, model)
-        pushing = beside(client.push, dict(model.named_parameters()))
+    with DiLoCoClient(broker.address, worker_id="me", timeout=20.0, wants=wants) as talk.client:
+        talk.joins()
+        talk.calls(talk.client.push, ONES)
         push = broker.hears(Push)
         assert push.wire_dtype == "bf16"
         broker.puts_off(push)
         broker.hears_nothing_of(Chunk, 0.05)
-        assert beside.is_busy
+        assert talk.beside.is_busy
         broker.grants(push, credit=8)
         broker.takes_chunks(push, push.chunks)
-        pushing()
+        talk.returns()
 
 
-def test_observer_learns_the_plan_of_the_fragments(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    broker.config = run_config(num_fragments=3)
-    model = layers()
-    manifest = ModelTensors.of_module(model).manifest
-    plan = FragmentPlan.of(manifest, 3, "balanced").numbers(manifest)
-    broker.layout = cut(manifest, broker.config, plan)
-    pulling = beside(client.pull)
-    broker.control, asked, _ = broker.hears_from(Control)
-    data = {"manifest": to_plain(manifest), "config": to_plain(broker.config), "plan": plan}
-    broker.says(Result(asked.request, True, "here", data))
-    broker.hears(Pull)
-    broker.bulk = broker.control
-    for fragment in range(3):
-        broker.serves(part(broker, model, fragment, fragment), version(fragment))
-    result = pulling()
-    assert result.versions == {0: version(0), 1: version(1), 2: version(2)}
-    for name, tensor in result.tensors.items():
-        number = plan[[entry.name for entry in manifest.entries].index(name)]
-        assert set(tensor.flatten().tolist()) == {number}
+# Without a module.
 
 
-def test_observer_is_told_of_a_plan_that_does_not_fit(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    broker.config = run_config(num_fragments=3)
-    manifest = ModelTensors.of_module(layers()).manifest
-    pulling = beside(client.pull)
-    broker.control, asked, _ = broker.hears_from(Control)
-    data = {"manifest": to_plain(manifest), "config": to_plain(broker.config), "plan": [0]}
-    broker.says(Result(asked.request, True, "here", data))
-    with pytest.raises(Refused, match="there are 1 for 6 tensors"):
-        pulling()
-
-
-# Without a module, without joining.
-
-
-def test_dict_with_a_manifest_joins_and_is_donated(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
+def test_dict_with_a_manifest_joins_and_is_donated(talk: Talk) -> None:
     manifest = Manifest((TensorEntry("w", (2, 3), "float32", Kind.TRAINABLE),))
     state = {"w": torch.arange(6.0).reshape(2, 3)}
-    joining = beside(lambda: client.join(manifest=manifest, state=state))
-    broker.welcomes()
-    broker.says(Notice("donate", fragment=0))
-    _, values = broker.takes_push()
+    talk.calls(talk.client.join, manifest=manifest, state=state)
+    talk.broker.welcomes()
+    talk.broker.says(Notice("donate", fragment=0))
+    _, values = talk.broker.takes_push()
     assert values.vectors[Segment.PARAMETERS].tolist() == list(range(6))
-    broker.serves(values, version(0))
-    assert torch.equal(joining().tensors["w"], state["w"])
+    talk.broker.serves(values, version(0))
+    assert torch.equal(talk.returns().tensors["w"], state["w"])
 
 
-def test_refused_join_raises_the_sentence(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    joining = beside(client.join, nn.Linear(3, 3))
-    broker.control, _, _ = broker.hears_from(Join)
-    broker.says(Error("model_differs", "It lacks head.weight.", about="join"))
-    with pytest.raises(Refused, match="lacks head"):
-        joining()
+OLD = Welcome(b"1" * 16, "epoch", run_config(buffers="differences"), 0, versions=(version(0),))
+DIFFERS = Error("model_differs", "It lacks head.weight.", about="join")
 
 
-def test_heartbeat_is_sent_at_once(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    joined(client, broker, beside, nn.Linear(3, 3))
-    client.heartbeat(41, inner_step=2, loss=0.5, tokens=9, steps_per_s=3.0)
-    beat = broker.hears(Heartbeat)
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [(DIFFERS, "lacks head"), (OLD, "install the same release at both ends")],
+)
+def test_join_that_fails_raises_the_sentence(talk: Talk, answer: Message, sentence: str) -> None:
+    talk.calls(talk.client.join, Net())
+    talk.broker.control, _, _ = talk.broker.hears_from(Join)
+    talk.broker.says(answer)
+    with pytest.raises(Refused, match=sentence):
+        talk.returns()
+
+
+def test_heartbeat_is_sent_at_once_and_leave_is_heard(talk: Talk) -> None:
+    talk.joins()
+    talk.client.heartbeat(41, inner_step=2, loss=0.5, tokens=9, steps_per_s=3.0)
+    beat = talk.broker.hears(Heartbeat)
     assert (beat.step, beat.inner_step, beat.loss, beat.tokens) == (41, 2, 0.5, 9)
+    talk.client.leave("enough")
+    assert talk.broker.hears(Leave).reason == "enough"
+    talk.client.leave()  # once is enough
 
 
-def test_leave_is_heard_and_may_be_called_twice(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    joined(client, broker, beside, nn.Linear(3, 3))
-    client.leave("enough")
-    assert broker.hears(Leave).reason == "enough"
-    client.leave()
-
-
-def test_call_that_needs_joining_says_so(client: DiLoCoClient) -> None:
+def test_call_that_needs_joining_says_so(talk: Talk) -> None:
     with pytest.raises(UsageError, match="join"):
-        client.push({})
+        talk.client.push({})
     with pytest.raises(UsageError, match="join"):
-        client.heartbeat(1)
+        talk.client.heartbeat(1)
     with pytest.raises(UsageError, match="model"):
-        client.join()
+        talk.client.join()
 
 
-def observed(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, model: nn.Module
-) -> tuple[GlobalParameters, list[Pull]]:
-    """The first pull of a client that has not joined, of parameters that are 4, and what it sent."""
-    manifest = ModelTensors.of_module(model).manifest
-    pulling = beside(client.pull)
-    broker.control, asked, _ = broker.hears_from(Control)
-    assert asked.action == "manifest"
-    data = {"manifest": to_plain(manifest), "config": to_plain(broker.config)}
-    broker.says(Result(asked.request, True, "here", data))
-    broker.bulk = broker.control
-    pulls = [broker.hears(Pull)]
-    broker.serves(trained(model, 4), version(2))
-    frozen = Descent(model).values(fragment=1)
-    if frozen.layout.chunks:
-        pulls.append(broker.hears(Pull))
-        broker.serves(frozen, version(0))
-    return pulling(), pulls
+# Without joining.
 
 
-def test_observer_pulls_without_joining(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    model = Net()
-    result, pulls = observed(client, broker, beside, model)
+def test_observer_pulls_without_joining(talk: Talk) -> None:
+    model = talk.model = Net()
+    talk.pulls()
+    talk.tells_manifest()
+    pulls = [talk.broker.hears(Pull)]
+    talk.serves(4, 2)
+    pulls.append(talk.broker.hears(Pull))
+    talk.serves_frozen()
+    result = talk.returns()
     assert all(pull.session is None for pull in pulls)
     assert sum(pull.credit for pull in pulls) == DOWNLOAD_WINDOW
     assert result.version == version(2)
     model.load_state_dict(result.tensors, strict=True)
     assert model.inner.weight[0, 0].item() == 4
-    broker.hears_nothing_of(Join, 0.05)
+    talk.broker.hears_nothing_of(Join, 0.05)
+
+
+def test_observer_learns_the_plan_of_the_fragments(talk: Talk) -> None:
+    broker = talk.broker
+    broker.config, talk.model = run_config(num_fragments=3), layers()
+    manifest = ModelTensors.of_module(talk.model).manifest
+    plan = FragmentPlan.of(manifest, 3, "balanced").numbers(manifest)
+    broker.layout = cut(manifest, broker.config, plan)
+    talk.pulls()
+    talk.tells_manifest(plan)
+    broker.hears(Pull)
+    for fragment in range(3):
+        talk.serves(fragment, fragment, fragment=fragment)
+    result = talk.returns()
+    assert result.versions == {0: version(0), 1: version(1), 2: version(2)}
+    names = [entry.name for entry in manifest.entries]
+    for name, tensor in result.tensors.items():
+        assert the_value(tensor) == plan[names.index(name)]
+
+
+def test_observer_is_told_of_a_plan_that_does_not_fit(talk: Talk) -> None:
+    talk.broker.config, talk.model = run_config(num_fragments=3), layers()
+    talk.pulls()
+    talk.tells_manifest([0])
+    with pytest.raises(Refused, match="there are 1 for 6 tensors"):
+        talk.returns()
 
 
 def released_here() -> int:
@@ -475,111 +399,89 @@ def released_here() -> int:
 
 @pytest.mark.parametrize("takes_part", [False, True], ids=["observer", "member that only pulls"])
 def test_client_that_pulls_keeps_no_record_of_rounds_that_are_over(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside, takes_part: bool
+    talk: Talk, takes_part: bool
 ) -> None:
-    model = nn.Linear(3, 3)
     if takes_part:
-        joined(client, broker, beside, model)
-        broker.hears(Pull)  # the one of joining
+        talk.joins()
+        talk.broker.hears(Pull)  # the one of joining
     else:
-        observed(client, broker, beside, model)
+        talk.pulls()
+        talk.tells_manifest()
+        talk.broker.hears(Pull)
+        talk.serves(4, 2)
+        talk.returns()
     before = released_here()
     for number in range(3, 33):
-        pulling = beside(client.pull)
-        broker.hears(Pull)
-        broker.serves(trained(model, number), version(number))
-        assert pulling().version == version(number)
+        talk.pulls()
+        talk.broker.hears(Pull)
+        talk.serves(number, number)
+        assert talk.returns().version == version(number)
     assert released_here() <= before + 2
 
 
-def test_answer_that_comes_too_late_is_not_kept(broker: ScriptedBroker, beside: Beside) -> None:
-    with DiLoCoClient(broker.address, timeout=20.0) as client:
-        first = beside(client.status)
-        broker.control, asked, _ = broker.hears_from(Control)
-        broker.says(Result(asked.request, True, "here", {"round": 1}))
-        assert first() == {"round": 1}
-        link = client._link
-        assert link is not None
-        link.tell(Ask(99, "status"))
-        asked = broker.hears(Control)
-        broker.says(Result(asked.request, True, "late", {"round": 2}))
-        until(lambda: 99 in link.results)
-        link.withdraw(99)
-        until(lambda: not link.results)
+def test_answer_that_comes_too_late_is_not_kept(talk: Talk) -> None:
+    talk.calls(talk.client.status)
+    talk.is_asked(lambda request: Result(request, True, "here", {"round": 1}))
+    assert talk.returns() == {"round": 1}
+    link = talk.client._link
+    assert link is not None
+    link.tell(Ask(99, "status"))
+    talk.is_asked(lambda request: Result(request, True, "late", {"round": 2}))
+    until(lambda: 99 in link.results)
+    link.withdraw(99)
+    until(lambda: not link.results)
 
 
-def test_observer_of_a_broker_without_a_model_is_told(
-    broker: ScriptedBroker, beside: Beside
-) -> None:
-    with DiLoCoClient(broker.address, timeout=1.2) as client:
-        pulling = beside(client.pull)
-        asked_for = 0
-        while beside.is_busy:  # it asks again until its time is over
-            with contextlib.suppress(AssertionError):
-                broker.control, asked, _ = broker.hears_from(Control, patience=0.05)
-                broker.says(Result(asked.request, False, "There is no model yet."))
-                asked_for += 1
-        assert asked_for > 1
-        with pytest.raises(Refused, match="There is no model yet") as caught:
-            pulling()
-        assert caught.value.retry
+def test_observer_of_a_broker_without_a_model_is_told(talk: Talk) -> None:
+    talk.client.timeout = 1.2
+    talk.pulls()
+    asked_for = 0
+    while talk.beside.is_busy:  # it asks again until its time is over
+        with contextlib.suppress(AssertionError):
+            talk.broker.control, asked, _ = talk.broker.hears_from(Control, patience=0.05)
+            talk.broker.says(Result(asked.request, False, "There is no model yet."))
+            asked_for += 1
+    assert asked_for > 1
+    with pytest.raises(Refused, match="There is no model yet") as caught:
+        talk.returns()
+    assert caught.value.retry
 
 
-def test_status_is_the_brokers_snapshot(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    asking = beside(client.status)
-    broker.control, asked, _ = broker.hears_from(Control)
-    assert asked.action == "status"
-    broker.says(Result(asked.request, True, "", {"feed": 1, "workers": ({"id": "a"},)}))
-    assert asking() == {"feed": 1, "workers": ({"id": "a"},)}
-
-
-def test_control_returns_what_the_broker_says(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    asking = beside(lambda: client.control("kick", worker="b"))
-    broker.control, asked, _ = broker.hears_from(Control)
+def test_status_and_control_return_what_the_broker_says(talk: Talk) -> None:
+    told = {"feed": 1, "workers": ({"id": "a"},)}
+    talk.calls(talk.client.status)
+    assert talk.is_asked(lambda request: Result(request, True, "", told)).action == "status"
+    assert talk.returns() == told
+    talk.calls(talk.client.control, "kick", worker="b")
+    asked = talk.is_asked(lambda request: Result(request, False, "There is no worker b."))
     assert (asked.action, asked.arguments) == ("kick", {"worker": "b"})
-    broker.says(Result(asked.request, False, "There is no worker b."))
-    assert asking() == Result(1, False, "There is no worker b.")
-
-
-def test_unreachable_broker_is_named_with_its_address() -> None:
-    probe = ScriptedBroker()
-    probe.close()
-    with DiLoCoClient(probe.address, timeout=0.2) as client, pytest.raises(Unreachable) as caught:
-        client.status()
-    assert probe.address in str(caught.value)
+    assert talk.returns() == Result(asked.request, False, "There is no worker b.")
 
 
 def test_action_that_nobody_waits_for_any_more_is_never_sent(beside: Beside) -> None:
     probe = ScriptedBroker()
     probe.close()
     with DiLoCoClient(probe.address, timeout=0.2) as client:
-        with pytest.raises(Unreachable):
+        with pytest.raises(Unreachable) as caught:
             client.control("shutdown")
+        assert probe.address in str(caught.value)
         client.timeout = 20.0
-        late = ScriptedBroker(probe.address)
+        talk = Talk(client, ScriptedBroker(probe.address), beside)
         try:
-            asking = beside(client.status)
-            late.control, asked, _ = late.hears_from(Control)
-            assert asked.action == "status"
-            late.says(Result(asked.request, True, "", {}))
-            asking()
+            talk.calls(client.status)
+            assert talk.is_asked(lambda request: Result(request, True, "", {})).action == "status"
+            talk.returns()
         finally:
-            late.close()
+            talk.broker.close()
 
 
-def test_broken_connection_ends_an_action_that_may_have_been_carried_out(
-    client: DiLoCoClient, broker: ScriptedBroker, beside: Beside
-) -> None:
-    asking = beside(client.control, "shutdown")
-    broker.hears(Control)
-    broker.restart()
+def test_broken_connection_ends_an_action_that_may_have_been_carried_out(talk: Talk) -> None:
+    talk.calls(talk.client.control, "shutdown")
+    talk.broker.hears(Control)
+    talk.broker.restart()
     with pytest.raises(Unreachable, match="may have been carried out"):
-        asking()
-    broker.hears_nothing_of(Control, 0.3)
+        talk.returns()
+    talk.broker.hears_nothing_of(Control, 0.3)
 
 
 def test_address_that_is_none_is_refused() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import pytest
 from textual.pilot import Pilot
 
 from diloco_protocol.clients import Answer
@@ -32,7 +33,6 @@ FEED = "tcp://10.0.0.1:8513"
 PATIENCE_S = 20.0
 UTF8 = Glyphs.for_encoding("utf-8")
 SMALL, LARGE = (80, 24), (140, 40)
-SIZES = (SMALL, LARGE)
 # Titles of the columns that are there at any width.
 ESSENTIAL = (
     "WORKER",
@@ -144,6 +144,14 @@ def document(sequence: int = 1, **keys: Any) -> dict[str, Any]:
     return whole | keys
 
 
+def screen(*options: dict[str, Any]) -> pytest.MarkDecorator:
+    """Has a test run with a `pilot` of these options, or with one after another."""
+    return pytest.mark.parametrize("pilot", options, indirect=True, ids=str)
+
+
+both = screen({"size": SMALL}, {"size": LARGE})
+
+
 def snapshot(sequence: int = 1, **keys: Any) -> Snapshot:
     return parse_snapshot(frame(document(sequence, **keys)))
 
@@ -176,7 +184,9 @@ class FakeBroker:
 class ScreenPilot:
     """One screen under test. Its methods say what somebody at the keyboard does and sees."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, size: tuple[int, int] = SMALL, *, fill: bool = True, **options: Any) -> None:
+        """`fill`: the screen has seen some seconds of a run first."""
+        self.size, self._fill = size, fill
         self.clock = Clock()
         self.broker = FakeBroker()
         options = {"address": FEED, "ask": self.broker, "clock": self.clock, **options}
@@ -188,23 +198,18 @@ class ScreenPilot:
         assert self._pilot is not None
         return self._pilot
 
-    def play(
-        self,
-        script: Callable[[ScreenPilot], Awaitable[None]],
-        size: tuple[int, int] = SMALL,
-        fill: bool = True,
-    ) -> None:
-        """Run the script against the screen, filled with some seconds of a run first."""
+    def play(self, script: Callable[[], Awaitable[None]]) -> None:
+        """Run the script against the screen."""
 
         async def run() -> None:
-            async with self.app.run_test(size=size) as pilot:
+            async with self.app.run_test(size=self.size) as pilot:
                 self._pilot = pilot
-                if fill:
+                if self._fill:
                     for sequence in range(1, 42):
                         self.clock.now += 1.0
                         self.app.heard(snapshot(sequence))
                 await pilot.pause()
-                await script(self)
+                await script()
 
         asyncio.run(asyncio.wait_for(run(), 60))
 
@@ -245,10 +250,27 @@ class ScreenPilot:
     def text(self) -> str:
         return "\n".join(self.lines())
 
+    def shows(self, *parts: str) -> bool:
+        """All of this stands there now; else it says what is missing."""
+        text = self.text()
+        missing = [part for part in parts if part not in text]
+        assert not missing, f"{missing} not in\n{text}"
+        return True
+
     def flat(self) -> str:
         """The dialog, or if there is none the screen, in one line: sentences break anywhere."""
         inside = [line.split("│")[1] for line in self.lines() if line.count("│") == 2]
         return " ".join(" ".join(inside or self.lines()).split())
+
+    def matches(self, name: str) -> None:
+        """The screen is the stored picture of this name and size."""
+        path = SNAPSHOTS / f"{name}_{self.size[0]}x{self.size[1]}.txt"
+        text = "\n".join(self.lines()) + "\n"
+        if UPDATE in os.environ:
+            path.write_text(text, encoding="utf-8")
+        stored = path.read_text(encoding="utf-8") if path.exists() else ""
+        difference = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "drawn")
+        assert stored == text, f"{path.name}, see {UPDATE}:\n" + "\n".join(difference)
 
     def workers(self) -> list[str]:
         """Ids in the window of the table, in their order."""
@@ -263,18 +285,6 @@ class ScreenPilot:
         if style is None or not style.reverse or style.color is None:
             return None
         return style.color.get_truecolor(palette.COLOURS).hex
-
-
-def matches(name: str, lines: list[str]) -> None:
-    """The lines are those of the stored picture."""
-    path = SNAPSHOTS / name
-    text = "\n".join(lines) + "\n"
-    if UPDATE in os.environ:
-        SNAPSHOTS.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    stored = path.read_text(encoding="utf-8") if path.exists() else ""
-    difference = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "drawn")
-    assert stored == text, f"{name}, see {UPDATE}:\n" + "\n".join(difference)
 
 
 def full_screen(

@@ -1,12 +1,14 @@
-"""Fixtures that several tests of the tools use."""
+"""What several tests of the tools use: a feed without a broker, a full screen without a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import iscoroutinefunction, signature
 
 import pytest
 
 from kit.feed_snapshots import Publisher
+from kit.top_screen import ScreenPilot
 
 
 @pytest.fixture
@@ -14,3 +16,21 @@ def publisher() -> Iterator[Publisher]:
     made = Publisher()
     yield made
     made.close()
+
+
+@pytest.fixture
+def pilot(request: pytest.FixtureRequest) -> ScreenPilot:
+    """The screen that an async test is a script for; `both` and `screen` say which."""
+    return ScreenPilot(**getattr(request, "param", {}))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object:
+    """Run an async test as the script of its `pilot`."""
+    if not iscoroutinefunction(pyfuncitem.function):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in signature(pyfuncitem.obj).parameters}
+    pilot = pyfuncitem.funcargs["pilot"]
+    assert isinstance(pilot, ScreenPilot)
+    pilot.play(lambda: pyfuncitem.obj(**given))
+    return True

@@ -11,73 +11,63 @@ from diloco_protocol.clients import Answer, ask_once
 from diloco_tools.top.drawing import sentences
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.feed_snapshots import worker
-from kit.top_screen import CREW, SIZES, ScreenPilot, snapshot
+from kit.top_screen import CREW, ScreenPilot, both, screen, snapshot
 
 CONTROL = "tcp://127.0.0.1:8512"  # the feed of the pilot names it
 UTF8 = Glyphs.for_encoding("utf-8")
-both = pytest.mark.parametrize("size", SIZES, ids=["80x24", "140x40"])
 
 
 class TestKick:
     @both
-    def test_asks_states_the_consequence_and_sends_what_was_asked(
-        self, size: tuple[int, int]
+    async def test_asks_states_the_consequence_and_sends_what_was_asked(
+        self, pilot: ScreenPilot
     ) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            pilot.broker.answer = Answer(True, "rtx-home was removed; 3 workers are left.")
-            await pilot.press("down", "down", "down", "k")
-            for said in (
-                "Kick rtx-home on desk?",
-                "The round no longer waits for it.",
-                "does not come back by itself.",
-                "Its 212 steps since its last push are lost to the run.",
-                "3 workers are left.",
-            ):
-                assert said in pilot.flat()
-            assert not pilot.broker.requests
-            await pilot.press("y")
-            await pilot.sees("rtx-home was removed; 3 workers are left.")
-            assert pilot.broker.requests == [(CONTROL, "kick", {"worker": "rtx-home"})]
-
-        ScreenPilot().play(script, size)
+        pilot.broker.answer = Answer(True, "rtx-home was removed; 3 workers are left.")
+        await pilot.press("down", "down", "down", "k")
+        for said in (
+            "Kick rtx-home on desk?",
+            "The round no longer waits for it.",
+            "does not come back by itself.",
+            "Its 212 steps since its last push are lost to the run.",
+            "3 workers are left.",
+        ):
+            assert said in pilot.flat()
+        assert not pilot.broker.requests
+        await pilot.press("y")
+        await pilot.sees("rtx-home was removed; 3 workers are left.")
+        assert pilot.broker.requests == [(CONTROL, "kick", {"worker": "rtx-home"})]
 
     @pytest.mark.parametrize("key", ["n", "escape", "q"])
-    def test_anything_but_yes_sends_nothing(self, key: str) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("k", "enter", "x")
-            assert "Kick a100-0" in pilot.text(), "these keys are no answer"
-            await pilot.press(key)
-            assert "Kick a100-0" not in pilot.text()
-            assert pilot.app.is_running
-            assert not pilot.broker.requests
-
-        ScreenPilot().play(script)
+    async def test_anything_but_yes_sends_nothing(self, pilot: ScreenPilot, key: str) -> None:
+        await pilot.press("k", "enter", "x")
+        assert "Kick a100-0" in pilot.text(), "these keys are no answer"
+        await pilot.press(key)
+        assert "Kick a100-0" not in pilot.text()
+        assert pilot.app.is_running
+        assert not pilot.broker.requests
 
     @both
-    def test_table_changes_only_when_the_feed_says_so(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            pilot.broker.answer = Answer(True, "a100-0 was removed.")
-            await pilot.press("k", "y")
-            await pilot.sees("a100-0 was removed.")
-            assert "a100-0" in pilot.workers()
-            await pilot.waits(0.5)
-            assert "a100-0" in pilot.workers()
-            await pilot.hears(snapshot(42), after_s=0.5)
-            assert "a100-0" in pilot.workers(), "the feed still has it"
-            await pilot.hears(snapshot(43, workers=list(CREW[1:])), after_s=1.0)
-            assert pilot.workers() == ["a100-1", "mac-mini", "rtx-home", "xeon"]
+    async def test_table_changes_only_when_the_feed_says_so(self, pilot: ScreenPilot) -> None:
+        pilot.broker.answer = Answer(True, "a100-0 was removed.")
+        await pilot.press("k", "y")
+        await pilot.sees("a100-0 was removed.")
+        assert "a100-0" in pilot.workers()
+        await pilot.waits(0.5)
+        assert "a100-0" in pilot.workers()
+        await pilot.hears(snapshot(42), after_s=0.5)
+        assert "a100-0" in pilot.workers(), "the feed still has it"
+        await pilot.hears(snapshot(43, workers=list(CREW[1:])), after_s=1.0)
+        assert pilot.workers() == ["a100-1", "mac-mini", "rtx-home", "xeon"]
 
-        ScreenPilot().play(script, size)
-
-    def test_dialog_kicks_whom_it_names_though_the_table_moves(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("k")
-            await pilot.hears(snapshot(42, workers=list(CREW[1:])), after_s=1.0)
-            await pilot.press("y")
-            await pilot.until(lambda: bool(pilot.broker.requests))
-            assert pilot.broker.requests[0][2] == {"worker": "a100-0"}
-
-        ScreenPilot().play(script)
+    async def test_dialog_kicks_whom_it_names_though_the_table_moves(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        await pilot.press("k")
+        await pilot.hears(snapshot(42, workers=list(CREW[1:])), after_s=1.0)
+        await pilot.press("y")
+        await pilot.until(lambda: bool(pilot.broker.requests))
+        assert pilot.broker.requests[0][2] == {"worker": "a100-0"}
 
     def test_warns_when_the_round_would_wait(self) -> None:
         floor = {"number": 1, "floor": 2, "expected": ["a", "b"]}
@@ -90,125 +80,108 @@ class TestKick:
 
 class TestSave:
     @both
-    def test_saves_and_says_what_the_broker_said(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            pilot.broker.answer = Answer(False, "There is no save folder: start with --save-dir.")
-            await pilot.press("s")
-            await pilot.sees("There is no save folder: start with --save-dir.")
-            assert pilot.broker.requests == [(CONTROL, "save", {})]
+    async def test_saves_and_says_what_the_broker_said(self, pilot: ScreenPilot) -> None:
+        pilot.broker.answer = Answer(False, "There is no save folder: start with --save-dir.")
+        await pilot.press("s")
+        await pilot.sees("There is no save folder: start with --save-dir.")
+        assert pilot.broker.requests == [(CONTROL, "save", {})]
 
-        ScreenPilot().play(script, size)
-
-    def test_long_answer_is_shown_whole(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            pilot.broker.answer = Answer(True, "word " * 40 + "end")
-            await pilot.press("s")
-            await pilot.sees("word end")
-            assert pilot.flat().count("word ") == 40
-            assert "q Quit" in pilot.lines()[-1]
-
-        ScreenPilot().play(script)
+    async def test_long_answer_is_shown_whole(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        pilot.broker.answer = Answer(True, "word " * 40 + "end")
+        await pilot.press("s")
+        await pilot.sees("word end")
+        assert pilot.flat().count("word ") == 40
+        assert "q Quit" in pilot.lines()[-1]
 
 
 class TestOuterLearningRate:
     @both
-    def test_old_and_new_are_shown_before_it_is_sent(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            pilot.broker.answer = Answer(True, "Outer learning rate 0.7 -> 0.5 from version 413.")
-            await pilot.press("l")
-            assert "outer learning rate 0.7 → ?" in pilot.text()
-            await pilot.types("0.5")
-            assert "outer learning rate 0.7 → 0.5" in pilot.text()
-            assert not pilot.broker.requests
-            await pilot.press("enter")
-            assert "y send it to the broker" in pilot.text()
-            assert "0.7 → 0.5" in pilot.text()
-            assert not pilot.broker.requests
-            await pilot.press("y")
-            await pilot.sees("Outer learning rate 0.7 -> 0.5 from version 413.")
-            assert pilot.broker.requests == [(CONTROL, "set", {"outer_lr": 0.5})]
-            assert "lr 0.7 " in pilot.text(), "the feed has not said so yet"
-
-        ScreenPilot().play(script, size)
+    async def test_old_and_new_are_shown_before_it_is_sent(self, pilot: ScreenPilot) -> None:
+        pilot.broker.answer = Answer(True, "Outer learning rate 0.7 -> 0.5 from version 413.")
+        await pilot.press("l")
+        assert "outer learning rate 0.7 → ?" in pilot.text()
+        await pilot.types("0.5")
+        assert "outer learning rate 0.7 → 0.5" in pilot.text()
+        assert not pilot.broker.requests
+        await pilot.press("enter")
+        assert pilot.shows("y send it to the broker", "0.7 → 0.5")
+        assert not pilot.broker.requests
+        await pilot.press("y")
+        await pilot.sees("Outer learning rate 0.7 -> 0.5 from version 413.")
+        assert pilot.broker.requests == [(CONTROL, "set", {"outer_lr": 0.5})]
+        assert "lr 0.7 " in pilot.text(), "the feed has not said so yet"
 
     @pytest.mark.parametrize("typed", ["", "x", "0", "-1", "nan", "inf", "1e999"])
-    def test_what_is_no_rate_goes_nowhere(self, typed: str) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("l", *typed, "enter")
-            assert "y send it" not in pilot.text()
-            await pilot.press("escape")
-            assert "Outer learning rate" not in pilot.text()
-            assert not pilot.broker.requests
-
-        ScreenPilot().play(script)
+    async def test_what_is_no_rate_goes_nowhere(self, pilot: ScreenPilot, typed: str) -> None:
+        await pilot.press("l", *typed, "enter")
+        assert "y send it" not in pilot.text()
+        await pilot.press("escape")
+        assert "Outer learning rate" not in pilot.text()
+        assert not pilot.broker.requests
 
     @pytest.mark.parametrize("keys", [("escape",), ("enter", "n"), ("enter", "escape")])
-    def test_may_be_left_at_any_point(self, keys: tuple[str, ...]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("l", *"0.5", *keys)
-            assert "Outer learning rate" not in pilot.text()
-            assert not pilot.broker.requests
+    async def test_may_be_left_at_any_point(
+        self, pilot: ScreenPilot, keys: tuple[str, ...]
+    ) -> None:
+        await pilot.press("l", *"0.5", *keys)
+        assert "Outer learning rate" not in pilot.text()
+        assert not pilot.broker.requests
 
-        ScreenPilot().play(script)
-
-    def test_an_optimizer_with_settings_of_its_own_has_none(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.hears(snapshot(42, outer={"optimizer": "torch"}), after_s=1.0)
-            await pilot.press("l")
-            assert "The learning rate of torch is its own" in pilot.text()
-
-        ScreenPilot().play(script)
+    async def test_an_optimizer_with_settings_of_its_own_has_none(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        await pilot.hears(snapshot(42, outer={"optimizer": "torch"}), after_s=1.0)
+        await pilot.press("l")
+        assert "The learning rate of torch is its own" in pilot.text()
 
 
 class TestPause:
     @both
-    def test_pause_is_asked_and_resume_is_not(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("p")
-            assert "Pause the run?" in pilot.text()
-            assert "wait there" in pilot.flat()
-            await pilot.press("n")
-            assert not pilot.broker.requests
-            await pilot.press("p", "y")
-            await pilot.sees("It was done.")
-            assert pilot.broker.requests == [(CONTROL, "pause", {})]
-            assert "p Pause" in pilot.lines()[-1], "the feed has not said so yet"
-            news = snapshot(42, state="paused", paused_for_s=5.0)
-            await pilot.hears(news, after_s=1.0)
-            assert "paused for 5.0s" in pilot.text()
-            assert "p Resume" in pilot.lines()[-1]
-            assert "the run is paused" in pilot.text()
-            await pilot.press("p")
-            await pilot.until(lambda: len(pilot.broker.requests) == 2)
-            assert pilot.broker.requests[1] == (CONTROL, "resume", {})
-
-        ScreenPilot().play(script, size)
+    async def test_pause_is_asked_and_resume_is_not(self, pilot: ScreenPilot) -> None:
+        await pilot.press("p")
+        assert "Pause the run?" in pilot.text()
+        assert "wait there" in pilot.flat()
+        await pilot.press("n")
+        assert not pilot.broker.requests
+        await pilot.press("p", "y")
+        await pilot.sees("It was done.")
+        assert pilot.broker.requests == [(CONTROL, "pause", {})]
+        assert "p Pause" in pilot.lines()[-1], "the feed has not said so yet"
+        news = snapshot(42, state="paused", paused_for_s=5.0)
+        await pilot.hears(news, after_s=1.0)
+        assert "paused for 5.0s" in pilot.text()
+        assert "p Resume" in pilot.lines()[-1]
+        assert "the run is paused" in pilot.text()
+        await pilot.press("p")
+        await pilot.until(lambda: len(pilot.broker.requests) == 2)
+        assert pilot.broker.requests[1] == (CONTROL, "resume", {})
 
 
 class TestShutdown:
     @both
     @pytest.mark.parametrize("key", ["S", "ctrl+x"])
-    def test_wants_the_name_of_the_run(self, size: tuple[int, int], key: str) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press(key)
-            for said in ("End the run?", "saves to /data/run", "Type 3fa2c1d0 and press"):
-                assert said in pilot.flat()
-            await pilot.press(*"yes", "enter")
-            assert "That is not 3fa2c1d0: nothing was sent." in pilot.text()
-            assert not pilot.broker.requests
-            await pilot.press(*["backspace"] * 3, *"3fa2c1d0", "enter")
-            await pilot.sees("It was done.")
-            assert pilot.broker.requests == [(CONTROL, "shutdown", {})]
+    async def test_wants_the_name_of_the_run(self, pilot: ScreenPilot, key: str) -> None:
+        await pilot.press(key)
+        for said in ("End the run?", "saves to /data/run", "Type 3fa2c1d0 and press"):
+            assert said in pilot.flat()
+        await pilot.press(*"yes", "enter")
+        assert "That is not 3fa2c1d0: nothing was sent." in pilot.text()
+        assert not pilot.broker.requests
+        await pilot.press(*["backspace"] * 3, *"3fa2c1d0", "enter")
+        await pilot.sees("It was done.")
+        assert pilot.broker.requests == [(CONTROL, "shutdown", {})]
 
-        ScreenPilot().play(script, size)
-
-    def test_may_be_left(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("S", *"3fa2c1d0", "escape")
-            assert "End the run?" not in pilot.text()
-            assert not pilot.broker.requests
-
-        ScreenPilot().play(script)
+    async def test_may_be_left(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        await pilot.press("S", *"3fa2c1d0", "escape")
+        assert "End the run?" not in pilot.text()
+        assert not pilot.broker.requests
 
     @pytest.mark.parametrize(
         ("keys", "said"),
@@ -228,50 +201,46 @@ class TestShutdown:
 
 @pytest.mark.parametrize("key", ["k", "s", "l", "p", "S", "ctrl+x"])
 class TestNoControl:
-    def test_readonly_changes_nothing_and_says_so(self, key: str) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            assert "readonly" in pilot.lines()[0]
-            assert "Kick" not in pilot.text()
-            assert "Shutdown" not in pilot.text()
-            await pilot.press(key)
-            assert "--readonly: it changes nothing" in pilot.text()
-            assert not pilot.broker.requests
+    @screen({"readonly": True})
+    async def test_readonly_changes_nothing_and_says_so(self, pilot: ScreenPilot, key: str) -> None:
+        assert "readonly" in pilot.lines()[0]
+        assert "Kick" not in pilot.text() and "Shutdown" not in pilot.text()
+        await pilot.press(key)
+        assert "--readonly: it changes nothing" in pilot.text()
+        assert not pilot.broker.requests
 
-        ScreenPilot(readonly=True).play(script)
+    @screen({"fill": False})
+    async def test_without_a_known_address_it_says_so(self, pilot: ScreenPilot, key: str) -> None:
+        await pilot.press(key)
+        assert "give --control ADDR" in pilot.flat()
+        assert not pilot.broker.requests
 
-    def test_without_a_known_address_it_says_so(self, key: str) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press(key)
-            assert "give --control ADDR" in pilot.flat()
-            assert not pilot.broker.requests
 
-        ScreenPilot().play(script, fill=False)
+def impatient(address: str, action: str, _: object) -> Answer:
+    return ask_once(address, action, {}, timeout=0.1)
 
 
 class TestRequests:
     @both
-    def test_the_screen_goes_on_while_the_broker_thinks(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            pilot.broker.is_free.clear()
-            await pilot.press("s")
-            await pilot.sees("save: waiting for the answer of tcp://127.0.0.1:8512")
-            await pilot.hears(snapshot(42, workers=[worker("xeon")]), after_s=1.0)
-            assert pilot.workers() == ["xeon"]
-            await pilot.press("s")
-            assert "Still waiting for the answer to save" in pilot.text()
-            assert len(pilot.broker.requests) == 1
-            pilot.broker.is_free.set()
-            await pilot.sees("It was done.")
-            await pilot.press("s")
-            await pilot.until(lambda: len(pilot.broker.requests) == 2)
-
-        ScreenPilot().play(script, size)
+    async def test_the_screen_goes_on_while_the_broker_thinks(self, pilot: ScreenPilot) -> None:
+        pilot.broker.is_free.clear()
+        await pilot.press("s")
+        await pilot.sees("save: waiting for the answer of tcp://127.0.0.1:8512")
+        await pilot.hears(snapshot(42, workers=[worker("xeon")]), after_s=1.0)
+        assert pilot.workers() == ["xeon"]
+        await pilot.press("s")
+        assert "Still waiting for the answer to save" in pilot.text()
+        assert len(pilot.broker.requests) == 1
+        pilot.broker.is_free.set()
+        await pilot.sees("It was done.")
+        await pilot.press("s")
+        await pilot.until(lambda: len(pilot.broker.requests) == 2)
 
     def test_quitting_does_not_wait_for_an_answer(self) -> None:
         pilot = ScreenPilot()
+        pilot.broker.is_free.clear()
 
-        async def script(pilot: ScreenPilot) -> None:
-            pilot.broker.is_free.clear()
+        async def script() -> None:
             await pilot.press("s", "q")
             assert not pilot.app.is_running
 
@@ -283,25 +252,18 @@ class TestRequests:
             if thread.name == "control":
                 thread.join(20)
 
-    def test_broker_that_is_not_there_gets_a_sentence(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("s")
-            await pilot.sees("No answer from tcp://127.0.0.1:1 within 0.1 s")
-
-        def impatient(address: str, action: str, arguments: object) -> Answer:
-            return ask_once(address, action, {}, timeout=0.1)
-
-        ScreenPilot(ask=impatient, control="tcp://127.0.0.1:1").play(script)
+    @screen({"ask": impatient, "control": "tcp://127.0.0.1:1"})
+    async def test_broker_that_is_not_there_gets_a_sentence(self, pilot: ScreenPilot) -> None:
+        await pilot.press("s")
+        await pilot.sees("No answer from tcp://127.0.0.1:1 within 0.1 s")
 
     def test_what_is_no_address_gets_a_sentence(self) -> None:
         answer = ask_once("tcp://nowhere", "save", {})
         assert not answer.ok
         assert "is not a control address" in answer.text
 
-    def test_another_control_address_may_be_given(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("s")
-            await pilot.until(lambda: bool(pilot.broker.requests))
-            assert pilot.broker.requests[0][0] == "tcp://tunnel:9"
-
-        ScreenPilot(control="tcp://tunnel:9").play(script)
+    @screen({"control": "tcp://tunnel:9"})
+    async def test_another_control_address_may_be_given(self, pilot: ScreenPilot) -> None:
+        await pilot.press("s")
+        await pilot.until(lambda: bool(pilot.broker.requests))
+        assert pilot.broker.requests[0][0] == "tcp://tunnel:9"

@@ -236,8 +236,9 @@ class TestListener:
 
 def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -> None:
     address = publisher.address
+    pilot = ScreenPilot(fill=False, address=address, open_feed=lambda: FeedSubscriber(address))
 
-    async def script(pilot: ScreenPilot) -> None:
+    async def script() -> None:
         await pilot.until(lambda: publisher._socket.poll(0) != 0)
         publisher.await_subscriber()
         publisher.send(frame(status()))
@@ -252,8 +253,7 @@ def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -
             again.send(frame(status(sequence=1, epoch="cd34", run="4444aaaa")))
             await pilot.sees("run 4444aaaa", "● LIVE", "1 restart")
 
-    pilot = ScreenPilot(address=address, open_feed=lambda: FeedSubscriber(address))
-    pilot.play(script, fill=False)
+    pilot.play(script)
 
 
 def test_signs_follow_the_encoding() -> None:

@@ -11,11 +11,11 @@ import pytest
 
 from diloco_tools.feed.replay import Moment
 from diloco_tools.top.playing import SPEEDS, Player
-from kit.top_screen import SIZES, ScreenPilot, matches, snapshot
+from kit.past_runs import closed, line, start, write
+from kit.top_screen import ScreenPilot, both, snapshot
 from kit.top_text import top
 
 BEGAN = 1_790_000_000.0
-both = pytest.mark.parametrize("size", SIZES, ids=["80x24", "140x40"])
 
 
 def moments(count: int = 50) -> list[Moment]:
@@ -25,44 +25,10 @@ def moments(count: int = 50) -> list[Moment]:
     ]
 
 
-def history(folder: Path, rounds: int = 6) -> Path:
-    """The lines that a broker writes."""
-    head = {"at": BEGAN, "epoch": "ab12"}
-    worker = {"id": "a100-0", "host": "cellar", "step": 500, "steps_per_s": 12.0, "loss": 2.5}
-    lines = [
-        {
-            "kind": "start",
-            "version": "0.1.0",
-            "run": "3fa2c1d09b11",
-            "mode": "sync",
-            "settings": {"outer": {"optimizer": "nesterov", "lr": 0.7}, "sync_every": 500},
-            "model": {"parameters": 151_200_000},
-        }
-        | head
-    ]
-    for n in range(rounds):
-        at = {"at": BEGAN + 40 * (n + 1), "epoch": "ab12"}
-        lines.append(
-            at
-            | {
-                "kind": "round",
-                "number": n,
-                "fragment": 0,
-                "version": n + 1,
-                "seconds": 40.0,
-                "averaged": 1,
-                "weight": 1.0,
-                "loss": 3.0 - n / 10,
-                "alive": 1,
-                "bytes_up": 10**9 * n,
-                "bytes_down": 10**9 * n,
-                "workers": [worker],
-            }
-        )
-    lines.append({"kind": "stop", "at": BEGAN + 300, "epoch": "ab12", "text": "SIGTERM"})
-    path = folder / "history.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+def history(folder: Path) -> Path:
+    """Six rounds, and the end."""
+    rounds = [closed(BEGAN + 40 * n, n - 1, "a100-0", loss=3.1 - n / 10) for n in range(1, 7)]
+    return write(folder / "history.jsonl", start(BEGAN), *rounds, line("stop", BEGAN + 300, text="SIGTERM"))
 
 
 class TestPlayer:
@@ -99,12 +65,10 @@ class TestPlayer:
 
     def test_speeds_have_bounds(self) -> None:
         player = Player(moments(), now=0.0)
-        for _ in range(20):
-            player.change_speed(1, 0.0)
-        assert player.speed == SPEEDS[-1]
-        for _ in range(20):
-            player.change_speed(-1, 0.0)
-        assert player.speed == SPEEDS[0]
+        for by, bound in ((1, SPEEDS[-1]), (-1, SPEEDS[0])):
+            for _ in range(20):
+                player.change_speed(by, 0.0)
+            assert player.speed == bound
 
     def test_curves_are_the_same_from_either_side(self) -> None:
         forth, back = Player(moments(), now=0.0), Player(moments(), now=0.0)
@@ -132,59 +96,51 @@ class TestPlayer:
 
 
 class TestScreen:
-    def pilot(self, count: int = 50) -> ScreenPilot:
-        player = Player([*moments(count)], 0.0, timezone.utc)
-        made = ScreenPilot(address="run/history.jsonl", player=player)
+    @pytest.fixture
+    def pilot(self, request: pytest.FixtureRequest) -> ScreenPilot:
+        options = {"fill": False, "address": "run/history.jsonl", **getattr(request, "param", {})}
+        made = ScreenPilot(**options, player=Player(moments(), 0.0, timezone.utc))
         made.clock.now = 0.0
         return made
 
     @both
-    def test_keys_go_through_the_history(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            head = pilot.lines()[0]
-            assert "run 3fa2c1d0  151M  sync" in head
-            assert "REPLAY 2026-09-21 14:13:20  1/50 ▶ x5" in head
-            await pilot.press("space")
-            assert "1/50 stopped" in pilot.lines()[0]
-            await pilot.press("right", "right")
-            assert "REPLAY 2026-09-21 14:14:40  3/50 stopped" in pilot.lines()[0]
-            await pilot.press("left")
-            assert "2/50" in pilot.lines()[0]
-            await pilot.press("shift+right")
-            assert "12/50" in pilot.lines()[0]
-            await pilot.press("shift+left", "end")
-            assert "50/50" in pilot.lines()[0]
-            matches(f"top_replay_{size[0]}x{size[1]}.txt", pilot.lines())
-            await pilot.press("home")
-            assert "1/50" in pilot.lines()[0]
-            await pilot.press("plus", "minus", "minus", "space")
-            assert "▶ x2" in pilot.lines()[0]
-            pilot.clock.now += 2.0
-            await pilot.until(lambda: "5/50" in pilot.lines()[0])
-
-        self.pilot().play(script, size, fill=False)
+    async def test_keys_go_through_the_history(self, pilot: ScreenPilot) -> None:
+        head = pilot.lines()[0]
+        assert "run 3fa2c1d0  151M  sync" in head
+        assert "REPLAY 2026-09-21 14:13:20  1/50 ▶ x5" in head
+        await pilot.press("space")
+        assert "1/50 stopped" in pilot.lines()[0]
+        await pilot.press("right", "right")
+        assert "REPLAY 2026-09-21 14:14:40  3/50 stopped" in pilot.lines()[0]
+        await pilot.press("left")
+        assert "2/50" in pilot.lines()[0]
+        await pilot.press("shift+right")
+        assert "12/50" in pilot.lines()[0]
+        await pilot.press("shift+left", "end")
+        assert "50/50" in pilot.lines()[0]
+        pilot.matches("top_replay")
+        await pilot.press("home")
+        assert "1/50" in pilot.lines()[0]
+        await pilot.press("plus", "minus", "minus", "space")
+        assert "▶ x2" in pilot.lines()[0]
+        pilot.clock.now += 2.0
+        await pilot.until(lambda: "5/50" in pilot.lines()[0])
 
     @pytest.mark.parametrize("key", ["k", "s", "l", "p", "S", "ctrl+x"])
-    def test_nothing_can_be_steered(self, key: str) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            assert "Kick" not in pilot.text()
-            await pilot.press(key)
-            assert "This is a history: there is nothing to steer." in pilot.text()
-            assert not pilot.broker.requests
+    async def test_nothing_can_be_steered(self, pilot: ScreenPilot, key: str) -> None:
+        assert "Kick" not in pilot.text()
+        await pilot.press(key)
+        assert "This is a history: there is nothing to steer." in pilot.text()
+        assert not pilot.broker.requests
 
-        self.pilot().play(script, fill=False)
-
-    def test_table_may_be_sorted_filtered_and_looked_into(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("space", "o")
-            assert pilot.workers()[0] == "mac-mini"
-            await pilot.press("slash", *"xeon", "enter", "enter")
-            assert "Worker xeon" in pilot.text()
-            await pilot.press("escape", "f", "question_mark")
-            assert "play the history" in pilot.text()
-            assert "checkpoint now" not in pilot.text()
-
-        self.pilot().play(script, fill=False)
+    async def test_table_may_be_sorted_filtered_and_looked_into(self, pilot: ScreenPilot) -> None:
+        await pilot.press("space", "o")
+        assert pilot.workers()[0] == "mac-mini"
+        await pilot.press("slash", *"xeon", "enter", "enter")
+        assert "Worker xeon" in pilot.text()
+        await pilot.press("escape", "f", "question_mark")
+        assert "play the history" in pilot.text()
+        assert "checkpoint now" not in pilot.text()
 
 
 class TestPrinted:

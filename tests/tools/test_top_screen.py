@@ -13,350 +13,303 @@ from diloco_tools.top import palette
 from diloco_tools.top.drawing.keys import keys_for
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.feed_snapshots import status, worker
-from kit.top_screen import ESSENTIAL, LARGE, SIZES, SMALL, ScreenPilot, matches, snapshot
-
-SIZE_NAMES = ["80x24", "140x40"]
-both = pytest.mark.parametrize("size", SIZES, ids=SIZE_NAMES)
+from kit.top_screen import ESSENTIAL, LARGE, ScreenPilot, both, screen, snapshot
 
 
 @both
-def test_picture_is_the_stored_one(size: tuple[int, int]) -> None:
-    async def script(pilot: ScreenPilot) -> None:
-        await pilot.waits(0.4)
-        lines = pilot.lines()
-        assert len(lines) == size[1]
-        assert max(len(line) for line in lines) <= size[0]
-        matches(f"top_{size[0]}x{size[1]}.txt", lines)
-
-    ScreenPilot().play(script, size)
+async def test_picture_is_the_stored_one(pilot: ScreenPilot) -> None:
+    await pilot.waits(0.4)
+    lines = pilot.lines()
+    assert len(lines) == pilot.size[1]
+    assert max(len(line) for line in lines) <= pilot.size[0]
+    pilot.matches("top")
 
 
 @both
-def test_picture_of_an_asynchronous_run_with_fragments_is_the_stored_one(
-    size: tuple[int, int],
+async def test_picture_of_an_asynchronous_run_with_fragments_is_the_stored_one(
+    pilot: ScreenPilot,
 ) -> None:
-    async def script(pilot: ScreenPilot) -> None:
-        parts = [
-            {"fragment": n, "version": 60 - n, "gradients": 60 - n, "buffered": n % 4}
-            for n in range(6)
-        ]
-        news = snapshot(
-            42,
-            mode="async",
-            fragments=parts,
-            fragment_sync_delay=5,
-            fragment_update_alpha=0.5,
-            reducer={"staged": True, "submissions": 2, "waiting": 1},
-        )
-        await pilot.hears(news, after_s=1.0)
-        matches(f"top_async_{size[0]}x{size[1]}.txt", pilot.lines())
-
-    ScreenPilot().play(script, size)
+    parts = [
+        {"fragment": n, "version": 60 - n, "gradients": 60 - n, "buffered": n % 4} for n in range(6)
+    ]
+    news = snapshot(
+        42,
+        mode="async",
+        fragments=parts,
+        fragment_sync_delay=5,
+        fragment_update_alpha=0.5,
+        reducer={"staged": True, "submissions": 2, "waiting": 1},
+    )
+    await pilot.hears(news, after_s=1.0)
+    pilot.matches("top_async")
 
 
-def test_picture_in_ascii_is_the_stored_one() -> None:
-    async def script(pilot: ScreenPilot) -> None:
-        matches("top_ascii_80x24.txt", pilot.lines())
-        await pilot.press("question_mark")
-        assert pilot.text().isascii()
-        await pilot.press("escape", "k")
-        assert pilot.text().isascii()
-        assert "Kick a100-0" in pilot.text()
-
-    ScreenPilot(glyphs=Glyphs.ascii()).play(script)
+@screen({"glyphs": Glyphs.ascii()})
+async def test_picture_in_ascii_is_the_stored_one(
+    pilot: ScreenPilot,
+) -> None:
+    pilot.matches("top_ascii")
+    await pilot.press("question_mark")
+    assert pilot.text().isascii()
+    await pilot.press("escape", "k")
+    assert pilot.text().isascii()
+    assert "Kick a100-0" in pilot.text()
 
 
 @both
-def test_everything_essential_is_on_the_screen(size: tuple[int, int]) -> None:
-    async def script(pilot: ScreenPilot) -> None:
-        text = pilot.text()
-        for shown in (
-            "tcp://10.0.0.1:8513",
-            "run 3fa2c1d0  151M  sync",
-            "● LIVE",
-            "412 open 12s  2/4 arrived █████░░░░░  missing rtx-home, xeon",
-            "4 alive  2 participating  3 averaged  2 wanted  1 died",
-            "dn paper  lr 0.7  momentum 0.9  every 500 steps",
-            "v411 buffer 3/4",
-            "loss 2.446",
-            "round 41s",
-            "net 142 MB/s",
-            "up 2h  turn 4.8 ms  cpu 12%  rss 310 MB  saved round 411 13s ago",
-            "3 rejected: 2 late, 1 non finite  1 malformed",
-            "DEGRADED  mac-mini is lost, last heard 41 s ago",
-            "○ lost",
-            "◐ slow",
-            "96/320",
-            "15 MB",
-            "mac-mini (attic) is lost",
-        ):
-            assert shown in text, shown
-        header = next(line for line in pilot.lines() if "WORKER" in line)
-        assert [title for title in ESSENTIAL if title not in header.split()] == []
-        for key in ("k ", "s ", "l ", "p ", "S ", "o ", "/ ", "f ", "? ", "q "):
-            assert f" {key}" in pilot.lines()[-1]
-
-    ScreenPilot().play(script, size)
+async def test_everything_essential_is_on_the_screen(pilot: ScreenPilot) -> None:
+    text = pilot.text()
+    for shown in (
+        "tcp://10.0.0.1:8513",
+        "run 3fa2c1d0  151M  sync",
+        "● LIVE",
+        "412 open 12s  2/4 arrived █████░░░░░  missing rtx-home, xeon",
+        "4 alive  2 participating  3 averaged  2 wanted  1 died",
+        "dn paper  lr 0.7  momentum 0.9  every 500 steps",
+        "v411 buffer 3/4",
+        "loss 2.446",
+        "round 41s",
+        "net 142 MB/s",
+        "up 2h  turn 4.8 ms  cpu 12%  rss 310 MB  saved round 411 13s ago",
+        "3 rejected: 2 late, 1 non finite  1 malformed",
+        "DEGRADED  mac-mini is lost, last heard 41 s ago",
+        "○ lost",
+        "◐ slow",
+        "96/320",
+        "15 MB",
+        "mac-mini (attic) is lost",
+    ):
+        assert shown in text, shown
+    header = next(line for line in pilot.lines() if "WORKER" in line)
+    assert [title for title in ESSENTIAL if title not in header.split()] == []
+    for key in ("k ", "s ", "l ", "p ", "S ", "o ", "/ ", "f ", "? ", "q "):
+        assert f" {key}" in pilot.lines()[-1]
 
 
 class TestFreshness:
-    def test_header_turns_and_ages_go_on(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            assert "● LIVE 0.0s" in pilot.lines()[0]
-            assert pilot.header_colour() is None
-            await pilot.waits(2.9)
-            assert "● LIVE 2.9s" in pilot.lines()[0]
-            await pilot.waits(1.1)
-            assert "◐ LATE 4.0s" in pilot.lines()[0]
-            assert pilot.header_colour() == palette.THEME.warning
-            assert "412 open 16s" in pilot.text()
-            await pilot.waits(26.0)
-            assert "○ STALE 30s" in pilot.lines()[0]
-            assert pilot.header_colour() == palette.THEME.error
-            assert "the broker has sent nothing for 30 s" in pilot.text()
-            assert "412 open 42s" in pilot.text()
-            assert re.search(r"mac-mini .* 71s ", pilot.text())
-            await pilot.hears(snapshot(72))
-            assert "● LIVE 0.0s" in pilot.lines()[0]
-            assert pilot.header_colour() is None
+    async def test_header_turns_and_ages_go_on(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        assert "● LIVE 0.0s" in pilot.lines()[0]
+        assert pilot.header_colour() is None
+        await pilot.waits(2.9)
+        assert "● LIVE 2.9s" in pilot.lines()[0]
+        await pilot.waits(1.1)
+        assert "◐ LATE 4.0s" in pilot.lines()[0]
+        assert pilot.header_colour() == palette.THEME.warning
+        assert "412 open 16s" in pilot.text()
+        await pilot.waits(26.0)
+        assert "○ STALE 30s" in pilot.lines()[0]
+        assert pilot.header_colour() == palette.THEME.error
+        assert pilot.shows("the broker has sent nothing for 30 s", "412 open 42s")
+        assert re.search(r"mac-mini .* 71s ", pilot.text())
+        await pilot.hears(snapshot(72))
+        assert "● LIVE 0.0s" in pilot.lines()[0]
+        assert pilot.header_colour() is None
 
-        ScreenPilot().play(script)
+    async def test_missed_snapshots_and_restarts_are_shown(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        assert "missed" not in pilot.lines()[0]
+        await pilot.hears(snapshot(45), after_s=4.0)
+        assert "3 missed" in pilot.lines()[0]
+        await pilot.hears(snapshot(1, epoch="cd34"), after_s=4.0)
+        assert "1 restart  3 missed" in pilot.lines()[0]
 
-    def test_missed_snapshots_and_restarts_are_shown(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            assert "missed" not in pilot.lines()[0]
-            await pilot.hears(snapshot(45), after_s=4.0)
-            assert "3 missed" in pilot.lines()[0]
-            await pilot.hears(snapshot(1, epoch="cd34"), after_s=4.0)
-            assert "1 restart  3 missed" in pilot.lines()[0]
+    @screen({"fill": False}, {"fill": False, "size": LARGE})
+    async def test_without_a_feed_the_screen_says_what_to_do(self, pilot: ScreenPilot) -> None:
+        assert "○ STALE" in pilot.lines()[0]
+        assert "Start diloco-broker serve" in pilot.flat()
+        assert "q Quit" in pilot.lines()[-1]
+        for key in ("down", "enter", "f", "o", "k"):
+            await pilot.press(key)
+        await pilot.hears(snapshot(1))
+        assert "● LIVE" in pilot.lines()[0]
 
-        ScreenPilot().play(script)
-
-    @both
-    def test_without_a_feed_the_screen_says_what_to_do(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            assert "○ STALE" in pilot.lines()[0]
-            assert "Start diloco-broker serve" in pilot.flat()
-            assert "q Quit" in pilot.lines()[-1]
-            for key in ("down", "enter", "f", "o", "k"):
-                await pilot.press(key)
-            await pilot.hears(snapshot(1))
-            assert "● LIVE" in pilot.lines()[0]
-
-        ScreenPilot().play(script, size, fill=False)
-
-    def test_complaint_about_the_feed_is_a_sentence(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            pilot.app.cannot_read(FeedError("the broker publishes feed version 2"))
-            await pilot.sees("the broker publishes feed version 2")
-            await pilot.waits(31.0)
-            assert "feed version 2" not in pilot.text()
-
-        ScreenPilot().play(script)
+    async def test_complaint_about_the_feed_is_a_sentence(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        pilot.app.cannot_read(FeedError("the broker publishes feed version 2"))
+        await pilot.sees("the broker publishes feed version 2")
+        await pilot.waits(31.0)
+        assert "feed version 2" not in pilot.text()
 
 
 class TestTable:
     @both
-    def test_arrows_mark_a_worker_and_the_mark_stays_with_it(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            assert ">a100-0" in pilot.text()
-            await pilot.press("down", "down")
-            assert ">mac-mini" in pilot.text()
-            await pilot.press("up")
-            assert ">a100-1" in pilot.text()
-            await pilot.press("pagedown")
-            assert ">xeon" in pilot.text()
-            await pilot.press("pageup", "down")
-            assert ">a100-1" in pilot.text()
-            rest = [w for w in status()["workers"] if w["id"] != "a100-1"]
-            await pilot.hears(snapshot(42, workers=rest), after_s=1.0)
-            assert "a100-1" not in pilot.workers()
-            assert ">" in pilot.text()
-
-        ScreenPilot().play(script, size)
+    async def test_arrows_mark_a_worker_and_the_mark_stays_with_it(
+        self, pilot: ScreenPilot
+    ) -> None:
+        assert ">a100-0" in pilot.text()
+        await pilot.press("down", "down")
+        assert ">mac-mini" in pilot.text()
+        await pilot.press("up")
+        assert ">a100-1" in pilot.text()
+        await pilot.press("pagedown")
+        assert ">xeon" in pilot.text()
+        await pilot.press("pageup", "down")
+        assert ">a100-1" in pilot.text()
+        rest = [w for w in status()["workers"] if w["id"] != "a100-1"]
+        await pilot.hears(snapshot(42, workers=rest), after_s=1.0)
+        assert "a100-1" not in pilot.workers()
+        assert ">" in pilot.text()
 
     @both
-    def test_sorts(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            assert pilot.workers() == ["a100-0", "a100-1", "mac-mini", "rtx-home", "xeon"]
-            assert pilot.text().count("by id") == 1
+    async def test_sorts(self, pilot: ScreenPilot) -> None:
+        assert pilot.workers() == ["a100-0", "a100-1", "mac-mini", "rtx-home", "xeon"]
+        assert pilot.text().count("by id") == 1
+        await pilot.press("o")
+        assert pilot.workers()[:2] == ["mac-mini", "rtx-home"]
+        assert "by health" in pilot.text()
+        await pilot.press("O")
+        assert pilot.workers()[-1] == "mac-mini"
+        await pilot.press("o", "o", "o")
+        assert "by speed, slowest first" in pilot.text()
+        assert pilot.workers()[0] == "xeon"
+        for _ in range(5):
             await pilot.press("o")
-            assert pilot.workers()[:2] == ["mac-mini", "rtx-home"]
-            assert "by health" in pilot.text()
-            await pilot.press("O")
-            assert pilot.workers()[-1] == "mac-mini"
-            await pilot.press("o", "o", "o")
-            assert "by speed, slowest first" in pilot.text()
-            assert pilot.workers()[0] == "xeon"
-            for _ in range(5):
-                await pilot.press("o")
-            assert "by id" in pilot.text()
-
-        ScreenPilot().play(script, size)
+        assert "by id" in pilot.text()
 
     @both
-    def test_filters_while_typing(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("slash")
-            assert "filter" in pilot.lines()[-1]
-            assert "q Quit" in pilot.lines()[-2], "keys are still there, above the filter"
-            await pilot.types("CELL")
-            assert pilot.workers() == ["a100-0", "a100-1"]
-            assert "2 of 5 workers have 'CELL'" in pilot.text()
-            await pilot.press("enter")
-            assert pilot.workers() == ["a100-0", "a100-1"]
-            assert "q Quit" in pilot.lines()[-1]
-            await pilot.press("slash", *"lost", "enter")
-            assert pilot.workers() == ["mac-mini"]
-            await pilot.press("slash", *"zz", "enter")
-            assert "no worker has 'zz' in it" in pilot.text()
-            await pilot.press("k")
-            assert "There is no worker to kick" in pilot.text()
-            await pilot.press("slash", "escape")
-            assert len(pilot.workers()) == 5
-            assert not pilot.app.query_one(Input).has_focus
-
-        ScreenPilot().play(script, size)
+    async def test_filters_while_typing(self, pilot: ScreenPilot) -> None:
+        await pilot.press("slash")
+        assert "filter" in pilot.lines()[-1]
+        assert "q Quit" in pilot.lines()[-2], "keys are still there, above the filter"
+        await pilot.types("CELL")
+        assert pilot.workers() == ["a100-0", "a100-1"]
+        assert "2 of 5 workers have 'CELL'" in pilot.text()
+        await pilot.press("enter")
+        assert pilot.workers() == ["a100-0", "a100-1"]
+        assert "q Quit" in pilot.lines()[-1]
+        await pilot.press("slash", *"lost", "enter")
+        assert pilot.workers() == ["mac-mini"]
+        await pilot.press("slash", *"zz", "enter")
+        assert "no worker has 'zz' in it" in pilot.text()
+        await pilot.press("k")
+        assert "There is no worker to kick" in pilot.text()
+        await pilot.press("slash", "escape")
+        assert len(pilot.workers()) == 5
+        assert not pilot.app.query_one(Input).has_focus
 
     @both
-    def test_freeze_holds_the_picture_and_says_so(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("f")
-            await pilot.hears(snapshot(42, workers=[]), after_s=1.0)
-            assert len(pilot.workers()) == 5
-            assert "FROZEN 1.0s" in pilot.lines()[0]
-            assert "● LIVE 0.0s" in pilot.lines()[0]
-            await pilot.waits(12.0)
-            assert "○ STALE 12s" in pilot.lines()[0]
-            assert "412 open 12s" in pilot.text(), "its ages stand still"
-            await pilot.press("o")
-            assert pilot.workers()[0] == "mac-mini", "what is frozen may be looked through"
-            await pilot.press("f")
-            assert pilot.workers() == []
-            assert "FROZEN" not in pilot.text()
+    async def test_freeze_holds_the_picture_and_says_so(self, pilot: ScreenPilot) -> None:
+        await pilot.press("f")
+        await pilot.hears(snapshot(42, workers=[]), after_s=1.0)
+        assert len(pilot.workers()) == 5
+        assert "FROZEN 1.0s" in pilot.lines()[0]
+        assert "● LIVE 0.0s" in pilot.lines()[0]
+        await pilot.waits(12.0)
+        assert "○ STALE 12s" in pilot.lines()[0]
+        assert "412 open 12s" in pilot.text(), "its ages stand still"
+        await pilot.press("o")
+        assert pilot.workers()[0] == "mac-mini", "what is frozen may be looked through"
+        await pilot.press("f")
+        assert pilot.workers() == []
+        assert "FROZEN" not in pilot.text()
 
-        ScreenPilot().play(script, size)
+    async def test_many_workers_scroll_with_the_mark(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        crew = [worker(f"w{n:03}") for n in range(200)]
+        await pilot.hears(snapshot(42, workers=crew), after_s=1.0)
+        assert pilot.shows(">w000", "1-8 of 200, by id")
+        await pilot.press(*["pagedown"] * 5, "down")
+        assert pilot.shows(">w051", "45-52 of 200")
+        assert "mac-mini (attic)" in pilot.text(), "events keep their place"
 
-    def test_many_workers_scroll_with_the_mark(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            crew = [worker(f"w{n:03}") for n in range(200)]
-            await pilot.hears(snapshot(42, workers=crew), after_s=1.0)
-            assert ">w000" in pilot.text()
-            assert "1-8 of 200, by id" in pilot.text()
-            await pilot.press(*["pagedown"] * 5, "down")
-            assert ">w051" in pilot.text()
-            assert "45-52 of 200" in pilot.text()
-            assert "mac-mini (attic)" in pilot.text(), "events keep their place"
-
-        ScreenPilot().play(script)
-
-    def test_mouse_marks_a_worker(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            line = next(n for n, line in enumerate(pilot.lines()) if "rtx-home ◐" in line)
-            await pilot.pilot.click("Canvas", offset=(5, line))
-            assert ">rtx-home" in pilot.text()
-            await pilot.pilot.click("Canvas", offset=(5, 0))
-            assert ">rtx-home" in pilot.text()
-
-        ScreenPilot().play(script)
+    async def test_mouse_marks_a_worker(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        line = next(n for n, line in enumerate(pilot.lines()) if "rtx-home ◐" in line)
+        await pilot.pilot.click("Canvas", offset=(5, line))
+        assert ">rtx-home" in pilot.text()
+        await pilot.pilot.click("Canvas", offset=(5, 0))
+        assert ">rtx-home" in pilot.text()
 
 
 class TestPages:
     @both
     @pytest.mark.parametrize("back", ["escape", "q", "question_mark"])
-    def test_help_lists_every_key(self, size: tuple[int, int], back: str) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("question_mark")
-            for key in keys_for(readonly=False, replay=False):
-                assert not key.sign or f" {key.sign}  {key.told}" in pilot.text()
-            assert "LATE to 10 s" in pilot.text()
-            matches(f"top_help_{size[0]}x{size[1]}.txt", pilot.lines())
-            await pilot.press(back)
-            assert "remove the marked worker" not in pilot.text()
-            assert pilot.app.is_running
-
-        ScreenPilot().play(script, size)
+    async def test_help_lists_every_key(self, pilot: ScreenPilot, back: str) -> None:
+        await pilot.press("question_mark")
+        for key in keys_for(readonly=False, replay=False):
+            assert not key.sign or f" {key.sign}  {key.told}" in pilot.text()
+        assert "LATE to 10 s" in pilot.text()
+        pilot.matches("top_help")
+        await pilot.press(back)
+        assert "remove the marked worker" not in pilot.text()
+        assert pilot.app.is_running
 
     @both
-    def test_details_of_the_marked_worker(self, size: tuple[int, int]) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            crew = [worker("odd", extra={"gpu": "RTX 4090", "note": "[bold]x"}, loss=None)]
-            await pilot.hears(snapshot(42, workers=crew), after_s=1.0)
-            await pilot.press("enter")
-            for shown in (
-                "Worker odd",
-                "host-of-odd, 4242",
-                "RTX 4090",
-                "[bold]x",
-                "411, 0 rejected",
-            ):
-                assert shown in pilot.text()
-            await pilot.press("escape")
-            assert "RTX 4090" not in pilot.text()
-
-        ScreenPilot().play(script, size)
+    async def test_details_of_the_marked_worker(self, pilot: ScreenPilot) -> None:
+        crew = [worker("odd", extra={"gpu": "RTX 4090", "note": "[bold]x"}, loss=None)]
+        await pilot.hears(snapshot(42, workers=crew), after_s=1.0)
+        await pilot.press("enter")
+        assert pilot.shows(
+            "Worker odd",
+            "host-of-odd, 4242",
+            "RTX 4090",
+            "[bold]x",
+            "411, 0 rejected",
+        )
+        await pilot.press("escape")
+        assert "RTX 4090" not in pilot.text()
 
     @pytest.mark.parametrize("key", ["q", "ctrl+c", "ctrl+q"])
-    def test_quits(self, key: str) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press(key)
-            assert not pilot.app.is_running
+    async def test_quits(self, pilot: ScreenPilot, key: str) -> None:
+        await pilot.press(key)
+        assert not pilot.app.is_running
 
-        ScreenPilot().play(script)
-
-    def test_ctrl_c_quits_out_of_a_dialog(self) -> None:
-        async def script(pilot: ScreenPilot) -> None:
-            await pilot.press("l", "ctrl+c")
-            assert not pilot.app.is_running
-
-        ScreenPilot().play(script)
+    async def test_ctrl_c_quits_out_of_a_dialog(
+        self,
+        pilot: ScreenPilot,
+    ) -> None:
+        await pilot.press("l", "ctrl+c")
+        assert not pilot.app.is_running
 
 
-def test_small_window_says_what_it_needs() -> None:
-    async def script(pilot: ScreenPilot) -> None:
-        assert "60x12 is too small: diloco-top needs 80x24" in pilot.text()
-        await pilot.pilot.resize_terminal(80, 24)
-        await pilot.until(lambda: len(pilot.lines()) == 24)
-        await pilot.sees("q Quit")
-        assert "too small" not in pilot.text()
-
-    ScreenPilot().play(script, (60, 12))
-
-
-def test_names_of_strangers_are_only_text() -> None:
-    async def script(pilot: ScreenPilot) -> None:
-        name = "a\x1b[2J[red]\nb"
-        events: list[dict[str, Any]] = [
-            {"sequence": 1, "text": "x\r\x1b]0;y\x07", "level": "error"}
-        ]
-        news = snapshot(42, workers=[worker(name, host="\x1b[1m", state="\x07")], events=events)
-        await pilot.hears(news, after_s=1.0)
-        await pilot.press("k")
-        assert "\x1b" not in pilot.text()
-        assert "a?[2J[red]?b" in pilot.text()
-        await pilot.press("n", "enter")
-        assert "\x1b" not in pilot.text()
-
-    ScreenPilot().play(script)
+@screen({"size": (60, 12)})
+async def test_small_window_says_what_it_needs(
+    pilot: ScreenPilot,
+) -> None:
+    assert "60x12 is too small: diloco-top needs 80x24" in pilot.text()
+    await pilot.pilot.resize_terminal(80, 24)
+    await pilot.until(lambda: len(pilot.lines()) == 24)
+    await pilot.sees("q Quit")
+    assert "too small" not in pilot.text()
 
 
-def test_bare_snapshot_is_drawn() -> None:
-    async def script(pilot: ScreenPilot) -> None:
-        await pilot.hears(parse_snapshot(b'status {"feed": 1, "sequence": 1, "epoch": "a0"}'))
-        assert "no run yet" in pilot.text()
-        assert "no workers yet" in pilot.text()
+async def test_names_of_strangers_are_only_text(
+    pilot: ScreenPilot,
+) -> None:
+    name = "a\x1b[2J[red]\nb"
+    events: list[dict[str, Any]] = [{"sequence": 1, "text": "x\r\x1b]0;y\x07", "level": "error"}]
+    news = snapshot(42, workers=[worker(name, host="\x1b[1m", state="\x07")], events=events)
+    await pilot.hears(news, after_s=1.0)
+    await pilot.press("k")
+    assert "\x1b" not in pilot.text()
+    assert "a?[2J[red]?b" in pilot.text()
+    await pilot.press("n", "enter")
+    assert "\x1b" not in pilot.text()
 
-    ScreenPilot().play(script, fill=False)
+
+@screen({"fill": False})
+async def test_bare_snapshot_is_drawn(
+    pilot: ScreenPilot,
+) -> None:
+    await pilot.hears(parse_snapshot(b'status {"feed": 1, "sequence": 1, "epoch": "a0"}'))
+    assert pilot.shows("no run yet", "no workers yet")
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE], ids=SIZE_NAMES)
-def test_failing_checkpoint_is_red(size: tuple[int, int]) -> None:
-    async def script(pilot: ScreenPilot) -> None:
-        saved = {"folder": "/d", "round": 400, "age_s": 70.0, "error": "No space left on device"}
-        await pilot.hears(snapshot(42, checkpoint=saved), after_s=1.0)
-        assert "NOT SAVED: No space left" in pilot.text()
-        assert "no checkpoint can be written" in pilot.text()
-        await pilot.hears(snapshot(43, checkpoint=None), after_s=1.0)
-        assert "no save folder" in pilot.text()
-
-    ScreenPilot().play(script, size)
+@both
+async def test_failing_checkpoint_is_red(pilot: ScreenPilot) -> None:
+    saved = {"folder": "/d", "round": 400, "age_s": 70.0, "error": "No space left on device"}
+    await pilot.hears(snapshot(42, checkpoint=saved), after_s=1.0)
+    assert pilot.shows("NOT SAVED: No space left", "no checkpoint can be written")
+    await pilot.hears(snapshot(43, checkpoint=None), after_s=1.0)
+    assert "no save folder" in pilot.text()

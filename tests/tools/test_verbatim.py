@@ -32,7 +32,7 @@ from kit.exporter_scrapes import exported
 from kit.feed_snapshots import frame, status, worker
 from kit.paths import MODULES
 from kit.tool_results import RESULTS, report
-from kit.top_screen import LARGE, ScreenPilot
+from kit.top_screen import LARGE, ScreenPilot, screen
 from kit.top_text import drawn
 
 # What Rich or Textual would take for a style, an end of one, a variable of a theme, or an emoji.
@@ -126,21 +126,21 @@ def test_one_screen_and_status_show_names_as_they_are(name: str) -> None:
 
 
 @EVERY_NAME
-def test_full_screen_and_its_dialogs_show_names_as_they_are(name: str) -> None:
-    async def script(pilot: ScreenPilot) -> None:
-        await pilot.hears(parse_snapshot(frame(strangers(name) | {"sequence": 50})), after_s=1.0)
-        await pilot.sees(f">{name} ", f"run {name[:8]}", f"error: {name}", f"{name}: {name}")
-        await pilot.press("enter")
-        await pilot.sees(f"Worker {name} ", f"id             {name}", f"{name[:14]:<15}{name}")
-        await pilot.press("escape", "k")
-        await pilot.sees(f"Kick {name} on {name}?")
-        pilot.broker.answer = Answer(False, f"There is no {name}.")
-        await pilot.press("y")
-        await pilot.sees(f"There is no {name}.")
-        await pilot.press("S")
-        await pilot.sees(f"Type {name[:8]} and press enter")
-
-    ScreenPilot().play(script, LARGE)
+@screen({"size": LARGE})
+async def test_full_screen_and_its_dialogs_show_names_as_they_are(
+    pilot: ScreenPilot, name: str
+) -> None:
+    await pilot.hears(parse_snapshot(frame(strangers(name) | {"sequence": 50})), after_s=1.0)
+    await pilot.sees(f">{name} ", f"run {name[:8]}", f"error: {name}", f"{name}: {name}")
+    await pilot.press("enter")
+    await pilot.sees(f"Worker {name} ", f"id             {name}", f"{name[:14]:<15}{name}")
+    await pilot.press("escape", "k")
+    await pilot.sees(f"Kick {name} on {name}?")
+    pilot.broker.answer = Answer(False, f"There is no {name}.")
+    await pilot.press("y")
+    await pilot.sees(f"There is no {name}.")
+    await pilot.press("S")
+    await pilot.sees(f"Type {name[:8]} and press enter")
 
 
 @EVERY_NAME

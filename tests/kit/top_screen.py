@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import math
-import os
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -25,13 +23,10 @@ from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.scene import Scene, View
 from diloco_tools.top.widgets import Canvas
 from kit.feed_snapshots import frame, status, worker
-from kit.paths import ROOT
+from kit.top_text import UTF8, matches
 
-SNAPSHOTS = ROOT / "tests" / "tools" / "snapshots"
-UPDATE = "DILOCO_UPDATE_SNAPSHOTS"  # set it to write what is drawn now, and look at the difference
 FEED = "tcp://10.0.0.1:8513"
 PATIENCE_S = 20.0
-UTF8 = Glyphs.for_encoding("utf-8")
 SMALL, LARGE = (80, 24), (140, 40)
 # Titles of the columns that are there at any width.
 ESSENTIAL = (
@@ -264,13 +259,7 @@ class ScreenPilot:
 
     def matches(self, name: str) -> None:
         """The screen is the stored picture of this name and size."""
-        path = SNAPSHOTS / f"{name}_{self.size[0]}x{self.size[1]}.txt"
-        text = "\n".join(self.lines()) + "\n"
-        if UPDATE in os.environ:
-            path.write_text(text, encoding="utf-8")
-        stored = path.read_text(encoding="utf-8") if path.exists() else ""
-        difference = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "drawn")
-        assert stored == text, f"{path.name}, see {UPDATE}:\n" + "\n".join(difference)
+        matches(f"{name}_{self.size[0]}x{self.size[1]}.txt", self.text())
 
     def workers(self) -> list[str]:
         """Ids in the window of the table, in their order."""

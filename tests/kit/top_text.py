@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +17,11 @@ from diloco_tools.top.cli import app
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.text_screen import screen
 from kit.feed_snapshots import PATIENCE_S, Publisher, frame
+from kit.paths import ROOT
 
 UTF8 = Glyphs.for_encoding("utf-8")
+SNAPSHOTS = ROOT / "tests" / "tools" / "snapshots"
+UPDATE = "DILOCO_UPDATE_SNAPSHOTS"  # set it to write what is drawn now, and look at the difference
 
 
 @contextmanager
@@ -53,7 +58,24 @@ def top_of(publisher: Publisher, document: Any, *arguments: str, **environment: 
         return top(address, "--once", "--timeout", str(PATIENCE_S), *arguments, **environment)
 
 
-def drawn(document: Any, width: int = 80, glyphs: Glyphs = UTF8, later_s: float = 0.0) -> str:
+def drawn(
+    document: Any,
+    width: int = 80,
+    glyphs: Glyphs = UTF8,
+    later_s: float = 0.0,
+    address: str = "tcp://127.0.0.1:8513",
+) -> str:
     model = FeedModel()
     model.update(parse_snapshot(frame(document)), now=5.0)
-    return screen(model, 5.0 + later_s, "tcp://127.0.0.1:8513", width, glyphs).plain
+    return screen(model, 5.0 + later_s, address, width, glyphs).plain
+
+
+def matches(name: str, text: str) -> None:
+    """This is the stored text."""
+    path = SNAPSHOTS / name
+    text += "\n"
+    if UPDATE in os.environ:
+        path.write_text(text, encoding="utf-8")
+    stored = path.read_text(encoding="utf-8") if path.exists() else ""
+    difference = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "drawn")
+    assert stored == text, f"{name}, see {UPDATE}:\n" + "\n".join(difference)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -21,9 +20,9 @@ from diloco_protocol.feed import (
 )
 from diloco_tools.feed.listener import FeedSubscriber, Listener
 from diloco_tools.top.drawing.notation import Glyphs
-from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worker
+from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status
 from kit.top_screen import ScreenPilot
-from kit.top_text import drawn, top, top_of
+from kit.top_text import top, top_of
 
 
 class Follower:
@@ -140,25 +139,6 @@ def test_full_screen_without_textual_says_what_to_install(monkeypatch: pytest.Mo
     (sentence,) = result.stderr.splitlines()
     assert "pip install 'diloco-broker[top]'" in sentence
     assert "--once" in sentence
-
-
-def test_one_screen_tells_of_checkpoints_and_refusals() -> None:
-    text = drawn(
-        status(
-            checkpoint={"folder": "/d", "round": 411, "age_s": 13.0, "error": None},
-            rejections=[{"age_s": 72.0, "worker": "rtx", "code": "late", "text": "Too late."}],
-            totals={"rejected": 3, "refused": {"late": 2, "non_finite": 1}},
-        )
-    )
-    assert re.search(r"disk +saved round 411 13s ago", text)
-    assert re.search(r"refused +2 late, 1 non finite", text)
-    assert "  72s ago rtx: Too late." in text
-    full = status(checkpoint={"folder": "/d", "round": 4, "error": "No space left on device"})
-    assert "NOT SAVED: No space left on device" in drawn(full)
-    assert "no save folder" in drawn(status(checkpoint=None))
-    assert "no save folder" not in drawn(status()), "an older broker does not say"
-    paused = drawn(status(state="paused", paused_for_s=7.0, workers=[worker("a")]))
-    assert "paused for 7.0s" in paused
 
 
 class FakeFeed:

@@ -1,98 +1,107 @@
-"""What diloco-top shows of asynchronous runs, fragments and reducers."""
+"""What diloco-top prints of each kind of run: the stored text, line by line."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from kit.feed_snapshots import status
-from kit.top_text import drawn
+import pytest
 
-REDUCER = {
-    "staged": True,
-    "aggregate": "mean",
-    "deterministic": False,
-    "weight_by": "equal",
-    "quorum": None,
-    "grace_s": 0.0,
-    "late": "carry",
-    "submissions": 0,
-    "waiting": 0,
+from kit.feed_snapshots import LOST, status, worker
+from kit.top_text import drawn, matches
+
+PARTS = [{"fragment": n, "version": 7 - n, "tag": "ab", "buffered": n} for n in range(3)]
+BUFFERED = {"optimizer": "dn", "lr": 0.7, "momentum": 0.9, "variant": "paper", "buffer": 4}
+PLAIN = {"staged": True, "aggregate": "mean", "weight_by": "equal", "grace_s": 0.0, "late": "carry"}
+REFUSED = {"age_s": 72.0, "worker": "rtx", "code": "late", "text": "Too late."}
+# A worker without a name that a terminal should show, and an event that is no markup.
+STRANGE = {
+    "workers": [worker("a\x1b[2J\nb\u202e")],
+    "events": [{"sequence": 1, "text": "left\r\x1b]0;x\x07 [red]now[/red]", "level": "error"}],
 }
+TOO_MANY = [worker(f"w{n}", health="lost") for n in range(9)]
 
 
-def row(document: dict[str, Any], label: str) -> str:
-    """The line that begins with this label; empty when there is none."""
-    lines = [line.strip() for line in drawn(document).splitlines()]
-    return next((line for line in lines if line.startswith(label)), "")
-
-
-def test_asynchronous_run_shows_pushes_instead_of_a_round() -> None:
-    document = status(
-        mode="async",
-        fragments=[{"fragment": 0, "version": 14, "tag": "ab", "gradients": 14, "buffered": 2}],
-        outer={"optimizer": "dn", "lr": 0.7, "momentum": 0.9, "variant": "paper", "buffer": 4},
-        reducer={**REDUCER, "submissions": 2, "waiting": 1},
-        last_round={"number": 13, "seconds": 1.0, "averaged": 1, "staleness": 3, "loss": 2.5},
-    )
-    assert "14 pushes" in row(document, "applied")
-    assert "2 under way" in row(document, "applied")
-    assert "1 waiting for a slot" in row(document, "applied")
-    assert not row(document, "round")
-    assert "push 14" in row(document, "last")
-    assert "3 versions old" in row(document, "last")
-    assert "dn paper" in row(document, "outer")
-    assert "buffer 2/4" in row(document, "outer")
-
-
-def test_fragments_show_their_versions_delay_and_merge() -> None:
-    parts = [{"fragment": n, "version": 7 - n, "tag": "ab", "buffered": n} for n in range(3)]
-    document = status(
-        fragments=parts,
-        fragment_sync_delay=2,
-        fragment_update_alpha=0.5,
-        outer={"optimizer": "dn", "lr": 0.7, "buffer": 4, "variant": "paper"},
-    )
-    assert "3" in row(document, "fragments")
-    assert "merged after 2 steps" in row(document, "fragments")
-    assert "alpha 0.5" in row(document, "fragments")
-    assert "buffer 0/4 1/4 2/4" in row(document, "outer")
-    assert "versions 7 6 5" in row(document, "model")
-    rebased = status(fragments=parts, fragment_merge="rebase")
-    assert "rebase" in row(rebased, "fragments")
-
-
-def test_fragments_that_are_merged_when_they_are_here_show_how_late_that_is() -> None:
-    overlapping: dict[str, Any] = {
-        "fragments": [{"fragment": n, "version": 7 - n, "tag": "ab"} for n in range(3)],
-        "fragment_delay_auto": True,
-        "fragment_max_delay": 71,
-    }
-    document = status(**overlapping, workers=[{"id": "a", "merge_delay": None}])
-    assert "merged when here  at most 71  alpha 0" in row(document, "fragments")
-    workers = [{"id": "a", "merge_delay": 15}, {"id": "b", "merge_delay": 2}, {"id": "c"}]
-    document = status(**overlapping, workers=workers)
-    assert "merged when here, after 2 to 15 steps" in row(document, "fragments")
-
-
-def test_reducing_is_named_only_where_it_differs_from_a_plain_mean() -> None:
-    assert not row(status(), "reducing")
-    assert not row(status(reducer=REDUCER), "reducing")
-    document = status(reducer={**REDUCER, "quorum": 3, "grace_s": 5.0, "late": "drop"})
-    assert "quorum 3, 5 s grace, late work: drop" in row(document, "reducing")
-    document = status(
-        reducer={
-            **REDUCER,
-            "deterministic": True,
-            "aggregate": "clip-median-norm",
-            "weight_by": "tokens",
-        }
-    )
-    line = row(document, "reducing")
-    assert "clip-median-norm" in line
-    assert "deterministic" in line
-    assert "weights by tokens" in line
-
-
-def test_buffer_of_one_gradient_is_not_worth_a_word() -> None:
-    document = status(outer={"optimizer": "dn", "lr": 0.7, "buffer": 1, "variant": "paper"})
-    assert "buffer" not in row(document, "outer")
+@pytest.mark.parametrize(
+    ("name", "document"),
+    [
+        ("healthy", status()),
+        ("some_lost", LOST),
+        ("bare", {"feed": 1, "sequence": 1, "epoch": "a0"}),
+        ("no_round_yet", status(round={"number": 0, "expected": [], "floor": 2})),
+        ("first_round", status(round={"number": 0, "expected": ["a"]})),
+        ("names_of_strangers", status(**STRANGE)),
+        ("many_in_trouble", status(workers=TOO_MANY)),
+        ("paused", status(state="paused", paused_for_s=7.0, workers=[worker("a")])),
+        ("no_save_folder", status(checkpoint=None)),
+        ("disk_full", status(checkpoint={"round": 4, "error": "No space left on device"})),
+        (
+            "saved_and_refused",
+            status(
+                checkpoint={"folder": "/d", "round": 411, "age_s": 13.0, "error": None},
+                rejections=[REFUSED],
+                totals={"rejected": 3, "refused": {"late": 2, "non_finite": 1}},
+            ),
+        ),
+        (
+            "asynchronous",
+            status(
+                mode="async",
+                fragments=[
+                    {"fragment": 0, "version": 14, "tag": "ab", "gradients": 14, "buffered": 2}
+                ],
+                outer=BUFFERED,
+                reducer=PLAIN | {"submissions": 2, "waiting": 1},
+                last_round={
+                    "number": 13,
+                    "seconds": 1.0,
+                    "averaged": 1,
+                    "staleness": 3,
+                    "loss": 2.5,
+                },
+            ),
+        ),
+        (
+            "fragments",
+            status(
+                fragments=PARTS,
+                fragment_sync_delay=2,
+                fragment_update_alpha=0.5,
+                outer=BUFFERED,
+            ),
+        ),
+        ("fragments_rebase", status(fragments=PARTS, fragment_merge="rebase")),
+        (
+            "fragments_merged_when_here",
+            status(
+                fragments=PARTS,
+                fragment_delay_auto=True,
+                fragment_max_delay=71,
+                workers=[
+                    {"id": "a", "merge_delay": 15},
+                    {"id": "b", "merge_delay": 2},
+                    {"id": "c"},
+                ],
+            ),
+        ),
+        (
+            "fragments_not_merged_yet",
+            status(
+                fragments=PARTS,
+                fragment_delay_auto=True,
+                workers=[{"id": "a", "merge_delay": None}],
+            ),
+        ),
+        ("plain_mean", status(reducer=PLAIN)),
+        ("quorum", status(reducer=PLAIN | {"quorum": 3, "grace_s": 5.0, "late": "drop"})),
+        (
+            "weighted",
+            status(
+                outer=BUFFERED | {"buffer": 1},  # a buffer of one is none
+                reducer=PLAIN
+                | {"deterministic": True, "aggregate": "clip-median-norm", "weight_by": "tokens"},
+            ),
+        ),
+    ],
+)
+def test_text_is_the_stored_one(name: str, document: dict[str, Any]) -> None:
+    matches(f"once_{name}.txt", drawn(document))

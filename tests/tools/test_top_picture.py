@@ -18,7 +18,8 @@ from diloco_tools.top.drawing.keys import KEYS, footer, keys_for
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.scene import ORDERS, Said, View
 from diloco_tools.top.drawing.sheet import Sheet, beside
-from kit.feed_snapshots import status, worker
+from kit.feed_snapshots import worker
+from kit.strange_feeds import strange_feeds
 from kit.top_screen import ESSENTIAL, document, snapshot
 from kit.top_screen import full_screen as drawn
 
@@ -53,70 +54,20 @@ class TestPicture:
         for n, name in named.items():
             assert name in made.lines[n].plain
 
-    names = st.text(max_size=40)
-    ages = st.floats() | st.floats(0, 1e6)
-    counters = st.integers(-5, (1 << 63) - 1)
-
     @settings(max_examples=60, deadline=None)
     @given(
-        workers=st.lists(
-            st.builds(
-                worker,
-                name=names,
-                state=names,
-                host=names,
-                health=st.sampled_from(["ok", "slow", "lost"]) | names,
-                loss=ages | st.none(),
-                steps_per_s=ages,
-                beat_age_s=ages,
-                sync_age_s=ages | st.none(),
-                inner_step=counters,
-                sync_every=counters,
-                bytes_up=counters,
-                staleness=counters,
-            ),
-            max_size=4,
-        ),
-        keys=st.fixed_dictionaries(
-            {
-                "run": names,
-                "mode": st.sampled_from(["sync", "async"]) | names,
-                "uptime_s": ages,
-                "state": st.sampled_from(["waiting", "training", "paused"]),
-                "paused_for_s": ages | st.none(),
-                "events": st.lists(st.builds(dict, text=names, level=names, age_s=ages)),
-                "round": st.builds(dict, number=counters, missing=st.lists(names), age_s=ages),
-                "totals": st.builds(dict, refused=st.dictionaries(names, counters | names)),
-                "rejections": st.lists(st.builds(dict, worker=names, text=names, age_s=ages)),
-                "checkpoint": st.builds(
-                    dict, folder=names, round=counters | st.none(), age_s=ages, error=names
-                ),
-                "last_round": st.builds(
-                    dict, number=counters, seconds=ages, loss=ages, delta_norm=ages
-                ),
-                "fragments": st.lists(st.builds(dict, fragment=counters, version=counters)),
-            }
-        ),
+        news=strange_feeds(),
         size=st.sampled_from([(20, 5), (80, 24), (100, 33), (140, 40)]),
         glyphs=st.sampled_from([UTF8, ASCII, Glyphs.for_encoding("latin-1")]),
-        order=st.integers(0, len(ORDERS) - 1),
-        reverse=st.booleans(),
+        view=st.builds(View, order=st.integers(0, len(ORDERS) - 1), reverse=st.booleans()),
     )
     def test_whatever_the_feed_says_fits(
-        self,
-        workers: list[dict[str, Any]],
-        keys: dict[str, Any],
-        size: tuple[int, int],
-        glyphs: Glyphs,
-        order: int,
-        reverse: bool,
+        self, news: dict[str, Any], size: tuple[int, int], glyphs: Glyphs, view: View
     ) -> None:
-        view = View(order=order, reverse=reverse)
-        lines = drawn(status(workers=workers, **keys), *size, glyphs=glyphs, view=view).lines
+        lines = drawn(news, *size, glyphs=glyphs, view=view).lines
         assert len(lines) == size[1]
         assert max(line.cell_len for line in lines) <= max(size[0], 80)
-        text = "\n".join(line.plain for line in lines)
-        text.encode(glyphs.encoding)
+        "\n".join(line.plain for line in lines).encode(glyphs.encoding)
         assert all(line.plain.isprintable() for line in lines)
 
 

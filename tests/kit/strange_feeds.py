@@ -27,8 +27,12 @@ WORKERS = st.builds(
     bytes_up=COUNTERS,
     staleness=COUNTERS,
 )
-LAST_ROUND = st.builds(dict, number=COUNTERS, seconds=AGES, loss=AGES, delta_norm=AGES)
-CHECKPOINT = st.builds(dict, folder=NAMES, round=COUNTERS | st.none(), age_s=AGES, error=NAMES)
+LAST_ROUND: st.SearchStrategy[dict[str, Any]] = st.builds(
+    dict, number=COUNTERS, seconds=AGES, loss=AGES, delta_norm=AGES
+)
+CHECKPOINT: st.SearchStrategy[dict[str, Any]] = st.builds(
+    dict, folder=NAMES, round=COUNTERS | st.none(), age_s=AGES, error=NAMES
+)
 
 
 def strange_feeds() -> st.SearchStrategy[dict[str, Any]]:

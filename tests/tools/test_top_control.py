@@ -60,8 +60,7 @@ class TestKick:
         assert pilot.workers() == ["a100-1", "mac-mini", "rtx-home", "xeon"]
 
     async def test_dialog_kicks_whom_it_names_though_the_table_moves(
-        self,
-        pilot: ScreenPilot,
+        self, pilot: ScreenPilot
     ) -> None:
         await pilot.press("k")
         await pilot.hears(snapshot(42, workers=list(CREW[1:])), after_s=1.0)
@@ -86,10 +85,7 @@ class TestSave:
         await pilot.sees("There is no save folder: start with --save-dir.")
         assert pilot.broker.requests == [(CONTROL, "save", {})]
 
-    async def test_long_answer_is_shown_whole(
-        self,
-        pilot: ScreenPilot,
-    ) -> None:
+    async def test_long_answer_is_shown_whole(self, pilot: ScreenPilot) -> None:
         pilot.broker.answer = Answer(True, "word " * 40 + "end")
         await pilot.press("s")
         await pilot.sees("word end")
@@ -130,10 +126,7 @@ class TestOuterLearningRate:
         assert "Outer learning rate" not in pilot.text()
         assert not pilot.broker.requests
 
-    async def test_an_optimizer_with_settings_of_its_own_has_none(
-        self,
-        pilot: ScreenPilot,
-    ) -> None:
+    async def test_an_optimizer_with_settings_of_its_own_has_none(self, pilot: ScreenPilot) -> None:
         await pilot.hears(snapshot(42, outer={"optimizer": "torch"}), after_s=1.0)
         await pilot.press("l")
         assert "The learning rate of torch is its own" in pilot.text()
@@ -175,10 +168,7 @@ class TestShutdown:
         await pilot.sees("It was done.")
         assert pilot.broker.requests == [(CONTROL, "shutdown", {})]
 
-    async def test_may_be_left(
-        self,
-        pilot: ScreenPilot,
-    ) -> None:
+    async def test_may_be_left(self, pilot: ScreenPilot) -> None:
         await pilot.press("S", *"3fa2c1d0", "escape")
         assert "End the run?" not in pilot.text()
         assert not pilot.broker.requests

@@ -12,12 +12,7 @@ from collections.abc import Callable
 import pytest
 import zmq
 
-from diloco_protocol.feed import (
-    FeedError,
-    FeedVersionError,
-    Snapshot,
-    parse_snapshot,
-)
+from diloco_protocol.feed import FeedError, FeedVersionError, Snapshot, parse_snapshot
 from diloco_tools.feed.listener import FeedSubscriber, Listener
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status

@@ -28,7 +28,7 @@ class TestCommand:
     def test_one_screen_is_printed_and_the_exit_code_says_how_the_run_is(
         self, publisher: Publisher, document: dict[str, Any], code: int
     ) -> None:
-        """`test_top_modes` has the text."""
+        """`test_top_text` has the text."""
         result = top_of(publisher, document)
         assert result.exit_code == code, result.output
         assert result.stdout == drawn(document, address=publisher.address) + "\n"

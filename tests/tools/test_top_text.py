@@ -63,10 +63,7 @@ TOO_MANY = [worker(f"w{n}", health="lost") for n in range(9)]
         (
             "fragments",
             status(
-                fragments=PARTS,
-                fragment_sync_delay=2,
-                fragment_update_alpha=0.5,
-                outer=BUFFERED,
+                fragments=PARTS, fragment_sync_delay=2, fragment_update_alpha=0.5, outer=BUFFERED
             ),
         ),
         ("fragments_rebase", status(fragments=PARTS, fragment_merge="rebase")),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from diloco_tools.dashboard.app import Dashboard, application
+from diloco_tools.dashboard.app import Dashboard
 from diloco_tools.dashboard.security import Policy
 from diloco_tools.dashboard.serving import Server, listen
 from diloco_tools.dashboard.source import FeedSource, ReplaySource
@@ -178,14 +178,10 @@ def serving(
     most_streams: int = 16,
 ) -> Iterator[Site]:
     """The dashboard as the command serves it, in a thread and on a free port."""
-    source = FeedSource(feed) if feed is not None else None
-    streams = Streams(source, most_streams) if source is not None else None
-    made = Dashboard(policy or Policy("127.0.0.1", TOKEN), streams, replay, control)
-    server = Server(application(made), streams)
+    streams = Streams(FeedSource(feed), most_streams) if feed is not None else None
+    server = Server(Dashboard(policy or Policy("127.0.0.1", TOKEN), streams, replay, control))
     listening = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    if source is not None:
-        source.start()
     thread.start()
     try:
         yield Site(listening.getsockname()[1], server, streams)
@@ -193,6 +189,4 @@ def serving(
         server.should_exit = True
         thread.join(PATIENCE_S)
         listening.close()
-        if source is not None:
-            source.close()
         assert not thread.is_alive(), "the server does not end"

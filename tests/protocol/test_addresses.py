@@ -68,8 +68,8 @@ def test_displays_listen_at_host_and_port(broker: Broker) -> None:
     with FeedSubscriber(bare(broker.feed_address)) as feed:
         assert feed.receive(PATIENCE_S) is not None
         assert feed.address == broker.feed_address
-    source = FeedSource(bare(broker.feed_address))
-    source.close()
+    with FeedSource(bare(broker.feed_address)) as source:
+        pass
     assert source.address == broker.feed_address
     shown = CliRunner().invoke(
         top_app, [bare(broker.feed_address), "--once", "--timeout", f"{PATIENCE_S:g}"]

@@ -9,12 +9,14 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_protocol.clients.operator import ask_once
 from diloco_protocol.feed import Snapshot, parse_snapshot
 from diloco_tools.dashboard import app, orders, streams
 from diloco_tools.dashboard.orders import read_order, steering_address
@@ -158,14 +160,13 @@ class TestOrders:
             read_order(document, snapshot())
 
     def test_arguments_have_the_types_of_the_broker(self) -> None:
-        order = read_order({"action": "set", "outer_lr": 1, "workers": 3.0}, snapshot())
-        assert [(type(v), v) for v in order.arguments.values()] == [(float, 1.0), (int, 3)]
+        _, arguments = read_order({"action": "set", "outer_lr": 1, "workers": 3.0}, snapshot())
+        assert [(type(v), v) for v in arguments.values()] == [(float, 1.0), (int, 3)]
 
     def test_the_end_of_a_run_is_confirmed_by_its_name(self) -> None:
-        order = read_order({"action": "shutdown", "confirm": "3fa2c1d0"}, snapshot())
-        assert (order.action, dict(order.arguments)) == ("shutdown", {})
-        nameless = snapshot(run=None)
-        assert read_order({"action": "shutdown", "confirm": "shutdown"}, nameless).arguments == {}
+        for run, confirm in (("3fa2c1d09b11", "3fa2c1d0"), (None, "shutdown")):
+            document = {"action": "shutdown", "confirm": confirm}
+            assert read_order(document, snapshot(run=run)) == ("shutdown", {})
 
     @pytest.mark.parametrize(
         ("given", "bound", "wanted"),
@@ -394,7 +395,7 @@ class TestSteering:
     def test_broker_that_does_not_answer_is_a_sentence(
         self, site: Site, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(app, "carry_out", lambda order, to: orders.carry_out(order, to, 0.05))
+        monkeypatch.setattr(orders, "ask_once", partial(ask_once, timeout=0.05))
         answer = site.orders({"action": "pause"})
         assert answer.status == 504
         assert "No answer from tcp://127.0.0.1:1" in answer.json["text"]

@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -63,8 +63,7 @@ def running(*arguments: str, **environment: str) -> Iterator[tuple[subprocess.Po
 def exporter(publisher: Publisher) -> Iterator[str]:
     """The metrics of an exporter, with series for 20 workers, that has subscribed to `publisher`."""
     watcher = FeedWatcher(publisher.address, complain=lambda error: pytest.fail(str(error)))
-    with closing(watcher), serving(RunCollector(watcher.read, "9.9", 20)) as url:
-        watcher.start()
+    with watcher, serving(RunCollector(watcher.read, "9.9", 20)) as url:
         publisher.await_subscriber()
         yield url
 

@@ -11,7 +11,6 @@ POST /api/control           {"action": ...} with the token; answered with {"ok",
 import asyncio
 import json
 import math
-from dataclasses import dataclass
 from importlib import resources
 
 from starlette.applications import Starlette
@@ -25,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diloco_tools.dashboard.orders import carry_out, http_status, read_order, steering_address
 from diloco_tools.dashboard.security import HEADERS, Policy, Refusal
-from diloco_tools.dashboard.source import FeedSource, ReplaySource
+from diloco_tools.dashboard.source import ReplaySource
 from diloco_tools.dashboard.streams import EventStream, Streams
 from diloco_tools.feed.model import LIVE_BELOW_S, STALE_ABOVE_S
 
@@ -42,77 +41,25 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
 class Dashboard:
-    """What is served: a feed or a recorded run, to whom, and where the broker is steered."""
+    """A feed or a recorded run, served to whom `policy` lets in; `control` is where it is steered.
 
-    policy: Policy
-    streams: Streams | None = None  # of the feed
-    replay: ReplaySource | None = None
-    control: str | None = None
+    Its endpoints raise `Refusal` for what they do not do.
+    """
 
-    @property
-    def feed(self) -> FeedSource | None:
-        return self.streams.source if self.streams is not None else None
-
-
-def application(dashboard: Dashboard) -> ASGIApp:
-    pages = _Pages(dashboard)
-    routes = [
-        Route("/", pages.asset),
-        Route("/assets/{name}", pages.asset),
-        Route("/api/session", pages.session),
-        Route("/api/control", pages.order, methods=["POST"]),
-    ]
-    if dashboard.streams is not None:
-        routes += [Route("/api/state", pages.state), Route("/api/events", pages.events)]
-    if dashboard.replay is not None:
-        routes += [
-            Route("/api/replay", pages.outline),
-            Route("/api/replay/{index:int}", pages.moment),
-        ]
-    inner = Starlette(
-        routes=routes, exception_handlers={Refusal: _refused, HTTPException: _refused}
-    )
-    return _Gate(inner, dashboard.policy)
-
-
-class _Gate:
-    """Around everything: refuses what the policy refuses, and puts its headers on every answer."""
-
-    def __init__(self, inner: ASGIApp, policy: Policy) -> None:
-        self._inner, self._policy = inner, policy
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # no websockets; the server's lifespan is off
-            return
-        headers = Headers(scope=scope)
-        refusal = self._policy.of_request(headers)
-        if scope["path"].startswith("/api/"):
-            refusal = refusal or self._policy.of_api(headers)
-            if scope["path"] != "/api/session":  # which says itself what is wrong with a token
-                refusal = refusal or self._policy.of_reading(headers)
-
-        async def dressed(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                given = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    given.setdefault(name, value)
-            await send(message)
-
-        answer = self._inner if refusal is None else await _refused(Request(scope), refusal)
-        await answer(scope, receive, dressed)
-
-
-class _Pages:
-    """The endpoints. Each raises `Refusal` for what it does not do."""
-
-    def __init__(self, dashboard: Dashboard) -> None:
-        self._dashboard = dashboard
+    def __init__(
+        self,
+        policy: Policy,
+        streams: Streams | None = None,
+        replay: ReplaySource | None = None,
+        control: str | None = None,
+    ) -> None:
+        self.policy, self.streams, self.replay, self.control = policy, streams, replay, control
+        self.feed = streams.source if streams is not None else None
         self._assets = _assets()
         self._orders = asyncio.Semaphore(MOST_ORDERS)
         # Made at the start: whoever asks does not wait for it, and nobody can have it made often.
-        self._outline = dashboard.replay.outline() if dashboard.replay else ""
+        self._outline = replay.outline() if replay else ""
 
     async def asset(self, request: Request) -> Response:
         found = self._assets.get(request.path_params.get("name", "index.html"))
@@ -121,11 +68,13 @@ class _Pages:
         return Response(found[0], media_type=found[1])
 
     async def session(self, request: Request) -> Response:
-        policy, feed = self._dashboard.policy, self._dashboard.feed
-        refusal = policy.of_reading(request.headers)
+        feed = self.feed
+        refusal = self.policy.of_reading(request.headers)
         if refusal is not None:
             return JSONResponse({"reading": False, "needs_token": True, "reason": refusal.text})
-        refusal = Refusal(409, RECORDED) if feed is None else policy.of_steering(request.headers)
+        refusal = (
+            Refusal(409, RECORDED) if feed is None else self.policy.of_steering(request.headers)
+        )
         return JSONResponse(
             {
                 "reading": True,
@@ -140,36 +89,35 @@ class _Pages:
         )
 
     async def state(self, _request: Request) -> Response:
-        assert self._dashboard.feed is not None
-        body, _ = self._dashboard.feed.state()
+        assert self.feed is not None
+        body, _ = self.feed.state()
         return Response(body, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
-        streams = self._dashboard.streams
-        assert streams is not None
+        assert self.streams is not None
         try:
             every_s = float(request.query_params.get("every", "1"))
         except ValueError:
             every_s = math.nan
         if not FASTEST_S <= every_s <= SLOWEST_S:
             raise Refusal(400, f"every= takes seconds from {FASTEST_S:g} to {SLOWEST_S:g}.")
-        if not streams.has_place:
-            text = f"{streams.most} pages look at this dashboard already; close one of them."
+        if not self.streams.has_place:
+            text = f"{self.streams.most} pages look at this dashboard already; close one of them."
             raise Refusal(503, text)
-        return EventStream(streams, every_s)
+        return EventStream(self.streams, every_s)
 
     async def outline(self, _request: Request) -> Response:
         return Response(self._outline, media_type="application/json")
 
     async def moment(self, request: Request) -> Response:
-        assert self._dashboard.replay is not None
-        body = self._dashboard.replay.moment(request.path_params["index"])
+        assert self.replay is not None
+        body = self.replay.moment(request.path_params["index"])
         if body is None:
             raise Refusal(404, "The recorded run has no such moment.")
         return Response(body, media_type="application/json")
 
     async def order(self, request: Request) -> Response:
-        refusal = self._dashboard.policy.of_steering(request.headers)
+        refusal = self.policy.of_steering(request.headers)
         if refusal is not None:
             raise refusal
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -178,16 +126,59 @@ class _Pages:
         if self._orders.locked():
             raise Refusal(429, f"{MOST_ORDERS} orders wait for the broker already; try again.")
         async with self._orders:
-            feed = self._dashboard.feed
+            feed = self.feed
             if feed is None:
                 raise Refusal(409, RECORDED)
-            order = read_order(await _json_body(request), feed.model.snapshot)
-            address = steering_address(self._dashboard.control, feed.model.snapshot, feed.address)
+            action, arguments = read_order(await _json_body(request), feed.model.snapshot)
+            address = steering_address(self.control, feed.model.snapshot, feed.address)
             if address is None:
                 text = "The broker has not said yet where it is steered; wait for its feed."
                 raise Refusal(503, text)
-            answer = await run_in_threadpool(carry_out, order, address)
+            answer = await run_in_threadpool(carry_out, address, action, arguments)
         return JSONResponse({"ok": answer.ok, "text": answer.text}, http_status(answer))
+
+
+def application(dashboard: Dashboard) -> ASGIApp:
+    """Around everything: refuses what the policy refuses, and puts its headers on every answer."""
+    routes = [
+        Route("/", dashboard.asset),
+        Route("/assets/{name}", dashboard.asset),
+        Route("/api/session", dashboard.session),
+        Route("/api/control", dashboard.order, methods=["POST"]),
+    ]
+    if dashboard.streams is not None:
+        routes += [Route("/api/state", dashboard.state), Route("/api/events", dashboard.events)]
+    if dashboard.replay is not None:
+        routes += [
+            Route("/api/replay", dashboard.outline),
+            Route("/api/replay/{index:int}", dashboard.moment),
+        ]
+    inner = Starlette(
+        routes=routes, exception_handlers={Refusal: _refused, HTTPException: _refused}
+    )
+    policy = dashboard.policy
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # no websockets; the server's lifespan is off
+            return
+        headers = Headers(scope=scope)
+        refusal = policy.of_request(headers)
+        if scope["path"].startswith("/api/"):
+            refusal = refusal or policy.of_api(headers)
+            if scope["path"] != "/api/session":  # which says itself what is wrong with a token
+                refusal = refusal or policy.of_reading(headers)
+
+        async def dressed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    given.setdefault(name, value)
+            await send(message)
+
+        answer = inner if refusal is None else await _refused(Request(scope), refusal)
+        await answer(scope, receive, dressed)
+
+    return guarded
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:

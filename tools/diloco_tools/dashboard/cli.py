@@ -5,7 +5,6 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -79,7 +78,7 @@ def dashboard(
         _fail("--replay shows a past run, there is nothing to steer: leave --control out")
     try:
         from diloco_tools.dashboard import serving
-        from diloco_tools.dashboard.app import Dashboard, application
+        from diloco_tools.dashboard.app import Dashboard
         from diloco_tools.dashboard.source import FeedSource, ReplaySource
         from diloco_tools.dashboard.streams import Streams
     except ModuleNotFoundError as error:
@@ -89,13 +88,14 @@ def dashboard(
         _fail(f"{package} is not installed: pip install 'diloco-broker[dashboard]'")
 
     # Before anything is open: a signal ends the program cleanly whenever it comes.
-    signal.signal(signal.SIGTERM, _end)
-    signal.signal(signal.SIGINT, _end)
+    # While uvicorn serves, it has handlers of its own.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     # Elsewhere than on loopback the token is for looking, too.
     token = None if is_loopback(host) and (readonly or replay is not None) else new_token()
     try:
         past = ReplaySource.of_file(replay) if replay is not None else None
-        source = FeedSource(feed) if past is None else None
+        streams = Streams(FeedSource(feed)) if past is None else None
     except FeedError as error:
         _fail(str(error))
     try:
@@ -105,19 +105,12 @@ def dashboard(
             f"cannot listen on {host} port {port}: {error.strerror or error}; another --port, or "
             "--port 0 for a free one, may do"
         )
-    streams = Streams(source) if source is not None else None
-    page = application(Dashboard(Policy(host, token, readonly), streams, past, control))
-    server = serving.Server(page, streams)
-    if source is not None:
-        source.start()
+    policy = Policy(host, token, readonly)
+    server = serving.Server(Dashboard(policy, streams, past, control))
     if lifeline:
         threading.Thread(target=_hold, args=(server,), name="lifeline", daemon=True).start()
     print(f"dashboard {_address(listening, host, token)}", flush=True)
-    try:
-        server.run(sockets=[listening])
-    finally:
-        if source is not None:
-            source.close()
+    server.run(sockets=[listening])
 
 
 def _address(listening: socket.socket, host: str, token: str | None) -> str:
@@ -134,14 +127,5 @@ def _hold(server: "Server") -> None:
     server.should_exit = True
 
 
-def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    # uvicorn has handlers of its own while it serves; this one is for before and after.
-    raise SystemExit(0)
-
-
 def _fail(sentence: str) -> NoReturn:
     fail("diloco-dashboard", sentence, MISUSE)
-
-
-if __name__ == "__main__":
-    app()

@@ -2,25 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol.addresses import control_address
-from diloco_protocol.clients.operator import ANSWER_WITHIN_S, Answer, ask_once, this_user
+from diloco_protocol.clients.operator import Answer, ask_once, this_user
 from diloco_protocol.errors import Unreachable
 from diloco_protocol.feed import Snapshot
 from diloco_tools.dashboard.security import Refusal
 
 LONGEST_WORKER_ID = 1000  # characters
 SHORT_RUN = 8  # characters of a run's name: what the header shows, and what is typed to stop it
-
-
-@dataclass(frozen=True)
-class Order:
-    """One action of an operator with its arguments."""
-
-    action: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _number(value: object) -> float | None:
@@ -57,8 +48,8 @@ ACTIONS: Mapping[str, Mapping[str, Callable[[object], Any]]] = {
 }
 
 
-def read_order(document: object, snapshot: Snapshot | None) -> Order:
-    """An order from the JSON of a request: {"action": ..., argument: value, ...}.
+def read_order(document: object, snapshot: Snapshot | None) -> tuple[str, dict[str, Any]]:
+    """The action and its arguments from the JSON of a request: {"action": ..., argument: value, ...}.
 
     `shutdown` has to name the run in `confirm`, as `run_name` gives it.
 
@@ -82,7 +73,7 @@ def read_order(document: object, snapshot: Snapshot | None) -> Order:
         raise Refusal(400, f"{action!r} needs {name}, and of the right type.")
     if action == "shutdown" and arguments.pop("confirm") != run_name(snapshot):
         raise Refusal(400, "That is not the name of this run, so the broker was not stopped.")
-    return Order(action, arguments)
+    return action, arguments
 
 
 def run_name(snapshot: Snapshot | None) -> str:
@@ -98,10 +89,9 @@ def steering_address(given: str | None, snapshot: Snapshot | None, feed: str) ->
     return control_address(bound, feed) if bound else None
 
 
-def carry_out(order: Order, address: str, timeout_s: float = ANSWER_WITHIN_S) -> Answer:
+def carry_out(address: str, action: str, arguments: Mapping[str, Any]) -> Answer:
     """Ask the broker and wait for its answer; to be called from a thread of its own."""
-    who = f"{this_user()}, dashboard"
-    return ask_once(address, order.action, order.arguments, timeout=timeout_s, who=who)
+    return ask_once(address, action, arguments, who=f"{this_user()}, dashboard")
 
 
 def http_status(answer: Answer) -> int:

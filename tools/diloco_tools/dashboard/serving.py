@@ -1,11 +1,11 @@
 """uvicorn, made to end at once: a page that stays open never keeps the program from stopping."""
 
 import socket
+from contextlib import nullcontext
 
 import uvicorn
-from starlette.types import ASGIApp
 
-from diloco_tools.dashboard.streams import Streams
+from diloco_tools.dashboard.app import Dashboard, application
 
 GRACE_S = 1  # for answers that are under way at the end
 MOST_CONNECTIONS = 128
@@ -13,12 +13,16 @@ LARGEST_HEADERS = 16 << 10  # bytes
 
 
 class Server(uvicorn.Server):
-    """One server on one socket that listens already. `should_exit = True` ends it."""
+    """One server on one socket that listens already. `should_exit = True` ends it.
 
-    def __init__(self, app: ASGIApp, streams: Streams | None) -> None:
+    The dashboard's feed is listened to while it runs.
+    """
+
+    def __init__(self, dashboard: Dashboard) -> None:
+        self._dashboard = dashboard
         super().__init__(
             uvicorn.Config(
-                app,
+                application(dashboard),
                 http="h11",
                 ws="none",
                 lifespan="off",
@@ -31,12 +35,15 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=GRACE_S,
             )
         )
-        self._streams = streams
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        with self._dashboard.feed or nullcontext():
+            super().run(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the streams first: the server waits for answers under way, and they have no end."""
-        if self._streams is not None:
-            self._streams.close()
+        if self._dashboard.streams is not None:
+            self._dashboard.streams.close()
         await super().shutdown(sockets)
 
 

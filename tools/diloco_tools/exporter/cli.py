@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Annotated, NoReturn
 
 import typer
@@ -74,7 +74,7 @@ def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
     except FeedError as error:
         _fail(str(error))
     collector = RunCollector(watcher.read, importlib.metadata.version("diloco-broker"), max_workers)
-    with closing(watcher):
+    with watcher:
         try:
             server = MetricsServer(host, port, collector)
         except (OSError, UnicodeError) as error:
@@ -84,9 +84,7 @@ def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
                 "machine with --host and a free port with --port, or --port 0"
             )
         with server:
-            watcher.start()
-            thread = threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True)
-            thread.start()
+            threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
             print(f"diloco-exporter: {server.url} has the metrics of {watcher.address}", flush=True)
             signal.sigwait(STOP_SIGNALS)
             server.shutdown()

@@ -203,7 +203,7 @@ class Reading:
 
 
 class FeedWatcher:
-    """Keeps the newest snapshot at hand, from `start` to `close`; `read` is for any thread.
+    """Keeps the newest snapshot at hand, from entering to leaving; `read` is for any thread.
 
     `complain` is called as by `Listener`, and `note` with each snapshot that is news and the time by
     the clock of the model, while `lock` is held.
@@ -224,7 +224,13 @@ class FeedWatcher:
         self.received = 0
         self._note = note
         self.listener = Listener(lambda: FeedSubscriber(self.address), self._take, complain)
-        self.start, self.close = self.listener.start, self.listener.close
+
+    def __enter__(self) -> "FeedWatcher":
+        self.listener.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.listener.close()
 
     def read(self) -> Reading:
         """What is known of the feed now."""

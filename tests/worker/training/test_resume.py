@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,26 +165,14 @@ def lived(
     """Each worker's state after each step, and the global parameters at the end."""
     config = make_config(workers=len(plots), **{"disconnect_grace": 0.05} | options)
     with Broker(config) as broker:
-        histories: dict[int, dict[int, State]] = {}
-        failures: list[BaseException] = []
-
-        def live(worker: int) -> None:
-            try:
-                script = Script(worker, broker, make_model, make_optimizer)
-                histories[worker] = plots[worker](script)
-            except BaseException as error:
-                failures.append(error)
-                raise
-
-        threads = [threading.Thread(target=live, args=(w,), daemon=True) for w in range(len(plots))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive(), "a worker did not come to an end"
-        assert not failures
+        scripts = [Script(w, broker, make_model, make_optimizer) for w in range(len(plots))]
+        with ThreadPoolExecutor(len(plots)) as threads:
+            lives = [
+                threads.submit(plot, script) for plot, script in zip(plots, scripts, strict=True)
+            ]
+            histories = [life.result(PATIENCE_S) for life in lives]
         with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
-            return [histories[w] for w in range(len(plots))], dict(client.pull().tensors)
+            return histories, dict(client.pull().tensors)
 
 
 def assert_same_bits(
@@ -201,86 +190,71 @@ def assert_same_bits(
 STEPS = 17
 
 
-@pytest.mark.parametrize(("make_model", "make_optimizer"), [(mlp, sgd), (with_norm, adamw)])
-def test_interrupted_run_of_one_worker_is_bit_for_bit_the_uninterrupted_one(
-    make_model: MakeModel, make_optimizer: MakeOptimizer
+PAIR = {"min_workers": 2}  # the floor makes the round wait for who was interrupted
+FRAGMENTS = {"sync_every": 6, "num_fragments": 2}  # slots after steps 3 and 6 of each cycle
+# Saved before the first boundary, right behind it, in the second cycle.
+EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "saved_and_died"),
+    [
+        (1, {"sync_every": 5}, EARLY_OR_LATE),
+        (
+            1,
+            {"sync_every": 5, "make_model": with_norm, "make_optimizer": adamw},
+            EARLY_OR_LATE,
+        ),
+        (
+            2,
+            PAIR
+            | {"sync_every": 5, "make_optimizer": adamw}
+            | {"deterministic": True, "weight_by": "tokens"},
+            [(8, 9)],
+        ),
+        # Without a fixed order, two addends commute all the same.
+        (2, PAIR | {"sync_every": 5, "make_optimizer": adamw}, [(8, 9)]),
+        # A flight is in the air at the checkpoint; the first life sees it land, and dies later.
+        (
+            1,
+            FRAGMENTS | {"fragment_sync_delay": 1, "make_optimizer": adamw},
+            [(3, 4), (6, 7)],
+        ),
+        (
+            1,
+            FRAGMENTS
+            | {"fragment_sync_delay": 2, "fragment_update_alpha": 0.25}
+            | {"make_optimizer": adamw},
+            [(3, 5), (6, 8)],
+        ),
+        (
+            1,
+            FRAGMENTS
+            | {"fragment_sync_delay": 1, "fragment_merge": "rebase"}
+            | {"make_optimizer": adamw},
+            [(3, 4), (6, 7)],
+        ),
+        # Killed right behind the freeze: some of it is at the broker, or nothing, or all.
+        (
+            2,
+            PAIR
+            | FRAGMENTS
+            | {"fragment_sync_delay": 2, "fragment_update_alpha": 0.5}
+            | {"deterministic": True, "weight_by": "tokens"},
+            [(3, 3), (6, 6)],
+        ),
+        (1, {"mode": "async", "sync_every": 6}, [(3, 4), (8, 8)]),
+        (1, {"mode": "async", "fragment_sync_delay": 1} | FRAGMENTS, [(3, 4), (8, 8)]),
+    ],
+)
+def test_interrupted_run_is_bit_for_bit_the_uninterrupted_one(
+    workers: int, options: dict[str, Any], saved_and_died: list[tuple[int, int]]
 ) -> None:
-    options: dict[str, Any] = {
-        "make_model": make_model,
-        "make_optimizer": make_optimizer,
-        "sync_every": 5,
-    }
-    wanted = lived([plain(STEPS)], **options)
-    for saves_at in (3, 5, 8):  # before the first boundary, right behind it, in the second cycle
-        plot = interrupted(STEPS, saves_at=saves_at, dies_at=saves_at + 1)
-        assert_same_bits(lived([plot], **options), wanted)
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_run_waits_for_a_worker_that_was_interrupted_and_is_the_uninterrupted_one(
-    deterministic: bool,
-) -> None:
-    """The floor makes the round wait. Without a fixed order, two addends commute all the same."""
-    options: dict[str, Any] = {
-        "min_workers": 2,
-        "sync_every": 5,
-        "deterministic": deterministic,
-        "make_optimizer": adamw,
-        "weight_by": "tokens" if deterministic else "equal",
-    }
-    wanted = lived([plain(STEPS), plain(STEPS)], **options)
-    plots = [plain(STEPS), interrupted(STEPS, saves_at=8, dies_at=9)]
-    assert_same_bits(lived(plots, **options), wanted)
-
-
-@pytest.mark.parametrize(("merge", "delay"), [(0.0, 1), (0.25, 2), (None, 1)])
-def test_flight_in_the_air_at_the_checkpoint_lands_as_if_nothing_had_happened(
-    merge: float | None, delay: int
-) -> None:
-    """Slots are after steps 3 and 6 of each cycle. The first life sees it land, and dies later."""
-    options: dict[str, Any] = {
-        "sync_every": 6,
-        "num_fragments": 2,
-        "fragment_sync_delay": delay,
-        "make_optimizer": adamw,
-        "fragment_merge": "rebase" if merge is None else "alpha",
-        "fragment_update_alpha": merge or 0.0,
-    }
-    wanted = lived([plain(STEPS)], **options)
-    for saves_at in (3, 6):
-        plot = interrupted(STEPS, saves_at=saves_at, dies_at=saves_at + delay)
-        assert_same_bits(lived([plot], **options), wanted)
-
-
-def test_flight_that_died_with_its_life_is_offered_again() -> None:
-    """Killed right behind the freeze: some of it is at the broker, or nothing, or all."""
-    options: dict[str, Any] = {
-        "min_workers": 2,
-        "deterministic": True,
-        "sync_every": 6,
-        "num_fragments": 2,
-        "fragment_sync_delay": 2,
-        "fragment_update_alpha": 0.5,
-        "weight_by": "tokens",
-    }
-    wanted = lived([plain(STEPS), plain(STEPS)], **options)
-    for saves_at in (3, 6):
-        plots = [interrupted(STEPS, saves_at=saves_at, dies_at=saves_at), plain(STEPS)]
-        assert_same_bits(lived(plots, **options), wanted)
-
-
-@pytest.mark.parametrize(("pieces", "delay"), [(1, 0), (2, 1)])
-def test_asynchronous_worker_goes_on_bit_for_bit(pieces: int, delay: int) -> None:
-    options: dict[str, Any] = {
-        "mode": "async",
-        "sync_every": 6,
-        "num_fragments": pieces,
-        "fragment_sync_delay": delay,
-    }
-    wanted = lived([plain(STEPS)], **options)
-    for saves_at, dies_at in ((3, 4), (8, 8)):
+    others = [plain(STEPS)] * (workers - 1)
+    wanted = lived([plain(STEPS), *others], **options)
+    for saves_at, dies_at in saved_and_died:
         plot = interrupted(STEPS, saves_at=saves_at, dies_at=dies_at)
-        assert_same_bits(lived([plot], **options), wanted)
+        assert_same_bits(lived([plot, *others], **options), wanted)
 
 
 def test_polite_end_and_another_start_are_no_interruption_either() -> None:
@@ -336,13 +310,6 @@ def test_example_of_the_guide_goes_on_from_its_file(
 # Nothing twice, nothing lost.
 
 
-def in_thread(beside: list[threading.Thread], what: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=what, daemon=True)
-    thread.start()
-    beside.append(thread)
-    return thread
-
-
 def test_steps_that_an_earlier_life_has_sent_are_not_sent_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -386,27 +353,29 @@ def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
     config = make_config(
         workers=2, min_workers=2, sync_every=5, deterministic=deterministic, disconnect_grace=0.05
     )
-    threads: list[threading.Thread] = []
-    with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as observer:
+    with (
+        Broker(config) as broker,
+        DiLoCoClient(broker.address, timeout=20) as observer,
+        ThreadPoolExecutor(4) as threads,
+    ):
         other = Script(1, broker).starts()
-        started = in_thread(threads, other.hook.start)
+        started = threads.submit(other.hook.start)
         script = Script(0, broker)
         life = script.starts()
         life.hook.start()
-        started.join(20)
+        started.result(20)
         life.trains(3)
         saved = life.saves()
-        in_thread(threads, lambda: life.trains(2))  # its boundary waits for the other one
+        threads.submit(life.trains, 2)  # its boundary waits for the other one
         until(lambda: bool(life.hook._link and life.hook._link.uploaded))
         life.dies()
         again = script.starts(saved)
         again.hook.start()
         assert equal_states(again.model, torch.load(io.BytesIO(saved), weights_only=True)["model"])
-        boundary = in_thread(threads, lambda: again.trains(2))
+        boundary = threads.submit(again.trains, 2)
         until(lambda: bool(again.hook._link and again.hook._link.put_off))
         other.trains(5)
-        boundary.join(20)
-        assert not boundary.is_alive()
+        boundary.result(20)
         assert "previous life" in caplog.text
         first_version = observer.pull()
         assert first_version.version.counter == 1
@@ -414,20 +383,13 @@ def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
         assert equal_states(other.model, first_version.tensors)
         assert equal_states(again.model, first_version.tensors)
         assert again.hook.sync_count == 0
-        rest = [
-            in_thread(threads, lambda: again.trains(5)),
-            in_thread(threads, lambda: other.trains(10)),
-        ]
-        rest[0].join(20)
-        assert not rest[0].is_alive(), "it takes part again"
+        rest = threads.submit(again.trains, 5)
+        threads.submit(other.trains, 10)
+        rest.result(20)  # it takes part again
         assert again.hook.sync_count == 1
-        last = observer.pull()
-        assert len(last.ledger.pushes["w0"]) == 2
+        assert len(observer.pull().ledger.pushes["w0"]) == 2
         again.hook.close(failed=True)
         other.hook.close(failed=True)
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
 
 
 def test_worker_of_another_run_begins_with_the_parameters_of_this_one(

@@ -25,37 +25,26 @@ from diloco_worker.training.settings import (
 from kit.paths import ROOT
 
 PARTS = ("protocol", "broker", "worker", "tools")
-ALL = {
-    "DILOCO_SERVER": "tcp://10.0.0.1:8512",
-    "DILOCO_SYNC_EVERY": "20",
-    "DILOCO_WORKER_ID": "rtx",
-    "DILOCO_WIRE_DTYPE": "fp16",
-    "DILOCO_NUM_FRAGMENTS": "1",
-    "DILOCO_FRAGMENT_SYNC_DELAY": "0",
-    "DILOCO_FRAGMENT_UPDATE_ALPHA": "0.5",
-    "DILOCO_DYLU": "0",
-    "DILOCO_HEARTBEAT_INTERVAL": "2.5",
-    "DILOCO_MAX_SYNC_RETRIES": "7",
-    "DILOCO_TIMEOUT": "60",
-    "DILOCO_EXTRA": "gpu=a100, site=berlin",
+# What a variable says, and what the setting is then.
+VARIABLES: dict[str, tuple[str, Any]] = {
+    "server": ("tcp://10.0.0.1:8512",) * 2,
+    "sync_every": ("20", 20),
+    "worker_id": ("rtx", "rtx"),
+    "wire_dtype": ("fp16", "fp16"),
+    "num_fragments": ("1", 1),
+    "fragment_sync_delay": ("0", 0),
+    "fragment_update_alpha": ("0.5", 0.5),
+    "dylu": ("0", False),
+    "heartbeat_interval": ("2.5", 2.5),
+    "max_sync_retries": ("7", 7),
+    "timeout": ("60", 60.0),
+    "extra": ("gpu=a100, site=berlin", {"gpu": "a100", "site": "berlin"}),
 }
+ALL = {f"DILOCO_{name.upper()}": text for name, (text, _) in VARIABLES.items()}
 
 
 def test_every_keyword_has_a_variable() -> None:
-    assert resolve({}, ALL) == Settings(
-        server="tcp://10.0.0.1:8512",
-        sync_every=20,
-        worker_id="rtx",
-        wire_dtype="fp16",
-        num_fragments=1,
-        fragment_sync_delay=0,
-        fragment_update_alpha=0.5,
-        dylu=False,
-        heartbeat_interval=2.5,
-        max_sync_retries=7,
-        timeout=60.0,
-        extra={"gpu": "a100", "site": "berlin"},
-    )
+    assert resolve({}, ALL) == Settings(**{name: value for name, (_, value) in VARIABLES.items()})
 
 
 def test_without_anything_the_broker_decides() -> None:
@@ -75,13 +64,13 @@ def test_empty_variable_counts_as_not_set() -> None:
 
 
 def test_only_what_was_asked_for_is_insisted_on() -> None:
-    settings = resolve({"sync_every": 5, "timeout": 3.0}, {})
-    assert settings.wants == {"sync_every": 5}
     streaming = {"num_fragments": 3, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
-    assert resolve({**streaming, "dylu": True}, {}).wants == {**streaming, "dylu": True}
-
-
-def test_staying_out_of_dynamic_local_updates_is_the_workers_own_affair() -> None:
+    for asked in ({"sync_every": 5}, {**streaming, "dylu": True}, {"fragment_sync_delay": "auto"}):
+        assert resolve({**asked, "timeout": 3.0}, {}).wants == asked
+    assert resolve({}, {"DILOCO_FRAGMENT_SYNC_DELAY": "auto"}).wants == {
+        "fragment_sync_delay": "auto"
+    }
+    # Staying out of Dynamic Local Updates is the worker's own affair.
     assert resolve({"dylu": False}, {}).wants == {}
 
 
@@ -102,6 +91,11 @@ def test_staying_out_of_dynamic_local_updates_is_the_workers_own_affair() -> Non
         ("DILOCO_KEYS", "/keys", "CURVE"),
         ("DILOCO_EXTRA", "gpu", "gpu=a100"),
         ("DILOCO_WORKER_ID", "x" * 65, "64 printable"),
+        (
+            "DILOCO_FRAGMENT_SYNC_DELAY",
+            "soon",
+            "DILOCO_FRAGMENT_SYNC_DELAY is 'soon'; it must be a whole number, 0 or more, or 'auto'.",
+        ),
     ],
 )
 def test_value_that_cannot_work_is_named_with_its_variable(
@@ -113,59 +107,54 @@ def test_value_that_cannot_work_is_named_with_its_variable(
 
 
 @pytest.mark.parametrize(
-    ("keyword", "value"),
+    ("keywords", "words"),
     [
-        ("sync_every", 0),
-        ("sync_every", 2.5),
-        ("sync_every", "5"),
-        ("timeout", float("inf")),
-        ("keys", "folder"),
-        ("dylu", 1),
-        ("fragment_update_alpha", -0.1),
-        ("process_group", object()),
-        ("worker_id", "a\nb"),
-        ("extra", ["a"]),
+        ({"sync_every": 0}, "sync_every is 0"),
+        ({"sync_every": 2.5}, "sync_every is 2.5"),
+        ({"sync_every": "5"}, "sync_every is '5'"),
+        ({"sync_every": True}, "it must be a whole number"),
+        ({"timeout": float("inf")}, "timeout is inf"),
+        ({"keys": "folder"}, "keys is 'folder'"),
+        ({"dylu": 1}, "dylu is 1"),
+        ({"fragment_update_alpha": -0.1}, "fragment_update_alpha is -0.1"),
+        (
+            {"fragment_sync_delay": "soon"},
+            "fragment_sync_delay is 'soon'; it must be a whole number",
+        ),
+        ({"process_group": object()}, "process_group"),
+        ({"worker_id": "a\nb"}, "worker_id is"),
+        ({"worker_id": 7}, "worker_id is 7; it must be 1 to 64 printable"),
+        ({"server": 5}, "server is 5; it must be an address like"),
+        ({"server": "tcp://*:8512"}, "must be an address like"),
+        ({"wire_dtype": ["bf16"]}, r"wire_dtype is \['bf16'\]; it must be one of fp32, bf16, fp16"),
+        ({"num_fragments": 0}, "num_fragments is 0; it must be a whole number, 1 or more"),
+        ({"extra": ["a"]}, r"extra is \['a'\]"),
+        (
+            {"extra": {"lr": torch.tensor(1.0)}},
+            r"extra is {'lr': tensor.*; it must be a dict with text keys",
+        ),
+        ({"audit": 7}, "audit is 7; it must be the path of a file"),
     ],
 )
-def test_keyword_that_cannot_work_is_named(keyword: str, value: Any) -> None:
+def test_keyword_that_cannot_work_is_one_sentence(keywords: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        a_worker(**keywords)
+
+
+def a_worker(**keywords: Any) -> DiLoCoWorker:
     model = nn.Linear(2, 2)
-    keywords: dict[str, Any] = {keyword: value}
-    with pytest.raises(UsageError, match=keyword):
-        DiLoCoWorker(model, optim.SGD(model.parameters(), lr=1.0), **keywords)
+    return DiLoCoWorker(model, optim.SGD(model.parameters(), lr=1.0), **keywords)
 
 
 def test_server_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_SERVER", "nonsense")
-    model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match="DILOCO_SERVER is 'nonsense'"):
-        DiLoCoWorker(model, optim.SGD(model.parameters(), lr=1.0))
+        a_worker()
 
 
 def test_default_worker_ids_differ_on_one_host() -> None:
     assert default_worker_id() != default_worker_id()
     assert len(default_worker_id()) <= 64
-
-
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"server": 5}, "server is 5; it must be an address like"),
-        ({"server": "tcp://*:8512"}, "must be an address like"),
-        ({"worker_id": 7}, "worker_id is 7; it must be 1 to 64 printable"),
-        ({"wire_dtype": ["bf16"]}, r"wire_dtype is \['bf16'\]; it must be one of fp32, bf16, fp16"),
-        ({"sync_every": True}, "it must be a whole number"),
-        ({"num_fragments": 0}, "num_fragments is 0; it must be a whole number, 1 or more"),
-        (
-            {"extra": {"lr": torch.tensor(1.0)}},
-            r"extra is {'lr': tensor.*; it must be a dict with text keys",
-        ),
-    ],
-)
-def test_value_of_the_wrong_kind_is_one_sentence(keywords: dict[str, Any], words: str) -> None:
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=words):
-        DiLoCoWorker(model, optimizer, **keywords)
 
 
 def test_optimizer_of_another_model_is_refused() -> None:
@@ -190,8 +179,7 @@ def warned(
 
 
 def train_alone() -> None:
-    model = nn.Linear(2, 2)
-    with DiLoCoWorker(model, optim.SGD(model.parameters(), lr=1.0)):
+    with a_worker():
         pass
 
 
@@ -242,8 +230,7 @@ def test_variables_that_something_reads_or_that_are_empty_are_no_mistake() -> No
 
 
 def test_every_variable_in_the_source_is_known() -> None:
-    root = ROOT
-    sources = [path for part in PARTS for path in sorted((root / part).rglob("*.py"))]
+    sources = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
     names = {
         name for path in sources for name in re.findall(r"DILOCO_[A-Z_]*[A-Z]", path.read_text())
     }

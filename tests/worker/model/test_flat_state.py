@@ -17,7 +17,7 @@ from diloco_protocol.dtypes import span_bytes
 from diloco_worker.model import model_tensors
 from diloco_worker.model.flat_state import FlatState, WireFragment
 from diloco_worker.model.merging import Change
-from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.model_tensors import Delta, ModelTensors
 
 # From one element a chunk to more than the model has; 7 divides nothing.
 CHUNK_SIZES = [1, 7, 64, 524_288]
@@ -67,6 +67,21 @@ def layouts(
     return layout.fragments[0], layout.frozen
 
 
+def opened(made: nn.Module, chunk_elements: int = 64) -> tuple[ModelTensors, FragmentLayout]:
+    """The tensors of a model, and what of it is trained."""
+    tensors = ModelTensors.of_module(made)
+    return tensors, layouts(tensors, chunk_elements)[0]
+
+
+def captured(made: nn.Module, chunk_elements: int = 64) -> FlatState:
+    tensors, part = opened(made, chunk_elements)
+    return tensors.capture(part)
+
+
+def delta_of(started: nn.Module, reached: nn.Module, wire: str, chunk_elements: int = 64) -> Delta:
+    return ModelTensors.of_module(reached).delta(captured(started, chunk_elements), wire)
+
+
 def received(wire: WireFragment, dtype: str) -> FlatState:
     """What a peer reads from the chunks of a push: fp32 and int64 vectors."""
     state = FlatState.empty(wire.layout)
@@ -92,14 +107,10 @@ def test_manifest_follows_state_dict_and_lists_tied_weights_once() -> None:
     assert by_name["scalar"].shape == ()
     assert by_name["wide"].dtype == "float64"
     assert "scratch" not in by_name
-
-
-def test_manifest_tells_trainable_frozen_and_buffers_apart() -> None:
-    kinds = {e.name: e.kind for e in ModelTensors.of_module(model()).manifest.entries}
-    assert kinds["embedding.weight"] is Kind.TRAINABLE
-    assert kinds["frozen.weight"] is Kind.FROZEN
-    assert kinds["norm.running_mean"] is Kind.BUFFER
-    assert kinds["norm.num_batches_tracked"] is Kind.BUFFER
+    assert by_name["embedding.weight"].kind is Kind.TRAINABLE
+    assert by_name["frozen.weight"].kind is Kind.FROZEN
+    assert by_name["norm.running_mean"].kind is Kind.BUFFER
+    assert by_name["norm.num_batches_tracked"].kind is Kind.BUFFER
 
 
 def test_equal_tensors_that_are_not_tied_stay_apart() -> None:
@@ -116,70 +127,51 @@ def test_compiled_model_has_the_names_of_the_plain_one() -> None:
     assert ModelTensors.of_module(compiled).manifest == ModelTensors.of_module(plain).manifest
 
 
-def _all_frozen() -> nn.Module:
-    return nn.Linear(2, 2).requires_grad_(False)
-
-
-def _complex_parameter() -> nn.Module:
-    made = nn.Linear(2, 2)
-    made.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    return made
-
-
-def _meta() -> nn.Module:
-    return nn.Linear(2, 2, device="meta")
-
-
-def _lazy() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-
-
-def _expanded() -> nn.Module:
-    made = nn.Linear(2, 2)
-    made.register_buffer("scale", torch.ones(1).expand(3))
-    return made
-
-
-def _with_hook(made: nn.Module, change: Callable[[dict[str, Tensor]], object]) -> nn.Module:
+def with_state_hook(change: Callable[[dict[str, Tensor]], object]) -> nn.Module:
     def hook(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
         change(state)
 
+    made = nn.Linear(2, 2)
     register: Any = made.register_state_dict_post_hook
     register(hook)
     return made
 
 
-def _hidden_parameter() -> nn.Module:
-    return _with_hook(nn.Linear(2, 2), lambda state: state.pop("bias"))
+def with_complex() -> nn.Module:
+    made = nn.Linear(2, 2)
+    made.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return made
 
 
-def _foreign_tensor() -> nn.Module:
-    return _with_hook(nn.Linear(2, 2), lambda state: state.update(extra=torch.zeros(1)))
+def with_expanded(expanded: Tensor) -> nn.Module:
+    made = nn.Linear(2, 2)
+    made.register_buffer("expanded", expanded)
+    return made
 
 
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (_all_frozen, "no trainable parameters"),
-        (_complex_parameter, "phase"),
-        (_meta, "weight is on the meta device"),
-        (_lazy, r"1\.weight belongs to a Lazy module"),
-        (_expanded, "scale was made by expand"),
-        (_hidden_parameter, "'bias'"),
-        (_foreign_tensor, "'extra'"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), "no trainable parameters"),
+        (with_complex, "phase"),
+        (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device"),
+        (lambda: nn.Sequential(nn.LazyLinear(2)), r"0\.weight belongs to a Lazy module"),
+        (lambda: with_expanded(torch.ones(1).expand(3)), "expanded was made by expand"),
+        (lambda: with_state_hook(lambda state: state.pop("bias")), "'bias'"),
+        (lambda: with_state_hook(lambda state: state.update(extra=torch.zeros(1))), "'extra'"),
     ],
 )
-def test_model_that_cannot_be_exchanged_is_refused_by_name(make: object, names: str) -> None:
-    assert callable(make)
+def test_model_that_cannot_be_exchanged_is_refused_by_name(
+    make: Callable[[], nn.Module], names: str
+) -> None:
     with pytest.raises(UsageError, match=names):
         ModelTensors.of_module(make())
 
 
 def test_expanding_by_one_shares_no_memory_and_travels() -> None:
-    made = nn.Linear(2, 2)
-    made.register_buffer("position_ids", torch.arange(5).expand(1, -1))
+    made = with_expanded(torch.arange(5).expand(1, -1))
     names = [entry.name for entry in ModelTensors.of_module(made).manifest.entries]
-    assert names == ["weight", "bias", "position_ids"]
+    assert names == ["weight", "bias", "expanded"]
 
 
 # The delta.
@@ -193,15 +185,12 @@ def test_delta_is_global_minus_local_as_the_peer_reads_it(
 ) -> None:
     started = model(dtype)
     reached = moved(started)
-    tensors = ModelTensors.of_module(reached)
-    part, _ = layouts(tensors, chunk_elements)
-    base = ModelTensors.of_module(started).capture(part)
-    delta = tensors.delta(base, wire)
+    delta = delta_of(started, reached, wire, chunk_elements)
     assert delta.bad is None
     peer = received(delta.wire, wire)
     before, after = started.state_dict(), reached.state_dict()
     squares = 0.0
-    for place in part.places:
+    for place in delta.wire.layout.places:
         name = place.entry.name
         if place.segment is not Segment.PARAMETERS:
             assert torch.equal(peer.of(place), after[name].to(peer.of(place).dtype)), "a value"
@@ -215,12 +204,10 @@ def test_delta_is_global_minus_local_as_the_peer_reads_it(
 
 def test_delta_is_the_same_in_one_piece_and_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
     started = model()
-    tensors = ModelTensors.of_module(moved(started))
-    part, _ = layouts(tensors)
-    base = ModelTensors.of_module(started).capture(part)
-    at_once = tensors.delta(base, "fp32")
+    reached = moved(started)
+    at_once = delta_of(started, reached, "fp32")
     monkeypatch.setattr(model_tensors, "PIECE_ELEMENTS", 5)
-    in_pieces = tensors.delta(base, "fp32")
+    in_pieces = delta_of(started, reached, "fp32")
     for segment, vector in at_once.wire.vectors.items():
         assert torch.equal(vector, in_pieces.wire.vectors[segment])
     assert in_pieces.norm == pytest.approx(at_once.norm)
@@ -230,8 +217,7 @@ def test_delta_of_a_transposed_parameter_is_laid_out_row_by_row() -> None:
     plain = nn.Linear(3, 4, bias=False)
     plain.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4).T)
     assert not plain.weight.is_contiguous()
-    tensors = ModelTensors.of_module(plain)
-    part, _ = layouts(tensors)
+    tensors, part = opened(plain)
     zeros = FlatState(part, {Segment.PARAMETERS: torch.zeros(12)})
     peer = received(tensors.delta(zeros, "fp32").wire, "fp32")
     assert torch.equal(peer.of(part.places[0]), -plain.weight.detach())
@@ -246,12 +232,9 @@ def test_delta_of_a_transposed_parameter_is_laid_out_row_by_row() -> None:
 def test_value_that_is_not_finite_is_found_and_named(name: str, value: float) -> None:
     started = model()
     reached = moved(started)
-    tensors = ModelTensors.of_module(reached)
     with torch.no_grad():
         reached.state_dict()[name].view(-1)[-1] = value
-    part, _ = layouts(tensors)
-    base = ModelTensors.of_module(started).capture(part)
-    assert tensors.delta(base, "bf16").bad == name
+    assert delta_of(started, reached, "bf16").bad == name
 
 
 def test_overflow_in_the_wire_dtype_is_found_too() -> None:
@@ -259,22 +242,17 @@ def test_overflow_in_the_wire_dtype_is_found_too() -> None:
     reached = copy.deepcopy(started)
     with torch.no_grad():
         reached.scalar.add_(1e5)  # finite in fp32, above the largest fp16
-    tensors = ModelTensors.of_module(reached)
-    part, _ = layouts(tensors)
-    base = ModelTensors.of_module(started).capture(part)
-    assert tensors.delta(base, "fp16").bad == "scalar"
-    assert tensors.delta(base, "bf16").bad is None
+    assert delta_of(started, reached, "fp16").bad == "scalar"
+    assert delta_of(started, reached, "bf16").bad is None
 
 
 def test_delta_leaves_model_and_base_alone() -> None:
     started = model()
     reached = moved(started)
     before = copy.deepcopy(reached.state_dict())
-    tensors = ModelTensors.of_module(reached)
-    part, _ = layouts(tensors)
-    base = ModelTensors.of_module(started).capture(part)
+    base = captured(started)
     kept = {segment: vector.clone() for segment, vector in base.vectors.items()}
-    tensors.delta(base, "bf16")
+    ModelTensors.of_module(reached).delta(base, "bf16")
     assert all(torch.equal(before[name], value) for name, value in reached.state_dict().items())
     assert all(torch.equal(kept[segment], vector) for segment, vector in base.vectors.items())
 
@@ -305,17 +283,14 @@ def test_putting_values_works_under_autograd_and_keeps_gradients() -> None:
     made = model()
     torch.autograd.backward(made.scalar * 2)
     grad = made.scalar.grad
-    tensors = ModelTensors.of_module(made)
-    part, _ = layouts(tensors)
-    tensors.put(ModelTensors.of_module(model(seed=5)).capture(part))
+    ModelTensors.of_module(made).put(captured(model(seed=5)))
     assert made.scalar.grad is grad
     assert made.scalar.requires_grad
 
 
 def test_buffer_that_a_module_replaced_is_found_where_it_is_now() -> None:
     made = model()
-    tensors = ModelTensors.of_module(made)
-    part, _ = layouts(tensors)
+    tensors, part = opened(made)
     made.norm.running_mean = torch.full((6,), 4.0)
     place = next(p for p in part.places if p.entry.name == "norm.running_mean")
     assert torch.equal(tensors.capture(part).of(place), torch.full((6,), 4.0))
@@ -323,8 +298,7 @@ def test_buffer_that_a_module_replaced_is_found_where_it_is_now() -> None:
 
 def test_tensor_that_changed_its_shape_is_named() -> None:
     made = model()
-    tensors = ModelTensors.of_module(made)
-    part, _ = layouts(tensors)
+    tensors, part = opened(made)
     made.norm.running_mean = torch.zeros(7)
     with pytest.raises(UsageError, match=r"norm\.running_mean is float32\[7\]"):
         tensors.capture(part)
@@ -342,8 +316,7 @@ def test_donated_values_are_fp32_whatever_the_model_is() -> None:
 
 
 def test_replies_in_bf16_are_widened() -> None:
-    tensors = ModelTensors.of_module(model())
-    part, _ = layouts(tensors, 1000)
+    _, part = opened(model(), 1000)
     state = FlatState.empty(part)
     elements = part.lengths[Segment.PARAMETERS]
     payload = bytearray(
@@ -371,10 +344,7 @@ def test_rebase_keeps_the_steps_made_since_the_anchor(dtype: torch.dtype) -> Non
     anchor_model = model(dtype)
     local = moved(anchor_model, by=0.01, seed=3)
     new_model = moved(anchor_model, by=1.0, seed=4)
-    tensors = ModelTensors.of_module(local)
-    part, _ = layouts(tensors)
-    anchor = ModelTensors.of_module(anchor_model).capture(part)
-    new = ModelTensors.of_module(new_model).capture(part)
+    tensors, part = opened(local)
     expected: dict[str, Tensor] = {}
     for place in part.places:
         name = place.entry.name
@@ -385,7 +355,7 @@ def test_rebase_keeps_the_steps_made_since_the_anchor(dtype: torch.dtype) -> Non
         if place.segment is Segment.BUFFERS:  # between local and new
             ends = torch.minimum(now, fresh), torch.maximum(now, fresh)
             expected[name] = expected[name].clamp(*ends)
-    tensors.bring_in(Change(new, origin=anchor))
+    tensors.bring_in(Change(captured(new_model), origin=captured(anchor_model)))
     for name, value in expected.items():
         got = local.state_dict()[name]
         tolerance = 1e-6 if got.dtype is not torch.bfloat16 else 2e-2
@@ -394,9 +364,8 @@ def test_rebase_keeps_the_steps_made_since_the_anchor(dtype: torch.dtype) -> Non
 
 def test_rebase_without_steps_since_the_anchor_is_the_new_value() -> None:
     made = model()
-    tensors = ModelTensors.of_module(made)
-    part, _ = layouts(tensors)
-    new = ModelTensors.of_module(moved(made, by=1.0)).capture(part)
+    tensors, part = opened(made)
+    new = captured(moved(made, by=1.0))
     tensors.bring_in(Change(new, origin=tensors.capture(part)))
     again = tensors.capture(part)
     for segment, vector in new.vectors.items():
@@ -431,28 +400,23 @@ def test_blend_of_equal_values_is_exactly_that_value(alpha: float) -> None:
     assert torch.equal(local, before.vectors[Segment.PARAMETERS])
 
 
-def test_blend_with_an_anchor_keeps_later_steps_whole() -> None:
+@pytest.mark.parametrize(
+    ("alpha", "blended"),
+    [(0.25, [0.25 * 12 + 75 - 2, 0.25 * 16 + 75 + 4]), (1.0, [10, 20])],
+)
+def test_blend_with_an_anchor_keeps_later_steps_whole(alpha: float, blended: list[float]) -> None:
     local = torch.tensor([10.0, 20.0])
     tensors, part = single(local)
     new = FlatState(part, {Segment.PARAMETERS: torch.tensor([100.0, 100.0])})
     anchor = FlatState(part, {Segment.PARAMETERS: torch.tensor([12.0, 16.0])})
-    tensors.bring_in(Change(new, 0.25, anchor))
-    assert flat(local) == [0.25 * 12 + 75 - 2, 0.25 * 16 + 75 + 4]
-
-
-def test_blend_with_an_anchor_and_alpha_one_changes_nothing() -> None:
-    local = torch.tensor([10.0, 20.0])
-    tensors, part = single(local)
-    anchor = tensors.capture(part)
-    tensors.bring_in(Change(FlatState(part, {Segment.PARAMETERS: torch.zeros(2)}), 1.0, anchor))
-    assert flat(local) == [10, 20]
+    tensors.bring_in(Change(new, alpha, anchor))
+    assert flat(local) == blended
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_blend_takes_new_integers_and_mixes_float_buffers(alpha: float) -> None:
     made = nn.BatchNorm1d(2)
-    tensors = ModelTensors.of_module(made)
-    part, _ = layouts(tensors)
+    tensors, part = opened(made)
     made.get_buffer("num_batches_tracked").fill_(7)
     new = FlatState(
         part, {s: torch.full_like(v, 5) for s, v in tensors.capture(part).vectors.items()}
@@ -464,8 +428,7 @@ def test_blend_takes_new_integers_and_mixes_float_buffers(alpha: float) -> None:
 
 def test_blend_with_an_anchor_never_lowers_a_counter_below_the_new_value() -> None:
     made = nn.BatchNorm1d(2)
-    tensors = ModelTensors.of_module(made)
-    part, _ = layouts(tensors)
+    tensors, part = opened(made)
     counter = made.get_buffer("num_batches_tracked")
     counter.fill_(7)
     anchor = tensors.capture(part)
@@ -481,10 +444,9 @@ def test_blend_with_an_anchor_never_lowers_a_counter_below_the_new_value() -> No
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_frozen_delta_tells_where_the_model_was(dtype: str) -> None:
     made = model()
-    tensors = ModelTensors.of_module(moved(made))
-    part, _ = layouts(tensors)
-    base, then = ModelTensors.of_module(made).capture(part), tensors.capture(part)
-    told = tensors.delta(base, dtype).wire.taken_from(base)
+    reached = moved(made)
+    base, then = captured(made), captured(reached)
+    told = delta_of(made, reached, dtype).wire.taken_from(base)
     tolerance = 1e-6 if dtype == "fp32" else 2e-3
     for segment, vector in then.vectors.items():
         torch.testing.assert_close(told.vectors[segment], vector, rtol=0, atol=tolerance)

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +34,6 @@ from diloco_tools.bench.report.arithmetic import (
 from diloco_tools.bench.report.figures import (
     PHASES_OF_ROUNDS,
     TARGETS,
-    TRANSPORT,
     WHOLE_ROUND,
     figure,
     number,
@@ -64,12 +63,10 @@ MIB = 1 << 20
 CHUNK = 1000  # elements, where the broker is the test's own
 
 
-def printed(*things: object, width: int = 200) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    for each in things:
-        console.print(each)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def printed(thing: object) -> str:
+    console = Console(file=io.StringIO(), width=1000, record=True)
+    console.print(thing)
+    return console.export_text()
 
 
 # Arithmetic.
@@ -77,53 +74,57 @@ def printed(*things: object, width: int = 200) -> str:
 
 def test_percentile_is_the_nearest_rank() -> None:
     values = [float(i) for i in range(1, 101)]
-    assert percentile(values, 0.99) == 99
-    assert percentile(values, 1) == 100
-    assert percentile(values, 0) == 1
+    assert [percentile(values, share) for share in (0.99, 1, 0)] == [99, 100, 1]
     assert percentile([5.0], 0.99) == 5
     assert percentile([3.0, 1.0, 2.0, 4.0], 0.99) == 4
-    with pytest.raises(ValueError, match="no values"):
-        percentile([], 0.5)
-    with pytest.raises(ValueError, match=r"1\.5"):
-        percentile(values, 1.5)
 
 
 def test_limit_and_product_are_measured_in_turn() -> None:
     order: list[str] = []
-    limits, products = in_turn(
-        lambda: order.append("limit") or len(order),  # type: ignore[func-returns-value]
-        lambda: order.append("product") or len(order),  # type: ignore[func-returns-value]
-        2,
-    )
+
+    def measure(what: str) -> int:
+        order.append(what)
+        return len(order)
+
+    found = in_turn(lambda: measure("limit"), lambda: measure("product"), 2)
     assert order == ["limit", "product", "limit", "product", "limit"]
-    assert (limits, products) == ([1, 3, 5], [2, 4])
+    assert found == ([1, 3, 5], [2, 4])
 
 
 def test_ratio_holds_when_limit_and_product_drift_together() -> None:
     limits = [4.0, 3.0, 2.0, 1.0]
     assert around(limits) == [3.5, 2.5, 1.5]
-    products = [1.75, 1.25, 0.75]
-    assert against(products, limits) == [0.5, 0.5, 0.5]
-    with pytest.raises(ValueError, match="need 4 limits"):
-        against(products, limits[1:])
-    with pytest.raises(ValueError, match="limit of 0"):
-        against([1.0], [0.0, 0.0])
+    assert against([1.75, 1.25, 0.75], limits) == [0.5, 0.5, 0.5]
 
 
-def test_slope_needs_two_different_points() -> None:
+def test_slope_is_that_of_the_closest_line() -> None:
     assert slope([(2, 30.0), (4, 40.0), (8, 60.0)]) == pytest.approx(5)
-    with pytest.raises(ValueError, match="differ in x"):
-        slope([(2, 1.0), (2, 3.0)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda: percentile([], 0.5), "no values"),
+        (lambda: percentile([1.0], 1.5), r"1\.5"),
+        (lambda: against([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), "need 4 limits"),
+        (lambda: against([1.0], [0.0, 0.0]), "limit of 0"),
+        (lambda: slope([(2, 1.0), (2, 3.0)]), "differ in x"),
+        (lambda: figure("p", "row", "name", [], "s"), "nothing was measured"),
+        (lambda: figure("p", "row", "name", 1.0, "furlongs"), "is no unit"),
+        (lambda: figure("p", "row", "name", 1.0, "s", target="turn"), "its target in ms"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        wrong()
 
 
 # Figures.
 
 
 def test_target_is_met_on_its_side_of_the_limit() -> None:
-    assert TARGETS["round"].is_met(0.60)
-    assert not TARGETS["round"].is_met(0.59)
-    assert TARGETS["turn"].is_met(5.0)
-    assert not TARGETS["turn"].is_met(5.1)
+    assert [TARGETS["round"].is_met(value) for value in (0.60, 0.59)] == [True, False]
+    assert [TARGETS["turn"].is_met(value) for value in (5.0, 5.1)] == [True, False]
 
 
 def test_verdict_is_of_the_median() -> None:
@@ -135,19 +136,9 @@ def test_verdict_is_of_the_median() -> None:
 def test_worst_figure_decides_a_target() -> None:
     turns = [figure("p", f"{ms}", "turn", ms, "ms", target="turn") for ms in (2.0, 7.0, 4.0)]
     shares = [figure("p", f"{x}", "/ raw", x, "x", target="round") for x in (0.9, 0.4, 0.7)]
-    bad_turn, bad_share = worst([*turns, *shares], "turn"), worst([*turns, *shares], "round")
-    assert bad_turn is turns[1]
-    assert bad_share is shares[1]
+    assert worst([*turns, *shares], "turn") is turns[1]
+    assert worst([*turns, *shares], "round") is shares[1]
     assert worst(turns, "round") is None
-
-
-def test_figures_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="nothing was measured"):
-        figure("p", "row", "name", [], "s")
-    with pytest.raises(ValueError, match="is no unit"):
-        figure("p", "row", "name", 1.0, "furlongs")
-    with pytest.raises(ValueError, match="its target in ms"):
-        figure("p", "row", "name", 1.0, "s", target="turn")
 
 
 def test_values_are_shown_with_the_digits_of_their_unit() -> None:
@@ -155,37 +146,21 @@ def test_values_are_shown_with_the_digits_of_their_unit() -> None:
     assert [show(1.0042, "times"), number(0.614, "x")] == ["1.004", "0.61"]
 
 
-def test_json_has_every_value_and_verdict() -> None:
-    plain = report(
-        figure("whole round", "125M", "/ raw", [0.5, 0.58, 0.7], "x", target="round"),
-        figure("limits", "memcpy", "speed", 15.0, "GB/s", note="one thread"),
-    ).plain()
-    again = json.loads(json.dumps(plain, allow_nan=False))
-    first, second = again["figures"]
-    assert first["values"] == [0.5, 0.58, 0.7]
-    assert first["target"] == {
-        "name": TARGETS["round"].name,
-        "words": ">= 0.60",
-        "met": False,
-    }
-    assert (second["target"], second["note"]) == (None, "one thread")
-    assert [(each["of"], each["met"]) for each in again["targets"]] == [("125M", False)]
+# Phases, and how a round grows.
 
 
-# Phases.
-
-
-def test_phases_sum_up_to_the_round() -> None:
-    found = phases(Moments(10.0, 10.1, 10.5, 10.2, 10.9, 11.0))
-    assert sum(found.values()) == pytest.approx(1.0)
-    assert found["step"] == 0  # chunks came back before the last went up
-    assert found["download"] == pytest.approx(0.4)  # what was left of it then
-
-
-def test_step_is_what_lies_between_the_last_up_and_the_first_down() -> None:
-    found = phases(Moments(0.0, 0.1, 0.5, 0.8, 0.9, 1.0))
-    assert found["step"] == pytest.approx(0.3)
-    assert found["download"] == pytest.approx(0.1)
+@pytest.mark.parametrize(
+    ("found", "seconds"),
+    [
+        # Chunks came back before the last went up; the download is what was left of it then.
+        (Moments(10.0, 10.1, 10.5, 10.2, 10.9, 11.0), [0.1, 0.4, 0.0, 0.4, 0.1]),
+        (Moments(0.0, 0.1, 0.5, 0.8, 0.9, 1.0), [0.1, 0.4, 0.3, 0.1, 0.1]),
+    ],
+)
+def test_phases_are_what_each_adds_and_sum_up_to_the_round(
+    found: Moments, seconds: list[float]
+) -> None:
+    assert list(phases(found).values()) == pytest.approx(seconds)
 
 
 def test_moments_are_those_of_chunks_and_not_of_small_messages() -> None:
@@ -198,16 +173,9 @@ def test_moments_are_those_of_chunks_and_not_of_small_messages() -> None:
         (5.0, 2 * large + small, 2 * large),  # credit goes back
         (6.0, 2 * large + small, 2 * large + small),
     ]
-    found = moments(samples, 1.5, 7.0)
-    assert found == Moments(1.5, 3.0, 4.0, 4.0, 5.0, 7.0)
-
-
-def test_a_round_without_chunks_has_no_moments() -> None:
+    assert moments(samples, 1.5, 7.0) == Moments(1.5, 3.0, 4.0, 4.0, 5.0, 7.0)
     assert moments([], 0.0, 1.0) is None
     assert moments([(0.0, 0, 0), (1.0, 100, 100)], 0.0, 1.0) is None
-
-
-# How it grows.
 
 
 def test_growth_is_the_slope_over_workers_and_over_parameters() -> None:
@@ -223,73 +191,61 @@ def test_growth_is_the_slope_over_workers_and_over_parameters() -> None:
     assert found["10M, fp32", "a worker"].median == pytest.approx(5)
     assert found["125M, fp32", "a worker"].is_met
     assert found["4 workers, fp32", "100M parameters"].median == pytest.approx(0.4)
-
-
-def test_one_configuration_has_no_growth() -> None:
-    row = rounds.row_of("10M", 2, "fp32")
-    assert not rounds.growth([figure(WHOLE_ROUND, row, "seconds", 1.0, "s")])
+    assert not rounds.growth(measured[:2]), "one configuration has none"
 
 
 # What people see.
 
 
-def test_table_has_rows_columns_and_spreads() -> None:
-    figures = [
-        figure("whole round", "10M", "seconds", [0.1, 0.2, 0.3], "s"),
-        figure("whole round", "10M", "/ raw", 0.5, "x"),
-        figure("whole round", "50M", "seconds", 1.0, "s"),
-    ]
-    (table,) = tables(report(*figures))
-    text = printed(table)
-    assert "whole round" in text
-    assert "0.200 0.100-0.300" in text
-    assert [line.split() for line in text.splitlines() if "50M" in line] == [["50M", "1.000"]]
-
-
-def test_missed_and_met_targets_are_told_apart() -> None:
+def test_targets_are_met_or_missed_or_said_to_be_absent() -> None:
     both = report(
         figure("p", "125M, 2 workers", "/ raw", 0.4, "x", target="round"),
         figure("p", "everything", "turn", 3.0, "ms", target="turn"),
+        skipped=("the largest: left out",),
     )
     lines = printed(targets_table(both)).splitlines()
     assert any("125M, 2 workers" in line and "NOT MET" in line for line in lines)
     assert any("everything" in line and line.split()[-1] == "met" for line in lines)
-
-
-def test_what_was_not_measured_is_said() -> None:
-    one = report(
-        figure("p", "row", "turn", 3.0, "ms", target="turn"), skipped=("the largest: left out",)
-    )
-    told = sentences(one)
-    assert told[0] == "the largest: left out"
-    assert TARGETS["heartbeat"].name in told[1]
-    assert TARGETS["turn"].name not in told[1]
+    skipped, absent, _ = sentences(both)
+    assert skipped == "the largest: left out"
+    assert TARGETS["heartbeat"].name in absent
+    assert TARGETS["turn"].name not in absent
 
 
 def test_tables_fit_a_hundred_and_thirty_columns() -> None:
     row = rounds.row_of("125M", 8, "fp32")
-    units = {"seconds": "s", "in + out": "GB/s", "/ raw": "x"}
-    part = [
-        figure(WHOLE_ROUND, row, name, [10.111, 10.222, 10.333], unit)
-        for name, unit in units.items()
-    ]
-    figures = [
-        *part,
+    whole = report(
+        *(
+            figure(WHOLE_ROUND, row, name, [10.111, 10.222, 10.333], unit)
+            for name, unit in (("seconds", "s"), ("in + out", "GB/s"), ("/ raw", "x"))
+        ),
         *(figure("t", "x" * 40, "n", 9.9, t.unit, target=k) for k, t in TARGETS.items()),
-    ]
-    whole = report(*figures)
+    )
     for table in (*tables(whole), targets_table(whole)):
-        text = printed(table, width=1000)
+        text = printed(table)
         assert max(len(line.rstrip()) for line in text.splitlines()) <= 130, text
 
 
-def test_files_lie_beside_each_other(tmp_path: Path) -> None:
+def test_tables_figures_and_picture_are_written_beside_each_other(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=130)
-    figures = [figure(TRANSPORT, "chunks", "up / raw", [0.9, 1.0, 1.1], "x")]
-    write(report(*figures), tmp_path / "all", console)
+    results = report(
+        figure(WHOLE_ROUND, "10M", "seconds", [0.1, 0.2, 0.3], "s", note="one thread"),
+        figure(WHOLE_ROUND, "10M", "/ raw", [0.5, 0.58, 0.7], "x", target="round"),
+        figure(WHOLE_ROUND, "50M", "seconds", 1.0, "s"),
+    )
+    write(results, tmp_path / "all", console)
     assert {path.name for path in tmp_path.iterdir()} == {"all.json", "all.txt", "all.png"}
-    assert "1.00 0.90-1.10" in (tmp_path / "all.txt").read_text()
-    assert json.loads((tmp_path / "all.json").read_text())["figures"][0]["median"] == 1.0
+    lines = (tmp_path / "all.txt").read_text().splitlines()
+    assert [line.split() for line in lines if line.lstrip().startswith(("10M", "50M"))] == [
+        ["10M", "0.200", "0.100-0.300", "0.58", "0.50-0.70"],
+        ["50M", "1.000"],
+    ]
+    read = json.loads((tmp_path / "all.json").read_text())
+    seconds, share, _ = read["figures"]
+    assert (seconds["target"], seconds["note"], seconds["median"]) == (None, "one thread", 0.2)
+    assert share["values"] == [0.5, 0.58, 0.7]
+    assert share["target"] == {"name": TARGETS["round"].name, "words": ">= 0.60", "met": False}
+    assert [(each["of"], each["met"]) for each in read["targets"]] == [("10M", False)]
 
 
 def test_picture_shows_rounds_phases_and_growth(tmp_path: Path) -> None:
@@ -300,17 +256,14 @@ def test_picture_shows_rounds_phases_and_growth(tmp_path: Path) -> None:
         figures.append(figure(WHOLE_ROUND, row, "/ raw", 0.5, "x", target="round"))
         for name in phases(Moments(0, 1, 2, 3, 4, 5)):
             figures.append(figure(PHASES_OF_ROUNDS, row, name, 1.0, "ms"))
-    assert draw(report(*figures), tmp_path / "whole.png")
-    assert draw(report(figures[0], figures[1]), tmp_path / "ratios.png")
-    heights = [_png_height(tmp_path / f"{name}.png") for name in ("whole", "ratios")]
+    heights = []
+    for shown in (figures, figures[:2]):
+        assert draw(report(*shown), tmp_path / "it.png")
+        head = (tmp_path / "it.png").read_bytes()[:24]
+        assert head[:8] == b"\x89PNG\r\n\x1a\n"
+        heights.append(int.from_bytes(head[20:24], "big"))
     assert heights[0] > 2 * heights[1]
     assert not draw(report(figure("limits", "memcpy", "speed", 1.0, "GB/s")), tmp_path / "no.png")
-
-
-def _png_height(path: Path) -> int:
-    head = path.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(head[20:24], "big")
 
 
 @pytest.mark.parametrize(
@@ -337,17 +290,14 @@ def test_bad_option_is_refused_with_one_sentence(
 # What is measured.
 
 
-def test_sizes_are_what_their_names_say() -> None:
-    for size, about in (("0.4M", 0.43e6), ("10M", 10e6), ("50M", 50e6), ("125M", 125e6)):
-        assert parameters_of(size) == pytest.approx(about, rel=0.02)
-
-
 def test_still_model_has_the_tensors_of_the_real_one() -> None:
     still = list(StillGPT(SIZES["0.4M"]).parameters())
     real = list(GPT(shape_of("0.4M")).parameters())
     assert sorted(tuple(p.shape) for p in still) == sorted(tuple(p.shape) for p in real)
     assert sum(p.numel() for p in still) == parameters_of("0.4M")
     assert all(bool((p > 0).all()) for p in still)
+    for size, about in (("10M", 10e6), ("50M", 50e6), ("125M", 125e6)):
+        assert parameters_of(size) == pytest.approx(about, rel=0.02)
 
 
 def test_fake_worker_pretends_the_model_it_is_asked_for() -> None:
@@ -370,43 +320,37 @@ def test_every_part_is_measured_once(quick: bool, left_out: set[str]) -> None:
     of_commands = {each.parts()[0].name.split(",")[0] for each in COMMANDS.values()}
     assert {name.split(",")[0] for name in names} == of_commands - left_out
     assert len(set(names)) == len(names)
-
-
-def test_whole_benchmark_has_the_rounds_that_its_targets_are_about() -> None:
-    names = {part.name for part in all_parts()}
-    for workers in (2, 4):
-        assert f"{WHOLE_ROUND}, {rounds.row_of('125M', workers, 'fp32')}" in names
+    if not quick:  # the rounds that targets are about
+        wanted = {f"{WHOLE_ROUND}, {rounds.row_of('125M', n, 'fp32')}" for n in (2, 4)}
+        assert wanted <= set(names)
 
 
 # The link.
 
 
-def test_link_puts_bytes_on_the_wire_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("diloco_tools.bench.roles.link.time.monotonic", lambda: now[0])
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that the link sees."""
+    found = [100.0]
+    monkeypatch.setattr("diloco_tools.bench.roles.link.time.monotonic", lambda: found[0])
+    return found
+
+
+def test_link_puts_bytes_on_the_wire_one_after_the_other(now: list[float]) -> None:
     lane = Lane(bytes_per_s=1e6, delay_s=0.05)
-    assert lane.put(500_000) == pytest.approx(100.55)
-    assert lane.put(500_000) == pytest.approx(101.05)
+    assert [lane.put(500_000), lane.put(500_000)] == pytest.approx([100.55, 101.05])
     assert lane.room() == pytest.approx(1.0 - link.QUEUE_S)
     now[0] = 102.0
     assert lane.room() < 0
     assert lane.put(500_000) == pytest.approx(102.55)
 
 
-def test_link_counts_its_share_between_the_first_and_the_last_chunk(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr("diloco_tools.bench.roles.link.time.monotonic", lambda: now[0])
+def test_link_counts_its_share_between_the_first_and_the_last_chunk(now: list[float]) -> None:
     lane = Lane(bytes_per_s=1e6, delay_s=0.05)
     lane.put(100)  # a message without a chunk
     assert lane.share == 0
-    now[0] = 200.0
-    lane.put(500_000)
-    now[0] = 201.5
-    lane.put(500_000)
-    now[0] = 300.0
-    lane.put(100)
+    for now[0], size in ((200.0, 500_000), (201.5, 500_000), (300.0, 100)):
+        lane.put(size)
     assert lane.share == pytest.approx(0.5)
     lane.forget()
     assert lane.share == 0
@@ -429,18 +373,12 @@ def test_cpu_and_memory_of_a_process_are_read() -> None:
     assert found.peak >= found.resident > 0
 
 
-def test_raw_tcp_moves_what_it_is_asked_to(pool: ProcessPool) -> None:
-    sample = pool.raw()
-    assert sample.speed > 0
-    assert sample.send_cpu > 0
-    assert sample.receive_cpu > 0
-    assert pool.raw_samples == [sample]
-
-
 def test_transport_alone_goes_both_ways(pool: ProcessPool) -> None:
     found = wire.transport(pool, repeats=1, chunk_kib=[1024], window=[1, 4])
     assert [each.name for each in found[:4]] == ["up", "up / raw", "down", "down / raw"]
     assert {each.of for each in found} == {f"chunks of 1024 KiB, window {n}" for n in (1, 4)}
+    assert len(pool.raw_samples) == 2 * 2, "one limit more than measurements, for each window"
+    assert all(min(each.speed, each.send_cpu, each.receive_cpu) > 0 for each in pool.raw_samples)
 
 
 def test_role_that_dies_is_reported_with_its_last_words(pool: ProcessPool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -42,6 +43,12 @@ from diloco_tools.chaos.worker import StepCount, bring_in, checksum
 from diloco_worker import GlobalParameters
 from kit.audit_records import LEFT, RUN, WITHIN_S, a_fault, a_job, frozen, push, release, version
 
+
+def append(log: Path, *records: dict[str, Any]) -> None:
+    with log.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
 # The report.
 
 
@@ -69,8 +76,10 @@ def sound() -> ModeReport:
 
 
 def test_run_that_kept_every_promise_has_no_problem() -> None:
-    assert sound().problems == []
-    json.dumps(sound().plain(), allow_nan=False)
+    findings = Findings(dropped=["d"], in_flight=["i"], forgotten=["f"])
+    report = dataclasses.replace(sound(), findings=findings)
+    assert report.problems == [] and report.remarks == ["d", "i", "f"]
+    json.dumps(report.plain(), allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -86,33 +95,17 @@ def test_run_that_kept_every_promise_has_no_problem() -> None:
         ({"aftermaths": [Aftermath(a_fault(Kind.CUT), 3.0, None, False)]}, "did not get over"),
         ({"aftermaths": [Aftermath(a_fault(Kind.CUT), None, None, False)]}, "never carried out"),
         ({"aftermaths": [Aftermath(a_fault(Kind.KILL_BROKER), 3.0, 60.0, True)]}, "in 60.0 s"),
+        ({"ending": {"checksums": {"a.1": "decade"}}}, "a.1 pulled other parameters"),
+        ({"ending": {"exits": {"a.1": -9}}}, "a.1 ended with exit code -9"),
+        ({"ending": {"broker_exit": None}}, "The broker ended with exit code None"),
     ],
 )
 def test_broken_promise_is_one_sentence_with_its_values(change: dict[str, Any], words: str) -> None:
-    problems = dataclasses.replace(sound(), **change).problems
-    assert len(problems) == 1 and words in problems[0] and problems[0].startswith("sync: ")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"checksums": {"a.1": "decade"}}, "a.1 pulled other parameters"),
-        ({"exits": {"a.1": -9}}, "a.1 ended with exit code -9"),
-        ({"broker_exit": None}, "The broker ended with exit code None"),
-    ],
-)
-def test_bad_ending_is_a_broken_promise(change: dict[str, Any], words: str) -> None:
     report = sound()
     assert report.ending is not None
-    ending = dataclasses.replace(report.ending, **change)
-    problems = dataclasses.replace(report, ending=ending).problems
-    assert len(problems) == 1 and words in problems[0]
-
-
-def test_remarks_are_the_pushes_that_ended_for_a_reason() -> None:
-    findings = Findings(dropped=["d"], in_flight=["i"], forgotten=["f"])
-    report = dataclasses.replace(sound(), findings=findings)
-    assert report.remarks == ["d", "i", "f"] and report.problems == []
+    ending = dataclasses.replace(report.ending, **change.get("ending", {}))
+    problems = dataclasses.replace(report, **{**change, "ending": ending}).problems
+    assert len(problems) == 1 and words in problems[0] and problems[0].startswith("sync: ")
 
 
 def test_tables_show_every_mode_also_one_that_broke_off() -> None:
@@ -171,41 +164,36 @@ def ends(end: socket.socket) -> bool:
         return True
 
 
-def test_proxy_forwards_until_it_is_told_to_cut(echo: str) -> None:
+def says(end: socket.socket, data: bytes) -> bool:
+    """Whether what is said comes back."""
+    end.sendall(data)
+    return receive(end, len(data)) == data
+
+
+def test_proxy_forwards_until_it_is_told_to_cut_or_shut(echo: str) -> None:
     with DrillProxy(echo) as proxy, connect(proxy) as one, connect(proxy) as two:
-        for end in (one, two):
-            end.sendall(b"x" * 100_000)
-            assert receive(end, 100_000) == b"x" * 100_000
+        assert says(one, b"x" * 100_000) and says(two, b"x" * 100_000)
         proxy.cut()
         assert ends(one) and ends(two)
         assert proxy.broken == 2
-        with connect(proxy) as three:
-            three.sendall(b"again")
-            assert receive(three, 5) == b"again"
-
-
-def test_proxy_cuts_behind_the_byte_it_was_told(echo: str) -> None:
-    with DrillProxy(echo) as proxy, connect(proxy) as end:
-        end.sendall(b"0123456789")
-        assert receive(end, 10) == b"0123456789"
-        proxy.cut_within(15)
-        end.sendall(b"0123456789")
-        assert receive(end, 10) == b"01234", "ten bytes up and five down"
-        assert not proxy.is_armed
-
-
-def test_shut_proxy_lets_nobody_through_until_it_is_opened(echo: str) -> None:
-    with DrillProxy(echo) as proxy, connect(proxy) as before:
-        before.sendall(b"x")
-        assert receive(before, 1) == b"x"
-        proxy.shut()
-        assert ends(before)
+        with connect(proxy) as before:
+            assert says(before, b"again")
+            proxy.shut()
+            assert ends(before)
         with connect(proxy) as during:
             assert ends(during)
         proxy.open()
         with connect(proxy) as after:
-            after.sendall(b"y")
-            assert receive(after, 1) == b"y"
+            assert says(after, b"y")
+
+
+def test_proxy_cuts_behind_the_byte_it_was_told(echo: str) -> None:
+    with DrillProxy(echo) as proxy, connect(proxy) as end:
+        assert says(end, b"0123456789")
+        proxy.cut_within(15)
+        end.sendall(b"0123456789")
+        assert receive(end, 10) == b"01234", "ten bytes up and five down"
+        assert not proxy.is_armed
 
 
 def test_proxy_outlives_what_is_behind_it() -> None:
@@ -248,41 +236,16 @@ def test_small_tmpfs_is_full_until_there_is_room(tmp_path: Path) -> None:
     assert not Path(f"/proc/{holder}").exists()
 
 
-WRITER = """
-import sys
-for line in sys.stdin:
-    try:
-        with open(sys.argv[1], "wb") as file:
-            file.write(bytes(2 << 20))
-        print("written", flush=True)
-    except OSError as error:
-        print(type(error).__name__, error.errno, flush=True)
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="prlimit is Linux's")
 def test_limit_on_file_sizes_is_an_error_in_the_process_and_can_be_lifted(tmp_path: Path) -> None:
-    disk = size_limit()
-    with subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path / "file")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-
-        def tries() -> str:
-            assert process.stdin is not None and process.stdout is not None
-            print("go", file=process.stdin, flush=True)
-            return process.stdout.readline().strip()
-
-        assert tries() == "written"
-        disk.fill(process.pid)
-        assert tries().startswith("OSError")
-        disk.make_room(process.pid)
-        assert tries() == "written"
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(WITHIN_S) == 0
+    disk, large = size_limit(), bytes(2 << 20)
+    disk.fill(os.getpid())
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            (tmp_path / "file").write_bytes(large)
+    finally:
+        disk.make_room(os.getpid())
+    (tmp_path / "file").write_bytes(large)
 
 
 # The watch.
@@ -297,17 +260,14 @@ def a_watch(folder: Path, **more: Any) -> RunWatch:
     return RunWatch(crew, time.monotonic() + WITHIN_S)
 
 
-def append(folder: Path, *records: dict[str, Any]) -> None:
-    with (folder / BROKER_LOG).open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-
-
 def test_rounds_are_counted_from_the_log_without_the_first_version(tmp_path: Path) -> None:
     watch = a_watch(tmp_path)
-    append(tmp_path, release(0), release(1, push("p1")), release(2, push("p2"), push("q")))
+    append(
+        tmp_path / BROKER_LOG, release(0), release(1, push("p1")), release(2, push("p2"), push("q"))
+    )
     watch.look()
     assert watch.rounds == 2 and watch.contributions == 3
-    append(tmp_path, release(3))
+    append(tmp_path / BROKER_LOG, release(3))
     watch.wait_rounds(0, "nothing")
     watch.look()
     assert watch.rounds == 3
@@ -345,7 +305,7 @@ def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
     watch = a_watch(tmp_path, lives=[one])
     with pytest.raises(Broken, match="died with exit code"):
         watch.look()
-    one.job.audit.write_text(json.dumps({"event": "joined"}) + "\n" + json.dumps(LEFT) + "\n")
+    append(one.job.audit, {"event": "joined"}, LEFT)
     watch.look()
     assert one.joined_at == one.ended_at is not None
 
@@ -377,15 +337,11 @@ class Hook:
         self._works = works
         log.touch()
 
-    def writes(self, *records: dict[str, Any]) -> None:
-        with self._log.open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-
     def force_sync(self) -> bool:
         self.forced += 1
         if self._works:
-            for fragment in range(self.config.num_fragments):
-                self.writes(frozen(f"f{fragment}", step=self.local_step, fragment=fragment))
+            for f in range(self.config.num_fragments):
+                append(self._log, frozen(f"f{f}", step=self.local_step, fragment=f))
         return self._works
 
 
@@ -398,15 +354,12 @@ def test_worker_leaves_nothing_unsent(
 ) -> None:
     log = tmp_path / "log"
     hook: Any = Hook(log, fragments, step)
-    hook.writes(*(frozen(f"p{f}", step=at, fragment=f) for f, at in enumerate(sent)))
+    append(log, *(frozen(f"p{f}", step=at, fragment=f) for f, at in enumerate(sent)))
     bring_in(hook, log)
     assert hook.forced == forces
-
-
-def test_worker_does_not_force_for_ever(tmp_path: Path) -> None:
-    hook: Any = Hook(tmp_path / "log", 1, 5, works=False)
-    bring_in(hook, tmp_path / "log")
-    assert 1 < hook.forced < 10
+    stubborn: Any = Hook(tmp_path / "other", 1, 5, works=False)
+    bring_in(stubborn, tmp_path / "other")
+    assert 1 < stubborn.forced < 10, "it does not force for ever"
 
 
 def test_checksum_tells_values_names_and_versions_apart() -> None:

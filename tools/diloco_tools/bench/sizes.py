@@ -27,10 +27,6 @@ SIZES: dict[str, Shape] = {
 
 
 def parameters_of(size: str) -> int:
-    """Trainable parameters of one of `SIZES`: 12 width^2 a block, bytes and positions.
-
-    >>> parameters_of("0.4M"), parameters_of("125M")
-    (434176, 126156800)
-    """
+    """Trainable parameters of one of `SIZES`: 12 width^2 a block, bytes and positions."""
     shape = SIZES[size]
     return 12 * shape.width**2 * shape.layers + (VOCABULARY + CONTEXT) * shape.width

@@ -112,11 +112,7 @@ def plan(seed: int, mode: str, scale: Scale) -> list[Fault]:
 
 
 def apart(kinds: Sequence[Kind], which: Kind) -> list[Kind]:
-    """The same kinds, these spread over the plan: the first third has the first of three, and so on.
-
-    >>> [k.name for k in apart([Kind.CUT, Kind.GUEST, Kind.CUT, Kind.GUEST], Kind.GUEST)]
-    ['CUT', 'GUEST', 'CUT', 'GUEST']
-    """
+    """The same kinds, these spread over the plan: the first third has the first of three, and so on."""
     others = [kind for kind in kinds if kind is not which]
     amount = len(kinds) - len(others)
     for number in range(amount):

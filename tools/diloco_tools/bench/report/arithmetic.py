@@ -37,9 +37,6 @@ PHASES = ("delta", "upload", "step", "download", "apply")
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least `share` (0 to 1) of the values do not exceed (nearest rank).
 
-    >>> percentile([3.0, 1.0, 2.0, 4.0], 0.5), percentile([3.0, 1.0, 2.0, 4.0], 0.99)
-    (2.0, 4.0)
-
     Raises:
         ValueError: there are no values, or the share is not within 0 to 1.
     """
@@ -62,11 +59,7 @@ def in_turn(
 
 
 def around(limits: Sequence[float]) -> list[float]:
-    """What each product is measured against: the mean of the limits before and behind it.
-
-    >>> around([1.0, 3.0, 5.0])
-    [2.0, 4.0]
-    """
+    """What each product is measured against: the mean of the limits before and behind it."""
     return [statistics.fmean(pair) for pair in itertools.pairwise(limits)]
 
 
@@ -89,9 +82,6 @@ def against(products: Sequence[float], limits: Sequence[float]) -> list[float]:
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
     """Of the straight line closest to the points (least squares).
-
-    >>> slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)])
-    2.0
 
     Raises:
         ValueError: there are not two points with different x.

@@ -51,22 +51,14 @@ RATIOS = ("x", "times")  # shown without a unit
 
 
 def show(value: float, unit: str) -> str:
-    """A value with its unit.
-
-    >>> show(0.6149, "x"), show(0.021, "%"), show(3.14159, "GB/s"), show(1.0042, "times")
-    ('0.61', '2.1%', '3.14 GB/s', '1.004')
-    """
+    """A value with its unit."""
     if unit == "%":
         return f"{number(value, unit)}%"
     return number(value, unit) if unit in RATIOS else f"{number(value, unit)} {unit}"
 
 
 def number(value: float, unit: str) -> str:
-    """A value without its unit, which stands elsewhere.
-
-    >>> number(0.021, "%"), number(12.345, "ms")
-    ('2.1', '12.3')
-    """
+    """A value without its unit, which stands elsewhere."""
     return f"{100 * value if unit == '%' else value:.{_DIGITS[unit]}f}"
 
 

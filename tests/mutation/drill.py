@@ -49,6 +49,8 @@ BUDGET_S = 12.0
 # A fault may make a run endless, or wait in vain. It is then given up, and the fault is noticed.
 HANG_S = 60
 WAIT_S = 600.0
+# All the tests without a fault, on one core.
+MEASURE_S = 1200
 PROCESSES = os.cpu_count() or 1
 
 
@@ -143,11 +145,14 @@ def is_noticed(mutant: Mutant, names: Sequence[str]) -> bool:
     return run_tests(names) != 0
 
 
-def in_a_fork(work: Callable[..., Any], *given: Any, limit_s: int | None = None) -> Any:
+def in_a_fork(
+    work: Callable[..., Any], *given: Any, limit_s: int, wait_s: float | None = None
+) -> Any:
     """What a function returns in a process of its own; None where it does not return in time.
 
     Args:
-        limit_s: seconds of the processor; and it may wait for WAIT_S in all.
+        limit_s: seconds of the processor.
+        wait_s: seconds in all; None: as long as it takes.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -155,15 +160,14 @@ def in_a_fork(work: Callable[..., Any], *given: Any, limit_s: int | None = None)
     def act() -> None:
         os.chdir(ROOT)
         os.setpgrp()
-        if limit_s is not None:
-            resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+        resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
         theirs.send(work(*given))
 
     process = context.Process(target=act)
     process.start()
     theirs.close()
     try:
-        return ours.recv() if ours.poll(limit_s and WAIT_S) else None
+        return ours.recv() if ours.poll(wait_s) else None
     except EOFError:
         return None  # it ended without a word
     finally:
@@ -181,7 +185,7 @@ def measure() -> Reach:
     names = [str(path.relative_to(ROOT)) for path in files]
     shares = [names[number::PROCESSES] for number in range(PROCESSES)]
     with ThreadPoolExecutor(PROCESSES) as pool:
-        parts = list(pool.map(lambda share: in_a_fork(reach_of, share), shares))
+        parts = list(pool.map(lambda share: in_a_fork(reach_of, share, limit_s=MEASURE_S), shares))
     whole = Reach({}, {})
     for part in parts:
         if part is None:
@@ -212,7 +216,7 @@ def try_one(reach: Reach, mutant: Mutant) -> bool:
     names = reach.chosen(mutant)
     if not names:
         return False
-    noticed = in_a_fork(is_noticed, mutant, names, limit_s=HANG_S)
+    noticed = in_a_fork(is_noticed, mutant, names, limit_s=HANG_S, wait_s=WAIT_S)
     return noticed is None or bool(noticed)
 
 

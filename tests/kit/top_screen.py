@@ -28,21 +28,6 @@ from kit.top_text import UTF8, matches
 FEED = "tcp://10.0.0.1:8513"
 PATIENCE_S = 20.0
 SMALL, LARGE = (80, 24), (140, 40)
-# Titles of the columns that are there at any width.
-ESSENTIAL = (
-    "WORKER",
-    "HEALTH",
-    "HOST",
-    "ROUND",
-    "INNER/H",
-    "ST/S",
-    "LOSS",
-    "BEAT",
-    "OLD",
-    "TX/S",
-    "RX/S",
-)
-
 CREW = (
     worker("a100-0", host="cellar", state="waiting", inner_step=500, steps_per_s=12.4),
     worker("a100-1", host="cellar", state="waiting", inner_step=500, steps_per_s=12.1),
@@ -246,11 +231,12 @@ class ScreenPilot:
         return "\n".join(self.lines())
 
     def shows(self, *parts: str) -> bool:
-        """All of this stands there now; else it says what is missing."""
-        text = self.text()
-        missing = [part for part in parts if part not in text]
-        assert not missing, f"{missing} not in\n{text}"
-        return True
+        """All of this stands there now."""
+        return _all_in(self.text(), parts)
+
+    def asks(self, *parts: str) -> bool:
+        """The dialog says all of this, wherever its lines break."""
+        return _all_in(self.flat(), parts)
 
     def flat(self) -> str:
         """The dialog, or if there is none the screen, in one line: sentences break anywhere."""
@@ -274,6 +260,12 @@ class ScreenPilot:
         if style is None or not style.reverse or style.color is None:
             return None
         return style.color.get_truecolor(palette.COLOURS).hex
+
+
+def _all_in(text: str, parts: tuple[str, ...]) -> bool:
+    missing = [part for part in parts if part not in text]
+    assert not missing, f"{missing} not in\n{text}"
+    return True
 
 
 def full_screen(

@@ -24,14 +24,13 @@ class TestKick:
     ) -> None:
         pilot.broker.answer = Answer(True, "rtx-home was removed; 3 workers are left.")
         await pilot.press("down", "down", "down", "k")
-        for said in (
+        assert pilot.asks(
             "Kick rtx-home on desk?",
             "The round no longer waits for it.",
             "does not come back by itself.",
             "Its 212 steps since its last push are lost to the run.",
             "3 workers are left.",
-        ):
-            assert said in pilot.flat()
+        )
         assert not pilot.broker.requests
         await pilot.press("y")
         await pilot.sees("rtx-home was removed; 3 workers are left.")
@@ -159,8 +158,7 @@ class TestShutdown:
     @pytest.mark.parametrize("key", ["S", "ctrl+x"])
     async def test_wants_the_name_of_the_run(self, pilot: ScreenPilot, key: str) -> None:
         await pilot.press(key)
-        for said in ("End the run?", "saves to /data/run", "Type 3fa2c1d0 and press"):
-            assert said in pilot.flat()
+        assert pilot.asks("End the run?", "saves to /data/run", "Type 3fa2c1d0 and press")
         await pilot.press(*"yes", "enter")
         assert "That is not 3fa2c1d0: nothing was sent." in pilot.text()
         assert not pilot.broker.requests

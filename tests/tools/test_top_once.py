@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
-from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC, FeedVersionError
+from diloco_protocol.feed import MAX_SNAPSHOT_BYTES, TOPIC
 from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.feed.model import FeedModel
 from diloco_tools.top.drawing.notation import Glyphs, byte_size, duration, number, scaled
@@ -264,24 +264,6 @@ class TestSubscriber:
             assert "no snapshot is that long" in feed.last_error
             publisher.send(frame(status()))
             assert feed.receive(timeout_s=PATIENCE_S) is not None
-
-    def test_an_unknown_feed_version_is_refused(self, publisher: Publisher) -> None:
-        with FeedSubscriber(publisher.address) as feed:
-            publisher.await_subscriber()
-            publisher.send(frame(status(feed=9)))
-            with pytest.raises(FeedVersionError, match="version 9"):
-                feed.receive(timeout_s=PATIENCE_S)
-
-    def test_it_may_start_before_the_broker(self, publisher: Publisher) -> None:
-        address = publisher.address
-        publisher.close()
-        with FeedSubscriber(address) as feed:
-            assert feed.receive(timeout_s=0.0) is None
-            with zmq.Context() as context, context.socket(zmq.XPUB) as late:
-                late.bind(address)
-                assert late.poll(int(1000 * PATIENCE_S))
-                late.send(frame(status()))
-                assert feed.receive(timeout_s=PATIENCE_S) is not None
 
     def test_close_twice_does_no_harm(self) -> None:
         feed = FeedSubscriber("tcp://127.0.0.1:1")

@@ -14,16 +14,21 @@ from rich.text import Text
 
 from diloco_protocol.feed import Worker
 from diloco_tools.feed.series import RunSeries
+from diloco_tools.top.drawing.full_screen import Picture
 from diloco_tools.top.drawing.keys import KEYS, footer, keys_for
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.scene import ORDERS, Said, View
 from diloco_tools.top.drawing.sheet import Sheet, beside
 from kit.feed_snapshots import worker
 from kit.strange_feeds import strange_feeds
-from kit.top_screen import ESSENTIAL, document, snapshot
+from kit.top_screen import document, snapshot
 from kit.top_screen import full_screen as drawn
 
 UTF8, ASCII = Glyphs.for_encoding("utf-8"), Glyphs.ascii()
+
+
+def text_of(made: Picture) -> str:
+    return "\n".join(line.plain for line in made.lines)
 
 
 class TestPicture:
@@ -42,7 +47,7 @@ class TestPicture:
         crew = [worker(f"w{n:02}") for n in range(40)]
         shown = [drawn(document(1, workers=crew), 140, height).shown for height in (24, 40, 70)]
         assert shown == sorted(set(shown))
-        wide = "\n".join(line.plain for line in drawn(document(1), 150, 40).lines)
+        wide = text_of(drawn(document(1), 150, 40))
         for title in ("STATE", "SPEED", "SYNC", "SENT", "GOT", "PUSHES", "REJ", "STEP", "TOKENS"):
             assert title in wide
 
@@ -74,9 +79,9 @@ class TestPicture:
 class TestTable:
     def test_a_long_name_leaves_room_for_all_that_is_essential(self) -> None:
         crew = [worker("mac-mini-of-the-second-floor", host="mac.second.floor.example.org")]
-        text = "\n".join(line.plain for line in drawn(document(1, workers=crew)).lines)
-        for title in ESSENTIAL:
-            assert title in text
+        text = text_of(drawn(document(1, workers=crew)))
+        titles = r"WORKER +HEALTH +HOST .*ROUND +INNER/H +ST/S .*LOSS +BEAT .*OLD +TX/S +RX/S"
+        assert re.search(titles, text)
         assert re.search(r"mac\S*…\S*floor", text)
 
     def test_mark_goes_to_the_neighbour_of_a_worker_that_left(self) -> None:
@@ -106,21 +111,8 @@ class TestTable:
             Worker("c", health="odd", round=4, steps_per_s=1.0, loss=2.0, bytes_up=9, host="A"),
             Worker("d", health="slow", round=4, steps_per_s=3.0, loss=None, beat_age_s=9.0),
         ]
-        found = {
-            order.column: "".join(w.id for w in View(order=n).rows(crew))
-            for n, order in enumerate(ORDERS)
-        }
-        assert found == {
-            "WORKER": "abcd",
-            "HEALTH": "bdca",
-            "HOST": "abdc",
-            "ROUND": "bcda",
-            "ST/S": "bcad",
-            "LOSS": "cabd",
-            "BEAT": "dabc",
-            "OLD": "bacd",
-            "TX/S": "cabd",
-        }
+        found = ["".join(w.id for w in View(order=n).rows(crew)) for n in range(len(ORDERS))]
+        assert found == ["abcd", "bdca", "abdc", "bcda", "bcad", "cabd", "dabc", "bacd", "cabd"]
 
 
 class TestNotation:
@@ -153,23 +145,18 @@ class TestNotation:
             closed = {"number": number, "seconds": 40.0, "loss": loss}
             series.update(snapshot(number, last_round=closed), float(number))
         news = document(99, last_round=closed)
-        small = "\n".join(
-            line.plain for line in drawn(news, 80, 24, glyphs=glyphs, series=series).lines
-        )
-        assert "loss " in small
+        small = text_of(drawn(news, 80, 24, glyphs=glyphs, series=series))
         curve = re.search(r"loss [\d.]+ (\S+)", small)
         assert curve is not None
         assert curve[1].startswith(glyphs.above * 2), (
             "the first two are off the scale, and it says so"
         )
         assert len(set(curve[1][-6:])) >= 4, "the others are told apart"
-        large = "\n".join(
-            line.plain for line in drawn(news, 140, 40, glyphs=glyphs, series=series).lines
-        )
+        large = text_of(drawn(news, 140, 40, glyphs=glyphs, series=series))
         assert f"loss 2.820  2.820 to 3.000{glyphs.above}" in large
 
     def test_chosen_ascii_has_no_other_sign(self) -> None:
-        text = "\n".join(line.plain for line in drawn(document(1), 140, 40, glyphs=ASCII).lines)
+        text = text_of(drawn(document(1), 140, 40, glyphs=ASCII))
         assert text.isascii()
 
 
@@ -210,20 +197,11 @@ class TestKeys:
 
     def test_no_key_means_two_things(self) -> None:
         for replay in (False, True):
-            names = [
-                name
-                for key in keys_for(readonly=False, replay=replay)
-                for name in key.names.split(",")
-            ]
+            keys = keys_for(readonly=False, replay=replay)
+            names = [name for key in keys for name in key.names.split(",")]
             assert len(names) == len(set(names))
-        assert {key.action for key in KEYS} >= {
-            "kick",
-            "save",
-            "rate",
-            "pause",
-            "shutdown",
-            "freeze",
-        }
+        steering = {"kick", "save", "rate", "pause", "shutdown", "freeze"}
+        assert {key.action for key in KEYS} >= steering
 
 
 class TestCpu:

@@ -13,7 +13,6 @@ inner learning rate follows the steps of the whole run for everybody: it depends
 by the number of workers, which in rounds is a worker's own count.
 """
 
-import heapq
 import json
 import math
 import statistics
@@ -22,8 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from heapq import merge
 from importlib.metadata import version
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,13 +175,12 @@ def turns(plan: Plan, *, synchronous: bool) -> Iterator[Turn]:
         everybody = tuple(range(len(plan.speeds)))
         for number in count(1):
             yield Turn(number * (plan.sync_every / min(plan.speeds)), everybody)
-    done = [(plan.sync_every / speed, worker, 1) for worker, speed in enumerate(plan.speeds)]
-    heapq.heapify(done)
-    while True:
-        virtual_s, worker, times = done[0]
+
+    def ends(worker: int, speed: float) -> Iterator[tuple[float, int]]:
+        return ((number * plan.sync_every / speed, worker) for number in count(1))
+
+    for virtual_s, worker in merge(*(ends(*each) for each in enumerate(plan.speeds))):
         yield Turn(virtual_s, (worker,))
-        following = (times + 1) * plan.sync_every / plan.speeds[worker]
-        heapq.heapreplace(done, (following, worker, times + 1))
 
 
 def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
@@ -291,10 +290,8 @@ def load_text(plan: Plan) -> Text:
 
 def trials(variants: Sequence[str], seeds: int) -> Iterator[Trial]:
     """All runs, seed by seed, so that what is there at any time can be compared in pairs."""
-    for seed in range(seeds):
-        for eta, mu in OUTER_SETTINGS:
-            for variant in variants:
-                yield Trial(variant, eta, mu, seed)
+    for seed, (eta, mu), variant in product(range(seeds), OUTER_SETTINGS, variants):
+        yield Trial(variant, eta, mu, seed)
 
 
 def settings_of(plan: Plan) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -123,9 +124,8 @@ def trials() -> Iterator[Trial]:
     """The whole grid, one setting after the other, each with every seed."""
     outers: list[tuple[float, Outer | None]] = [(lr, None) for lr in SINGLE_LEARNING_RATES]
     outers += [(lr, Outer(2, h, outer_lr, mu)) for lr, h, outer_lr, mu in DILOCO_GRID]
-    for lr, outer in outers:
-        for seed in SEEDS:
-            yield Trial(Recipe(STEPS, BATCH, CONTEXT, lr, "cosine"), outer, seed)
+    for (lr, outer), seed in product(outers, SEEDS):
+        yield Trial(Recipe(STEPS, BATCH, CONTEXT, lr, "cosine"), outer, seed)
 
 
 def markdown(losses: Mapping[str, float]) -> str:

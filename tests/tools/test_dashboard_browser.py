@@ -534,7 +534,11 @@ class TestLook:
             assert (red < 60) == (scheme == "dark")
 
     def test_refresh_interval_is_kept(
-        self, page: Page, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+        self,
+        site: Site,
+        opened: Callable[..., Page],
+        publisher: Publisher,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         asked = []
         messages = streams.Streams.messages
@@ -544,6 +548,7 @@ class TestLook:
             return messages(self, every_s)
 
         monkeypatch.setattr(streams.Streams, "messages", noted)
+        page = opened(with_token(site))
         publisher.says()
         sees(page, "#fresh-word", "LIVE")
         page.get_by_label("Refresh").select_option("30")

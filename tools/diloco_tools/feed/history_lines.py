@@ -64,12 +64,8 @@ class Line:
     stopped: bool
 
 
-class UnknownKind(Exception):
-    """A line that a newer broker has written for others."""
-
-
-def line_of(text: bytes, before: Line | None) -> Line:
-    """Check one line. Raises MalformedFeedError, and UnknownKind for one to pass over."""
+def line_of(text: bytes, before: Line | None) -> Line | None:
+    """Check one line; None if a newer broker has written it for others. Raises MalformedFeedError."""
     if len(text) > MAX_LINE_BYTES:
         raise MalformedFeedError(f"a line of {len(text)} bytes")
     document = parsed(text)
@@ -79,7 +75,7 @@ def line_of(text: bytes, before: Line | None) -> Line:
     if not isinstance(at, int | float) or isinstance(at, bool) or not 0 <= at < 1e12:
         raise MalformedFeedError("no time")
     if kind not in ("start", "round", "event", "stop"):
-        raise UnknownKind(kind)
+        return None
     snapshot_of(document)
     whole = before
     if before is not None and before.epoch != epoch:

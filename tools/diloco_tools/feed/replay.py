@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from diloco_protocol.feed import (
     FEED_VERSION,
@@ -28,17 +28,11 @@ from diloco_protocol.feed import (
     json_safe,
 )
 from diloco_protocol.records import to_plain
-from diloco_tools.feed.history_lines import (
-    Line,
-    UnknownKind,
-    line_of,
-    parsed,
-    snapshot_of,
-    texts_of,
-)
+from diloco_tools.feed.history_lines import Line, line_of, parsed, snapshot_of, texts_of
 
 EVENTS = 20  # in a snapshot, as in the feed
 LOOK_BACK = 400  # rounds searched for the last work of each worker and fragment
+GIVE = "give the history.jsonl in the folder that diloco-broker serve saves to"
 LINES_KEPT = 512  # as records, so that going through a history reads each line about once
 
 
@@ -74,21 +68,15 @@ def read_history(path: Path) -> History:
             path = path / "history.jsonl"
         for text in texts_of(path):
             try:
-                lines.append(line_of(text, lines[-1] if lines else None))
+                line = line_of(text, lines[-1] if lines else None)
             except MalformedFeedError:
                 skipped += 1
-            except UnknownKind:
-                pass
+            else:
+                lines += [line] if line is not None else []
     except OSError as error:
-        raise FeedError(
-            f"{path} cannot be read ({error.strerror or error}): give the history.jsonl in the "
-            "folder that diloco-broker serve saves to"
-        ) from None
+        raise FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
     if not lines:
-        raise FeedError(
-            f"{path} has no history of a run ({skipped} damaged lines): give the history.jsonl "
-            "in the folder that diloco-broker serve saves to"
-        )
+        raise FeedError(f"{path} has no history of a run ({skipped} damaged lines): {GIVE}")
     return History(_Moments(lines), skipped)
 
 
@@ -106,11 +94,7 @@ class _Moments(Sequence[Moment]):
     def __len__(self) -> int:
         return len(self._lines)
 
-    @overload
-    def __getitem__(self, index: int) -> Moment: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Moment]: ...
-    def __getitem__(self, index: int | slice) -> Moment | Sequence[Moment]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
         sequence = 1 + range(len(self))[index]
@@ -134,16 +118,17 @@ class _Moments(Sequence[Moment]):
             newest = self._read(rounds[-1].text)
             assert newest.round is not None
             fragments, workers = self._last_work(line.at, rounds, base)
-            counted: dict[str, Any] = {
-                "rounds": line.rounds - line.rounds_before,
-                "contributions": line.contributions,
-            }
+            totals = replace(
+                newest.totals,
+                rounds=line.rounds - line.rounds_before,
+                contributions=line.contributions,
+            )
             now |= {
                 "round": replace(newest.round, age_s=max(0.0, line.at - rounds[-1].at)),
                 "last_round": newest.last_round,
                 "counts": newest.counts,
                 "loop": newest.loop,
-                "totals": replace(newest.totals, **counted),
+                "totals": totals,
                 "fragments": tuple(fragments),
                 "workers": tuple(workers),
             }
@@ -181,8 +166,8 @@ class _Moments(Sequence[Moment]):
                             beat_age_s=age_s,
                             sync_age_s=age_s,
                         )
-            enough = len(fragments) >= count if isinstance(count, int) else True
-            if enough and len(workers) >= alive:
+            has_all = not isinstance(count, int) or len(fragments) >= count
+            if has_all and len(workers) >= alive:
                 break
         return (
             [fragments[number] for number in sorted(fragments)],

@@ -17,6 +17,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"workers": 0}, "--workers is 0; it must be a whole number, at least 1."),
     ({"workers": 2.5}, "--workers is 2.5; it must be a whole number, at least 1."),
     ({"workers": True}, "--workers is True; it must be a whole number, at least 1."),
+    ({"bind": "localhost"}, "--bind is 'localhost'; it must be an address like"),
+    ({"bind": "tcp://127.0.0.1:99999"}, "--bind is 'tcp://127.0.0.1:99999'; it must be an address"),
+    ({"bind": "tcp://[::1:5"}, "--bind is 'tcp://[::1:5'; it must be an address like"),
+    ({"feed": "tcp://::1:5"}, "--feed is 'tcp://::1:5'; it must be an address like"),
+    (
+        {"workers": 2, "min_workers": 3},
+        "--min-workers is 3; it must be at most --workers, which is",
+    ),
+    ({"outer_lr": float("nan")}, "--outer-lr is nan; it must be a finite number above 0."),
+    ({"wire_dtype": "int3"}, "--wire-dtype is int3; it must be fp32, bf16 or fp16."),
+    (
+        {"heartbeat_timeout": -1},
+        "--heartbeat-timeout is -1; it must be a finite number, at least 0.",
+    ),
     ({"workers": 2, "quorum": 3}, "--quorum is 3; it must be at most --workers, which is 2."),
     (
         {"workers": 3, "quorum": 1, "min_workers": 2},

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
 from typer.testing import CliRunner
 
@@ -48,20 +47,28 @@ def lines_of(broker: Broker, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def plain(parameters: FragmentParameters) -> Optimizer:
+    return SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def by_groups(parameters: FragmentParameters) -> Optimizer:
+    first, *others = parameters
+    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.1}, {"params": others}]
+    return SGD(groups, lr=0.7, momentum=0.9, nesterov=True)
+
+
 class Tuned(ByTorch):
-    """torch's own SGD whose learning rate is another one from its third step on."""
+    """torch's own SGD, all of whose groups have other settings from its third step on."""
 
-    def __init__(self) -> None:
-        super().__init__(self._sgd)
+    def __init__(self, make: Callable[[FragmentParameters], Optimizer]) -> None:
+        super().__init__(lambda parameters: make(FragmentParameters(0, parameters)))
         self.calls = 0
-
-    def _sgd(self, parameters: dict[str, nn.Parameter]) -> Optimizer:
-        return SGD(parameters.values(), lr=0.7, momentum=0.9, nesterov=True)
 
     def __call__(self, values: State, gradient: State) -> State:
         self.calls += 1
         if self.calls == 3 and self.optimizer is not None:
-            self.optimizer.param_groups[0].update(lr=0.25, momentum=0.5)
+            for group in self.optimizer.param_groups:
+                group.update(lr=0.25, momentum=0.5)
         return super().__call__(values, gradient)
 
 
@@ -76,33 +83,12 @@ def test_learning_rate_and_momentum_hold_from_the_version_that_was_named() -> No
 
     with broker:
         got = run(broker, trainees(1), 20, before=tune)
-    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: Tuned())
+    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: Tuned(plain))
     assert_same(got, wanted)
     assert "Outer learning rate 0.7 -> 0.25; outer momentum 0.9 -> 0.5 from version 3." in said[0]
     unchanged = streaming(trainees(1), 20, Plan(4, strided(1)))
     with pytest.raises(AssertionError):  # the comparison would notice
         assert_same(got, unchanged)
-
-
-def by_groups(parameters: FragmentParameters) -> Optimizer:
-    first, *others = parameters
-    groups: list[dict[str, Any]] = [{"params": [first], "lr": 0.1}, {"params": others}]
-    return SGD(groups, lr=0.7, momentum=0.9, nesterov=True)
-
-
-class TunedByGroups(ByTorch):
-    """The same, where both groups get the new settings at the third step."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda parameters: by_groups(FragmentParameters(0, parameters)))
-        self.calls = 0
-
-    def __call__(self, values: State, gradient: State) -> State:
-        self.calls += 1
-        if self.calls == 3 and self.optimizer is not None:
-            for group in self.optimizer.param_groups:
-                group.update(lr=0.25, momentum=0.5)
-        return super().__call__(values, gradient)
 
 
 def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> None:
@@ -122,7 +108,7 @@ def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> N
         got = run(broker, trainees(1), 20, before=tune)
     assert not early.ok
     assert "once the run has parameters" in early.text
-    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: TunedByGroups())
+    wanted = streaming(trainees(1), 20, Plan(4, strided(1)), make_outer=lambda _: Tuned(by_groups))
     assert_same(got, wanted)
     before, text, after = said
     groups = [{"lr": 0.1, "momentum": 0.9}, {"lr": 0.7, "momentum": 0.9}]

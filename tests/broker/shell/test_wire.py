@@ -20,7 +20,7 @@ import zmq
 from torch import Tensor
 
 from diloco_broker import Broker, BrokerConfig, FragmentParameters
-from diloco_broker.core.rules import operator
+from diloco_broker.core import machine
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Control
 from diloco_worker import DiLoCoClient
@@ -71,21 +71,36 @@ def play(
     with RawWorker(address, worker_id) as worker:
         if worker_id != "w0":
             assert donor_is_in.wait(20)
-        worker.join(one_tensor(len(theta)))
+        welcome = worker.join(one_tensor(len(theta)))
         donor_is_in.set()
-        if worker_id == "w0":
+        if worker_id == "w0" and welcome.get("run") is None:
             worker.donate(theta)
         got = [worker.pull(len(theta))]
         for number, delta in enumerate(deltas):
+            assert worker.version is not None
             worker.push(1000 + number, delta)
-            got.append(worker.pull(len(theta), after=number))
+            got.append(worker.pull(len(theta), after=worker.version["counter"]))
             assert [p["push_id"] for p in worker.ledger["pushes"][worker_id]][-1] == 1000 + number
+        worker.send("leave", session=worker.session)
         return got
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16"])
+def play_all(broker: Broker, theta: Tensor, deltas: list[list[Tensor]]) -> list[list[Tensor]]:
+    """What each worker of a run gets; `deltas` is what they push, round by round."""
+    donor_is_in, workers = threading.Event(), range(len(deltas[0]))
+    with ThreadPoolExecutor(len(workers)) as pool:
+        runs = [
+            pool.submit(play, broker.address, f"w{i}", theta, [of[i] for of in deltas], donor_is_in)
+            for i in workers
+        ]
+        return [run.result(60) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("wire", "momentum", "nesterov"),
+    [("fp32", 0.9, True), ("bf16", 0.9, False), ("fp16", 0.0, False)],
+)
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, False)])
 def test_rounds_equal_the_single_process_reference(
     wire: str, workers: int, momentum: float, nesterov: bool
 ) -> None:
@@ -94,14 +109,9 @@ def test_rounds_equal_the_single_process_reference(
     deltas = [
         [torch.randn(ELEMENTS, generator=generator) for _ in range(workers)] for _ in range(4)
     ]
-    donor_is_in = threading.Event()
     options = {"outer_momentum": momentum, "nesterov": nesterov, "wire_dtype": wire}
-    with a_broker(workers, **options) as broker, ThreadPoolExecutor(workers) as pool:
-        runs = [
-            pool.submit(play, broker.address, f"w{i}", theta, [of[i] for of in deltas], donor_is_in)
-            for i in range(workers)
-        ]
-        histories = [run.result(60) for run in runs]
+    with a_broker(workers, **options) as broker:
+        histories = play_all(broker, theta, deltas)
     expected = reference(theta, deltas, wire, lr=0.7, momentum=momentum, nesterov=nesterov)
     for history in histories:
         assert torch.equal(history[0], theta)
@@ -161,30 +171,11 @@ def test_reply_dtype_rounds_the_reply_and_not_the_master(reply: str) -> None:
 
 def finish_a_round(broker: Broker) -> None:
     """Two well-behaved workers bring the run one version further."""
-    theta, donor_is_in = torch.zeros(ELEMENTS), threading.Event()
-    with ThreadPoolExecutor(2) as pool:
-        names = ("w0", "w1")
-        runs = [pool.submit(_one_round, broker.address, n, theta, donor_is_in) for n in names]
-        got = [run.result(60) for run in runs]
-    assert torch.equal(got[0], got[1])
-    assert torch.isfinite(got[0]).all()
-    assert not torch.equal(got[0], theta)
-
-
-def _one_round(address: str, worker_id: str, theta: Tensor, donor_is_in: threading.Event) -> Tensor:
-    with RawWorker(address, worker_id) as worker:
-        if worker_id != "w0":
-            assert donor_is_in.wait(20)
-        welcome = worker.join(one_tensor(ELEMENTS))
-        donor_is_in.set()
-        if worker_id == "w0" and welcome.get("run") is None:
-            worker.donate(theta)
-        worker.pull(ELEMENTS)
-        assert worker.version is not None
-        worker.push(7, torch.ones(ELEMENTS))
-        after = worker.pull(ELEMENTS, after=worker.version["counter"])
-        worker.send("leave", session=worker.session)
-        return after
+    theta = torch.zeros(ELEMENTS)
+    (_, got), (_, other) = play_all(broker, theta, [[torch.ones(ELEMENTS)] * 2])
+    assert torch.equal(got, other)
+    assert torch.isfinite(got).all()
+    assert not torch.equal(got, theta)
 
 
 @pytest.mark.parametrize(
@@ -382,14 +373,14 @@ def test_extra_that_would_swamp_the_displays_is_refused(broker: Broker) -> None:
 def test_mistake_of_ours_costs_one_message_and_not_the_run(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    control = operator.control
+    control = machine.OF_ANYBODY[Control]
 
     def stumble(state: Any, route: bytes, message: Control) -> Any:
         if message.request == 666:
             raise KeyError("a mistake of ours")
         return control(state, route, message)
 
-    monkeypatch.setattr(operator, "control", stumble)
+    monkeypatch.setitem(machine.OF_ANYBODY, Control, stumble)
     with RawWorker(broker.address, "unlucky") as unlucky:
         unlucky.send("control", action="manifest", request=666)
         assert "could not handle" in unlucky.receive("error")["text"]

@@ -12,14 +12,17 @@ import pytest
 import torch
 
 from diloco_broker import Broker
+from diloco_protocol.fragments import slots
 from diloco_worker import DiLoCoWorker
 from kit.reference import Plan, Trainee, state_of, streaming
+from kit.uniform_model import until
 from kit.whole_run import (
     adamw,
     an_mlp,
     assert_same,
     check,
     make_config,
+    options_of,
     run,
     strided,
     trainees,
@@ -104,3 +107,27 @@ def test_one_worker_with_every_step_taken_over_is_the_plain_inner_optimizer(
         plain.step()
         for name, tensor in state_of(plain.model).items():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_on_a_fast_network_fragments_are_merged_one_step_after_their_slot() -> None:
+    """By default a reply is merged when it is here: before the next step, that is tau = 1."""
+    pieces = 3
+    plan = Plan(STEPS[pieces], strided(pieces), delay=1, alpha=None)
+    options = options_of(plan)
+    del options["fragment_sync_delay"]
+    sent_at = slots(plan.sync_every, pieces)
+
+    def reply_is_here(hook: DiLoCoWorker, _: int, step: int) -> None:
+        cycle, position = divmod(step, plan.sync_every)
+        sent = cycle * pieces + sum(slot <= position for slot in sent_at)
+        until(lambda: hook.sync_count == sent or (hook._link is not None and hook._link.has_news))
+
+    steps = 3 * plan.sync_every + 2
+    with Broker(make_config(workers=2, **options)) as broker:
+        got = run(broker, trainees(2), steps, before=reply_is_here, done=merged_after_one_step)
+    assert_same(got, streaming(trainees(2), steps, plan))
+
+
+def merged_after_one_step(hook: DiLoCoWorker, _: int, __: int) -> None:
+    metrics = hook.sync_metrics
+    assert (metrics.merge_delay, metrics.late_merges) == (1, 0)

@@ -50,12 +50,7 @@ def frozen(push_id: str, steps: int = 5, step: int = 5, fragment: int = 0) -> di
 
 
 def counted(push_id: str, counter: int, tag: str = "t") -> dict[str, Any]:
-    return {
-        "event": "counted",
-        "push_id": push_id,
-        "fragment": 0,
-        "version": version(counter, tag),
-    }
+    return {"event": "counted", "push_id": push_id, "fragment": 0, "version": version(counter, tag)}
 
 
 def dropped(push_id: str) -> dict[str, Any]:

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from diloco_tools.bench.report.figures import Figure, Report
-from diloco_tools.demo.results import (
-    Point,
-    Results,
-    Settings,
-    WorkerResult,
-)
+from diloco_tools.demo.results import Point, Results, Settings, WorkerResult
 
 
 def report(*figures: Figure, skipped: tuple[str, ...] = ()) -> Report:

@@ -27,7 +27,8 @@ from diloco_tools.chaos.audit import (
     release_of,
 )
 from diloco_tools.chaos.faults import FRAGILE, SHORT, STURDY, WHOLE, Kind, Scale, plan
-from diloco_tools.chaos.figures import (
+from diloco_tools.chaos.job import Life
+from diloco_tools.chaos.report import (
     Aftermath,
     Averaged,
     Work,
@@ -36,7 +37,6 @@ from diloco_tools.chaos.figures import (
     rows,
     work_of,
 )
-from diloco_tools.chaos.job import Life
 from kit.audit_records import (
     LEFT,
     a_fault,
@@ -61,148 +61,118 @@ def log(*records: dict[str, Any], worker: str = "a") -> WorkerLog:
 def audited(
     releases: list[dict[str, Any]], *logs: WorkerLog, heads: tuple[Version, ...] | None = None
 ) -> Findings:
-    """The head is the last version written unless it is said."""
-    read = [release_of(each) for each in releases]
+    """Behind a first version; the head is the last one written unless it is said."""
+    read = [release_of(each) for each in (release(0), *releases)]
     return audit(read, (read[-1].version,) if heads is None else heads, logs)
 
 
-# The audit.
-
-
-@pytest.mark.parametrize(
-    ("releases", "logs", "found"),
-    [
-        pytest.param(
-            [release(0), release(1, push("p1"), push("q1", "b")), release(2, push("p2"))],
-            [
-                log(frozen("p1"), counted("p1", 1), frozen("p2"), counted("p2", 2), LEFT),
-                log(frozen("q1"), counted("q1", 1), LEFT, worker="b"),
-            ],
-            {},
-            id="a run in which all went well has no findings",
-        ),
-        pytest.param(
-            [release(0), release(1, push("p1")), release(2, push("p1"))],
-            [log(frozen("p1"), counted("p1", 1), LEFT)],
-            {"doubled": ["p1 of a", "1#t1"]},
-            id="push in two versions of a lineage is counted twice",
-        ),
-        *(
-            pytest.param(
-                [release(0), release(1, push("p1", chunks="05")), release(2, push("p1", chunks=c))],
-                [log(frozen("p1"), counted("p1", 2), LEFT)],
-                {"doubled": ["p1"]} if doubles else {},
-                id=f"no chunk may be in two versions: {c}",
-            )
-            for c, doubles in (("02", False), ("03", True), ("all", True))
-        ),
-        pytest.param(
-            [release(0), release(1, push("p1", chunks="00")), release(2, push("p1"))],
+# The audit: releases, logs, and which findings there are with which words; the others are empty.
+AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[str]]]] = {
+    "a run in which all went well has no findings": (
+        [release(1, push("p1"), push("q1", "b")), release(2, push("p2"))],
+        [
+            log(frozen("p1"), counted("p1", 1), frozen("p2"), counted("p2", 2), LEFT),
+            log(frozen("q1"), counted("q1", 1), LEFT, worker="b"),
+        ],
+        {},
+    ),
+    "push in two versions of a lineage is counted twice": (
+        [release(1, push("p1")), release(2, push("p1"))],
+        [log(frozen("p1"), counted("p1", 1), LEFT)],
+        {"doubled": ["p1 of a", "1#t1"]},
+    ),
+    "round that closed without any chunk of a worker that was cut off": (
+        [release(1, push("p1", chunks="00")), release(2, push("p1"))],
+        [log(frozen("p1"), counted("p1", 2), LEFT)],
+        {},
+    ),
+    "same push id of two workers is two pushes": (
+        [release(1, push("p1"), push("p1", "b"))],
+        [
+            log(frozen("p1"), counted("p1", 1), LEFT),
+            log(frozen("p1"), counted("p1", 1), LEFT, worker="b"),
+        ],
+        {},
+    ),
+    "version that a crash took back counts nothing, its push went into the one in its place": (
+        [
+            release(1, push("p1")),
+            release(2, push("p2"), tag="lost"),
+            release(2, push("p2")),
+            release(3, push("p3")),
+        ],
+        [log(*[e for n in (1, 2, 3) for e in (frozen(f"p{n}"), counted(f"p{n}", n))], LEFT)],
+        {},
+    ),
+    "lineage may go on from a version that was adopted from a worker": (
+        [release(1), release(2, push("p2"), tag="x"), release(3, after="x")],
+        [log(frozen("p2"), counted("p2", 2, "x"), LEFT)],
+        {},
+    ),
+    "push that was never counted is found unless it was the last": (
+        [release(1, push("p2"))],
+        [log(frozen("p1"), frozen("p2"), counted("p2", 1), frozen("p3"), LEFT)],
+        {"uncounted": ["p1"], "in_flight": ["p3"]},
+    ),
+    "killed worker may leave pushes uncounted": ([], [log(frozen("p1"), frozen("p2"))], {}),
+    "half counted push of a survivor is not counted": (
+        [release(1, push("p1", chunks="01")), release(2, push("p2"))],
+        [log(frozen("p1"), frozen("p2"), counted("p2", 2), LEFT)],
+        {"uncounted": ["p1"]},
+    ),
+    "dropped push is listed with its reason": (
+        [],
+        [log(frozen("p1"), dropped("p1"), LEFT)],
+        {"dropped": ["p1", "late"]},
+    ),
+    "push that its worker dropped and a version contains": (
+        [release(1, push("p1"))],
+        [log(frozen("p1"), dropped("p1"), LEFT)],
+        {"dropped": ["p1"], "differing": ["p1", "contains it"]},
+    ),
+    "push that nobody froze": ([release(1, push("p9"))], [log(LEFT)], {"strangers": ["p9"]}),
+    "other number of steps": (
+        [release(1, push("p1", steps=6))],
+        [log(frozen("p1", steps=5), counted("p1", 1), LEFT)],
+        {"differing": ["has 5 steps"]},
+    ),
+    "version that is missing in the log breaks its lineage": (
+        [release(2, push("p1"))],
+        [log(frozen("p1"), LEFT)],
+        {"broken": ["1#t1"], "in_flight": ["p1"]},
+    ),
+    "version written twice": (
+        [release(1, push("p1")), release(1, push("p2"))],
+        [log(frozen("p1"), frozen("p2"))],
+        {"broken": ["1#t1 is twice"]},
+    ),
+    "same version written again": (
+        [release(1, push("p1")), release(1, push("p1"))],
+        [log(frozen("p1"))],
+        {},
+    ),
+    **{
+        f"chunk of one version in another: {chunks}": (
+            [release(1, push("p1", chunks="05")), release(2, push("p1", chunks=chunks))],
             [log(frozen("p1"), counted("p1", 2), LEFT)],
-            {},
-            id="round that closed without any chunk of a worker that was cut off",
-        ),
-        pytest.param(
-            [release(0), release(1, push("p1"), push("p1", "b"))],
-            [
-                log(frozen("p1"), counted("p1", 1), LEFT),
-                log(frozen("p1"), counted("p1", 1), LEFT, worker="b"),
-            ],
-            {},
-            id="same push id of two workers is two pushes",
-        ),
-        pytest.param(
-            [
-                release(0),
-                release(1, push("p1")),
-                release(2, push("p2"), tag="lost"),
-                release(2, push("p2")),
-                release(3, push("p3")),
-            ],
-            [log(*[e for n in (1, 2, 3) for e in (frozen(f"p{n}"), counted(f"p{n}", n))], LEFT)],
-            {},
-            id="version that a crash took back counts nothing, its push went into the one in its place",
-        ),
-        pytest.param(
-            [release(0), release(1), release(2, push("p2"), tag="x"), release(3, after="x")],
-            [log(frozen("p2"), counted("p2", 2, "x"), LEFT)],
-            {},
-            id="lineage may go on from a version that was adopted from a worker",
-        ),
-        *(
-            pytest.param(
-                [release(0), release(1, push("p1"), tag="lost"), release(1)],
-                [log(frozen("p1"), counted("p1", 1, "lost"), *last)],
-                {kind: ["p1"]},
-                id=f"push that was seen counted and is in no final version is {kind}",
-            )
-            for last, kind in (([LEFT], "lost"), ([], "forgotten"))
-        ),
-        pytest.param(
-            [release(0), release(1, push("p2"))],
-            [log(frozen("p1"), frozen("p2"), counted("p2", 1), frozen("p3"), LEFT)],
-            {"uncounted": ["p1"], "in_flight": ["p3"]},
-            id="push that was never counted is found unless it was the last",
-        ),
-        pytest.param(
-            [release(0)],
-            [log(frozen("p1"), frozen("p2"))],
-            {},
-            id="killed worker may leave pushes uncounted",
-        ),
-        pytest.param(
-            [release(0), release(1, push("p1", chunks="01")), release(2, push("p2"))],
-            [log(frozen("p1"), frozen("p2"), counted("p2", 2), LEFT)],
-            {"uncounted": ["p1"]},
-            id="half counted push of a survivor is not counted",
-        ),
-        pytest.param(
-            [release(0)],
-            [log(frozen("p1"), dropped("p1"), LEFT)],
-            {"dropped": ["p1", "late"]},
-            id="dropped push is listed with its reason",
-        ),
-        pytest.param(
-            [release(0), release(1, push("p1"))],
-            [log(frozen("p1"), dropped("p1"), LEFT)],
-            {"dropped": ["p1"], "differing": ["p1", "contains it"]},
-            id="push that its worker dropped and a version contains",
-        ),
-        pytest.param(
-            [release(0), release(1, push("p9"))],
-            [log(LEFT)],
-            {"strangers": ["p9"]},
-            id="push that nobody froze",
-        ),
-        pytest.param(
-            [release(0), release(1, push("p1", steps=6))],
-            [log(frozen("p1", steps=5), counted("p1", 1), LEFT)],
-            {"differing": ["has 5 steps"]},
-            id="other number of steps",
-        ),
-        pytest.param(
-            [release(0), release(2, push("p1"))],
-            [log(frozen("p1"), LEFT)],
-            {"broken": ["1#t1"], "in_flight": ["p1"]},
-            id="version that is missing in the log breaks its lineage",
-        ),
-        pytest.param(
-            [release(0), release(1, push("p1")), release(1, push("p2"))],
-            [log(frozen("p1"), frozen("p2"))],
-            {"broken": ["1#t1 is twice"]},
-            id="version written twice",
-        ),
-        pytest.param(
-            [release(0), release(1, push("p1")), release(1, push("p1"))],
-            [log(frozen("p1"))],
-            {},
-            id="same version written again",
-        ),
-    ],
-)
-def test_audit_finds_what_is_wrong_and_nothing_else(
-    releases: list[dict[str, Any]], logs: list[WorkerLog], found: dict[str, list[str]]
-) -> None:
+            found,
+        )
+        for chunks, found in (("02", {}), ("03", {"doubled": ["p1"]}), ("all", {"doubled": ["p1"]}))
+    },
+    **{
+        f"push that was seen counted and is in no final version: {kind}": (
+            [release(1, push("p1"), tag="lost"), release(1)],
+            [log(frozen("p1"), counted("p1", 1, "lost"), *last)],
+            {kind: ["p1"]},
+        )
+        for last, kind in (([LEFT], "lost"), ([], "forgotten"))
+    },
+}
+
+
+@pytest.mark.parametrize("case", AUDITS)
+def test_audit_finds_what_is_wrong_and_nothing_else(case: str) -> None:
+    releases, logs, found = AUDITS[case]
     findings = audited(releases, *logs)
     assert {kind for kind in KINDS if getattr(findings, kind)} == found.keys()
     for kind, words in found.items():
@@ -311,7 +281,6 @@ def test_broker_is_not_killed_twice_in_a_row() -> None:
 def test_useful_work_is_the_steps_of_whole_contributions() -> None:
     findings = audited(
         [
-            release(0),
             release(1, push("p1", steps=6)),
             release(2, push("p2", steps=6, chunks="01")),
             release(3, push("p3", steps=6, chunks="01")),

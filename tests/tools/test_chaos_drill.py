@@ -22,21 +22,13 @@ from rich.console import Console
 
 from diloco_protocol import Ledger, VersionId
 from diloco_tools.chaos import run_watch as watch_module
-from diloco_tools.chaos.audit import (
-    BROKER_LOG,
-    Findings,
-)
+from diloco_tools.chaos.audit import BROKER_LOG, Findings
 from diloco_tools.chaos.crew import MODES, Crew, DrillProxy
 from diloco_tools.chaos.disk import size_limit, tmpfs
 from diloco_tools.chaos.drill import empty
 from diloco_tools.chaos.faults import Kind
-from diloco_tools.chaos.figures import (
-    Aftermath,
-    Averaged,
-    Work,
-)
 from diloco_tools.chaos.job import Job, Life
-from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
+from diloco_tools.chaos.report import Aftermath, Averaged, Calm, Ending, KillCost, ModeReport, Work
 from diloco_tools.chaos.run_watch import Broken, RunWatch
 from diloco_tools.chaos.table import faults_table, figures_table
 from diloco_tools.chaos.worker import StepCount, bring_in, checksum

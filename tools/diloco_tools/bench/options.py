@@ -52,12 +52,10 @@ def numbers(help_text: str, most: int) -> Any:
 
 
 def words(name: str, help_text: str, check: Callable[[str], str]) -> Any:
-    """An option of words with commas between them, each of them checked; its part gets a list."""
-
-    def read(text: str) -> list[str]:
-        return [check(each) for each in names(text)]
-
-    return typer.Option(name, help=help_text, callback=read)
+    """The same with words, each of them checked."""
+    return typer.Option(
+        name, help=help_text, callback=lambda text: [check(each) for each in names(text)]
+    )
 
 
 Size = Annotated[

@@ -16,9 +16,17 @@ from diloco_tools.chaos.audit import BROKER_LOG, FINAL, audit, contributions, re
 from diloco_tools.chaos.crew import MODES, Crew
 from diloco_tools.chaos.disk import small_disk
 from diloco_tools.chaos.faults import NEWCOMERS, WORKERS, Kind, Scale, plan
-from diloco_tools.chaos.figures import Aftermath, averaged, next_after, work_of
 from diloco_tools.chaos.inject import Injected, inject_all
-from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
+from diloco_tools.chaos.report import (
+    Aftermath,
+    Calm,
+    Ending,
+    KillCost,
+    ModeReport,
+    averaged,
+    next_after,
+    work_of,
+)
 from diloco_tools.chaos.run_watch import Broken, RunWatch, Seen
 from diloco_tools.chaos.worker import CONTEXT, checksum, named
 from diloco_tools.demo.data import load_shard, validation_windows

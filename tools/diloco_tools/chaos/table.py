@@ -9,8 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_tools.chaos.faults import Kind
-from diloco_tools.chaos.figures import Row, Work, kills, rows
-from diloco_tools.chaos.report import LEAST_SHARE_AVERAGED, ModeReport
+from diloco_tools.chaos.report import LEAST_SHARE_AVERAGED, ModeReport, Row, Work, kills, rows
 
 
 def faults_table(reports: Sequence[ModeReport]) -> Table:

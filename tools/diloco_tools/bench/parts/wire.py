@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
@@ -53,14 +52,6 @@ def limits(pool: ProcessPool, *, repeats: Repeats = 5) -> list[Figure]:
     return [figure(LIMITS, row, "speed", values, "GB/s") for row, values in rows.items()]
 
 
-@dataclass(frozen=True)
-class Way:
-    """One direction: speed in GB/s, CPU seconds of the broker's end per GB."""
-
-    speed: float
-    cpu: float
-
-
 def transport(
     pool: ProcessPool,
     *,
@@ -80,33 +71,30 @@ def transport(
     worker.ask("connect", address=broker.ask("bind")["address"])
     broker.ask("meet")
 
-    def both_ways(size: int, window: int) -> tuple[Way, Way]:
+    def both_ways(size: int, window: int) -> tuple[float, float, float]:
+        """GB/s up and down, CPU seconds of the broker's end per GB of both."""
         chunks = max(1, pool.bytes_raw // size)
         gigabytes = chunks * size / 1e9
         broker.tell("collect", chunks=chunks)
         sent, got = worker.ask("push", chunks=chunks, size=size, window=window), broker.hear()
-        up = Way(gigabytes / (sent["ended"] - sent["began"]), got["cpu"] / gigabytes)
         worker.tell("pull", chunks=chunks, window=window)
         replied = broker.ask("reply", chunks=chunks, size=size, window=window)
-        seconds = worker.hear()["ended"] - replied["began"]
-        return up, Way(gigabytes / seconds, replied["cpu"] / gigabytes)
+        up, down = sent["ended"] - sent["began"], worker.hear()["ended"] - replied["began"]
+        return gigabytes / up, gigabytes / down, (got["cpu"] + replied["cpu"]) / gigabytes
 
     figures = []
     for size in [1024 * each for each in chunk_kib]:
         for chunks_under_way in window:
-            raw, pairs = in_turn(pool.raw, partial(both_ways, size, chunks_under_way), repeats)
+            raw, found = in_turn(pool.raw, partial(both_ways, size, chunks_under_way), repeats)
             row = f"chunks of {size // 1024} KiB, window {chunks_under_way}"
             of_it = partial(figure, TRANSPORT, row)
-            for name, found in zip(("up", "down"), zip(*pairs, strict=True), strict=True):
-                speeds = [each.speed for each in found]
+            ups, downs, used = zip(*found, strict=True)
+            for name, speeds in (("up", ups), ("down", downs)):
                 figures.append(of_it(name, speeds, "GB/s"))
                 shares = against(speeds, [each.speed for each in raw])
                 figures.append(of_it(f"{name} / raw", shares, "x"))
             is_usual = (size, chunks_under_way) == (DEFAULT_CHUNK, DEFAULT_WINDOW)
-            cpu = against(
-                [up.cpu + down.cpu for up, down in pairs],
-                [each.send_cpu + each.receive_cpu for each in raw],
-            )
+            cpu = against(used, [each.send_cpu + each.receive_cpu for each in raw])
             target = "cpu transport" if is_usual else None
             figures.append(of_it("CPU of the ROUTER / raw", cpu, "x", target=target))
     pool.dismiss("dealer", "router")

@@ -224,7 +224,22 @@ class DiLoCoWorker:
         if settings.handle_signals is not False:
             self._termination.install()
         await_model(link, Patience(self._clock, first=FIRST_WORD_S))
-        self._take_model(link, tensors, audit)
+        self._driver = Driver(
+            self.worker_id,
+            tensors,
+            link,
+            settings=settings,
+            reports=self._reports,
+            metrics=self._counters,
+            publish=self._publish,
+            audit=audit,
+            termination=self._termination,
+            clock=self._clock,
+            step=self._step,
+            cycle_start=self._cycle_start,
+            resumption=None if link.has_forgotten else resumption,
+        )
+        self._resumption = self._carried = None
         self._steps.start()
         self._pace.resume(self._clock())
         return self
@@ -434,33 +449,11 @@ class DiLoCoWorker:
         if self._resumption is not None:
             self.worker_id = self._resumption.worker_id
 
-    # Joining.
-
-    def _take_model(self, link: Link, tensors: ModelTensors, audit: PushLog) -> None:
-        self._driver = Driver(
-            self.worker_id,
-            tensors,
-            link,
-            settings=self._settings,
-            reports=self._reports,
-            metrics=self._counters,
-            publish=self._publish,
-            audit=audit,
-            termination=self._termination,
-            clock=self._clock,
-            step=self._step,
-            cycle_start=self._cycle_start,
-            resumption=None if link.has_forgotten else self._resumption,
-        )
-        self._resumption = self._carried = None
-
-    # The end of the process.
+    # Steps, and what comes between them.
 
     def _wake(self) -> None:
         if self._link is not None:
             self._link.wake()
-
-    # Steps.
 
     def _after_step(self) -> None:
         driver = self._driver

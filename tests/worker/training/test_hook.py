@@ -109,17 +109,15 @@ def test_buffers_ties_and_dtypes_survive_the_whole_way(
     assert descent.model.state_dict()["norm.num_batches_tracked"] == 0
 
 
-def test_fresh_worker_donates_its_parameters_when_asked(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_fresh_worker_donates_its_parameters_when_asked(training: ScriptedTraining) -> None:
     training.makes()
     before = training.descent.values()
     training.joins()
-    broker.says(Notice("donate", fragment=0))
-    push, values = broker.takes_push()
+    training.broker.says(Notice("donate", fragment=0))
+    push, values = training.broker.takes_push()
     assert (push.purpose, push.base, push.wire_dtype) == (Purpose.DONATION, None, "fp32")
     assert equal(values, before)
-    broker.serves(values, version(0))
+    training.broker.serves(values, version(0))
     training.done()
     assert equal(training.descent.values(), before)
 
@@ -138,27 +136,25 @@ def test_worker_donates_the_global_values_and_later_versions_do_not_overwrite_th
     assert (donation.base, first(values)) == (version(0), 100)
 
 
-def test_heartbeats_tell_how_training_stands(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_heartbeats_tell_how_training_stands(training: ScriptedTraining) -> None:
     worker = training.begins()
     for _ in range(3):
         training.steps(1)
         worker.report(loss=torch.tensor(2.5, requires_grad=True), tokens=10, note="x")
     worker.report(tokens=5)
     training.trains(1)
-    assert broker.hears(Heartbeat).step == H, "each boundary sends one first"
+    assert training.broker.hears(Heartbeat).step == H, "each boundary sends one first"
     push, _ = training.takes()
     assert (push.tokens, push.loss) == (35, 2.5)
-    broker.says(Notice("ping"))
-    beat = broker.hears(Heartbeat)
+    training.broker.says(Notice("ping"))
+    beat = training.broker.hears(Heartbeat)
     assert (beat.step, beat.inner_step, beat.state) == (4, 0, "waiting")
     assert (beat.loss, beat.tokens) == (2.5, 35)
     assert beat.steps_per_s is not None
     assert worker.reported == {"note": "x"}
     training.serves(1, 1, push)
     training.done()
-    beat = broker.hears(Heartbeat)
+    beat = training.broker.hears(Heartbeat)
     assert (beat.step, beat.inner_step, beat.state) == (4, 0, "training"), "and one behind it"
 
 
@@ -187,32 +183,26 @@ def test_h_that_answers_the_heartbeat_of_a_boundary_holds_for_the_next_round(
 # Leaving.
 
 
-def test_leaving_tells_the_broker_and_leaves_the_model_as_it_is(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_leaving_tells_the_broker_and_leaves_the_model_as_it_is(training: ScriptedTraining) -> None:
     worker = training.begins()
     training.steps(2)
     worker.close()
-    broker.hears(Leave, patience=5)
+    training.broker.hears(Leave, patience=5)
     assert training.values == 98
     training.descent.steps(10)
     assert worker.local_step == 2, "the hook is gone"
     worker.close()
 
 
-def test_error_in_the_body_leaves_at_once(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_error_in_the_body_leaves_at_once(training: ScriptedTraining) -> None:
     worker = training.begins(timeout=60.0)
     worker.__exit__(KeyError, KeyError("mine"), None)
-    assert "error" in broker.hears(Leave, patience=5).reason
+    assert "error" in training.broker.hears(Leave, patience=5).reason
 
 
-def test_close_never_hangs_without_a_broker(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_close_never_hangs_without_a_broker(training: ScriptedTraining) -> None:
     worker = training.begins()
-    broker.close()
+    training.broker.close()
     began = time.monotonic()
     worker.close()
     assert time.monotonic() - began < 5

@@ -65,18 +65,16 @@ class PartlyFrozen(nn.Module):
         self.fixed = nn.Linear(2, 2).requires_grad_(False)
 
 
-def test_frozen_parameters_are_those_that_the_script_has_loaded(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_frozen_parameters_are_those_that_the_script_has_loaded(training: ScriptedTraining) -> None:
     training.begins(PartlyFrozen())
     training.steps(1)
     join = training.resumes(training.saves(), version(0), model=PartlyFrozen())
     assert join.versions == (version(0), version(0))
     training.says_current(0)
     training.done()
-    broker.hears_nothing_of(Pull, 0.1)
-    broker.says(Notice("donate", fragment=1))
-    donation, given = broker.takes_push()
+    training.broker.hears_nothing_of(Pull, 0.1)
+    training.broker.says(Notice("donate", fragment=1))
+    donation, given = training.broker.takes_push()
     assert donation.base == version(0)
     assert not any(bool(vector.any()) for vector in given.vectors.values())
 
@@ -131,40 +129,6 @@ def test_delta_that_was_let_go_holds_nobody_up_and_no_second_one_grows_over_it(
     assert (second.base, second.steps, delta) == (version(1), H, H)
     training.serves(50, 2, second)
     training.done()
-
-
-def test_order_of_fragments_is_the_workers_own_in_asynchronous_mode(
-    training: ScriptedTraining,
-) -> None:
-    training.begins(config={"mode": "async", "num_fragments": 2})
-    assert training.round(H // 2, 1).fragment == 0
-    # Others have pushed meanwhile: the broker is at round 6, which says nothing to this worker.
-    training.resumes(training.saves(), version(1), version(0), first_round=6)
-    training.says_current(1, fragment=0)
-    training.says_current(0, fragment=1)
-    training.done()
-    training.trains(H // 2)
-    training.says_current(0, fragment=1)
-    push, _ = training.takes()
-    assert push.fragment == 1
-    training.serves(50, 1, push)
-    training.done()
-
-
-def test_delta_that_has_landed_meanwhile_is_merged_in_its_time_and_not_sent(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    training.begins(config={"fragment_sync_delay": 2})
-    training.steps(H + 1)
-    push = broker.hears(Push)
-    training.resumes(training.saves(), version(1))
-    broker.hears_pull()
-    training.serves(1000, 1, push)
-    training.done()
-    assert training.values == 100 - H - 1, "its apply point has not come"
-    training.steps(1)
-    assert (training.values, training.worker.sync_count) == (1000, 1)
-    broker.hears_nothing_of(Push, 0.1)
 
 
 def test_steps_that_nobody_has_counted_keep_their_base_though_the_broker_is_newer(
@@ -295,20 +259,6 @@ def test_broker_that_is_behind_is_asked_for_nothing_and_given_what_is_held(
     assert (push.base, delta) == (version(1), H), "measured from what is held"
     training.serves(50, 1, push)
     training.done()
-
-
-def test_broker_without_parameters_is_given_those_that_are_held(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    training.begins()
-    training.steps(2)
-    training.resumes(training.saves())
-    broker.says(Notice("donate", fragment=0))
-    donation, given = broker.takes_push()
-    assert (donation.base, first(given)) == (version(0), 100), "not those of the model"
-    broker.says(Released(0, version(0), Ledger()))
-    training.done()
-    assert training.values == 98
 
 
 def test_run_that_was_started_again_in_another_shape_is_joined_as_by_a_new_worker(

@@ -249,25 +249,20 @@ def test_handler_is_there_only_inside_the_with(training: ScriptedTraining) -> No
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_handler_of_the_script_stays() -> None:
+@pytest.mark.parametrize("is_set_before", [True, False])
+def test_handler_of_the_script_stays(is_set_before: bool) -> None:
     heard: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     termination = Termination(lambda: None)
-    termination.install()
+    if not is_set_before:
+        termination.install()
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    if is_set_before:
+        termination.install()
     os.kill(os.getpid(), signal.SIGTERM)
     termination.restore()
     os.kill(os.getpid(), signal.SIGTERM)
     assert heard == [signal.SIGTERM] * 2
     assert not termination.is_asked
-
-
-@pytest.mark.usefixtures("default_sigterm")
-def test_handler_that_the_script_sets_later_stays() -> None:
-    termination = Termination(lambda: None)
-    termination.install()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    termination.restore()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
 @pytest.mark.usefixtures("default_sigterm")
@@ -299,56 +294,59 @@ def termination() -> Iterator[Termination]:
     signal.signal(signal.SIGINT, before)
 
 
-def presses_ctrl_c() -> None:
+def presses(_: Termination) -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def held(termination: Termination, *actions: Callable[[], object]) -> tuple[int, bool]:
-    """Do these where Ctrl-C is held: how many were done, and whether KeyboardInterrupt was raised."""
-    done = 0
-    try:
-        with termination.held():
-            for action in actions:
-                action()
-                done += 1
-    except KeyboardInterrupt:
-        return done, True
-    return done, False
+def fails(_: Termination) -> None:
+    raise MemoryError
 
 
-def nothing() -> None:
+def waits(termination: Termination, meanwhile: Callable[[Termination], None] | None = None) -> None:
+    with termination.waiting():
+        if meanwhile is not None:
+            meanwhile(termination)
+
+
+def goes_on(_: Termination) -> None:
     pass
 
 
 @pytest.mark.usefixtures("default_sigterm")
-def test_ctrl_c_comes_behind_what_must_not_be_broken_off(termination: Termination) -> None:
-    assert held(termination, presses_ctrl_c, nothing) == (2, True)
-    assert held(termination, nothing) == (1, False), "it comes once"
+@pytest.mark.parametrize(
+    ("actions", "done", "is_raised"),
+    [
+        ([presses, goes_on], 2, True),  # behind what must not be broken off
+        ([goes_on], 1, False),
+        ([presses, fails], 1, True),  # not lost where something fails meanwhile
+        (
+            [lambda termination: waits(termination, presses), goes_on],
+            0,
+            True,
+        ),  # waiting ends at once
+        ([presses, waits, goes_on], 1, True),
+        ([presses, presses, goes_on], 1, True),  # the second one breaks off what hangs
+    ],
+)
+def test_ctrl_c_that_is_held_comes_once(
+    termination: Termination,
+    actions: list[Callable[[Termination], None]],
+    done: int,
+    is_raised: bool,
+) -> None:
+    count, was_raised = 0, False
+    try:
+        with termination.held():
+            for action in actions:
+                action(termination)
+                count += 1
+    except KeyboardInterrupt:
+        was_raised = True
+    assert (count, was_raised) == (done, is_raised)
+    with termination.held():
+        pass  # nothing is left of it
     with pytest.raises(KeyboardInterrupt):
-        presses_ctrl_c()
-
-
-@pytest.mark.usefixtures("default_sigterm")
-def test_ctrl_c_is_not_lost_where_something_fails_meanwhile(termination: Termination) -> None:
-    def fails() -> None:
-        raise MemoryError
-
-    assert held(termination, presses_ctrl_c, fails) == (1, True)
-
-
-@pytest.mark.usefixtures("default_sigterm")
-def test_ctrl_c_ends_waiting_at_once(termination: Termination) -> None:
-    def waits(meanwhile: Callable[[], None]) -> None:
-        with termination.waiting():
-            meanwhile()
-
-    assert held(termination, lambda: waits(presses_ctrl_c), nothing) == (0, True)
-    assert held(termination, presses_ctrl_c, lambda: waits(nothing), nothing) == (1, True)
-
-
-@pytest.mark.usefixtures("default_sigterm")
-def test_second_ctrl_c_breaks_off_what_hangs(termination: Termination) -> None:
-    assert held(termination, presses_ctrl_c, presses_ctrl_c, nothing) == (1, True)
+        presses(termination)
 
 
 @pytest.mark.usefixtures("default_sigterm")
@@ -356,7 +354,7 @@ def test_ctrl_c_that_the_script_handles_is_left_alone(termination: Termination) 
     heard: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     with termination.held():
-        presses_ctrl_c()
+        presses(termination)
         assert heard == [signal.SIGINT]
 
 

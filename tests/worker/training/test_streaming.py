@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from diloco_protocol import Segment
-from diloco_protocol.messages import Heartbeat, Leave, Push
+from diloco_protocol.messages import Heartbeat, Push
 from kit.scripted_broker import Descent, ScriptedBroker, run_config, version
 from kit.scripted_training import H, ScriptedTraining, layers
 from kit.uniform_model import filled, values
@@ -57,33 +57,29 @@ def test_fragments_are_pushed_in_turn_with_what_was_done_since_their_last_freeze
     assert (worker.sync_every, worker.state_dict()["samples"]) == (6, 30)
 
 
-def test_broker_is_told_of_the_delay_in_use(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_broker_is_told_of_the_delay_in_use(training: ScriptedTraining) -> None:
     begins(training, sync_every=12, fragment_delay_auto=True)
     training.steps(4)
-    assert broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
+    assert training.broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
     push, _ = training.takes(0)
     training.steps(1)
     training.serves(1000, 1, push)
     training.hears_news()
     training.steps(3)  # merged after two steps; then the slot of fragment 1, with a heartbeat
-    while (told := broker.hears(Heartbeat)).step < 8:
+    while (told := training.broker.hears(Heartbeat)).step < 8:
         pass
-    assert (told.merge_delay, broker.hears(Push).fragment) == (2, 1)
+    assert (told.merge_delay, training.broker.hears(Push).fragment) == (2, 1)
 
 
-def test_flights_and_their_order_survive_a_broken_connection(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_flights_and_their_order_survive_a_broken_connection(training: ScriptedTraining) -> None:
     begins(training, fragment_sync_delay=1, fragment_max_delay=3)
     training.steps(4)
-    flights = [broker.hears(Push), broker.hears(Push)]
-    broker.restart()
-    join = broker.welcomes(*[version(0)] * 3, first_round=0)
+    flights = [training.broker.hears(Push), training.broker.hears(Push)]
+    training.broker.restart()
+    join = training.broker.welcomes(*[version(0)] * 3, first_round=0)
     assert join.versions[:3] == (version(0),) * 3
-    session = broker.sessions.to_bytes(16, "big")
-    assert [broker.hears(Push), broker.hears(Push)] == [
+    session = training.broker.sessions.to_bytes(16, "big")
+    assert [training.broker.hears(Push), training.broker.hears(Push)] == [
         replace(each, session=session) for each in flights
     ]
     training.trains(1)
@@ -95,9 +91,7 @@ def test_flights_and_their_order_survive_a_broken_connection(
 # All fragments at once.
 
 
-def test_force_sync_takes_the_next_turn_of_every_fragment(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_force_sync_takes_the_next_turn_of_every_fragment(training: ScriptedTraining) -> None:
     worker = begins(training, fragment_sync_delay=2)
     training.steps(3)
     push, _ = training.takes(0)
@@ -114,7 +108,7 @@ def test_force_sync_takes_the_next_turn_of_every_fragment(
     assert [training.at(fragment) for fragment in range(3)] == [2000, 5, 5]
     assert worker.state_dict()["cycle_start"] == 3
     training.steps(2)
-    assert broker.hears(Push).fragment == 1
+    assert training.broker.hears(Push).fragment == 1
 
 
 def test_load_global_loads_every_fragment_and_drops_what_was_done_since(
@@ -163,20 +157,6 @@ def test_flight_that_load_global_met_is_merged_on_what_was_loaded(
     assert training.values == 499, "the reply is early"
     training.steps(2)
     assert training.values == merged - 2
-
-
-def test_leaving_waits_for_every_flight(training: ScriptedTraining, broker: ScriptedBroker) -> None:
-    worker = begins(training, fragment_sync_delay=3)
-    training.steps(4)
-    flights = [training.takes(round_)[0] for round_ in (0, 1)]
-    training.does(worker.close)
-    training.serves(1000, 1, flights[0])
-    broker.hears_nothing_of(Leave, 0.05)
-    training.serves(1000, 1, flights[1])
-    training.done()
-    broker.hears(Leave)
-    assert (training.at(0), training.at(1)) == (96, 96), "the model stays"
-    assert training.metrics.rounds == 2
 
 
 def test_delta_that_is_not_finite_restores_every_fragment_and_keeps_the_turn(

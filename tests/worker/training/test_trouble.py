@@ -24,24 +24,22 @@ LATER = {"fragment_sync_delay": 2}
 # Connections that break, and silence.
 
 
-def test_push_survives_a_broken_connection_byte_by_byte(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_push_survives_a_broken_connection_byte_by_byte(training: ScriptedTraining) -> None:
     training.begins()
     training.trains(H)
-    push = broker.hears(Push)
-    broker.grants(push, credit=2)
-    _, chunk, payload = broker.hears_from(Chunk)
-    broker.restart()
-    join = broker.welcomes(version(0))
+    push = training.broker.hears(Push)
+    training.broker.grants(push, credit=2)
+    _, chunk, payload = training.broker.hears_from(Chunk)
+    training.broker.restart()
+    join = training.broker.welcomes(version(0))
     assert (join.session, join.versions[0]) == ((1).to_bytes(16, "big"), version(0))
-    again = broker.hears(Push)
+    again = training.broker.hears(Push)
     assert (again.push_id, again.base) == (push.push_id, push.base)
     held = Bitmap(push.chunks)
     held.add(chunk.index)
-    broker.grants(again, held.to_bytes(), credit=3)
-    chunks = broker.takes_chunks(again, push.chunks - 1)
-    assert first(broker.decoded(again, {**chunks, chunk.index: payload})) == H
+    training.broker.grants(again, held.to_bytes(), credit=3)
+    chunks = training.broker.takes_chunks(again, push.chunks - 1)
+    assert first(training.broker.decoded(again, {**chunks, chunk.index: payload})) == H
     training.serves(5, 1, push)
     training.done()
     assert training.values == 5
@@ -109,18 +107,16 @@ def test_counted_delta_is_not_forgotten_when_a_still_newer_version_comes(
     assert (training.values, training.metrics.rounds) == (1000 - 2, 1)
 
 
-def test_version_that_has_come_is_held_before_it_is_merged(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_version_that_has_come_is_held_before_it_is_merged(training: ScriptedTraining) -> None:
     training.begins(config=LATER)
     training.steps(H)
     push, _ = training.takes()
     training.serves(1000, 1, push)
     training.hears_news()
-    broker.restart()
-    assert broker.welcomes().versions[0] == version(1)
-    broker.says(Notice("donate", fragment=0))
-    donation, values = broker.takes_push()
+    training.broker.restart()
+    assert training.broker.welcomes().versions[0] == version(1)
+    training.broker.says(Notice("donate", fragment=0))
+    donation, values = training.broker.takes_push()
     assert (donation.base, first(values)) == (version(1), 1000)
     assert donation.ledger is not None
     assert donation.ledger.names_whole("me", push.push_id)
@@ -225,17 +221,15 @@ def test_run_that_is_over_after_a_restart_ends_the_script(
     assert worker.stop_reason == OVER
 
 
-def test_worker_that_leaves_waits_until_the_broker_is_back(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_worker_that_leaves_waits_until_the_broker_is_back(training: ScriptedTraining) -> None:
     worker = training.begins()
     training.trains(H)
     push, _ = training.takes()
     restarts(training)
     training.done()
     training.does(worker.close)
-    broker.restart()
-    broker.welcomes(version(0))
+    training.broker.restart()
+    training.broker.welcomes(version(0))
     again, _ = training.takes()
     assert again.push_id == push.push_id
     assert training.stands
@@ -264,15 +258,13 @@ def test_shutdown_sets_should_stop_and_boundaries_do_not_wait(
     assert time.monotonic() - began < 5
 
 
-def test_refusal_in_mid_run_is_shown_and_training_goes_on(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_refusal_in_mid_run_is_shown_and_training_goes_on(training: ScriptedTraining) -> None:
     training.begins()
     training.trains(H)
-    broker.hears(Push)
-    broker.says(Rejoin("another epoch"))
-    broker.control, _, _ = broker.hears_from(Join)
-    broker.says(Error("run_differs", "This is another run.", about="join"))
+    training.broker.hears(Push)
+    training.broker.says(Rejoin("another epoch"))
+    training.broker.control, _, _ = training.broker.hears_from(Join)
+    training.broker.says(Error("run_differs", "This is another run.", about="join"))
     training.done()
     assert training.values == 100 - H
     assert "This is another run." in str(training.metrics.last_error)
@@ -281,13 +273,11 @@ def test_refusal_in_mid_run_is_shown_and_training_goes_on(
 # What goes wrong in the link.
 
 
-def test_chunk_of_wrong_length_is_said_aloud_and_not_used(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
+def test_chunk_of_wrong_length_is_said_aloud_and_not_used(training: ScriptedTraining) -> None:
     training.begins()
     training.trains(H)
     push, _ = training.takes()
-    broker.says(Chunk(0, 0, version=version(1)), b"123")
+    training.broker.says(Chunk(0, 0, version=version(1)), b"123")
     training.serves(5, 1, push)
     training.done()
     assert training.values == 5

@@ -114,35 +114,22 @@ class ModelTensors:
                 squares += float(torch.linalg.vector_norm(apart.sub_(base.of(place)))) ** 2
         return math.sqrt(squares)
 
-    def delta(self, base: FlatState, dtype_name: str, scratch: FlatState | None = None) -> Delta:
-        """Global minus local of a fragment, encoded; the model is only read.
+    def delta(self, base: FlatState, dtype_name: str, captured: FlatState | None = None) -> Delta:
+        """Global minus local of a fragment, encoded into memory that no other delta is in.
 
         Args:
             base: the global values that training started from, rounded to the model's dtypes.
             dtype_name: wire dtype of parameters, by name.
-            scratch: room that may be overwritten, used when the model is on a CUDA device.
+            captured: the local values, if they are here already; else the model is read.
 
         Raises:
             UsageError: when a tensor is not what the manifest says any more.
         """
-        layout = base.layout
-        live = self._live(layout)
-        if _on_cuda(live.values()):
+        if captured is None and _on_cuda(self._live(base.layout).values()):
             # One queue of copies and one wait, instead of a wait for each piece.
-            staging = scratch if scratch is not None else FlatState.empty(layout, pinned=True)
-            self._copy_out(live, staging)
-            live = staging.by_name()
-        return self.encode(layout, live, dtype_name, base)
-
-    def encode(
-        self,
-        layout: FragmentLayout,
-        tensors: Mapping[str, Tensor],
-        dtype_name: str,
-        base: FlatState | None = None,
-    ) -> Delta:
-        """`encode` into memory that no earlier delta is sent from any more."""
-        return encode(layout, tensors, dtype_name, base, self._buffers.take)
+            captured = self.capture(base.layout)
+        local = self._live(base.layout) if captured is None else captured.by_name()
+        return encode(base.layout, local, dtype_name, base, self._buffers.take)
 
     def bring_in(self, change: Change) -> None:
         """Change the model's own tensors, so that the optimizer's references stay valid.

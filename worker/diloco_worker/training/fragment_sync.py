@@ -86,9 +86,7 @@ class FragmentSync:
         merge, frozen = self._merge, None
         if merge.rebases and merge.overlaps:
             frozen = self._tensors.capture(self.part)
-            delta = self._tensors.encode(self.part, frozen.by_name(), dtype, self.base)
-        else:
-            delta = self._tensors.delta(self.base, dtype)
+        delta = self._tensors.delta(self.base, dtype, frozen)
         if delta.bad is not None:
             buffers = (p.entry.name for p in self.part.places if p.segment is Segment.BUFFERS)
             return NonFinite(delta.bad, delta.bad in buffers)

@@ -174,16 +174,15 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def warn_of_silence(server: str | None, environ: Mapping[str, str] | None = None) -> None:
+def warn_of_silence(server: str | None) -> None:
     """Say what would go wrong without a word: unknown variables, and training alone without a server.
 
     Each sentence once in a process, and as a warning (which is seen without logging being set up) only
     in the first of the processes that a launcher has started.
     """
-    environ = os.environ if environ is None else environ
-    rank = next((environ[name] for name in RANKS if environ.get(name)), "0")
+    rank = next((os.environ[name] for name in RANKS if os.environ.get(name)), "0")
     level = logging.WARNING if rank == "0" else logging.DEBUG
-    for sentence in unknown_variables(environ):
+    for sentence in unknown_variables(os.environ):
         say_once(sentence, level)
     if server is None:
         say_once(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,37 +24,29 @@ pytest_plugins = ("kit.worker_fixtures",)
 # What the broker's version means.
 
 
-def base(*known: int) -> TrainingBase:
-    return TrainingBase(version(5), Ledger({"me": tuple(map(Counted, known))}))
+OTHERS = {f"other {number}": (Counted(number),) for number in range(ABSENT_REMEMBERED)}
 
 
-def arrival(what: VersionId, ledger: Mapping[str, tuple[Counted, ...]]) -> Arrival:
-    return Arrival(Released(0, what, Ledger(ledger)), frozenset(), None)
-
-
-def test_ledger_that_may_have_forgotten_the_worker_drops_its_steps() -> None:
-    others = {f"other {number}": (Counted(number),) for number in range(ABSENT_REMEMBERED)}
-    found = compared("me", base(1), arrival(version(900), others))
-    assert found is not None
-    assert "no longer knows" in str(found.superseding)
-    del others["other 0"]
-    assert compared("me", base(1), arrival(version(900), others)) is None, "it remembers all"
-
-
-@pytest.mark.parametrize("partly", [None, b"\1"])
-def test_push_that_is_unknown_is_a_stranger_even_if_only_a_part_of_it_counted(
-    partly: bytes | None,
+@pytest.mark.parametrize(
+    ("what", "ledger", "why"),
+    [
+        (version(900), OTHERS, "no longer knows"),
+        (version(900), dict(list(OTHERS.items())[1:]), None),  # it remembers all
+        (version(6), {"me": (Counted(1), Counted(2))}, "previous life"),
+        (version(6), {"me": (Counted(1), Counted(2, b"\1"))}, "previous life"),  # a part of it
+        (version(6), {"you": (Counted(2),)}, None),
+        (VersionId("b" * 16, 5, 1), {}, "b" * 16),  # of another run
+    ],
+    ids=range(6),
+)
+def test_steps_give_way_to_a_version_that_may_contain_others_of_this_worker(
+    what: VersionId, ledger: dict[str, tuple[Counted, ...]], why: str | None
 ) -> None:
-    found = compared("me", base(1), arrival(version(6), {"me": (Counted(1), Counted(2, partly))}))
-    assert found is not None
-    assert "previous life" in str(found.superseding)
-    assert compared("me", base(1), arrival(version(6), {"you": (Counted(2),)})) is None
-
-
-def test_version_of_another_run_takes_the_place_of_what_is_there() -> None:
-    found = compared("me", base(), arrival(VersionId("b" * 16, 5, 1), {}))
-    assert found is not None
-    assert "b" * 16 in str(found.superseding)
+    base = TrainingBase(version(5), Ledger({"me": (Counted(1),)}))
+    arrival = Arrival(Released(0, what, Ledger(ledger)), frozenset(), None)
+    found = compared("me", base, arrival)
+    assert (found is None) == (why is None)
+    assert found is None or str(why) in str(found.superseding)
 
 
 # The state itself.
@@ -230,56 +222,53 @@ def test_state_of_the_old_format_is_compared_by_its_distance(training: ScriptedT
     is_refused(training, state, None, "load the model's own checkpoint")
 
 
-def broken(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
-    return lambda state: change(state["resume"])
+Change = Callable[[dict[str, Any]], object]
+BROKEN: list[
+    tuple[str, Change, str]
+] = [  # which part of the state, what becomes of it, and the words
+    ("", lambda s: s.pop("metrics"), "'metrics'"),
+    ("", lambda s: s.update(resume=5), "5 is not a dict"),
+    ("", lambda s: s.update(cycle_start=9), "cycle began at step 9, and it is at step 5"),
+    ("resume", lambda r: r.update(format=3), "format 3, this release reads 2"),
+    ("resume", lambda r: r.pop("checksums"), "lacks 'checksums'"),
+    ("resume", lambda r: r["checksums"].pop("bias"), "lacks 'bias'"),
+    ("resume", lambda r: r["checksums"].update(bias=["x"]), "'x' is not a whole number"),
+    ("resume", lambda r: r.pop("fragments"), "lacks 'fragments'"),
+    ("resume", lambda r: r.update(fragments=[]), "0 fragments instead of 1"),
+    ("resume", lambda r: r["config"].update(colour=1), "colour"),
+    ("resume", lambda r: r["place"].update(slot=1), "slot 1 of 1"),
+    ("resume", lambda r: r["place"].update(cursor="x"), "'x' is not a whole number"),
+    ("resume", lambda r: r["model"][0].__setitem__(0, "w"), "another model than this one"),
+    ("fragment", lambda f: f.pop("base"), "lacks 'base'"),
+    ("fragment", lambda f: f.update(version=["a", 1]), "unpack"),
+    ("fragment", lambda f: f.update(steps=None), "None is not a whole number"),
+    ("fragment", lambda f: f["base"].update(parameters=[1.0]), "a list, not a tensor"),
+    (
+        "fragment",
+        lambda f: f["base"].update(parameters=torch.zeros(3)),
+        r"torch.float32\[3\], not torch.float32\[12\]",
+    ),
+    (
+        "flight",
+        lambda f: f["wire"].update(parameters=torch.zeros(12).half()),
+        r"torch.float16\[12\], not torch.float32\[12\]",
+    ),
+    ("flight", lambda f: f.update(push_id="xyz"), "xyz"),
+    ("flight", lambda f: f.update(wire_dtype="int3"), "int3"),
+]
 
 
-@pytest.mark.parametrize(
-    ("breaks", "words"),
-    [
-        (lambda s: s.pop("metrics"), "'metrics'"),
-        (lambda s: s.update(resume=5), "5 is not a dict"),
-        (lambda s: s.update(cycle_start=9), "cycle began at step 9, and it is at step 5"),
-        (broken(lambda r: r.update(format=3)), "format 3, this release reads 2"),
-        (broken(lambda r: r.pop("checksums")), "lacks 'checksums'"),
-        (broken(lambda r: r["checksums"].pop("bias")), "lacks 'bias'"),
-        (broken(lambda r: r["checksums"].update(bias=["x"])), "'x' is not a whole number"),
-        (broken(lambda r: r.pop("fragments")), "lacks 'fragments'"),
-        (broken(lambda r: r.update(fragments=[])), "0 fragments instead of 1"),
-        (broken(lambda r: r["config"].update(colour=1)), "colour"),
-        (broken(lambda r: r["place"].update(slot=1)), "slot 1 of 1"),
-        (broken(lambda r: r["place"].update(cursor="x")), "'x' is not a whole number"),
-        (broken(lambda r: r["model"][0].__setitem__(0, "w")), "another model than this one"),
-        (broken(lambda r: r["fragments"][0].pop("base")), "lacks 'base'"),
-        (broken(lambda r: r["fragments"][0].update(version=["a", 1])), "unpack"),
-        (broken(lambda r: r["fragments"][0].update(steps=None)), "None is not a whole number"),
-        (
-            broken(lambda r: r["fragments"][0]["base"].update(parameters=[1.0])),
-            "a list, not a tensor",
-        ),
-        (
-            broken(lambda r: r["fragments"][0]["base"].update(parameters=torch.zeros(3))),
-            r"torch.float32\[3\], not torch.float32\[12\]",
-        ),
-        (
-            broken(
-                lambda r: r["fragments"][0]["flight"]["wire"].update(
-                    parameters=torch.zeros(12).half()
-                )
-            ),
-            r"torch.float16\[12\], not torch.float32\[12\]",
-        ),
-        (broken(lambda r: r["fragments"][0]["flight"].update(push_id="xyz")), "xyz"),
-        (broken(lambda r: r["fragments"][0]["flight"].update(wire_dtype="int3")), "int3"),
-    ],
-)
+@pytest.mark.parametrize(("where", "breaks", "words"), BROKEN)
 def test_state_that_cannot_be_used_is_refused_with_a_sentence(
-    training: ScriptedTraining, breaks: Callable[[dict[str, Any]], object], words: str
+    training: ScriptedTraining, where: str, breaks: Change, words: str
 ) -> None:
     training.begins(config={"fragment_sync_delay": 2})
     training.steps(H + 1)
     state = training.saves()[0]
-    breaks(state)
+    resume = state["resume"]
+    (fragment,) = resume["fragments"]
+    parts = {"": state, "resume": resume, "fragment": fragment, "flight": fragment["flight"]}
+    breaks(parts[where])
     again = training.makes()
     before = again.state_dict()
     with pytest.raises(UsageError, match=words) as refused:

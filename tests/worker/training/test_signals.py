@@ -112,24 +112,18 @@ def test_sigterm_ends_the_wait_for_a_broker_that_is_not_there(processes: Process
     assert worker.ends(SOON_S) == 143
 
 
-def test_second_sigterm_ends_the_process_at_once(processes: Processes) -> None:
+@pytest.mark.parametrize("is_left_alone", [True, False])
+def test_sigterm_that_comes_again_or_is_left_alone_ends_the_process_at_once(
+    processes: Processes, is_left_alone: bool
+) -> None:
     with serving() as broker:
-        worker = processes.run("train.py", "stubborn", DILOCO_SERVER=broker.address)
+        handled = {"DILOCO_HANDLE_SIGNALS": str(int(not is_left_alone))}
+        worker = processes.run("train.py", "stubborn", DILOCO_SERVER=broker.address, **handled)
         worker.says("step 6")
         worker.gets(signal.SIGTERM)
-        worker.says("SIGTERM has come")  # and the script does not care
-        worker.gets(signal.SIGTERM)
-        assert worker.ends(SOON_S) == -signal.SIGTERM
-    assert "unwound" not in worker.output
-
-
-def test_sigterm_is_left_alone_where_that_is_asked_for(processes: Processes) -> None:
-    with serving() as broker:
-        worker = processes.run(
-            "train.py", "polite", DILOCO_SERVER=broker.address, DILOCO_HANDLE_SIGNALS="0"
-        )
-        worker.says("step 6")
-        worker.gets(signal.SIGTERM)
+        if not is_left_alone:
+            worker.says("SIGTERM has come")  # and the script does not care
+            worker.gets(signal.SIGTERM)
         assert worker.ends(SOON_S) == -signal.SIGTERM
     assert "unwound" not in worker.output
 

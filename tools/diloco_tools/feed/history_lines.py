@@ -51,17 +51,17 @@ def texts_of(path: Path) -> Iterator[bytes]:
 class Line:
     """One line of a history and where it stands in it; the counts include this line."""
 
-    text: bytes
-    kind: str
-    at: float
     epoch: str
     since: float  # when this life of the broker began
-    start: bytes | None  # the line with the settings that hold
-    rounds: int  # in the whole history
-    rounds_before: int  # this life of the broker
-    contributions: int  # in this life
-    events: int  # in the whole history
-    stopped: bool
+    text: bytes = b""
+    kind: str = ""
+    at: float = 0.0
+    start: bytes | None = None  # the line with the settings that hold
+    rounds: int = 0  # in the whole history
+    rounds_before: int = 0  # this life of the broker
+    contributions: int = 0  # in this life
+    events: int = 0  # in the whole history
+    stopped: bool = False
 
 
 def line_of(text: bytes, before: Line | None) -> Line | None:
@@ -77,23 +77,21 @@ def line_of(text: bytes, before: Line | None) -> Line | None:
     if kind not in ("start", "round", "event", "stop"):
         return None
     snapshot_of(document)
-    whole = before
-    if before is not None and before.epoch != epoch:
-        before = None
+    last = before or Line(epoch, float(at))
+    if last.epoch != epoch:  # a new life of the broker
+        rounds, events = last.rounds, last.events
+        last = Line(epoch, float(at), rounds=rounds, rounds_before=rounds, events=events)
     averaged = int(document.get("averaged") or 0) if kind == "round" else 0
-    rounds = whole.rounds if whole else 0
-    return Line(
+    return replace(
+        last,
         text=text,
         kind=kind,
         at=float(at),
-        epoch=epoch,
-        since=before.since if before else float(at),
-        start=text if kind == "start" else before.start if before else None,
-        rounds=rounds + (kind == "round"),
-        rounds_before=before.rounds_before if before else rounds,
-        contributions=(before.contributions if before else 0) + averaged,
-        events=(whole.events if whole else 0) + (kind in ("event", "stop")),
-        stopped=kind == "stop" or (before is not None and before.stopped),
+        start=text if kind == "start" else last.start,
+        rounds=last.rounds + (kind == "round"),
+        contributions=last.contributions + averaged,
+        events=last.events + (kind in ("event", "stop")),
+        stopped=last.stopped or kind == "stop",
     )
 
 

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_protocol.feed import (
-    FEED_VERSION,
-    TOPIC,
-    Snapshot,
-    parse_snapshot,
-)
+from diloco_protocol.feed import FEED_VERSION, TOPIC, Snapshot, parse_snapshot
 from diloco_tools.feed.model import FeedModel, Freshness
 
 
@@ -131,11 +126,7 @@ NOT_SAVED = {"folder": "run", "round": 3, "age_s": 7.0, "error": "No space left 
         ),
         ({"state": "stopping"}, 0, ["the broker is stopping"]),
         ({"state": "paused", "paused_for_s": 3.0}, 2, ["the run is paused, for 5.0 s"]),
-        (
-            {"checkpoint": NOT_SAVED},
-            0,
-            ["no checkpoint can be written: No space left on device"],
-        ),
+        ({"checkpoint": NOT_SAVED}, 0, ["no checkpoint can be written: No space left on device"]),
         (
             {
                 "workers": [

@@ -39,10 +39,7 @@ class TestRounds:
         for sequence in (2, 3, 4):
             series.update(snapshot(sequence, sequence, last=closed), now=99.0 + sequence)
         series.update(snapshot(5, 5.0, last=LastRound(8, seconds=2.0)), now=104.0)
-        assert series.rounds == [
-            (101.0, closed),
-            (104.0, LastRound(8, seconds=2.0)),
-        ]
+        assert series.rounds == [(101.0, closed), (104.0, LastRound(8, seconds=2.0))]
 
     def test_a_restart_keeps_rounds_and_a_round_done_again_is_another_point(self) -> None:
         series = RunSeries()

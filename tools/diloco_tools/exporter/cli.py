@@ -29,12 +29,10 @@ def exporter(
     feed: FeedOption = DEFAULT_FEED_ADDRESS,
     port: Annotated[int, typer.Option(help="Port for Prometheus; 0 takes a free one.")] = 9512,
     host: Annotated[
-        str,
-        typer.Option(help="Address to listen on. Whoever reaches it can read the metrics."),
+        str, typer.Option(help="Address to listen on. Whoever reaches it can read the metrics.")
     ] = "127.0.0.1",
     max_workers: Annotated[
-        int,
-        typer.Option(help="Workers with series of their own; the others are counted only."),
+        int, typer.Option(help="Workers with series of their own; the others are counted only.")
     ] = 200,
 ) -> None:
     """Offer the state of a DiLoCo run to Prometheus.

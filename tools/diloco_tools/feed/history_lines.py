@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_protocol.errors import ProtocolError
-from diloco_protocol.feed import (
-    FEED_VERSION,
-    MalformedFeedError,
-    Round,
-    Snapshot,
-    read_snapshot,
-)
+from diloco_protocol.feed import FEED_VERSION, MalformedFeedError, Round, Snapshot, read_snapshot
 from diloco_protocol.records import from_json
 
 MAX_FILE_BYTES = 256 << 20  # the broker rotates at 16 MiB

@@ -314,3 +314,35 @@ def train_from_checkpoint(address: str, path: Path, save_at: int, steps: int) ->
                 saved = {name: part.state_dict() for name, part in parts.items()}
                 torch.save({**saved, "done": done}, path)
     print("done", flush=True)
+
+
+EVERY = 10  # rounds between two looks
+
+
+def memory_kib(pid: int | str, field: str = "VmRSS") -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    raise AssertionError(f"/proc/{pid}/status has no {field}")
+
+
+def train_and_measure(
+    address: str, broker: int, out: Path, steps: int, sizes: dict[str, int]
+) -> None:
+    """Train; after each tenth step write down the memory of this process and of the broker's."""
+    torch.manual_seed(0)
+    width = sizes["width"]
+    made = [torch.nn.Linear(width, width, bias=False) for _ in range(sizes["layers"])]
+    model = torch.nn.Sequential(*made)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    seen: dict[str, list[int]] = {"worker": [], "broker": []}
+    with DiLoCoWorker(model, optimizer, server=address, worker_id="measured") as diloco:
+        for step in range(steps):
+            optimizer.step()
+            if step % EVERY == 0:
+                seen["worker"].append(memory_kib("self"))
+                seen["broker"].append(memory_kib(broker))
+    rounds, peak = diloco.sync_metrics.rounds, memory_kib("self", "VmHWM")
+    out.write_text(json.dumps({"seen": seen, "rounds": rounds, "peak": peak}))

@@ -4,16 +4,12 @@ Resident memory (VmRSS in /proc) is read of real processes, the broker's and a w
 round of training. Nothing is done to make glibc give memory back, neither here nor in the product, so
 what its heaps keep is in the figures; the bounds leave room for that and no more. What is too small for
 it is counted: every object that the broker's state reaches.
-
-This file is also the worker: `python test_memory.py STEPS OUT WIDTH BROKER_PID`.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import statistics
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,62 +26,23 @@ from diloco_broker.core.state import versions
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL
 from diloco_broker.core.story import KEPT, Story
 from diloco_protocol.messages import Pull
-from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker import DiLoCoClient
 from kit.core_harness import Puppet, a_stage
-from kit.process_kit import Child, Processes, wait_for
+from kit.process_kit import EVERY, Child, Processes, memory_kib, train_and_measure, wait_for
 from kit.raw_worker import RawWorker, one_tensor
 
 pytest_plugins = ("kit.process_fixtures",)
 
 LAYERS = 4
-EVERY = 10  # rounds between two looks
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="resident memory is read from /proc"
 )
 
 
-def memory_kib(pid: int | str, field: str = "VmRSS") -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1])
-    raise AssertionError(f"/proc/{pid}/status has no {field}")
-
-
-def main() -> None:
-    """Train; after each tenth step write down the memory of this process and of the broker's."""
-    steps, out, width, broker = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    seen: dict[str, list[int]] = {"worker": [], "broker": []}
-    with DiLoCoWorker(model, optimizer) as diloco:
-        for step in range(steps):
-            optimizer.step()
-            if step % EVERY == 0:
-                seen["worker"].append(memory_kib("self"))
-                seen["broker"].append(memory_kib(broker))
-    result = {
-        "seen": seen,
-        "rounds": diloco.sync_metrics.rounds,
-        "reconnections": diloco.sync_metrics.reconnections,
-        "peak": memory_kib("self", "VmHWM"),
-    }
-    out.write_text(json.dumps(result))
-
-
-def a_worker(processes: Processes, address: str, broker: Child, steps: int, width: int) -> Child:
-    return processes.run(
-        str(Path(__file__)),
-        str(steps),
-        str(processes.folder / "worker.json"),
-        str(width),
-        str(broker.pid),
-        DILOCO_SERVER=address,
-        DILOCO_WORKER_ID="measured",
-    )
+def train(processes: Processes, address: str, broker: Child, steps: int, width: int) -> Child:
+    out = processes.folder / "worker.json"
+    sizes = {"layers": LAYERS, "width": width}
+    return processes.start(train_and_measure, address, broker.pid, out, steps, sizes)
 
 
 # 19,600 parameters: a version is 78 kB in fp32, a delta 39 kB in bf16. That is enough for chunks whose
@@ -116,7 +73,7 @@ IN_A_MOMENT = ["sync"]
 def test_memory_is_flat_over_500_rounds(processes: Processes, name: str) -> None:
     """Broker and worker: the median of the last third less that of rounds 100 to 200."""
     broker, address = processes.serve("--sync-every", "1", *MODES[name])
-    assert a_worker(processes, address, broker, ROUNDS, SMALL).ends(240) == 0
+    assert train(processes, address, broker, ROUNDS, SMALL).ends(240) == 0
     result = processes.result("worker")
     assert result["rounds"] == ROUNDS
     for who, seen in result["seen"].items():
@@ -135,7 +92,7 @@ def peaks(processes: Processes, workers: int, *options: str) -> tuple[int, int]:
     broker, address = processes.serve(
         "--no-save", "--workers", str(workers), "--sync-every", "1", *options
     )
-    measured = a_worker(processes, address, broker, WIDE_ROUNDS, WIDE)
+    measured = train(processes, address, broker, WIDE_ROUNDS, WIDE)
     model = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(LAYERS)])
     delta = {name: torch.full_like(tensor, 1e-6) for name, tensor in model.state_dict().items()}
 
@@ -348,7 +305,3 @@ def test_connections_that_came_and_went_leave_nothing_behind() -> None:
     assert sizes[0]["Core"] == 1
     assert len(broker._loop.core._story) <= 2 * KEPT
     assert sizes[1] == sizes[0]
-
-
-if __name__ == "__main__":
-    main()

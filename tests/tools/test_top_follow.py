@@ -93,12 +93,6 @@ def test_text_follow_is_a_screen_after_another_and_tells_of_silence(publisher: P
         follower.end()
 
 
-def test_follow_without_a_feed_exits_2() -> None:
-    result = top("tcp://127.0.0.1:1", "--follow", "--json", "--timeout", "0.1")
-    assert result.exit_code == 2
-    assert "no feed from" in result.stderr
-
-
 def test_ascii_prints_no_other_sign(publisher: Publisher) -> None:
     result = top_of(publisher, LOST, "--ascii")
     assert result.stdout.isascii()

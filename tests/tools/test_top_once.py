@@ -22,6 +22,10 @@ from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worke
 from kit.strange_feeds import strange_feeds
 from kit.top_text import UTF8, drawn, sending, top, top_of
 
+NO_ADDRESSES = ["foo", "", "localhost", "tcp://foo", "tcp://h:0", "tcp://h:65536", "udp://h:1"]
+NO_ADDRESSES += ["ipc:///tmp/\x1bx", "é"]
+NO_TIMES = ("0", "-1", "nan", "inf")
+
 
 class TestCommand:
     @pytest.mark.parametrize(("document", "code"), [(status(), 0), (LOST, 1)], ids=["well", "lost"])
@@ -79,31 +83,23 @@ class TestCommand:
                 assert "start diloco-broker serve" in sentence
 
     @pytest.mark.parametrize(
-        "address",
+        ("arguments", "words"),
         [
-            "foo",
-            "",
-            "localhost",
-            "tcp://foo",
-            "tcp://h:0",
-            "tcp://h:65536",
-            "udp://h:1",
-            "ipc:///tmp/\x1bx",
-            "é",
+            *(
+                ((address, "--once"), (ascii(address), "tcp://HOST:PORT"))
+                for address in NO_ADDRESSES
+            ),
+            *((("--timeout", s), (f"--timeout {s} is no time to wait",)) for s in NO_TIMES),
+            (("tcp://127.0.0.1:1", "--follow", "--json", "--timeout", "0.1"), ("no feed from",)),
         ],
     )
-    def test_what_is_no_address_exits_2_with_one_sentence(self, address: str) -> None:
-        result = top(address, "--once")
-        assert result.exit_code == 2
+    def test_what_cannot_work_exits_2_with_one_sentence(
+        self, arguments: tuple[str, ...], words: tuple[str, ...]
+    ) -> None:
+        result = top(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
         (sentence,) = result.stderr.splitlines()
-        assert ascii(address) in sentence
-        assert "tcp://HOST:PORT" in sentence
-
-    @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
-    def test_a_timeout_that_is_no_time_exits_2(self, seconds: str) -> None:
-        result = top("--timeout", seconds)
-        assert result.exit_code == 2
-        assert f"--timeout {seconds} is no time to wait" in result.stderr
+        assert all(word in sentence for word in words)
 
     def test_a_feed_of_garbage_exits_2_and_says_so(self, publisher: Publisher) -> None:
         with sending(publisher, TOPIC + b"{garbage") as address:

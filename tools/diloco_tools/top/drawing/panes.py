@@ -239,13 +239,16 @@ def _event(event: Event, sheet: Sheet, most: int) -> list[Text]:
     said = sheet.glyphs.printable(event_text(event))
     style = LEVEL_STYLES.get(event.level, "")
     if most == 1 or cell_len(said) <= sheet.width - LABEL:
-        return [sheet.row(age_label(event.age_s), [Text(said, style)])]
-    lines = sheet.flow(Text(age_label(event.age_s), QUIET), sheet.words(said, style), gap=1)
-    return sheet.first(lines, most, gap=1, style=style)
+        return [sheet.row(_age(event.age_s), [Text(said, style)])]
+    return sheet.first(aged(event.age_s, said, sheet, style), most, gap=1, style=style)
 
 
-def age_label(age_s: float) -> str:
-    """What stands before an event."""
+def aged(age_s: float, text: str, sheet: Sheet, style: str = "") -> list[Text]:
+    """A sentence behind its age, on as many lines as it needs."""
+    return sheet.flow(Text(_age(age_s), QUIET), sheet.words(text, style), gap=1)
+
+
+def _age(age_s: float) -> str:
     return f"{duration(age_s):>5} ago"
 
 

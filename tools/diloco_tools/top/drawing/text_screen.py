@@ -20,7 +20,7 @@ from diloco_tools.top.drawing.notation import (
     freshness_mark,
     verdict_mark,
 )
-from diloco_tools.top.drawing.panes import age_label, event_text, title
+from diloco_tools.top.drawing.panes import aged, event_text, title
 from diloco_tools.top.drawing.sheet import Part, Sheet
 from diloco_tools.top.drawing.table import ONE_SCREEN, Row, lay_out
 
@@ -46,10 +46,15 @@ def screen(model: FeedModel, now: float, address: str, width: int, glyphs: Glyph
             if shown := sheet.texts(parts):
                 lines += sheet.rows(label, shown)
         lines += [Text(), *_workers(snapshot, fresh, sheet)]
-        if snapshot.rejections:
-            lines += [Text(), *_rejections(snapshot, sheet)]
+        if refused := facts.newest_rejections(snapshot, LAST_REJECTIONS):
+            lines.append(Text())
+            for each in refused:
+                lines += aged(each.age_s, facts.rejection(each, glyphs), sheet)
         if snapshot.events:
-            lines += [Text(), *_events(snapshot, sheet)]
+            lines.append(Text())
+            for event in sorted(snapshot.events, key=lambda event: event.sequence)[-LAST_EVENTS:]:
+                style = LEVEL_STYLES.get(event.level, "")
+                lines += aged(event.age_s, event_text(event), sheet, style)
     return Text("\n").join(lines)
 
 
@@ -112,19 +117,3 @@ def _workers(snapshot: Snapshot, fresh: Freshness, sheet: Sheet) -> list[Text]:
     ]
     table = lay_out(ONE_SCREEN, rows, sheet, names_first=NAMES_FIRST)
     return [table.header, *table.lines]
-
-
-def _rejections(snapshot: Snapshot, sheet: Sheet) -> list[Text]:
-    lines: list[Text] = []
-    for refused in facts.newest_rejections(snapshot, LAST_REJECTIONS):
-        words = sheet.words(facts.rejection(refused, sheet.glyphs))
-        lines += sheet.flow(Text(age_label(refused.age_s), QUIET), words, gap=1)
-    return lines
-
-
-def _events(snapshot: Snapshot, sheet: Sheet) -> list[Text]:
-    lines: list[Text] = []
-    for event in sorted(snapshot.events, key=lambda event: event.sequence)[-LAST_EVENTS:]:
-        words = sheet.words(event_text(event), LEVEL_STYLES.get(event.level, ""))
-        lines += sheet.flow(Text(age_label(event.age_s), QUIET), words, gap=1)
-    return lines

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import os
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -113,27 +115,21 @@ def test_tables_show_every_mode_also_one_that_broke_off() -> None:
 # The proxy.
 
 
+class Echo(socketserver.BaseRequestHandler):
+    """Sends back what it gets."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := self.request.recv(4096):
+                self.request.sendall(data)
+
+
 @pytest.fixture
 def echo() -> Iterator[str]:
-    """A server that sends back what it gets."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve(end: socket.socket) -> None:
-            with end:
-                while data := end.recv(4096):
-                    end.sendall(data)
-
-        def accept() -> None:
-            while True:
-                try:
-                    end, _ = server.accept()
-                except OSError:
-                    return
-                threading.Thread(target=serve, args=(end,), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        server.shutdown(socket.SHUT_RDWR)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"tcp://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def connect(proxy: DrillProxy) -> socket.socket:
@@ -243,12 +239,10 @@ def test_limit_on_file_sizes_is_an_error_in_the_process_and_can_be_lifted(tmp_pa
 # The watch.
 
 
-def a_watch(folder: Path, **more: Any) -> RunWatch:
-    """Of a run in sync mode whose processes are all well."""
-    process: Any = SimpleNamespace(running=True)
-    crew: Any = SimpleNamespace(folder=folder, mode=MODES["sync"], lives=[], broker=process)
-    for name, value in more.items():
-        setattr(crew, name, value)
+def a_watch(folder: Path, *lives: Life) -> RunWatch:
+    """Of a run in sync mode whose broker is well."""
+    broker = SimpleNamespace(running=True)
+    crew: Any = SimpleNamespace(folder=folder, mode=MODES["sync"], lives=lives, broker=broker)
     return RunWatch(crew, time.monotonic() + WITHIN_S)
 
 
@@ -265,16 +259,13 @@ def test_rounds_are_counted_from_the_log_without_the_first_version(tmp_path: Pat
     assert watch.rounds == 3
 
 
-def test_run_that_stands_still_is_broken_with_a_sentence(
+def test_run_that_stands_still_or_runs_out_of_time_is_broken_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch_module, "STANDSTILL_S", 0.05)
-    with pytest.raises(Broken, match=r"No round closed for 0.05 s after w0 was killed."):
-        a_watch(tmp_path).wait_rounds(1, "w0 was killed")
-
-
-def test_deadline_ends_every_wait(tmp_path: Path) -> None:
     watch = a_watch(tmp_path)
+    with pytest.raises(Broken, match=r"No round closed for 0.05 s after w0 was killed."):
+        watch.wait_rounds(1, "w0 was killed")
     watch.deadline = time.monotonic()
     with pytest.raises(Broken, match="ran out of time"):
         watch.wait_until(lambda: False, 60.0, "It never came.")
@@ -294,7 +285,7 @@ def test_what_was_put_off_is_done_once_while_somebody_waits(tmp_path: Path) -> N
 def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
     child: Any = SimpleNamespace(running=False, failure=lambda: "w0.1 died with exit code 1")
     one = Life(a_job(folder=str(tmp_path)), child)
-    watch = a_watch(tmp_path, lives=[one])
+    watch = a_watch(tmp_path, one)
     with pytest.raises(Broken, match="died with exit code"):
         watch.look()
     append(one.job.audit, {"event": "joined"}, LEFT)

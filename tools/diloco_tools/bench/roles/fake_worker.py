@@ -275,12 +275,7 @@ class OneWorker:
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         self._is_asked = is_asked
-        self._worker: FakeWorker | None = None
-
-    @property
-    def _it(self) -> FakeWorker:
-        assert self._worker is not None, "it has not joined"
-        return self._worker
+        self._worker: FakeWorker
 
     def join(self, address: str, worker_id: str, parameters: int | None) -> None:
         """Join a run; without a number of parameters the model is the run's."""
@@ -290,17 +285,17 @@ class OneWorker:
         self._worker.join()
 
     def learn_version(self) -> None:
-        self._it.learn_version()
+        self._worker.learn_version()
 
     def push(self, pull: bool) -> dict[str, float]:
-        return self._it.push(pull=pull)
+        return self._worker.push(pull=pull)
 
     def beat(self, interval_s: float) -> dict[str, Any]:
         """Send heartbeats on a fixed schedule until the next request comes; how long each took, in s.
 
         Counted from when a heartbeat was due, so that those behind a slow one are not left out.
         """
-        worker = self._it
+        worker = self._worker
         due: list[float] = []
         worker.answered.clear()
         next_at = time.monotonic()
@@ -320,8 +315,7 @@ class OneWorker:
         """Do nothing: being asked for it ends the heartbeats."""
 
     def leave(self) -> None:
-        self._it.leave()
-        self._worker = None
+        self._worker.leave()
         self._context.term()
 
 

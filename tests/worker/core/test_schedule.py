@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,41 +57,25 @@ def test_checkpoint_without_the_start_of_its_cycle_shifts_the_schedule() -> None
 
 def test_slot_that_could_not_be_used_stays_due_and_shifts_the_rest() -> None:
     turns = RoundSchedule(6, 3)
-    assert not turns.is_due(1)
-    assert all(turns.is_due(step) for step in (2, 3, 4, 5))
+    assert [step for step in range(1, 6) if turns.is_due(step)] == [2, 3, 4, 5]
     turns.use_slot(5)
     assert due_steps(turns, 8, 5) == [7, 9, 11, 13]
+    turns.restart(14)
+    assert (turns.cycle_start, turns.position(15)) == (14, 1)
+    assert due_steps(turns, 6, 14) == [16, 18, 20], "a restarted cycle counts from here"
 
 
-def test_restarted_cycle_counts_from_here() -> None:
-    turns = RoundSchedule(6, 3)
-    turns.use_slot(2)
-    turns.restart(3)
-    assert (turns.cycle_start, turns.position(4)) == (3, 1)
-    assert due_steps(turns, 6, 3) == [5, 7, 9]
-
-
-def test_another_h_is_used_from_the_next_cycle_on() -> None:
+def test_another_h_is_used_from_the_next_cycle_on_or_at_once_before_its_first_step() -> None:
     turns = RoundSchedule(6, 2)
     turns.use_slot(3)
     turns.pace(4, 3)
     assert turns.sync_every == 6
     assert due_steps(turns, 11, 3) == [6, 8, 10, 12, 14]
     assert turns.sync_every == 4
-
-
-def test_another_h_is_used_at_once_in_a_cycle_without_a_step() -> None:
-    turns = RoundSchedule(6, 1)
-    turns.use_slot(6)
-    turns.pace(3, 6)
-    assert turns.sync_every == 3
-    assert due_steps(turns, 6, 6) == [9, 12]
-
-
-def test_h_never_falls_below_the_number_of_fragments() -> None:
-    turns = RoundSchedule(6, 3)
-    turns.pace(1, 0)
-    assert turns.sync_every == 3
+    turns.pace(6, 14)
+    assert due_steps(turns, 6, 14) == [17, 20]
+    turns.pace(1, 20)
+    assert turns.sync_every == 2, "never below the number of fragments"
 
 
 def test_more_fragments_than_steps_are_refused() -> None:
@@ -352,213 +330,3 @@ def test_whatever_the_broker_says_no_fragment_flies_twice_and_no_wait_goes_beyon
         for each, round_ in turns.rounds.items():
             may_wait = round_ is None or round_ <= turns.cursor or each in unanswered
             assert turns.may_wait(each) is may_wait
-
-
-# All together: workers that follow the rule never wait for each other in a circle.
-
-MOVES = 8000
-
-
-@dataclass
-class Site:
-    """A worker of the game: a training loop that yields wherever time may pass."""
-
-    name: int
-    turns: RoundSchedule
-    delay: int
-    sent: deque[tuple[Any, ...]] = field(default_factory=deque)  # to the referee
-    heard: deque[tuple[Any, ...]] = field(default_factory=deque)
-    flights: dict[int, int] = field(default_factory=dict)  # push ids
-    landed: Counter[int] = field(default_factory=Counter)  # by push id
-    pushed: int = 0
-
-    def train(self) -> Iterator[None]:
-        step = 0
-        wait_at: dict[int, int] = {}
-        while True:
-            yield
-            step += 1
-            for fragment in [f for f, at in wait_at.items() if at <= step]:
-                del wait_at[fragment]
-                yield from self.wait(fragment)
-            if not self.turns.is_due(step):
-                continue
-            if self.turns.turn() is TurnState.BUSY:
-                yield from self.wait(self.turns.fragment)
-                if self.turns.turn() is TurnState.BUSY:
-                    continue
-            self.turns.use_slot(step)
-            fragment = self.turns.fragment
-            if self.turns.turn() is TurnState.FREE:
-                self.turns.push()
-                self.pushed += 1
-                self.flights[fragment] = 1000 * self.name + self.pushed
-                self.sent.append(("push", fragment, self.flights[fragment]))
-                wait_at[fragment] = step + self.delay
-            else:
-                if self.turns.turn() is TurnState.TAKEN:
-                    wait_at[fragment] = step + self.delay
-                self.turns.skip()
-            if self.delay == 0 and wait_at.pop(fragment, None) is not None:
-                yield from self.wait(fragment)
-
-    def wait(self, fragment: int) -> Iterator[None]:
-        flight = self.flights.get(fragment)
-        while flight is not None and self.flights.get(fragment) == flight:
-            if not self.turns.may_wait(fragment):
-                return
-            yield
-
-    def hears(self) -> None:
-        kind, *what = self.heard.popleft()
-        if kind == "welcome":
-            self.turns.welcomed(what[0])
-            self.sent.extend(("push", f, push_id) for f, push_id in self.flights.items())
-            return
-        fragment, push_id, *rest = what
-        if self.flights.get(fragment) != push_id:
-            return
-        if kind == "grant":
-            self.turns.granted(fragment, *rest)
-        elif kind == "carried":
-            self.turns.carried(fragment, *rest)
-        else:
-            del self.flights[fragment]
-            if kind == "landed":
-                self.landed[push_id] += 1
-                self.turns.landed(fragment)
-            else:
-                self.turns.dropped(fragment, too_late=True)
-        self.turns.check_invariants()
-
-
-class Referee:
-    """The sequence of rounds as a broker keeps it.
-
-    Args:
-        quorum: whole pushes that close a round; below the number of workers pushes are taken before
-            their round is open, and what is not whole when it closes is carried or dropped.
-    """
-
-    def __init__(self, sites: list[Site], fragments: int, quorum: int, *, drops: bool) -> None:
-        self.sites = sites
-        self.fragments = fragments
-        self.quorum = quorum
-        self.drops = drops
-        self.open = 0
-        self.pool: dict[tuple[int, int], int] = {}  # push id by fragment and worker
-        self.whole: set[int] = set()
-        self.begun: set[int] = set()
-        self.counted: set[int] = set()
-
-    @property
-    def stages(self) -> bool:
-        return self.quorum < len(self.sites)
-
-    def next_of(self, fragment: int) -> int:
-        return self.open + (fragment - self.open) % self.fragments
-
-    def hears(self, site: Site) -> None:
-        _, fragment, push_id = site.sent.popleft()
-        if push_id in self.counted:
-            site.heard.append(("grant", fragment, push_id, COUNTED, None))
-            site.heard.append(("landed", fragment, push_id))
-            return
-        self.pool[fragment, site.name] = push_id
-        self.begin(site, fragment, push_id)
-
-    def begin(self, site: Site, fragment: int, push_id: int) -> None:
-        number = self.next_of(fragment)
-        if self.stages or number == self.open:
-            standing = RESUME if push_id in self.begun else NEW
-            self.begun.add(push_id)
-            site.heard.append(("grant", fragment, push_id, standing, number))
-        else:
-            site.heard.append(("grant", fragment, push_id, WAIT, number))
-
-    def completes(self, push_id: int) -> None:
-        self.whole.add(push_id)
-        while self.close():
-            pass
-
-    def close(self) -> bool:
-        fragment = self.open % self.fragments
-        here = {name: p for (f, name), p in self.pool.items() if f == fragment}
-        chosen = {name: push_id for name, push_id in here.items() if push_id in self.whole}
-        if len(chosen) < self.quorum:
-            return False
-        for name, push_id in here.items():
-            site = self.sites[name]
-            if push_id in self.whole:
-                del self.pool[fragment, name]
-                self.counted.add(push_id)
-                site.heard.append(("landed", fragment, push_id))
-            elif self.drops:
-                del self.pool[fragment, name]
-                site.heard.append(("dropped", fragment, push_id))
-            else:
-                site.heard.append(("carried", fragment, push_id, self.open + self.fragments))
-        self.open += 1
-        following = self.open % self.fragments
-        for (f, name), push_id in list(self.pool.items()):
-            if f == following and push_id not in self.begun:
-                self.begin(self.sites[name], f, push_id)
-        return True
-
-    def breaks(self, site: Site) -> None:
-        """A connection breaks, and its worker comes back: what was under way on it is lost."""
-        site.sent.clear()
-        site.heard.clear()
-        site.heard.append(("welcome", self.open))
-
-
-def play(seed: int, *, quorum: int, drops: bool) -> tuple[int, list[Site]]:
-    """A long game of three workers. Returns by how many rounds its second half came forward."""
-    dice = random.Random(seed)
-    fragments = dice.choice([1, 2, 3, 4])
-    delay = dice.choice([0, 1, 2])
-    sites = [
-        Site(name, RoundSchedule(dice.choice([4, 5, 9]), fragments), min(delay, 4 // fragments))
-        for name in range(3)
-    ]
-    referee = Referee(sites, fragments, quorum, drops=drops)
-    loops = [site.train() for site in sites]
-    weights = [dice.choice([1, 3, 10]) for _ in sites]  # how fast each of them is
-    halfway = 0
-    for move in range(MOVES):
-        if move == MOVES // 2:
-            halfway = referee.open
-        (number,) = dice.choices(range(3), weights)
-        site = sites[number]
-        match dice.randrange(5):
-            case 0 | 1:
-                next(loops[number])
-            case 2 if site.heard:
-                site.hears()
-            case 3 if site.sent:
-                referee.hears(site)
-            case 4:
-                under_way = [
-                    p
-                    for (_, name), p in referee.pool.items()
-                    if name == number and p in referee.begun - referee.whole
-                ]
-                if under_way:
-                    referee.completes(dice.choice(under_way))
-                elif dice.random() < 0.005:
-                    referee.breaks(site)
-            case _:
-                pass
-    return referee.open - halfway, sites
-
-
-@pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("quorum", [3, 2, 1])
-def test_rounds_go_on_for_ever_whoever_is_late_or_comes_back(quorum: int, drops: bool) -> None:
-    for seed in range(10):
-        rounds, sites = play(seed, quorum=quorum, drops=drops)
-        assert rounds > 5, f"the game with seed {seed} is stuck"
-        for site in sites:
-            assert max(site.landed.values(), default=0) <= 1, "a delta counted twice"
-            if quorum == 3:
-                assert len(site.landed) > 10, f"seed {seed}: worker {site.name} is left behind"

@@ -39,12 +39,10 @@ def at_the_boundary(**changes: Any) -> Trainer:
 # At a boundary.
 
 
-def test_between_boundaries_nothing_is_done() -> None:
-    assert trainer().steps(H - 1).kinds == []
-
-
 def test_at_a_slot_the_delta_is_frozen_offered_and_waited_for() -> None:
-    training = at_the_boundary()
+    training = trainer().steps(H - 1)
+    assert training.kinds == [], "between boundaries nothing is done"
+    training.steps(1)
     assert training.kinds == [*AT_A_SLOT, "StandStill", "Wait"]
     (push,) = training.pushes
     assert (push.fragment, push.base, push.steps, push.norm) == (0, version(0), H, 1.0)
@@ -55,6 +53,9 @@ def test_reply_is_merged_and_training_goes_on() -> None:
     training = at_the_boundary()
     (push,) = training.pushes
     training.passes(2.5).forget()
+    training.receives(0)
+    assert training.waits(), "that version lacks the push"
+    training.forget()
     training.receives(1, counted=push)
     assert not training.waits()
     assert training.kinds == ["Land", "PushEnded", "BeatNow", "Say"]
@@ -65,10 +66,6 @@ def test_reply_is_merged_and_training_goes_on() -> None:
     assert training.steps(H).pushes[-1].base == version(1)
 
 
-def test_version_without_the_push_is_waited_through() -> None:
-    assert at_the_boundary().receives(1).waits()
-
-
 def test_worker_without_heartbeats_sends_none_at_a_boundary_either() -> None:
     training = trainer(Options(heartbeat_interval=0)).steps(H)
     training.receives(1, counted=training.pushes[0])
@@ -77,21 +74,23 @@ def test_worker_without_heartbeats_sends_none_at_a_boundary_either() -> None:
 
 
 def test_work_since_the_last_freeze_goes_with_the_push() -> None:
-    training = trainer(weight_by="tokens")
+    training = trainer(weight_by="tokens").steps(H)
+    training.receives(1, counted=training.pushes[0])
     training.totals = Work(tokens=640, samples=40, loss=0.5)
     training.steps(H)
-    training.receives(1, counted=training.pushes[0])
+    training.receives(2, counted=training.pushes[1])
     training.totals = Work(tokens=1000, samples=50, loss=0.25)
-    push = training.steps(H).pushes[-1]
-    assert (push.steps, push.tokens, push.samples, push.loss) == (H, 360, 10, 0.25)
+    training.steps(H)
+    told = [(push.steps, push.tokens, push.samples, push.loss) for push in training.pushes]
+    assert told == [(H, 0, 0, None), (H, 640, 40, 0.5), (H, 360, 10, 0.25)]
+    warning = "weighs each contribution by its tokens, and none were reported"
+    assert training.said.count(warning) == 1
 
 
 def test_weights_that_nobody_reports_are_a_warning_once() -> None:
-    training = trainer(weight_by="tokens").steps(H)
+    training = trainer(weight_by="samples").steps(H)
     training.receives(1, counted=training.pushes[0]).steps(H)
-    assert (
-        training.said.count("weighs each contribution by its tokens, and none were reported") == 1
-    )
+    assert training.said.count("weighs each contribution by its samples") == 1
 
 
 # What ends the waiting.
@@ -109,7 +108,8 @@ REASONS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changes", "reason"), REASONS)
 def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reason: str) -> None:
-    training = at_the_boundary()
+    training = at_the_boundary().changes(reconnections=3)
+    assert training.waits(), "so often the connection may break"
     training.forget()
     training.changes(**changes)
     assert not training.waits()
@@ -117,10 +117,6 @@ def test_training_goes_on_with_the_delta_in_flight(changes: dict[str, Any], reas
     assert f"Training goes on with 4 steps in flight: {reason}." in training.said
     training.steps(1)
     assert training.state.unsynced_steps == H + 1
-
-
-def test_as_many_broken_connections_as_are_allowed_are_waited_through() -> None:
-    assert at_the_boundary().changes(reconnections=3).waits()
 
 
 def test_delta_that_is_not_waited_for_any_more_is_merged_when_it_has_counted() -> None:
@@ -170,28 +166,10 @@ def test_reply_is_merged_at_its_apply_point() -> None:
     training.steps(1)
     assert training.outcomes == ["counted"]
     assert (training.metrics.merge_delay, training.metrics.late_merges) == (2, 0)
-
-
-def test_late_reply_is_waited_for_at_the_apply_point() -> None:
-    training = trainer(fragment_sync_delay=2).steps(H + 2)
-    assert training.waits()
-    training.receives(1, counted=training.pushes[0])
-    assert training.outcomes == ["counted"]
-
-
-def test_reply_is_merged_when_it_comes_where_the_delay_is_automatic() -> None:
-    training = trainer(num_fragments=2, fragment_delay_auto=True).steps(3)
-    assert not training.waits()
-    training.receives(1, counted=training.pushes[0]).steps(1)
-    assert training.outcomes == ["counted"]
-    assert training.metrics.late_merges == 0
-
-
-def test_fragments_have_their_slots_in_turn() -> None:
-    training = trainer(num_fragments=2, fragment_sync_delay=1).steps(2)
-    training.receives(1, fragment=0, counted=training.pushes[0]).steps(2)
-    assert [push.fragment for push in training.pushes] == [0, 1]
-    assert [push.steps for push in training.pushes] == [2, 4]
+    training.steps(H)
+    assert training.waits(), "a late reply is waited for at the apply point"
+    training.receives(2, counted=training.pushes[1])
+    assert training.outcomes == ["counted", "counted"]
 
 
 def test_version_that_comes_without_a_flight_moves_the_model() -> None:
@@ -205,26 +183,22 @@ def test_version_that_comes_without_a_flight_moves_the_model() -> None:
 # Pushes that are dropped.
 
 
-@pytest.mark.parametrize(("code", "requests"), [("late", 1), ("stale", 1), ("bad_push", 0)])
-def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(code: str, requests: int) -> None:
-    training = at_the_boundary()
-    training.is_refused(training.pushes[0], code)
-    assert not training.waits()
-    assert training.outcomes == ["rejected"]
-    assert len(training.all(RequestVersion)) == requests
-    (ended,) = training.all(effects.PushEnded)
-    assert (ended.version, ended.why) == (None, code)
-    assert training.metrics.rejected == 1
-
-
-@pytest.mark.parametrize(("code", "next_round"), [("late", 1), ("bad_push", 0)])
-def test_round_that_closed_without_the_push_is_over_and_any_other_wants_it(
-    code: str, next_round: int
+@pytest.mark.parametrize(
+    ("code", "requests", "next_round"), [("late", 1, 1), ("stale", 1, 0), ("bad_push", 0, 0)]
+)
+def test_dropped_delta_is_taken_out_and_a_late_worker_moves_on(
+    code: str, requests: int, next_round: int
 ) -> None:
     training = at_the_boundary()
     (push,) = training.pushes
     training.is_granted(push, 0).is_refused(push, code)
-    assert training.state.schedule.cursor == next_round
+    assert not training.waits()
+    assert training.outcomes == ["rejected"]
+    assert training.state.schedule.cursor == next_round, "any round but a closed one wants the push"
+    assert len(training.all(RequestVersion)) == requests
+    (ended,) = training.all(effects.PushEnded)
+    assert (ended.version, ended.why) == (None, code)
+    assert training.metrics.rejected == 1
 
 
 def test_delta_that_is_not_finite_takes_every_fragment_back_and_is_not_sent() -> None:
@@ -266,19 +240,17 @@ def test_merge_that_fails_is_tried_again_and_told_once() -> None:
 
 
 @pytest.mark.parametrize("where", [effects.Offer, effects.StandStill, effects.Wait])
-def test_what_was_frozen_when_ctrl_c_came_is_offered_once(where: type[effects.Effect]) -> None:
+def test_what_ctrl_c_broke_off_is_done_once_behind_the_next_step(
+    where: type[effects.Effect],
+) -> None:
     training = trainer()
     training.interrupts = where
     training.steps(H).steps(1)
     (push,) = training.pushes
     assert push.steps == H
     assert training.waits()
-
-
-def test_merge_that_ctrl_c_broke_off_goes_on_behind_the_next_step() -> None:
-    training = at_the_boundary()
     training.interrupts = effects.Land
-    training.receives(1, counted=training.pushes[0])
+    training.receives(1, counted=push)
     assert training.outcomes == []
     training.steps(1)
     assert training.outcomes == ["counted"]
@@ -297,12 +269,8 @@ def test_forced_synchronisation_takes_every_fragment_and_begins_a_new_cycle() ->
     assert [push.fragment for push in training.pushes] == [0, 1]
     assert not training.steps(1).waits()
     assert training.steps(1).waits(), "the cycle begins anew: H / P steps to its first slot"
-
-
-def test_forced_synchronisation_tells_when_a_delta_did_not_count() -> None:
-    training = trainer().steps(1)
-    training.does(boundary.force).is_refused(training.pushes[0], "bad_push")
-    assert training.result is False
+    refused = trainer().steps(1).does(boundary.force)
+    assert refused.is_refused(refused.pushes[0], "bad_push").result is False
 
 
 def test_newest_parameters_are_loaded_when_all_of_them_are_here() -> None:
@@ -314,14 +282,9 @@ def test_newest_parameters_are_loaded_when_all_of_them_are_here() -> None:
     assert training.result is True
     assert training.outcomes == ["loaded", "loaded"]
     assert training.steps(2).pushes[0].steps == 2, "the steps before it are gone"
-
-
-def test_newest_parameters_are_not_waited_for_without_a_broker() -> None:
-    training = trainer().changes(is_over=True)
-    training.does(boundary.load)
-    assert training.result is False
-    assert "could not be loaded: the run is over." in training.said
-    assert training.outcomes == []
+    alone = trainer().changes(is_over=True).does(boundary.load)
+    assert (alone.result, alone.outcomes) == (False, [])
+    assert "could not be loaded: the run is over." in alone.said
 
 
 # Leaving.
@@ -346,18 +309,14 @@ def test_who_leaves_waits_for_what_is_in_flight_and_leaves_the_model_as_it_is() 
     assert (base.version, base.flight) == (version(0), push), "a checkpoint goes on from here"
 
 
-def test_who_leaves_waits_no_longer_than_the_timeout() -> None:
-    training = leaving()
+@pytest.mark.parametrize(
+    ("is_restarting", "away"), [(False, ""), (True, "; the broker restarts and was not back")]
+)
+def test_who_leaves_waits_no_longer_than_the_timeout(is_restarting: bool, away: str) -> None:
+    training = leaving().changes(is_restarting=is_restarting)
     assert training.passes(599.0).waits()
     training.passes(2.0)
-    assert "Leaving with 4 steps in flight: it took longer than 600 s." in training.said
-
-
-def test_who_leaves_waits_for_a_broker_that_restarts() -> None:
-    training = leaving().changes(is_restarting=True)
-    assert training.waits()
-    training.passes(601.0)
-    assert training.said.endswith("longer than 600 s; the broker restarts and was not back.")
+    assert f"Leaving with 4 steps in flight: it took longer than 600 s{away}." in training.said
 
 
 @pytest.mark.parametrize("where", ["uploaded", "put_off"])

@@ -12,16 +12,8 @@ from diloco_worker.core.events import Offer, RequestVersion
 from diloco_worker.core.timeouts import BULK_PATIENCE_S, LONGEST_BULK_PATIENCE_S
 from kit.proxy import ForgettingProxy
 from kit.reference import state_of
-from kit.session_harness import CHUNKS, Desk, desk, gradient, version, whole
+from kit.session_harness import CHUNKS, Desk, gradient, version, whole
 from kit.whole_run import make_config, run, trainees
-
-
-@pytest.fixture
-def ready() -> Desk:
-    """Joined, with the first version."""
-    made = desk().connects().is_welcomed(version(0))
-    made.receives(version(0))
-    return made
 
 
 def lives_on(made: Desk, seconds: float) -> bool:
@@ -40,14 +32,6 @@ def sends(made: Desk) -> Desk:
     return made
 
 
-def test_chunks_that_are_not_acknowledged_end_the_connection(ready: Desk) -> None:
-    sends(ready)
-    assert lives_on(ready, BULK_PATIENCE_S - 5)
-    assert not lives_on(ready, 10)
-    (push,) = ready.breaks().is_welcomed(version(0)).sent(Push)
-    assert push.push_id == 77, "and the push goes on"
-
-
 def test_each_acknowledgement_is_a_sign_of_life(ready: Desk) -> None:
     sends(ready)
     for index in range(CHUNKS - 1):
@@ -57,7 +41,13 @@ def test_each_acknowledgement_is_a_sign_of_life(ready: Desk) -> None:
     assert lives_on(ready, 10 * BULK_PATIENCE_S), "the round takes as long as it takes"
 
 
-def test_push_that_has_to_wait_is_not_waited_for(ready: Desk) -> None:
+def test_push_that_has_to_wait_is_not_waited_for_nor_a_version_that_has_not_come(
+    ready: Desk,
+) -> None:
+    ready.hears(Released(0, version(1), whole(5)))
+    assert lives_on(ready, 10 * BULK_PATIENCE_S), "nobody has asked for it"
+    ready.happens(RequestVersion(0))
+    assert lives_on(ready, 10 * BULK_PATIENCE_S)
     ready.happens(Offer(gradient()))
     ready.hears(Grant(77, 0, Standing.WAIT))
     assert lives_on(ready, 10 * BULK_PATIENCE_S)
@@ -75,13 +65,6 @@ def test_chunks_of_a_released_version_must_come(ready: Desk) -> None:
     assert not lives_on(ready, 10)
 
 
-def test_version_that_is_not_asked_for_is_not_waited_for(ready: Desk) -> None:
-    ready.hears(Released(0, version(1), whole(5)))
-    assert lives_on(ready, 10 * BULK_PATIENCE_S)
-    ready.happens(RequestVersion(0))
-    assert lives_on(ready, 10 * BULK_PATIENCE_S)
-
-
 def test_patience_grows_until_something_comes(ready: Desk) -> None:
     """A link that needs a minute for a chunk gets there at last."""
     patience = BULK_PATIENCE_S
@@ -89,7 +72,8 @@ def test_patience_grows_until_something_comes(ready: Desk) -> None:
     for _ in range(8):
         assert lives_on(ready, patience - 5)
         assert not lives_on(ready, 10)
-        ready.breaks().is_welcomed(version(0))
+        (push,) = ready.breaks().is_welcomed(version(0)).sent(Push)
+        assert push.push_id == 77, "and the push goes on"
         ready.hears(Grant(77, 0, Standing.RESUME, b"\0\0", credit=4))
         patience = min(2 * patience, LONGEST_BULK_PATIENCE_S)
     ready.hears(Ack(77, 0, (0,)))

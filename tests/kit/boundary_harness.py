@@ -123,7 +123,7 @@ class Trainer:
 
     def is_welcome(self, first_round: int = 0) -> Trainer:
         welcome = Welcome(b"s" * 16, "epoch", self.config, first_round, RUN, ())
-        self._turns = [Joined(welcome, None, again=False)]  # type: ignore[arg-type]
+        self._turns = [Joined(welcome, again=False)]
         return self.wakes()
 
     def is_granted(self, push: Push, round_: int, standing: Standing = Standing.NEW) -> Trainer:

@@ -31,16 +31,12 @@ OTHER_PLAN = (
 
 @dataclass(frozen=True)
 class Terms:
-    """On which terms a worker trains.
-
-    Attributes:
-        config: how the run is trained.
-        plan: the fragment of each manifest entry, in order, as the broker told it; empty where P is 1.
-        layout: how the model is cut.
-    """
+    """On which terms a worker trains."""
 
     config: RunConfig
-    plan: tuple[int, ...]
+    plan: tuple[
+        int, ...
+    ]  # the fragment of each manifest entry, as the broker told it; () if P is 1
     layout: ModelLayout
 
 

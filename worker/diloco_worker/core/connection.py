@@ -45,20 +45,15 @@ class Connection:
 
     Args:
         asked_interval: seconds between heartbeats; None = what fits the broker; 0 = none.
-
-    Attributes:
-        token: of the session at the broker; kept when a connection breaks, to come back with. None
-            before a welcome, and for an observer.
-        reconnections: welcomes after the first.
-        last_heard: when the broker last said anything; None before it has.
-        bulk: notices that chunks, or answers to chunks, do not come.
     """
 
     def __init__(self, asked_interval: float | None) -> None:
         self.phase = Phase.NEW
+        # Of the session at the broker; kept when a connection breaks, to come back with. None before a
+        # welcome, and for an observer.
         self.token: bytes | None = None
-        self.reconnections = 0
-        self.last_heard: float | None = None
+        self.reconnections = 0  # welcomes after the first
+        self.last_heard: float | None = None  # when the broker last said anything
         self.bulk = BulkWatch()
         self._asked_interval = asked_interval
         self._interval = 0.0
@@ -81,13 +76,8 @@ class Connection:
         """When there is something to do."""
         unanswered = self._unanswered_since
         patience_ends = None if unanswered is None else unanswered + JOIN_PATIENCE_S
-        times = (
-            self._wake_at,
-            self._beat_at,
-            patience_ends,
-            self._silent_at,
-            self.bulk.gives_up_at,
-        )
+        bulk_ends = self.bulk.gives_up_at
+        times = (self._wake_at, self._beat_at, patience_ends, self._silent_at, bulk_ends)
         return [at for at in times if at is not None]
 
     def open(self) -> effects.Effect:

@@ -22,29 +22,19 @@ CREDIT_BATCH = 4
 
 @dataclass
 class Download:
-    """The version of one fragment that is being assembled.
-
-    Attributes:
-        size: chunks of the fragment.
-        wanted: a `pull` is outstanding, or will be after the next welcome.
-        takes_any: deliver the next whole version even if it lacks the push in flight.
-        after: counter above which a version is asked for.
-        version: what is being assembled, with `arrived` of its chunks here.
-        released: the last `released`, which may come before, between or after the chunks.
-        seen: the last version that was here whole.
-        theirs: counter of the newest version that the broker is known to have; -1 = it has none, None =
-            it has not said.
-    """
+    """The version of one fragment that is being assembled."""
 
     fragment: int
-    size: int
-    wanted: bool = False
-    takes_any: bool = False
-    after: int = -1
-    version: VersionId | None = None
-    arrived: Bitmap = field(init=False)
-    released: messages.Released | None = None
-    seen: VersionId | None = None
+    size: int  # chunks of the fragment
+    wanted: bool = False  # a `pull` is outstanding, or will be after the next welcome
+    takes_any: bool = False  # deliver the next whole version even if it lacks the push in flight
+    after: int = -1  # counter above which a version is asked for
+    version: VersionId | None = None  # what is being assembled
+    arrived: Bitmap = field(init=False)  # its chunks that are here
+    released: messages.Released | None = None  # the last; before, between or after the chunks
+    seen: VersionId | None = None  # the last version that was here whole
+    # Counter of the newest version that the broker is known to have; -1 = it has none, None = it has
+    # not said.
     theirs: int | None = None
 
     def __post_init__(self) -> None:
@@ -93,23 +83,17 @@ class Download:
 
     @property
     def is_whole(self) -> bool:
-        return (
-            self.released is not None
-            and self.released.version == self.version
-            and self.arrived.is_full
-        )
+        released = self.released
+        return released is not None and released.version == self.version and self.arrived.is_full
 
     def finish(self) -> messages.Released:
         """Take the whole version off the table and be ready for the next."""
-        released = self.released
+        released, self.released, self.version = self.released, None, None
         assert released is not None
         self.seen = released.version
         self.after = self.theirs = released.version.counter
-        self.version = None
         self.arrived = Bitmap(self.size)
-        self.released = None
-        self.wanted = False
-        self.takes_any = False
+        self.wanted = self.takes_any = False
         return released
 
 
@@ -126,16 +110,12 @@ class Held:
 
 
 class Downloads:
-    """See the head of this module.
-
-    Attributes:
-        by_fragment: the frozen one included; empty before the layout is known.
-        held: the newest version of each fragment that is here whole, merged or not.
-    """
+    """See the head of this module."""
 
     def __init__(self, *, observer: bool) -> None:
+        # The frozen one included; empty before the layout is known.
         self.by_fragment: dict[int, Download] = {}
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, Held] = {}  # the newest that is here whole, merged or not
         self._observer = observer
         self._pull_at: dict[int, float] = {}
         self._owed = 0  # credits not yet given back

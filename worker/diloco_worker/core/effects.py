@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco_protocol import ModelLayout, VersionId
+from diloco_protocol import VersionId
 from diloco_protocol.messages import Message, Released, Standing, Welcome
 
 
@@ -71,19 +71,13 @@ class StoreChunk(Effect):
 
 @dataclass(frozen=True)
 class Deliver(Effect):
-    """A version is whole: hand it to the training side, and keep it, since the broker may ask for it.
+    """A version is whole: hand it to the training side, and keep it, since the broker may ask for it."""
 
-    Attributes:
-        released: the version, its ledger and round.
-        counted: the push in flight that it contains whole, if any.
-        unchanged: it is the version held already; nothing was assembled.
-        superseding: an earlier life of this worker has sent what is in the model, and it is in this
-            version. A push that was in flight is over without being counted.
-    """
-
-    released: Released
-    counted: int | None
-    unchanged: bool = False
+    released: Released  # the version, its ledger and round
+    counted: int | None  # the push in flight that it contains whole, if any
+    unchanged: bool = False  # it is the version held already; nothing was assembled
+    # An earlier life of this worker has sent what is in the model, and it is in this version. A push
+    # that was in flight is over without being counted.
     superseding: bool = False
 
 
@@ -115,7 +109,6 @@ class Joined(Effect):
     """The broker has welcomed this worker (again)."""
 
     welcome: Welcome
-    layout: ModelLayout
     again: bool
 
 

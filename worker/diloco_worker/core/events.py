@@ -94,14 +94,10 @@ class Resume(Event):
     Its versions are compared with the broker's: each fragment is delivered once, `unchanged` where the
     broker's is the same or older. Or all of it is forgotten (`ForgetCheckpoint`), and it joins as a new
     worker.
-
-    Attributes:
-        terms: how the run was trained and the model cut.
-        held: by fragment, the version held; of each that has chunks, the frozen one included.
     """
 
-    terms: Terms
-    held: Mapping[int, Held]
+    terms: Terms  # how the run was trained and the model cut
+    held: Mapping[int, Held]  # by fragment; of each that has chunks, the frozen one included
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ class Session:
         self.run = welcome.run or self.run
         if (text := gives_way(terms.config, own)) is not None:
             yield effects.Say(text, trouble=True)
-        yield effects.Joined(welcome, terms.layout, again)
+        yield effects.Joined(welcome, again)
         yield self.downloads.open_window(welcome.session)
         for upload in self.uploads:  # the oldest first
             if upload.is_gradient and not self.previous_life.holds_back(upload.push):

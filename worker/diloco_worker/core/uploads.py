@@ -22,27 +22,16 @@ OFFER_AGAIN_S = 1.0
 
 @dataclass
 class Upload:
-    """A push in flight.
+    """A push in flight."""
 
-    Attributes:
-        push: the offer as it was frozen; its session is filled in when it is sent.
-        held: chunks that the broker has acknowledged.
-        queue: chunks still to be sent on this connection.
-        credit: chunks that may be sent now.
-        standing: what the last grant on this connection said; None before one.
-        committed: `commit` has been sent since that grant.
-        offers: how often the push has been offered.
-        is_prepared: its chunks are laid out; those of a donation may take a while.
-    """
-
-    push: messages.Push
-    is_prepared: bool = True
-    held: Bitmap = field(init=False)
-    queue: deque[int] = field(default_factory=deque)
-    credit: int = 0
-    standing: messages.Standing | None = None
-    committed: bool = False
-    offers: int = 0
+    push: messages.Push  # the offer as it was frozen; its session is filled in when it is sent
+    is_prepared: bool = True  # its chunks are laid out; those of a donation may take a while
+    held: Bitmap = field(init=False)  # chunks that the broker has acknowledged
+    queue: deque[int] = field(default_factory=deque)  # still to be sent on this connection
+    credit: int = 0  # chunks that may be sent now
+    standing: messages.Standing | None = None  # says the last grant on this connection
+    committed: bool = False  # `commit` has been sent since that grant
+    offers: int = 0  # how often the push has been offered
 
     def __post_init__(self) -> None:
         self.held = Bitmap(self.push.chunks)
@@ -88,23 +77,17 @@ class Upload:
     def granted(self, grant: messages.Grant) -> None:
         """Take up a grant. It replaces what an earlier one said; raises ProtocolError on a bitmap
         that does not fit."""
+        # `wait` after `new` takes the slot back: what was sent is forgotten at the other end too.
         held = Bitmap(self.push.chunks)
         if grant.standing is messages.Standing.RESUME and grant.held is not None:
             held = Bitmap.from_bytes(grant.held, self.push.chunks)
-        self.standing = grant.standing
-        self.committed = False
+        elif grant.standing is messages.Standing.COUNTED:
+            held = Bitmap.full(self.push.chunks)
+        self.detach()
+        self.held, self.standing = held, grant.standing
         if grant.standing in SENDING:
-            self.held = held
             self.queue = deque(held.missing())
             self.credit = grant.credit
-        else:
-            # `wait` after `new` takes the slot back: what was sent is forgotten at the other end too.
-            self.queue.clear()
-            self.credit = 0
-            if grant.standing is messages.Standing.COUNTED:
-                self.held = Bitmap.full(self.push.chunks)
-            else:
-                self.held = held
 
     def acknowledged(self, chunks: tuple[int, ...], more: int = 0) -> None:
         """These chunks are in; each gives one credit back, and there are `more` on top.
@@ -129,16 +112,11 @@ class Upload:
 
 
 class Uploads:
-    """See the head of this module.
-
-    Attributes:
-        by_id: by push id; at most one pseudo-gradient for each fragment.
-        retries: offers of a push after its first.
-    """
+    """See the head of this module."""
 
     def __init__(self) -> None:
-        self.by_id: dict[int, Upload] = {}
-        self.retries = 0
+        self.by_id: dict[int, Upload] = {}  # at most one pseudo-gradient for each fragment
+        self.retries = 0  # offers of a push after its first
         self._offer_at: dict[int, float] = {}
         # By fragment, the last donation: a broken one goes on under its push id.
         self._donated: dict[int, tuple[VersionId | None, int]] = {}
@@ -177,8 +155,7 @@ class Uploads:
         """Take on a push. Another pseudo-gradient of the same fragment is abandoned."""
         other = self.gradient(push.fragment) if push.purpose == "gradient" else None
         if other is not None:
-            self._forget(other.push.push_id)
-            yield effects.PushOver(other.push.push_id)
+            yield from self.drop(other.push.push_id)
         self.by_id[push.push_id] = Upload(push)
 
     def offer(self, push_id: int, token: bytes | None) -> Iterator[effects.Effect]:
@@ -255,8 +232,7 @@ class Uploads:
             upload.committed = True
             yield effects.Send(messages.Commit(token, push_id, fragment))
         if not upload.is_sending and not upload.is_gradient:
-            self._forget(push_id)
-            yield effects.PushOver(push_id)
+            yield from self.drop(push_id)
 
     def refused(
         self, upload: Upload, error: messages.Error, now: float
@@ -299,8 +275,7 @@ class Uploads:
         for upload in self:
             upload.detach()
             if not upload.is_gradient:
-                self._forget(upload.push.push_id)
-                yield effects.PushOver(upload.push.push_id)
+                yield from self.drop(upload.push.push_id)
 
     def _forget(self, push_id: int) -> None:
         del self.by_id[push_id]

@@ -151,7 +151,7 @@ class Executor:
         """What people are to know."""
         network = self._network
         match effect:
-            case effects.Joined(welcome, _, again):
+            case effects.Joined(welcome, again):
                 network.welcomed(welcome.epoch)
                 how = "Back at" if again else "Joined the run at"
                 network.say(f"{how} {network.address}, expected from round {welcome.first_round}.")

@@ -33,7 +33,7 @@ def check_length(
 
 
 class FragmentBuffers:
-    """See the head of this module. Belongs to the I/O thread.
+    """See the head of this module, and `Memory` of `shell.effects`. Belongs to the I/O thread.
 
     Args:
         capture: copies a fragment of the model to the host, for a broker that has no parameters; called
@@ -67,7 +67,6 @@ class FragmentBuffers:
         self._copying = threading.Lock()
 
     def begin(self, layout: FragmentLayout) -> None:
-        """Chunks of a version begin to arrive. What was assembled of another one is overwritten."""
         fragment = layout.fragment
         if fragment not in self._assembly:
             room = self._spare.pop(fragment, None)
@@ -78,16 +77,13 @@ class FragmentBuffers:
         self._assembly[fragment].store(index, payload, wire_dtype)
 
     def finish(self, fragment: int) -> FlatState:
-        """The version that was assembled is whole, and held from now on."""
         state = self._held[fragment] = self._assembly.pop(fragment)
         return state
 
     def held(self, fragment: int) -> FlatState | None:
-        """The version that is held, if a copy of it is."""
         return self._held.get(fragment)
 
     def forget(self) -> None:
-        """Nothing is held any more."""
         self._held.clear()
 
     def set_base(self, fragment: int, state: FlatState | None) -> None:
@@ -105,11 +101,9 @@ class FragmentBuffers:
             self._spare[fragment] = former
 
     def chunk(self, push_id: int, fragment: int, index: int) -> memoryview:
-        """The bytes of a chunk to be sent."""
         return self.outgoing[push_id].chunk(index)
 
     def drop(self, push_id: int) -> None:
-        """This push is over."""
         self.outgoing.pop(push_id, None)
 
     def prepare(self, push_id: int, layout: FragmentLayout) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -44,19 +44,14 @@ class SyncMetrics(Mapping[str, Any]):
     last_error: str | None = None
 
     def __getitem__(self, name: str) -> Any:
-        if name not in _NAMES:
-            raise KeyError(name)
-        return getattr(self, name)
+        return vars(self)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_NAMES)
+        return iter(vars(self))
 
     def __len__(self) -> int:
-        return len(_NAMES)
+        return len(vars(self))
 
     def plain(self) -> dict[str, Any]:
         """A dict, for JSON."""
         return asdict(self)
-
-
-_NAMES = tuple(each.name for each in fields(SyncMetrics))

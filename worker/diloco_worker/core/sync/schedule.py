@@ -65,12 +65,6 @@ class RoundSchedule:
         step: optimizer steps so far.
         cycle_start: the step after which the cycle at hand began.
 
-    Attributes:
-        cursor: the round that the next push is meant for.
-        cycle_start: as above; steps since then are the position in the cycle.
-        sync_every: H of the cycle at hand.
-        rounds: by fragment in flight, the round that it is part of; None where that is no matter.
-
     Raises:
         UsageError: H below P.
     """
@@ -86,9 +80,10 @@ class RoundSchedule:
     ) -> None:
         self.num_fragments = num_fragments
         self.common = common
-        self.cursor = 0
+        self.cursor = 0  # the round that the next push is meant for
+        # By fragment in flight, the round that it is part of; None where that is no matter.
         self.rounds: dict[int, int | None] = {}
-        self.sync_every = sync_every
+        self.sync_every = sync_every  # of the cycle at hand
         self._next_sync_every = sync_every
         self._slots = slots(sync_every, num_fragments)
         position = (step - cycle_start) % sync_every
@@ -103,11 +98,6 @@ class RoundSchedule:
         self._unanswered: set[int] = set()  # fragments in flight at a welcome, until their grant
 
     # The cycle.
-
-    @property
-    def slot(self) -> int:
-        """The next one of this cycle: 0 .. P - 1."""
-        return self._slot
 
     @property
     def place(self) -> SchedulePlace:

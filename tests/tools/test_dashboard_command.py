@@ -10,14 +10,16 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from diloco_protocol.feed import FeedError
+from diloco_tools.dashboard.cli import app
 from diloco_tools.dashboard.source import ReplaySource
 from kit.dashboard_server import Publisher, serving
 from kit.feed_snapshots import PATIENCE_S
@@ -44,14 +46,17 @@ def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def refused(*arguments: str) -> str:
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What a command says that does not start; exit code 2."""
-    done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert done.returncode == 2, done
-    assert done.stdout == ""
-    return done.stderr
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of pytest stay
+
+    def refused_(*arguments: str) -> str:
+        result = CliRunner(env={"DILOCO_FEED": None}).invoke(app, list(arguments))
+        assert (result.exit_code, result.stdout) == (2, ""), result.output
+        return result.stderr
+
+    return refused_
 
 
 def fetch(address: str, token: str | None = None) -> Any:
@@ -84,27 +89,42 @@ class TestStart:
             assert "--readonly" in fetch(f"{address}api/session")["reason"]
             assert process.poll() is None
 
-    def test_addresses_that_others_reach_take_insecure_and_then_the_token_to_look(self) -> None:
-        said = refused("--host", "0.0.0.0")
-        assert "0.0.0.0 can be reached from other machines" in said
-        assert "--insecure" in said
-        with started("--feed", NOBODY, "--host", "0.0.0.0", "--insecure", "--readonly") as (
-            _,
-            address,
-        ):
+    def test_addresses_that_others_reach_take_the_token_to_look(self) -> None:
+        arguments = ("--feed", NOBODY, "--host", "0.0.0.0", "--insecure", "--readonly")
+        with started(*arguments) as (_, address):
             base, token = address.split("/?token=")
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 fetch(f"{base}/api/state")
             assert fetch(f"{base}/api/state", token)["picture"] is None
 
-    def test_what_cannot_be_is_one_sentence(self, tmp_path: Path) -> None:
-        assert "is not a feed address" in refused("--feed", "localhost")
-        assert "nothing to steer" in refused("--replay", "x", "--control", NOBODY)
-        assert str(tmp_path / "none") in refused("--replay", str(tmp_path / "none"))
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (("--host", "0.0.0.0"), "0.0.0.0 can be reached from other machines"),
+            (("--host", "0.0.0.0"), "or add --insecure"),
+            (("--feed", "localhost"), "is not a feed address"),
+            (("--replay", "x", "--control", NOBODY), "nothing to steer"),
+            (("--replay", "/no/such"), "/no/such"),
+        ],
+    )
+    def test_what_cannot_be_is_one_sentence(
+        self, refused: Callable[..., str], arguments: tuple[str, ...], said: str
+    ) -> None:
+        (sentence,) = refused(*arguments).splitlines()
+        assert said in sentence
+
+    def test_port_in_use_is_one_sentence(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
-            said = refused("--feed", NOBODY, "--port", str(port))
-        assert f"cannot listen on 127.0.0.1 port {port}" in said
+            port = str(taken.getsockname()[1])
+            done = subprocess.run(
+                [*COMMAND, "--feed", NOBODY, "--port", port],
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+                check=False,
+            )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
 
     @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
     def test_missing_packages_are_named(self, package: str) -> None:

@@ -55,12 +55,10 @@ class _Counted(NamedTuple):
 
 
 def _rate(before: _Counted | None, later: _Counted, at: float) -> Rate | None:
-    """None if no time has passed, or if the counters began again."""
+    """None if the counters began again; the uptime has grown."""
     if before is None or later.up < before.up or later.down < before.down:
         return None
     seconds = later.uptime_s - before.uptime_s
-    if seconds <= 0:
-        return None
     return Rate(at, (later.up - before.up) / seconds, (later.down - before.down) / seconds)
 
 

@@ -210,6 +210,7 @@ def test_targets_are_met_or_missed_or_said_to_be_absent() -> None:
     assert skipped == "the largest: left out"
     assert TARGETS["heartbeat"].name in absent
     assert TARGETS["turn"].name not in absent
+    assert sentences(report())[0] == "Nothing that was measured here has a target."
 
 
 def test_tables_fit_a_hundred_and_thirty_columns() -> None:

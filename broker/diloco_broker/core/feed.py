@@ -89,7 +89,7 @@ def _snapshot(
         round=_round(state, now),
         counts=feed.Counts(
             alive=len(state.members),
-            participating=len(_participating(state)),
+            participating=len(state.round.participating) if state.round else 0,
             averaged=state.last_report.averaged if state.last_report else 0,
         ),
         model=_model(state),
@@ -192,20 +192,22 @@ def _model(state: RunState) -> feed.Model | None:
 
 
 def _outer(state: RunState) -> feed.Outer:
-    config, has_momentum = state.config, _has_momentum(state)
+    """What steps the parameters; a torch optimizer's settings are its own."""
+    config, name, has_momentum = state.config, state.config.outer_name, False
     if state.has_own_optimizer:
         lr, momentum = _common(state, "lr"), _common(state, "momentum")
     else:
+        has_momentum = name != "sgd"
         lr, momentum = config.outer_lr, config.outer_momentum if has_momentum else None
     return feed.Outer(
-        optimizer=_outer_name(state),
+        optimizer=f"{config.outer or ''} torch".strip() if state.has_own_optimizer else name,
         lr=lr,
         momentum=momentum,
         groups=tuple(feed.OuterGroup(each.lr, each.momentum) for each in state.outer_groups),
         nesterov=config.nesterov if has_momentum else None,
-        variant=config.dn_variant if config.outer_name == "dn" else None,
+        variant=config.dn_variant if name == "dn" else None,
         buffer=config.dn_size if _has_buffer(state) else None,
-        c=config.dn_c if config.outer_name == "dn" else None,
+        c=config.dn_c if name == "dn" else None,
     )
 
 
@@ -264,13 +266,6 @@ def _has_ended(state: RunState) -> bool:
     return made and not len(state.members) and last is not None and not last.why
 
 
-def _outer_name(state: RunState) -> str:
-    """What steps the parameters; a torch optimizer's settings are its own."""
-    if not state.has_own_optimizer:
-        return state.config.outer_name
-    return f"{state.config.outer} torch" if state.config.outer else "torch"
-
-
 def _common(state: RunState, name: str) -> float | None:
     """What all groups of a torch optimizer have of a setting; None where they differ."""
     values = {getattr(group, name) for group in state.outer_groups}
@@ -278,17 +273,9 @@ def _common(state: RunState, name: str) -> float | None:
     return found
 
 
-def _has_momentum(state: RunState) -> bool:
-    return not state.has_own_optimizer and state.config.outer_name != "sgd"
-
-
 def _has_buffer(state: RunState) -> bool:
     name = state.config.outer if state.has_own_optimizer else state.config.outer_name
     return name in ("dn", "fedbuff")
-
-
-def _participating(state: RunState) -> set[str]:
-    return state.round.participating if state.round is not None else set()
 
 
 def _worker(state: RunState, member: Member, now: float) -> feed.Worker:

@@ -5,7 +5,7 @@ liveness        heartbeats, stalls, deaths             refusals       what canno
 initial_model   where the first parameters come from   donation       their chunks
 pushes          what is checked of a push              grants         what it is answered
 rounds          opening, closing, releasing            reducers       what differs between the ways
-pulls           who reads versions                     branches       rounds that only a worker has
-checkpoints     when the run is saved                  stopping       how the broker ends
+pulls           who reads versions                     checkpoints    when the run is saved
 operator        what operators ask for                 settings       what they may change
+stopping        how the broker ends
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules import branches, compatibility, initial_model, rounds
+from diloco_broker.core.rules import compatibility, initial_model, rounds
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member, printable
 from diloco_broker.core.state.run import Departure, RunState
@@ -50,7 +50,7 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         state.versions.set_layout(layout.all)
     first_round = _first_round(state, member)
     versions = tuple(each.version for each in state.versions.trained)
-    yield from branches.tell(state, join.worker_id, join.versions)
+    yield from initial_model.tell_of_branches(state, join.worker_id, join.versions)
     welcome = messages.Welcome(
         session=session,
         epoch=state.epoch,

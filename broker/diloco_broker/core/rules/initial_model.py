@@ -12,11 +12,11 @@ A new run begins only where nobody has one: with the model file, else with a wor
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import branches, checkpoints, donation, rounds
+from diloco_broker.core.rules import checkpoints, donation, rounds
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake, Resumption
@@ -83,8 +83,7 @@ def _seek_run(state: RunState) -> effects.Effects:
             assert newest is not None
             model.run = next(held.run for held in newest.versions if held is not None)
         sources = model.sources(state.members)
-        is_whole = set(model.restored) >= set(model.all_fragments)
-        if not sources and not is_whole and model.ask_all_again():
+        if not sources and not model.is_restored and model.ask_all_again():
             sources = model.sources(state.members)
         if sources:
             donor = next(iter(sources.values()))
@@ -93,14 +92,12 @@ def _seek_run(state: RunState) -> effects.Effects:
                 f"fragment {f} at version {donor.versions[f]}"
                 for f in sorted(model.donation.wanted)
             )
-            ahead = (
-                "is ahead of the checkpoint" if model.checkpoint else "has parameters of this run"
-            )
+            has = "is ahead of the checkpoint" if model.checkpoint else "has parameters of this run"
             instead = ", not the model file's" if model.initial is not None else ""
-            yield effects.info(f"{donor.worker_id} {ahead}; taking {whose} from it{instead}.")
+            yield effects.info(f"{donor.worker_id} {has}; taking {whose} from it{instead}.")
             yield from _ask(state, donor)
             return
-    if set(model.restored) >= set(model.all_fragments):
+    if model.is_restored:
         yield from _go_on(state)
     else:
         model.restored.clear()  # nobody has the rest: a new run begins with the next donor
@@ -210,7 +207,7 @@ def _can_do_without(state: RunState, donor: Member) -> bool:
     """Is there somebody else to ask for what this donor was asked for, or something to go on from?"""
     model = state.model
     if any(donor.versions):
-        return set(model.restored) >= set(model.all_fragments) or bool(model.sources(state.members))
+        return model.is_restored or bool(model.sources(state.members))
     return bool(model.candidates(state.members))
 
 
@@ -274,13 +271,44 @@ def _go_on(state: RunState) -> effects.Effects:
     for fragment, restored in model.restored.items():
         state.versions.install(fragment, restored)
     for member in state.members:
-        yield from branches.tell(state, member.worker_id, member.versions)
+        yield from tell_of_branches(state, member.worker_id, member.versions)
     number = sum(s.version.counter for s in state.versions.trained if s.version)
     is_newer = number != model.resumed_number
     source = f"from {model.checkpoint}" if model.checkpoint else "with what its workers hold"
     more = " and what its workers had newer" if model.checkpoint and is_newer else ""
     yield effects.info(f"Run {model.run} goes on with round {number}, {source}{more}.")
     yield from _begin(state, number, is_new=is_newer)
+
+
+def tell_of_branches(
+    state: RunState, worker_id: str, versions: Sequence[VersionId | None]
+) -> effects.Effects:
+    """Say it if a worker holds a version, by fragment, that this broker's rounds do not come from.
+
+    A broker that comes back from an older copy, or before a worker that was ahead of it, makes rounds
+    that were made already, with other contributions. Counters then say the same and tags differ. Nothing
+    can join the two again: the broker's branch is the run.
+    """
+    fragments = state.versions.trained
+    for fragment, (held, each) in enumerate(zip(versions, fragments, strict=False)):
+        ours = each.version
+        if held is None or ours is None or held.run != ours.run:
+            continue
+        which = f" of fragment {fragment}" if len(fragments) > 1 else ""
+        if held.counter > ours.counter:
+            yield effects.warning(
+                f"{worker_id} holds version {held}{which}, but this broker went on from an older copy "
+                f"and is at {ours}. The rounds that only {worker_id} has are lost, except for what "
+                "workers offer again.",
+            )
+        elif each.is_of_another_branch(held):
+            yield effects.warning(
+                f"{worker_id} holds version {held}{which}, which is of another branch of run "
+                f"{ours.run}: this broker, now at {ours}, has version {each.name_of(held.counter)} "
+                f"instead, because a broker went on from an older copy. The rounds that only "
+                f"{worker_id} has are lost; it goes on with this broker's parameters, and offers "
+                "again what it has not seen counted.",
+            )
 
 
 def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:

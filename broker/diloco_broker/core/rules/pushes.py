@@ -70,7 +70,7 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
         return  # it was under way when its push was over
     member.account.bytes_up += size
     state.totals.bytes_up += size
-    upload.spend()
+    upload.credit -= 1
     if chunk.index in arrived:
         yield from grants.acknowledge(state, member, upload, chunk.index)
         return

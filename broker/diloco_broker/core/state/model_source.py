@@ -189,6 +189,11 @@ class RunModel:
         assert self.layout is not None
         return tuple(part.fragment for part in self.layout.all if part.chunks)
 
+    @property
+    def is_restored(self) -> bool:
+        """Every fragment of the run that exists is here."""
+        return set(self.restored) >= set(self.all_fragments)
+
     def ask(self, donor: Member, wanted: tuple[int, ...], now: float) -> None:
         self.donation = Donation(donor.worker_id, wanted, progress_at=now)
         self.waits_for = ""

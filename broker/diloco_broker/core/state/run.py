@@ -232,10 +232,5 @@ class RunState:
         return ledger.names_whole(member.worker_id, push.push_id)
 
     def weight_of(self, push: Push) -> float:
-        match self.config.weight_by:
-            case "tokens":
-                return push.weight * push.tokens
-            case "samples":
-                return push.weight * push.samples
-            case _:
-                return push.weight
+        by = {"equal": 1, "tokens": push.tokens, "samples": push.samples}
+        return push.weight * by[self.config.weight_by]

@@ -91,9 +91,8 @@ class StreamingRound(Update):
     @property
     def begun(self) -> set[str]:
         """Workers that have begun a push, whatever became of it, unless they are simply gone."""
-        return {
-            c.worker_id for c in self.contributions.values() if c.ended is None or self._served(c)
-        }
+        served = (None, Ended.VOIDED)
+        return {c.worker_id for c in self.pushes if c.ended in served or c.is_whole}
 
     @property
     def participating(self) -> set[str]:
@@ -108,9 +107,6 @@ class StreamingRound(Update):
 
     def of_worker(self, worker_id: str) -> Iterator[Contribution]:
         return (c for c in self.contributions.values() if c.worker_id == worker_id)
-
-    def _served(self, contribution: Contribution) -> bool:
-        return contribution.is_whole or contribution.ended is Ended.VOIDED
 
     # What happens.
 
@@ -141,13 +137,10 @@ class StreamingRound(Update):
         """A chunk that arrived was not folded: void the push. Returns the chunks that are ready."""
         contribution = self.contributions[key]
         contribution.arrived.discard(index)
-        if contribution.ended is None:
-            return self._settle([index]) + self.end(key, Ended.VOIDED, settled=index)
-        return self._settle([index])
+        return self._settle([index]) + self._end(contribution, Ended.VOIDED, settled=index)
 
-    def end(self, key: PushKey, why: Ended, settled: int | None = None) -> list[int]:
+    def _end(self, contribution: Contribution, why: Ended, settled: int | None = None) -> list[int]:
         """Nothing more will come of a contribution. Returns the chunks that are ready through it."""
-        contribution = self.contributions[key]
         if contribution.ended is not None:
             return []
         let_go = [i for i in contribution.held.missing() if i != settled]
@@ -156,7 +149,7 @@ class StreamingRound(Update):
 
     def abandon(self, contribution: Contribution) -> list[int]:
         """Its worker has begun another push. Returns the chunks that are ready through it."""
-        ready = self.end(contribution.key, Ended.ABANDONED)
+        ready = self._end(contribution, Ended.ABANDONED)
         if contribution.ended is Ended.GONE:
             contribution.ended = Ended.ABANDONED  # it will not be taken up again either
         return ready
@@ -166,7 +159,7 @@ class StreamingRound(Update):
         self.barrier.expect_no_more(worker_id)
         ready: list[int] = []
         for contribution in list(self.of_worker(worker_id)):
-            ready += self.end(contribution.key, Ended.GONE)
+            ready += self._end(contribution, Ended.GONE)
         return ready
 
     def close_if_due(self, floor: int) -> list[int] | None:

@@ -55,9 +55,6 @@ class Upload:
     is_void: bool = False  # what still comes of it is ignored: its sender has been told
     calm: int = 0  # chunks since one was acknowledged while others waited
 
-    def spend(self) -> None:
-        self.credit -= 1
-
     def void(self) -> None:
         self.is_void = True
 

@@ -17,6 +17,28 @@ CONTROL = "tcp://127.0.0.1:8512"  # the feed of the pilot names it
 UTF8 = Glyphs.for_encoding("utf-8")
 
 
+@pytest.mark.parametrize(
+    ("opened", "title", "left"),
+    [
+        # These keys are no answer.
+        *((("k", "enter", "x"), "Kick a100-0", (key,)) for key in ("n", "escape", "q")),
+        (("l", *"0.5"), "Outer learning rate", ("escape",)),
+        (("l", *"0.5"), "Outer learning rate", ("enter", "n")),
+        (("l", *"0.5"), "Outer learning rate", ("enter", "escape")),
+        (("S", *"3fa2c1d0"), "End the run?", ("escape",)),
+    ],
+)
+async def test_dialog_may_be_left_at_any_point_and_sends_nothing(
+    pilot: ScreenPilot, opened: tuple[str, ...], title: str, left: tuple[str, ...]
+) -> None:
+    await pilot.press(*opened)
+    assert title in pilot.text()
+    await pilot.press(*left)
+    assert title not in pilot.text()
+    assert pilot.app.is_running
+    assert not pilot.broker.requests
+
+
 class TestKick:
     @both
     async def test_asks_states_the_consequence_and_sends_what_was_asked(
@@ -35,15 +57,6 @@ class TestKick:
         await pilot.press("y")
         await pilot.sees("rtx-home was removed; 3 workers are left.")
         assert pilot.broker.requests == [(CONTROL, "kick", {"worker": "rtx-home"})]
-
-    @pytest.mark.parametrize("key", ["n", "escape", "q"])
-    async def test_anything_but_yes_sends_nothing(self, pilot: ScreenPilot, key: str) -> None:
-        await pilot.press("k", "enter", "x")
-        assert "Kick a100-0" in pilot.text(), "these keys are no answer"
-        await pilot.press(key)
-        assert "Kick a100-0" not in pilot.text()
-        assert pilot.app.is_running
-        assert not pilot.broker.requests
 
     @both
     async def test_table_changes_only_when_the_feed_says_so(self, pilot: ScreenPilot) -> None:
@@ -117,14 +130,6 @@ class TestOuterLearningRate:
         assert "Outer learning rate" not in pilot.text()
         assert not pilot.broker.requests
 
-    @pytest.mark.parametrize("keys", [("escape",), ("enter", "n"), ("enter", "escape")])
-    async def test_may_be_left_at_any_point(
-        self, pilot: ScreenPilot, keys: tuple[str, ...]
-    ) -> None:
-        await pilot.press("l", *"0.5", *keys)
-        assert "Outer learning rate" not in pilot.text()
-        assert not pilot.broker.requests
-
     async def test_an_optimizer_with_settings_of_its_own_has_none(self, pilot: ScreenPilot) -> None:
         await pilot.hears(snapshot(42, outer={"optimizer": "torch"}), after_s=1.0)
         await pilot.press("l")
@@ -165,11 +170,6 @@ class TestShutdown:
         await pilot.press(*["backspace"] * 3, *"3fa2c1d0", "enter")
         await pilot.sees("It was done.")
         assert pilot.broker.requests == [(CONTROL, "shutdown", {})]
-
-    async def test_may_be_left(self, pilot: ScreenPilot) -> None:
-        await pilot.press("S", *"3fa2c1d0", "escape")
-        assert "End the run?" not in pilot.text()
-        assert not pilot.broker.requests
 
     @pytest.mark.parametrize(
         ("keys", "said"),

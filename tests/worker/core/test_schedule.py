@@ -53,6 +53,7 @@ def test_worker_that_goes_on_from_a_checkpoint_keeps_its_place_in_the_cycle(
 def test_checkpoint_without_the_start_of_its_cycle_shifts_the_schedule() -> None:
     assert due_steps(RoundSchedule(4, 1, step=6), 8, 6) == [8, 12]
     assert due_steps(RoundSchedule(6, 3, step=9), 6, 9) == [10, 12, 14]
+    assert due_steps(RoundSchedule(4, 1, step=6, cycle_start=1), 8, 6) == [9, 13]
 
 
 def test_slot_that_could_not_be_used_stays_due_and_shifts_the_rest() -> None:
@@ -179,8 +180,11 @@ def test_flight_gives_back_no_round_that_a_version_has_shown_to_be_over() -> Non
     assert turns.cursor == 5
 
 
-def test_flight_that_ends_uncounted_gives_its_round_back() -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_flight_that_ends_uncounted_gives_its_round_back(is_named: bool) -> None:
     turns = pushed(RoundSchedule(6, 3), 0, 1)
+    if is_named:
+        turns.granted(0, NEW, 0)
     turns.dropped(0)
     assert turns.cursor == 0
     assert not turns.may_wait(1), "round 1 waits for our round 0"

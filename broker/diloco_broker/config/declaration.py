@@ -27,7 +27,7 @@ from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 
 AGGREGATES = ("mean", "clip-median-norm")
 AUTO = "auto"
-OUTERS = {"sync": "nesterov", "async": "dn"}  # by mode, where none is named
+USUAL_OUTERS = {"sync": "nesterov", "async": "dn"}  # by mode, where none is named
 
 RUN = Panel("The run")
 OUTER = Panel("Outer optimizer")
@@ -242,7 +242,7 @@ class Options:
 
     @property
     def outer_name(self) -> str:
-        return self.outer or OUTERS[self.mode]
+        return self.outer or USUAL_OUTERS[self.mode]
 
     @property
     def has_buffer(self) -> bool:

@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from diloco_protocol import UsageError
+from diloco_worker.core.sync.news import Work
 from diloco_worker.training.counted_steps import CountedSteps
-from diloco_worker.training.reports import Pace
+from diloco_worker.training.reports import LOOK_S, Pace, Reports
 from kit.scripted_broker import Descent
 from kit.scripted_training import ScriptedTraining
 
@@ -82,11 +83,12 @@ def steps_of(optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.step()
 
 
-def test_steps_of_another_optimizer_are_said_to_be_lost(counted: Counted) -> None:
+def test_steps_of_another_optimizer_are_said_to_be_lost(training: ScriptedTraining) -> None:
     """As when layers are unfrozen in mid-run and a new optimizer is made for them."""
-    counted.descent.steps(1)
-    steps_of(torch.optim.AdamW(counted.descent.model.parameters()), 300)
-    (said,) = counted.told
+    training.begins(config={"sync_every": 10_000})
+    training.steps(1)
+    steps_of(torch.optim.AdamW(training.descent.model.parameters()), 300)
+    said = str(training.metrics.last_error)
     assert said.startswith("Another optimizer (AdamW) has made 100 steps")
     assert "make a new one with the optimizer" in said
 
@@ -116,6 +118,17 @@ def test_pace_leaves_out_what_was_no_training() -> None:
     pace.leave_out(50.0)  # the script asked for something between two steps
     pace.step(152.0)
     assert pace.steps_per_s == 0.5
+
+
+def test_what_is_reported_on_an_accelerator_is_read_now_and_then() -> None:
+    reports = Reports()
+    reports._pending = {"loss": torch.tensor(2.5), "tokens": torch.tensor(7)}  # as from there
+    reports.read(LOOK_S - 1)
+    assert reports.totals == Work()
+    reports.read(LOOK_S)
+    assert reports.totals == Work(tokens=7, loss=2.5)
+    reports.read(2 * LOOK_S)
+    assert reports.totals == Work(tokens=7, loss=2.5), "once"
 
 
 def test_waiting_in_force_sync_is_not_counted_as_a_slow_step(training: ScriptedTraining) -> None:

@@ -239,6 +239,18 @@ def test_merge_that_fails_is_tried_again_and_told_once() -> None:
     assert training.metrics.rounds == 1
 
 
+def test_steps_that_are_not_finite_are_taken_out_behind_the_next_step_where_that_failed() -> None:
+    """Nothing that has come asks for it, so it must not be forgotten."""
+    training = trainer()
+    training.bad = effects.NonFinite("layer.weight")
+    training.fails = effects.Failed(MemoryError("full"), is_torn=False)
+    training.steps(H)
+    assert training.state.is_torn
+    training.steps(1)
+    assert training.outcomes == ["restored", "restored"], "tried again"
+    assert not training.state.is_torn
+
+
 @pytest.mark.parametrize("where", [effects.Offer, effects.StandStill, effects.Wait])
 def test_what_ctrl_c_broke_off_is_done_once_behind_the_next_step(
     where: type[effects.Effect],

@@ -240,7 +240,7 @@ class Driver:
                 except BaseException:
                     # Ctrl-C while it was still being worked out: the model is what it was.
                     if not values.has_begun(landing):
-                        self.state.fragments[fragment].landing = None
+                        self.state.fragments[fragment].has_not_begun()
                     raise
             case _:
                 raise TypeError(f"not an effect of a boundary: {effect!r}")

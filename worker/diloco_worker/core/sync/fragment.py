@@ -203,6 +203,14 @@ class Fragment:
             return Landing(Outcome.REJECTED, flight, rejection=rejection, touches_model=touch_model)
         return None
 
+    def has_not_begun(self) -> None:
+        """The landing was broken off before it touched the model, and is decided anew.
+
+        One that takes steps out of the model follows from nothing that is here: it stays due.
+        """
+        if self.landing is not None and not self.landing.is_void:
+            self.landing = None
+
     def landed(self, landing: Landing) -> None:
         """The model is in line with it. May be said again."""
         flight, outcome = landing.flight, landing.outcome

@@ -44,7 +44,7 @@ def settle(
 
 def _has_failed(fragment: Fragment, failed: Failed) -> Steps[None]:
     if not failed.is_torn:
-        fragment.landing = None
+        fragment.has_not_begun()
     text = (
         f"The model could not take in what came for fragment {fragment.number}: {failed.error!r}. "
         "It is tried again after each step, and what is in flight counts once."

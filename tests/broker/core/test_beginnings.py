@@ -13,7 +13,7 @@ from diloco_broker.core.rules.initial_model import RETURN_WITHIN_S
 from diloco_broker.core.state.model_source import DONOR_PATIENCE_S, InitialModel
 from diloco_protocol.messages import Error, Push
 from diloco_protocol.version import VersionId
-from diloco_worker.core.timeouts import LONGEST_BACKOFF_S
+from diloco_worker.core.connection import LONGEST_BACKOFF_S
 from kit.core_harness import RUN, Stage, a_stage, layered
 from kit.restarts import holding
 

@@ -26,7 +26,7 @@ from diloco_protocol.messages import (
     Result,
     Standing,
 )
-from diloco_worker.core.connection import Phase
+from diloco_worker.core.connection import JOIN_PATIENCE_S, LONGEST_BACKOFF_S, REFUSED_RETRY_S, Phase
 from diloco_worker.core.downloads import DOWNLOAD_WINDOW
 from diloco_worker.core.effects import (
     Answered,
@@ -57,7 +57,6 @@ from diloco_worker.core.events import (
     Withdraw,
 )
 from diloco_worker.core.session import Session
-from diloco_worker.core.timeouts import JOIN_PATIENCE_S, LONGEST_BACKOFF_S, REFUSED_RETRY_S
 from kit.session_harness import (
     CONFIG,
     FROZEN,
@@ -367,7 +366,7 @@ def test_observer_pulls_with_credit_and_without_joining() -> None:
         (version(7), False),  # it is ahead
     ],
 )
-def test_worker_says_once_that_the_broker_goes_on_from_another_branch(
+def test_worker_says_that_the_broker_goes_on_from_another_branch(
     ready: Desk, theirs: VersionId, is_another_branch: bool
 ) -> None:
     ready.holds(version(4))

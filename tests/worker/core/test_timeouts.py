@@ -7,9 +7,9 @@ import torch
 
 from diloco_broker import Broker
 from diloco_protocol.messages import Ack, Chunk, Grant, Notice, Push, Released, Standing
+from diloco_worker.core.connection import BULK_PATIENCE_S, LONGEST_BULK_PATIENCE_S
 from diloco_worker.core.effects import Close
 from diloco_worker.core.events import Offer, RequestVersion
-from diloco_worker.core.timeouts import BULK_PATIENCE_S, LONGEST_BULK_PATIENCE_S
 from kit.proxy import ForgettingProxy
 from kit.reference import state_of
 from kit.session_harness import CHUNKS, Desk, gradient, version, whole
@@ -86,7 +86,7 @@ def test_run_goes_on_when_a_connection_for_chunks_is_forgotten(
     up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From some chunk on all of that connection's bytes are swallowed; nothing is closed."""
-    monkeypatch.setattr("diloco_worker.core.timeouts.BULK_PATIENCE_S", 0.5)
+    monkeypatch.setattr("diloco_worker.core.connection.BULK_PATIENCE_S", 0.5)
     steps = 6
     outcomes = []
     for forgets in (False, True):

@@ -24,6 +24,7 @@ from diloco_protocol.messages import (
     Released,
     Standing,
 )
+from diloco_worker.core.connection import LONGEST_BACKOFF_S
 from diloco_worker.core.downloads import CREDIT_BATCH
 from diloco_worker.core.effects import (
     Beat,
@@ -38,7 +39,6 @@ from diloco_worker.core.effects import (
     StoreChunk,
 )
 from diloco_worker.core.events import Disconnected, Event, Offer, Prepared, RequestVersion, Start
-from diloco_worker.core.timeouts import LONGEST_BACKOFF_S
 from kit.session_harness import CHUNKS, FROZEN, RUN, Desk, gradient, version, whole
 
 # Up.

@@ -25,12 +25,11 @@ from dataclasses import replace
 from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, messages
 from diloco_worker.core import effects, events
 from diloco_worker.core.compatibility import Terms, changed, check_welcome, cut, gives_way
-from diloco_worker.core.connection import Connection, Phase
+from diloco_worker.core.connection import RETRY_S, Connection, Phase
 from diloco_worker.core.control_requests import ControlRequests
 from diloco_worker.core.downloads import Downloads
 from diloco_worker.core.effects import Effect
 from diloco_worker.core.previous_life import FORGOTTEN, PreviousLife
-from diloco_worker.core.timeouts import RETRY_S
 from diloco_worker.core.uploads import Uploads
 
 

@@ -5,6 +5,7 @@ One thread drives all workers, so that the order in which pseudo-gradients are a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -271,3 +272,19 @@ def test_any_torch_optimizer_steps_the_fragments_of_an_asynchronous_run(
     config = make_config(mode="async", workers=WORKERS, num_fragments=2, **options)
     with Broker(config, outer_optimizer_factory=lambda p: make(p.fragment, p.named)) as broker:
         drive(broker, alternating(2), strided(2), make_outer)
+
+
+def test_lines_of_versions_are_in_the_log_and_leave_room_for_other_events(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="diloco.broker")
+    model = nn.Linear(4, 2)
+    zeros = {name: torch.zeros_like(value) for name, value in state_of(model).items()}
+    with Broker(make_config(mode="async")) as broker, joined(broker, model, 1) as (client,):
+        for counter in range(1, 3):
+            client.push(zeros, steps=5)
+            client.pull(after=counter - 1)
+        events = [event["text"] for event in client.status()["events"]]
+    assert "Version 1 contains the push of w0 (0 versions old)." in caplog.messages
+    assert not [text for text in events if "contain" in text]
+    assert [text for text in events if "all zeros twice in a row" in text]

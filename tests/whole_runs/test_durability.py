@@ -161,6 +161,16 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     assert len({line["epoch"] for line in map(json.loads, audit.read_text().splitlines())}) >= 2
 
 
+def test_line_of_the_audit_log_that_a_crash_cut_spoils_no_other(tmp_path: Path) -> None:
+    audit = tmp_path / "audit"
+    audit.write_text('{"version": ["0123", 1, "ab')
+    with Broker(BrokerConfig(**LOCAL, audit=str(audit))) as broker, a_client(broker.address):
+        pass
+    lines = audit.read_text().splitlines()
+    assert lines[0] == '{"version": ["0123", 1, "ab'
+    assert json.loads(lines[1])["round"] == 0
+
+
 # Processes that end.
 
 

@@ -26,6 +26,18 @@ QUIET = (
     effects.BeginVersion,
     effects.StoreChunk,
 )
+# Effects that only the training thread, or people, hear of.
+TOLD = (
+    effects.Joined,
+    effects.JoinRefused,
+    effects.Granted,
+    effects.Carried,
+    effects.Paced,
+    effects.Answered,
+    effects.Stopping,
+    effects.Restarting,
+    effects.Say,
+)
 
 
 class Network(Protocol):
@@ -114,7 +126,7 @@ class Executor:
                 self._inbox.take_in(effect, values)
                 self._say(effect)
 
-    def _carry_out(self, effect: effects.Effect) -> Any:  # noqa: C901  a case for each effect
+    def _carry_out(self, effect: effects.Effect) -> Any:  # noqa: C901, PLR0912  a case for each effect
         """Returns the values of a version that is delivered."""
         network, memory = self._network, self._memory
         match effect:
@@ -145,6 +157,8 @@ class Executor:
                 memory.drop(push_id)
             case effects.DropParts() | effects.ForgetCheckpoint():
                 memory.forget()
+            case _ if not isinstance(effect, TOLD):
+                raise TypeError(f"not an effect of a session: {effect!r}")
         return None
 
     def _say(self, effect: effects.Effect) -> None:

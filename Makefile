@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 # Someone with a GPU sets TORCH=torch or installs the build of their choice first.
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready
+# Tests run in as many processes as there are cores, up to 8: half of them wait for processes or clocks.
+SPREAD := -n auto --maxprocesses=8 --dist=worksteal
+MUTANTS ?= 300
+AT_LEAST ?= 0
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
@@ -44,10 +48,10 @@ bench: $(STAMP)
 	@$(BIN)/diloco-bench all
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m "not slow and not browser"
+	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser"
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest $(COVERAGE)
+	@$(BIN)/python -m pytest $(SPREAD) $(COVERAGE)
 
 # The tests skip themselves, with the reason, where there is no browser.
 chromium:
@@ -61,7 +65,7 @@ test-browser: $(STAMP) chromium
 	@$(BIN)/python -m pytest -m browser -rs tests/tools/test_dashboard_browser.py
 
 mutants: $(STAMP)
-	@PYTHONPATH=tests $(BIN)/python -m mutation.drill
+	@PYTHONPATH=tests $(BIN)/python -m mutation.drill --mutants $(MUTANTS) --at-least $(AT_LEAST)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

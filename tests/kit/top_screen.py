@@ -124,9 +124,15 @@ def document(sequence: int = 1, **keys: Any) -> dict[str, Any]:
     return whole | keys
 
 
+def named(value: Any) -> str:
+    """For the name of a test: the same in each process."""
+    return str(getattr(value, "__name__", value))
+
+
 def screen(*options: dict[str, Any]) -> pytest.MarkDecorator:
     """Has a test run with a `pilot` of these options, or with one after another."""
-    return pytest.mark.parametrize("pilot", options, indirect=True, ids=str)
+    names = [" ".join(f"{name}={named(value)}" for name, value in each.items()) for each in options]
+    return pytest.mark.parametrize("pilot", options, indirect=True, ids=names)
 
 
 both = screen({"size": SMALL}, {"size": LARGE})

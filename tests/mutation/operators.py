@@ -154,12 +154,14 @@ def _behaviour(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_spoken(node: ast.AST) -> bool:
-    """A text, an error's sentence, a line for the log, an assertion, an import."""
+    """A text, an error's sentence, a line for the log, an assertion, an import, a name for types."""
     match node:
         case ast.JoinedStr() | ast.Raise() | ast.Assert() | ast.Import() | ast.ImportFrom():
             return True
         case ast.Expr(value=ast.Constant()):
             return True
+        case ast.BinOp(op=ast.BitOr(), right=ast.Name(id=name)):  # a union of types
+            return name[0].isupper()
         case ast.Expr(value=ast.Yield(value=ast.Call(func=func)) | ast.Call(func=func)):
             return _name(func) in SPOKEN
         case ast.FunctionDef(name=name):

@@ -50,6 +50,7 @@ def test_each_fault_is_put_in_alone_and_at_its_line() -> None:
     [
         '"""Text."""',
         "from a import b",
+        "Event = Push | Pull | Leave",
         "def f(x: int = 3) -> int | None: ...",
         "raise Refused(f'{1 + 1} of them')",
         "assert a < b",

@@ -136,7 +136,8 @@ def test_newest_sound_checkpoint_is_taken_and_the_damaged_one_named(
     damaged = newest / "fragment-0.safetensors"
     damaged.unlink()  # it may be a link to the file of the one before
     damaged.write_bytes(b"nothing")
-    with Broker(a_config(tmp_path)) as broker, DiLoCoClient(broker.address, timeout=20) as client:
+    config = a_config(tmp_path, recover_wait=0.2)
+    with Broker(config) as broker, DiLoCoClient(broker.address, timeout=20) as client:
         client.join(model)
         assert client.pull().version.counter == load(before).number
     assert f"Skipped a checkpoint: {newest}" in caplog.text

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from diloco_broker import Broker
 from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol import dtypes
 from diloco_protocol.chunks import ChunkSpan, Segment, lay_out
+from diloco_protocol.clients import observer
 from diloco_protocol.codecs import (
     CODECS,
     Codec,
@@ -24,8 +26,11 @@ from diloco_protocol.codecs import (
 from diloco_protocol.dtypes import SIZES, WIRE_DTYPES, WireSize, span_bytes
 from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.records import from_plain
+from diloco_worker import DiLoCoClient
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import encode
+from kit.whole_run import make_config
 
 
 @pytest.mark.parametrize("wire", WIRE_DTYPES)
@@ -47,6 +52,27 @@ def test_every_codec_has_both_halves_of_its_row() -> None:
 def test_unknown_wire_dtype_names_the_known_ones() -> None:
     with pytest.raises(UsageError, match="'int3'; choose one of fp32, bf16, fp16"):
         segment_dtype(Segment.PARAMETERS, "int3")
+
+
+@pytest.mark.parametrize("other", ["int8", "int64"])
+def test_reader_of_a_broker_with_another_wire_dtype_says_so(
+    other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def by_a_later_release(record: type[Any], plain: Any, where: str) -> Any:
+        return from_plain(
+            record, plain | ({"reply_dtype": other} if where == "config" else {}), where
+        )
+
+    monkeypatch.setattr(observer, "from_plain", by_a_later_release)
+    with (
+        Broker(make_config(), {"weight": torch.ones(2, 2)}) as broker,
+        DiLoCoClient(broker.address, timeout=20) as client,
+        observer.Observer(broker.address) as reader,
+    ):
+        client.join(nn.Linear(2, 2, bias=False))
+        with pytest.raises(UsageError, match=f"'{other}'; choose one of fp32, bf16, fp16"):
+            reader.read()
 
 
 def in_steps(values: Tensor) -> memoryview:

@@ -14,6 +14,7 @@ from torch import Tensor
 from diloco_protocol.chunks import FragmentLayout, lay_out_plan
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.codecs import decode_chunk, segment_dtype
+from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import (
@@ -84,6 +85,7 @@ class Observer:
         if not answer.ok:
             raise UsageError(f"{self._address}: {answer.text}")
         config = from_plain(RunConfig, answer.data["config"], "config")
+        check_wire_dtype(config.reply_dtype)
         layout = lay_out_plan(
             from_plain(Manifest, answer.data["manifest"], "manifest"),
             answer.data["plan"] or (),

@@ -102,6 +102,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "async durable": {"mode": "async", "outer": "nesterov", "durable": True},
     "rarely saved": {"outer": "sgd", "save_every": 4},
+    "not saved": {"outer": "sgd", "save_dir": None},
 }
 
 
@@ -161,6 +162,45 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     assert len({line["epoch"] for line in map(json.loads, audit.read_text().splitlines())}) >= 2
 
 
+def test_rewound_run_goes_on_with_workers_that_were_ahead(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Checkpoints every eight rounds: what came after the last one is given up, and nothing else."""
+    audit = tmp_path / "audit"
+    options = {"save_dir": str(tmp_path / "run"), "save_every": 8, "recover": "rewind"}
+    options |= {"audit": str(audit), "workers": 2, "bind": a_free_address()}
+    walkers = [Walker(number, str(options["bind"]), 1) for number in range(2)]
+    broker = processes.broker(**options)
+    broker.address()
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(walker.run, 12) for walker in walkers]
+        try:
+            all_go_on(walkers, 11)
+            broker.kill()
+            before = {push_id for walker in walkers for push_id in walker.pushes}
+            broker = processes.broker(**options)
+            broker.says("goes on with round 8, from the checkpoint before round 8.")
+            all_go_on(walkers, 3)
+        finally:
+            for walker in walkers:
+                walker.enough.set()
+        for run in runs:
+            run.result(PATIENCE_S)
+        with DiLoCoClient(str(options["bind"]), timeout=PATIENCE_S) as client:
+            final = client.pull()
+    version = final.version
+    lines = history(audit, 0, [version.run, version.counter, f"{version.tag:016x}"])
+    rule = {"lr": 0.7, "momentum": 0.9}
+    start = Layers().state_dict()[name_of(0)]
+    wanted = replay(lines, walkers, start, rule)
+    torch.testing.assert_close(final.tensors[name_of(0)], wanted, rtol=1e-4, atol=1e-4)
+    counted = Counter(push["push_id"] for line in lines for push in line["pushes"])
+    made = {push_id for walker in walkers for push_id in walker.pushes}
+    assert max(counted.values()) == 1
+    assert made - before <= set(counted) <= made
+    assert len(before - set(counted)) >= 4, "rounds 8 and 9 at least"
+
+
 def test_line_of_the_audit_log_that_a_crash_cut_spoils_no_other(tmp_path: Path) -> None:
     audit = tmp_path / "audit"
     audit.write_text('{"version": ["0123", 1, "ab')
@@ -191,6 +231,25 @@ def test_round_of_the_others_closes_within_two_seconds_of_a_kill(
         began = time.monotonic()
         other.pull()
         assert time.monotonic() - began < 2.0
+
+
+def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(
+    processes: Processes,
+) -> None:
+    options = {"bind": a_free_address(), "workers": 1}
+    broker = processes.broker(**options)
+    address = broker.address()
+    with (
+        DiLoCoClient(address, worker_id="old", timeout=PATIENCE_S) as old,
+        DiLoCoClient(address, worker_id="new", timeout=PATIENCE_S) as new,
+    ):
+        old.join(Layers())
+        for number in range(3):
+            old.push({name_of(0): delta(0, number)})
+            version = old.pull().version
+        broker.kill()
+        processes.broker(**options).address()
+        assert new.join(Layers()).version == version
 
 
 def test_broker_that_was_stopped_goes_on_with_all_its_workers(processes: Processes) -> None:
@@ -252,10 +311,10 @@ def test_signal_saves_tells_the_workers_and_ends_with_0(
     )
 
 
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_ends_at_once_though_a_save_hangs(
-    processes: Processes, tmp_path: Path
+    processes: Processes, tmp_path: Path, second: signal.Signals
 ) -> None:
-    second = signal.SIGINT
     options = serve_options(tmp_path / "run")
     broker = processes.start(process_kit.command_with_a_disk_that_hangs, *options)
     with a_client(broker.address()) as client:

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_broker.core.events import Tick
 from diloco_broker.core.rules.liveness import PROBES_A_TICK
-from diloco_protocol.messages import Notice, Rejoin
+from diloco_protocol.messages import Notice, Rejoin, Welcome
 from kit.core_harness import Puppet, Stage, a_run, a_stage, alone
 from kit.heartbeats import Beating
 
@@ -116,6 +116,17 @@ def test_floor_holds_and_the_run_says_that_it_waits() -> None:
     assert "of which 1 stands still" in shown["waiting_for"]
     assert "the round needs 2" in shown["waiting_for"]
     b.pushes(12)
+    assert stage.version().counter == 2
+
+
+def test_newcomer_is_expected_at_once_in_the_place_of_one_that_stands_still() -> None:
+    stage, a, *_ = standing(min_workers=2)
+    a.pushes(11)
+    c = stage.worker("c").joins()
+    assert stage.expected == {"a", "c"}
+    assert c.got(Welcome).first_round == 1
+    c.pulls()
+    c.pushes(13)
     assert stage.version().counter == 2
 
 

@@ -74,6 +74,7 @@ def test_changes_asked_for_while_a_version_is_made_add_up() -> None:
         ({"save_every": 0}, "--save-every is 0"),
         ({"save_every": 2}, "saves nothing"),
         ({"grace": 1.0}, "--grace is 1.0; it must be left out, or --quorum given"),
+        ({"sync_every": 2.5}, "--sync-every is 2.5; it must be a whole number"),
         ({"quorum": 1}, "settled at the start"),
         ({"mode": "async"}, "no setting named 'mode'"),
         ({"num_fragments": 3}, "what can be set while the run goes on: outer_lr"),

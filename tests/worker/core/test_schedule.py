@@ -234,6 +234,13 @@ def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> Non
     assert turns.may_wait(1)
 
 
+def test_resumed_asynchronous_worker_keeps_its_order_whatever_others_have_pushed() -> None:
+    turns = RoundSchedule(4, 2, common=False)
+    turns.welcomed(6)
+    turns.resume_flights([], 1)
+    assert turns.push() == 1
+
+
 # Welcomes.
 
 

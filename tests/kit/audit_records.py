@@ -25,14 +25,19 @@ def push(push_id: str, worker: str = "a", steps: int = 5, chunks: str = "all") -
 
 
 def release(
-    counter: int, *pushes: dict[str, Any], tag: str = "t", after: str = "t", fragment: int = 0
+    counter: int,
+    *pushes: dict[str, Any],
+    tag: str = "t",
+    after: str = "t",
+    fragment: int = 0,
+    epoch: str = "e",
 ) -> dict[str, Any]:
     return {
         "version": version(counter, tag),
         "after": version(counter - 1, after) if counter else None,
         "fragment": fragment,
         "round": counter,
-        "epoch": "e",
+        "epoch": epoch,
         "pushes": list(pushes),
     }
 

@@ -146,6 +146,11 @@ AUDITS: dict[str, tuple[list[dict[str, Any]], list[WorkerLog], dict[str, list[st
         [log(frozen("p1"), frozen("p2"))],
         {"broken": ["1#t1 is twice"]},
     ),
+    "version written by two lives of the broker": (
+        [release(1, push("p1")), release(1, push("p1"), epoch="f")],
+        [log(frozen("p1"))],
+        {"broken": ["1#t1 is twice"]},
+    ),
     "same version written again": (
         [release(1, push("p1")), release(1, push("p1"))],
         [log(frozen("p1"))],

@@ -47,6 +47,14 @@ def test_push_survives_a_broken_connection_byte_by_byte(training: ScriptedTraini
     assert (metrics.retries, metrics.reconnections, metrics.rounds) == (1, 1, 1)
 
 
+def test_what_a_worker_says_of_itself_is_what_it_said_at_first(training: ScriptedTraining) -> None:
+    about = {"gpu": "a100"}
+    training.begins(extra=about)
+    about["model"] = training.descent.model  # no message can carry that
+    training.broker.restart()
+    assert training.broker.welcomes(version(0)).extra == {"gpu": "a100"}
+
+
 def test_boundary_waits_for_as_long_as_the_broker_shows_signs_of_life(
     training: ScriptedTraining, broker: ScriptedBroker
 ) -> None:

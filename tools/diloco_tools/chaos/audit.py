@@ -51,6 +51,7 @@ class Release:
     after: Version | None
     fragment: int
     round: int
+    epoch: str  # the broker's life that wrote it down
     contributions: tuple[Contribution, ...]
 
 
@@ -134,6 +135,7 @@ def release_of(record: Mapping[str, Any]) -> Release:
         None if record["after"] is None else _version(record["after"]),
         record["fragment"],
         record["round"],
+        record["epoch"],
         tuple(
             Contribution(
                 push["worker"],

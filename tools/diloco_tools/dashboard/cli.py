@@ -129,3 +129,7 @@ def _hold(server: "Server") -> None:
 
 def _fail(sentence: str) -> NoReturn:
     fail("diloco-dashboard", sentence, MISUSE)
+
+
+if __name__ == "__main__":
+    app()

@@ -113,10 +113,10 @@ def new_session(
     join = Join(
         worker_id,
         manifest,
-        wants=wants or {},
+        wants=dict(wants or {}),
         host=socket.gethostname(),
         pid=os.getpid(),
-        extra=extra or {},
+        extra=dict(extra or {}),
     )
     return Session(join, lambda: secrets.randbits(64), heartbeat_interval)
 

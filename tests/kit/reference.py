@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -324,28 +324,56 @@ class _Flight:
     new: State
 
 
+Report = Callable[[int, int], int]  # from worker and step (0, 1, ...)
+
+
+@dataclass
+class _Weights:
+    """What each worker has reported of each fragment since it was sent last."""
+
+    report: Report | None
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def count(self, worker: int, step: int, pieces: int) -> None:
+        amount = self.report(worker, step) if self.report else 0
+        for fragment in range(pieces):
+            self.sums[worker, fragment] = self.sums.get((worker, fragment), 0) + amount
+
+    def take(self, workers: int, fragment: int) -> list[float]:
+        sums = [self.sums.pop((worker, fragment)) for worker in range(workers)]
+        return [float(each) for each in sums] if self.report else [1.0] * workers
+
+
 @one_thread()
 def streaming(
     trainees: Sequence[Trainee],
     steps: int,
     plan: Plan,
     make_outer: MakeOuter | None = None,
+    *,
+    report: Report | None = None,
+    wires: Sequence[torch.dtype] = (),
 ) -> Outcome:
     """Synchronous (streaming) DiLoCo; with one fragment, DiLoCo.
 
     Args:
         steps: optimizer steps of each worker.
         make_outer: Nesterov with eta = .7, mu = .9 when left out.
+        report: what a step adds to the weight of the worker's next contribution of each fragment;
+            None: all weigh alike.
+        wires: what each worker's pseudo-gradients are rounded to on their way; empty: they are not.
     """
     pieces = len(plan.fragments)
     world = GlobalModel(trainees[0].model, plan.fragments, make_outer or nesterov())
+    weights = _Weights(report)
     histories: list[list[State]] = [[] for _ in trainees]
     flights: list[_Flight] = []
     rounds = 0
     began = plan.origin - plan.origin % plan.sync_every
     for step in range(plan.origin + 1, plan.origin + steps + 1):
-        for trainee in trainees:
+        for worker, trainee in enumerate(trainees):
             trainee.step()
+            weights.count(worker, step - plan.origin - 1, pieces)
         position = (step - began - 1) % plan.sync_every + 1
         turns, delay = plan.slots().count(position), plan.delay
         if step - plan.origin in plan.forced:
@@ -356,7 +384,9 @@ def streaming(
             base = world.base(fragment)
             sent = [state_of(trainee.model) for trainee in trainees]
             deltas = [difference(base, trainee.model) for trainee in trainees]
-            new = world.advance(fragment, deltas, [1.0] * len(trainees))
+            for delta, wire in zip(deltas, wires, strict=bool(wires)):
+                delta |= {n: delta[n].to(wire).float() for n in base.keys() & world.trained}
+            new = world.advance(fragment, deltas, weights.take(len(trainees), fragment))
             flights.append(_Flight(step + delay, sent, new))
         for flight in [flight for flight in flights if flight.due == step]:
             flights.remove(flight)

@@ -80,6 +80,7 @@ def test_run_goes_on_from_what_workers_hold_when_the_broker_is_replaced(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # 43 s of a quiet core
 @pytest.mark.parametrize("mode", ["streaming", "carry", "async"])
 def test_five_hundred_workers_get_on(mode: str) -> None:
     own: dict[str, Any] = {"async": {"staging_slots": 16}, "carry": {"quorum": 200}}.get(mode, {})

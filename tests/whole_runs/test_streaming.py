@@ -83,6 +83,25 @@ def test_all_fragments_at_one_step_are_the_whole_model() -> None:
     assert_same(got, streaming(trainees(2), steps, Plan(every, strided(1))), exact=True)
 
 
+@pytest.mark.parametrize("weight_by", ["tokens", "samples"])
+def test_contributions_weigh_by_what_was_reported_since_the_fragment_was_sent_last(
+    weight_by: str,
+) -> None:
+    def amount(worker: int, step: int) -> int:
+        return (7 * step + 5 * worker) % 11 + 1 + 20 * worker
+
+    def report(hook: DiLoCoWorker, worker: int, step: int) -> None:
+        hook.report(**{weight_by: amount(worker, step)})
+
+    plan = Plan(5, strided(2), delay=1)
+    config = make_config(workers=3, deterministic=True, weight_by=weight_by, **options_of(plan))
+    with Broker(config) as broker:
+        got = run(broker, trainees(3), 17, before=report)
+    assert_same(got, streaming(trainees(3), 17, plan, report=amount), exact=True)
+    with pytest.raises(AssertionError):  # the weights do make a difference
+        assert_same(got, streaming(trainees(3), 17, plan))
+
+
 def test_cycle_begins_anew_where_all_fragments_were_synchronised() -> None:
     forced = 6  # slots are after steps 2, 4 and 7; nothing is under way here
     plan = Plan(7, strided(3), delay=1, alpha=0.25, forced=(forced,))

@@ -1,4 +1,4 @@
-"""Whole runs with a model that is slow to copy, of which a worker is removed, or beside another run."""
+"""Whole runs whose workers differ, with a model slow to copy, beside another run, or with a kick."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Lock
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,45 @@ from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from kit.process_kit import wait_for
-from kit.reference import Plan, Trainee, state_of
-from kit.whole_run import PATIENCE_S, an_mlp, check, make_config, strided, trainees
+from kit.raw_worker import DTYPES
+from kit.reference import Plan, Trainee, state_of, streaming
+from kit.whole_run import (
+    PATIENCE_S,
+    an_mlp,
+    assert_same,
+    check,
+    make_config,
+    run,
+    strided,
+    trainees,
+)
+
+
+@pytest.mark.parametrize(
+    ("h", "wires"), [([4, 2, 3], ["fp32", "bf16", "fp16"]), ([3, 3], ["fp16", "fp16"])]
+)
+def test_workers_of_a_round_may_differ_in_h_and_wire_dtype(h: list[int], wires: list[str]) -> None:
+    """A worker's "step" here is its whole round."""
+
+    def rounds(worker: int) -> Trainee:
+        each = an_mlp(worker)
+
+        def steps() -> None:
+            for _ in range(h[worker]):
+                each.step()
+
+        return Trainee(each.model, each.optimizer, steps)
+
+    own = [{"sync_every": n, "wire_dtype": wire} for n, wire in zip(h, wires, strict=True)]
+    everybody = range(len(h))
+    with Broker(make_config(workers=len(h), sync_every=9, deterministic=True)) as broker:
+        got = run(broker, [rounds(worker) for worker in everybody], 4, own=own)
+    dtypes = [DTYPES[wire] for wire in wires]
+    each_step = Plan(1, strided(1))
+    wanted = streaming([rounds(worker) for worker in everybody], 4, each_step, wires=dtypes)
+    assert_same(got, wanted, exact=True)
+    for name, tensor in got.final.items():
+        assert all(torch.equal(history[-1][name], tensor) for history in got.histories)
 
 
 def test_copy_of_a_large_model_may_outlast_every_patience_of_the_broker(
@@ -62,25 +100,37 @@ def test_two_brokers_and_their_workers_live_in_one_process() -> None:
             each.result(60)
 
 
+@pytest.mark.parametrize("fields", [{}, {"num_fragments": 2}, {"mode": "async"}], ids=str)
 def test_kicked_worker_is_told_and_does_not_come_back_by_itself(
-    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     made = trainees(2)
-    with Broker(make_config(mode="async", workers=2, sync_every=2)) as broker, ExitStack() as stack:
+    config = make_config(workers=2, sync_every=4, **fields)
+    with Broker(config) as broker, ExitStack() as stack:
         goes, stays = (
             stack.enter_context(
                 DiLoCoWorker(each.model, each.optimizer, server=broker.address, worker_id=name)
             )
             for name, each in zip(("goes", "stays"), made, strict=True)
         )
+        with ThreadPoolExecutor(2) as pool:
+            for together in [pool.submit(make_steps, each, 12) for each in made]:
+                together.result(PATIENCE_S)
+        sent = 3 * config.num_fragments
+        assert min(goes.sync_count, stays.sync_count) >= sent - 1  # the last may be under way
         operator = stack.enter_context(DiLoCoClient(broker.address, timeout=PATIENCE_S))
         assert "goes was removed; 1 worker is left" in operator.control("kick", worker="goes").text
         wait_for(lambda: goes.should_stop)
-        for _ in range(8):  # the loop may go on after it, alone
-            for each in made:
-                each.step()
-        assert stays.sync_count == 4
+        for each in made:  # the loop of the one that went may go on, alone
+            make_steps(each, 24)
+        assert stays.sync_count >= 3 * sent - 1
         assert not stays.should_stop
-        assert (goes.sync_count, goes.sync_metrics.reconnections) == (0, 0)
+        assert goes.sync_count <= sent
+        assert goes.sync_metrics.reconnections == 0
     assert sum("goes joins" in text for text in caplog.messages) == 1
+
+
+def make_steps(each: Trainee, number: int) -> None:
+    for _ in range(number):
+        each.step()

@@ -6,9 +6,7 @@ these tests are skipped, with the reason.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ from diloco_worker import DiLoCoClient
 from kit import dashboard_server
 from kit.dashboard_server import TOKEN, Publisher, Site, a_worker
 from kit.feed_snapshots import PATIENCE_S
+from kit.pages import PATIENCE_MS, serving
 from kit.past_runs import write_run
 from kit.whole_run import make_config, mlp
 
@@ -32,75 +31,13 @@ playwright = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: make test-browser"
 )
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Page
 
+pytest_plugins = ("kit.browser_fixtures",)
 pytestmark = pytest.mark.browser
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_MS = 1000 * PATIENCE_S
-DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 HOSTILE = '<img src=x onerror="document.title=1"><script>alert(1)</script>'
-
-
-def chromium() -> str | None:
-    """The browser of this machine: $CHROMIUM, or one on the path."""
-    return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = chromium()
-    if found is None:
-        pytest.skip(f"none of {', '.join(NAMES)} is installed: make test-browser")
-    with playwright.sync_playwright() as driver:
-        # Containers run tests as root, where Chromium's sandbox does not start.
-        made = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield made
-        made.close()
-
-
-PAGES: list[Page] = []  # that are open
-
-
-@contextmanager
-def serving(*given: Any, **options: Any) -> Iterator[Site]:
-    """The dashboard. Its pages are closed before it ends: they would look for it in vain."""
-    with dashboard_server.serving(*given, **options) as site:
-        try:
-            yield site
-        finally:
-            while PAGES:
-                PAGES.pop().close()
-
-
-@pytest.fixture
-def opened(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Open a page; whatever its console complains of fails the test, unless it was expected."""
-    contexts = []
-    complaints: list[str] = []
-
-    def open_(address: str, expected: str = "^$", **options: Any) -> Page:
-        context = browser.new_context(**{"viewport": DESKTOP} | options)
-        contexts.append(context)
-        page = context.new_page()
-        PAGES.append(page)
-        page.set_default_timeout(PATIENCE_MS)
-
-        def complains(text: str) -> None:
-            if not re.search(expected, text):
-                complaints.append(text)
-
-        page.on("console", lambda m: complains(m.text) if m.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: complains(str(error)))
-        page.on("dialog", lambda dialog: complains(f"dialog: {dialog.message}"))
-        page.goto(address)
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert complaints == []
 
 
 @pytest.fixture

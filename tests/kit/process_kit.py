@@ -7,6 +7,7 @@ functions at the end of this module (`start`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -57,10 +58,18 @@ def wait_for(what: Callable[[], Any], seconds: float = PATIENCE_S) -> Any:
     return found
 
 
+# Below the ports that a system gives to those who ask for any, so that nobody gets one of these while
+# its broker is between two lives. Each process of the tests begins at another one.
+_ports = itertools.count(10_000 + os.getpid() * 101 % 20_000)
+
+
 def a_free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    """For a broker that is to be found there again after it was killed."""
+    for port in itertools.islice(_ports, 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return f"tcp://127.0.0.1:{port}"
+    raise AssertionError("no port is free")
 
 
 class Child:
@@ -91,7 +100,8 @@ class Child:
 
         def line() -> str | None:
             is_over = not self._reader.is_alive()
-            found = next((line for line in self.output.splitlines() if words in line), None)
+            whole = self.output.rpartition("\n")[0]  # what is behind it may be half a line
+            found = next((line for line in whole.splitlines() if words in line), None)
             assert found or not is_over, f"it ended without {words!r}:\n{self.output}"
             return found
 

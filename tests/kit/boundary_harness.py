@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from diloco_protocol import Counted, Ledger, RunConfig, VersionId
-from diloco_protocol.messages import Push, Released, Standing, Welcome
-from diloco_worker.core.effects import Carried, Granted, Joined
+from diloco_protocol.messages import Grant, Notice, Push, Released, Standing, Welcome
 from diloco_worker.core.events import Event
 from diloco_worker.core.sync import boundary, effects
 from diloco_worker.core.sync.effects import Answer, Effect, Steps
@@ -123,12 +122,12 @@ class Trainer:
 
     def is_welcome(self, first_round: int = 0) -> Trainer:
         welcome = Welcome(b"s" * 16, "epoch", self.config, first_round, RUN, ())
-        self._turns = [Joined(welcome, again=False)]
+        self._turns = [welcome]
         return self.wakes()
 
     def is_granted(self, push: Push, round_: int, standing: Standing = Standing.NEW) -> Trainer:
         """The broker takes it for this round."""
-        self._turns.append(Granted(push.push_id, push.fragment, standing, round_))
+        self._turns.append(Grant(push.push_id, push.fragment, standing, round=round_))
         return self.wakes()
 
     def is_put_off(self, push: Push, round_: int) -> Trainer:
@@ -137,7 +136,7 @@ class Trainer:
 
     def is_carried(self, fragment: int, round_: int) -> Trainer:
         """The round has closed without its push, which goes into this one."""
-        self._turns.append(Carried(fragment, round_))
+        self._turns.append(Notice("carried", fragment=fragment, round=round_))
         return self.wakes()
 
     def receives(

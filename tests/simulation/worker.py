@@ -14,22 +14,19 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Chunk, Heartbeat, Join, Message
+from diloco_protocol.messages import Chunk, Heartbeat, Join, Message, Notice
 from diloco_protocol.version import VersionId
 from diloco_worker.core.compatibility import heartbeat_interval
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.effects import (
-    Carried,
     Deliver,
     DropParts,
     Effect,
-    Granted,
     Joined,
     JoinRefused,
     PushOver,
-    Restarting,
     Say,
-    Stopping,
+    Told,
 )
 from diloco_worker.core.events import Connected, Disconnected, Event, Received, Start, Tick
 from diloco_worker.core.session import Session
@@ -255,7 +252,7 @@ class Worker:
                     self.welcome_at = self.world.now
                 if welcome.run is not None:
                     self.referee.lives.heard_of(self.name)
-            case Stopping(text) | Restarting(text):
+            case Told(Notice("shutdown" | "kicked" | "restarting", text)):
                 self.world.tell(self.name, f"hears: {text}")
                 self._nudge()
             case JoinRefused(code, text, final):
@@ -265,8 +262,8 @@ class Worker:
                 self._ends()
             case DropParts():
                 self._held.clear()
-            case Granted() | Carried():
-                self.world.tell(self.name, effect)
+            case Told(message):
+                self.world.tell(self.name, message)
             case Say(text, trouble):
                 if trouble:
                     self.world.tell(self.name, text)

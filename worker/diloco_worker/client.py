@@ -18,25 +18,17 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
-from diloco_protocol import (
-    Code,
-    Manifest,
-    ProtocolError,
-    Refused,
-    RunConfig,
-    Unreachable,
-    UsageError,
-)
+from diloco_protocol import Code, Manifest, ProtocolError, RunConfig
 from diloco_protocol.addresses import with_scheme
+from diloco_protocol.errors import Refused, Unreachable, UsageError
 from diloco_protocol.messages import BUFFERS, Control, Heartbeat, Push, Result
 from diloco_protocol.messages import encode as encode_message
 from diloco_protocol.records import from_plain
-from diloco_worker.core.compatibility import cut
+from diloco_worker.core.compatibility import Terms, cut
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.events import Ask, BeatNow, Observe, RequestVersion
 from diloco_worker.core.session import Session
@@ -94,12 +86,7 @@ class DiLoCoClient:
     def __enter__(self) -> DiLoCoClient:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.leave("its program ended with an error" if error is not None else "")
 
     # Taking part.
@@ -151,9 +138,9 @@ class DiLoCoClient:
         )
         link = self._begin(session, capture=tensors.capture)
         self._await(lambda: link.layout is not None, "joining")
-        assert link.layout is not None and link.config is not None
-        self._pulled = PulledModel(tensors.manifest, link.layout, link.config)
-        self._take_all(link, self._pulled, "waiting for the first parameters")
+        assert link.terms is not None
+        self._pulled = PulledModel(tensors.manifest, link.terms, link)
+        self._take_all(self._pulled, "waiting for the first parameters")
         self._joined = True
 
     def push(
@@ -192,8 +179,8 @@ class DiLoCoClient:
             Refused: the broker does not take it; it is dropped.
             Unreachable: it was not in within the timeout. It stays in flight: `pull` goes on.
         """
-        link, pulled = self._require_joined()
-        part = pulled.part(fragment)
+        pulled = self._require_joined()
+        link, part = pulled.link, pulled.part(fragment)
         dtype = self._wants.get("wire_dtype") or pulled.config.wire_dtype
         frozen = encode(part, pulled.complete(part, delta), dtype)
         if frozen.bad is not None:
@@ -241,18 +228,18 @@ class DiLoCoClient:
         """
         if self._pulled is None:
             self._observe()
-        link, pulled = self._link, self._pulled
-        assert link is not None and pulled is not None
+        pulled = self._pulled
+        assert pulled is not None
         if not pulled.versions:
-            self._take_all(link, pulled, "waiting for parameters")
+            self._take_all(pulled, "waiting for parameters")
         else:
             in_flight = list(self._flights)
             for fragment in in_flight:
-                self._take(link, pulled, self._await_flight(link, fragment))
+                pulled.take(self._await_flight(pulled.link, fragment))
             trained = [part.fragment for part in pulled.layout.fragments]
-            self._take_newest(link, pulled, [f for f in trained if f not in in_flight], after)
+            self._take_newest(pulled, [f for f in trained if f not in in_flight], after)
         while after is not None and pulled.versions[0].counter <= after:
-            self._take_newest(link, pulled, [0], after)
+            self._take_newest(pulled, [0], after)
         return pulled.parameters()
 
     def heartbeat(
@@ -269,7 +256,7 @@ class DiLoCoClient:
         Raises:
             UsageError: not joined.
         """
-        link, _ = self._require_joined()
+        link = self._require_joined().link
         link.progress = Heartbeat(
             session=b"",
             step=int(step),
@@ -305,13 +292,14 @@ class DiLoCoClient:
             Unreachable: no answer within the timeout, or the connection broke before it; the action
                 may have been carried out.
         """
+        request = next(self._requests)
+        asked = Control(action, request, arguments)
         try:
-            encode_message(Control(action, 0, arguments))
+            encode_message(asked)
         except (TypeError, ValueError) as error:
             raise UsageError(f"The arguments of {action!r} cannot be sent: {error}.") from None
         link = self._connect()
-        request = next(self._requests)
-        link.tell(Ask(request, action, arguments))
+        link.tell(Ask(asked))
         try:
             self._await(lambda: request in link.results, f"waiting for the answer to {action!r}")
         except BaseException:
@@ -351,44 +339,37 @@ class DiLoCoClient:
             manifest = from_plain(Manifest, result.data.get("manifest"), "manifest")
             config = from_plain(RunConfig, result.data.get("config"), "config")
             plan = tuple(result.data.get("plan") or ())
-            cut(manifest, config, plan)
+            terms = Terms(config, plan, cut(manifest, config, plan))
         except ProtocolError as error:
             raise Refused(error.code, f"The broker's model cannot be read: {error}") from None
-        link.tell(Observe(manifest, config, plan))
-        self._await(lambda: link.layout is not None, "learning the model")
-        assert link.layout is not None
-        self._pulled = PulledModel(manifest, link.layout, config)
-        for part in link.layout.all:
+        link.tell(Observe(terms))
+        self._pulled = PulledModel(manifest, terms, link)
+        for part in terms.layout.all:
             if part.chunks:
                 link.tell(RequestVersion(part.fragment))
 
-    def _take_all(self, link: Link, pulled: PulledModel, what: str) -> None:
+    def _take_all(self, pulled: PulledModel, what: str) -> None:
         """Wait for the first version of every fragment."""
+        link = pulled.link
         fragments = [part.fragment for part in pulled.layout.all if part.chunks]
         self._await(lambda: all(each in link.arrivals for each in fragments), what)
         for fragment in fragments:
-            self._take(link, pulled, link.take(fragment))
+            pulled.take(link.take(fragment))
 
     def _take_newest(
-        self, link: Link, pulled: PulledModel, fragments: Sequence[int], after: int | None
+        self, pulled: PulledModel, fragments: Sequence[int], after: int | None
     ) -> None:
         """Wait for the newest version of these fragments; of fragment 0, for one above `after`."""
+        link = pulled.link
         above = {fragment: after if fragment == 0 else None for fragment in fragments}
         for fragment in fragments:
-            self._take(link, pulled, link.take(fragment))  # one that came unasked
+            pulled.take(link.take(fragment))  # one that came unasked
             link.tell(RequestVersion(fragment, above[fragment]))
         for fragment in fragments:
             floor = above[fragment]
             what = "the newest version" if floor is None else f"a version above {floor}"
             self._await(partial(link.arrivals.__contains__, fragment), f"waiting for {what}")
-            self._take(link, pulled, link.take(fragment))
-
-    @staticmethod
-    def _take(link: Link, pulled: PulledModel, arrival: Arrival | None) -> None:
-        if arrival is not None:
-            pulled.take(arrival)
-            if arrival.values is not None:
-                link.set_base(arrival.released.fragment, arrival.values)
+            pulled.take(link.take(fragment))
 
     def _await_flight(self, link: Link, fragment: int) -> Arrival:
         flight = self._flights[fragment]
@@ -412,10 +393,10 @@ class DiLoCoClient:
             del self._flights[fragment]
             raise Refused(rejection.code, rejection.text)
 
-    def _require_joined(self) -> tuple[Link, PulledModel]:
-        if not self._joined or self._link is None or self._pulled is None:
+    def _require_joined(self) -> PulledModel:
+        if not self._joined or self._pulled is None:
             raise UsageError("This client has not joined the run; call join() first.")
-        return self._link, self._pulled
+        return self._pulled
 
     def _await(self, what: Callable[[], bool], doing: str, *, timeout: float | None = None) -> None:
         """Wait for something; raises Refused or Unreachable when it does not come."""

@@ -425,7 +425,7 @@ def test_answer_that_comes_too_late_is_not_kept(talk: Talk) -> None:
     assert talk.returns() == {"round": 1}
     link = talk.client._link
     assert link is not None
-    link.tell(Ask(99, "status"))
+    link.tell(Ask(Control("status", 99)))
     talk.is_asked(lambda request: Result(request, True, "late", {"round": 2}))
     until(lambda: 99 in link.results)
     link.withdraw(99)

@@ -167,11 +167,11 @@ class Connection:
         self._beat_at = None
         yield effects.JoinRefused(code, text, final)
 
-    def is_removed(self, text: str, now: float) -> Iterator[effects.Effect]:
+    def is_removed(self, notice: messages.Notice, now: float) -> Iterator[effects.Effect]:
         """An operator has removed this worker: there is no way back."""
         self.token = None
-        yield effects.Stopping(text)
-        yield from self.is_refused(Code.NOT_ALLOWED, text, now)
+        yield effects.Told(notice)
+        yield from self.is_refused(Code.NOT_ALLOWED, notice.text, now)
 
     @property
     def can_break(self) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from diloco_protocol import messages
 from diloco_worker.core import effects
-from diloco_worker.core.events import Ask
 
 # Actions that change nothing, so that they may be sent again after a broken connection.
 HARMLESS = ("status", "manifest")
@@ -19,14 +18,14 @@ class ControlRequests:
     """See the head of this module."""
 
     def __init__(self) -> None:
-        self._open: dict[int, Ask] = {}  # sent or to be sent, not answered
+        self._open: dict[int, messages.Control] = {}  # sent or to be sent, not answered
         self._sent: set[int] = set()  # on this connection
 
-    def add(self, ask: Ask) -> None:
+    def add(self, control: messages.Control) -> None:
         """Take on an action; raises ValueError when its number is in use."""
-        if ask.request in self._open:
-            raise ValueError(f"request {ask.request} is still unanswered")
-        self._open[ask.request] = ask
+        if control.request in self._open:
+            raise ValueError(f"request {control.request} is still unanswered")
+        self._open[control.request] = control
 
     def withdraw(self, request: int) -> None:
         """Nobody waits for this answer any more."""
@@ -35,10 +34,10 @@ class ControlRequests:
 
     def send(self) -> Iterator[effects.Effect]:
         """Send what has not been sent on this connection."""
-        for request, ask in self._open.items():
+        for request, control in self._open.items():
             if request not in self._sent:
                 self._sent.add(request)
-                yield effects.Send(messages.Control(ask.action, request, ask.arguments))
+                yield effects.Send(control)
 
     def answered(self, result: messages.Result) -> Iterator[effects.Effect]:
         if self._open.pop(result.request, None) is not None:

@@ -1,8 +1,7 @@
 """What this worker takes down: the versions that it waits for, assembles from chunks, and holds. Pure.
 
-A download survives a broken connection: it goes on where it stopped. A `token` names the session on the
-connection at hand. An observer has none and gives its credit with the first `pull` instead of a `credit`
-on bulk.
+A download survives a broken connection: it goes on where it stopped. An observer has no session, and
+gives its credit with the first `pull` instead of a `credit` on bulk.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from diloco_protocol import Bitmap, Ledger, ModelLayout, VersionId, messages
 from diloco_worker.core import effects
+from diloco_worker.core.connection import Connection
 
 # Chunks that the broker may have under way to us. 4 to 16 reach the speed of a raw connection on a local
 # network; 1 Gb/s with a round trip of 100 ms has 12 MiB under way, 12 chunks of bf16.
@@ -112,7 +112,8 @@ class Held:
 class Downloads:
     """See the head of this module."""
 
-    def __init__(self, *, observer: bool) -> None:
+    def __init__(self, connection: Connection, *, observer: bool) -> None:
+        self._connection = connection
         # The frozen one included; empty before the layout is known.
         self.by_fragment: dict[int, Download] = {}
         self.held: dict[int, Held] = {}  # the newest that is here whole, merged or not
@@ -186,12 +187,13 @@ class Downloads:
         self._at_broker = DOWNLOAD_WINDOW
         return effects.Send(messages.Credit(DOWNLOAD_WINDOW, token), bulk=True)
 
-    def pull(self, fragment: int, token: bytes | None) -> effects.Send:
+    def pull(self, fragment: int) -> effects.Send:
         credit = 0
         if self._observer:
             credit = DOWNLOAD_WINDOW - self._at_broker - self._owed
             self._at_broker += credit
-        return effects.Send(self.by_fragment[fragment].pull(token, credit))
+        session = self._connection.live_token
+        return effects.Send(self.by_fragment[fragment].pull(session, credit))
 
     def resume(self, fragment: int, theirs: VersionId | None, *, in_flight: bool) -> bool:
         """After a welcome: whether a version of the fragment is to be asked for.
@@ -244,10 +246,6 @@ class Downloads:
             download.after = -1  # what has arrived of a newer version stays
         download.wanted = True
 
-    def take_any(self, fragment: int) -> None:
-        """The version that is on its way is wanted, whatever it contains."""
-        self.by_fragment[fragment].takes_any = True
-
     def want_nothing(self, fragment: int) -> None:
         """No version is wanted."""
         download = self.by_fragment[fragment]
@@ -258,13 +256,13 @@ class Downloads:
         download = self.by_fragment[fragment]
         download.wanted = download.takes_any
 
-    def chunk(self, chunk: messages.Chunk, token: bytes | None) -> Iterator[effects.Effect]:
+    def chunk(self, chunk: messages.Chunk) -> Iterator[effects.Effect]:
         """A chunk has come: its credit goes back, and it is stored if it is waited for."""
         self._at_broker -= 1
         self._owed += 1
         if self._owed >= CREDIT_BATCH:
             self._at_broker += self._owed
-            yield effects.Send(messages.Credit(self._owed, token))
+            yield effects.Send(messages.Credit(self._owed, self._connection.live_token))
             self._owed = 0
         download = self.by_fragment.get(chunk.fragment)
         if download is None or chunk.version is None or not 0 <= chunk.index < download.size:
@@ -296,11 +294,11 @@ class Downloads:
             if download.wanted:
                 self._pull_at[fragment] = at
 
-    def tick(self, now: float, token: bytes | None) -> Iterator[effects.Effect]:
+    def tick(self, now: float) -> Iterator[effects.Effect]:
         for fragment in [f for f, at in self._pull_at.items() if now >= at]:
             del self._pull_at[fragment]
             if self.by_fragment[fragment].wanted:
-                yield self.pull(fragment, token)
+                yield self.pull(fragment)
 
     def disconnected(self) -> None:
         """All credit is void; what has arrived stays."""

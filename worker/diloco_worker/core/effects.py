@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_protocol import VersionId
-from diloco_protocol.messages import Message, Released, Standing, Welcome
+from diloco_protocol.messages import Grant, Message, Notice, Released, Welcome
 
 
 class Effect:
@@ -122,28 +122,10 @@ class JoinRefused(Effect):
 
 
 @dataclass(frozen=True)
-class Granted(Effect):
-    """The broker says how a pseudo-gradient stands, and the round that it is part of."""
+class Told(Effect):
+    """The broker says how a pseudo-gradient stands, or something that the training thread must know."""
 
-    push_id: int
-    fragment: int
-    standing: Standing
-    round: int | None
-
-
-@dataclass(frozen=True)
-class Carried(Effect):
-    """The round closed without this fragment's pseudo-gradient, which is in a later one now."""
-
-    fragment: int
-    round: int
-
-
-@dataclass(frozen=True)
-class Paced(Effect):
-    """The broker has worked out another H for this worker (Dynamic Local Updates)."""
-
-    sync_every: int
+    message: Grant | Notice
 
 
 @dataclass(frozen=True)
@@ -163,20 +145,6 @@ class Answered(Effect):
     ok: bool | None
     text: str
     data: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Stopping(Effect):
-    """The run is over, or over for this worker."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Restarting(Effect):
-    """The broker goes away, and will be back."""
-
-    text: str
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,9 @@ The I/O thread makes them of what its sockets and the training thread tell it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-from diloco_protocol import Manifest, RunConfig
-from diloco_protocol.messages import Message, Push
+from diloco_protocol.messages import Control, Message, Push
 from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.downloads import Held
 
@@ -77,14 +75,9 @@ class RequestVersion(Event):
 
 @dataclass(frozen=True)
 class Observe(Event):
-    """An observer has learnt the model and the configuration, and can pull.
+    """An observer has learnt the model and the configuration, and can pull."""
 
-    `plan` is the fragment of each manifest entry, in order; empty where P is 1.
-    """
-
-    manifest: Manifest
-    config: RunConfig
-    plan: tuple[int, ...] = ()
+    terms: Terms
 
 
 @dataclass(frozen=True)
@@ -122,9 +115,7 @@ class VerifyPushes(Event):
 class Ask(Event):
     """Send a control action; the result comes back as `Answered`."""
 
-    request: int
-    action: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    control: Control
 
 
 @dataclass(frozen=True)

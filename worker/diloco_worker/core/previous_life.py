@@ -47,9 +47,8 @@ class PreviousLife:
         self._uncompared = set(uncompared)
         self._known: dict[int, set[int]] = {}  # by unverified fragment, push ids
         self._held_back: set[int] = set()  # push ids not offered on this connection
-        self._superseded: set[int] = (
-            set()
-        )  # fragments with an unknown push in the version under way
+        # Fragments with an unknown push in the version under way.
+        self._superseded: set[int] = set()
 
     def keep(
         self, downloads: Downloads, part: FragmentLayout, theirs: VersionId | None
@@ -97,14 +96,12 @@ class PreviousLife:
         self._held_back.add(push.push_id)
         return True
 
-    def let_go(
-        self, fragment: int, uploads: Uploads, token: bytes | None
-    ) -> Iterator[effects.Effect]:
+    def let_go(self, fragment: int, uploads: Uploads) -> Iterator[effects.Effect]:
         """The broker's current version is here, and the next one asked for: offer what was held back."""
         upload = uploads.gradient(fragment)
         if upload is not None and upload.push.push_id in self._held_back:
             self._held_back.discard(upload.push.push_id)
-            yield from uploads.offer(upload.push.push_id, token)
+            yield from uploads.offer(upload.push.push_id)
 
     def look(
         self, worker_id: str, released: Released, downloads: Downloads, uploads: Uploads
@@ -120,7 +117,7 @@ class PreviousLife:
             return
         del self._known[fragment]
         self._superseded.add(fragment)
-        downloads.take_any(fragment)
+        downloads.by_fragment[fragment].takes_any = True
         if upload is not None:
             self._held_back.discard(upload.push.push_id)
             yield from uploads.drop(upload.push.push_id)

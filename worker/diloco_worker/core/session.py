@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, messages
 from diloco_worker.core import effects, events
-from diloco_worker.core.compatibility import Terms, changed, check_welcome, cut, gives_way
+from diloco_worker.core.compatibility import Terms, changed, check_welcome, gives_way
 from diloco_worker.core.connection import RETRY_S, Connection, Phase
 from diloco_worker.core.control_requests import ControlRequests
 from diloco_worker.core.downloads import Downloads
@@ -53,8 +53,8 @@ class Session:
         self.connection = Connection(heartbeat_interval)
         self.terms: Terms | None = None  # how the run is trained and the model is cut
         self.run: str | None = None
-        self.uploads = Uploads()
-        self.downloads = Downloads(observer=join is None)
+        self.uploads = Uploads(self.connection)
+        self.downloads = Downloads(self.connection, observer=join is None)
         self.requests = ControlRequests()
         self.previous_life = PreviousLife()  # what it may have left behind
         self._draw = draw
@@ -71,10 +71,6 @@ class Session:
     @property
     def layout(self) -> ModelLayout | None:
         return self.terms.layout if self.terms else None
-
-    @property
-    def _token(self) -> bytes | None:
-        return self.connection.live_token
 
     def wakes_at(self) -> float | None:
         """When a `Tick` has something to do; None = not by itself."""
@@ -113,16 +109,16 @@ class Session:
                 self.downloads.of(fragment)
                 self.downloads.want_newest(fragment, after)
                 yield from self._pull(fragment)
-            case events.Observe(manifest, config, plan):
-                self._set_terms(Terms(config, plan, cut(manifest, config, plan)))
+            case events.Observe(terms):
+                self._set_terms(terms)
             case events.Resume():
                 self._resume(event)
             case events.Prepared(push_id):
-                yield from self.uploads.prepared(push_id, self._token)
+                yield from self.uploads.prepared(push_id)
             case events.VerifyPushes(fragment, known):
                 self.previous_life.verify(fragment, known)
-            case events.Ask():
-                self.requests.add(event)
+            case events.Ask(control):
+                self.requests.add(control)
                 yield from self._send_requests()
             case events.Withdraw(request):
                 self.requests.withdraw(request)
@@ -147,7 +143,7 @@ class Session:
         yield from self._send_requests()
         for fragment, download in self.downloads.by_fragment.items():
             if download.wanted:
-                yield self.downloads.pull(fragment, None)
+                yield self.downloads.pull(fragment)
 
     def _join(self, now: float) -> Effect:
         assert self.join is not None
@@ -174,8 +170,8 @@ class Session:
             yield from self._disconnected(reason, now)
         if self.connection.must_beat(now):
             yield from self._beat(now)
-        yield from self.downloads.tick(now, self._token)
-        yield from self.uploads.tick(now, self._token)
+        yield from self.downloads.tick(now)
+        yield from self.uploads.tick(now)
 
     def _beat(self, now: float) -> Iterator[Effect]:
         return self.connection.beat(now, uploading=self.uploads.is_sending)
@@ -195,10 +191,10 @@ class Session:
             case messages.Notice():
                 yield from self._noticed(message, now)
             case messages.Grant():
-                yield from self.uploads.granted(message, self._token)
+                yield from self.uploads.granted(message)
             case messages.Ack():
                 self.connection.bulk.moved(now)
-                yield from self.uploads.acknowledged(message, self._token)
+                yield from self.uploads.acknowledged(message)
             case messages.Released():
                 self.downloads.released(message)
                 yield from self.previous_life.look(
@@ -208,7 +204,7 @@ class Session:
             case messages.Chunk():
                 self.connection.bulk.moved(now)
                 if self.connection.is_joined:
-                    yield from self.downloads.chunk(message, self._token)
+                    yield from self.downloads.chunk(message)
                     yield from self._deliver_if_whole(message.fragment)
             case messages.Result():
                 yield from self.requests.answered(message)
@@ -250,7 +246,7 @@ class Session:
         yield self.downloads.open_window(welcome.session)
         for upload in self.uploads:  # the oldest first
             if upload.is_gradient and not self.previous_life.holds_back(upload.push):
-                yield from self.uploads.offer(upload.push.push_id, self._token)
+                yield from self.uploads.offer(upload.push.push_id)
         yield from self._go_on_pulling(welcome, terms.layout)
         yield from self._send_requests()
 
@@ -271,7 +267,7 @@ class Session:
             if self.downloads.resume(fragment, theirs, in_flight=in_flight):
                 if in_flight and self.previous_life.is_unverified(fragment):
                     self.downloads.want_current(fragment)
-                yield self.downloads.pull(fragment, self._token)
+                yield self.downloads.pull(fragment)
 
     def _set_terms(self, terms: Terms) -> None:
         if self.terms is None:
@@ -306,22 +302,18 @@ class Session:
                 yield from self._beat(now)
             case "donate":
                 yield from self._donate(notice.fragment)
-            case "shutdown":
-                yield effects.Stopping(notice.text)
-            case "restarting":
-                yield effects.Restarting(notice.text)
+            case "shutdown" | "restarting" | "carried":
+                yield effects.Told(notice)
             case "kicked":
-                yield from self.connection.is_removed(notice.text, now)
+                yield from self.connection.is_removed(notice, now)
             case "waiting":
                 yield effects.Say(notice.text)
-            case "carried":
-                yield effects.Carried(notice.fragment, notice.round)
             case "sync_every" if notice.sync_every and self.terms is not None:
                 config = replace(self.terms.config, sync_every=notice.sync_every)
                 self.terms = replace(self.terms, config=config)
                 yield effects.Say(notice.text)
             case "alive" if notice.sync_every is not None and notice.sync_every > 0:
-                yield effects.Paced(notice.sync_every)
+                yield effects.Told(notice)
 
     # Going on from a checkpoint.
 
@@ -343,7 +335,7 @@ class Session:
         """The checkpoint does not fit: join as a new worker does."""
         run, self.run = self.run, None
         self.terms = None
-        self.downloads = Downloads(observer=False)
+        self.downloads = Downloads(self.connection, observer=False)
         self.previous_life = PreviousLife()
         yield effects.ForgetCheckpoint(FORGOTTEN.format(run=run, why=why))
 
@@ -362,11 +354,15 @@ class Session:
             self.downloads.want_current(push.fragment)
         else:
             self.downloads.want_next(push.fragment)
-            yield from self.uploads.offer(push.push_id, self._token)
+            yield from self.uploads.offer(push.push_id)
         yield from self._pull(push.fragment)
 
     def _donate(self, fragment: int) -> Iterator[Effect]:
-        if not self.connection.is_joined or self.layout is None or self.uploads.donation(fragment):
+        if (
+            not self.connection.is_joined
+            or self.layout is None
+            or self.uploads.is_donating(fragment)
+        ):
             return
         sizes = {part.fragment: part.chunks for part in self.layout.all}
         if not sizes.get(fragment):
@@ -375,13 +371,13 @@ class Session:
             )
             return
         held = self.downloads.held.get(fragment)
-        yield from self.uploads.donate(fragment, sizes[fragment], held, self._draw, self._token)
+        yield from self.uploads.donate(fragment, sizes[fragment], held, self._draw)
 
     # Down.
 
     def _pull(self, fragment: int) -> Iterator[Effect]:
         if self.connection.is_joined:
-            yield self.downloads.pull(fragment, self._token)
+            yield self.downloads.pull(fragment)
 
     def _deliver_if_whole(self, fragment: int) -> Iterator[Effect]:
         """Hand over a version if it is whole now and the one that is waited for."""
@@ -404,8 +400,8 @@ class Session:
             yield effects.PushOver(counted)
         elif in_flight:
             download.wanted = True
-            yield self.downloads.pull(fragment, self._token)
-            yield from self.previous_life.let_go(fragment, self.uploads, self._token)
+            yield self.downloads.pull(fragment)
+            yield from self.previous_life.let_go(fragment, self.uploads)
 
     def _send_requests(self) -> Iterator[Effect]:
         if self.connection.is_joined:

@@ -1,7 +1,7 @@
 """What this worker sends up: each push as chunks under credit, from its offer to its end. Pure.
 
-A push survives a broken connection: the broker's next grant says what it holds of it. A `token` names
-the session on the connection at hand. None: there is none, and nothing is sent.
+A push survives a broken connection: the broker's next grant says what it holds of it. Without a session
+on the connection at hand nothing is sent.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from diloco_protocol import Bitmap, Ledger, ProtocolError, VersionId, messages
 from diloco_worker.core import effects
+from diloco_worker.core.connection import Connection
 from diloco_worker.core.downloads import Held
 
 # What a grant says when chunks may be sent.
@@ -114,7 +115,8 @@ class Upload:
 class Uploads:
     """See the head of this module."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self.by_id: dict[int, Upload] = {}  # at most one pseudo-gradient for each fragment
         self.retries = 0  # offers of a push after its first
         self._offer_at: dict[int, float] = {}
@@ -138,13 +140,14 @@ class Uploads:
 
     def gradient(self, fragment: int) -> Upload | None:
         """The pseudo-gradient of this fragment that is in flight."""
-        of_fragment = (u for u in self if u.is_gradient and u.push.fragment == fragment)
-        return next(of_fragment, None)
+        return next((u for u in self._of(fragment) if u.is_gradient), None)
 
-    def donation(self, fragment: int) -> Upload | None:
-        """The donation of this fragment that is in flight."""
-        of_fragment = (u for u in self if not u.is_gradient and u.push.fragment == fragment)
-        return next(of_fragment, None)
+    def is_donating(self, fragment: int) -> bool:
+        """Whether a donation of this fragment is in flight."""
+        return any(not upload.is_gradient for upload in self._of(fragment))
+
+    def _of(self, fragment: int) -> list[Upload]:
+        return [upload for upload in self.by_id.values() if upload.push.fragment == fragment]
 
     @property
     def waits_for_acks(self) -> bool:
@@ -158,20 +161,15 @@ class Uploads:
             yield from self.drop(other.push.push_id)
         self.by_id[push.push_id] = Upload(push)
 
-    def offer(self, push_id: int, token: bytes | None) -> Iterator[effects.Effect]:
+    def offer(self, push_id: int) -> Iterator[effects.Effect]:
         """Offer a push on this connection; whatever was granted before is void."""
-        if token is not None:
+        if (token := self._connection.live_token) is not None:
             upload = self.by_id[push_id]
             yield effects.Send(upload.offered(token))
             self.retries += upload.offers > 1
 
     def donate(
-        self,
-        fragment: int,
-        chunks: int,
-        held: Held | None,
-        draw: Callable[[], int],
-        token: bytes | None,
+        self, fragment: int, chunks: int, held: Held | None, draw: Callable[[], int]
     ) -> Iterator[effects.Effect]:
         """Give the broker what is held of a fragment, or the model's own values."""
         version = held.version if held else None
@@ -193,17 +191,17 @@ class Uploads:
         yield from self.begin(push)
         self.by_id[push_id].is_prepared = False
         # First the offer: to copy a large model takes long, and the broker would ask somebody else.
-        yield from self.offer(push_id, token)
+        yield from self.offer(push_id)
         yield effects.PrepareDonation(push_id, fragment)
 
-    def prepared(self, push_id: int, token: bytes | None) -> Iterator[effects.Effect]:
+    def prepared(self, push_id: int) -> Iterator[effects.Effect]:
         """The chunks of a donation are laid out."""
         upload = self.by_id.get(push_id)
         if upload is not None:
             upload.is_prepared = True
-            yield from self._send(upload, token)
+            yield from self._send(upload)
 
-    def granted(self, grant: messages.Grant, token: bytes | None) -> Iterator[effects.Effect]:
+    def granted(self, grant: messages.Grant) -> Iterator[effects.Effect]:
         upload = self.by_id.get(grant.push_id)
         if upload is None:
             return
@@ -213,17 +211,18 @@ class Uploads:
             yield effects.Say(str(error), trouble=True)
             return
         if upload.is_gradient:
-            yield effects.Granted(grant.push_id, upload.push.fragment, grant.standing, grant.round)
-        yield from self._send(upload, token)
+            yield effects.Told(replace(grant, fragment=upload.push.fragment))
+        yield from self._send(upload)
 
-    def acknowledged(self, ack: messages.Ack, token: bytes | None) -> Iterator[effects.Effect]:
+    def acknowledged(self, ack: messages.Ack) -> Iterator[effects.Effect]:
         upload = self.by_id.get(ack.push_id)
         if upload is not None:
             upload.acknowledged(ack.chunks, ack.credit)
-            yield from self._send(upload, token)
+            yield from self._send(upload)
 
-    def _send(self, upload: Upload, token: bytes | None) -> Iterator[effects.Effect]:
+    def _send(self, upload: Upload) -> Iterator[effects.Effect]:
         push_id, fragment = upload.push.push_id, upload.push.fragment
+        token = self._connection.live_token
         if token is None or not upload.is_prepared:
             return
         for index in upload.next_chunks():
@@ -264,10 +263,10 @@ class Uploads:
         self._forget(push_id)
         yield effects.PushOver(push_id)
 
-    def tick(self, now: float, token: bytes | None) -> Iterator[effects.Effect]:
+    def tick(self, now: float) -> Iterator[effects.Effect]:
         for push_id in [p for p, at in self._offer_at.items() if now >= at]:
             del self._offer_at[push_id]
-            yield from self.offer(push_id, token)
+            yield from self.offer(push_id)
 
     def disconnected(self) -> Iterator[effects.Effect]:
         """All credit is void. Pseudo-gradients wait; of donations the broker asks again, or another."""

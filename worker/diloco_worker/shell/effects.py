@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from diloco_protocol import Code
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.messages import Chunk, Heartbeat, Message
+from diloco_protocol.messages import Chunk, Heartbeat, Message, Notice
 from diloco_worker.core import effects, events
 from diloco_worker.core.session import Session
 from diloco_worker.shell.inbox import Inbox
@@ -30,12 +30,8 @@ QUIET = (
 TOLD = (
     effects.Joined,
     effects.JoinRefused,
-    effects.Granted,
-    effects.Carried,
-    effects.Paced,
+    effects.Told,
     effects.Answered,
-    effects.Stopping,
-    effects.Restarting,
     effects.Say,
 )
 
@@ -173,9 +169,9 @@ class Executor:
                 network.say(f"The broker refuses the pseudo-gradient: {text}", trouble=True)
             case effects.JoinRefused(_, text) | effects.ForgetCheckpoint(text):
                 network.say(text, trouble=True)
-            case effects.Stopping(text):
+            case effects.Told(Notice("shutdown" | "kicked", text)):
                 network.say(text)
-            case effects.Restarting(text):
+            case effects.Told(Notice("restarting", text)):
                 network.say(f"{text} Training goes on, and takes part again when it is back.")
             case effects.Say(text, trouble):
                 network.say(text, trouble=trouble)

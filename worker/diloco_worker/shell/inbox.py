@@ -8,22 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_protocol import ModelLayout, Refused, RunConfig
+from diloco_protocol.messages import Notice
+from diloco_worker.core import effects
 from diloco_worker.core.compatibility import Terms
-from diloco_worker.core.effects import (
-    Answered,
-    Carried,
-    Deliver,
-    DropParts,
-    Effect,
-    ForgetCheckpoint,
-    Granted,
-    Joined,
-    JoinRefused,
-    Paced,
-    PushOver,
-    Restarting,
-    Stopping,
-)
 from diloco_worker.core.previous_life import SENT_BEFORE
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.news import Arrival, LinkState, News, Rejection, Turning
@@ -62,7 +49,7 @@ class Inbox:
         self.rejections: dict[int, Rejection] = {}  # pushes that were dropped, by push id
         # What concerns rounds, in the order in which it came.
         self.turns: deque[Turning] = deque(maxlen=None if follows_rounds else 0)
-        self.results: dict[int, Answered] = {}  # answers to control actions, by request
+        self.results: dict[int, effects.Answered] = {}  # answers to control actions, by request
         # How the link does.
         self.bytes_up = 0
         self.bytes_down = 0
@@ -139,7 +126,7 @@ class Inbox:
 
     # For the I/O thread.
 
-    def take_in(self, effect: Effect, values: Any = None) -> None:
+    def take_in(self, effect: effects.Effect, values: Any = None) -> None:
         """What the session asks for concerns the training thread, or may.
 
         Args:
@@ -148,33 +135,33 @@ class Inbox:
         with self.condition:
             self.is_news = True
             match effect:
-                case Joined(welcome):  # what was told before has no meaning any more
+                case effects.Joined(welcome):  # what was told before has no meaning any more
                     self.refusal = self.stopping = self.restarting = None
                     self.feed = welcome.feed
                     self.turns.clear()
-                    self.turns.append(effect)
-                case JoinRefused(code, text, final):
+                    self.turns.append(welcome)
+                case effects.JoinRefused(code, text, final):
                     self.refusal, self.refused_for_good = Refused(code, text), final
-                case Granted() | Carried():
-                    self.turns.append(effect)
-                case Deliver():
+                case effects.Deliver():
                     self._deliver(effect, values)
-                case PushOver(push_id, code, text) if code is not None:
+                case effects.PushOver(push_id, code, text) if code is not None:
                     self.rejections[push_id] = Rejection(code, text)
-                case DropParts():
+                case effects.DropParts():
                     self.arrivals.clear()
-                case ForgetCheckpoint():
+                case effects.ForgetCheckpoint():
                     self.has_forgotten = True
-                case Answered(request):
+                case effects.Answered(request):
                     self.results[request] = effect
-                case Paced(sync_every):
+                case effects.Told(Notice("alive", sync_every=sync_every)):
                     self.sync_every = sync_every
-                case Stopping(text):
+                case effects.Told(Notice("shutdown" | "kicked", text)):
                     self.stopping = text
-                case Restarting(text):
+                case effects.Told(Notice("restarting", text)):
                     self.restarting = text
+                case effects.Told(message):  # a grant, or that a push is carried
+                    self.turns.append(message)
 
-    def _deliver(self, effect: Deliver, values: Any) -> None:
+    def _deliver(self, effect: effects.Deliver, values: Any) -> None:
         released = effect.released
         arrival = Arrival(
             released,

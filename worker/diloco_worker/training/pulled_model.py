@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from diloco_protocol import Ledger, Manifest, ModelLayout, RunConfig, Segment, UsageError, VersionId
+from diloco_protocol import Ledger, Manifest, Segment, UsageError, VersionId
 from diloco_protocol.chunks import FragmentLayout
+from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.flat_state import FlatState
+from diloco_worker.shell.link import Link
 
 
 @dataclass(frozen=True)
@@ -27,26 +29,25 @@ class GlobalParameters:
 
 
 class PulledModel:
-    """See the head of this module.
+    """See the head of this module."""
 
-    Args:
-        manifest, layout: of what it consists, and how it is cut.
-        config: how the run is trained.
-    """
-
-    def __init__(self, manifest: Manifest, layout: ModelLayout, config: RunConfig) -> None:
+    def __init__(self, manifest: Manifest, terms: Terms, link: Link) -> None:
         self.manifest = manifest
-        self.layout = layout
-        self.config = config
+        self.layout = terms.layout
+        self.config = terms.config
+        self.link = link
         self.versions: dict[int, VersionId] = {}  # by fragment, what is here
         self._states: dict[int, FlatState] = {}
         self._ledger = Ledger()  # of fragment 0
 
-    def take(self, arrival: Arrival) -> None:
-        """A version has come."""
+    def take(self, arrival: Arrival | None) -> None:
+        """A version has come, or none."""
+        if arrival is None:
+            return
         released = arrival.released
         if arrival.values is not None:
             self._states[released.fragment] = arrival.values
+            self.link.set_base(released.fragment, arrival.values)
         self.versions[released.fragment] = released.version
         if released.fragment == 0:
             self._ledger = released.ledger

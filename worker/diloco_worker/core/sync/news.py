@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_protocol import RunConfig, VersionId
-from diloco_protocol.messages import Released
+from diloco_protocol.messages import Grant, Notice, Released, Welcome
 from diloco_worker.core.connection import Phase
-from diloco_worker.core.effects import Carried, Granted, Joined
 
-# What moves the cursor in the sequence of rounds; `Released` stands for a version that is here, whole.
-Turning = Joined | Granted | Carried | Released
+# What moves the cursor in the sequence of rounds: `Notice` that a push is carried into a later round;
+# `Released` stands for a version that is here, whole.
+Turning = Welcome | Grant | Notice | Released
 
 
 @dataclass(frozen=True)

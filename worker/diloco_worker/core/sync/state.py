@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 
 from diloco_protocol import Code
-from diloco_protocol.messages import Released
+from diloco_protocol.messages import Grant, Notice, Released, Welcome
 from diloco_worker.core.compatibility import sync_every
-from diloco_worker.core.effects import Carried, Granted, Joined
 from diloco_worker.core.sync.fragment import Fragment, MergeRule, TrainingBase
 from diloco_worker.core.sync.lines import SyncLines
 from diloco_worker.core.sync.metrics import SyncMetrics
@@ -144,13 +143,13 @@ class SyncState:
         schedule = self.schedule
         for event in news.turns:
             match event:
-                case Joined(welcome):
-                    schedule.welcomed(welcome.first_round, over)
-                case Granted(push_id, number, standing, round_):
+                case Welcome(first_round=first_round):
+                    schedule.welcomed(first_round, over)
+                case Grant(push_id, number, standing, round=round_):
                     flight = self.fragments[number].flight
                     if flight is not None and flight.push_id == push_id:
                         schedule.granted(number, standing, round_)
-                case Carried(number, round_):
+                case Notice(fragment=number, round=round_):
                     schedule.carried(number, round_)
                 case Released(averaged=averaged, round=round_):
                     if averaged:  # the first version of a broker was made in no round

@@ -7,14 +7,15 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from diloco_tools.dashboard.app import Dashboard
+import uvicorn
+
+from diloco_tools.dashboard.app import Dashboard, application
 from diloco_tools.dashboard.security import Policy
-from diloco_tools.dashboard.serving import Server, listen
+from diloco_tools.dashboard.serving import Streams, listen, server_of
 from diloco_tools.dashboard.source import FeedSource, ReplaySource
-from diloco_tools.dashboard.streams import Streams
 from kit import feed_snapshots
 from kit.feed_snapshots import PATIENCE_S, frame, status, worker
 
@@ -123,7 +124,7 @@ class Events:
 class Site:
     """A dashboard that is served, and requests to it."""
 
-    def __init__(self, port: int, server: Server, streams: Streams | None) -> None:
+    def __init__(self, port: int, server: uvicorn.Server, streams: Streams | None) -> None:
         self.port, self.server, self.streams = port, server, streams
 
     @property
@@ -179,14 +180,14 @@ def serving(
 ) -> Iterator[Site]:
     """The dashboard as the command serves it, in a thread and on a free port."""
     streams = Streams(FeedSource(feed), most_streams) if feed is not None else None
-    server = Server(Dashboard(policy or Policy("127.0.0.1", TOKEN), streams, replay, control))
-    listening = listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
-    thread.start()
-    try:
-        yield Site(listening.getsockname()[1], server, streams)
-    finally:
-        server.should_exit = True
-        thread.join(PATIENCE_S)
-        listening.close()
-        assert not thread.is_alive(), "the server does not end"
+    page = Dashboard(policy or Policy("127.0.0.1", TOKEN), streams, replay, control)
+    server = server_of(application(page), streams)
+    with page.feed or nullcontext(), listen("127.0.0.1", 0) as listening:
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        try:
+            yield Site(listening.getsockname()[1], server, streams)
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive(), "the server does not end"

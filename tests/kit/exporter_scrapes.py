@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.registry import Collector
 
 from diloco_protocol.feed import parse_snapshot
-from diloco_tools.exporter.metrics import Places, families
+from diloco_tools.exporter.metrics import RunCollector
 from diloco_tools.exporter.server import MetricsServer
 from diloco_tools.feed.listener import Reading
 from diloco_tools.feed.model import FeedModel
@@ -96,7 +96,7 @@ def samples(metrics: Iterable[Metric]) -> Samples:
 
 def of_reading(reading: Reading) -> Samples:
     """What an exporter of version 9.9 makes of it."""
-    return samples(families(reading, "9.9", Places(1000)))
+    return samples(RunCollector(lambda: reading, "9.9", 1000).collect())
 
 
 def exported(document: Any, later_s: float = 0.0, **counts: int) -> Samples:

@@ -18,11 +18,12 @@ import pytest
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.clients.operator import ask_once
 from diloco_protocol.feed import Snapshot, parse_snapshot
-from diloco_tools.dashboard import app, orders, streams
+from diloco_tools.dashboard import app
+from diloco_tools.dashboard import serving as streams
 from diloco_tools.dashboard.orders import read_order, steering_address
 from diloco_tools.dashboard.security import HEADERS, Policy, Refusal, is_loopback, new_token
+from diloco_tools.dashboard.serving import EventStream, Streams
 from diloco_tools.dashboard.source import encoded, history, picture, thinned
-from diloco_tools.dashboard.streams import EventStream, Streams
 from diloco_tools.feed.series import RunSeries
 from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving
 from kit.feed_snapshots import PATIENCE_S, frame
@@ -395,7 +396,7 @@ class TestSteering:
     def test_broker_that_does_not_answer_is_a_sentence(
         self, site: Site, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(orders, "ask_once", partial(ask_once, timeout=0.05))
+        monkeypatch.setattr(app, "ask_once", partial(ask_once, timeout=0.05))
         answer = site.orders({"action": "pause"})
         assert answer.status == 504
         assert "No answer from tcp://127.0.0.1:1" in answer.json["text"]
@@ -503,7 +504,7 @@ class TestEvents:
         monkeypatch.setattr(streams, "PATIENCE_S", 0.2)
         monkeypatch.setattr(streams, "EARLY_S", math.inf)
         source = Source()
-        places = Streams(source)  # type: ignore[arg-type]
+        places = Streams(source, 1)  # type: ignore[arg-type]
 
         async def scene() -> None:
             never = asyncio.Event()
@@ -520,12 +521,12 @@ class TestEvents:
                 EventStream(places, 1.0)({"type": "http"}, receive, send)
             )
             await asyncio.sleep(0)
-            assert places.open == 1
+            assert places.places.locked()
             await asyncio.wait_for(following, PATIENCE_S)
 
         asyncio.run(scene())
         assert source.states == 1
-        assert places.open == 0
+        assert not places.places.locked()
 
 
 class TestEnd:

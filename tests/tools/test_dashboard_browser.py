@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco_broker import Broker
-from diloco_tools.dashboard import app, streams
+from diloco_tools.dashboard import app
+from diloco_tools.dashboard import serving as streams
 from diloco_tools.dashboard.security import Policy
 from diloco_tools.dashboard.source import ReplaySource
 from diloco_worker import DiLoCoClient

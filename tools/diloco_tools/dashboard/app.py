@@ -22,10 +22,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from diloco_tools.dashboard.orders import carry_out, http_status, read_order, steering_address
+from diloco_protocol.clients.operator import ask_once, this_user
+from diloco_protocol.errors import Unreachable
+from diloco_tools.dashboard.orders import read_order, steering_address
 from diloco_tools.dashboard.security import HEADERS, Policy, Refusal
+from diloco_tools.dashboard.serving import EventStream, Streams
 from diloco_tools.dashboard.source import ReplaySource
-from diloco_tools.dashboard.streams import EventStream, Streams
 from diloco_tools.feed.model import LIVE_BELOW_S, STALE_ABOVE_S
 
 LONGEST_BODY = 4096  # bytes: the longest order is a worker's name
@@ -101,7 +103,7 @@ class Dashboard:
             every_s = math.nan
         if not FASTEST_S <= every_s <= SLOWEST_S:
             raise Refusal(400, f"every= takes seconds from {FASTEST_S:g} to {SLOWEST_S:g}.")
-        if not self.streams.has_place:
+        if self.streams.places.locked():
             text = f"{self.streams.most} pages look at this dashboard already; close one of them."
             raise Refusal(503, text)
         return EventStream(self.streams, every_s)
@@ -134,8 +136,12 @@ class Dashboard:
             if address is None:
                 text = "The broker has not said yet where it is steered; wait for its feed."
                 raise Refusal(503, text)
-            answer = await run_in_threadpool(carry_out, address, action, arguments)
-        return JSONResponse({"ok": answer.ok, "text": answer.text}, http_status(answer))
+            who = f"{this_user()}, dashboard"
+            answer = await run_in_threadpool(ask_once, address, action, arguments, who=who)
+        status = 200 if answer.error is None else 400
+        if isinstance(answer.error, Unreachable):
+            status = 504
+        return JSONResponse({"ok": answer.ok, "text": answer.text}, status)
 
 
 def application(dashboard: Dashboard) -> ASGIApp:

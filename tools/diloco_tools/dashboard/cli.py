@@ -4,6 +4,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -15,7 +16,7 @@ from diloco_tools.dashboard.security import EVERYWHERE, Policy, is_loopback, new
 from diloco_tools.terminal import FeedOption, fail
 
 if TYPE_CHECKING:
-    from diloco_tools.dashboard.serving import Server
+    from uvicorn import Server
 
 DEFAULT_PORT = 8514
 MISUSE = 2
@@ -78,9 +79,8 @@ def dashboard(
         _fail("--replay shows a past run, there is nothing to steer: leave --control out")
     try:
         from diloco_tools.dashboard import serving
-        from diloco_tools.dashboard.app import Dashboard
+        from diloco_tools.dashboard.app import Dashboard, application
         from diloco_tools.dashboard.source import FeedSource, ReplaySource
-        from diloco_tools.dashboard.streams import Streams
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in ("starlette", "uvicorn", "anyio"):
@@ -95,22 +95,23 @@ def dashboard(
     token = None if is_loopback(host) and (readonly or replay is not None) else new_token()
     try:
         past = ReplaySource.of_file(replay) if replay is not None else None
-        streams = Streams(FeedSource(feed)) if past is None else None
+        streams = serving.Streams(FeedSource(feed)) if past is None else None
     except FeedError as error:
         _fail(str(error))
-    try:
-        listening = serving.listen(host, port)
-    except OSError as error:
-        _fail(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; another --port, or "
-            "--port 0 for a free one, may do"
-        )
-    policy = Policy(host, token, readonly)
-    server = serving.Server(Dashboard(policy, streams, past, control))
-    if lifeline:
-        threading.Thread(target=_hold, args=(server,), name="lifeline", daemon=True).start()
-    print(f"dashboard {_address(listening, host, token)}", flush=True)
-    server.run(sockets=[listening])
+    page = Dashboard(Policy(host, token, readonly), streams, past, control)
+    with page.feed or nullcontext():
+        try:
+            listening = serving.listen(host, port)
+        except OSError as error:
+            _fail(
+                f"cannot listen on {host} port {port}: {error.strerror or error}; another --port, "
+                "or --port 0 for a free one, may do"
+            )
+        server = serving.server_of(application(page), streams)
+        if lifeline:
+            threading.Thread(target=_hold, args=(server,), name="lifeline", daemon=True).start()
+        print(f"dashboard {_address(listening, host, token)}", flush=True)
+        server.run(sockets=[listening])
 
 
 def _address(listening: socket.socket, host: str, token: str | None) -> str:
@@ -129,7 +130,3 @@ def _hold(server: "Server") -> None:
 
 def _fail(sentence: str) -> NoReturn:
     fail("diloco-dashboard", sentence, MISUSE)
-
-
-if __name__ == "__main__":
-    app()

@@ -1,12 +1,10 @@
-"""What the page may ask of the broker: read from JSON, checked, and sent to the control address."""
+"""What the page may ask of the broker: read from JSON and checked."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_protocol.addresses import control_address
-from diloco_protocol.clients.operator import Answer, ask_once, this_user
-from diloco_protocol.errors import Unreachable
 from diloco_protocol.feed import Snapshot
 from diloco_tools.dashboard.security import Refusal
 
@@ -87,15 +85,3 @@ def steering_address(given: str | None, snapshot: Snapshot | None, feed: str) ->
         return given
     bound = snapshot.control if snapshot is not None else ""
     return control_address(bound, feed) if bound else None
-
-
-def carry_out(address: str, action: str, arguments: Mapping[str, Any]) -> Answer:
-    """Ask the broker and wait for its answer; to be called from a thread of its own."""
-    return ask_once(address, action, arguments, who=f"{this_user()}, dashboard")
-
-
-def http_status(answer: Answer) -> int:
-    """What a page is told besides the sentence: no broker was there, it cannot be asked, it answered."""
-    if isinstance(answer.error, Unreachable):
-        return 504
-    return 200 if answer.error is None else 400

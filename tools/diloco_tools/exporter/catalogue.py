@@ -7,40 +7,9 @@ is a gauge.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 Value = Callable[[Any], float | None]  # of a record; None where it is not known
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric as it is scraped, and its value for each `record` of its table."""
-
-    name: str
-    help: str
-    record: str
-    value: Value
-    labels: tuple[str, ...] = ()
-
-    @property
-    def kind(self) -> Literal["gauge", "counter", "info"]:
-        """As the name says."""
-        if self.name.endswith("_total"):
-            return "counter"
-        return "info" if self.name.endswith("_info") else "gauge"
-
-    @property
-    def stem(self) -> str:
-        """The name without what tells the kind."""
-        return self.name.removesuffix("_total").removesuffix("_info")
-
-    @property
-    def unit(self) -> str:
-        """The base unit that the name ends with, or nothing."""
-        return next((unit for unit in ("seconds", "bytes") if self.stem.endswith(f"_{unit}")), "")
-
 
 # fmt: off
 # What tells the records of one table apart, where there are several.
@@ -224,15 +193,3 @@ TABLES: dict[str, dict[str, tuple[str | Value, str]]] = {
     },
 }
 # fmt: on
-# fmt: on
-METRICS = [
-    Metric(
-        f"diloco_{name}",
-        text,
-        record,
-        attrgetter(value) if isinstance(value, str) else value,
-        LABELS.get(record, ()),
-    )
-    for record, table in TABLES.items()
-    for name, (value, text) in table.items()
-]

@@ -15,13 +15,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2s
+from operator import attrgetter
 from typing import Any
 
-from prometheus_client.core import Metric as Family
+from prometheus_client.core import Metric
 
 from diloco_protocol.errors import Code
 from diloco_protocol.feed import Snapshot, Totals
-from diloco_tools.exporter.catalogue import METRICS, Metric
+from diloco_tools.exporter.catalogue import LABELS, TABLES
 from diloco_tools.feed.listener import Reading
 
 STATES = ("training", "waiting", "paused", "stopping")
@@ -78,7 +79,10 @@ class Places:
 
 
 class RunCollector:
-    """Asks `read` what is known of the feed; at most `max_workers` have series of their own."""
+    """Asks `read` what is known of the feed; at most `max_workers` have series of their own.
+
+    `version` is that of the exporter.
+    """
 
     def __init__(self, read: Callable[[], Reading], version: str, max_workers: int) -> None:
         self._read = read
@@ -86,46 +90,54 @@ class RunCollector:
         self._places = Places(max_workers)
         self._one_at_a_time = threading.Lock()
 
-    def collect(self) -> list[Family]:
+    def collect(self) -> list[Metric]:
         """All metrics that have a sample now."""
         with self._one_at_a_time:
-            return families(self._read(), self._version, self._places)
+            reading = self._read()
+            records: dict[str, Records] = {
+                "exporter": {(label_value(self._version),): 1},
+                "feed": {(): reading},
+            }
+            snapshot = reading.model.at(reading.now)
+            if reading.is_fresh and snapshot is not None:
+                records |= _of_run(snapshot) | _of_workers(snapshot, self._places, reading.now)
+            return [metric for metric in _metrics(records) if metric.samples]
 
-    def describe(self) -> list[Family]:
+    def describe(self) -> list[Metric]:
         """All metrics that there can be: so a scrape may ask for some by `name[]`."""
-        return [_family(metric, {}) for metric in METRICS]
+        return _metrics({})
 
 
-def families(reading: Reading, version: str, places: Places) -> list[Family]:
-    """All metrics that have a sample; `version` is that of the exporter."""
-    records: dict[str, Records] = {"exporter": {(label_value(version),): 1}, "feed": {(): reading}}
-    snapshot = reading.model.at(reading.now)
-    if reading.is_fresh and snapshot is not None:
-        records |= _of_run(snapshot) | _of_workers(snapshot, places, reading.now)
-    found = [_family(metric, records.get(metric.record, {})) for metric in METRICS]
-    return [family for family in found if family.samples]
+def _metrics(records: Mapping[str, Records]) -> list[Metric]:
+    """Each without what is not known, and without counters that no counter can be."""
+    found = []
+    for table, rows in TABLES.items():
+        for name, (attribute, text) in rows.items():
+            metric = _named(f"diloco_{name}", text)
+            value_of = attrgetter(attribute) if isinstance(attribute, str) else attribute
+            for labels, record in records.get(table, {}).items():
+                value = value_of(record)
+                if value is None or (metric.type == "counter" and not 0 <= value < math.inf):
+                    continue
+                named = dict(zip(LABELS.get(table, ()), labels, strict=True))
+                metric.add_sample(f"diloco_{name}", named, float(value))
+            found.append(metric)
+    return found
 
 
-def _family(metric: Metric, records: Records) -> Family:
-    """Without what is not known, and without counters that no counter can be."""
-    family = Family(metric.stem, metric.help, metric.kind, metric.unit)
-    for labels, record in records.items():
-        value = metric.value(record)
-        if value is None or (metric.kind == "counter" and not 0 <= value < math.inf):
-            continue
-        family.add_sample(metric.name, dict(zip(metric.labels, labels, strict=True)), float(value))
-    return family
+def _named(name: str, text: str) -> Metric:
+    """A metric without a sample: its name tells the kind and, at its end, the base unit."""
+    kinds = {"_total": "counter", "_info": "info"}
+    suffix = next((suffix for suffix in kinds if name.endswith(suffix)), "")
+    stem = name.removesuffix(suffix)
+    unit = next((unit for unit in ("seconds", "bytes") if stem.endswith(f"_{unit}")), "")
+    return Metric(stem, text, kinds.get(suffix, "gauge"), unit)
 
 
 def _of_run(snapshot: Snapshot) -> dict[str, Records]:
     optimizer = f"{snapshot.outer.optimizer} {snapshot.outer.variant or ''}".strip()
-    about = (
-        snapshot.run or "",
-        snapshot.mode,
-        optimizer,
-        snapshot.wire_dtype,
-        snapshot.reply_dtype,
-    )
+    dtypes = (snapshot.wire_dtype, snapshot.reply_dtype)
+    about = (snapshot.run or "", snapshot.mode, optimizer, *dtypes)
     words = (
         snapshot.fragment_pattern or "",
         snapshot.fragment_merge,
@@ -136,8 +148,7 @@ def _of_run(snapshot: Snapshot) -> dict[str, Records]:
     has_rounds = snapshot.mode != "async"
     # Before the first round the feed has a round 0 in which nobody is expected.
     is_open = snapshot.round is not None and bool(snapshot.round.number or snapshot.round.expected)
-    alone = {
-        **{name: getattr(snapshot, name) for name in PARTS},
+    alone = {name: getattr(snapshot, name) for name in PARTS} | {
         "snapshot": snapshot,
         "round": snapshot.round if has_rounds and is_open else None,
         "timed_round": snapshot.last_round if has_rounds else None,

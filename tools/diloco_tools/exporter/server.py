@@ -8,6 +8,7 @@ then, or never reads its answer costs one thread for ten seconds and keeps nobod
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import socketserver
 import sys
@@ -62,7 +63,6 @@ class MetricsServer(ThreadingWSGIServer):
 
     @property
     def url(self) -> str:
-        """Where the metrics are."""
         name = f"[{self.server_name}]" if ":" in self.server_name else self.server_name
         return f"http://{name}:{self.server_port}/metrics"
 
@@ -74,41 +74,38 @@ class MetricsServer(ThreadingWSGIServer):
         return [HOME]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Take a connection, at the cost of the oldest one where there are too many."""
         with self._lock:
-            while len(self._since) >= MOST_CONNECTIONS:
+            if len(self._since) >= MOST_CONNECTIONS:
                 self._end(next(iter(self._since)))
             self._since[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """A connection has come to its end."""
         with self._lock:
             self._since.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End what has been there for too long; `serve_forever` calls this all the time."""
-        with self._lock:
-            late = time.monotonic() - LONGEST_CONNECTION_S
-            for request in [each for each, since in self._since.items() if since < late]:
-                self._end(request)
+        """`serve_forever` calls this all the time."""
+        self._end_those_before(time.monotonic() - LONGEST_CONNECTION_S)
 
     def server_close(self) -> None:
-        """Stop listening and end all connections."""
         super().server_close()
-        with self._lock:
-            for request in list(self._since):
-                self._end(request)
+        self._end_those_before(math.inf)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone is no error; anything else is one of ours."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
+    def _end_those_before(self, moment: float) -> None:
+        with self._lock:
+            for request in [each for each, since in self._since.items() if since < moment]:
+                self._end(request)
+
     def _end(self, request: socket.socket) -> None:
         """Wake up the thread of a connection, which closes it."""
-        self._since.pop(request, None)
+        del self._since[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diloco_tools.bench.report.figures import Figure, Report
-from diloco_tools.demo.results import Point, Results, Settings, WorkerResult
+from diloco_tools.demo.results import Settings, summary
 
 
 def report(*figures: Figure, skipped: tuple[str, ...] = ()) -> Report:
@@ -14,15 +16,17 @@ def report(*figures: Figure, skipped: tuple[str, ...] = ()) -> Report:
 SETTINGS = Settings(steps=100, workers=2, sync_every=25, wire_dtype="bf16", reply_dtype="fp32")
 
 
-RESULTS = Results(
-    settings=SETTINGS,
-    parameters=1000,
-    rounds=4,
-    workers=(
-        WorkerResult("worker-0", seconds=5.0, seconds_waited=1.0, bytes_up=10, bytes_down=20),
-        WorkerResult("worker-1", seconds=6.0, seconds_waited=3.0, bytes_up=12, bytes_down=22),
-    ),
-    diloco_curve=(Point(50, 3.0), Point(100, 2.0)),
-    single_curve=(Point(50, 3.5), Point(100, 2.5)),
-    single_seconds=4.0,
+def last_record(seconds: float, waited: float, up: int, down: int) -> dict[str, Any]:
+    """The last line of a worker's log."""
+    synced = {"seconds_waited": waited, "bytes_up": up, "bytes_down": down, "rounds": 4}
+    return {"done": True, "step": 100, "seconds": seconds, "sync_metrics": synced}
+
+
+RESULTS = summary(
+    SETTINGS,
+    1000,
+    workers=[last_record(5.0, 1.0, 10, 20), last_record(6.0, 3.0, 12, 22)],
+    diloco_curve=[{"step": 50, "val_loss": 3.0}, {"step": 100, "val_loss": 2.0}],
+    single=last_record(4.0, 0.0, 0, 0),
+    single_curve=[{"step": 50, "val_loss": 3.5}, {"step": 100, "val_loss": 2.5}],
 )

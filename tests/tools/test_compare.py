@@ -17,7 +17,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from diloco_protocol.errors import Code, Refused
-from diloco_tools.demo.data import batch_seed, training_batches
+from diloco_tools.demo.data import Text, batch_seed, load_text, training_batches
 from diloco_tools.demo.model import (
     LARGEST_GRADIENT,
     GPTConfig,
@@ -32,11 +32,9 @@ from diloco_tools.experiments.compare import (
     SPEEDS,
     VARIANTS,
     Plan,
-    Text,
     Trial,
     Turn,
     compare,
-    load_text,
     measure,
     trials,
     turns,
@@ -64,7 +62,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(text_file: Path) -> Text:
-    return load_text(replace(TINY, data=str(text_file)))
+    return load_text(text_file, len(SPEEDS), TINY.model.context, TINY.windows)
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +114,7 @@ def outer_step(variant: str, state: dict[Any, Any], theta: State, gradient: Stat
         buffered += g
         mean = buffered / workers
         match variant:
-            case "sync" | "naive":
+            case "sync" | "naive" | "exact":
                 m.mul_(MU).add_(g)
                 theta[name] -= ETA * (g + MU * m)
             case "dn":
@@ -138,6 +136,7 @@ def outer_step(variant: str, state: dict[Any, Any], theta: State, gradient: Stat
 
 def simulated(variant: str, text: Text, seed: int) -> list[float]:
     """Losses of a run without any broker: workers as plain models in one loop."""
+    wire = torch.float32 if variant == "exact" else torch.bfloat16
     models = [build_model(seed, TINY.model) for _ in SPEEDS]
     optimizers = [build_optimizer(model, TINY.recipe) for model in models]
     batches = [
@@ -149,7 +148,7 @@ def simulated(variant: str, text: Text, seed: int) -> list[float]:
     begun, total, state = [0] * len(SPEEDS), 0, dict[Any, Any]()
     judge = build_model(seed, TINY.model)
     losses = [validation_loss(judge, *text.validation)]
-    for turn in turns(TINY, synchronous=variant == "sync"):
+    for turn in turns(TINY, synchronous=variant in ("sync", "exact")):
         total += TINY.sync_every * len(turn.workers)
         deltas = []
         for number in turn.workers:
@@ -164,7 +163,7 @@ def simulated(variant: str, text: Text, seed: int) -> list[float]:
                 optimizer.zero_grad()
             deltas.append(
                 {
-                    name: (bases[number][name] - tensor.detach()).bfloat16().float()
+                    name: (bases[number][name] - tensor.detach()).to(wire).float()
                     for name, tensor in model.named_parameters()
                 }
             )
@@ -293,7 +292,7 @@ def test_plot_is_a_png_also_of_runs_that_ended_early(tmp_path: Path) -> None:
 
 
 def test_trials_are_paired_over_seeds_at_the_published_and_at_the_demos_settings() -> None:
-    found = list(trials(["sync", "dn"], 2))
+    found = list(trials(["sync", "dn"], OUTER_SETTINGS, 2))
     assert found[:4] == [
         Trial("sync", 0.7, 0.9, 0),
         Trial("dn", 0.7, 0.9, 0),
@@ -356,6 +355,9 @@ def test_command_writes_its_results_and_goes_on_where_it_ended(
         (["--variants", "sync,adam"], "'adam'; choose from sync, naive"),
         (["--steps", "110", "--sync-every", "25"], "take 100 steps"),
         (["--seeds", "0"], "--seeds is 0"),
+        (["--speeds", "fast"], "could not convert string to float: 'fast'"),
+        (["--outers", "0.7"], "--outers are pairs ETA:MU"),
+        (["--speeds", "1,0"], "must be above 0"),
         (["--data", "/nonexistent"], "does not exist"),
     ],
 )

@@ -17,25 +17,17 @@ from diloco_tools.demo.cli import app
 from diloco_tools.demo.data import (
     DataError,
     Document,
-    load_shard,
+    load_text,
     read_documents,
     split_documents,
     training_batches,
     validation_windows,
 )
-from diloco_tools.demo.experiment import broker_command, rounds_to_pull, single_command
+from diloco_tools.demo.experiment import broker_command, rounds_to_pull, single_options
 from diloco_tools.demo.model import WARMUP, GPTConfig, Recipe, build_model, learning_rate_factor
 from diloco_tools.demo.plot import draw
-from diloco_tools.demo.results import (
-    Settings,
-    WorkerResult,
-    data_parallel_bytes,
-    data_parallel_formula,
-    summary,
-    table,
-)
+from diloco_tools.demo.results import Settings, data_parallel_bytes, table
 from diloco_tools.demo.train import parse_arguments, train
-from diloco_tools.experiments.tune import Outer, outer_step
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
 from kit.tool_results import RESULTS, SETTINGS
 from kit.top_text import matches
@@ -56,23 +48,23 @@ def a_text(tmp_path: Path, size: int) -> Path:
 
 def test_no_document_is_in_two_parts_and_none_is_lost() -> None:
     given = documents(200)
-    split = split_documents(given, 3)
-    parts = [split.held_out, *split.shards]
+    held_out, shards = split_documents(given, 3)
+    parts = [held_out, *shards]
     names = [document.name for part in parts for document in part]
     assert sorted(names) == [document.name for document in given]
 
 
 def test_a_twentieth_is_held_out_whatever_the_shards_and_these_are_of_equal_size() -> None:
-    split = split_documents(documents(200), 2)
-    assert len(split.held_out) == 10
-    assert [len(shard) for shard in split.shards] == [95, 95]
-    assert split_documents(documents(200), 4).held_out == split.held_out
+    held_out, shards = split_documents(documents(200), 2)
+    assert len(held_out) == 10
+    assert [len(shard) for shard in shards] == [95, 95]
+    assert split_documents(documents(200), 4)[0] == held_out
 
 
 def test_a_single_file_is_split_in_pieces_that_make_it_up_again() -> None:
     text = bytes(range(256)) * 40
-    split = split_documents([Document("book", text)], 2)
-    parts = [split.held_out, *split.shards]
+    held_out, shards = split_documents([Document("book", text)], 2)
+    parts = [held_out, *shards]
     pieces = {document.name: document.text for part in parts for document in part}
     in_order = sorted(pieces, key=lambda name: int(name.split("[")[1].split(":")[0]))
     assert b"".join(pieces[name] for name in in_order) == text
@@ -108,7 +100,7 @@ def test_missing_empty_and_small_text_each_get_one_sentence(tmp_path: Path) -> N
         (a_text(tmp_path, 2000), "the held-out text has only 134 bytes and needs 520"),
     ]:
         with pytest.raises(DataError, match=rf"\A.*{words}.*--data.*\Z"):
-            load_shard(path, 0, 2, 64)
+            load_text(path, 2, 64)
 
 
 def test_batches_are_windows_of_the_text_and_targets_are_one_byte_later() -> None:
@@ -159,19 +151,6 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert learning_rate_factor(replace(recipe, schedule="constant"), 999) == 1.0
 
 
-def test_simulated_outer_step_is_nesterov_sgd_on_the_mean_pseudo_gradient() -> None:
-    theta = {"w": torch.tensor([1.0, 2.0])}
-    momentum = {"w": torch.zeros(2)}
-    expected = torch.nn.Parameter(theta["w"].clone())
-    oracle = torch.optim.SGD([expected], lr=0.7, momentum=0.9, nesterov=True)
-    for step in range(3):
-        reached = [{"w": theta["w"] - step}, {"w": theta["w"] * 0.5}]
-        expected.grad = torch.stack([theta["w"] - each["w"] for each in reached]).mean(0)
-        oracle.step()
-        outer_step(theta, momentum, reached, Outer(2, 1, lr=0.7, momentum=0.9))
-    torch.testing.assert_close(theta["w"], expected.detach())
-
-
 def test_training_script_trains_alone_without_a_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,16 +171,15 @@ def test_training_script_trains_alone_without_a_server(
 
 
 def test_data_parallel_bytes_are_steps_workers_parameters_and_both_ways() -> None:
-    assert data_parallel_bytes(SETTINGS, 1000) == 100 * 2 * 1000 * (2 + 4)
+    count, formula = data_parallel_bytes(SETTINGS, 1000)
+    assert count == 100 * 2 * 1000 * (2 + 4)
+    assert "100 x 2 x 1,000 x (2 in bf16 + 4 in fp32) = 1,200,000" in formula
     wide = replace(SETTINGS, wire_dtype="fp32", reply_dtype="fp32")
-    assert data_parallel_bytes(wide, 1000) == 100 * 2 * 1000 * (4 + 4)
-    assert "100 x 2 x 1,000 x (2 in bf16 + 4 in fp32) = 1,200,000" in data_parallel_formula(
-        SETTINGS, 1000
-    )
+    assert data_parallel_bytes(wide, 1000)[0] == 100 * 2 * 1000 * (4 + 4)
 
 
 def test_summary_is_the_stored_one() -> None:
-    matches("demo_summary.json", json.dumps(summary(RESULTS), indent=1))
+    matches("demo_summary.json", json.dumps(RESULTS, indent=1))
 
 
 def test_table_shows_both_losses_and_the_bytes() -> None:
@@ -215,12 +193,6 @@ def test_table_shows_both_losses_and_the_bytes() -> None:
 def test_picture_is_a_png(tmp_path: Path) -> None:
     draw(RESULTS, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_worker_result_comes_from_the_last_record() -> None:
-    figures = {"bytes_up": 3, "bytes_down": 4, "seconds_waited": 0.5, "rounds": 2}
-    found = WorkerResult.from_record("a", {"seconds": 9.5, "sync_metrics": figures})
-    assert found == WorkerResult("a", 9.5, 0.5, 3, 4)
 
 
 def test_the_global_model_is_looked_at_a_dozen_times_and_after_the_last_round() -> None:
@@ -245,7 +217,7 @@ def test_commands_name_their_settings() -> None:
     broker = " ".join(broker_command(settings))
     assert "diloco_broker serve --no-save --workers 2" in broker
     assert "--sync-every 25 --outer-lr 0.75" in broker
-    single = " ".join(single_command(settings, Path("log")))
+    single = " ".join(single_options(settings))
     assert "--lr 0.25" in single
     assert "--server" not in single
 

@@ -29,7 +29,7 @@ from diloco_tools.chaos.report import (
 )
 from diloco_tools.chaos.run_watch import Broken, RunWatch, Seen
 from diloco_tools.chaos.worker import CONTEXT, checksum, named
-from diloco_tools.demo.data import load_shard, validation_windows
+from diloco_tools.demo.data import load_text
 from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
 from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient, GlobalParameters
@@ -40,7 +40,6 @@ PULL_WITHIN_S = 20.0
 EXIT_WITHIN_S = 30.0
 BROKER_EXIT_WITHIN_S = 10.0
 LAST_ROUNDS = 4  # after everything; a crash may have taken one back
-WINDOWS = 512  # of the held-out text
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,11 @@ def prepare_text(folder: Path) -> Text:
     folder.mkdir(parents=True, exist_ok=True)
     names = (*WORKERS, *NEWCOMERS)
     shards = {}
-    for number, name in enumerate(names):
-        text, held_out = load_shard(None, number, len(names), CONTEXT)
+    text = load_text(None, len(names), CONTEXT)
+    for name, shard in zip(names, text.shards, strict=True):
         shards[name] = folder / f"{name}.bin"
-        shards[name].write_bytes(bytes(text.numpy()))
-    return Text(shards, validation_windows(held_out, WINDOWS, CONTEXT))
+        shards[name].write_bytes(bytes(shard.numpy()))
+    return Text(shards, text.validation)
 
 
 def drill(

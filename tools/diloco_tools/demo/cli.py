@@ -17,13 +17,7 @@ from diloco_tools.demo.data import DataError
 from diloco_tools.demo.display import Display
 from diloco_tools.demo.experiment import run
 from diloco_tools.demo.plot import draw
-from diloco_tools.demo.results import (
-    Results,
-    Settings,
-    data_parallel_formula,
-    summary,
-    table,
-)
+from diloco_tools.demo.results import Record, Settings, table
 from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 from diloco_tools.terminal import console, fail
 
@@ -87,25 +81,25 @@ def main(
     shown = console()
     try:
         with Display(shown) as display:
-            results = run(settings, out, display)
+            summary = run(settings, out, display)
     except DataError as error:
         fail(COMMAND, str(error), 2)
     except (ChildFailed, DilocoError) as error:
         fail(COMMAND, str(error), 1)
     except KeyboardInterrupt:
         fail(COMMAND, "interrupted; the broker and the workers have been ended", 130)
-    write(results, out, shown)
+    write(summary, out, shown)
 
 
-def write(results: Results, out: Path, shown: Console) -> None:
+def write(summary: Record, out: Path, shown: Console) -> None:
     """Print the table; write summary.json and loss.png to `out`."""
-    (out / "summary.json").write_text(json.dumps(summary(results), indent=2) + "\n")
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     shown.print()
-    shown.print(table(results))
-    shown.print(data_parallel_formula(results.settings, results.parameters), soft_wrap=True)
+    shown.print(table(summary))
+    shown.print(summary["bytes"]["data_parallel_formula"], soft_wrap=True)
     written = "summary.json, log.jsonl"
     try:
-        draw(results, out / "loss.png")
+        draw(summary, out / "loss.png")
     except ImportError:
         missing = "no loss.png: matplotlib is missing (pip install 'diloco-broker[plot]')"
         shown.print(missing, soft_wrap=True)

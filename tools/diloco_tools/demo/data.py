@@ -9,7 +9,7 @@ import math
 import os
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +23,10 @@ SKIPPED_FOLDERS = frozenset(
     | {"ensurepip", "site-packages", "test", "tests", "turtledemo"}
 )
 HELD_OUT = 0.05  # of all bytes
-LARGEST_DOCUMENT = (
-    1 / 30
-)  # of all bytes: longer files are cut in pieces, so one file can be split too
+LARGEST_DOCUMENT = 1 / 30  # of all bytes: longer files are cut, so one file can be split too
 MOST_BYTES = 64 << 20  # 64 MiB: every process of the demo holds its own copy of the text
 VALIDATION_WINDOWS = 512  # of the held-out text: every validation in a demo uses the same ones
-FEWEST_WINDOWS = (
-    8  # a part shorter than this many windows is too small to learn from or to judge by
-)
+FEWEST_WINDOWS = 8  # a part with fewer is too small to learn from or to judge by
 
 
 class DataError(Exception):
@@ -39,18 +35,30 @@ class DataError(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """One file, or a piece of one: its name and its bytes."""
+    """One file, or a piece of one."""
 
     name: str
     text: bytes
 
 
 @dataclass(frozen=True)
-class Split:
-    """Which documents are held out, and which belong to each worker's shard."""
+class Text:
+    """What is trained on, (bytes,) uint8 for each worker, and the windows that judge, with targets."""
 
-    held_out: tuple[Document, ...]
-    shards: tuple[tuple[Document, ...], ...]
+    shards: tuple[Tensor, ...]
+    validation: tuple[Tensor, Tensor]
+
+
+def load_text(
+    path: Path | None, shards: int, context: int, windows: int = VALIDATION_WINDOWS
+) -> Text:
+    """The text under `path`, in this number of shards; DataError if there is too little of it."""
+    held_out, parts = split_documents(read_documents(path), shards)
+    texts = [
+        as_tensor(part, context, f"shard {number} of {shards}") for number, part in enumerate(parts)
+    ]
+    judging = as_tensor(held_out, context, "the held-out text")
+    return Text(tuple(texts), validation_windows(judging, windows, context))
 
 
 def read_documents(path: Path | None = None) -> list[Document]:
@@ -75,7 +83,7 @@ def read_documents(path: Path | None = None) -> list[Document]:
         raise DataError(f"{path} does not exist; --data takes a text file or a folder of them")
 
     documents: list[Document] = []
-    total = 0
+    left = MOST_BYTES
     for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
         try:
             text = file.read_bytes()
@@ -84,12 +92,9 @@ def read_documents(path: Path | None = None) -> list[Document]:
                 f"{file} cannot be read ({error.strerror}); "
                 "make it readable or name other text with --data"
             ) from error
-        if not text or b"\0" in text:  # a NUL byte: not text
-            continue
-        documents.append(Document(file.relative_to(root).as_posix(), text[: MOST_BYTES - total]))
-        total += len(documents[-1].text)
-        if total >= MOST_BYTES:
-            break
+        if text and left and b"\0" not in text:  # a NUL byte: not text
+            documents.append(Document(file.relative_to(root).as_posix(), text[:left]))
+            left -= len(documents[-1].text)
     if not documents:
         raise DataError(f"{path or root} holds no text; name a text file or a folder with --data")
     return documents
@@ -105,7 +110,9 @@ def _files_in(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     return [file for file in found if file.is_file()]  # no pipes, no links to nowhere
 
 
-def split_documents(documents: list[Document], shards: int) -> Split:
+def split_documents(
+    documents: Sequence[Document], shards: int
+) -> tuple[list[Document], list[list[Document]]]:
     """Hold out 5% of the bytes and deal the rest to `shards` shards of about equal size, by document.
 
     No document is in two parts, and what is held out does not depend on the number of shards. What
@@ -113,39 +120,38 @@ def split_documents(documents: list[Document], shards: int) -> Split:
     """
     if shards < 1:
         raise DataError(f"{shards} shards make no sense; ask for at least one")
-    documents = _cut(documents)
-    random.Random(0).shuffle(documents)
-    wanted = HELD_OUT * sum(len(document.text) for document in documents)
+    total = sum(len(document.text) for document in documents)
+    pieces = _cut(documents, math.ceil(LARGEST_DOCUMENT * total))
+    random.Random(0).shuffle(pieces)
     held_out: list[Document] = []
     parts: list[list[Document]] = [[] for _ in range(shards)]
     sizes = [0] * shards
-    held_out_size = 0
-    for document in documents:
-        if held_out_size < wanted:
-            held_out.append(document)
-            held_out_size += len(document.text)
+    left = HELD_OUT * total
+    for piece in pieces:
+        if left > 0:
+            held_out.append(piece)
+            left -= len(piece.text)
         else:
             lightest = sizes.index(min(sizes))
-            parts[lightest].append(document)
-            sizes[lightest] += len(document.text)
-    return Split(tuple(held_out), tuple(tuple(part) for part in parts))
+            parts[lightest].append(piece)
+            sizes[lightest] += len(piece.text)
+    return held_out, parts
 
 
-def _cut(documents: list[Document]) -> list[Document]:
-    """The documents, those longer than 1/30 of all bytes in contiguous pieces of that length."""
-    longest = math.ceil(LARGEST_DOCUMENT * sum(len(document.text) for document in documents))
-    cut: list[Document] = []
+def _cut(documents: Sequence[Document], longest: int) -> list[Document]:
+    """The documents, longer ones in contiguous pieces of this length."""
+    pieces: list[Document] = []
     for document in documents:
         if len(document.text) <= longest:
-            cut.append(document)
+            pieces.append(document)
             continue
         for start in range(0, len(document.text), longest):
-            piece = document.text[start : start + longest]
-            cut.append(Document(f"{document.name}[{start}:{start + len(piece)}]", piece))
-    return cut
+            text = document.text[start : start + longest]
+            pieces.append(Document(f"{document.name}[{start}:{start + len(text)}]", text))
+    return pieces
 
 
-def as_tensor(documents: tuple[Document, ...], context: int, what: str) -> Tensor:
+def as_tensor(documents: Sequence[Document], context: int, what: str) -> Tensor:
     """The documents one after the other as (bytes,) uint8; DataError if there is too little of it."""
     text = b"".join(document.text for document in documents)
     needed = FEWEST_WINDOWS * (context + 1)
@@ -174,17 +180,6 @@ def validation_windows(text: Tensor, windows: int, context: int) -> tuple[Tensor
     stride = len(text) // windows
     chosen = torch.stack([text[i * stride : i * stride + context + 1] for i in range(windows)])
     return chosen[:, :-1].long(), chosen[:, 1:].long()
-
-
-def load_shard(path: Path | None, shard: int, shards: int, context: int) -> tuple[Tensor, Tensor]:
-    """Text of shard number `shard` of `shards` and the held-out text, each as (bytes,) uint8."""
-    if not 0 <= shard < shards:
-        raise DataError(f"there is no shard {shard} of {shards}; count from 0 to {shards - 1}")
-    split = split_documents(read_documents(path), shards)
-    return (
-        as_tensor(split.shards[shard], context, f"shard {shard} of {shards}"),
-        as_tensor(split.held_out, context, "the held-out text"),
-    )
 
 
 def batch_seed(seed: int, shard: int) -> int:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
 from torch import Tensor
 
 from diloco_protocol.errors import DilocoError
-from diloco_tools.demo.data import VALIDATION_WINDOWS, load_shard, validation_windows
+from diloco_tools.demo.data import load_text
 from diloco_tools.demo.display import Display
 from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
-from diloco_tools.demo.results import Point, Results, Settings, WorkerResult
+from diloco_tools.demo.results import Record, Settings, summary
 from diloco_tools.processes import Child, Children, JsonLines, wait_for_line
 from diloco_worker import DiLoCoClient, GlobalParameters
 
@@ -48,30 +48,18 @@ def broker_command(settings: Settings) -> list[str]:
     ]
 
 
-def training_command(settings: Settings, log: Path) -> list[str]:
-    """The training script with what every worker, and the single one, has in common."""
-    script = (sys.executable, "-m", "diloco_tools.demo.train")
-    return [*script, "--log", str(log), *options(settings, OF_TRAINING)]
-
-
-def worker_command(settings: Settings, log: Path, server: str, shard: int) -> list[str]:
-    """A DiLoCo worker on its own shard of the text."""
+def worker_options(settings: Settings, server: str, shard: int) -> list[str]:
+    """Of the training script, for a DiLoCo worker on its own shard of the text."""
     return [
-        *training_command(settings, log),
-        *("--lr", str(settings.lr), "--server", server, "--worker-id", worker_name(shard)),
+        *("--lr", str(settings.lr), "--server", server, "--worker-id", f"worker-{shard}"),
         *("--shard", str(shard), "--shards", str(settings.workers)),
     ]
 
 
-def single_command(settings: Settings, log: Path) -> list[str]:
-    """The same script without a server, on all of the text that the workers share."""
+def single_options(settings: Settings) -> list[str]:
+    """Of the same script without a server, on all of the text that the workers share."""
     every = max(1, settings.steps // EVALUATIONS)
-    single = ("--lr", str(settings.single_lr), "--eval-every", str(every))
-    return [*training_command(settings, log), *single]
-
-
-def worker_name(shard: int) -> str:
-    return f"worker-{shard}"
+    return ["--lr", str(settings.single_lr), "--eval-every", str(every)]
 
 
 def rounds_to_pull(rounds: int) -> list[int]:
@@ -85,21 +73,23 @@ def rounds_to_pull(rounds: int) -> list[int]:
 
 
 class Trainee:
-    """A training process and what it has written so far."""
+    """A training process, started at once, and what it has written so far."""
 
-    def __init__(self, child: Child, log: Path) -> None:
-        self.child = child
+    def __init__(self, children: Children, settings: Settings, name: str, own: list[str]) -> None:
+        log = children.folder / f"{name}.jsonl"
+        log.unlink(missing_ok=True)  # what an earlier run left behind would be read as its own
+        script = [sys.executable, "-m", "diloco_tools.demo.train", "--log", str(log)]
+        self.child = children.start(name, [*script, *options(settings, OF_TRAINING), *own])
         self.step = 0
         self.loss = float("nan")
-        self.curve: list[Point] = []
-        self.done: dict[str, Any] | None = None
+        self.curve: list[Record] = []
+        self.done: Record | None = None
+        self._steps = settings.steps
         self._lines = JsonLines(log)
 
-    @classmethod
-    def start(cls, children: Children, name: str, command: list[str], log: Path) -> Trainee:
-        """Start the process; a log that an earlier run left behind would be read as its own."""
-        log.unlink(missing_ok=True)
-        return cls(children.start(name, command), log)
+    @property
+    def is_busy(self) -> bool:
+        return self.done is None or self.child.running
 
     def look(self, merged: TextIO) -> None:
         """Take in its new records, copy them to `merged`; ChildFailed if it ended too early."""
@@ -112,23 +102,26 @@ class Trainee:
                 continue
             self.loss = record["loss"]
             if "val_loss" in record:
-                self.curve.append(Point(record["step"], record["val_loss"]))
+                self.curve.append({name: record[name] for name in ("step", "val_loss")})
         if not running and (self.done is None or self.child.process.returncode != 0):
             raise self.child.failure()
 
-    def result(self, steps: int) -> Mapping[str, Any]:
-        """Its last record; ChildFailed if it did fewer than `steps` steps."""
+    def show(self, display: Display, figures: str) -> None:
+        text = f"loss {self.loss:.3f}{figures}" if self.step else "starting"
+        display.show(self.child.name, self.step, self._steps, text)
+
+    def result(self) -> Record:
+        """Its last record; ChildFailed if it did too few steps."""
         assert self.done is not None
-        if self.step != steps:
-            raise self.child.failure(f"stopped after {self.step} of {steps} steps")
+        if self.step != self._steps:
+            raise self.child.failure(f"stopped after {self.step} of {self._steps} steps")
         return self.done
 
 
-def run(settings: Settings, out: Path, display: Display) -> Results:
-    """The whole experiment; logs go to the folder `out`. Raises DataError and ChildFailed."""
+def run(settings: Settings, out: Path, display: Display) -> dict[str, Any]:
+    """The whole experiment, and its summary; logs go to `out`. Raises DataError and ChildFailed."""
     path = None if settings.data is None else Path(settings.data)
-    _, held_out = load_shard(path, settings.workers - 1, settings.workers, settings.context)
-    validation = validation_windows(held_out, VALIDATION_WINDOWS, settings.context)
+    validation = load_text(path, settings.workers, settings.context).validation
     model = build_model(settings.seed, GPTConfig(context=settings.context))
 
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -141,55 +134,49 @@ def run(settings: Settings, out: Path, display: Display) -> Results:
         Children(out) as children,
         (out / "log.jsonl").open("w", encoding="utf-8", buffering=1) as merged,
     ):
-        workers, pulled = train_diloco(settings, out, children, merged, display)
+        workers, pulled = train_diloco(settings, children, merged, display)
         display.say("the same script without a broker: the single worker")
-        log = out / "single.jsonl"
-        single = Trainee.start(children, "single", single_command(settings, log), log)
-        points = len(pulled)
-        curve: list[Point] = []
-        while single.done is None or single.child.running or pulled:
+        single = Trainee(children, settings, "single", single_options(settings))
+        curve: list[Record] = []
+        while single.is_busy or len(curve) < len(pulled):
             single.look(merged)
-            if pulled:
-                number, tensors = pulled.pop(0)
+            if len(curve) < len(pulled):
+                number, tensors = pulled[len(curve)]
                 model.load_state_dict(tensors)
-                curve.append(
-                    Point(number * settings.sync_every, validation_loss(model, *validation))
-                )
-                record = {"who": "global", "round": number, "step": curve[-1].step}
-                merged.write(json.dumps(record | {"val_loss": curve[-1].val_loss}) + "\n")
+                step, loss = number * settings.sync_every, validation_loss(model, *validation)
+                point: Record = {"step": step, "val_loss": loss}
+                curve.append(point)
+                record = {"who": "global", "round": number, **point}
+                merged.write(json.dumps(record) + "\n")
             else:
                 time.sleep(TURN)
-            show_single(settings, single, curve, points, display)
-        single_seconds = float(single.result(settings.steps)["seconds"])
-
-    return Results(
-        settings=settings,
-        parameters=parameters,
-        rounds=curve[-1].step // settings.sync_every,
-        workers=tuple(
-            WorkerResult.from_record(worker.child.name, worker.result(settings.steps))
-            for worker in workers
-        ),
-        diloco_curve=tuple(curve),
-        single_curve=tuple(single.curve),
-        single_seconds=single_seconds,
-    )
+            seen = [f"  validation {point['val_loss']:.3f}" for point in single.curve]
+            single.show(display, seen[-1] if seen else "")
+            if curve:
+                figures = f"validation {curve[-1]['val_loss']:.3f}"
+                display.show("global model", len(curve), len(pulled), figures)
+        return summary(
+            settings,
+            parameters,
+            workers=[worker.result() for worker in workers],
+            diloco_curve=curve,
+            single=single.result(),
+            single_curve=single.curve,
+        )
 
 
 def train_diloco(
-    settings: Settings, out: Path, children: Children, merged: TextIO, display: Display
+    settings: Settings, children: Children, merged: TextIO, display: Display
 ) -> tuple[list[Trainee], list[tuple[int, dict[str, Tensor]]]]:
     """Broker and workers from start to end: the workers, and the global model after some rounds."""
     broker = children.start("broker", broker_command(settings))
     server = wait_for_line(broker, "control", BROKER_START)
     feed = wait_for_line(broker, "feed", BROKER_START)
     display.say(f"broker at {server} (watch it from elsewhere: diloco-top {feed})")
-    workers = []
-    for shard in range(settings.workers):
-        log = out / f"{worker_name(shard)}.jsonl"
-        command = worker_command(settings, log, server, shard)
-        workers.append(Trainee.start(children, worker_name(shard), command, log))
-
+    workers = [
+        Trainee(children, settings, f"worker-{shard}", worker_options(settings, server, shard))
+        for shard in range(settings.workers)
+    ]
     due = rounds_to_pull(settings.rounds)
     pulled: list[tuple[int, dict[str, Tensor]]] = []
     with DiLoCoClient(server, timeout=PULL_TIMEOUT) as observer:
@@ -199,14 +186,10 @@ def train_diloco(
                 raise broker.failure()
             for worker in workers:
                 worker.look(merged)
-                figures = f"loss {worker.loss:.3f}  round {worker.step // settings.sync_every}"
-                display.show(
-                    worker.child.name,
-                    worker.step,
-                    settings.steps,
-                    f"{figures}/{settings.rounds}" if worker.step else "starting",
+                worker.show(
+                    display, f"  round {worker.step // settings.sync_every}/{settings.rounds}"
                 )
-            training = any(worker.done is None or worker.child.running for worker in workers)
+            training = any(worker.is_busy for worker in workers)
             finished = min(worker.step for worker in workers) // settings.sync_every
             if due and (finished >= due[0] or not training):
                 now = pull(observer, broker)
@@ -214,7 +197,7 @@ def train_diloco(
                 due = [number for number in due if number > now.version.counter]
             time.sleep(TURN)
     for worker in workers:
-        worker.result(settings.steps)
+        worker.result()
     if pulled[-1][0] != settings.rounds:
         raise broker.failure(f"finished round {pulled[-1][0]} instead of {settings.rounds}")
     broker.end()
@@ -229,15 +212,3 @@ def pull(observer: DiLoCoClient, broker: Child) -> GlobalParameters:
         if broker.running:
             raise
         raise broker.failure() from error
-
-
-def show_single(
-    settings: Settings, single: Trainee, curve: list[Point], points: int, display: Display
-) -> None:
-    """The single worker, and how many of the pulled global models have been judged."""
-    figures = f"loss {single.loss:.3f}" if single.step else "starting"
-    if single.curve:
-        figures += f"  validation {single.curve[-1].val_loss:.3f}"
-    display.show("single", single.step, settings.steps, figures)
-    if curve:
-        display.show("global model", len(curve), points, f"validation {curve[-1].val_loss:.3f}")

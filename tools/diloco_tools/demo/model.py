@@ -120,12 +120,12 @@ def validation_loss(model: GPT, tokens: Tensor, targets: Tensor, batch: int = 64
 
 @dataclass(frozen=True)
 class Recipe:
-    """How each worker trains: number of steps, batch, context, peak learning rate, schedule."""
+    """How each worker trains."""
 
     steps: int
     batch: int
     context: int
-    lr: float
+    lr: float  # at its peak
     schedule: Schedule
 
 

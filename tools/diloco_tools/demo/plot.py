@@ -3,43 +3,38 @@
 from pathlib import Path
 from typing import Any
 
-from diloco_tools.demo.results import Point, Results
+from diloco_tools.demo.results import Record
 
 SINGLE, DILOCO, QUIET = "#8a8f98", "#c2410c", "#5b6068"
 
 
-def draw(results: Results, path: Path) -> None:
-    """Write the curves to `path` as a PNG. Needs matplotlib (the `plot` extra), else ImportError."""
+def draw(summary: Record, path: Path) -> None:
+    """Write both curves to `path` as a PNG. Needs matplotlib (the `plot` extra), else ImportError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    settings = results.settings
     figure = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
 
-    def curve(points: tuple[Point, ...], colour: str, label: str) -> None:
-        steps = [point.step for point in points]
-        losses = [point.val_loss for point in points]
+    single, diloco = summary["single"], summary["diloco"]
+    labels = (
+        (single, SINGLE, "one worker"),
+        (diloco, DILOCO, f"DiLoCo, {diloco['workers']} workers, {diloco['rounds']} rounds"),
+    )
+    for run, colour, name in labels:
+        steps = [point["step"] for point in run["curve"]]
+        losses = [point["val_loss"] for point in run["curve"]]
+        label = f"{name}: {run['val_loss']:.3f}"
         axes.plot(steps, losses, color=colour, linewidth=2, marker="o", markersize=4, label=label)
-
-    curve(results.single_curve, SINGLE, f"one worker: {results.single_curve[-1].val_loss:.3f}")
-    curve(
-        results.diloco_curve,
-        DILOCO,
-        f"DiLoCo, {settings.workers} workers, {results.rounds} rounds: "
-        f"{results.diloco_curve[-1].val_loss:.3f}",
-    )
-    text = "Python's standard library" if settings.data is None else Path(settings.data).name
-    axes.set_title(
-        f"A byte-level GPT of {results.parameters / 1e6:.2f}M parameters on {text}",
-        loc="left",
-        fontsize=11,
-    )
+    data, millions = summary["settings"]["data"], summary["parameters"] / 1e6
+    text = "Python's standard library" if data is None else Path(data).name
+    title = f"A byte-level GPT of {millions:.2f}M parameters on {text}"
+    axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("inner steps of each worker", color=QUIET)
     axes.set_ylabel("validation loss (nats per byte)", color=QUIET)
-    axes.set_xlim(0, settings.steps * 1.02)
+    axes.set_xlim(0, diloco["steps"] * 1.02)
     axes.yaxis.set_major_locator(MaxNLocator(6))
     recede(axes)
     axes.legend(frameon=False, loc="upper right")

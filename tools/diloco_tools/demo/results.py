@@ -1,12 +1,14 @@
-"""What the demo found: the records, the summary that is written, and the table that is printed."""
+"""What the demo found: the summary that is written, and the table that is printed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.table import Table
 
 from diloco_protocol.dtypes import SIZES
+
+Record = Mapping[str, Any]
 
 
 def option(default: Any, told: str) -> Any:
@@ -51,152 +53,87 @@ class Settings:
         return self.steps // self.sync_every
 
 
-@dataclass(frozen=True)
-class WorkerResult:
-    """What one worker says at its end."""
+def summary(
+    settings: Settings,
+    parameters: int,
+    *,
+    workers: Sequence[Record],
+    diloco_curve: Sequence[Record],
+    single: Record,
+    single_curve: Sequence[Record],
+) -> dict[str, Any]:
+    """What goes into summary.json; KeyError if a figure is missing.
 
-    name: str
-    seconds: float  # training and communication
-    seconds_waited: float  # of these, the time in which training stood still for a round
-    bytes_up: int
-    bytes_down: int
-
-    @classmethod
-    def from_record(cls, name: str, record: Mapping[str, Any]) -> "WorkerResult":
-        """From the last line of a worker's log; KeyError if a figure is missing."""
-        metrics = record["sync_metrics"]
-        return cls(
-            name,
-            float(record["seconds"]),
-            float(metrics["seconds_waited"]),
-            int(metrics["bytes_up"]),
-            int(metrics["bytes_down"]),
-        )
-
-
-@dataclass(frozen=True)
-class Point:
-    """Validation loss, in nats per byte, after this many inner steps of each worker."""
-
-    step: int
-    val_loss: float
-
-
-@dataclass(frozen=True)
-class Results:
-    """Both runs of a demo."""
-
-    settings: Settings
-    parameters: int  # trainable
-    rounds: int
-    workers: tuple[WorkerResult, ...]
-    diloco_curve: tuple[Point, ...]  # of the global model
-    single_curve: tuple[Point, ...]
-    single_seconds: float
-
-    @property
-    def bytes_up(self) -> int:
-        return sum(worker.bytes_up for worker in self.workers)
-
-    @property
-    def bytes_down(self) -> int:
-        return sum(worker.bytes_down for worker in self.workers)
-
-    @property
-    def seconds_waited(self) -> float:
-        """Mean over the workers."""
-        return sum(worker.seconds_waited for worker in self.workers) / len(self.workers)
-
-    @property
-    def diloco_seconds(self) -> float:
-        """Of the slowest worker."""
-        return max(worker.seconds for worker in self.workers)
-
-    @property
-    def bytes_data_parallel(self) -> int:
-        return data_parallel_bytes(self.settings, self.parameters)
-
-
-def data_parallel_bytes(settings: Settings, parameters: int) -> int:
-    """Bytes that data-parallel training would have sent: gradients up, parameters down, every step.
-
-    steps x workers x trainable parameters x (up + down bytes for each at our wire dtypes).
+    Args:
+        parameters: trainable ones of the model.
+        workers, single: the last record of each log.
+        diloco_curve, single_curve: of the global model and the single worker, `val_loss` in nats per
+            byte after so many inner steps (`step`) of each worker.
     """
-    per_parameter = SIZES[settings.wire_dtype].element + SIZES[settings.reply_dtype].element
-    return settings.steps * settings.workers * parameters * per_parameter
-
-
-def data_parallel_formula(settings: Settings, parameters: int) -> str:
-    """The formula of `data_parallel_bytes` with its figures, for people."""
-    return (
-        f"data-parallel bytes = steps x workers x trainable parameters x (up + down bytes) = "
-        f"{settings.steps} x {settings.workers} x {parameters:,} x "
-        f"({SIZES[settings.wire_dtype].element} in {settings.wire_dtype} + "
-        f"{SIZES[settings.reply_dtype].element} in {settings.reply_dtype}) = "
-        f"{data_parallel_bytes(settings, parameters):,}"
-    )
-
-
-def summary(results: Results) -> dict[str, Any]:
-    """What goes into summary.json."""
-    settings = results.settings
+    synced = [worker["sync_metrics"] for worker in workers]
+    data_parallel, formula = data_parallel_bytes(settings, parameters)
     return {
         "single": {
-            "val_loss": results.single_curve[-1].val_loss,
+            "val_loss": single_curve[-1]["val_loss"],
             "steps": settings.steps,
-            "seconds": results.single_seconds,
-            "curve": [asdict(point) for point in results.single_curve],
+            "seconds": single["seconds"],
+            "curve": single_curve,
         },
         "diloco": {
-            "val_loss": results.diloco_curve[-1].val_loss,
+            "val_loss": diloco_curve[-1]["val_loss"],
             "workers": settings.workers,
-            "rounds": results.rounds,
+            "rounds": settings.rounds,
             "steps": settings.steps,
-            "seconds": results.diloco_seconds,
-            "seconds_waited": results.seconds_waited,
-            "curve": [asdict(point) for point in results.diloco_curve],
+            "seconds": max(worker["seconds"] for worker in workers),
+            "seconds_waited": sum(each["seconds_waited"] for each in synced) / len(synced),
+            "curve": diloco_curve,
         },
         "bytes": {
-            "up": results.bytes_up,
-            "down": results.bytes_down,
-            "data_parallel": results.bytes_data_parallel,
-            "data_parallel_formula": data_parallel_formula(settings, results.parameters),
+            "up": sum(each["bytes_up"] for each in synced),
+            "down": sum(each["bytes_down"] for each in synced),
+            "data_parallel": data_parallel,
+            "data_parallel_formula": formula,
         },
-        "parameters": results.parameters,
+        "parameters": parameters,
         "settings": asdict(settings),
     }
 
 
-def table(results: Results) -> Table:
-    """The small table that ends the demo."""
-    settings = results.settings
-    sent = results.bytes_up + results.bytes_down
-    per_step = f"every {settings.sync_every} steps"
-    shown = Table(title=f"{results.parameters:,} parameters, {settings.steps} steps each")
+def data_parallel_bytes(settings: Settings, parameters: int) -> tuple[int, str]:
+    """Bytes that data-parallel training would have sent, and the formula with its figures.
+
+    Gradients up, parameters down, at every step: steps x workers x trainable parameters x (up + down
+    bytes for each at our wire dtypes).
+    """
+    up, down = (SIZES[name].element for name in (settings.wire_dtype, settings.reply_dtype))
+    count = settings.steps * settings.workers * parameters * (up + down)
+    return count, (
+        f"data-parallel bytes = steps x workers x trainable parameters x (up + down bytes) = "
+        f"{settings.steps} x {settings.workers} x {parameters:,} x "
+        f"({up} in {settings.wire_dtype} + {down} in {settings.reply_dtype}) = {count:,}"
+    )
+
+
+def table(found: Record) -> Table:
+    """The small table that ends the demo, of its summary."""
+    single, diloco, sent = found["single"], found["diloco"], found["bytes"]
+    data_parallel = megabytes(sent["data_parallel"])
+    if moved := sent["up"] + sent["down"]:
+        data_parallel += f" ({sent['data_parallel'] / moved:.0f}x)"
+    shown = Table(title=f"{found['parameters']:,} parameters, {diloco['steps']} steps each")
     shown.add_column("")
     shown.add_column("single worker", justify="right")
-    shown.add_column(f"DiLoCo, {settings.workers} workers", justify="right", style="bold")
-    rows = [
-        (
-            "validation loss (nats per byte)",
-            f"{results.single_curve[-1].val_loss:.4f}",
-            f"{results.diloco_curve[-1].val_loss:.4f}",
-        ),
-        ("rounds", "-", f"{results.rounds} ({per_step})"),
-        ("bytes on the wire, up", "-", megabytes(results.bytes_up)),
-        ("bytes on the wire, down", "-", megabytes(results.bytes_down)),
-        (
-            "data-parallel would have sent",
-            "-",
-            f"{megabytes(results.bytes_data_parallel)} ({results.bytes_data_parallel / sent:.0f}x)"
-            if sent
-            else megabytes(results.bytes_data_parallel),
-        ),
-        ("seconds of training", f"{results.single_seconds:.0f}", f"{results.diloco_seconds:.0f}"),
-        ("of these in communication (mean)", "-", f"{results.seconds_waited:.1f}"),
-    ]
-    for row in rows:
-        shown.add_row(*row)
+    shown.add_column(f"DiLoCo, {diloco['workers']} workers", justify="right", style="bold")
+    per_step = f"every {found['settings']['sync_every']} steps"
+    losses = (f"{each['val_loss']:.4f}" for each in (single, diloco))
+    shown.add_row("validation loss (nats per byte)", *losses)
+    shown.add_row("rounds", "-", f"{diloco['rounds']} ({per_step})")
+    shown.add_row("bytes on the wire, up", "-", megabytes(sent["up"]))
+    shown.add_row("bytes on the wire, down", "-", megabytes(sent["down"]))
+    shown.add_row("data-parallel would have sent", "-", data_parallel)
+    seconds = (f"{each['seconds']:.0f}" for each in (single, diloco))
+    shown.add_row("seconds of training", *seconds)
+    shown.add_row("of these in communication (mean)", "-", f"{diloco['seconds_waited']:.1f}")
     return shown
 
 

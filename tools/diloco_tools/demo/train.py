@@ -15,14 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from diloco_tools.demo.data import (
-    VALIDATION_WINDOWS,
-    DataError,
-    batch_seed,
-    load_shard,
-    training_batches,
-    validation_windows,
-)
+from diloco_tools.demo.data import DataError, batch_seed, load_text, training_batches
 from diloco_tools.demo.model import (
     LARGEST_GRADIENT,
     GPTConfig,
@@ -60,10 +53,12 @@ def train(arguments: argparse.Namespace) -> None:
     recipe = Recipe(
         arguments.steps, arguments.batch, arguments.context, arguments.lr, arguments.schedule
     )
-    text, held_out = load_shard(arguments.data, arguments.shard, arguments.shards, recipe.context)
-    seed = batch_seed(arguments.seed, arguments.shard)
-    batches = training_batches(text, recipe.batch, recipe.context, seed)
-    validation = validation_windows(held_out, VALIDATION_WINDOWS, recipe.context)
+    shard, shards = arguments.shard, arguments.shards
+    if not 0 <= shard < shards:
+        raise DataError(f"there is no shard {shard} of {shards}; count from 0 to {shards - 1}")
+    text = load_text(arguments.data, shards, recipe.context)
+    seed = batch_seed(arguments.seed, shard)
+    batches = training_batches(text.shards[shard], recipe.batch, recipe.context, seed)
     model = build_model(arguments.seed, GPTConfig(context=recipe.context))
     optimizer = build_optimizer(model, recipe)
     schedule = build_schedule(optimizer, recipe)
@@ -91,7 +86,7 @@ def train(arguments: argparse.Namespace) -> None:
                 seconds += time.perf_counter() - started
                 record = {"step": step, "loss": loss.item(), "seconds": round(seconds, 3)}
                 if validate:
-                    record["val_loss"] = validation_loss(model, *validation)
+                    record["val_loss"] = validation_loss(model, *text.validation)
                 log.write(json.dumps(record) + "\n")
                 started = time.perf_counter()
             if last:

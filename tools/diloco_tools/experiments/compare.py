@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from heapq import merge
 from importlib.metadata import version
@@ -33,13 +33,7 @@ from torch import Tensor
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.errors import Refused
-from diloco_tools.demo.data import (
-    DataError,
-    batch_seed,
-    load_shard,
-    training_batches,
-    validation_windows,
-)
+from diloco_tools.demo.data import DataError, Text, batch_seed, load_text, training_batches
 from diloco_tools.demo.model import (
     GPTConfig,
     Recipe,
@@ -64,10 +58,13 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "dn-direct": {"mode": "async", "outer": "dn", "dn_variant": "direct"},
     "fedbuff": {"mode": "async", "outer": "fedbuff"},
     "sgd": {"mode": "async", "outer": "sgd"},
+    "exact": {"mode": "sync", "outer": "nesterov", "wire_dtype": "fp32"},
 }
+USUAL_VARIANTS = [name for name in VARIANTS if name != "exact"]
 wrong = partial(fail, "compare", code=2)  # one sentence for the user
 # (eta, mu): as published for DiLoCo (arXiv 2311.08105), and what the demo found best for itself.
 OUTER_SETTINGS = ((0.7, 0.9), (Settings().outer_lr, Settings().outer_momentum))
+OUTERS = ",".join(f"{eta}:{mu}" for eta, mu in OUTER_SETTINGS)
 TIMEOUT_S = 300.0  # of one call of a client: real seconds, for a busy machine
 
 
@@ -86,6 +83,8 @@ class Plan:
 
     def complaint(self) -> str | None:
         """One sentence about the first setting that cannot work, or None."""
+        if min(self.speeds) <= 0 or self.windows < 1:
+            return "--speeds and --windows must be above 0"
         return Settings(
             steps=self.steps,
             workers=len(self.speeds),
@@ -111,14 +110,6 @@ class Trial:
     eta: float
     mu: float
     seed: int
-
-
-@dataclass(frozen=True)
-class Text:
-    """What is trained on, one shard for each worker, and the windows that judge."""
-
-    shards: tuple[Tensor, ...]
-    validation: tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -276,21 +267,11 @@ def pull(client: DiLoCoClient) -> tuple[GlobalParameters, bool]:
         return client.pull(), True
 
 
-def load_text(plan: Plan) -> Text:
-    """The shards and the held-out windows; DataError if the text is too short."""
-    path = None if plan.data is None else Path(plan.data)
-    workers = len(plan.speeds)
-    parts = [load_shard(path, number, workers, plan.model.context) for number in range(workers)]
-    held_out = parts[0][1]
-    return Text(
-        tuple(shard for shard, _ in parts),
-        validation_windows(held_out, plan.windows, plan.model.context),
-    )
-
-
-def trials(variants: Sequence[str], seeds: int) -> Iterator[Trial]:
+def trials(
+    variants: Sequence[str], outers: Sequence[tuple[float, float]], seeds: int
+) -> Iterator[Trial]:
     """All runs, seed by seed, so that what is there at any time can be compared in pairs."""
-    for seed, (eta, mu), variant in product(range(seeds), OUTER_SETTINGS, variants):
+    for seed, (eta, mu), variant in product(range(seeds), outers, variants):
         yield Trial(variant, eta, mu, seed)
 
 
@@ -307,7 +288,7 @@ def as_json(report: Mapping[str, Any]) -> str:
     return about.removesuffix("\n}") + f',\n "runs": [\n  {runs}\n ]\n}}\n'
 
 
-def compare(
+def compare(  # noqa: PLR0913  each is an option
     *,
     seeds: Annotated[int, typer.Option(help="Runs of each variant, paired by seed.")] = 3,
     steps: Annotated[
@@ -317,9 +298,17 @@ def compare(
         int, typer.Option(help="H: inner steps between two pushes; divides the steps.")
     ] = Plan.sync_every,
     batch: Annotated[int, typer.Option(help="Windows in each inner step.")] = Plan.batch,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of the workers' AdamW.")] = Plan.lr,
+    outers: Annotated[
+        str, typer.Option(help="Outer learning rates and momenta, ETA:MU with commas between them.")
+    ] = OUTERS,
+    speeds: Annotated[
+        str, typer.Option(help="Steps per virtual second of each worker, with commas between them.")
+    ] = ",".join(map(str, SPEEDS)),
+    windows: Annotated[int, typer.Option(help="Held-out windows that judge.")] = Plan.windows,
     variants: Annotated[
         str, typer.Option(help="Which to measure, with commas between them.")
-    ] = ",".join(VARIANTS),
+    ] = ",".join(USUAL_VARIANTS),
     data: Annotated[
         Path | None, typer.Option(help="Text file or folder; default: Python's own library.")
     ] = None,
@@ -332,7 +321,20 @@ def compare(
     Each run is kept as soon as it is there. Runs that the file holds already are not made again, so
     that an interrupted comparison goes on and more variants can be added.
     """
-    plan = Plan(steps, sync_every, batch=batch, data=None if data is None else str(data))
+    try:
+        pairs = (pair.split(":") for pair in outers.split(","))
+        settings = [(float(eta), float(mu)) for eta, mu in pairs]
+        plan = Plan(
+            steps,
+            sync_every,
+            tuple(map(float, speeds.split(","))),
+            batch=batch,
+            lr=lr,
+            windows=windows,
+            data=None if data is None else str(data),
+        )
+    except ValueError as error:
+        wrong(f"--speeds are numbers and --outers are pairs ETA:MU, with commas between; {error}")
     names = [name.strip() for name in variants.split(",")]
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
@@ -348,21 +350,20 @@ def compare(
         if report["settings"] != settings_of(plan):
             wrong(f"{out} holds a comparison with other settings; name another file with --out")
     try:
-        text = load_text(plan)
+        text = load_text(data, len(plan.speeds), plan.model.context, windows)
     except DataError as error:
         wrong(str(error))
     command = (
         f"python -m diloco_tools.experiments.compare --seeds {seeds} --steps {steps} "
-        f"--sync-every {sync_every} --batch {batch} --variants {','.join(names)}"
+        f"--sync-every {sync_every} --batch {batch} --lr {lr} --outers {outers} --speeds {speeds} "
+        f"--windows {windows} --variants {','.join(names)}"
         + (f" --data {data}" if data is not None else "")
     )
     report["commands"] += [command] if command not in report["commands"] else []
     report["versions"] = {name: version(name) for name in ("torch", "diloco-broker")}
     out.parent.mkdir(parents=True, exist_ok=True)
-    known = [
-        tuple(run[name] for name in ("variant", "eta", "mu", "seed")) for run in report["runs"]
-    ]
-    wanted = [trial for trial in trials(names, seeds) if tuple(asdict(trial).values()) not in known]
+    known = [Trial(*(run[each.name] for each in fields(Trial))) for run in report["runs"]]
+    wanted = [trial for trial in trials(names, settings, seeds) if trial not in known]
     for number, trial in enumerate(wanted, 1):
         run = measure(plan, trial, text)
         report["runs"].append(run)

@@ -14,6 +14,7 @@ LABELS = {
     "dn-direct": "async, Delayed Nesterov, direct",
     "fedbuff": "async, FedBuff",
     "sgd": "async, SGD 1/k",
+    "exact": "sync, Nesterov, fp32",
 }
 COLOURS = {
     "sync": "#1f2937",
@@ -22,6 +23,7 @@ COLOURS = {
     "dn-direct": "#d97706",
     "fedbuff": "#2563eb",
     "sgd": "#9333ea",
+    "exact": "#64748b",
 }
 HEADROOM = 1.06  # of the loss at the start; what lies above is out of the picture and marked
 

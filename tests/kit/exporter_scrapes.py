@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import re
 import threading
 import time
 import urllib.request
@@ -11,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client import parser as plain_parser
 from prometheus_client.core import Metric
 from prometheus_client.openmetrics import parser as openmetrics_parser
@@ -94,53 +94,27 @@ def samples(metrics: Iterable[Metric]) -> Samples:
     return found
 
 
-def of_reading(reading: Reading) -> Samples:
-    """What an exporter of version 9.9 makes of it."""
-    return samples(RunCollector(lambda: reading, "9.9", 1000).collect())
+def collector(reading: Reading) -> RunCollector:
+    """That of an exporter of version 9.9."""
+    return RunCollector(lambda: reading, "9.9", 1000)
+
+
+def reading(document: Any, later_s: float = 0.0, **counts: int) -> Reading:
+    """What is known of a feed some time after its only snapshot came."""
+    model = FeedModel()
+    model.update(parse_snapshot(frame(document)), now=100.0)
+    return Reading(model, 100.0 + later_s, **counts)
 
 
 def exported(document: Any, later_s: float = 0.0, **counts: int) -> Samples:
-    """The same of one snapshot, some time after it came."""
-    model = FeedModel()
-    model.update(parse_snapshot(frame(document)), now=100.0)
-    return of_reading(Reading(model, 100.0 + later_s, **counts))
+    return samples(collector(reading(document, later_s, **counts)).collect())
 
 
-# What `promtool check metrics` says of names, written from its documentation.
-BASE_UNITS = {"seconds", "bytes", "celsius", "meters", "grams", "joules", "volts", "amperes"}
-OTHER_UNITS = {"minutes", "hours", "days", "weeks", "bits", "inches", "miles", "pounds", "calories"}
-PREFIXES = ("pico", "nano", "micro", "milli", "centi", "deci", "deca", "hecto", "kilo", "kibi",
-            "mega", "giga", "gibi", "tera", "tebi", "peta", "pebi")  # fmt: skip
-ABBREVIATIONS = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"}
-TYPES = {"counter", "gauge", "histogram", "summary", "untyped", "info"}
-
-
-def problems(name: str, kind: str, text: str, labels: Iterable[str] = ()) -> set[str]:
-    """What is wrong with a metric as it is scraped in the text format."""
-    words = name.split("_")
-    scaled = {
-        word.removeprefix(prefix)
-        for word in words
-        for prefix in PREFIXES
-        if word.startswith(prefix)
-    }
-    units = [word for word in words if word in BASE_UNITS]
-    checks = {
-        "not snake case": not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name),
-        "_total is for counters, and each counter": (kind == "counter") != name.endswith("_total"),
-        "suffix of a histogram": words[-1] in {"count", "sum", "bucket", "created"},
-        "no base unit": OTHER_UNITS & {*words, *scaled} or BASE_UNITS & scaled,
-        "abbreviated unit": ABBREVIATIONS & {*words},
-        "its type in its name": TYPES & {*words[:-1]} or words[-1] in TYPES - {"info"},
-        "its unit is not at the end": units
-        and words[-1] != units[0]
-        and words[-2:] != [units[0], "total"],
-        "no help": not text.strip(),
-        "bad label": not all(
-            re.fullmatch(r"(?!(le|quantile)$)[a-z][a-z_]*", one) for one in labels
-        ),
-    }
-    return {problem for problem, is_there in checks.items() if is_there}
+def scraped(document: Any, **counts: int) -> str:
+    """The same as Prometheus reads it."""
+    registry = CollectorRegistry()
+    registry.register(collector(reading(document, **counts)))
+    return generate_latest(registry).decode()
 
 
 def parsed(text: str, openmetrics: bool = False) -> list[Metric]:

@@ -6,8 +6,8 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import uvicorn
@@ -63,21 +63,13 @@ def a_status(**keys: Any) -> dict[str, Any]:
 class Publisher(feed_snapshots.Publisher):
     """A feed that says `a_status`, and only once somebody has subscribed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._has_subscriber = False
+    _has_subscriber = False
 
     def says(self, **keys: Any) -> None:
         if not self._has_subscriber:
             self.await_subscriber()
             self._has_subscriber = True
         self.send(frame(a_status(**keys)))
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Answer:
@@ -97,7 +89,6 @@ class Events:
     """An open event stream, read message by message."""
 
     def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self._connection = connection
         self.response = connection.getresponse()
 
     def next(self, kind: str) -> Any:
@@ -110,38 +101,28 @@ class Events:
                 return json.loads(data[6:])
         raise AssertionError(f"no {kind} came")
 
-    def close(self) -> None:
-        self.response.close()
-        self._connection.close()
-
-    def __enter__(self) -> Events:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Site:
     """A dashboard that is served, and requests to it."""
 
     def __init__(self, port: int, server: uvicorn.Server, streams: Streams | None) -> None:
         self.port, self.server, self.streams = port, server, streams
+        self.address = f"http://127.0.0.1:{port}"
 
-    @property
-    def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def connection(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+    @contextmanager
+    def sent(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> Iterator[http.client.HTTPConnection]:
+        """The connection of a request that is on its way; a body of several parts has no length."""
+        made = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        with closing(made) as connection:
+            shown = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, shown, encode_chunked=True)
+            yield connection
 
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
-        connection = self.connection()
-        try:
-            shown = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, body, shown)
+        with self.sent(method, path, body, **headers) as connection:
             return Answer(connection.getresponse())
-        finally:
-            connection.close()
 
     def get(self, path: str, **headers: str) -> Answer:
         return self.request("GET", path, **headers)
@@ -152,10 +133,12 @@ class Site:
         headers = {"Content_Type": "application/json"} | headers
         return self.request("POST", "/api/control", json.dumps(document), **headers)
 
-    def events(self, every: str = "1", headers: Mapping[str, str] | None = None) -> Events:
-        connection = self.connection()
-        connection.request("GET", f"/api/events?every={every}", headers=dict(headers or {}))
-        return Events(connection)
+    @contextmanager
+    def events(self, every: str = "1") -> Iterator[Events]:
+        with self.sent("GET", f"/api/events?every={every}") as connection:
+            made = Events(connection)
+            with made.response:
+                yield made
 
     def await_state(self, **wanted: Any) -> Any:
         """The first state in which the snapshot says all of `wanted`."""

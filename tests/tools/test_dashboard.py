@@ -9,6 +9,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,10 @@ from diloco_tools.dashboard.source import encoded, history, picture, thinned
 from diloco_tools.feed.series import RunSeries
 from kit.dashboard_server import TOKEN, Publisher, Site, a_status, a_worker, serving
 from kit.feed_snapshots import PATIENCE_S, frame
+from kit.web_commands import NOBODY
 
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 JSON = {"Content_Type": "application/json"}
-NOBODY = "tcp://127.0.0.1:1"
 
 
 def snapshot(**keys: Any) -> Snapshot:
@@ -39,14 +40,17 @@ def snapshot(**keys: Any) -> Snapshot:
 
 @pytest.fixture
 def publisher() -> Iterator[Publisher]:
-    with Publisher() as made:
+    with closing(Publisher()) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     """A dashboard that has heard one snapshot, whose control address nobody answers at."""
-    with Publisher() as publisher, serving(publisher.address, control=NOBODY) as made:
+    with (
+        closing(Publisher()) as publisher,
+        serving(publisher.address, control=NOBODY) as made,
+    ):
         publisher.says()
         made.await_state(sequence=7)
         yield made
@@ -54,69 +58,48 @@ def site() -> Iterator[Site]:
 
 class TestPolicy:
     @pytest.mark.parametrize(
-        ("bound", "host", "is_let_in"),
+        ("bound", "own", "foreign"),
         [
-            ("127.0.0.1", "127.0.0.1:8514", True),
-            ("127.0.0.1", "localhost:9999", True),
-            ("127.0.0.1", "LocalHost.", True),
-            ("127.0.0.1", "[::1]:8514", True),
-            ("127.0.0.1", "evil.example:8514", False),
-            ("127.0.0.1", "127.0.0.1.evil.example", False),
-            ("127.0.0.1", "localhost.evil.example", False),
-            ("127.0.0.1", "evil.example@localhost", False),
-            ("127.0.0.1", "localhost:x", False),
-            ("127.0.0.1", "10.0.0.5:8514", False),
-            ("127.0.0.1", "", False),
-            ("10.0.0.5", "10.0.0.5:8514", True),
-            ("0.0.0.0", "10.0.0.5:8514", True),
-            ("0.0.0.0", "evil.example", False),
-            ("gpu-box", "GPU-box:8514", True),
+            (
+                "127.0.0.1",
+                ["127.0.0.1:8514", "localhost:9999", "LocalHost.", "[::1]:8514"],
+                [
+                    *("evil.example:8514", "127.0.0.1.evil.example", "localhost.evil.example"),
+                    *("evil.example@localhost", "localhost:x", "10.0.0.5:8514", ""),
+                ],
+            ),
+            ("10.0.0.5", ["10.0.0.5:8514"], ["10.0.0.6:8514"]),
+            ("0.0.0.0", ["10.0.0.5:8514"], ["evil.example"]),
+            ("gpu-box", ["GPU-box:8514"], ["evil.example"]),
         ],
     )
     def test_only_names_of_this_machine_are_let_in(
-        self, bound: str, host: str, is_let_in: bool
+        self, bound: str, own: list[str], foreign: list[str]
     ) -> None:
-        assert (Policy(bound).of_request({"host": host}) is None) == is_let_in
+        policy = Policy(bound)
+        let_in = [host for host in own + foreign if policy.of_request({"host": host}) is None]
+        assert let_in == own
 
-    @pytest.mark.parametrize(
-        ("headers", "is_let_in"),
-        [
-            ({}, True),
-            ({"origin": "http://localhost:8514"}, True),
-            ({"origin": "http://localhost:8515"}, False),
-            ({"origin": "http://evil.example"}, False),
-            ({"origin": "null"}, False),
-            ({"origin": "file://localhost:8514"}, False),
-            ({"sec-fetch-site": "same-origin"}, True),
-            ({"sec-fetch-site": "none"}, True),
-            ({"sec-fetch-site": "same-site"}, False),
-            ({"sec-fetch-site": "cross-site"}, False),
-        ],
-    )
-    def test_only_the_own_page_may_ask(self, headers: dict[str, str], is_let_in: bool) -> None:
-        refusal = Policy("127.0.0.1").of_api({"host": "localhost:8514"} | headers)
-        assert (refusal is None) == is_let_in
+    def test_only_the_own_page_may_ask(self) -> None:
+        def may_ask(headers: dict[str, str]) -> bool:
+            return Policy("127.0.0.1").of_api({"host": "localhost:8514"} | headers) is None
 
-    @pytest.mark.parametrize(
-        ("given", "is_let_in"),
-        [
-            ("Bearer secret", True),
-            ("bearer secret", True),
-            ("Bearer secret2", False),
-            ("Bearer ", False),
-            ("Bearer", False),
-            ("secret", False),
-            ("Basic secret", False),
-            ("Bearer gehe\u00efm", False),
-        ],
-    )
-    def test_steering_takes_the_token(self, given: str, is_let_in: bool) -> None:
-        refusal = Policy("127.0.0.1", "secret").of_steering({"authorization": given})
-        assert (refusal is None) == is_let_in
+        assert may_ask({})
+        origins = ("localhost:8514", "localhost:8515", "evil.example")
+        assert [may_ask({"origin": f"http://{name}"}) for name in origins] == [True, False, False]
+        assert not may_ask({"origin": "null"}) and not may_ask({"origin": "file://localhost:8514"})
+        sites = ("same-origin", "none", "same-site", "cross-site")
+        assert [may_ask({"sec-fetch-site": site}) for site in sites] == [True, True, False, False]
 
-    def test_nobody_has_a_token_that_does_not_exist(self) -> None:
+    def test_steering_takes_the_token(self) -> None:
+        def may_steer(token: str | None, given: str) -> bool:
+            return Policy("127.0.0.1", token).of_steering({"authorization": given}) is None
+
+        assert may_steer("secret", "Bearer secret") and may_steer("secret", "bearer secret")
+        for wrong in ("Bearer secret2", "Bearer ", "Bearer", "secret", "Basic secret", "Bearer ï"):
+            assert not may_steer("secret", wrong), wrong
         for given in ("Bearer ", "Bearer None", "Bearer null"):
-            assert Policy("127.0.0.1").of_steering({"authorization": given}) is not None
+            assert not may_steer(None, given), "nobody has a token that does not exist"
 
     def test_looking_takes_the_token_where_others_can_look(self) -> None:
         assert Policy("127.0.0.1", "secret").of_reading({}) is None
@@ -169,25 +152,18 @@ class TestOrders:
             document = {"action": "shutdown", "confirm": confirm}
             assert read_order(document, snapshot(run=run)) == ("shutdown", {})
 
-    @pytest.mark.parametrize(
-        ("given", "bound", "wanted"),
-        [
-            (None, "tcp://127.0.0.1:8512", "tcp://127.0.0.1:8512"),
-            (None, "tcp://0.0.0.0:8512", "tcp://gpu-box:8512"),
-            (None, "tcp://*:8512", "tcp://gpu-box:8512"),
-            (None, "tcp://[::]:8512", "tcp://gpu-box:8512"),
-            (None, "tcp://[fe80::1]:8512", "tcp://[fe80::1]:8512"),
-            ("tcp://here:1", "tcp://there:2", "tcp://here:1"),
-            (None, "", None),
-        ],
-    )
-    def test_broker_is_steered_where_its_feed_says(
-        self, given: str | None, bound: str, wanted: str | None
-    ) -> None:
-        found = steering_address(given, snapshot(control=bound), "tcp://gpu-box:8513")
-        assert found == wanted
-
-    def test_nobody_is_steered_before_the_first_snapshot(self) -> None:
+    def test_broker_is_steered_where_its_feed_says(self) -> None:
+        for bound, wanted in {
+            "tcp://127.0.0.1:8512": "tcp://127.0.0.1:8512",
+            "tcp://0.0.0.0:8512": "tcp://gpu-box:8512",
+            "tcp://*:8512": "tcp://gpu-box:8512",
+            "tcp://[::]:8512": "tcp://gpu-box:8512",
+            "tcp://[fe80::1]:8512": "tcp://[fe80::1]:8512",
+            "": None,
+        }.items():
+            said = snapshot(control=bound)
+            assert steering_address(None, said, "tcp://gpu-box:8513") == wanted, bound
+            assert steering_address("tcp://here:1", said, "tcp://gpu-box:8513") == "tcp://here:1"
         assert steering_address(None, None, "tcp://gpu-box:8513") is None
 
 
@@ -256,32 +232,23 @@ class TestPage:
             code = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function"
             assert not re.search(code, text), path
 
-    @pytest.mark.parametrize(
-        "path", ["/nothing", "/assets/../app.py", "/assets/%2e%2e/app.py", "/assets/", "/api/"]
-    )
-    def test_no_other_file_is_served(self, site: Site, path: str) -> None:
-        assert site.get(path).status == 404
+    def test_no_other_file_is_served(self, site: Site) -> None:
+        for path in ("/nothing", "/assets/../app.py", "/assets/%2e%2e/app.py", "/assets/", "/api/"):
+            assert site.get(path).status == 404, path
 
-    @pytest.mark.parametrize("path", ["/", "/api/state", "/api/session", "/nothing"])
-    def test_every_answer_has_the_headers_that_protect_it(self, site: Site, path: str) -> None:
-        headers = site.get(path).headers
-        assert HEADERS.items() <= headers.items()
-        assert "set-cookie" not in headers
-        assert not any(name.startswith("access-control-") for name in headers)
+    def test_every_answer_has_the_headers_that_protect_it(self, site: Site) -> None:
+        for path in ("/", "/api/state", "/api/session", "/nothing"):
+            headers = site.get(path).headers
+            assert HEADERS.items() <= headers.items()
+            assert "set-cookie" not in headers
+            assert not any(name.startswith("access-control-") for name in headers)
 
     def test_headers_let_a_page_do_nothing_with_others(self) -> None:
         policy = HEADERS["content-security-policy"]
         assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
         assert "unsafe" not in policy
-        assert (
-            HEADERS.items()
-            >= {
-                "x-content-type-options": "nosniff",
-                "x-frame-options": "DENY",
-                "referrer-policy": "no-referrer",
-                "cache-control": "no-store",
-            }.items()
-        )
+        others = ("x-content-type-options", "x-frame-options", "referrer-policy", "cache-control")
+        assert [HEADERS[name] for name in others] == ["nosniff", "DENY", "no-referrer", "no-store"]
 
 
 class TestReading:
@@ -299,10 +266,7 @@ class TestReading:
         [
             ({"Host": "evil.example:8514"}, 421, 421),
             ({"Sec_Fetch_Site": "cross-site"}, 403, 200),  # a link may lead to the page
-            ({"Sec_Fetch_Site": "same-site"}, 403, 200),
-            ({"Origin": "http://evil.example"}, 403, 200),
             ({"Origin": "http://127.0.0.1:1"}, 403, 200),
-            ({"Origin": "null"}, 403, 200),
         ],
         ids=str,
     )
@@ -344,27 +308,17 @@ class TestSteering:
         assert (bad["steering"], bad["needs_token"]) == (False, True)
         assert "not the one of this dashboard" in bad["reason"]
 
-    @pytest.mark.parametrize(
-        "kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data"]
-    )
-    def test_orders_are_json_and_not_what_a_form_sends(self, site: Site, kind: str) -> None:
-        assert site.orders({"action": "pause"}, Content_Type=kind).status == 415
-
-    def test_orders_are_posts(self, site: Site) -> None:
+    def test_orders_are_posts_of_json_and_not_what_a_form_sends(self, site: Site) -> None:
+        for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data"):
+            assert site.orders({"action": "pause"}, Content_Type=kind).status == 415, kind
         for method in ("GET", "PUT", "DELETE", "OPTIONS"):
             assert site.request(method, "/api/control", **BEARER).status == 405, method
 
     def test_a_long_body_is_refused(self, site: Site) -> None:
         long = {"action": "kick", "worker": "a" * app.LONGEST_BODY}
         assert site.orders(long).status == 413
-        headers = BEARER | {"Content-Type": "application/json"}
-        connection = site.connection()
-        try:  # in chunks, so that no length is announced
-            body = (b" " * 1024 for _ in range(5))
-            connection.request("POST", "/api/control", body, headers, encode_chunked=True)
-            assert connection.getresponse().status == 413
-        finally:
-            connection.close()
+        parts = (b" " * 1024 for _ in range(5))  # no length is announced
+        assert site.request("POST", "/api/control", parts, **BEARER, **JSON).status == 413
 
     def test_a_body_that_does_not_come_is_not_waited_for(
         self, site: Site, monkeypatch: pytest.MonkeyPatch
@@ -378,11 +332,10 @@ class TestSteering:
             client.sendall(head.encode())
             assert client.recv(100).startswith(b"HTTP/1.1 408 ")
 
-    @pytest.mark.parametrize("body", ["", "{", "[" * 4000, '{"action": "reboot"}', "\xff"])
-    def test_what_is_no_order_is_refused(self, site: Site, body: str) -> None:
-        answer = site.request("POST", "/api/control", body.encode("latin-1"), **BEARER, **JSON)
-        assert answer.status == 400
-        assert answer.json["ok"] is False
+    @pytest.mark.parametrize("body", [b"", b"{", b"[" * 4000, b'{"action": "reboot"}', b"\xff"])
+    def test_what_is_no_order_is_refused(self, site: Site, body: bytes) -> None:
+        answer = site.request("POST", "/api/control", body, **BEARER, **JSON)
+        assert (answer.status, answer.json["ok"]) == (400, False)
 
     def test_readonly_steers_nothing(self, publisher: Publisher) -> None:
         policy = Policy("127.0.0.1", TOKEN, readonly=True)
@@ -454,9 +407,9 @@ class TestEvents:
             assert site.streams is not None
             assert site.streams.source.received == 2, "heard, but not due"
 
-    @pytest.mark.parametrize("every", ["0", "0.5", "30.5", "nan", "inf", "-1", "often", ""])
-    def test_refresh_interval_is_1_to_30_s(self, site: Site, every: str) -> None:
-        assert site.get(f"/api/events?every={every}").status == 400
+    def test_refresh_interval_is_1_to_30_s(self, site: Site) -> None:
+        for every in ("0", "0.5", "30.5", "nan", "inf", "-1", "often", ""):
+            assert site.get(f"/api/events?every={every}").status == 400, every
 
     def test_pulses_say_that_nothing_was_ever_heard(self) -> None:
         with serving(NOBODY) as site, site.events() as events:
@@ -466,10 +419,8 @@ class TestEvents:
     def test_unreadable_feed_is_said(self, publisher: Publisher) -> None:
         with serving(publisher.address) as site, site.events() as events:
             publisher.says(feed=9)
-            for _ in range(20):
-                problem = events.next("pulse")["problem"]
-                if problem:
-                    break
+            while not (problem := events.next("pulse")["problem"]):
+                pass
             assert "feed version 9" in problem
 
     def test_places_are_few_and_a_page_that_goes_leaves_its_own(self, publisher: Publisher) -> None:
@@ -504,29 +455,26 @@ class TestEvents:
         monkeypatch.setattr(streams, "PATIENCE_S", 0.2)
         monkeypatch.setattr(streams, "EARLY_S", math.inf)
         source = Source()
-        places = Streams(source, 1)  # type: ignore[arg-type]
+        only = Streams(source, 1)  # type: ignore[arg-type]
 
         async def scene() -> None:
-            never = asyncio.Event()
-
-            async def receive() -> dict[str, Any]:
-                await never.wait()
-                return {"type": "http.disconnect"}
+            async def never() -> dict[str, Any]:
+                await asyncio.Event().wait()
+                return {}
 
             async def send(message: Any) -> None:
                 if message["type"] == "http.response.body":
-                    await never.wait()
+                    await never()
 
-            following = asyncio.ensure_future(
-                EventStream(places, 1.0)({"type": "http"}, receive, send)
-            )
+            page = EventStream(only, 1.0)({"type": "http"}, never, send)
+            following = asyncio.ensure_future(page)
             await asyncio.sleep(0)
-            assert places.places.locked()
+            assert only.places.locked()
             await asyncio.wait_for(following, PATIENCE_S)
 
         asyncio.run(scene())
         assert source.states == 1
-        assert not places.places.locked()
+        assert not only.places.locked()
 
 
 class TestEnd:

@@ -10,53 +10,27 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from diloco_protocol.feed import FeedError
 from diloco_tools.dashboard.cli import app
 from diloco_tools.dashboard.source import ReplaySource
+from diloco_tools.feed.listener import FeedSubscriber
 from kit.dashboard_server import Publisher, serving
 from kit.feed_snapshots import PATIENCE_S
 from kit.past_runs import write_run
+from kit.web_commands import NOBODY, refusal, started
 
-COMMAND = [sys.executable, "-m", "diloco_tools.dashboard"]
-NOBODY = "tcp://127.0.0.1:1"
-
-
-@contextmanager
-def started(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The running command and the address that it printed."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        [*COMMAND, "--port", "0", *arguments], stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("dashboard http://"), (line, process.poll())
-        yield process, line.split()[1]
-    finally:
-        process.kill()
-        process.communicate()
+MODULE = "diloco_tools.dashboard"
 
 
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What a command says that does not start; exit code 2."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # those of pytest stay
-
-    def refused_(*arguments: str) -> str:
-        result = CliRunner(env={"DILOCO_FEED": None}).invoke(app, list(arguments))
-        assert (result.exit_code, result.stdout) == (2, ""), result.output
-        return result.stderr
-
-    return refused_
+@pytest.fixture(autouse=True)
+def _signals_of_pytest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
 def fetch(address: str, token: str | None = None) -> Any:
@@ -68,7 +42,10 @@ def fetch(address: str, token: str | None = None) -> Any:
 
 class TestStart:
     def test_it_prints_one_address_that_steers(self) -> None:
-        with Publisher() as publisher, started("--feed", publisher.address) as (process, address):
+        with (
+            closing(Publisher()) as publisher,
+            started(MODULE, "--feed", publisher.address) as (process, address),
+        ):
             base, token = address.split("/?token=")
             assert re.fullmatch(r"http://127\.0\.0\.1:\d+", base)
             assert len(token) >= 40
@@ -81,7 +58,7 @@ class TestStart:
             assert (out, err, process.returncode) == ("", "", 0)
 
     def test_readonly_prints_no_token_and_standard_input_means_nothing(self) -> None:
-        with started("--feed", NOBODY, "--readonly") as (process, address):
+        with started(MODULE, "--feed", NOBODY, "--readonly") as (process, address):
             assert address.endswith("/")
             assert process.stdin is not None
             process.stdin.close()
@@ -91,7 +68,7 @@ class TestStart:
 
     def test_addresses_that_others_reach_take_the_token_to_look(self) -> None:
         arguments = ("--feed", NOBODY, "--host", "0.0.0.0", "--insecure", "--readonly")
-        with started(*arguments) as (_, address):
+        with started(MODULE, *arguments) as (_, address):
             base, token = address.split("/?token=")
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 fetch(f"{base}/api/state")
@@ -107,49 +84,37 @@ class TestStart:
             (("--replay", "/no/such"), "/no/such"),
         ],
     )
-    def test_what_cannot_be_is_one_sentence(
-        self, refused: Callable[..., str], arguments: tuple[str, ...], said: str
-    ) -> None:
-        (sentence,) = refused(*arguments).splitlines()
-        assert said in sentence
+    def test_what_cannot_be_is_one_sentence(self, arguments: tuple[str, ...], said: str) -> None:
+        assert said in refusal(app, *arguments)
 
-    def test_port_in_use_is_one_sentence(self) -> None:
+    def test_port_in_use_is_one_sentence_and_closes_the_feed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closed: list[None] = []
+        close = FeedSubscriber.close
+        monkeypatch.setattr(FeedSubscriber, "close", lambda feed: closed.append(close(feed)))
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = str(taken.getsockname()[1])
-            done = subprocess.run(
-                [*COMMAND, "--feed", NOBODY, "--port", port],
-                capture_output=True,
-                text=True,
-                timeout=PATIENCE_S,
-                check=False,
-            )
-        assert (done.returncode, done.stdout) == (2, "")
-        assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
+            sentence = refusal(app, "--feed", NOBODY, "--port", port)
+        assert f"cannot listen on 127.0.0.1 port {port}" in sentence
+        assert len(closed) == 1
 
     @pytest.mark.parametrize("package", ["starlette", "uvicorn"])
     def test_missing_packages_are_named(self, package: str) -> None:
-        script = (
-            f"import sys; sys.modules[{package!r}] = None; "
-            "from diloco_tools.dashboard.cli import app; app()"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-        assert done.returncode == 2
-        assert done.stderr == (
+        script = f"import sys; sys.modules[{package!r}] = None; from {MODULE}.cli import app; app()"
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (
+            2,
             f"diloco-dashboard: {package} is not installed: "
-            "pip install 'diloco-broker[dashboard]'\n"
+            "pip install 'diloco-broker[dashboard]'\n",
         )
 
 
 class TestEnd:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
     def test_a_signal_ends_it_with_0_though_a_page_is_open(self, number: signal.Signals) -> None:
-        with started("--feed", NOBODY) as (process, address):
+        with started(MODULE, "--feed", NOBODY) as (process, address):
             events = f"{address.split('?')[0]}api/events"
             with urllib.request.urlopen(events, timeout=PATIENCE_S) as stream:
                 assert stream.readline() == b"event: pulse\n"
@@ -158,7 +123,7 @@ class TestEnd:
             assert (out, err, process.returncode) == ("", "", 0)
 
     def test_lifeline_ends_it_with_the_program_that_started_it(self) -> None:
-        with started("--feed", NOBODY, "--lifeline") as (process, _):
+        with started(MODULE, "--feed", NOBODY, "--lifeline") as (process, _):
             out, err = process.communicate(timeout=PATIENCE_S)  # closes its standard input
             assert (out, err, process.returncode) == ("", "", 0)
 
@@ -209,7 +174,7 @@ class TestReplay:
             assert site.orders({"action": "pause"}).status == 409
 
     def test_command_prints_no_token(self, tmp_path: Path) -> None:
-        with started("--replay", str(write_run(tmp_path, rounds=3))) as (_, address):
+        with started(MODULE, "--replay", str(write_run(tmp_path, rounds=3))) as (_, address):
             assert address.endswith("/")
             assert fetch(f"{address}api/replay")["moments"] == 6
 

@@ -15,10 +15,10 @@ from diloco_tools.feed.model import FeedModel
 from kit.exporter_scrapes import HOSTILE, Samples, collector, exported, samples, scraped, status
 from kit.feed_snapshots import worker
 from kit.paths import ROOT
+from kit.top_text import matches
 
 NAMES = [f"diloco_{name}" for table in TABLES.values() for name in table]
 GUIDE = ROOT / "tools" / "EXPORTER.md"
-SNAPSHOTS = ROOT / "tests" / "tools" / "snapshots"
 
 
 def names(samples: Samples) -> set[str]:
@@ -31,8 +31,7 @@ def by_label(name: str, samples: Samples) -> dict[str, float]:
 
 class TestMapping:
     def test_every_figure_of_the_feed_has_its_metric(self) -> None:
-        text = scraped(status(), received=8, unreadable=3)
-        assert text == (SNAPSHOTS / "exporter.txt").read_text()
+        matches("exporter.txt", scraped(status(), received=8, unreadable=3))
 
     @pytest.mark.parametrize(
         ("state", "shown"), [("paused", "paused"), ("training", "training"), ("asleep", "other")]

@@ -13,17 +13,16 @@ from textual.pilot import Pilot
 
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import Snapshot, parse_snapshot
-from diloco_tools.feed.model import FeedModel, Freshness
+from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top import palette
 from diloco_tools.top.application import Top
 from diloco_tools.top.drawing.full_screen import Picture, picture
-from diloco_tools.top.drawing.keys import keys_for
 from diloco_tools.top.drawing.notation import Glyphs
-from diloco_tools.top.drawing.scene import Scene, View
+from diloco_tools.top.drawing.scene import View
 from diloco_tools.top.widgets import Canvas
 from kit.feed_snapshots import frame, status, worker
-from kit.top_text import UTF8, matches
+from kit.top_text import UTF8, matches, scene
 
 FEED = "tcp://10.0.0.1:8513"
 PATIENCE_S = 20.0
@@ -173,9 +172,9 @@ class ScreenPilot:
     def __init__(self, size: tuple[int, int] = SMALL, *, fill: bool = True, **options: Any) -> None:
         """`fill`: the screen has seen some seconds of a run first."""
         self.size, self._fill = size, fill
-        self.clock = Clock()
         self.broker = FakeBroker()
-        options = {"address": FEED, "ask": self.broker, "clock": self.clock, **options}
+        options = {"address": FEED, "ask": self.broker, "clock": Clock(), **options}
+        self.clock = options["clock"]
         self.app = Top(**options)
         self._pilot: Pilot[None] | None = None
 
@@ -284,18 +283,8 @@ def full_screen(
     series: RunSeries | None = None,
     **keys: Any,
 ) -> Picture:
-    model, series = FeedModel(), series or RunSeries()
+    series = series or RunSeries()
     read = parse_snapshot(frame(news))
-    model.update(read, 5.0)
     series.update(read, 5.0)
-    scene = Scene(
-        model=model,
-        series=series,
-        now=5.0,
-        fresh=Freshness.LIVE,
-        age_s=0.0,
-        address="tcp://127.0.0.1:8513",
-        keys=keys_for(readonly=False, replay=False),
-        **keys,
-    )
-    return picture(scene, view or View(), width, height, glyphs)
+    shown = scene(FeedModel(read, 5.0), 5.0, series=series, **keys)
+    return picture(shown, view or View(), width, height, glyphs)

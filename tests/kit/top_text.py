@@ -13,8 +13,10 @@ from typer.testing import CliRunner, Result
 
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.feed.model import FeedModel
+from diloco_tools.feed.series import RunSeries
 from diloco_tools.top.cli import app
 from diloco_tools.top.drawing.notation import Glyphs
+from diloco_tools.top.drawing.scene import Scene
 from diloco_tools.top.drawing.text_screen import screen
 from kit.feed_snapshots import PATIENCE_S, Publisher, frame
 from kit.paths import ROOT
@@ -65,9 +67,14 @@ def drawn(
     later_s: float = 0.0,
     address: str = "tcp://127.0.0.1:8513",
 ) -> str:
-    model = FeedModel()
-    model.update(parse_snapshot(frame(document)), now=5.0)
-    return screen(model, 5.0 + later_s, address, width, glyphs).plain
+    model, now = FeedModel(parse_snapshot(frame(document)), 5.0), 5.0 + later_s
+    return screen(scene(model, now, address=address), width, glyphs).plain
+
+
+def scene(model: FeedModel, now: float, **keys: Any) -> Scene:
+    """What is known of a live feed at `now`."""
+    whole: dict[str, Any] = {"address": "tcp://127.0.0.1:8513", "series": RunSeries()} | keys
+    return Scene(model=model, now=now, fresh=model.freshness(now), age_s=model.age_s(now), **whole)
 
 
 def matches(name: str, text: str) -> None:

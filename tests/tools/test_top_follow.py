@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 import zmq
 
-from diloco_protocol.feed import FeedError, FeedVersionError, Snapshot, parse_snapshot
+from diloco_protocol.feed import FeedVersionError, Snapshot, parse_snapshot
 from diloco_tools.feed.listener import FeedSubscriber, Listener
 from diloco_tools.top.drawing.notation import Glyphs
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status
@@ -130,13 +129,13 @@ def test_full_screen_without_textual_says_what_to_install(monkeypatch: pytest.Mo
     assert "--once" in sentence
 
 
-class FakeFeed:
+class FakeFeed(FeedSubscriber):
     """Gives what it was told to, then nothing."""
 
-    def __init__(self, *news: Snapshot | FeedVersionError) -> None:
+    def __init__(self, *news: Snapshot | FeedVersionError, malformed: int = 0) -> None:
+        super().__init__("tcp://127.0.0.1:1")
         self.news = list(news)
-        self.malformed, self.last_error = 0, ""
-        self.is_closed = False
+        self.malformed, self.last_error = malformed, "not JSON"
 
     def receive(self, timeout_s: float) -> Snapshot | None:
         if not self.news:
@@ -146,66 +145,49 @@ class FakeFeed:
             raise first
         return first
 
-    def close(self) -> None:
-        self.is_closed = True
+
+NEWS = parse_snapshot(frame(status()))
+ODD = "3 unreadable snapshots, the last: not JSON"
 
 
-class TestListener:
-    def run(self, opened: Callable[[], FakeFeed], wanted: int) -> tuple[list[Snapshot], list[str]]:
-        """Listen until so many snapshots or complaints came."""
-        heard: list[Snapshot] = []
-        said: list[str] = []
-        enough = threading.Event()
+@pytest.mark.parametrize(
+    ("feed", "heard"),
+    [
+        # Another feed version is a complaint, once, and not the end.
+        ((FeedVersionError("version 9"), FeedVersionError("version 9"), NEWS), ["version 9", NEWS]),
+        ((NEWS,), [NEWS, ODD]),
+    ],
+)
+def test_listener_hands_on_what_it_hears_and_what_it_cannot_read(
+    feed: tuple[Snapshot | FeedVersionError, ...], heard: list[Snapshot | str]
+) -> None:
+    found: list[Snapshot | str] = []
+    enough = threading.Event()
 
-        def take(news: Snapshot) -> None:
-            heard.append(news)
-            check()
+    def hears(news: Snapshot | str) -> None:
+        found.append(news)
+        if len(found) == len(heard):
+            enough.set()
 
-        def complain(error: FeedError) -> None:
-            said.append(str(error))
-            check()
+    made = FakeFeed(*feed, malformed=3 * (ODD in heard))
+    listener = Listener(made, hears, lambda error: hears(str(error)))
+    listener.start()
+    assert enough.wait(PATIENCE_S)
+    listener.close()
+    assert not listener.is_alive()
+    assert found == heard
 
-        def check() -> None:
-            if len(heard) + len(said) >= wanted:
-                enough.set()
 
-        listener = Listener(opened, take, complain, renew_after_s=0.02)
-        listener.start()
-        assert enough.wait(PATIENCE_S)
-        listener.stop()
-        listener.join(PATIENCE_S)
-        assert not listener.is_alive()
-        return heard, said
-
-    def test_connects_anew_after_silence_and_closes_what_it_had(self) -> None:
-        news = parse_snapshot(frame(status()))
-        feeds: list[FakeFeed] = []
-
-        def opened() -> FakeFeed:
-            feeds.append(FakeFeed(news))
-            return feeds[-1]
-
-        heard, _ = self.run(opened, 3)
-        assert len(heard) >= 3
-        assert all(feed.is_closed for feed in feeds)
-
-    def test_another_feed_version_is_a_complaint_and_not_the_end(self) -> None:
-        news = parse_snapshot(frame(status()))
-        feed = FakeFeed(FeedVersionError("version 9"), FeedVersionError("version 9"), news)
-        heard, said = self.run(lambda: feed, 2)
-        assert heard == [news]
-        assert said == ["version 9"], "once is enough"
-
-    def test_unreadable_snapshots_are_a_complaint(self) -> None:
-        feed = FakeFeed()
-        feed.malformed, feed.last_error = 3, "not JSON"
-        _, said = self.run(lambda: feed, 1)
-        assert said[0] == "3 unreadable snapshots, the last: not JSON"
+def test_subscriber_connects_again_after_silence(publisher: Publisher) -> None:
+    with FeedSubscriber(publisher.address, renew_after_s=0.0) as feed:
+        publisher.await_subscriber()
+        assert feed.receive(0.0) is None
+        publisher.await_subscriber()
 
 
 def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -> None:
     address = publisher.address
-    pilot = ScreenPilot(fill=False, address=address, open_feed=lambda: FeedSubscriber(address))
+    pilot = ScreenPilot(fill=False, address=address, feed=FeedSubscriber(address))
 
     async def script() -> None:
         await pilot.until(lambda: publisher._socket.poll(0) != 0)

@@ -20,7 +20,7 @@ from diloco_tools.top.drawing.notation import Glyphs, byte_size, duration, numbe
 from diloco_tools.top.drawing.text_screen import screen
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status, worker
 from kit.strange_feeds import strange_feeds
-from kit.top_text import UTF8, drawn, sending, top, top_of
+from kit.top_text import UTF8, drawn, scene, sending, top, top_of
 
 NO_ADDRESSES = ["foo", "", "localhost", "tcp://foo", "tcp://h:0", "tcp://h:65536", "udp://h:1"]
 NO_ADDRESSES += ["ipc:///tmp/\x1bx", "é"]
@@ -176,7 +176,7 @@ class TestScreen:
         assert "412 open 42s" in stale
 
     def test_before_the_first_snapshot_there_is_a_screen(self) -> None:
-        text = screen(FeedModel(), 0.0, DEFAULT_FEED_ADDRESS, 80, UTF8).plain
+        text = screen(scene(FeedModel(), 0.0), 80, UTF8).plain
         assert "no snapshot has arrived yet" in text
 
     @settings(max_examples=60, deadline=None)

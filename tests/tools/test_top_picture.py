@@ -117,15 +117,15 @@ class TestTable:
 
 class TestNotation:
     def test_sparkline_spans_its_values(self) -> None:
-        assert UTF8.spark([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
-        assert UTF8.spark([1, 2, 3, 4, 5, 6, 7, 8], 3) == "▁▅█"
-        assert ASCII.spark([0, 1], 4) == "_#  "
-        assert UTF8.spark([5.0, 5.0], 3) == "▄▄ "
-        assert UTF8.spark([1.0, None, math.nan, 2.0], 4) == "▁  █"
-        assert UTF8.spark([0.0, 0.0], 2) == "▁▁"
-        assert UTF8.spark([], 3) == "   "
-        assert UTF8.spark([-1.7e308, 1.7e308], 2) == "▁█"
-        assert UTF8.spark([0.0, 5e-324], 2) == "▅▅", "no room between the two"
+        assert UTF8.chart([1, 2, 3, 4, 5, 6, 7, 8], 8)[0] == "▁▂▃▄▅▆▇█"
+        assert UTF8.chart([1, 2, 3, 4, 5, 6, 7, 8], 3)[0] == "▁▅█"
+        assert ASCII.chart([0, 1], 4)[0] == "_#  "
+        assert UTF8.chart([5.0, 5.0], 3)[0] == "▄▄ "
+        assert UTF8.chart([1.0, None, math.nan, 2.0], 4)[0] == "▁  █"
+        assert UTF8.chart([0.0, 0.0], 2)[0] == "▁▁"
+        assert UTF8.chart([], 3)[0] == "   "
+        assert UTF8.chart([-1.7e308, 1.7e308], 2)[0] == "▁█"
+        assert UTF8.chart([0.0, 5e-324], 2)[0] == "▅▅", "no room between the two"
 
     def test_curve_of_several_lines_stacks(self) -> None:
         assert UTF8.chart([0, 7, 8, 15], 4, 2) == ["  ▁█", "▁███"]

@@ -12,7 +12,7 @@ import pytest
 from diloco_tools.feed.replay import Moment
 from diloco_tools.top.playing import SPEEDS, Player
 from kit.past_runs import closed, line, start, write
-from kit.top_screen import ScreenPilot, both, snapshot
+from kit.top_screen import Clock, ScreenPilot, both, snapshot
 from kit.top_text import top
 
 BEGAN = 1_790_000_000.0
@@ -34,46 +34,54 @@ def history(folder: Path) -> Path:
 
 
 class TestPlayer:
-    def test_plays_as_time_passes_and_stops_at_the_end(self) -> None:
-        player = Player(moments(), now=0.0)
-        assert (player.index, player.playing, player.speed) == (0, True, 5)
-        player.tick(0.1)
-        assert player.index == 0
-        player.tick(1.0)
-        assert player.index == 5
-        player.tick(1.3)
-        assert player.index == 6
-        player.tick(60.0)
-        assert (player.index, player.playing) == (49, False)
-        player.toggle(60.0)
+    @pytest.fixture
+    def clock(self) -> Clock:
+        return Clock()
+
+    @pytest.fixture
+    def player(self, clock: Clock) -> Player:
+        return Player(moments(), clock)
+
+    def test_plays_as_time_passes_and_stops_at_the_end(self, player: Player, clock: Clock) -> None:
+        assert player.speed == 5
+        began = clock.now
+        for after_s, index, playing in (
+            (0.0, 0, True),
+            (0.1, 0, True),
+            (1.0, 5, True),
+            (1.3, 6, True),
+            (60.0, 49, False),
+        ):
+            clock.now = began + after_s
+            player.tick()
+            assert (player.index, player.playing) == (index, playing)
+        player.toggle()
         assert (player.index, player.playing) == (0, True), "at the end, from the beginning"
 
-    def test_stops_goes_on_and_steps(self) -> None:
-        player = Player(moments(), now=0.0)
-        player.toggle(0.0)
-        player.tick(100.0)
+    def test_stops_goes_on_and_steps(self, player: Player, clock: Clock) -> None:
+        player.toggle()
+        clock.now += 100.0
+        player.tick()
         assert player.index == 0
-        player.step(3)
-        player.step(-1)
-        assert player.index == 2
-        player.step(-10)
-        assert player.index == 0
+        for by, index in ((3, 3), (-1, 2), (-10, 0)):
+            player.step(by)
+            assert player.index == index
         player.last()
         assert player.index == 49
         player.first()
-        player.toggle(100.0)
-        player.tick(100.2)
+        player.toggle()
+        clock.now += 0.2
+        player.tick()
         assert player.index == 1
 
-    def test_speeds_have_bounds(self) -> None:
-        player = Player(moments(), now=0.0)
-        for by, bound in ((1, SPEEDS[-1]), (-1, SPEEDS[0])):
-            for _ in range(20):
-                player.change_speed(by, 0.0)
-            assert player.speed == bound
+    @pytest.mark.parametrize(("by", "bound"), [(1, SPEEDS[-1]), (-1, SPEEDS[0])])
+    def test_speeds_have_bounds(self, player: Player, by: int, bound: int) -> None:
+        for _ in range(20):
+            player.faster(by)
+        assert player.speed == bound
 
-    def test_curves_are_the_same_from_either_side(self) -> None:
-        forth, back = Player(moments(), now=0.0), Player(moments(), now=0.0)
+    def test_curves_are_the_same_from_either_side(self, clock: Clock) -> None:
+        forth, back = Player(moments(), clock), Player(moments(), clock)
         for _ in range(30):
             forth.step(1)
             forth.picture()
@@ -81,18 +89,17 @@ class TestPlayer:
         back.picture()
         back.step(-19)
         for player in (forth, back):
-            assert player.index == 30
             model, series = player.picture()
-            assert model.snapshot is not None
-            assert model.snapshot.sequence == 31
+            assert model.snapshot == player.moment.snapshot == forth.moments[30].snapshot
             assert [closed.number for _, closed in series.rounds] == [371 + n for n in range(31)]
             assert series.cpu is not None
         assert forth.picture()[1].rounds == back.picture()[1].rounds
 
-    def test_one_moment_is_shown_and_not_played(self) -> None:
-        player = Player(moments(1), now=0.0)
-        player.tick(10.0)
-        player.toggle(10.0)
+    def test_one_moment_is_shown_and_not_played(self, clock: Clock) -> None:
+        player = Player(moments(1), clock)
+        clock.now += 10.0
+        player.tick()
+        player.toggle()
         player.last()
         assert (player.index, player.playing) == (0, False)
 
@@ -101,9 +108,8 @@ class TestScreen:
     @pytest.fixture
     def pilot(self, request: pytest.FixtureRequest) -> ScreenPilot:
         options = {"fill": False, "address": "run/history.jsonl", **getattr(request, "param", {})}
-        made = ScreenPilot(**options, player=Player(moments(), 0.0, timezone.utc))
-        made.clock.now = 0.0
-        return made
+        clock = Clock()
+        return ScreenPilot(**options, clock=clock, player=Player(moments(), clock, timezone.utc))
 
     @both
     async def test_keys_go_through_the_history(self, pilot: ScreenPilot) -> None:

@@ -144,7 +144,7 @@ class BrokerProcess:
         self._idle = machine.memory(child.pid)  # before it had a model
         self._snapshots: list[Snapshot] = []  # since the last `forget_turns`
         take = self._snapshots.append
-        self._listener = Listener(lambda: FeedSubscriber(feed), take, lambda _: None)
+        self._listener = Listener(FeedSubscriber(feed), take, lambda _: None)
         self._listener.start()
 
     @property

@@ -66,7 +66,7 @@ class FeedSource(FeedWatcher):
             "age_s": None if self.model.snapshot is None else self.model.age_s(now),
             "missed": self.model.missed,
             "restarts": self.model.restarts,
-            "malformed": self.listener.malformed,
+            "malformed": self.listener.feed.malformed,
             "problem": self._problem,
         }
 

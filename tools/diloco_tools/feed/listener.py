@@ -1,15 +1,10 @@
-"""The socket on the broker's feed, and the thread that listens to it for every display.
-
-ZeroMQ connects again by itself when a connection breaks. It does not notice a host that vanished without
-a word, nor a name that has another address by now: after some silence the socket is made anew.
-"""
+"""The socket on the broker's feed, and the thread that listens to it for every display."""
 
 import math
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import zmq
 
@@ -28,19 +23,12 @@ POLL_S = 0.25  # how long the end of the program may have to wait
 RENEW_AFTER_S = 15.0  # of silence; the feed speaks once a second
 
 
-class Feed(Protocol):
-    """What is listened to: a `FeedSubscriber`, or a stand-in."""
-
-    malformed: int
-    last_error: str
-
-    def receive(self, timeout_s: float) -> Snapshot | None: ...
-
-    def close(self) -> None: ...
-
-
 class FeedSubscriber:
     """Subscribes to one broker's feed, now or as soon as it is there, and again after it was away.
+
+    ZeroMQ connects again by itself when a connection breaks. It does not notice a host that vanished
+    without a word, nor a name that has another address by now: after `renew_after_s` of silence the
+    socket is made anew.
 
     Only the newest snapshot is kept for a reader that is slow: what it did not read is gone, and
     `FeedModel.missed` counts it. Frames that are no snapshots are counted in `malformed`, with the
@@ -50,34 +38,40 @@ class FeedSubscriber:
             snapshot = feed.receive(timeout_s=5.0)
     """
 
-    def __init__(self, address: str = DEFAULT_FEED_ADDRESS) -> None:
+    def __init__(
+        self, address: str = DEFAULT_FEED_ADDRESS, renew_after_s: float = RENEW_AFTER_S
+    ) -> None:
         """Connect in the background. `tcp://` may be left out of the address.
 
         Raises:
             FeedAddressError: the address is not one; whether somebody is there shows in `receive`.
         """
-        self.address = address = with_scheme(address)
+        self.address = with_scheme(address)
         self.malformed = 0
         self.last_error = ""
-        not_one = (
-            f"{address!a} is not a feed address: write tcp://HOST:PORT as diloco-broker serve "
-            f"prints it, for example {DEFAULT_FEED_ADDRESS}"
-        )
-        if not can_be_reached(address):
-            raise FeedAddressError(not_one)
+        self._renew_after_s = renew_after_s
         self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         try:
-            self._socket.linger = 0
-            # No MAXMSGSIZE: libzmq does not reconnect after it, and the feed would be dead for good.
-            self._socket.setsockopt(zmq.CONFLATE, 1)  # before connect; frames are single parts
-            self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
-            if "[" in address:  # IPv6 literals only: "localhost" goes on meaning 127.0.0.1
-                self._socket.setsockopt(zmq.IPV6, 1)
-            self._socket.connect(address)
+            if not can_be_reached(self.address):
+                raise zmq.ZMQError
+            self._connect()
         except zmq.ZMQError:
-            self.close()
-            raise FeedAddressError(not_one) from None
+            self._context.destroy(linger=0)
+            raise FeedAddressError(
+                f"{self.address!a} is not a feed address: write tcp://HOST:PORT as diloco-broker "
+                f"serve prints it, for example {DEFAULT_FEED_ADDRESS}"
+            ) from None
+
+    def _connect(self) -> None:
+        self._heard_at = time.monotonic()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
+        self._socket.linger = 0
+        # No MAXMSGSIZE: libzmq does not reconnect after it, and the feed would be dead for good.
+        self._socket.setsockopt(zmq.CONFLATE, 1)  # before connect; frames are single parts
+        self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
+        if "[" in self.address:  # IPv6 literals only: "localhost" goes on meaning 127.0.0.1
+            self._socket.setsockopt(zmq.IPV6, 1)
+        self._socket.connect(self.address)
 
     def receive(self, timeout_s: float) -> Snapshot | None:
         """Wait at most `timeout_s` seconds for the next snapshot; None when there was none.
@@ -85,22 +79,27 @@ class FeedSubscriber:
         Raises:
             FeedVersionError: the broker is too new or too old for this program.
         """
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
+        if began - self._heard_at >= self._renew_after_s:
+            self._socket.close()
+            self._connect()
         left_s = max(0.0, timeout_s)
         # A flood of garbage does not hold the caller for longer.
         while left_s >= 0 and self._socket.poll(math.ceil(1000 * left_s)):
             try:
-                return parse_snapshot(self._socket.recv())
+                snapshot = parse_snapshot(self._socket.recv())
             except MalformedFeedError as error:
                 self.malformed += 1
                 self.last_error = str(error)
-            left_s = deadline - time.monotonic()
+            else:
+                self._heard_at = time.monotonic()
+                return snapshot
+            left_s = began + timeout_s - time.monotonic()
         return None
 
     def close(self) -> None:
         """Close the socket and its context; again does no harm."""
-        self._socket.close(linger=0)
-        self._context.term()
+        self._context.destroy(linger=0)
 
     def __enter__(self) -> "FeedSubscriber":
         return self
@@ -112,43 +111,42 @@ class FeedSubscriber:
 class Listener(threading.Thread):
     """Hands each snapshot to `take`, and what cannot be read to `complain`, both called in this thread.
 
-    The same sentence is complained of once, until another follows or the connection is new.
-
-    Attributes:
-        malformed: frames that were no snapshots.
-        other_versions: snapshots of another feed version.
-
-    Raises:
-        FeedAddressError: from `open_feed`, which is called at once: the address is none.
+    The same sentence is complained of again after `RENEW_AFTER_S`, or when another came between.
     """
 
     def __init__(
         self,
-        open_feed: Callable[[], Feed],
+        feed: FeedSubscriber,
         take: Callable[[Snapshot], None],
         complain: Callable[[FeedError], None],
-        *,
-        renew_after_s: float = RENEW_AFTER_S,
     ) -> None:
         super().__init__(name="feed", daemon=True)
-        self._open_feed = open_feed
-        self._feed = open_feed()
-        self._take = take
-        self._complain = complain
-        self._renew_after_s = renew_after_s
-        self.malformed = self.other_versions = 0
+        self.feed = feed
+        self._take, self._complain = take, complain
+        self.other_versions = 0  # snapshots of another feed version
         self._ended = threading.Event()
 
     def run(self) -> None:
         """Until `stop`."""
-        try:
+        unreadable, said, said_at = 0, "", 0.0
+        with self.feed as feed:
             while not self._ended.is_set():
-                self._listen(self._feed)
-                if not self._ended.is_set():
-                    self._feed.close()
-                    self._feed = self._open_feed()
-        finally:
-            self._feed.close()
+                complaint: FeedError | None = None
+                try:
+                    if (snapshot := feed.receive(POLL_S)) is not None:
+                        self._take(snapshot)
+                except FeedError as error:  # a version that is not ours: the next broker's may be
+                    complaint = error
+                    self.other_versions += 1
+                if feed.malformed > unreadable:
+                    unreadable = feed.malformed
+                    complaint = complaint or MalformedFeedError(
+                        f"{unreadable} unreadable snapshots, the last: {feed.last_error}"
+                    )
+                now = time.monotonic()
+                if complaint and (str(complaint) != said or now - said_at >= RENEW_AFTER_S):
+                    said, said_at = str(complaint), now
+                    self._complain(complaint)
 
     def stop(self) -> None:
         """Have the thread end, within a quarter of a second."""
@@ -158,31 +156,9 @@ class Listener(threading.Thread):
         """End the thread, or the connection of one that was never started. Again does no harm."""
         self.stop()
         if self.ident is None:
-            self._feed.close()
+            self.feed.close()
         else:
             self.join()
-
-    def _listen(self, feed: Feed) -> None:
-        heard_at, unreadable, said = time.monotonic(), 0, ""
-        while not self._ended.is_set() and time.monotonic() - heard_at < self._renew_after_s:
-            complaint: FeedError | None = None
-            try:
-                snapshot = feed.receive(POLL_S)
-            except FeedError as error:  # a feed version that is not ours: the next broker's may be
-                snapshot, complaint = None, error
-                self.other_versions += 1
-            if snapshot is not None:
-                heard_at = time.monotonic()
-                self._take(snapshot)
-            if feed.malformed > unreadable:
-                self.malformed += feed.malformed - unreadable
-                unreadable = feed.malformed
-                complaint = complaint or MalformedFeedError(
-                    f"{unreadable} unreadable snapshots, the last: {feed.last_error}"
-                )
-            if complaint is not None and str(complaint) != said:
-                said = str(complaint)
-                self._complain(complaint)
 
 
 @dataclass(frozen=True)
@@ -223,7 +199,7 @@ class FeedWatcher:
         self.model = FeedModel()
         self.received = 0
         self._note = note
-        self.listener = Listener(lambda: FeedSubscriber(self.address), self._take, complain)
+        self.listener = Listener(FeedSubscriber(address), self._take, complain)
 
     def __enter__(self) -> "FeedWatcher":
         self.listener.start()
@@ -234,7 +210,7 @@ class FeedWatcher:
 
     def read(self) -> Reading:
         """What is known of the feed now."""
-        unreadable = self.listener.malformed + self.listener.other_versions
+        unreadable = self.listener.feed.malformed + self.listener.other_versions
         with self.lock:
             return Reading(replace(self.model), time.monotonic(), self.received, unreadable)
 

@@ -8,10 +8,9 @@ import copy
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from rich.text import Text
 from textual import events, on
@@ -25,8 +24,8 @@ from textual.widgets import Input, Static
 from diloco_protocol.addresses import control_address
 from diloco_protocol.clients import Answer, Ask, ask_once
 from diloco_protocol.feed import FeedError, Snapshot, Worker
-from diloco_tools.feed.listener import Feed, Listener
-from diloco_tools.feed.model import FeedModel, Freshness
+from diloco_tools.feed.listener import FeedSubscriber, Listener
+from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.top import palette
 from diloco_tools.top.drawing import sentences
@@ -42,24 +41,7 @@ LOOK_S = 0.4  # how often that is looked at
 PLAY_S = 0.1  # how often a replay looks whether the next moment is due
 SAID_FOR_S = 30.0  # a sentence gives its place back
 
-
-# The keys of the list, and those that only move something.
-BINDINGS: list[BindingType] = [
-    Binding(keys, action, show=False)
-    for keys, action in (
-        *((key.names, key.action) for key in KEYS if key.action),
-        ("up", "move(-1)"),
-        ("down", "move(1)"),
-        ("pageup", "move(-10)"),
-        ("pagedown", "move(10)"),
-        ("shift+right", "step(10)"),
-        ("shift+left", "step(-10)"),
-        ("O", "reverse"),
-        ("plus,equals_sign", "speed(1)"),
-        ("minus", "speed(-1)"),
-        ("escape", "clear"),
-    )
-]
+T = TypeVar("T")
 
 
 class Top(App[None]):
@@ -67,7 +49,7 @@ class Top(App[None]):
 
     Args:
         address: of the feed, or the name of the history; shown in the header.
-        open_feed: connects to the feed; None: snapshots come by `take` (a test) or from `player`.
+        feed: what is listened to; None: snapshots come by `heard` (a test) or from `player`.
         ask: sends a request to a broker and waits; it is called in a thread.
         control: the control address, where it is not the one that the feed names.
         readonly: no key changes the run.
@@ -79,7 +61,7 @@ class Top(App[None]):
     AUTO_FOCUS = None  # else the filter, though hidden, would take the keys
     CSS = palette.CSS
     BINDINGS: ClassVar[list[BindingType]] = [
-        *BINDINGS,
+        *(Binding(key.names, key.action, show=False) for key in KEYS),
         Binding("ctrl+c", "quit", show=False, priority=True),
     ]
 
@@ -87,7 +69,7 @@ class Top(App[None]):
         self,
         address: str,
         *,
-        open_feed: Callable[[], Feed] | None = None,
+        feed: FeedSubscriber | None = None,
         ask: Ask = ask_once,
         control: str | None = None,
         readonly: bool = False,
@@ -110,10 +92,10 @@ class Top(App[None]):
         self._drawn_at = -math.inf
         self._address, self._control, self._readonly = address, control, readonly
         self._ask, self._clock, self._player = ask, clock, player
-        self._keys = keys_for(readonly=readonly, replay=player is not None)
-        self._frozen: Scene | None = None
+        # What is shown instead of what is known, and as of when.
+        self._frozen: tuple[FeedModel, RunSeries, float] | None = None
         self._asking = ""  # the request under way
-        self._listener = open_feed and Listener(open_feed, self.heard, self.cannot_read)
+        self._listener = Listener(feed, self.heard, self.cannot_read) if feed else None
 
     def compose(self) -> ComposeResult:
         yield Canvas(self.redraw)
@@ -170,65 +152,50 @@ class Top(App[None]):
 
     def scene(self) -> Scene:
         """What the picture is made from."""
-        now = self._clock()
+        now, player = self._clock(), self._player
         if self.said.text and not self._asking and now - self._said_at > SAID_FOR_S:
             self.said = Said()
-        if (player := self._player) is not None:
-            model, series = player.picture()
-            return Scene(
-                model=model,
-                series=series,
-                now=player.moment.at,
-                fresh=Freshness.LIVE,
-                age_s=0.0,
-                address=self._address,
-                replay=player.replayed(),
-                said=self.said,
-                keys=self._keys,
-            )
-        live = Scene(
-            model=self.model,
-            series=self.series,
-            now=now,
-            fresh=self.model.freshness(now),
-            age_s=self.model.age_s(now),
+        feed, series = self.model, self.series
+        if player is not None:
+            (feed, series), now = player.picture(), player.moment.at
+        model, series, at = self._frozen or (feed, series, now)
+        return Scene(
+            model=model,
+            series=series,
+            now=at,
+            fresh=feed.freshness(now),
+            age_s=feed.age_s(now),
             address=self._address,
+            frozen_s=None if self._frozen is None else now - at,
+            replay=player,
             readonly=self._readonly,
             said=self.said,
-            keys=self._keys,
-        )
-        if (held := self._frozen) is None:
-            return live
-        return replace(
-            live, model=held.model, series=held.series, now=held.now, frozen_s=now - held.now
         )
 
     def _tick(self) -> None:
-        if self._player is None:
+        player = self._player
+        if player is None:
             # Snapshots that come in time draw the picture themselves: once a second is enough.
-            if self._clock() - self._drawn_at >= REFRESH_S:
-                self.redraw()
-            return
-        before = (self._player.index, self._player.playing, self.said)
-        self._player.tick(self._clock())
-        if before != (self._player.index, self._player.playing, self.said):
+            is_due = self._clock() - self._drawn_at >= REFRESH_S
+        else:
+            before = (player.index, player.playing)
+            player.tick()
+            is_due = before != (player.index, player.playing)
+        if is_due:
             self.redraw()
 
     # The table.
 
-    def _shown(self) -> Snapshot | None:
-        scene = self.scene()
-        return scene.model.at(scene.now)
+    def _rows(self) -> list[Worker]:
+        snapshot = self.scene().snapshot()
+        return self.view.rows(snapshot.workers) if snapshot else []
 
     def _marked(self) -> Worker | None:
-        snapshot = self._shown()
-        rows = self.view.rows(snapshot.workers) if snapshot else []
-        return next((worker for worker in rows if worker.id == self.view.marked), None)
+        return next((worker for worker in self._rows() if worker.id == self.view.marked), None)
 
     def action_move(self, by: int) -> None:
-        if (snapshot := self._shown()) is not None:
-            self.view.move(by, self.view.rows(snapshot.workers))
-            self.redraw()
+        self.view.move(by, self._rows())
+        self.redraw()
 
     def on_click(self, event: events.Click) -> None:
         canvas = self.screen_stack[0].query_one(Canvas)
@@ -280,13 +247,9 @@ class Top(App[None]):
     def action_freeze(self) -> None:
         if self._player is not None:
             return
-        if self._frozen is not None or self.model.snapshot is None:
-            self._frozen = None
-        else:
-            scene = self.scene()
-            self._frozen = replace(
-                scene, model=copy.copy(scene.model), series=copy.deepcopy(scene.series)
-            )
+        frozen = (copy.copy(self.model), copy.deepcopy(self.series), self._clock())
+        is_thawed = self._frozen is not None or self.model.snapshot is None
+        self._frozen = None if is_thawed else frozen
         self.redraw()
 
     def action_details(self) -> None:
@@ -296,29 +259,14 @@ class Top(App[None]):
             self.push_screen(Page(title, sentences.details(worker, rate, self.glyphs)))
 
     def action_help(self) -> None:
-        self.push_screen(Page("diloco-top: keys", sentences.help_page(self._keys, self.glyphs)))
+        keys = keys_for(readonly=self._readonly, replay=self._player is not None)
+        self.push_screen(Page("diloco-top: keys", sentences.help_page(keys, self.glyphs)))
 
-    # The history.
-
-    def _play(self, move: Callable[[Player], None]) -> None:
+    def action_play(self, move: str, *by: int) -> None:
+        """Go through the history: a method of the player."""
         if self._player is not None:
-            move(self._player)
+            getattr(self._player, move)(*by)
             self.redraw()
-
-    def action_play(self) -> None:
-        self._play(lambda player: player.toggle(self._clock()))
-
-    def action_step(self, by: int) -> None:
-        self._play(lambda player: player.step(by))
-
-    def action_first(self) -> None:
-        self._play(Player.first)
-
-    def action_last(self) -> None:
-        self._play(Player.last)
-
-    def action_speed(self, by: int) -> None:
-        self._play(lambda player: player.change_speed(by, self._clock()))
 
     # The run.
 
@@ -340,40 +288,38 @@ class Top(App[None]):
             return None
         return control_address(self.model.snapshot.control, self._address)
 
-    def _request(self, action: str, arguments: Mapping[str, object] | None = None) -> None:
+    def _request(self, action: str, **arguments: object) -> None:
         """Send a request in a thread: the screen goes on, and the answer comes as a message."""
         address = self._where()
         if address is None:
             return
 
         def wait() -> None:
-            self.call_later(self._answered, self._ask(address, action, arguments or {}))
+            self.call_later(self._answered, self._ask(address, action, arguments))
 
         self._asking = action
         self.say(f"{action}: waiting for the answer of {address}", QUIET)
         # Not a worker of Textual: quitting would wait for the answer.
         threading.Thread(target=wait, name="control", daemon=True).start()
 
-    def _dialog(self, dialog: Screen[bool], action: str, **arguments: object) -> None:
-        def then(yes: bool | None) -> None:
-            if yes:
-                self._request(action, arguments)
+    def _confirm(self, dialog: Screen[T], send: Callable[[T], None]) -> None:
+        """Ask first; what is not answered is not sent."""
+        self.push_screen(dialog, lambda answer: send(answer) if answer else None)
 
-        self.push_screen(dialog, then)
+    def action_save(self) -> None:
+        self._request("save")
 
     def action_kick(self) -> None:
         if self._where() is None:
             return
-        worker, snapshot = self._marked(), self._shown()
+        worker, snapshot = self._marked(), self.scene().snapshot()
         if worker is None or snapshot is None:
             self.say("There is no worker to kick.", QUIET)
             return
         title = sentences.kick_title(worker, self.glyphs)
         said = sentences.kick(worker, snapshot, self.glyphs)
-        self._dialog(Question(title, said, "kick it"), "kick", worker=worker.id)
-
-    def action_save(self) -> None:
-        self._request("save")
+        dialog = Question(title, said, "kick it")
+        self._confirm(dialog, lambda _: self._request("kick", worker=worker.id))
 
     def action_rate(self) -> None:
         if self._where() is None:
@@ -384,12 +330,8 @@ class Top(App[None]):
             kind = snapshot.outer.optimizer or "outer optimizer"
             self.say(f"The learning rate of {kind} is its own: it cannot be set here.", QUIET)
             return
-
-        def then(new: float | None) -> None:
-            if new is not None:
-                self._request("set", {"outer_lr": new})
-
-        self.push_screen(NewRate(old, self.glyphs), then)
+        dialog = NewRate(old, self.glyphs)
+        self._confirm(dialog, lambda new: self._request("set", outer_lr=new))
 
     def action_pause(self) -> None:
         if self._where() is None:
@@ -398,7 +340,8 @@ class Top(App[None]):
         if snapshot is not None and snapshot.state == "paused":
             self._request("resume")
         else:
-            self._dialog(Question("Pause the run?", sentences.PAUSE, "pause"), "pause")
+            dialog = Question("Pause the run?", sentences.PAUSE, "pause")
+            self._confirm(dialog, lambda _: self._request("pause"))
 
     def action_shutdown(self) -> None:
         if self._where() is None:
@@ -406,4 +349,5 @@ class Top(App[None]):
         snapshot = self.model.snapshot
         said = sentences.shutdown(snapshot, self.glyphs)
         word = self.glyphs.printable(sentences.shutdown_word(snapshot))
-        self._dialog(TypedWord("End the run?", said, word), "shutdown")
+        dialog = TypedWord("End the run?", said, word)
+        self._confirm(dialog, lambda _: self._request("shutdown"))

@@ -5,7 +5,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,18 +14,19 @@ from typing import Annotated, NoReturn
 import typer
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
-from diloco_protocol.feed import FeedError, Snapshot
+from diloco_protocol.feed import FeedError
 from diloco_tools.feed.estimate import inner_step_now
 from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.replay import History, read_history
+from diloco_tools.feed.series import RunSeries
 from diloco_tools.terminal import console, fail
 from diloco_tools.top.drawing.notation import Glyphs
+from diloco_tools.top.drawing.scene import Scene
 from diloco_tools.top.drawing.text_screen import screen
 
 HEALTHY, DEGRADED, NO_FEED, INTERRUPTED = 0, 1, 2, 130
 LOOK_S = 1.0  # with --follow: how soon a feed that falls silent is noticed
-RENEW_AFTER_S = 15.0  # of silence: a host that vanished without a word may be back elsewhere
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
@@ -103,6 +104,7 @@ def top(
     glyphs = Glyphs.ascii() if ascii_only else Glyphs.for_encoding(sys.stdout.encoding)
     show = _show_json if as_json else partial(_show_text, glyphs)
     healthy = True
+    shown: Iterable[tuple[FeedModel, float]]
     try:
         history = None if replay is None else read_history(replay)
         name = address if replay is None else str(replay)
@@ -110,7 +112,8 @@ def top(
             _full_screen(name, history, glyphs=glyphs, control=control, readonly=readonly)
             return
         if history is not None:
-            shown = _of_history(history, follow)
+            moments = history.moments if follow else history.moments[-1:]
+            shown = ((FeedModel(each.snapshot, each.at), each.at) for each in moments)
         else:
             shown = _of_feed(address, timeout, follow, tells_of_silence=not as_json)
         for number, (model, now) in enumerate(shown):
@@ -130,38 +133,19 @@ def _of_feed(
     """What arrives, the first or all, as of a time of our clock."""
     model = FeedModel()
     told: Freshness | None = None
-    for snapshot in _snapshots(address, timeout):
-        now = time.monotonic()
-        is_news = snapshot is not None and model.update(snapshot, now)
-        # Silence is news for people, too: once when the feed turns late, and once when it turns stale.
-        if is_news or (tells_of_silence and model.freshness(now) is not told):
-            told = model.freshness(now)
-            yield model, now
-            if not follow:
-                return
-
-
-def _snapshots(address: str, timeout: float) -> Iterator[Snapshot | None]:
-    """Snapshots as they come, None for each second without; ends by itself if none ever comes."""
-    ever = False
-    while True:
-        with FeedSubscriber(address) as feed:
-            heard_at = time.monotonic()
-            while time.monotonic() - heard_at < RENEW_AFTER_S:
-                snapshot = feed.receive(LOOK_S if ever else timeout)
-                if snapshot is None and not ever:
-                    _fail(_silence(feed, timeout))
-                if snapshot is not None:
-                    ever, heard_at = True, time.monotonic()
-                yield snapshot
-
-
-def _of_history(history: History, follow: bool) -> Iterator[tuple[FeedModel, float]]:
-    """The end of a history, or all of it."""
-    for moment in history.moments if follow else history.moments[-1:]:
-        model = FeedModel()
-        model.update(moment.snapshot, moment.at)
-        yield model, moment.at
+    with FeedSubscriber(address) as feed:
+        while True:
+            snapshot = feed.receive(timeout if told is None else LOOK_S)
+            now = time.monotonic()
+            is_news = snapshot is not None and model.update(snapshot, now)
+            if told is None and not is_news:
+                _fail(_silence(feed, timeout))
+            # Silence is news for people, too: once when the feed turns late, once when it turns stale.
+            if is_news or (tells_of_silence and model.freshness(now) is not told):
+                told = model.freshness(now)
+                yield model, now
+                if not follow:
+                    return
 
 
 def _show_json(name: str, model: FeedModel, now: float) -> bool:
@@ -181,8 +165,8 @@ def _show_json(name: str, model: FeedModel, now: float) -> bool:
 def _show_text(glyphs: Glyphs, name: str, model: FeedModel, now: float) -> bool:
     """Print one screen for people; whether the run is healthy."""
     shown = console()
-    text = screen(model, now, name, shown.width, glyphs)
-    shown.print(text, soft_wrap=True)  # the screen has its width already
+    scene = Scene(model, RunSeries(), now, model.freshness(now), model.age_s(now), name)
+    shown.print(screen(scene, shown.width, glyphs), soft_wrap=True)  # it has its width already
     return model.verdict(now).healthy
 
 
@@ -215,11 +199,11 @@ def _full_screen(
 
     shown = Top(
         name,
-        open_feed=None if history is not None else lambda: FeedSubscriber(name),
+        feed=None if history is not None else FeedSubscriber(name),
         control=control,
         readonly=readonly,
         glyphs=glyphs,
-        player=None if history is None else Player(history.moments, time.monotonic()),
+        player=None if history is None else Player(history.moments, time.monotonic),
         colour="NO_COLOR" not in os.environ,
     )
     if history is not None and history.skipped:

@@ -20,6 +20,7 @@ from diloco_tools.top.drawing.notation import (
 )
 from diloco_tools.top.drawing.sheet import Part
 
+Parts = Sequence[Part]
 NAMES = 4  # of missing workers in one row
 
 
@@ -29,7 +30,6 @@ def run_name(snapshot: Snapshot) -> str:
 
 
 def run_title(snapshot: Snapshot) -> str:
-    """What a header says of the run."""
     name = run_name(snapshot)
     return f"run {name}" if name else "no run yet"
 
@@ -40,41 +40,31 @@ def has_round(snapshot: Snapshot) -> bool:
     return snapshot.mode != "async" and bool(now_open and (now_open.number or now_open.expected))
 
 
-def now_row(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, Sequence[Part]]:
-    """Label and parts of what goes on: a round, or pushes."""
+def now(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, Parts]:
+    """Label and parts of what goes on: the open round and who is missing, or pushes."""
     if snapshot.mode == "async":
-        return "applied", _applied_parts(snapshot)
-    return "round", _round_parts(snapshot, glyphs)
-
-
-def _round_parts(snapshot: Snapshot, glyphs: Glyphs) -> Sequence[Part]:
-    """The open round: how far it is, and who is missing."""
+        count = sum(part.gradients for part in snapshot.fragments)
+        reducer = snapshot.reducer
+        return "applied", (
+            f"{count} push{'es' if count != 1 else ''}",
+            f"{reducer.submissions} under way" if reducer.submissions else "",
+            f"{reducer.waiting} waiting for a slot" if reducer.waiting else "",
+        )
     now_open = snapshot.round
     if now_open is None or not has_round(snapshot):
-        return ()
+        return "round", ()
     arrived, expected = len(now_open.arrived), len(now_open.expected)
-    missing = now_open.missing
+    missing = sorted(now_open.missing)
     more = f" and {len(missing) - NAMES} more" if len(missing) > NAMES else ""
-    return (
+    return "round", (
         f"{now_open.number} {now_open.phase} {duration(now_open.age_s)}",
         f"fragment {now_open.fragment}" if len(snapshot.fragments) > 1 else "",
         Text(f"{arrived}/{expected} arrived {glyphs.bar(arrived, expected)}"),
-        f"missing {', '.join(sorted(missing)[:NAMES])}{more}" if missing else "",
+        f"missing {', '.join(missing[:NAMES])}{more}" if missing else "",
     )
 
 
-def _applied_parts(snapshot: Snapshot) -> Sequence[Part]:
-    """What an asynchronous run has instead of a round."""
-    count = sum(part.gradients for part in snapshot.fragments)
-    reducer = snapshot.reducer
-    return (
-        f"{count} push{'es' if count != 1 else ''}",
-        f"{reducer.submissions} under way" if reducer.submissions else "",
-        f"{reducer.waiting} waiting for a slot" if reducer.waiting else "",
-    )
-
-
-def state_part(snapshot: Snapshot, glyphs: Glyphs) -> Text:
+def state(snapshot: Snapshot, glyphs: Glyphs) -> Text:
     """Training, or in colour what it does instead."""
     if snapshot.state == "paused" and snapshot.paused_for_s is not None:
         return Text(f"paused for {duration(snapshot.paused_for_s)}", UNEASY)
@@ -88,38 +78,38 @@ def nobody(snapshot: Snapshot) -> str:
     return "all workers have left" if snapshot.ended else "no workers yet"
 
 
-def counts_parts(snapshot: Snapshot) -> Sequence[Part]:
+def counts(snapshot: Snapshot) -> Parts:
     """Workers alive, participating in this round, averaged in the last one: never one number."""
-    counts = snapshot.counts
-    wanted = snapshot.workers_wanted
+    here, wanted = snapshot.counts, snapshot.workers_wanted
     return (
-        f"{counts.alive} alive",
-        f"{counts.participating} participating",
-        f"{counts.averaged} averaged",
+        f"{here.alive} alive",
+        f"{here.participating} participating",
+        f"{here.averaged} averaged",
         f"{wanted} wanted" if wanted is not None else "",
         count(snapshot.totals.deaths, "died", BAD),
     )
 
 
-def last_parts(snapshot: Snapshot) -> Sequence[Part]:
+def last(snapshot: Snapshot) -> Parts:
     """The round, or the push, that was counted last."""
-    last = snapshot.last_round
-    if last is None:
+    closed = snapshot.last_round
+    if closed is None:
         return ()
-    what: tuple[str, ...]
-    if snapshot.mode == "async":
-        what = (f"push {last.number + 1}", f"{plural(last.staleness, 'version')} old")
-    else:
-        took = f"took {last.seconds:.1f} s"
-        what = (f"round {last.number}", took, f"{last.averaged} averaged")
+    what: tuple[str, ...] = (
+        f"push {closed.number + 1}",
+        f"{plural(closed.staleness, 'version')} old",
+    )
+    if snapshot.mode != "async":
+        took = f"took {closed.seconds:.1f} s"
+        what = (f"round {closed.number}", took, f"{closed.averaged} averaged")
     return (
         *what,
-        f"loss {number(last.loss)}" if last.loss is not None else "",
-        f"delta norm {last.delta_norm:.3g}" if last.delta_norm is not None else "",
+        f"loss {number(closed.loss)}" if closed.loss is not None else "",
+        f"delta norm {closed.delta_norm:.3g}" if closed.delta_norm is not None else "",
     )
 
 
-def optimizer_parts(snapshot: Snapshot) -> Sequence[Part]:
+def optimizer(snapshot: Snapshot) -> Parts:
     """The outer optimizer and what may be changed about it."""
     outer = snapshot.outer
     return (
@@ -129,7 +119,7 @@ def optimizer_parts(snapshot: Snapshot) -> Sequence[Part]:
     )
 
 
-def terms_parts(snapshot: Snapshot) -> Sequence[Part]:
+def exchange(snapshot: Snapshot) -> Parts:
     """How often is exchanged, and in which dtypes."""
     return (
         f"every {snapshot.sync_every} steps" if snapshot.sync_every else "",
@@ -142,44 +132,41 @@ def _has_buffer(snapshot: Snapshot) -> bool:
     return (snapshot.outer.buffer or 0) > 1
 
 
-def buffers_part(snapshot: Snapshot) -> str:
+def buffers(snapshot: Snapshot) -> str:
     """How full the buffer of the outer optimizer is, fragment by fragment."""
     size = snapshot.outer.buffer
     fill = " ".join(f"{part.buffered}/{size}" for part in snapshot.fragments)
     return f"buffer {fill}" if _has_buffer(snapshot) else ""
 
 
-def reducing_parts(snapshot: Snapshot) -> Sequence[Part]:
-    """What differs from a plain mean of everyone's contribution; empty where nothing does."""
-    reducer = snapshot.reducer
-    parts = (
-        f"quorum {reducer.quorum}, {reducer.grace_s:g} s grace, late work: {reducer.late}"
-        if reducer.quorum is not None
-        else "",
-        reducer.aggregate if reducer.aggregate != "mean" else "",
-        "deterministic" if reducer.deterministic else "",
-        f"weights by {reducer.weight_by}" if reducer.weight_by != "equal" else "",
+def reducing(snapshot: Snapshot) -> Parts:
+    """What differs from a plain mean of everyone's contribution."""
+    told = snapshot.reducer
+    quorum = f"quorum {told.quorum}, {told.grace_s:g} s grace, late work: {told.late}"
+    return (
+        quorum if told.quorum is not None else "",
+        told.aggregate if told.aggregate != "mean" else "",
+        "deterministic" if told.deterministic else "",
+        f"weights by {told.weight_by}" if told.weight_by != "equal" else "",
     )
-    return parts if any(parts) else ()
 
 
-def merging_parts(snapshot: Snapshot) -> Sequence[Part]:
+def merging(snapshot: Snapshot) -> Parts:
     """How workers take in the fragments; nothing where the model is one fragment."""
     if len(snapshot.fragments) < 2:
         return ()
     longest = snapshot.fragment_max_delay
     varies = snapshot.fragment_delay_auto or longest != snapshot.fragment_sync_delay
+    is_alpha = snapshot.fragment_merge == "alpha"
     return (
         snapshot.fragment_pattern or "",
-        _delay_part(snapshot),
+        _delay(snapshot),
         f"at most {longest}" if longest is not None and varies else "",
-        f"alpha {snapshot.fragment_update_alpha:g}"
-        if snapshot.fragment_merge == "alpha"
-        else snapshot.fragment_merge,
+        f"alpha {snapshot.fragment_update_alpha:g}" if is_alpha else snapshot.fragment_merge,
     )
 
 
-def _delay_part(snapshot: Snapshot) -> str:
+def _delay(snapshot: Snapshot) -> str:
     """How many steps after its slot a fragment is merged; where it varies, what workers had last."""
     if not snapshot.fragment_delay_auto:
         return f"merged after {snapshot.fragment_sync_delay} steps"
@@ -191,7 +178,7 @@ def _delay_part(snapshot: Snapshot) -> str:
     return f"merged when here, after {since}{plural(most, 'step')}"
 
 
-def asynchronous_parts(snapshot: Snapshot) -> Sequence[Part]:
+def asynchronous(snapshot: Snapshot) -> Parts:
     """What an asynchronous run was told about slow workers and stale work."""
     told = snapshot.asynchronous
     if told is None:
@@ -205,7 +192,7 @@ def asynchronous_parts(snapshot: Snapshot) -> Sequence[Part]:
     )
 
 
-def liveness_parts(snapshot: Snapshot) -> Sequence[Part]:
+def liveness(snapshot: Snapshot) -> Parts:
     """When a worker counts as dead, stalled, gone; a limit of 0 is none."""
     limits = snapshot.liveness
     told = (
@@ -220,7 +207,7 @@ def liveness_parts(snapshot: Snapshot) -> Sequence[Part]:
     ]
 
 
-def fragment_part(part: Fragment, snapshot: Snapshot, *, wordy: bool) -> Text:
+def fragment(part: Fragment, snapshot: Snapshot, *, wordy: bool) -> Text:
     """Version and buffer of one fragment; bold for the one that the open round concerns."""
     several = len(snapshot.fragments) > 1
     words = [f"{part.fragment}:v{part.version}" if several else f"v{part.version}"]
@@ -233,22 +220,21 @@ def fragment_part(part: Fragment, snapshot: Snapshot, *, wordy: bool) -> Text:
     return Text(" ".join(words), "bold" if several and now_open else "")
 
 
-def model_parts(snapshot: Snapshot) -> Sequence[Part]:
-    """The size of the model, and its version."""
+def model(snapshot: Snapshot) -> Parts:
     size = snapshot.model
     if size is None:
         return ()
     versions = " ".join(str(part.version) for part in snapshot.fragments)
-    plural = "s" if len(snapshot.fragments) > 1 else ""
+    many = "s" if len(snapshot.fragments) > 1 else ""
     return (
         f"{scaled(size.parameters)} parameters",
         f"{size.tensors} tensors",
         byte_size(size.bytes),
-        f"version{plural} {versions}" if versions else "",
+        f"version{many} {versions}" if versions else "",
     )
 
 
-def traffic_parts(snapshot: Snapshot) -> Sequence[Part]:
+def traffic(snapshot: Snapshot) -> Parts:
     """Bytes and pushes so far."""
     totals = snapshot.totals
     return (
@@ -260,19 +246,19 @@ def traffic_parts(snapshot: Snapshot) -> Sequence[Part]:
     )
 
 
-def loop_parts(snapshot: Snapshot, cpu: float | None = None) -> Sequence[Part]:
+def loop(snapshot: Snapshot, cpu: float | None = None) -> Parts:
     """What the broker itself takes. `cpu` is its use of one core over the last moments, 0 to 1."""
-    loop = snapshot.loop
+    taken = snapshot.loop
     used = f"{100 * cpu:.0f}%" if cpu is not None else ""
-    spent = duration(loop.cpu_s) if loop.cpu_s is not None else ""
+    spent = duration(taken.cpu_s) if taken.cpu_s is not None else ""
     return (
-        f"turn {loop.longest_turn_ms:.1f} ms" if loop.longest_turn_ms is not None else "",
+        f"turn {taken.longest_turn_ms:.1f} ms" if taken.longest_turn_ms is not None else "",
         f"cpu {used or spent}" if used or spent else "",
-        f"rss {byte_size(loop.rss_bytes)}" if loop.rss_bytes is not None else "",
+        f"rss {byte_size(taken.rss_bytes)}" if taken.rss_bytes is not None else "",
     )
 
 
-def checkpoint_parts(snapshot: Snapshot, glyphs: Glyphs) -> Sequence[Part]:
+def checkpoint(snapshot: Snapshot, glyphs: Glyphs) -> Parts:
     """The newest checkpoint and its age, or why there is none."""
     saved = snapshot.checkpoint
     if saved is None:
@@ -299,7 +285,6 @@ def reasons(snapshot: Snapshot) -> str:
 
 
 def newest_rejections(snapshot: Snapshot, most: int) -> list[Rejection]:
-    """The last refused pushes, the newest first."""
     return sorted(snapshot.rejections, key=lambda refused: refused.age_s)[:most]
 
 

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from rich.text import Text
 
 from diloco_protocol.feed import Snapshot, Worker
-from diloco_tools.feed.estimate import inner_step_now
 from diloco_tools.top.drawing import facts, panes
-from diloco_tools.top.drawing.keys import footer
+from diloco_tools.top.drawing.keys import footer, keys_for
 from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs
 from diloco_tools.top.drawing.scene import Said, Scene, View
 from diloco_tools.top.drawing.sheet import Sheet
-from diloco_tools.top.drawing.table import FULL_SCREEN, Row, Table, lay_out
+from diloco_tools.top.drawing.table import FULL_SCREEN, rows_of, table
 
 MIN_WIDTH, MIN_HEIGHT = 80, 24  # everything is there at 80 by 24
 TALL = 32  # lines from which there is room for air
@@ -23,6 +22,10 @@ CURVE = 4  # lines of a curve on a tall screen
 EVENTS, EVENTS_TALL = 4, 8  # lines kept for events when there are many workers
 LONG_EVENT = 3  # lines that one event may have
 MARKED = "bold on #2b3648"
+SILENCE = (
+    "No snapshot has come from {} yet. Start diloco-broker serve, or give the feed address that it "
+    "printed (the control address has another port). This screen fills as soon as the broker is there."
+)
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,14 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
     """What the window shows. Settles the marked worker and the scroll of `view`."""
     wide = max(width, MIN_WIDTH)
     sheet = Sheet(wide - 2, glyphs)  # a column of air at either side
-    snapshot = scene.model.at(scene.now)
+    snapshot = scene.snapshot()
     paused = snapshot is not None and snapshot.state == "paused"
-    foot = footer(scene.keys, wide, glyphs, paused=paused, frozen=scene.frozen_s is not None)
+    keys = keys_for(readonly=scene.readonly, replay=scene.replay is not None)
+    foot = footer(keys, wide, glyphs, paused=paused, frozen=scene.frozen_s is not None)
     head = panes.header(scene, sheet)
     if snapshot is None:
-        body = _inset(panes.silence(scene, sheet))
+        words = sheet.words(SILENCE.format(scene.address))
+        body = _inset(sheet.flow(Text(), words, indent=0, gap=1))
         status = _status(scene, "", sheet)
         gap = max(0, height - len(body) - 3 - len(status))
         return Picture([head, Text(), *body, *[Text()] * gap, *status, foot], [])
@@ -77,8 +82,9 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
             break
     room = max(1, free - min(len(log), EVENTS_TALL if tall else EVENTS))
     place = view.settle(rows, room)
-    table = _table(scene, snapshot, view, rows, sheet)
-    seen = table.lines[view.offset : view.offset + room]
+    known = rows_of(rows, snapshot, scene.model.freshness(scene.now), scene.series)
+    titles, *drawn = table(FULL_SCREEN, known, sheet, names_first=1, emphasised=view.by.column)
+    seen = drawn[view.offset : view.offset + room]
     window = seen or [_nobody(snapshot, view, sheet)]
     if place >= 0:
         marked = window[place - view.offset]
@@ -88,7 +94,7 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
     log = log[-left:] if left else []
     log += [Text()] * (left - len(log))
     lines = [
-        *_inset([*upper, table.header]),
+        *_inset([*upper, titles]),
         *(
             Text.assemble((">", "bold") if view.offset + n == place else " ", line)
             for n, line in enumerate(window)
@@ -123,23 +129,24 @@ def _upper(
         *panes.curves(scene, snapshot, sheet, CURVE if tall else 1),
         *air,
         *panes.broker_rows(snapshot, scene.series.cpu, sheet, refusals),
-        *panes.verdict(scene, sheet, reasons),
+        *_verdict(scene, sheet, reasons),
         *air,
     ]
 
 
-def _table(scene: Scene, snapshot: Snapshot, view: View, rows: list[Worker], sheet: Sheet) -> Table:
-    series, fresh = scene.series, scene.model.freshness(scene.now)
-    made = [
-        Row(
-            worker,
-            inner_step_now(snapshot, worker, fresh),
-            series.rate_of(worker.id),
-            [speed for _, speed in series.speeds.get(worker.id, ())],
-        )
-        for worker in rows
-    ]
-    return lay_out(FULL_SCREEN, made, sheet, names_first=1, emphasised=view.by.column)
+def _verdict(scene: Scene, sheet: Sheet, most: int) -> list[Text]:
+    """The verdict and its reasons: on one line if there is but one, else a line for each."""
+    label, reasons = panes.verdict(scene, sheet)
+    if not reasons:
+        return [label]
+    label.append("  ")
+    shown = [sheet.text(reason) for reason in reasons]
+    if most == 1:
+        return [sheet.cut(Text.assemble(label, Text("; ").join(shown)))]
+    if len(reasons) > most:
+        shown[most - 1 :] = [Text(f"and {len(reasons) - most + 1} more")]
+    indent = Text(" " * label.cell_len)
+    return [sheet.cut(Text.assemble(indent if i else label, text)) for i, text in enumerate(shown)]
 
 
 def _nobody(snapshot: Snapshot, view: View, sheet: Sheet) -> Text:

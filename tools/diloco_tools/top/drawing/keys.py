@@ -1,71 +1,70 @@
 """The keys of diloco-top: one list for bindings, footer and help. Pure."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from typing import NamedTuple
 
 from rich.text import Text
 
 from diloco_tools.top.drawing.notation import QUIET, Glyphs
 
 
-class When(Enum):
-    """Where a key means something."""
-
-    ALWAYS = "always"
-    CONTROL = "control"  # changes the run: not with --readonly, not in a replay
-    LIVE = "live"  # not in a replay
-    REPLAY = "replay"
-
-
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """`names` as Textual calls them, `sign` as people do; no `sign`: the key before tells of it.
 
-    `label` and `wide` are for the footer, `told` is for the help.
+    `label` and `wide` (where there is room) are for the footer, `told` is for the help.
     """
 
     names: str
     sign: str
     action: str
-    label: str
-    wide: str  # the label where there is room
-    told: str
-    when: When = When.ALWAYS
+    label: str = ""
+    wide: str = ""
+    told: str = ""
 
 
-KEYS = (
-    Key("k", "k", "kick", "Kick", "Kick", "remove the marked worker from the run", When.CONTROL),
-    Key("s", "s", "save", "Save", "Save", "write a checkpoint now", When.CONTROL),
-    Key("l", "l", "rate", "LR", "Outer LR", "set the outer learning rate", When.CONTROL),
-    Key("p", "p", "pause", "Pause", "Pause", "pause the run, or let it go on", When.CONTROL),
-    Key("S,ctrl+x", "S", "shutdown", "Shutdown", "Shut down", "end the run (also ctrl-x)",
-        When.CONTROL),
-    Key("space", "space", "play", "Play", "Play/Pause", "play the history, or stop", When.REPLAY),
-    Key("right", "←→", "step(1)", "Step", "Step", "one line of the history back, or on", When.REPLAY),
-    Key("left", "", "step(-1)", "", "", "", When.REPLAY),
-    Key("shift+right,shift+left", "shift-←→", "", "", "", "ten lines back, or on", When.REPLAY),
-    Key("home", "home", "first", "", "First", "the beginning of the history", When.REPLAY),
-    Key("end", "end", "last", "", "Last", "its end", When.REPLAY),
-    Key("plus,equals_sign,minus", "+ -", "", "Speed", "Speed", "faster, slower", When.REPLAY),
+STEERING = (
+    Key("k", "k", "kick", "Kick", "Kick", "remove the marked worker from the run"),
+    Key("s", "s", "save", "Save", "Save", "write a checkpoint now"),
+    Key("l", "l", "rate", "LR", "Outer LR", "set the outer learning rate"),
+    Key("p", "p", "pause", "Pause", "Pause", "pause the run, or let it go on"),
+    Key("S,ctrl+x", "S", "shutdown", "Shutdown", "Shut down", "end the run (also ctrl-x)"),
+)
+PLAYING = (
+    Key("space", "space", "play('toggle')", "Play", "Play/Pause", "play the history, or stop"),
+    Key("right", "←→", "play('step', 1)", "Step", "Step", "one line of the history back, or on"),
+    Key("left", "", "play('step', -1)"),
+    Key("shift+right", "shift-←→", "play('step', 10)", told="ten lines back, or on"),
+    Key("shift+left", "", "play('step', -10)"),
+    Key("home", "home", "play('first')", "", "First", "the beginning of the history"),
+    Key("end", "end", "play('last')", "", "Last", "its end"),
+    Key("plus,equals_sign", "+ -", "play('faster', 1)", "Speed", "Speed", "faster, slower"),
+    Key("minus", "", "play('faster', -1)"),
+)
+ORDERING = (
     Key("o", "o", "sort", "Sort", "Sort", "sort by the next column (O: the other way round)"),
+    Key("O", "", "reverse"),
     Key("slash", "/", "filter", "Filter", "Filter",
         "only workers with this in id, host, state or health"),
-    Key("f", "f", "freeze", "Freeze", "Freeze", "hold the picture still; the feed is read on",
-        When.LIVE),
-    Key("up,down,pageup,pagedown", "↑↓", "", "", "", "mark a worker (also PgUp, PgDn, the mouse)"),
+)  # fmt: skip
+FREEZE = Key("f", "f", "freeze", "Freeze", "Freeze", "hold the picture still; the feed is read on")
+OTHERS = (
+    Key("up", "↑↓", "move(-1)", told="mark a worker (also PgUp, PgDn, the mouse)"),
+    Key("down", "", "move(1)"),
+    Key("pageup", "", "move(-10)"),
+    Key("pagedown", "", "move(10)"),
     Key("enter", "enter", "details", "", "Details", "everything about the marked worker"),
     Key("question_mark", "?", "help", "Help", "Help", "this page"),
     Key("q", "q", "quit", "Quit", "Quit", "end diloco-top; the run goes on"),
-)  # fmt: skip
+    Key("escape", "", "clear"),
+)
+KEYS = (*STEERING, *PLAYING, *ORDERING, FREEZE, *OTHERS)
 PLAIN = {"←→": "<- ->", "↑↓": "up/down", "shift-←→": "shift <->"}
 
 
 def keys_for(*, readonly: bool, replay: bool) -> list[Key]:
     """The keys that mean something in this mode."""
-    out = {When.LIVE, When.CONTROL} if replay else {When.REPLAY}
-    out |= {When.CONTROL} if readonly else set()
-    return [key for key in KEYS if key.when not in out]
+    if replay:
+        return [*PLAYING, *ORDERING, *OTHERS]
+    return [*(() if readonly else STEERING), *ORDERING, FREEZE, *OTHERS]
 
 
 def sign(key: Key, glyphs: Glyphs) -> str:
@@ -78,7 +77,7 @@ def sign(key: Key, glyphs: Glyphs) -> str:
 
 
 def footer(
-    keys: Sequence[Key], width: int, glyphs: Glyphs, *, paused: bool = False, frozen: bool = False
+    keys: list[Key], width: int, glyphs: Glyphs, *, paused: bool = False, frozen: bool = False
 ) -> Text:
     """One line with the keys, those that switch something named after what they would do now.
 

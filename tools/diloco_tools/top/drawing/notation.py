@@ -1,7 +1,7 @@
 """How quantities and conditions are written on a terminal: few characters, never a wrong one."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from rich.cells import cell_len, set_cell_size
@@ -67,18 +67,14 @@ class Glyphs:
         filled = min(cells, cells * max(0, part) // whole) if whole > 0 else 0
         return self.full * filled + self.empty * (cells - filled)
 
-    def spark(self, values: Sequence[float | None], cells: int) -> str:
-        """The last `cells` values as signs of different height; a blank for what is no number."""
-        return self.chart(values, cells, 1)[0]
-
     def chart(
         self,
         values: Sequence[float | None],
         cells: int,
-        rows: int,
+        rows: int = 1,
         scale: tuple[float, float] | None = None,
     ) -> list[str]:
-        """The last `cells` values as columns of `rows` lines.
+        """The last `cells` values as columns of `rows` lines; a blank for what is no number.
 
         From the least to the greatest value, or by `scale`: then a sign is where a value is beyond it.
         """
@@ -119,32 +115,15 @@ UNEASY = "yellow"
 BAD = "red"
 QUIET = "dim"
 
-LEVEL_STYLES: Mapping[str, str] = {"info": "", "warning": UNEASY, "error": BAD}
+LEVEL_STYLES = {"info": "", "warning": UNEASY, "error": BAD}
+HEALTH_STYLES = {"ok": OK, "lost": BAD}  # a word unknown here is uneasy
+FRESHNESS_STYLES = {Freshness.LIVE: OK, Freshness.LATE: UNEASY, Freshness.STALE: BAD}
 
 
-def health_mark(health: str, glyphs: Glyphs) -> tuple[str, str]:
-    """Text and style for the health of a worker; a word unknown here is shown as it is, uneasy."""
-    sign, style = {"ok": (glyphs.good, OK), "lost": (glyphs.bad, BAD)}.get(
-        health, (glyphs.uneasy, UNEASY)
-    )
-    return f"{sign} {glyphs.printable(health)}", style
-
-
-def verdict_mark(word: str, glyphs: Glyphs) -> tuple[str, str]:
-    """Text and style for what a verdict says in one word."""
-    good = word in ("healthy", "ended")
-    return f"{glyphs.good if good else glyphs.uneasy} {word.upper()}", OK if good else UNEASY
-
-
-def freshness_mark(freshness: Freshness, glyphs: Glyphs) -> tuple[str, str]:
-    """Text and style for the age of what is shown."""
-    signs = {
-        Freshness.LIVE: (glyphs.good, OK),
-        Freshness.LATE: (glyphs.uneasy, UNEASY),
-        Freshness.STALE: (glyphs.bad, BAD),
-    }
-    sign, style = signs[freshness]
-    return f"{sign} {freshness.name}", style
+def marked(word: str, style: str, glyphs: Glyphs) -> tuple[str, str]:
+    """Text and style of a condition: its sign says what its colour says."""
+    sign = {OK: glyphs.good, BAD: glyphs.bad}.get(style, glyphs.uneasy)
+    return f"{sign} {glyphs.printable(word)}", style
 
 
 def duration(seconds: float) -> str:

@@ -1,11 +1,11 @@
-"""The parts of the full screen: header, facts, curves, verdict, events. Pure.
+"""The parts of the screens: header, facts, curves, verdict, events. Pure.
 
-Each gives lines no wider than its sheet; `diloco_tools.top.drawing.full_screen` puts them together.
+Each gives lines no wider than its sheet; `text_screen` and `full_screen` put them together.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -13,19 +13,8 @@ from rich.text import Text
 from diloco_protocol.feed import Event, LastRound, Snapshot
 from diloco_tools.feed.model import Freshness
 from diloco_tools.feed.series import recent_scale
-from diloco_tools.top.drawing import facts
-from diloco_tools.top.drawing.notation import (
-    BAD,
-    LEVEL_STYLES,
-    QUIET,
-    UNEASY,
-    byte_size,
-    duration,
-    freshness_mark,
-    number,
-    scaled,
-    verdict_mark,
-)
+from diloco_tools.top.drawing import facts, notation
+from diloco_tools.top.drawing.notation import BAD, OK, QUIET, UNEASY, duration
 from diloco_tools.top.drawing.scene import Scene
 from diloco_tools.top.drawing.sheet import LABEL, Part, Sheet, beside
 
@@ -38,11 +27,10 @@ FOUR_CURVES = 110  # columns from which there is room for the norm of the deltas
 
 def title(address: str, words: Sequence[str], right: Text, sheet: Sheet) -> Text:
     """Our name, the address and `words` about the run; `right` at the other end."""
-    glyphs = sheet.glyphs
     left = Text("diloco-top  ")
     rest = _clipped(["", *words], sheet)
     room = sheet.width - left.cell_len - cell_len(rest) - right.cell_len - 2
-    left.append(glyphs.clip(glyphs.printable(address), max(8, room)))
+    left.append(sheet.glyphs.clip(sheet.glyphs.printable(address), max(8, room)))
     return sheet.apart(left.append(rest), right)
 
 
@@ -55,9 +43,9 @@ def header(scene: Scene, sheet: Sheet) -> Text:
     snapshot = scene.model.snapshot
     words = []
     if snapshot is not None:
-        size = [scaled(snapshot.model.parameters)] if snapshot.model is not None else []
+        size = [notation.scaled(snapshot.model.parameters)] if snapshot.model is not None else []
         words = [facts.run_title(snapshot), *size, snapshot.mode]
-    right = _freshness(scene, sheet)
+    right = _feed(scene, sheet)
     # The time of a replay needs the room, and whoever gave a history knows what shows it.
     if scene.replay is not None and sheet.width < NAMED_REPLAY:
         return Text(" ") + sheet.apart(Text(_clipped(words, sheet)), right)
@@ -69,11 +57,12 @@ def header(scene: Scene, sheet: Sheet) -> Text:
     return line
 
 
-def _freshness(scene: Scene, sheet: Sheet) -> Text:
-    glyphs = sheet.glyphs
+def _feed(scene: Scene, sheet: Sheet) -> Text:
+    """Where a replay is, or what is known of the feed."""
     if (replay := scene.replay) is not None:
-        sign = f"{glyphs.play} x{replay.speed}" if replay.speed else "stopped"
-        return Text(f"REPLAY {replay.clock}  ", UNEASY).append(f"{replay.place} {sign}")
+        pace = f"{sheet.glyphs.play} x{replay.speed}" if replay.playing else "stopped"
+        place = f"{replay.index + 1}/{len(replay.moments)} {pace}"
+        return Text(f"REPLAY {replay.time_of_day}  {place}", UNEASY)
     text = Text()
     if scene.readonly:
         text.append("readonly  ", QUIET)
@@ -83,8 +72,16 @@ def _freshness(scene: Scene, sheet: Sheet) -> Text:
         text.append(facts.plural(scene.model.restarts, "restart") + "  ", UNEASY)
     if scene.model.missed:
         text.append(f"{scene.model.missed} missed  ", UNEASY)
-    mark, style = freshness_mark(scene.fresh, glyphs)
-    return text.append(f"{mark} {duration(scene.age_s)}", f"bold {style}")
+    age = freshness(scene, sheet)
+    age.stylize("bold")
+    return text.append_text(age)
+
+
+def freshness(scene: Scene, sheet: Sheet) -> Text:
+    """How old the feed is: its sign, its word, its age."""
+    style = notation.FRESHNESS_STYLES[scene.fresh]
+    mark, _ = notation.marked(scene.fresh.name, style, sheet.glyphs)
+    return Text().append(f"{mark} {duration(scene.age_s)}", style)
 
 
 def run_rows(snapshot: Snapshot, sheet: Sheet, most: int, *, limits: bool) -> list[Text]:
@@ -94,23 +91,19 @@ def run_rows(snapshot: Snapshot, sheet: Sheet, most: int, *, limits: bool) -> li
     wordy = sheet.width > WORDY
     state = Text()
     if snapshot.state != "training":
-        state = facts.state_part(snapshot, sheet.glyphs)
+        state = facts.state(snapshot, sheet.glyphs)
     room = sheet.width - state.cell_len - 2 * bool(state.plain)
-    now = Sheet(room, sheet.glyphs).row(*facts.now_row(snapshot, sheet.glyphs))
-    last = facts.last_parts(snapshot)
-    counts = (*facts.counts_parts(snapshot), *(("last:", *last) if last and wordy else ()))
-    outer = (
-        *facts.optimizer_parts(snapshot),
-        *facts.terms_parts(snapshot),
-        *facts.merging_parts(snapshot),
-        *facts.reducing_parts(snapshot),
-    )
-    told = (*facts.asynchronous_parts(snapshot), *facts.liveness_parts(snapshot))
+    now = Sheet(room, sheet.glyphs).row(*facts.now(snapshot, sheet.glyphs))
+    last = facts.last(snapshot)
+    counts = (*facts.counts(snapshot), *(("last:", *last) if last and wordy else ()))
+    outer = (*facts.optimizer(snapshot), *facts.exchange(snapshot))
+    outer += (*facts.merging(snapshot), *facts.reducing(snapshot))
+    told = (*facts.asynchronous(snapshot), *facts.liveness(snapshot))
     lines = [sheet.apart(now, state), sheet.row("workers", counts)]
     lines += sheet.rows("outer", outer, most)
     if limits and any(told):
         lines += sheet.rows("limits", told, most)
-    if parts := [facts.fragment_part(f, snapshot, wordy=wordy) for f in snapshot.fragments]:
+    if parts := [facts.fragment(f, snapshot, wordy=wordy) for f in snapshot.fragments]:
         label = "fragments" if len(parts) > 1 else "fragment"
         lines += sheet.rows(label, parts, max(2, most))
     return lines
@@ -122,8 +115,8 @@ def broker_rows(snapshot: Snapshot, cpu: float | None, sheet: Sheet, most: int) 
     The last `most` refusals have a line each, the newest first; with 0 the last one has what is left
     of the line with the counts.
     """
-    saved = facts.checkpoint_parts(snapshot, sheet.glyphs)
-    used = (f"up {duration(snapshot.uptime_s)}", *facts.loop_parts(snapshot, cpu), *saved)
+    saved = facts.checkpoint(snapshot, sheet.glyphs)
+    used = (f"up {duration(snapshot.uptime_s)}", *facts.loop(snapshot, cpu), *saved)
     totals = snapshot.totals
     why = sheet.glyphs.printable(facts.reasons(snapshot))
     counts = facts.count(totals.rejected, "rejected", UNEASY)
@@ -131,10 +124,8 @@ def broker_rows(snapshot: Snapshot, cpu: float | None, sheet: Sheet, most: int) 
     if totals.malformed:
         parts.append(facts.count(totals.malformed, "malformed", UNEASY))
     last = [
-        Text.assemble(
-            (f"{duration(refused.age_s)} ago ", QUIET), facts.rejection(refused, sheet.glyphs)
-        )
-        for refused in facts.newest_rejections(snapshot, max(1, most))
+        Text.assemble((f"{duration(each.age_s)} ago ", QUIET), facts.rejection(each, sheet.glyphs))
+        for each in facts.newest_rejections(snapshot, max(1, most))
     ]
     lines = [sheet.row("broker", used)]
     if most == 0:
@@ -142,8 +133,7 @@ def broker_rows(snapshot: Snapshot, cpu: float | None, sheet: Sheet, most: int) 
     return [*lines, sheet.row("refused", parts), *(sheet.row("", [line]) for line in last)]
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """A figure over time, what it is now, and how it is written.
 
     `recent`: the curve is scaled by its newer half, as `recent_scale` says.
@@ -186,20 +176,18 @@ def curves(scene: Scene, snapshot: Snapshot, sheet: Sheet, rows: int) -> list[Te
     """
     points = [closed for _, closed in scene.series.rounds]
     network = [rate.up + rate.down for rate in scene.series.network]
-    last = snapshot.last_round or LastRound(0)
-    known = snapshot.last_round is not None
+    last, known = snapshot.last_round or LastRound(0), snapshot.last_round is not None
     if snapshot.mode == "async":
-        stale = [float(point.staleness) for point in points]
-        now = float(last.staleness) if known else None
-        middle = Panel("staleness", stale, now, "{:.0f}".format, recent=False)
+        stale, now = [float(point.staleness) for point in points], float(last.staleness)
+        middle = Panel("staleness", stale, now if known else None, "{:.0f}".format, recent=False)
     else:
         took = [point.seconds for point in points]
         middle = Panel("round", took, last.seconds if known else None, duration)
     rate = network[-1] if network else None
     panels = [
-        Panel("loss", [point.loss for point in points], last.loss, number),
+        Panel("loss", [point.loss for point in points], last.loss, notation.number),
         middle,
-        Panel("net", network, rate, lambda rate: f"{byte_size(rate)}/s", recent=False),
+        Panel("net", network, rate, lambda rate: f"{notation.byte_size(rate)}/s", recent=False),
     ]
     if sheet.width >= FOUR_CURVES:
         norms = [point.delta_norm for point in points]
@@ -208,21 +196,11 @@ def curves(scene: Scene, snapshot: Snapshot, sheet: Sheet, rows: int) -> list[Te
     return beside([(panel.draw(each, rows), each.width) for panel in panels])
 
 
-def verdict(scene: Scene, sheet: Sheet, most: int) -> list[Text]:
-    """The verdict and its reasons: on one line if there is but one, else a line for each."""
+def verdict(scene: Scene, sheet: Sheet) -> tuple[Text, tuple[str, ...]]:
+    """The word of the verdict with its sign, and the reasons."""
     found = scene.model.verdict(scene.now)
-    mark, style = verdict_mark(found.word, sheet.glyphs)
-    if not found.reasons:
-        return [Text(mark, style)]
-    label = Text(f"{mark}  ", style)
-    reasons = [sheet.text(reason) for reason in found.reasons]
-    if most == 1:
-        return [sheet.cut(Text.assemble(label, Text("; ").join(reasons)))]
-    shown = reasons[:most]
-    if len(reasons) > most:
-        shown[-1] = Text(f"and {len(reasons) - most + 1} more")
-    indent = Text(" " * label.cell_len)
-    return [sheet.cut(Text.assemble(indent if i else label, text)) for i, text in enumerate(shown)]
+    style = OK if found.healthy else UNEASY
+    return Text(*notation.marked(found.word.upper(), style, sheet.glyphs)), found.reasons
 
 
 def events(snapshot: Snapshot, sheet: Sheet, room: int, most: int) -> list[Text]:
@@ -231,37 +209,24 @@ def events(snapshot: Snapshot, sheet: Sheet, room: int, most: int) -> list[Text]
     for event in sorted(snapshot.events, key=lambda event: event.sequence, reverse=True):
         if len(lines) >= room:
             break
-        lines[:0] = _event(event, sheet, most)
+        lines[:0] = happened(event, sheet, most)
     return lines[-room:] if room > 0 else []
 
 
-def _event(event: Event, sheet: Sheet, most: int) -> list[Text]:
-    said = sheet.glyphs.printable(event_text(event))
-    style = LEVEL_STYLES.get(event.level, "")
-    if most == 1 or cell_len(said) <= sheet.width - LABEL:
-        return [sheet.row(_age(event.age_s), [Text(said, style)])]
-    return sheet.first(aged(event.age_s, said, sheet, style), most, gap=1, style=style)
+def happened(event: Event, sheet: Sheet, most: int | None = None) -> list[Text]:
+    """One event, with its level where that is more than news, on at most so many lines."""
+    text = event.text if event.level == "info" else f"{event.level}: {event.text}"
+    style = notation.LEVEL_STYLES.get(event.level, "")
+    if most == 1 or (most and cell_len(sheet.glyphs.printable(text)) <= sheet.width - LABEL):
+        return [sheet.row(_ago(event.age_s), [sheet.text(text, style)])]
+    lines = aged(event.age_s, text, sheet, style)
+    return lines if most is None else sheet.first(lines, most, gap=1, style=style)
 
 
 def aged(age_s: float, text: str, sheet: Sheet, style: str = "") -> list[Text]:
     """A sentence behind its age, on as many lines as it needs."""
-    return sheet.flow(Text(_age(age_s), QUIET), sheet.words(text, style), gap=1)
+    return sheet.flow(Text(_ago(age_s), QUIET), sheet.words(text, style), gap=1)
 
 
-def _age(age_s: float) -> str:
+def _ago(age_s: float) -> str:
     return f"{duration(age_s):>5} ago"
-
-
-def event_text(event: Event) -> str:
-    """What happened, with its level where that is more than news."""
-    return event.text if event.level == "info" else f"{event.level}: {event.text}"
-
-
-def silence(scene: Scene, sheet: Sheet) -> list[Text]:
-    """What to do while no snapshot has come yet."""
-    said = (
-        f"No snapshot has come from {scene.address} yet. Start diloco-broker "
-        "serve, or give the feed address that it printed (the control address has another port). "
-        "This screen fills as soon as the broker is there."
-    )
-    return sheet.flow(Text(), sheet.words(said), indent=0, gap=1)

@@ -1,13 +1,14 @@
-"""Everything that a picture of the full screen is made from: the run, and what somebody chose. Pure."""
+"""Everything that a picture is made from: the run, and what somebody chose. Pure."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from diloco_protocol.feed import Worker
+from diloco_protocol.feed import Snapshot, Worker
 from diloco_tools.feed.model import FeedModel, Freshness
 from diloco_tools.feed.series import RunSeries
-from diloco_tools.top.drawing.keys import Key
+from diloco_tools.top.playing import Player
 
 SERIOUS = ("lost", "stalled", "slow")  # by what needs a look first; a word unknown here is next
 
@@ -18,15 +19,6 @@ class Said:
 
     text: str = ""
     style: str = ""
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """Where a replay is: date and time, its place among all moments, and how fast it goes on."""
-
-    clock: str
-    place: str  # 3/50
-    speed: int | None  # moments a second; None: it is stopped
 
 
 @dataclass(frozen=True)
@@ -43,10 +35,12 @@ class Scene:
     age_s: float
     address: str
     frozen_s: float | None = None
-    replay: Replayed | None = None
+    replay: Player | None = None
     readonly: bool = False
     said: Said = Said()
-    keys: Sequence[Key] = field(default=())
+
+    def snapshot(self) -> Snapshot | None:
+        return self.model.at(self.now)
 
 
 def _by_health(worker: Worker) -> int:
@@ -60,8 +54,7 @@ def _down(value: float | None) -> float:
     return math.inf if value is None or math.isnan(value) else -value
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """A way to sort the table: its name, the column that it is about, and what comes first."""
 
     name: str

@@ -5,39 +5,32 @@ Rank 0 always stays.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
 from rich.text import Text
 
-from diloco_protocol.feed import Worker
-from diloco_tools.feed.estimate import MARK
-from diloco_tools.feed.series import Rate
-from diloco_tools.top.drawing.notation import (
-    QUIET,
-    UNEASY,
-    Glyphs,
-    byte_size,
-    duration,
-    health_mark,
-    number,
-    scaled,
-)
+from diloco_protocol.feed import Snapshot, Worker
+from diloco_tools.feed.estimate import MARK, inner_step_now
+from diloco_tools.feed.model import Freshness
+from diloco_tools.feed.series import Rate, RunSeries
+from diloco_tools.top.drawing import notation
+from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs, byte_size, duration, scaled
 from diloco_tools.top.drawing.sheet import Sheet
 
 SPARK = 10  # columns of a worker's speed over time
+Shown = tuple[str, str]  # text and style
+Cell = str | Shown | None  # None: it is not known
 
 
 @dataclass(frozen=True)
 class Row:
-    """A worker, and what is known of it beside the feed: its inner steps by now, if the last report is
-    old; bytes a second; steps a second so far.
-    """
+    """A worker, and what is known of it beside the feed."""
 
     worker: Worker
-    inner: int | None = None  # an estimate of its inner steps
-    rate: Rate | None = None
-    speeds: Sequence[float] = field(default=())
+    inner: int | None  # an estimate of its inner steps, if the last report is old
+    rate: Rate | None  # bytes a second
+    speeds: Sequence[float]  # steps a second so far
 
     @property
     def lost(self) -> bool:
@@ -45,15 +38,9 @@ class Row:
         return self.worker.health == "lost"
 
 
-Cell = str | tuple[str, str] | None  # text, or text and style; None: it is not known
-
-
 @dataclass(frozen=True)
 class Column:
-    """A column of the table. `least` and `most` bound a name that may be cut; None: never cut.
-
-    `size` is the width that it has at least, so that a table does not move with each figure.
-    """
+    """A column of the table. `least` and `most` bound a name that may be cut; None: never cut."""
 
     title: str
     cell: Callable[[Row, Glyphs], Cell]
@@ -61,35 +48,49 @@ class Column:
     left: bool = False
     least: int | None = None
     most: int | None = None
-    size: int = 0
+    size: int = 0  # its width at least, so that a table does not move with each figure
 
-    def shown(self, row: Row, glyphs: Glyphs) -> tuple[str, str]:
-        """Text and style of one row."""
+    def shown(self, row: Row, glyphs: Glyphs) -> Shown:
         cell = self.cell(row, glyphs)
         return cell if isinstance(cell, tuple) else (glyphs.none if cell is None else cell, "")
 
-
-@dataclass(frozen=True)
-class Table:
-    """The titles of the chosen columns, and a line for each row."""
-
-    header: Text
-    lines: list[Text]
+    def natural(self, cells: Sequence[Shown]) -> int:
+        """How wide it is where there is room for all."""
+        widest = max((cell_len(text) for text, _ in cells), default=0)
+        widest = widest if self.most is None else min(widest, self.most)
+        return max(widest, cell_len(self.title), self.size)
 
 
-def lay_out(
+def rows_of(
+    workers: Sequence[Worker], snapshot: Snapshot, fresh: Freshness, series: RunSeries
+) -> list[Row]:
+    """A row for each of the `workers` of the snapshot."""
+    return [
+        Row(
+            worker,
+            inner_step_now(snapshot, worker, fresh),
+            series.rate_of(worker.id),
+            [speed for _, speed in series.speeds.get(worker.id, ())],
+        )
+        for worker in workers
+    ]
+
+
+def table(
     columns: Sequence[Column],
     rows: Sequence[Row],
     sheet: Sheet,
     *,
     names_first: int,
     emphasised: str = "",
-) -> Table:
-    """The table. `names_first`: columns of this rank and above give way before a name is cut.
-    `emphasised` is the title of the column that the rows are sorted by.
+) -> list[Text]:
+    """The titles of the columns that have room, and a line for each row.
+
+    `names_first`: columns of this rank and above give way before a name is cut. `emphasised` is the
+    title of the column that the rows are sorted by.
     """
     cells = {column.title: [column.shown(row, sheet.glyphs) for row in rows] for column in columns}
-    sizes = {column.title: _natural(column, cells[column.title]) for column in columns}
+    sizes = {column.title: column.natural(cells[column.title]) for column in columns}
     kept = list(columns)
 
     def excess(cut: bool) -> int:
@@ -106,34 +107,21 @@ def lay_out(
         if not names:
             break
         sizes[max(names, key=lambda c: sizes[c.title]).title] -= 1
-    chosen = [(column, sizes[column.title]) for column in kept]
+
+    def line(shown: Sequence[Shown]) -> Text:
+        made = Text()
+        for column, (whole, style) in zip(kept, shown, strict=True):
+            size = sizes[column.title]
+            text = sheet.glyphs.clip(whole, size)
+            pad = " " * (size - cell_len(text))
+            made.append(" " if made.plain else "")
+            made.append(text + pad if column.left else pad + text, style)
+        made.truncate(sheet.width)  # a state or a health of absurd length
+        made.rstrip()
+        return made
+
     titles = [(c.title, "bold" if c.title == emphasised else QUIET) for c in kept]
-    lines = [
-        _line([cells[column.title][row] for column in kept], chosen, sheet)
-        for row in range(len(rows))
-    ]
-    return Table(_line(titles, chosen, sheet), lines)
-
-
-def _natural(column: Column, cells: Sequence[tuple[str, str]]) -> int:
-    widest = max((cell_len(text) for text, _ in cells), default=0)
-    if column.most is not None:
-        widest = min(widest, column.most)
-    return max(widest, cell_len(column.title), column.size)
-
-
-def _line(
-    cells: Sequence[tuple[str, str]], columns: Sequence[tuple[Column, int]], sheet: Sheet
-) -> Text:
-    line = Text()
-    for (column, size), (text, style) in zip(columns, cells, strict=True):
-        shown = sheet.glyphs.clip(text, size)
-        pad = " " * (size - cell_len(shown))
-        line.append(" " if line.plain else "")
-        line.append(shown + pad if column.left else pad + shown, style)
-    line.truncate(sheet.width)  # a state or a health of absurd length
-    line.rstrip()
-    return line
+    return [line(titles), *map(line, zip(*(cells[c.title] for c in kept), strict=True))]
 
 
 def _inner(row: Row, _: Glyphs) -> Cell:
@@ -143,6 +131,11 @@ def _inner(row: Row, _: Glyphs) -> Cell:
     return None if row.lost else f"{steps}/{worker.sync_every}"
 
 
+def _health(row: Row, glyphs: Glyphs) -> Cell:
+    health = row.worker.health
+    return notation.marked(health, notation.HEALTH_STYLES.get(health, UNEASY), glyphs)
+
+
 def _speed(row: Row, _: Glyphs) -> Cell:
     pace = row.worker.steps_per_s
     return None if pace is None or row.lost else scaled(pace)
@@ -150,7 +143,7 @@ def _speed(row: Row, _: Glyphs) -> Cell:
 
 def _loss(row: Row, glyphs: Glyphs) -> Cell:
     worker = row.worker
-    return number(worker.loss, glyphs.none) if worker.loss_is_finite else ("nan", UNEASY)
+    return notation.number(worker.loss, glyphs.none) if worker.loss_is_finite else ("nan", UNEASY)
 
 
 def _synced(row: Row, _: Glyphs) -> Cell:
@@ -159,37 +152,26 @@ def _synced(row: Row, _: Glyphs) -> Cell:
 
 
 NAME = Column("WORKER", lambda r, g: g.printable(r.worker.id), left=True, least=8)
-HEALTH = Column("HEALTH", lambda r, g: health_mark(r.worker.health, g), left=True)
+HEALTH = Column("HEALTH", _health, left=True)
 HOST = Column("HOST", lambda r, g: g.printable(r.worker.host), left=True)
 STATE = Column("STATE", lambda r, g: None if r.lost else g.printable(r.worker.state), left=True)
 ROUND = Column("ROUND", lambda r, _: None if r.worker.round is None else str(r.worker.round))
 INNER = Column("INNER", _inner)
-SPEED = Column("STEP/S", _speed)
-LOSS = Column("LOSS", _loss)
+SPEED = Column("STEP/S", _speed, rank=1)
+LOSS = Column("LOSS", _loss, rank=1)
 BEAT = Column("BEAT", lambda r, _: duration(r.worker.beat_age_s))
-STALE = Column("STALE", lambda r, _: str(r.worker.staleness))
-UP = Column("UP", lambda r, _: byte_size(r.worker.bytes_up))
-DOWN = Column("DOWN", lambda r, _: byte_size(r.worker.bytes_down))
-PUSHES = Column("PUSHES", lambda r, _: str(r.worker.pushes))
-REJECTED = Column("REJ", lambda r, _: (str(r.worker.rejected), UNEASY if r.worker.rejected else ""))
-TOKENS = Column("TOKENS", lambda r, _: scaled(r.worker.tokens))
+STALE = Column("STALE", lambda r, _: str(r.worker.staleness), rank=2)
+UP = Column("UP", lambda r, _: byte_size(r.worker.bytes_up), rank=1)
+DOWN = Column("DOWN", lambda r, _: byte_size(r.worker.bytes_down), rank=1)
+PUSHES = Column("PUSHES", lambda r, _: str(r.worker.pushes), rank=4)
+REJECTED = Column(
+    "REJ", lambda r, _: (str(r.worker.rejected), UNEASY if r.worker.rejected else ""), rank=3
+)
+TOKENS = Column("TOKENS", lambda r, _: scaled(r.worker.tokens), rank=5)
 
 ONE_SCREEN = (
-    NAME,
-    HEALTH,
-    STATE,
-    ROUND,
-    INNER,
-    replace(SPEED, rank=1),
-    replace(LOSS, rank=1),
-    BEAT,
-    replace(STALE, rank=2),
-    replace(UP, rank=1),
-    replace(DOWN, rank=1),
-    replace(PUSHES, rank=4),
-    replace(REJECTED, rank=3),
-    replace(TOKENS, rank=5),
-    replace(HOST, rank=6),
+    *(NAME, HEALTH, STATE, ROUND, INNER, SPEED, LOSS, BEAT, STALE, UP, DOWN, PUSHES, REJECTED),
+    *(TOKENS, replace(HOST, rank=6)),
 )
 FULL_SCREEN = (
     replace(NAME, most=32),
@@ -198,12 +180,12 @@ FULL_SCREEN = (
     replace(STATE, rank=1, size=8),
     replace(ROUND, size=5),
     replace(INNER, title="INNER/H", size=7),
-    replace(SPEED, title="ST/S", size=4),
-    Column("SPEED", lambda r, g: (g.spark(r.speeds, SPARK), QUIET), rank=4, left=True, size=SPARK),
-    replace(LOSS, size=5),
+    replace(SPEED, title="ST/S", rank=0, size=4),
+    Column("SPEED", lambda r, g: (g.chart(r.speeds, SPARK)[0], QUIET), 4, left=True, size=SPARK),
+    replace(LOSS, rank=0, size=5),
     replace(BEAT, size=4),
     Column("SYNC", _synced, rank=3, size=4),
-    replace(STALE, title="OLD", size=3),
+    replace(STALE, title="OLD", rank=0, size=3),
     Column("TX/S", lambda r, _: byte_size(r.rate.up) if r.rate else None, size=6),
     Column("RX/S", lambda r, _: byte_size(r.rate.down) if r.rate else None, size=6),
     replace(UP, title="SENT", rank=6, size=6),

@@ -17,7 +17,7 @@ from diloco_broker.core.feed import EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.machine import Core
 from diloco_broker.core.state.model_source import InitialModel, Resumption
 from diloco_broker.core.state.update import Barrier
-from diloco_broker.shell.effects import Executor, Record
+from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import load_into
@@ -168,15 +168,15 @@ class Stage:
             self.inbox.setdefault(send.route, []).append(send.message)
         return True
 
-    def write(self, record: Record) -> None:
+    def write(self, record: effects.Record) -> None:
         match record:
             case effects.Log(text=text):
                 self.logs.append(text)
             case effects.RecordAction(who=who, text=text):
                 self.acts.append(record)
                 self.logs.append(f"{who}: {text}.")
-            case effects.RecordRound(report):
-                self.reports.append(report)
+            case effects.RoundReport():
+                self.reports.append(record)
             case effects.RecordVersion():
                 self.audits.append(record)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,26 +65,21 @@ class NotedTensors:
 
     # What the core asks for.
 
-    def add(self, work: effects.TensorWork) -> None:
-        self.queue.append(work)
-
-    def drop_initial(self) -> None:
-        self.queue = deque(
-            work for work in self.queue if not isinstance(work, effects.StoreInitial)
-        )
-
-    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
-        assert not any(
-            isinstance(work, effects.Step | effects.AggregateAndStep) for work in self.queue
-        )
-        self.tunes.append(config)
-
-    def revert(self, fragment: int) -> None:
-        self.reverted.append(effects.Revert(fragment))
-        self._put_back(fragment)
-
-    def forget_buffer(self, fragment: int) -> None:
-        self.reverted.append(effects.ForgetBuffer(fragment))
+    def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
+        match work:
+            case effects.DropInitial():
+                self.queue = deque(w for w in self.queue if not isinstance(w, effects.StoreInitial))
+            case effects.SetOuterOptimizer(config):
+                steps = effects.Step | effects.AggregateAndStep
+                assert not any(isinstance(each, steps) for each in self.queue)
+                self.tunes.append(config)
+            case effects.Revert(fragment):
+                self.reverted.append(work)
+                self._put_back(fragment)
+            case effects.ForgetBuffer():
+                self.reverted.append(work)
+            case _:
+                self.queue.append(work)
 
     def _put_back(self, fragment: int) -> None:
         if self._resumption is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
-from diloco_broker.shell.effects import Executor, Record
+from diloco_broker.shell.effects import Executor
 from diloco_broker.storage import resume
 from diloco_broker.storage.writer import checkpoint_of
 from diloco_protocol.messages import Message
@@ -160,7 +160,7 @@ class BrokerHost:
         self.referee.lives.says(self.core, send.message)
         return self._routes[send.route].down(send.message, send.payload)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: effects.Record) -> None:
         match record:
             case effects.Log(level, text):
                 if level != "debug":

@@ -7,7 +7,7 @@ What the outer optimizer remembers is how many gradients it has had, and which a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -160,25 +160,20 @@ class Tensors:
             self._contents[fragment, index] = each
             self._memories[fragment, index] = memories[index]
 
-    def forget_buffer(self, fragment: int) -> None:
-        """Throw away the gradients that the outer optimizer has collected of a fragment."""
-        for spot in [spot for spot in self._memories if spot[0] == fragment]:
-            self._memories[spot] = Memory(self._memories[spot].gradients)
-
     # What the core asks for.
 
-    def add(self, work: effects.TensorWork) -> None:
-        self.queue.add(work)
-
-    def drop_initial(self) -> None:
-        self.queue.drop_initial()
-
-    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
-        raise AssertionError("nobody operates a simulated broker")
-
-    def revert(self, fragment: int) -> None:
-        if self._checkpoint is not None:
-            put_back(self, fragment, self._checkpoint)
+    def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
+        match work:
+            case effects.SetOuterOptimizer():
+                raise AssertionError("nobody operates a simulated broker")
+            case effects.Revert(fragment):
+                if self._checkpoint is not None:
+                    put_back(self, fragment, self._checkpoint)
+            case effects.ForgetBuffer(fragment):
+                for spot in [spot for spot in self._memories if spot[0] == fragment]:
+                    self._memories[spot] = Memory(self._memories[spot].gradients)
+            case _:
+                self.queue.add(work)
 
     def do_one(self) -> events.Event:
         """Do the next piece of work; raises Violation when it must not be done."""

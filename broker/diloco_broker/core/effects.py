@@ -151,7 +151,7 @@ class RecordVersion:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What is known of a round that has ended, which made `version` (a counter) of a fragment."""
+    """Write down, for the history, a round that has ended and made `version` (a counter)."""
 
     number: int
     fragment: int
@@ -163,13 +163,6 @@ class RoundReport:
     delta_norm: float | None  # mean Euclidean norm of their pseudo-gradients, None without any
     staleness: int  # largest number of versions between a base and the version it went into
     workers: tuple[str, ...] = ()  # those whose contributions are in it
-
-
-@dataclass(frozen=True)
-class RecordRound:
-    """Write down, for the history, that a round has ended."""
-
-    report: RoundReport
 
 
 @dataclass(frozen=True)
@@ -251,22 +244,10 @@ def warning(text: str, *, is_listed: bool = True) -> Log:
     return Log("warning", text, is_listed)
 
 
-TensorWork = Fold | Step | Inspect | AggregateAndStep | StoreInitial
-Effect = (
-    Send
-    | TensorWork
-    | DropInitial
-    | Revert
-    | ForgetBuffer
-    | Save
-    | SetOuterOptimizer
-    | End
-    | Finish
-    | RecordVersion
-    | RecordRound
-    | RecordAction
-    | Log
-)
+TensorWork = Fold | Step | Inspect | AggregateAndStep | StoreInitial  # queued
+AtOnce = DropInitial | Revert | ForgetBuffer | SetOuterOptimizer  # asked of the tensors besides
+Record = Log | RecordAction | RoundReport | RecordVersion  # written down, for people
+Effect = Send | TensorWork | AtOnce | Record | Save | End | Finish
 Effects = Iterator[Effect]  # what a rule asks for, in order
 
 

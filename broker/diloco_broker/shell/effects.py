@@ -7,30 +7,29 @@ in which effects are carried out, which tests rely on, is the same in all of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
-from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
-from diloco_broker.core.effects import Effect, Route, Send
+from diloco_broker.core.effects import (
+    Effect,
+    Log,
+    RecordAction,
+    RecordVersion,
+    RoundReport,
+    Route,
+    Send,
+)
 from diloco_broker.core.events import Event, PeerGone
 from diloco_broker.core.machine import Core
 from diloco_protocol.messages import Ack
 
-Record = effects.Log | effects.RecordAction | effects.RecordRound | effects.RecordVersion
-"""What is written down, for people."""
-
 
 class TensorPort(Protocol):
-    """Where work on tensors is queued, and what is asked of them besides."""
+    """The tensors of a run."""
 
-    def add(self, work: effects.TensorWork) -> None:
-        """Queue a piece of work; its result comes back as an event."""
-
-    def drop_initial(self) -> None: ...
-    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None: ...
-    def revert(self, fragment: int) -> None: ...
-    def forget_buffer(self, fragment: int) -> None: ...
+    def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
+        """Queue a piece of work, whose result comes back as an event, or do at once what is asked."""
 
 
 class Ports(Protocol):
@@ -42,7 +41,7 @@ class Ports(Protocol):
     def send(self, send: Send) -> bool:
         """Send a message; False when the connection does not exist any more."""
 
-    def write(self, record: Record) -> None:
+    def write(self, record: effects.Record) -> None:
         """Put something into the log, the history or the audit."""
 
     def save(self, save: effects.Save) -> None:
@@ -123,26 +122,13 @@ class Executor:
                 if effect.payload is None:  # chunks go over a connection of their own
                     self._send_acks()
                 self._send(effect)
-            case effects.DropInitial():
-                ports.tensors.drop_initial()
-            case effects.SetOuterOptimizer(config, own):
-                ports.tensors.tune(config, own)
-            case effects.Revert(fragment):
-                ports.tensors.revert(fragment)
-            case effects.ForgetBuffer(fragment):
-                ports.tensors.forget_buffer(fragment)
             case effects.Save():
                 ports.save(effect)
             case effects.End():
                 ports.end(effect)
             case effects.Finish(save):
                 ports.finish(save)
-            case (
-                effects.Log()
-                | effects.RecordAction()
-                | effects.RecordRound()
-                | effects.RecordVersion()
-            ):
+            case Log() | RecordAction() | RoundReport() | RecordVersion():
                 ports.write(effect)
             case _:
                 ports.tensors.add(effect)

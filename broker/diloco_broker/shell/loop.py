@@ -24,7 +24,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.effects import Send
 from diloco_broker.core.feed import LoopFigures
 from diloco_broker.core.machine import Core
-from diloco_broker.shell.effects import Executor, Record
+from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import rss_bytes
 from diloco_broker.shell.served_time import ServedTime
@@ -262,7 +262,7 @@ class Loop:
         # Chunks are never written again, so they are sent from where they lie.
         return self.sockets.send(send.route, frames, copy=send.payload is None)
 
-    def write(self, record: Record) -> None:
+    def write(self, record: effects.Record) -> None:
         self.onlookers.write(record)
 
     def save(self, save: effects.Save) -> None:
@@ -285,11 +285,7 @@ class Loop:
 
     def _report_saves(self) -> None:
         while self._writer is not None and self._writer.results:
-            done = self._writer.results.popleft()
-            if done.error is None:
-                self._executor.feed(events.Saved(done.number, str(done.path)))
-            else:
-                self._executor.feed(events.SaveFailed(done.number, done.error))
+            self._executor.feed(self._writer.results.popleft())
 
     def _await_the_last_save(self) -> None:
         """At an orderly end: the last checkpoint may still be being written."""

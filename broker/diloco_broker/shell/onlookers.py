@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diloco_broker.core.effects import Log, RecordAction, RecordRound, RecordVersion
+from diloco_broker.core.effects import Log, Record, RecordAction, RecordVersion, RoundReport
 from diloco_broker.core.feed import EventLog, LoopFigures, snapshot_and_line
 from diloco_broker.core.history_lines import action_line, round_line, start_line
 from diloco_broker.core.state.run import RunState
-from diloco_broker.shell.effects import Record
 from diloco_broker.storage.audit_log import AuditLog
 from diloco_broker.storage.history import HistoryWriter
 from diloco_protocol.feed import TOPIC
@@ -82,11 +81,12 @@ class Onlookers:
             case RecordAction(who=who, text=text):
                 self._tell(Log("warning", f"{who}: {text}."))
                 with self.failures.caught("log of actions"):
-                    self._write_action(record)
-            case RecordRound(report):
+                    if self._history is not None:
+                        self._history.act(action_line(self._state, record))
+            case RoundReport():
                 with self.failures.caught("history of the round"):
                     if self._history is not None:
-                        self._history.add(round_line(self._state, report, self._figures()))
+                        self._history.add(round_line(self._state, record, self._figures()))
             case RecordVersion():
                 with self.failures.caught("audit"):
                     self._write_audit(record)
@@ -121,10 +121,6 @@ class Onlookers:
             self._events.add(log, self._clock())
             if self._history is not None:
                 self._history.add({"kind": "event", "level": log.level, "text": log.text})
-
-    def _write_action(self, acted: RecordAction) -> None:
-        if self._history is not None:
-            self._history.act(action_line(self._state, acted))
 
     def _write_audit(self, audit: RecordVersion) -> None:
         if self._audit is None:

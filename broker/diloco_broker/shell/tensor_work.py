@@ -10,8 +10,12 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import events
 from diloco_broker.core.effects import (
     AggregateAndStep,
+    AtOnce,
     Fold,
+    ForgetBuffer,
     Inspect,
+    Revert,
+    SetOuterOptimizer,
     Step,
     StoreInitial,
     TensorWork,
@@ -71,10 +75,19 @@ class TensorExecutor:
             case _:
                 return True
 
-    def add(self, work: TensorWork) -> None:
-        self._queue.add(work)
+    def add(self, work: TensorWork | AtOnce) -> None:
+        match work:
+            case SetOuterOptimizer(config, own):
+                self._tune(config, own)
+            case Revert(fragment):
+                self._revert(fragment)
+            case ForgetBuffer(fragment):
+                assert self._parameters is not None
+                self._parameters.forget_buffer(fragment)
+            case _:
+                self._queue.add(work)
 
-    def tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
+    def _tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
         """Go on with other settings of the outer optimizer; it keeps what it remembers.
 
         `own` is for all groups of a torch optimizer.
@@ -89,9 +102,6 @@ class TensorExecutor:
     def outer_groups(self) -> tuple[OuterGroup, ...]:
         """What the groups of a torch optimizer say now, over all fragments."""
         return () if self._parameters is None else self._parameters.outer_groups()
-
-    def drop_initial(self) -> None:
-        self._queue.drop_initial()
 
     def of(self, layout: ModelLayout | None) -> Parameters:
         """The tensors of this model; anew where another model took its place before the start."""
@@ -148,16 +158,12 @@ class TensorExecutor:
         if self._parameters is not None:
             self._parameters.close()
 
-    def revert(self, fragment: int) -> None:
+    def _revert(self, fragment: int) -> None:
         """Put a fragment back to what the checkpoint has, if there is one."""
         if self._checkpoint is not None:
             assert self.resumption is not None
             tensors = self.of(self.resumption.layout)
             put_back(tensors, fragment, self._checkpoint)
-
-    def forget_buffer(self, fragment: int) -> None:
-        assert self._parameters is not None
-        self._parameters.forget_buffer(fragment)
 
     def forget_sources(self) -> None:
         """Let go of the model file's tensors and of the checkpoint: the run has its own copy."""

@@ -7,7 +7,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 
-from diloco_broker.core.effects import Fold, Step, StoreInitial, TensorWork
+from diloco_broker.core.effects import DropInitial, Fold, Step, StoreInitial, TensorWork
 
 # Folds taken before one that came earlier; then it is its turn, whatever its chunk.
 PASSED_BY = 64
@@ -43,8 +43,10 @@ class WorkQueue:
             yield from (fold for key, (fold, _) in self._folds.items() if key != first)
         yield from self._others
 
-    def add(self, work: TensorWork) -> None:
+    def add(self, work: TensorWork | DropInitial) -> None:
         match work:
+            case DropInitial():
+                self._others = deque(w for w in self._others if not isinstance(w, StoreInitial))
             case Step():
                 self._steps.append(work)
             case Fold(index=index):
@@ -65,10 +67,6 @@ class WorkQueue:
         if not self._folds:
             self._heap.clear()
         return fold
-
-    def drop_initial(self) -> None:
-        """Forget every `StoreInitial`."""
-        self._others = deque(work for work in self._others if not isinstance(work, StoreInitial))
 
     def _next_fold(self) -> int:
         oldest, (_, taken) = next(iter(self._folds.items()))

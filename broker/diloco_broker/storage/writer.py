@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 
+from diloco_broker.core.events import Saved, SaveFailed
 from diloco_broker.core.state.run import RunState
 from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.storage import checkpoint
@@ -34,15 +34,6 @@ def checkpoint_of(state: RunState, store: TensorStore, record: RunRecord, life: 
     )
 
 
-@dataclass(frozen=True)
-class SaveResult:
-    """What became of one save: `error` is None when the checkpoint is on the disk."""
-
-    number: int
-    path: Path | None
-    error: str | None
-
-
 class CheckpointWriter:
     """See the head of this module.
 
@@ -59,7 +50,7 @@ class CheckpointWriter:
         self.folder = lock.folder
         self._lock = lock
         self._wake = wake
-        self.results: deque[SaveResult] = deque()
+        self.results: deque[Saved | SaveFailed] = deque()
         self._keep = keep
         self._changed = threading.Condition()
         self._next: Checkpoint | None = None
@@ -104,13 +95,13 @@ class CheckpointWriter:
                 self._changed.notify_all()
             self._wake()
 
-    def _write(self, newest: Checkpoint) -> SaveResult:
+    def _write(self, newest: Checkpoint) -> Saved | SaveFailed:
         number = newest.number
         try:
             self._lock.take()
-            return SaveResult(number, checkpoint.save(self.folder, newest, self._keep), None)
+            return Saved(number, str(checkpoint.save(self.folder, newest, self._keep)))
         except OSError as error:
             # Without the name of the file, which is another one each time: what is wrong is the same.
-            return SaveResult(number, None, f"{error.strerror or error} ({self.folder})")
+            return SaveFailed(number, f"{error.strerror or error} ({self.folder})")
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on and says so
-            return SaveResult(number, None, str(error) or repr(error))
+            return SaveFailed(number, str(error) or repr(error))

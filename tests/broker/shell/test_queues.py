@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_broker.core.effects import Fold, Send, Step, StoreInitial, TensorWork
+from diloco_broker.core.effects import DropInitial, Fold, Send, Step, StoreInitial, TensorWork
 from diloco_broker.core.state.uploads import UPLOAD_WINDOW_TOTAL, Upload
 from diloco_broker.shell.effects import Acks
 from diloco_broker.shell.work_queue import PASSED_BY, WorkQueue
@@ -85,7 +85,7 @@ def test_places_are_forgotten_and_nothing_else() -> None:
     queue = WorkQueue()
     for work in (StoreInitial(0, 0), fold(0), step(1), StoreInitial(0, 1)):
         queue.add(work)
-    queue.drop_initial()
+    queue.add(DropInitial())
     assert list(queue) == [step(1), fold(0)]
 
 

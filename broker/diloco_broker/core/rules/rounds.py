@@ -159,7 +159,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     counter = unreleased.record.version.counter
     state.last_report = _report(ended, unreleased.pushes, counter, state.now)
     state.first_round_pending = False
-    yield effects.RecordRound(state.last_report)
+    yield state.last_report
     rules = rules_of(state)
     yield from rules.tell(state, ended, unreleased.pushes)
     yield from state.versions.release(fragment, unreleased.record)

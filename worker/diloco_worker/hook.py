@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -156,12 +155,7 @@ class DiLoCoWorker:
     def __enter__(self) -> DiLoCoWorker:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             what = "SIGTERM" if self._termination.is_asked else type(error).__name__
             self._close(f"it was ended by {what}", hasty=True)
@@ -225,9 +219,9 @@ class DiLoCoWorker:
             self._termination.install()
         await_model(link, Patience(self._clock, first=FIRST_WORD_S))
         self._driver = Driver(
-            self.worker_id,
-            tensors,
-            link,
+            worker_id=self.worker_id,
+            tensors=tensors,
+            link=link,
             settings=settings,
             reports=self._reports,
             metrics=self._counters,
@@ -416,7 +410,7 @@ class DiLoCoWorker:
         parameters and deltas; without it a worker begins with the run's parameters, and reaches its
         next boundary after what was left of the cycle.
         """
-        metrics = self.sync_metrics.plain()
+        metrics = dict(self.sync_metrics)
         for passing in ("last_error", "unsynced_steps", "model_change"):
             del metrics[passing]
         self._reports.read(self._clock(), at_once=True)

@@ -15,7 +15,7 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.codecs import segment_dtype
 from diloco_protocol.dtypes import span_bytes
 from diloco_worker.model import model_tensors
-from diloco_worker.model.flat_state import FlatState, WireFragment
+from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import Delta, ModelTensors
 
@@ -82,7 +82,7 @@ def delta_of(started: nn.Module, reached: nn.Module, wire: str, chunk_elements: 
     return ModelTensors.of_module(reached).delta(captured(started, chunk_elements), wire)
 
 
-def received(wire: WireFragment, dtype: str) -> FlatState:
+def received(wire: FlatState, dtype: str) -> FlatState:
     """What a peer reads from the chunks of a push: fp32 and int64 vectors."""
     state = FlatState.empty(wire.layout)
     for vector in state.vectors.values():
@@ -309,7 +309,7 @@ def test_donated_values_are_fp32_whatever_the_model_is() -> None:
     tensors = ModelTensors.of_module(made)
     for part in layouts(tensors):
         captured = tensors.capture(part)
-        peer = received(captured.wire(), "fp32")
+        peer = received(captured, "fp32")
         for place in part.places:
             dtype = segment_dtype(place.segment)
             assert torch.equal(peer.of(place), made.state_dict()[place.entry.name].to(dtype))

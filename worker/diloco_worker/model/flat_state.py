@@ -26,11 +26,15 @@ from diloco_protocol.tensor_pool import mapped
 
 @dataclass(frozen=True)
 class FlatState:
-    """The values of one fragment: a flat vector for each segment that is not empty."""
+    """The values of one fragment, or its delta: a flat vector for each segment that is not empty.
+
+    What is being sent, and what deltas are measured from, never changes.
+    """
 
     layout: FragmentLayout  # where each tensor lies
-    # fp32 for parameters and buffers, int64 for integers; contiguous, on the CPU.
+    # fp32 for parameters (but for a delta's) and buffers, int64 for integers; contiguous, on the CPU.
     vectors: Mapping[Segment, Tensor]
+    dtype: str = "fp32"  # the wire dtype of the parameters
 
     @classmethod
     def empty(cls, layout: FragmentLayout, *, pinned: bool = False) -> FlatState:
@@ -51,13 +55,7 @@ class FlatState:
         return held(self.of(place), place.entry)
 
     def store(self, index: int, payload: memoryview, wire: str) -> None:
-        """Decode one received chunk into its place.
-
-        Args:
-            index: number of the chunk.
-            payload: its bytes, as many as the place needs.
-            wire: the wire dtype that parameters travel in.
-        """
+        """Decode a received chunk into its place; `payload` has as many bytes as the place needs."""
         span = self.layout.spans[index]
         values = decode_chunk(span, payload, wire)
         self.vectors[span.segment][span.start : span.stop].copy_(values)
@@ -66,38 +64,24 @@ class FlatState:
         """The values of each tensor, in its shape: views."""
         return {place.entry.name: self.of(place) for place in self.layout.places}
 
-    def wire(self) -> WireFragment:
-        """These values as they are, fp32, for a donation; shares this memory."""
-        return WireFragment(self.layout, self.vectors, "fp32")
+    def chunk(self, index: int) -> memoryview:
+        """The bytes of one chunk; they share this memory."""
+        span = self.layout.spans[index]
+        return encode_chunk(span, self.vectors[span.segment][span.start : span.stop], self.dtype)
 
     def norm(self) -> float:
         """Euclidean length of the parameters."""
         vector = self.vectors.get(Segment.PARAMETERS)
         return 0.0 if vector is None else float(torch.linalg.vector_norm(vector))
 
-
-@dataclass(frozen=True)
-class WireFragment:
-    """What a push sends: one vector for each segment, in its `segment_dtype`. Never changed."""
-
-    layout: FragmentLayout
-    vectors: Mapping[Segment, Tensor]
-    dtype: str  # the wire dtype of parameters
-
-    def chunk(self, index: int) -> memoryview:
-        """The bytes of one chunk."""
-        span = self.layout.spans[index]
-        return encode_chunk(span, self.vectors[span.segment][span.start : span.stop], self.dtype)
-
     def taken_from(self, base: FlatState) -> FlatState:
-        """Where the model was when this was frozen: what it held of `base` minus this, rounded."""
+        """Where the model was when this delta was frozen: what it held of `base` minus it, rounded."""
         state = FlatState.empty(self.layout)
         for place in self.layout.places:
-            vector = self.vectors[place.segment][place.start : place.stop].view(place.entry.shape)
             if place.segment is Segment.PARAMETERS:
-                torch.sub(base.held(place), vector, out=state.of(place))
+                torch.sub(base.held(place), self.of(place), out=state.of(place))
             else:
-                state.of(place).copy_(vector)
+                state.of(place).copy_(self.of(place))
         return state
 
 
@@ -113,6 +97,6 @@ _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _room(elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    return (
-        torch.empty(elements, dtype=dtype, pin_memory=True) if pinned else mapped(elements, dtype)
-    )
+    if pinned:
+        return torch.empty(elements, dtype=dtype, pin_memory=True)
+    return mapped(elements, dtype)

@@ -17,7 +17,7 @@ from diloco_protocol import Manifest, Segment, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, Place
 from diloco_protocol.codecs import is_finite, segment_dtype
 from diloco_protocol.tensor_pool import TensorPool, mapped
-from diloco_worker.model.flat_state import FlatState, WireFragment, held
+from diloco_worker.model.flat_state import FlatState, held
 from diloco_worker.model.merging import Change, wait_for_copies
 from diloco_worker.model.model_manifest import (
     dtype_name,
@@ -38,7 +38,7 @@ _WIDE = (torch.float32, torch.bfloat16)
 class Delta:
     """A frozen pseudo-gradient in wire form."""
 
-    wire: WireFragment  # global minus local; of buffers and integers the local values
+    wire: FlatState  # global minus local; of buffers and integers the local values
     norm: float  # Euclidean length of the parameters' part, before rounding to the wire dtype
     bad: str | None  # a tensor that has NaN or infinity after encoding
 
@@ -218,7 +218,7 @@ def encode(
             if not math.isfinite(square):  # large elements: fp64 has room for their squares
                 square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
             squares += square
-    return Delta(WireFragment(layout, wire, dtype), math.sqrt(squares), bad)
+    return Delta(FlatState(layout, wire, dtype), math.sqrt(squares), bad)
 
 
 def _on_cuda(tensors: Iterable[Tensor]) -> bool:

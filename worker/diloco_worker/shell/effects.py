@@ -6,7 +6,7 @@ Sockets and memory are handed in: the link has real ones, a simulation its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from diloco_protocol import Code
@@ -88,43 +88,29 @@ class Memory(Protocol):
         """This push is over."""
 
 
+@dataclass
 class Executor:
-    """See the head of this module.
+    """See the head of this module."""
 
-    Args:
-        noticed: called with each effect before it is carried out.
-
-    Attributes:
-        payload: of the chunk that the session is told of.
-    """
-
-    def __init__(
-        self,
-        session: Session,
-        inbox: Inbox,
-        network: Network,
-        memory: Memory,
-        noticed: Callable[[effects.Effect], None] = lambda _: None,
-    ) -> None:
-        self.payload: Any = None
-        self._session = session
-        self._inbox = inbox
-        self._network = network
-        self._memory = memory
-        self._noticed = noticed
+    session: Session
+    inbox: Inbox
+    network: Network
+    memory: Memory
+    noticed: Callable[[effects.Effect], None] = lambda _: None  # told of each effect first
+    payload: Any = None  # of the chunk that the session is told of
 
     def feed(self, event: events.Event) -> None:
         """Let the session take in an event, and carry out what it asks for."""
-        for effect in self._session.handle(event, self._network.now()):
-            self._noticed(effect)
+        for effect in self.session.handle(event, self.network.now()):
+            self.noticed(effect)
             values = self._carry_out(effect)
             if not isinstance(effect, QUIET):
-                self._inbox.take_in(effect, values)
+                self.inbox.take_in(effect, values)
                 self._say(effect)
 
     def _carry_out(self, effect: effects.Effect) -> Any:  # noqa: C901, PLR0912  a case for each effect
         """Returns the values of a version that is delivered."""
-        network, memory = self._network, self._memory
+        network, memory = self.network, self.memory
         match effect:
             case effects.Open():
                 network.connect()
@@ -141,8 +127,8 @@ class Executor:
             case effects.BeginVersion(fragment):
                 memory.begin(self._part(fragment))
             case effects.StoreChunk(fragment, index):
-                assert self._session.config is not None
-                memory.store(fragment, index, self.payload, self._session.config.reply_dtype)
+                assert self.session.config is not None
+                memory.store(fragment, index, self.payload, self.session.config.reply_dtype)
             case effects.Deliver(released, _, unchanged):
                 fragment = released.fragment
                 return memory.held(fragment) if unchanged else memory.finish(fragment)
@@ -159,7 +145,7 @@ class Executor:
 
     def _say(self, effect: effects.Effect) -> None:
         """What people are to know."""
-        network = self._network
+        network = self.network
         match effect:
             case effects.Joined(welcome, again):
                 network.welcomed(welcome.epoch)
@@ -177,5 +163,5 @@ class Executor:
                 network.say(text, trouble=trouble)
 
     def _part(self, fragment: int) -> FragmentLayout:
-        assert self._session.layout is not None
-        return self._session.layout.all[fragment]
+        assert self.session.layout is not None
+        return self.session.layout.all[fragment]

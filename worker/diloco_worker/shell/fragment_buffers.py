@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import InitVar, dataclass, field
 
 from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.messages import Chunk, Message
-from diloco_worker.model.flat_state import FlatState, WireFragment
+from diloco_worker.model.flat_state import FlatState
 
 
 def check_length(
@@ -32,45 +33,37 @@ def check_length(
         raise ProtocolError(Code.BAD_CHUNK, text)
 
 
+@dataclass(kw_only=True)
 class FragmentBuffers:
     """See the head of this module, and `Memory` of `shell.effects`. Belongs to the I/O thread.
 
-    Args:
-        capture: copies a fragment of the model to the host, for a broker that has no parameters; called
-            in a thread of its own, one at a time, and only for fragments that nobody is training.
-        copied: called in that thread with the id of the push that the copy is for, and the copy or what
-            went wrong.
-        pinned: whether to receive into pinned memory (the model is on a CUDA device).
-        states: by fragment, the values of what is held already. They are room for later versions once
-            training stands on others.
-
-    Attributes:
-        outgoing: by push id, what is being sent.
+    `states` are room for later versions once training stands on others. A fragment is copied in a thread
+    of its own, one at a time, and only where nobody is training it.
     """
 
-    def __init__(
-        self,
-        capture: Callable[[FragmentLayout], FlatState] | None,
-        copied: Callable[[int, Future[WireFragment]], object],
-        *,
-        pinned: bool,
-        states: Mapping[int, FlatState],
-    ) -> None:
-        self.outgoing: dict[int, WireFragment] = {}
-        self._capture = capture
-        self._copied = copied
-        self._pinned = pinned
-        self._assembly: dict[int, FlatState] = {}  # by fragment
-        self._spare: dict[int, FlatState] = {}  # by fragment; room for the next assembly
-        self._held = dict(states)  # by fragment; merged or not
-        self._bases: dict[int, FlatState] = {}  # by fragment; what training stands on
-        self._copying = threading.Lock()
+    # Copies a fragment of the model to the host, for a broker that has no parameters.
+    capture: Callable[[FragmentLayout], FlatState] | None
+    # Called in that thread with the id of the push that it is for, and the copy or what went wrong.
+    copied: Callable[[int, Future[FlatState]], object]
+    pinned: bool  # whether to receive into pinned memory (the model is on a CUDA device)
+    states: InitVar[Mapping[int, FlatState]]  # by fragment, the values of what is held already
+    outgoing: dict[int, FlatState] = field(default_factory=dict)  # by push id, what is being sent
+    # By fragment: what is being assembled, and room for the next time; what has been delivered, merged
+    # or not; what training stands on.
+    _assembly: dict[int, FlatState] = field(default_factory=dict)
+    _spare: dict[int, FlatState] = field(default_factory=dict)
+    _held: dict[int, FlatState] = field(default_factory=dict)
+    _bases: dict[int, FlatState] = field(default_factory=dict)
+    _copying: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self, states: Mapping[int, FlatState]) -> None:
+        self._held |= states
 
     def begin(self, layout: FragmentLayout) -> None:
         fragment = layout.fragment
         if fragment not in self._assembly:
             room = self._spare.pop(fragment, None)
-            self._assembly[fragment] = room or FlatState.empty(layout, pinned=self._pinned)
+            self._assembly[fragment] = room or FlatState.empty(layout, pinned=self.pinned)
 
     def store(self, fragment: int, index: int, payload: memoryview, wire_dtype: str) -> None:
         """Decode a chunk into its place; the payload has the right length."""
@@ -97,7 +90,7 @@ class FragmentBuffers:
         former, self._bases[fragment] = self._bases.get(fragment), state
         if former is None or former is state or former is self._held.get(fragment):
             return
-        if all(wire.vectors is not former.vectors for wire in self.outgoing.values()):
+        if all(sent is not former for sent in self.outgoing.values()):
             self._spare[fragment] = former
 
     def chunk(self, push_id: int, fragment: int, index: int) -> memoryview:
@@ -114,16 +107,16 @@ class FragmentBuffers:
         """
         held = self._held.get(layout.fragment)
         if held is not None:
-            self.outgoing[push_id] = held.wire()
+            self.outgoing[push_id] = held
             return True
-        copy: Future[WireFragment] = Future()
-        copy.add_done_callback(lambda done: self._copied(push_id, done))
+        copy: Future[FlatState] = Future()
+        copy.add_done_callback(lambda done: self.copied(push_id, done))
 
         def work() -> None:
-            assert self._capture is not None
+            assert self.capture is not None
             try:
                 with self._copying:  # one after the other
-                    copy.set_result(self._capture(layout).wire())
+                    copy.set_result(self.capture(layout))
             except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
                 copy.set_exception(error)
 

@@ -27,7 +27,7 @@ from diloco_protocol.messages import Heartbeat, Message, Push
 from diloco_worker.core import events
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
-from diloco_worker.model.flat_state import FlatState, WireFragment
+from diloco_worker.model.flat_state import FlatState
 from diloco_worker.shell.connections import NOW, Connections
 from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.forks import keep_from_children
@@ -88,8 +88,8 @@ class Link(Inbox):
         self.welcomed = welcomed
         self.now = clock
         self._buffers = FragmentBuffers(
-            capture,
-            lambda push_id, copied: self._call(self._donate, push_id, copied),
+            capture=capture,
+            copied=lambda push_id, copied: self._call(self._donate, push_id, copied),
             pinned=pinned,
             states=states or {},
         )
@@ -115,7 +115,7 @@ class Link(Inbox):
         """Let the session take in an event: a version is requested, for instance."""
         self._call(self._executor.feed, event)
 
-    def offer(self, push: Push, wire: WireFragment) -> None:
+    def offer(self, push: Push, wire: FlatState) -> None:
         """Push a pseudo-gradient. Neither may change any more."""
         self._call(self._offer, push, wire)
 
@@ -187,7 +187,7 @@ class Link(Inbox):
 
     # Calls.
 
-    def _offer(self, push: Push, wire: WireFragment) -> None:
+    def _offer(self, push: Push, wire: FlatState) -> None:
         former = self._offered.get(push.fragment)
         if former == push.push_id:
             return  # offered again by who was interrupted behind the first time
@@ -196,7 +196,7 @@ class Link(Inbox):
         self._offered[push.fragment] = push.push_id
         self.take_rejection(former or 0)  # nobody asks for it any more
 
-    def _donate(self, push_id: int, copied: Future[WireFragment]) -> None:
+    def _donate(self, push_id: int, copied: Future[FlatState]) -> None:
         """The model has been copied, to be donated."""
         if push_id in self.session.uploads:  # else nobody wants it any more
             self._buffers.outgoing[push_id] = copied.result()

@@ -13,6 +13,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,36 +33,24 @@ CAPTURED = (
 )
 
 
+@dataclass
 class CountedSteps:
-    """See the head of this module. Looks from `start` to `stop`.
+    """See the head of this module. Looks from `start` to `stop`."""
 
-    Args:
-        model: that is trained.
-        optimizer: whose steps are counted.
-        stepped: called after each of them.
-        tell: takes the sentence about another optimizer's steps.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        stepped: Callable[[], None],
-        tell: Callable[[str], None],
-    ) -> None:
-        self.problem: str | None = None  # why steps are not seen, a sentence
-        self._model = model
-        self._optimizer = optimizer
-        self._stepped = stepped
-        self._tell = tell
-        self._others = 0  # steps of other optimizers, since the counted one made its last
-        self._trains_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._hook: Any = None
-        self._others_hook: Any = None
+    model: nn.Module  # that is trained
+    optimizer: Optimizer  # whose steps are counted
+    stepped: Callable[[], None]  # called after each of them
+    tell: Callable[[str], None]  # takes the sentence about another optimizer's steps
+    problem: str | None = None  # why steps are not seen, a sentence
+    _others: int = 0  # steps of other optimizers, since the counted one made its last
+    _trains_ours: weakref.WeakKeyDictionary[Optimizer, bool] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _hook: Any = None
+    _others_hook: Any = None
 
     def start(self) -> None:
-        self._hook = self._optimizer.register_step_post_hook(self._after_step)
+        self._hook = self.optimizer.register_step_post_hook(self._after_step)
         self._others_hook = register_optimizer_step_post_hook(self._after_any_step)
 
     def stop(self) -> None:
@@ -77,7 +66,7 @@ class CountedSteps:
         overflow = getattr(optimizer, "found_inf", None)
         if _is_inside_another(optimizer) or (overflow is not None and float(overflow)):
             return
-        self._stepped()
+        self.stepped()
 
     def _is_captured(self) -> bool:
         """Whether the kernels of now are recorded for a CUDA graph instead of run."""
@@ -90,16 +79,16 @@ class CountedSteps:
         return is_captured
 
     def _after_any_step(self, optimizer: Optimizer, *_: object) -> None:
-        if optimizer is self._optimizer:
+        if optimizer is self.optimizer:
             self._others = 0
             return
         if optimizer not in self._trains_ours:
-            ours = {id(parameter) for parameter in self._model.parameters()}
+            ours = {id(parameter) for parameter in self.model.parameters()}
             trained = (id(p) for group in optimizer.param_groups for p in group["params"])
             self._trains_ours[optimizer] = not ours.isdisjoint(trained)
         self._others += self._trains_ours[optimizer]
         if self._others == MANY and self._others_hook is not None:
-            self._tell(
+            self.tell(
                 f"Another optimizer ({type(optimizer).__name__}) has made {MANY} steps with this "
                 "model's parameters, and the one that the worker was made with none: these steps are "
                 "not counted and never pushed. Close this worker and make a new one with the "

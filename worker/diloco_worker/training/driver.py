@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import TypeVar
 
 from diloco_protocol import UsageError
@@ -43,46 +43,28 @@ NO_NEWS = News()
 T = TypeVar("T")
 
 
+@dataclass(kw_only=True)
 class Driver:
-    """See the head of this module. The layout's fragments have all arrived at the link.
+    """See the head of this module. The layout's fragments have all arrived at the link."""
 
-    Args:
-        metrics: what happens is counted in them.
-        publish: tells the next heartbeat how training stands, and whether it stands still.
-        clock: seconds, monotonic.
-        step, cycle_start: optimizer steps so far, and those when the cycle of slots began.
-        resumption: what to go on from, where the model is as it was then.
+    worker_id: str
+    tensors: ModelTensors
+    link: Link
+    settings: Settings
+    reports: Reports
+    metrics: SyncMetrics  # what happens is counted in them
+    publish: Callable[[bool], None]  # makes the next heartbeat; True: training stands still
+    audit: PushLog
+    termination: Termination
+    clock: Callable[[], float]  # seconds, monotonic
+    step: InitVar[int]  # optimizer steps so far
+    cycle_start: InitVar[int]  # those when the cycle of slots began
+    resumption: InitVar[Resumption | None]  # what to go on from; the model is as it was then
+    state: SyncState = field(init=False)  # what the boundary decides by
 
-    Attributes:
-        state: what the boundary decides by.
-    """
-
-    def __init__(  # noqa: PLR0913  it joins all parts of a worker
-        self,
-        worker_id: str,
-        tensors: ModelTensors,
-        link: Link,
-        *,
-        settings: Settings,
-        reports: Reports,
-        metrics: SyncMetrics,
-        publish: Callable[[bool], None],
-        audit: PushLog,
-        termination: Termination,
-        clock: Callable[[], float],
-        step: int,
-        cycle_start: int,
-        resumption: Resumption | None = None,
-    ) -> None:
-        config, layout = link.config, link.layout
-        assert config is not None and layout is not None
-        self._link = link
-        self._tensors = tensors
-        self._reports = reports
-        self._publish = publish
-        self._audit = audit
-        self._termination = termination
-        self._clock = clock
+    def __post_init__(self, step: int, cycle_start: int, resumption: Resumption | None) -> None:
+        link, tensors, layout = self.link, self.tensors, self.link.layout
+        assert link.config is not None and layout is not None
         self._frozen = _take_frozen(link, layout.frozen, tensors)
         arrivals = [_take(link, part.fragment) for part in layout.fragments]
         if resumption is not None:
@@ -94,7 +76,7 @@ class Driver:
                 SavedFragment(TrainingBase(each.version, each.released.ledger), each.values)
                 for each in arrivals
             )
-        merge = MergeRule.of(config)
+        merge = MergeRule.of(link.config)
         self._fragments = [
             FragmentSync(
                 part, tensors, merge, base=each.values, delta=each.delta, set_base=link.set_base
@@ -103,18 +85,18 @@ class Driver:
         ]
         self._shown = self._link_state()  # what the boundary knows of
         self.state = SyncState(
-            worker_id=worker_id,
+            worker_id=self.worker_id,
             link=self._shown,
             options=Options(
-                **{each.name: getattr(settings, each.name) for each in fields(Options)}
+                **{each.name: getattr(self.settings, each.name) for each in fields(Options)}
             ),
             chunks=[part.chunks for part in layout.fragments],
             bases=[each.base for each in saved],
-            totals=reports.totals,
+            totals=self.reports.totals,
             step=step,
             cycle_start=cycle_start,
-            metrics=metrics,
-            clock=clock,
+            metrics=self.metrics,
+            clock=self.clock,
             draw=lambda: secrets.randbits(64),
         )
         self._constants = Constants(tensors)
@@ -129,7 +111,7 @@ class Driver:
         None, with a warning, while a merge is broken off, or once the model has changed so much that the
         run's tensors are not in it.
         """
-        state, terms = self.state, self._link.terms
+        state, terms = self.state, self.link.terms
         assert terms is not None
         if state.is_torn:
             logger.warning(
@@ -138,7 +120,7 @@ class Driver:
             )
             return None
         try:
-            sums = checksums(self._tensors)
+            sums = checksums(self.tensors)
         except UsageError as error:  # a script that saves must not end by it
             logger.warning(
                 "%s Until then the worker's state does not contain the parameters: a worker that "
@@ -149,22 +131,22 @@ class Driver:
         fragments = tuple(
             SavedFragment(base, each.base, None if base.flight is None else each.delta)
             for base, each in zip(
-                state.training_bases(self._reports.totals), self._fragments, strict=True
+                state.training_bases(self.reports.totals), self._fragments, strict=True
             )
         )
         place = state.schedule.place
         resumption = Resumption(state.worker_id, terms, place, self._frozen, fragments, sums)
-        return to_plain(resumption, self._tensors.manifest)
+        return to_plain(resumption, self.tensors.manifest)
 
     def after_step(self, step: int) -> None:
         """An optimizer step has been taken. Returns when training may go on."""
-        self._reports.read(self._clock())
+        self.reports.read(self.clock())
         self.carry_out(boundary.after_step(self.state, step))
 
     def trouble(self, text: str) -> None:
         """Something went wrong: for the log, and for `last_error`."""
         logger.warning("%s", text)
-        self._link.last_error = text
+        self.link.last_error = text
 
     # Effects.
 
@@ -180,7 +162,7 @@ class Driver:
             answer = self._do(effect)
 
     def _do(self, effect: Effect | events.Event) -> Answer:  # noqa: C901, PLR0912  a case for each effect
-        link = self._link
+        link = self.link
         match effect:
             case effects.Look():
                 return self._look()
@@ -188,23 +170,23 @@ class Driver:
                 self._wait(seconds)
                 return self._look()
             case effects.StandStill():
-                self._publish(True)
+                self.publish(True)
             case effects.ReadReports():
-                self._reports.read(self._clock(), at_once=True)
-                return self._reports.totals
+                self.reports.read(self.clock(), at_once=True)
+                return self.reports.totals
             case events.BeatNow():
-                self._publish(False)
+                self.publish(False)
                 link.tell(effect)
             case effects.Offer(flight, is_new):
                 if is_new:
-                    self._audit.frozen(flight)
+                    self.audit.frozen(flight)
                 delta = self._fragments[flight.push.fragment].delta
                 assert delta is not None
                 link.offer(flight.push, delta.wire)
             case events.Event():
                 link.tell(effect)
             case effects.PushEnded(push_id, fragment, version, why):
-                self._audit.ended(push_id, fragment, version, why)
+                self.audit.ended(push_id, fragment, version, why)
             case effects.Say(text, is_warning):
                 logger.log(logging.WARNING if is_warning else logging.INFO, "%s", text)
             case effects.Trouble(text, cause):
@@ -218,7 +200,7 @@ class Driver:
     def _change_model(self, effect: Effect | events.Event) -> Answer:
         match effect:
             case effects.CheckModel():
-                watch = self._tensors.watch
+                watch = self.tensors.watch
                 changed = watch.look() if watch is not None else None
                 if changed is not None:
                     self.trouble(changed)
@@ -228,7 +210,7 @@ class Driver:
                     self.trouble(change)
                 if isinstance(norm, effects.NonFinite):
                     return norm
-                return effects.Frozen(replace(push, norm=norm), self._link.reconnections)
+                return effects.Frozen(replace(push, norm=norm), self.link.reconnections)
             case effects.KeepAnchor(fragment):
                 self._fragments[fragment].keep_anchor()
             case effects.Land(fragment, landing, step):
@@ -247,25 +229,23 @@ class Driver:
         return None
 
     def _look(self) -> Sight:
-        news = self._link.take_news() if self._has_news else NO_NEWS
+        news = self.link.take_news() if self._has_news else NO_NEWS
         self._shown = self._link_state()
-        return Sight(news, self._shown, self._reports.totals)
+        return Sight(news, self._shown, self.reports.totals)
 
     def _wait(self, seconds: float) -> None:
-        with self._termination.waiting():
-            self._link.wait_for(
-                lambda: self._has_news or self._link_state() != self._shown, seconds
-            )
+        with self.termination.waiting():
+            self.link.wait_for(lambda: self._has_news or self._link_state() != self._shown, seconds)
 
     @property
     def _has_news(self) -> bool:
-        return self._link.has_news or bool(self._link.turns)
+        return self.link.has_news or bool(self.link.turns)
 
     def _link_state(self) -> LinkState:
-        link = self._link
+        link = self.link
         return link.state(
             silence=link.silence(),
-            asked_to_stop=self._termination.reason,
+            asked_to_stop=self.termination.reason,
             address=link.address,
             description=link.describe(),
         )

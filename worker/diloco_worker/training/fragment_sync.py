@@ -22,7 +22,7 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_worker.core.sync.effects import NonFinite
 from diloco_worker.core.sync.fragment import Flight, Landing, MergeRule, Outcome
 from diloco_worker.core.sync.news import Arrival
-from diloco_worker.model.flat_state import FlatState, WireFragment
+from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
 
@@ -31,39 +31,29 @@ from diloco_worker.model.model_tensors import ModelTensors
 class DeltaValues:
     """The values of a delta under way; see the head of this module."""
 
-    wire: WireFragment  # as it is sent
+    wire: FlatState  # as it is sent
     frozen: FlatState | None = None
     anchor: FlatState | None = None
 
 
+@dataclass
 class FragmentSync:
-    """See the head of this module. Belongs to the training thread.
+    """See the head of this module. Belongs to the training thread."""
 
-    Args:
-        base: the values that deltas are measured from.
-        delta: of the flight that an earlier life has left.
-        set_base: is told of each new base; the memory of the former one may be overwritten then.
-    """
+    part: FragmentLayout
+    tensors: ModelTensors
+    merge: MergeRule
+    base: FlatState  # what deltas are measured from
+    delta: (
+        DeltaValues | None
+    )  # of the flight, or of one that ended while the model was left as it is
+    # Told of each new base; the memory of the former one may be overwritten then.
+    set_base: Callable[[int, FlatState], None]
+    _change: Change | None = None  # of a landing that was broken off
+    _landed: Landing | None = None  # the last one
 
-    def __init__(
-        self,
-        part: FragmentLayout,
-        tensors: ModelTensors,
-        merge: MergeRule,
-        *,
-        base: FlatState,
-        delta: DeltaValues | None = None,
-        set_base: Callable[[int, FlatState], None],
-    ) -> None:
-        self.part = part
-        self.base = base
-        self.delta = delta  # of the flight, or of one that ended while the model was left as it is
-        self._tensors = tensors
-        self._merge = merge
-        self._set_base = set_base
-        self._change: Change | None = None  # of a landing that was broken off
-        self._landed: Landing | None = None  # the last one
-        set_base(part.fragment, base)
+    def __post_init__(self) -> None:
+        self.set_base(self.part.fragment, self.base)
 
     @property
     def is_torn(self) -> bool:
@@ -83,10 +73,10 @@ class FragmentSync:
         Returns:
             Euclidean length of its parameters, where that is known.
         """
-        merge, frozen = self._merge, None
+        merge, frozen = self.merge, None
         if merge.rebases and merge.overlaps:
-            frozen = self._tensors.capture(self.part)
-        delta = self._tensors.delta(self.base, dtype, frozen)
+            frozen = self.tensors.capture(self.part)
+        delta = self.tensors.delta(self.base, dtype, frozen)
         if delta.bad is not None:
             buffers = (p.entry.name for p in self.part.places if p.segment is Segment.BUFFERS)
             return NonFinite(delta.bad, delta.bad in buffers)
@@ -97,7 +87,7 @@ class FragmentSync:
         """Training goes on with the delta in flight: remember where it ceased to wait."""
         delta = self.delta
         if delta is not None and delta.frozen is None and delta.anchor is None:
-            delta.anchor = self._tensors.capture(self.part)
+            delta.anchor = self.tensors.capture(self.part)
 
     def land(self, landing: Landing, step: int) -> None:
         """Bring the model in line. What it raises breaks it off; called again, it goes on with it.
@@ -114,7 +104,7 @@ class FragmentSync:
         if landing.is_void and not change.is_void:
             change = Change(change.new, is_void=True)
         self._change = change
-        self._tensors.bring_in(change)
+        self.tensors.bring_in(change)
         self._keep(landing, change.new)
         self._landed = landing
         self._change = None
@@ -139,7 +129,7 @@ class FragmentSync:
         return Change(new)
 
     def _merged(self, flight: Flight, new: FlatState, step: int) -> Change:
-        merge, delta = self._merge, self.delta
+        merge, delta = self.merge, self.delta
         assert delta is not None
         origin = delta.anchor
         if origin is None and not merge.overlaps and step != flight.began:
@@ -160,7 +150,7 @@ class FragmentSync:
         else:
             if landing.arrival is not None:
                 self.base = new
-                self._set_base(self.part.fragment, new)
+                self.set_base(self.part.fragment, new)
             self.delta = None
 
     def _at_freeze(self) -> FlatState:
@@ -169,7 +159,7 @@ class FragmentSync:
         assert delta is not None
         if delta.frozen is not None:
             return delta.frozen
-        if delta.anchor is not None and not self._merge.overlaps:
+        if delta.anchor is not None and not self.merge.overlaps:
             return delta.anchor
         return delta.wire.taken_from(self.base)
 

@@ -36,7 +36,7 @@ from diloco_worker.core.sync.fragment import Flight, TrainingBase
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.news import Work
 from diloco_worker.core.sync.schedule import SchedulePlace
-from diloco_worker.model.flat_state import FlatState, WireFragment
+from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.training.fragment_sync import DeltaValues
 from diloco_worker.training.resumption import Resumption, SavedFragment
@@ -164,7 +164,7 @@ _OF_PUSH = ("wire_dtype", "steps", "tokens", "samples", "loss", "norm")
 _OF_FLIGHT = ("began", "apply_at", "wait_at", "let_go")
 
 
-def _shared(state: FlatState | WireFragment | None) -> dict[str, Tensor] | None:
+def _shared(state: FlatState | None) -> dict[str, Tensor] | None:
     return None if state is None else {s.value: vector for s, vector in state.vectors.items()}
 
 
@@ -281,7 +281,7 @@ def _delta(base: FlatState, plain: Plain, dtype: str) -> DeltaValues:
         given = plain[name]
         return None if given is None else FlatState(part, _vectors(part, given, "fp32"))
 
-    return DeltaValues(WireFragment(part, wire, dtype), copy_of("frozen"), copy_of("anchor"))
+    return DeltaValues(FlatState(part, wire, dtype), copy_of("frozen"), copy_of("anchor"))
 
 
 def _vectors(part: FragmentLayout, plain: object, dtype: str) -> dict[Segment, Tensor]:

@@ -36,6 +36,7 @@ from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
+from diloco_worker.training import start
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.push_log import PushLog
@@ -43,14 +44,6 @@ from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.saved_state import Saved
 from diloco_worker.training.settings import Settings, default_worker_id, resolve, warn_of_silence
-from diloco_worker.training.start import (
-    await_model,
-    check_free,
-    check_pair,
-    new_session,
-    occupy,
-    vacate,
-)
 
 logger = logging.getLogger("diloco.worker")
 
@@ -130,13 +123,13 @@ class DiLoCoWorker:
             )
         self._settings: Settings = resolve(locals())  # its fields have the names of arguments
         self.worker_id: str = self._settings.worker_id or default_worker_id()
-        counted = check_pair(model, optimizer)
+        counted = start.check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
         self._link: Link | None = None
         self._model = model
         if self._settings.server is not None:
-            check_free(model)
+            start.check_free(model)
             self._tensors = ModelTensors.of_module(model)
         self._driver: Driver | None = None
         self._resumption: Resumption | None = None
@@ -189,13 +182,13 @@ class DiLoCoWorker:
             raise
 
     def _start(self, server: str, tensors: ModelTensors) -> DiLoCoWorker:
-        occupy(self._model, self, self.worker_id)
+        start.occupy(self._model, self, self.worker_id)
         settings, resumption = self._settings, self._resumption
         check_values(tensors)
         if resumption is not None:
             resumption.check_model(tensors)
         audit = self._audit = PushLog(settings.audit, self.worker_id)
-        session = new_session(
+        session = start.new_session(
             self.worker_id,
             tensors.manifest,
             wants=settings.wants,
@@ -217,7 +210,7 @@ class DiLoCoWorker:
         link.start()
         if settings.handle_signals is not False:
             self._termination.install()
-        await_model(link, Patience(self._clock, first=FIRST_WORD_S))
+        start.await_model(link, Patience(self._clock, first=FIRST_WORD_S))
         self._driver = Driver(
             worker_id=self.worker_id,
             tensors=tensors,
@@ -242,7 +235,7 @@ class DiLoCoWorker:
         """As if it had never been started, except that it cannot be started again."""
         self._steps.stop()
         self._termination.restore()
-        vacate(self._model, self)
+        start.vacate(self._model, self)
         try:
             if self._link is not None:
                 self._link.close("it did not start training", LINK_PATIENCE_S)
@@ -280,7 +273,7 @@ class DiLoCoWorker:
             raise
         finally:
             self._termination.restore()
-            vacate(self._model, self)
+            start.vacate(self._model, self)
             try:
                 link.close(reason, patience)
             finally:
@@ -464,23 +457,23 @@ class DiLoCoWorker:
         driver = self._driver
         assert driver is not None
         began = self._clock()
-        done: list[bool] = []
-        self._guarded(lambda: done.append(driver.carry_out(action(driver.state))))
+        done = self._guarded(lambda: driver.carry_out(action(driver.state)))
         self._publish()
         self._pace.leave_out(self._clock() - began)
-        return bool(done and done[0])
+        return bool(done)
 
-    def _guarded(self, action: Callable[[], object]) -> None:
+    def _guarded(self, action: Callable[[], object]) -> object:
         """Do something for the run that must not end the training, whatever it meets."""
         try:
             with self._termination.held():
-                action()
+                return action()
         except Exception as error:
             logger.exception("Synchronising failed; training goes on, next attempt in a round.")
             if self._driver is not None:
                 self._driver.state.schedule.restart(self._step)
             if self._link is not None:
                 self._link.last_error = f"Synchronising failed: {error!r}"
+            return None
 
     def _trouble(self, text: str) -> None:
         if self._driver is not None:

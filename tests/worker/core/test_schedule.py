@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diloco_protocol import UsageError
 from diloco_protocol.fragments import slots
 from diloco_protocol.messages import Standing
-from diloco_worker.core.sync.schedule import RoundSchedule, TurnState
+from diloco_worker.core.sync.schedule import RoundSchedule, SchedulePlace, TurnState
 
 NEW, RESUME, WAIT, COUNTED = Standing.NEW, Standing.RESUME, Standing.WAIT, Standing.COUNTED
 
@@ -237,7 +237,7 @@ def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> Non
 def test_resumed_asynchronous_worker_keeps_its_order_whatever_others_have_pushed() -> None:
     turns = RoundSchedule(4, 2, common=False)
     turns.welcomed(6)
-    turns.resume_flights([], 1)
+    turns.resume(SchedulePlace(4, 0, 1), 0, 0, [])
     assert turns.push() == 1
 
 

@@ -48,15 +48,9 @@ def check_welcome(
     asked_interval: float | None,
     asked_sync_every: int | None,
 ) -> Terms:
-    """Whether this worker can take part on the terms of a welcome. Returns these terms.
+    """The terms of a welcome; raises ProtocolError where this worker cannot take part on them.
 
-    Args:
-        earlier: the terms that it has trained on so far.
-        asked_interval: seconds between heartbeats that the user asked for; None = whatever fits.
-        asked_sync_every: H that the user asked for; None = the broker's.
-
-    Raises:
-        ProtocolError: it cannot, and why.
+    `earlier` are those it has trained on so far. What the user asked for is None where it did not.
     """
     config, plan = welcome.config, welcome.plan
     problem = (
@@ -122,11 +116,7 @@ def _why_incompatible(
 def changed(
     earlier: Terms, config: RunConfig, plan: tuple[int, ...] | None = None
 ) -> tuple[str, object, object] | None:
-    """The first thing that must stay the same and has not: its name, what it was, what it is.
-
-    Args:
-        plan: compared as well, if it is given.
-    """
+    """The first thing that must stay the same and has not: its name, what it was, what it is."""
     for name in FIXED:
         ours, theirs = _told(earlier.config, name), _told(config, name)
         if ours != theirs:
@@ -144,13 +134,9 @@ def _told(config: RunConfig, name: str) -> object:
 
 
 def cut(manifest: Manifest, config: RunConfig, plan: Sequence[int]) -> ModelLayout:
-    """Cut a model as the broker does.
+    """Cut a model as the broker does; raises ProtocolError for a plan that does not fit it.
 
-    Args:
-        plan: the fragment of each manifest entry, in order, as the broker told it; empty where P is 1.
-
-    Raises:
-        ProtocolError: a plan that does not fit the model.
+    `plan` is the fragment of each manifest entry, in order, as the broker told it; empty where P is 1.
     """
     is_split = config.num_fragments > 1
     if is_split:

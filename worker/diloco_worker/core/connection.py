@@ -91,11 +91,7 @@ class BulkWatch:
 
 
 class Connection:
-    """Where a session is on its way to the broker, and when it has to do something about it.
-
-    Args:
-        asked_interval: seconds between heartbeats; None = what fits the broker; 0 = none.
-    """
+    """Where a session is on its way to the broker, and when it has to do something about it."""
 
     def __init__(self, asked_interval: float | None) -> None:
         self.phase = Phase.NEW
@@ -105,7 +101,9 @@ class Connection:
         self.reconnections = 0  # welcomes after the first
         self.last_heard: float | None = None  # when the broker last said anything
         self.bulk = BulkWatch()
-        self._asked_interval = asked_interval
+        self._asked_interval = (
+            asked_interval  # between heartbeats; None = what fits the broker; 0 = none
+        )
         self._interval = 0.0
         self._backoff = FIRST_BACKOFF_S
         self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)

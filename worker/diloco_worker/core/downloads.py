@@ -196,11 +196,9 @@ class Downloads:
         return effects.Send(self.by_fragment[fragment].pull(session, credit))
 
     def resume(self, fragment: int, theirs: VersionId | None, *, in_flight: bool) -> bool:
-        """After a welcome: whether a version of the fragment is to be asked for.
+        """After a welcome that told the broker's version: whether one is to be asked for.
 
-        Args:
-            theirs: the broker's version of the fragment, if it told one.
-            in_flight: a pseudo-gradient waits for a version that contains it.
+        `in_flight`: a pseudo-gradient waits for a version that contains it.
         """
         download, held = self.by_fragment[fragment], self.held.get(fragment)
         if in_flight or held is None:
@@ -245,16 +243,6 @@ class Downloads:
         else:
             download.after = -1  # what has arrived of a newer version stays
         download.wanted = True
-
-    def want_nothing(self, fragment: int) -> None:
-        """No version is wanted."""
-        download = self.by_fragment[fragment]
-        download.wanted = download.takes_any = False
-
-    def want_no_more(self, fragment: int) -> None:
-        """The push that waited for a version is over without one."""
-        download = self.by_fragment[fragment]
-        download.wanted = download.takes_any
 
     def chunk(self, chunk: messages.Chunk) -> Iterator[effects.Effect]:
         """A chunk has come: its credit goes back, and it is stored if it is waited for."""

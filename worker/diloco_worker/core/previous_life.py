@@ -37,14 +37,12 @@ def names_unknown_push(ledger: Ledger, worker_id: str, known: Collection[int]) -
 
 
 class PreviousLife:
-    """See the head of this module.
+    """See the head of this module."""
 
-    Args:
-        uncompared: fragments of a checkpoint whose versions are to be compared with the broker's.
-    """
-
-    def __init__(self, uncompared: Iterable[int] = ()) -> None:
-        self._uncompared = set(uncompared)
+    def __init__(self, held: Iterable[int] = ()) -> None:
+        self._uncompared = set(
+            held
+        )  # fragments of a checkpoint, until the broker's version is known
         self._known: dict[int, set[int]] = {}  # by unverified fragment, push ids
         self._held_back: set[int] = set()  # push ids not offered on this connection
         # Fragments with an unknown push in the version under way.
@@ -65,7 +63,8 @@ class PreviousLife:
         is_frozen = fragment == len(downloads.by_fragment) - 1
         if is_frozen or (theirs is not None and theirs.counter < held.version.counter):
             self._uncompared.discard(fragment)
-            downloads.want_nothing(fragment)
+            download = downloads.by_fragment[fragment]
+            download.wanted = download.takes_any = False
             released = Released(fragment, held.version, held.ledger)
             yield effects.Deliver(released, None, unchanged=True)
 

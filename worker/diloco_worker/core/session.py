@@ -37,7 +37,6 @@ class Session:
     """See the head of this module.
 
     Args:
-        join: how this worker asks to take part; None for an observer, which only asks and pulls.
         draw: returns a random number below 2**64 (push ids of donations).
         heartbeat_interval: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
     """
@@ -48,7 +47,9 @@ class Session:
         draw: Callable[[], int],
         heartbeat_interval: float | None = None,
     ) -> None:
-        self.join = join
+        self.join = (
+            join  # how it asks to take part; None for an observer, which only asks and pulls
+        )
         self.worker_id = "" if join is None else join.worker_id
         self.connection = Connection(heartbeat_interval)
         self.terms: Terms | None = None  # how the run is trained and the model is cut
@@ -288,7 +289,8 @@ class Session:
             upload = self.uploads.by_id[error.push_id]
             yield from self.uploads.refused(upload, error, now)
             if upload.is_gradient and error.push_id not in self.uploads:
-                self.downloads.want_no_more(upload.push.fragment)
+                download = self.downloads.by_fragment[upload.push.fragment]
+                download.wanted = download.takes_any  # no version is awaited for the push
         elif error.about == "pull":
             yield effects.Say(error.text, trouble=True)
             self.downloads.again(now + RETRY_S)

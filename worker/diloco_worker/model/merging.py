@@ -42,12 +42,9 @@ class Change:
 
     @torch.no_grad()
     def carry_out(self, live: Mapping[str, Tensor]) -> None:
-        """Change what is not done yet.
+        """Change what is not done yet of the model's tensors, which are handed in by name.
 
         When this returns the host memory of `new` and `origin` may be used again.
-
-        Args:
-            live: the tensors of the model, by name.
         """
         try:
             for place in self.new.layout.places:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -43,26 +43,14 @@ class Delta:
     bad: str | None  # a tensor that has NaN or infinity after encoding
 
 
+@dataclass
 class ModelTensors:
-    """The tensors of a model, by the manifest's names.
+    """The tensors of a model, by the manifest's names."""
 
-    Args:
-        manifest: names, shapes, dtypes.
-        lookup: returns the tensors as they are now, by name. It is asked each time, since a module
-            may replace a buffer.
-        watch: notices that the model is another one than that of the manifest.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        lookup: Callable[[], Mapping[str, Tensor]],
-        watch: ModelWatch | None = None,
-    ) -> None:
-        self.manifest = manifest
-        self.watch = watch
-        self._lookup = lookup
-        self._buffers = TensorPool()
+    manifest: Manifest
+    lookup: Callable[[], Mapping[str, Tensor]]  # asked each time: a module may replace a buffer
+    watch: ModelWatch | None = None  # notices that the model is not that of the manifest any more
+    _buffers: TensorPool = field(default_factory=TensorPool)
 
     @classmethod
     def of_module(cls, model: nn.Module) -> ModelTensors:
@@ -81,7 +69,7 @@ class ModelTensors:
     @property
     def is_on_cuda(self) -> bool:
         """Whether any tensor of the model lies on a CUDA device."""
-        return _on_cuda(self._lookup().values())
+        return _on_cuda(self.lookup().values())
 
     def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
         """Each entry of the manifest with its tensor as it is now.
@@ -117,10 +105,8 @@ class ModelTensors:
     def delta(self, base: FlatState, dtype_name: str, captured: FlatState | None = None) -> Delta:
         """Global minus local of a fragment, encoded into memory that no other delta is in.
 
-        Args:
-            base: the global values that training started from, rounded to the model's dtypes.
-            dtype_name: wire dtype of parameters, by name.
-            captured: the local values, if they are here already; else the model is read.
+        Training started from `base`, rounded to the model's dtypes. The local values may be `captured`
+        already; else the model is read.
 
         Raises:
             UsageError: when a tensor is not what the manifest says any more.
@@ -147,7 +133,7 @@ class ModelTensors:
         return self._checked(tuple(place.entry for place in layout.places))
 
     def _checked(self, entries: tuple[TensorEntry, ...]) -> dict[str, Tensor]:
-        tensors = self._lookup()
+        tensors = self.lookup()
         found = {}
         for entry in entries:
             tensor = tensors.get(entry.name)

@@ -38,11 +38,7 @@ class Seen:
 
 
 class ModelWatch:
-    """See the head of this module.
-
-    Args:
-        model: as it is now; it is compared with this from now on.
-    """
+    """See the head of this module. The model is compared with what it is now."""
 
     def __init__(self, model: nn.Module) -> None:
         self.problem: str | None = None  # what has changed, a sentence

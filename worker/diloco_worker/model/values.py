@@ -51,8 +51,7 @@ def check_values(tensors: ModelTensors) -> None:
 class Constants:
     """Watches the buffers that are taken as constant: what training makes of them reaches nobody.
 
-    Args:
-        tensors: of the model, which has the run's constants by now.
+    The model has the run's constants by now.
     """
 
     def __init__(self, tensors: ModelTensors) -> None:

@@ -9,7 +9,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
-from diloco_worker.shell.forks import Descriptor
+from diloco_worker.shell.forks import inode_of
 
 # Milliseconds between ZeroMQ's own attempts to connect: it doubles them from the first to the second.
 RECONNECT_MS = 100
@@ -29,14 +29,13 @@ class Connections:
     """Control and bulk to one address, with a monitor for each. Belongs to one thread.
 
     Connecting to a broker that is not there yet is no error: ZeroMQ goes on trying.
-
-    Attributes:
-        descriptors: of the connections that are up, by name; ZeroMQ's own, for a forked child to close.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self._sockets: list[zmq.Socket[bytes]] = []
-        self.descriptors: dict[str, Descriptor] = {}
+        # Of the connections that are up, by name: ZeroMQ's own descriptor, for a forked child to close,
+        # and its inode.
+        self.descriptors: dict[str, tuple[int, int | None]] = {}
         self.control, self._control_monitor = self._dealer(context, address)
         self.bulk, self._bulk_monitor = self._dealer(context, address)
 
@@ -88,9 +87,7 @@ class Connections:
             while monitor.poll(0):
                 event: Any = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
                 if event["event"] == zmq.EVENT_CONNECTED:
-                    found = Descriptor.of(event["value"])
-                    if found is not None:
-                        self.descriptors[name] = found
+                    self.descriptors[name] = (event["value"], inode_of(event["value"]))
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self.descriptors.pop(name, None)
                     broken = f"The {name} connection to the broker broke."

@@ -62,30 +62,29 @@ class Network(Protocol):
 class Memory(Protocol):
     """The values of fragments: arriving, held, being sent."""
 
-    def begin(self, layout: FragmentLayout) -> None:
-        """Chunks of a version begin to arrive. What was assembled of another one is overwritten."""
+    # Chunks of a version begin to arrive. What was assembled of another one is overwritten.
+    def begin(self, layout: FragmentLayout) -> None: ...
 
-    def store(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> None:
-        """Keep a chunk that has arrived."""
+    # Keep a chunk that has arrived.
+    def store(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> None: ...
 
-    def finish(self, fragment: int) -> Any:
-        """The version that was assembled is whole, and held from now on. Returns its values."""
+    # The version that was assembled is whole, and held from now on. Returns its values.
+    def finish(self, fragment: int) -> Any: ...
 
-    def held(self, fragment: int) -> Any:
-        """The values that are held; None where no copy is kept."""
+    # The values that are held; None where no copy is kept.
+    def held(self, fragment: int) -> Any: ...
 
-    def forget(self) -> None:
-        """Nothing is held any more."""
+    # Nothing is held any more.
+    def forget(self) -> None: ...
 
-    def prepare(self, push_id: int, layout: FragmentLayout) -> bool:
-        """Lay out what is held as a donation. Returns False where that takes a while: the session
-        gets `Prepared` later."""
+    # Lay out what is held as a donation. False where that takes a while: `Prepared` comes later.
+    def prepare(self, push_id: int, layout: FragmentLayout) -> bool: ...
 
-    def chunk(self, push_id: int, fragment: int, index: int) -> Any:
-        """The payload of a chunk to be sent."""
+    # The payload of a chunk to be sent.
+    def chunk(self, push_id: int, fragment: int, index: int) -> Any: ...
 
-    def drop(self, push_id: int) -> None:
-        """This push is over."""
+    # This push is over.
+    def drop(self, push_id: int) -> None: ...
 
 
 @dataclass

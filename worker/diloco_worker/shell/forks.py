@@ -11,32 +11,13 @@ from __future__ import annotations
 import os
 import stat
 import weakref
-from dataclasses import dataclass
 from typing import Protocol
 
 
-@dataclass(frozen=True)
-class Descriptor:
-    """An open socket by its number, and by what tells it from a later one of the same number."""
-
-    number: int
-    inode: int
-
-    @classmethod
-    def of(cls, number: int) -> Descriptor | None:
-        """The socket that has this number now; None where it is none."""
-        inode = _inode(number)
-        return None if inode is None else cls(number, inode)
-
-    def close(self) -> None:
-        """Close it, unless it has been closed already."""
-        if _inode(self.number) == self.inode:
-            os.close(self.number)
-
-
-def _inode(number: int) -> int | None:
+def inode_of(descriptor: int) -> int | None:
+    """What tells an open socket from a later one of the same number; None where it is no socket."""
     try:
-        found = os.fstat(number)
+        found = os.fstat(descriptor)
     except OSError:
         return None
     return found.st_ino if stat.S_ISSOCK(found.st_mode) else None

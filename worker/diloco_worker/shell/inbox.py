@@ -20,11 +20,7 @@ class Inbox:
     """See the head of this module.
 
     Attributes are to be read under `condition`, or where a moment's lag does no harm. Counters and
-    `last_heard` wake nobody who waits.
-
-    Args:
-        session: as it is before the link has it.
-        follows_rounds: whether somebody takes `turns`; else they would pile up for ever.
+    `last_heard` wake nobody who waits. Where nobody `follows_rounds`, `turns` would pile up for ever.
     """
 
     def __init__(self, session: Session, *, follows_rounds: bool = True) -> None:
@@ -87,15 +83,8 @@ class Inbox:
             self.rejections.clear()
             return news
 
-    def state(
-        self,
-        *,
-        silence: float | None,
-        asked_to_stop: str | None = None,
-        address: str = "",
-        description: str = "",
-    ) -> LinkState:
-        """How things stand now; what is handed in is known elsewhere."""
+    def state(self, **more: Any) -> LinkState:
+        """How things stand now; what is known elsewhere is handed in."""
         assert self.config is not None
         return LinkState(
             config=self.config,
@@ -107,12 +96,9 @@ class Inbox:
             has_ended=self.has_ended,
             is_over=self.stopping is not None,
             is_restarting=self.restarting is not None,
-            asked_to_stop=asked_to_stop,
             refusal=None if self.refusal is None else str(self.refusal),
-            silence=silence,
-            address=address,
             last_error=self.last_error,
-            description=description,
+            **more,
         )
 
     def take_rejection(self, push_id: int) -> Rejection | None:
@@ -129,8 +115,7 @@ class Inbox:
     def take_in(self, effect: effects.Effect, values: Any = None) -> None:
         """What the session asks for concerns the training thread, or may.
 
-        Args:
-            values: of a version that is delivered, as the shell keeps them; None: no copy is kept.
+        `values` are those of a version that is delivered, as the shell keeps them, if it keeps a copy.
         """
         with self.condition:
             self.is_news = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -27,10 +28,11 @@ from diloco_protocol.messages import Heartbeat, Message, Push
 from diloco_worker.core import events
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
+from diloco_worker.core.sync.news import LinkState
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.shell.connections import NOW, Connections
 from diloco_worker.shell.effects import Executor
-from diloco_worker.shell.forks import keep_from_children
+from diloco_worker.shell.forks import inode_of, keep_from_children
 from diloco_worker.shell.fragment_buffers import FragmentBuffers, check_length
 from diloco_worker.shell.inbox import Inbox
 from diloco_worker.shell.repeated_lines import RepeatedLines
@@ -54,18 +56,11 @@ class Link(Inbox):
     Args:
         address: of the broker's control socket.
         session: the state machine; only the I/O thread touches it from now on.
-        capture: copies a fragment of the model to the host, for a broker that has no parameters. Called
-            in a thread of its own, and only for fragments that nobody is training at that moment.
-        pinned: whether to receive into pinned memory (the model is on a CUDA device).
-        states: by fragment, the values of what the session holds already (`Resume`). They are room for
-            later versions once training stands on others.
+        capture, pinned, states: those of `FragmentBuffers`.
         welcomed: called in the I/O thread with the broker's epoch, whenever it takes this worker in.
         follows_rounds: whether somebody takes `turns`; else they would pile up for ever.
         clock: seconds, monotonic.
 
-    Attributes:
-        progress: how training stands, for the next heartbeat.
-        said: what was logged lately.
     """
 
     def __init__(
@@ -83,8 +78,8 @@ class Link(Inbox):
         super().__init__(session, follows_rounds=follows_rounds)
         self.address = address
         self.session = session
-        self.progress = Heartbeat(b"", 0)
-        self.said = RepeatedLines()
+        self.progress = Heartbeat(b"", 0)  # how training stands, for the next heartbeat
+        self.said = RepeatedLines()  # what was logged lately
         self.welcomed = welcomed
         self.now = clock
         self._buffers = FragmentBuffers(
@@ -130,9 +125,11 @@ class Link(Inbox):
         """Nobody waits for the answer to this control action any more."""
         self._call(self._withdraw, request)
 
-    def silence(self) -> float | None:
-        """Seconds since the broker last said anything; None when it never has."""
-        return None if self.last_heard is None else self.now() - self.last_heard
+    def state(self, **more: Any) -> LinkState:
+        """How things stand now; what the link does not know is handed in."""
+        silence = None if self.last_heard is None else self.now() - self.last_heard
+        about = {"address": self.address, "description": self.describe()}
+        return super().state(silence=silence, **about, **more)
 
     def describe(self) -> str:
         """What the link is at, as the end of a sentence."""
@@ -169,8 +166,11 @@ class Link(Inbox):
     def leave_to_the_parent(self) -> None:
         """In a forked child: this link has ended, and holds no connection open."""
         connections, self._connections = self._connections, None
-        for descriptor in list(connections.descriptors.values()) if connections is not None else ():
-            descriptor.close()
+        for descriptor, inode in (
+            connections.descriptors.values() if connections is not None else ()
+        ):
+            if inode is not None and inode_of(descriptor) == inode:  # else it is closed already
+                os.close(descriptor)
         self._close_wake_ups()
         self.condition = threading.Condition()  # the thread may have held the other one
         self.has_ended = True

@@ -27,17 +27,12 @@ EXIT_CODE = 128 + signal.SIGTERM
 class Termination:
     """Takes SIGTERM between `install` and `restore`, if nobody else does.
 
-    Args:
-        wake: ends a wait of the main thread; called in the handler, so it must take no lock.
-
-    Attributes:
-        is_asked: SIGTERM has come.
-        is_watched: the script looks at `should_stop`.
+    `wake` ends a wait of the main thread. It is called in the handler, so it must take no lock.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self.is_asked = False
-        self.is_watched = False
+        self.is_asked = False  # SIGTERM has come
+        self.is_watched = False  # the script looks at `should_stop`
         self._is_told = False
         self._holds = 0
         self._waits = 0

@@ -18,7 +18,7 @@ from diloco_worker.core import events
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.sync import boundary, effects
 from diloco_worker.core.sync.effects import Answer, Effect, Steps
-from diloco_worker.core.sync.fragment import MergeRule, TrainingBase
+from diloco_worker.core.sync.fragment import TrainingBase
 from diloco_worker.core.sync.landings import look
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.news import Arrival, LinkState, News, Sight
@@ -76,10 +76,14 @@ class Driver:
                 SavedFragment(TrainingBase(each.version, each.released.ledger), each.values)
                 for each in arrivals
             )
-        merge = MergeRule.of(link.config)
         self._fragments = [
             FragmentSync(
-                part, tensors, merge, base=each.values, delta=each.delta, set_base=link.set_base
+                part,
+                tensors,
+                link.config,
+                base=each.values,
+                delta=each.delta,
+                set_base=link.set_base,
             )
             for part, each in zip(layout.fragments, saved, strict=True)
         ]
@@ -242,13 +246,7 @@ class Driver:
         return self.link.has_news or bool(self.link.turns)
 
     def _link_state(self) -> LinkState:
-        link = self.link
-        return link.state(
-            silence=link.silence(),
-            asked_to_stop=self.termination.reason,
-            address=link.address,
-            description=link.describe(),
-        )
+        return self.link.state(asked_to_stop=self.termination.reason)
 
 
 def _take_frozen(link: Link, part: FragmentLayout, tensors: ModelTensors) -> Held | None:

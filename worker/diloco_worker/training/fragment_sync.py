@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from diloco_protocol import Segment
+from diloco_protocol import RunConfig, Segment
 from diloco_protocol.chunks import FragmentLayout
 from diloco_worker.core.sync.effects import NonFinite
-from diloco_worker.core.sync.fragment import Flight, Landing, MergeRule, Outcome
+from diloco_worker.core.sync.fragment import Flight, Landing, Outcome, overlaps
 from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
@@ -42,7 +42,7 @@ class FragmentSync:
 
     part: FragmentLayout
     tensors: ModelTensors
-    merge: MergeRule
+    config: RunConfig
     base: FlatState  # what deltas are measured from
     delta: (
         DeltaValues | None
@@ -56,6 +56,10 @@ class FragmentSync:
         self.set_base(self.part.fragment, self.base)
 
     @property
+    def _rebases(self) -> bool:
+        return self.config.fragment_merge == "rebase"
+
+    @property
     def is_torn(self) -> bool:
         """A landing was broken off: a part of the model may be ahead of the rest."""
         return self._change is not None
@@ -65,16 +69,12 @@ class FragmentSync:
         return self.is_torn or landing is self._landed
 
     def freeze(self, dtype: str) -> float | NonFinite | None:
-        """Freeze global minus local into `delta`, unless it is not finite.
+        """Freeze global minus local into `delta`, in this wire dtype, unless it is not finite.
 
-        Args:
-            dtype: that parameters travel in.
-
-        Returns:
-            Euclidean length of its parameters, where that is known.
+        Returns the Euclidean length of its parameters, where that is known.
         """
-        merge, frozen = self.merge, None
-        if merge.rebases and merge.overlaps:
+        frozen = None
+        if self._rebases and overlaps(self.config):
             frozen = self.tensors.capture(self.part)
         delta = self.tensors.delta(self.base, dtype, frozen)
         if delta.bad is not None:
@@ -90,11 +90,7 @@ class FragmentSync:
             delta.anchor = self.tensors.capture(self.part)
 
     def land(self, landing: Landing, step: int) -> None:
-        """Bring the model in line. What it raises breaks it off; called again, it goes on with it.
-
-        Args:
-            step: the optimizer step that has just been taken.
-        """
+        """Bring the model in line, behind this step. Broken off, it goes on when called again."""
         if landing is self._landed:  # interrupted behind it
             self._change = None
             return
@@ -129,14 +125,14 @@ class FragmentSync:
         return Change(new)
 
     def _merged(self, flight: Flight, new: FlatState, step: int) -> Change:
-        merge, delta = self.merge, self.delta
+        delta = self.delta
         assert delta is not None
         origin = delta.anchor
-        if origin is None and not merge.overlaps and step != flight.began:
+        if origin is None and not overlaps(self.config) and step != flight.began:
             origin = self._at_freeze()  # waiting was interrupted, and training went on
-        if merge.rebases and delta.frozen is not None:
+        if self._rebases and delta.frozen is not None:
             origin = delta.frozen
-        return Change(new, 0.0 if merge.rebases else merge.alpha, origin)
+        return Change(new, 0.0 if self._rebases else self.config.fragment_update_alpha, origin)
 
     def _keep(self, landing: Landing, new: FlatState) -> None:
         """The model is in line: let go of what the landing was made of. May be done again."""
@@ -159,7 +155,7 @@ class FragmentSync:
         assert delta is not None
         if delta.frozen is not None:
             return delta.frozen
-        if delta.anchor is not None and not self.merge.overlaps:
+        if delta.anchor is not None and not overlaps(self.config):
             return delta.anchor
         return delta.wire.taken_from(self.base)
 

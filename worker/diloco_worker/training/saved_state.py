@@ -64,10 +64,7 @@ class Saved:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], tensors: ModelTensors | None) -> Saved:
-        """Read a dict.
-
-        Args:
-            tensors: of the model that is to go on; None for a worker without a server.
+        """Read a dict; a worker without a server has no tensors of a model that is to go on.
 
         Raises:
             UsageError: it is not one of ours, or of another model.
@@ -92,8 +89,7 @@ class Saved:
     def resumption_of(self, chosen_id: str | None) -> Resumption | None:
         """What a worker goes on from. It needs the id that it had: its pushes are known by it.
 
-        Args:
-            chosen_id: which the script has given it, so it keeps that.
+        Where the script has chosen an id for it, it keeps that.
         """
         resumption = self.resumption
         if resumption is None or chosen_id in (None, resumption.worker_id):
@@ -172,10 +168,7 @@ def _shared(state: FlatState | None) -> dict[str, Tensor] | None:
 
 
 def from_plain(plain: object, tensors: ModelTensors) -> Resumption:
-    """Read what `to_plain` has written. Base tensors are copied.
-
-    Args:
-        tensors: of the model that is to go on.
+    """Read what `to_plain` has written, for this model. Base tensors are copied.
 
     Raises:
         UsageError: it is of another model or release, or not whole.

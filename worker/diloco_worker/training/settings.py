@@ -148,15 +148,11 @@ class Settings:
     @property
     def wants(self) -> dict[str, Any]:
         """The fields of the run's configuration that this worker insists on."""
-        asked = {
-            "sync_every": self.sync_every,
-            "wire_dtype": self.wire_dtype,
-            "num_fragments": self.num_fragments,
-            "fragment_sync_delay": self.fragment_sync_delay,
-            "fragment_update_alpha": self.fragment_update_alpha,
-            "dylu": self.dylu or None,  # False is this worker's own affair
-        }
-        return {name: value for name, value in asked.items() if value is not None}
+        names = ["sync_every", "wire_dtype", "num_fragments"]
+        names += ["fragment_sync_delay", "fragment_update_alpha"]
+        if self.dylu:  # False is this worker's own affair
+            names.append("dylu")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from diloco_worker.core.events import RequestVersion
 from diloco_worker.core.sync.effects import Look, Say, Steps, Trouble, Wait
-from diloco_worker.core.sync.fragment import Flight, Fragment
+from diloco_worker.core.sync.fragment import Flight, Fragment, longest_wait
 from diloco_worker.core.sync.freezing import beat, freeze, offer, offer_frozen, read_reports
 from diloco_worker.core.sync.landings import look, settle
 from diloco_worker.core.sync.news import Arrival
@@ -96,10 +96,8 @@ def load(state: SyncState) -> Steps[bool]:
 def leave(state: SyncState, *, hasty: bool = False) -> Steps[None]:
     """Wait for what is in flight, at most `timeout` seconds in all. The model stays as it is.
 
-    A flight of a later round is not waited for, but its chunks are, so that it counts there.
-
-    Args:
-        hasty: wait only until the chunks of each flight are in, and not for long.
+    A flight of a later round is not waited for, but its chunks are, so that it counts there. `hasty`:
+    only the chunks of each flight are waited for, and not for long.
     """
     timeout = state.options.timeout
     limit = min(HASTY_S, timeout) if hasty else timeout
@@ -158,5 +156,5 @@ def _take_turn(state: SyncState) -> Steps[list[Fragment] | None]:
 def _wait_again(state: SyncState, flight: Flight) -> None:
     """The flight counts as if it were frozen behind this step, as to when it is waited for."""
     flight.let_go = False
-    flight.wait_at = state.step + state.merge.longest(state.schedule.sync_every)
+    flight.wait_at = state.step + longest_wait(state.link.config, state.schedule.sync_every)
     flight.reconnections = state.link.reconnections

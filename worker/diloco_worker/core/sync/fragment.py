@@ -25,51 +25,24 @@ class Outcome(str, Enum):
     COUNTED = "counted"  # the flight is in the version that is the base now
     MOVED = "moved"  # there was no flight; a newer version is the base now
     REJECTED = "rejected"  # the flight has ended; the base is what it was
-    SUPERSEDED = (
-        "superseded"  # the base took the place of the steps in the model; no flight any more
-    )
+    SUPERSEDED = "superseded"  # the base took the place of the steps and of the flight
     RESTORED = "restored"  # the steps since the last freeze are out of the model
     LOADED = "loaded"  # a version is in the model as it is
     FAILED = "failed"  # the model could not be changed; the next look goes on with it
 
 
-@dataclass(frozen=True)
-class MergeRule:
-    """How a reply comes into the model, and when; from the run's configuration."""
+def longest_wait(config: RunConfig, sync_every: int) -> int:
+    """Steps from the freeze after which training waits for the reply, at least tau, with this H."""
+    tau, latest = config.fragment_sync_delay, config.fragment_max_delay
+    if latest is None and config.fragment_delay_auto:
+        return longest_delay(sync_every, config.num_fragments)
+    return tau if latest is None else max(tau, latest)
 
-    rebases: bool = False  # "rebase" instead of the paper's "alpha"
-    alpha: float = 0.0  # weight of the local values
-    delay: int = 0  # tau, steps from the freeze to the apply point
-    # Steps from the freeze after which training waits for the reply, at least tau; None: what goes with
-    # H, see `diloco_protocol.fragments.longest_delay`.
-    max_delay: int | None = 0
-    is_auto: bool = False  # the apply point is when the reply is here: none is late before the wait
-    num_fragments: int = 1  # P
 
-    @classmethod
-    def of(cls, config: RunConfig) -> MergeRule:
-        tau, latest = config.fragment_sync_delay, config.fragment_max_delay
-        if latest is None and not config.fragment_delay_auto:
-            latest = tau
-        return cls(
-            rebases=config.fragment_merge == "rebase",
-            alpha=config.fragment_update_alpha,
-            delay=tau,
-            max_delay=None if latest is None else max(tau, latest),
-            is_auto=config.fragment_delay_auto,
-            num_fragments=config.num_fragments,
-        )
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether training may go on behind a freeze."""
-        return self.max_delay != 0
-
-    def longest(self, sync_every: int) -> int:
-        """Steps from the freeze after which training waits for the reply, with this H."""
-        if self.max_delay is not None:
-            return self.max_delay
-        return longest_delay(sync_every, self.num_fragments)
+def overlaps(config: RunConfig) -> bool:
+    """Whether training may go on behind a freeze."""
+    is_auto = config.fragment_delay_auto and config.fragment_max_delay is None
+    return is_auto or longest_wait(config, config.sync_every) != 0
 
 
 @dataclass
@@ -109,9 +82,7 @@ class Landing:
     rejection: Rejection | None = None  # why the flight has ended without one
     touches_model: bool = True  # False leaves the model as it is, on its base
     is_load: bool = False  # a version was asked for, to be in the model as it is
-    is_void: bool = (
-        False  # the local values are of no use: steps made while it is broken off go too
-    )
+    is_void: bool = False  # local values are of no use: steps made while it is broken off go too
 
 
 @dataclass(frozen=True)
@@ -125,19 +96,14 @@ class TrainingBase:
 
 
 class Fragment:
-    """See the head of this module.
-
-    Args:
-        base: what training stands on.
-        done_before: what had been done up to its last freeze.
-    """
+    """See the head of this module."""
 
     def __init__(self, number: int, chunks: int, base: TrainingBase, done_before: Work) -> None:
         self.number = number
         self.chunks = chunks
         self.version, self.ledger = base.version, base.ledger  # of the base
         self.flight = base.flight
-        self.done_before = done_before
+        self.done_before = done_before  # up to its last freeze
         self.reply: Arrival | None = None  # a version that has come and is not in the model yet
         self.rejection: Rejection | None = None  # why the flight has ended without one
         self.landing: Landing | None = None  # was broken off, or is being carried out
@@ -175,12 +141,10 @@ class Fragment:
     def next_landing(
         self, step: int, *, now: bool = False, touch_model: bool = True
     ) -> Landing | None:
-        """What is to be done about the model; first what was broken off. None: nothing.
+        """What is to be done about the model behind this step; first what was broken off. None: nothing.
 
-        Args:
-            step: the optimizer step that has just been taken.
-            now: take a reply although its apply point has not come.
-            touch_model: False leaves the model as it is, if it is whole; for the end of training.
+        `now` takes a reply although its apply point has not come. Without `touch_model`, for the end of
+        training, the model is left as it is, if it is whole.
         """
         if self.landing is None:
             self.landing = self._next_landing(step, now=now, touch_model=touch_model)

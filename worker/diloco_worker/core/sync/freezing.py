@@ -5,17 +5,9 @@ from __future__ import annotations
 from diloco_protocol import RunConfig
 from diloco_protocol.messages import BUFFERS, Push
 from diloco_worker.core.events import BeatNow
-from diloco_worker.core.sync.effects import (
-    CheckModel,
-    Freeze,
-    Frozen,
-    NonFinite,
-    Offer,
-    ReadReports,
-    Steps,
-    Trouble,
-)
-from diloco_worker.core.sync.fragment import Flight, Fragment
+from diloco_worker.core.sync import effects
+from diloco_worker.core.sync.effects import Frozen, NonFinite, Steps, Trouble
+from diloco_worker.core.sync.fragment import Flight, Fragment, longest_wait
 from diloco_worker.core.sync.landings import settle
 from diloco_worker.core.sync.news import Work
 from diloco_worker.core.sync.schedule import TurnState
@@ -28,10 +20,10 @@ def freeze(state: SyncState, fragment: Fragment) -> Steps[bool]:
     yield from read_reports(state)
     work = state.work(fragment)
     yield from _warn_of_weights(state, work, config)
-    yield CheckModel()
+    yield effects.CheckModel()
     yield from beat(state)
     dtype = state.options.wire_dtype or config.wire_dtype
-    frozen = yield Freeze(
+    frozen = yield effects.Freeze(
         Push(
             session=b"",
             push_id=state.draw(),
@@ -49,8 +41,8 @@ def freeze(state: SyncState, fragment: Fragment) -> Steps[bool]:
     state.restart_work(fragment)
     state.metrics.seconds_waited += state.clock() - began
     if isinstance(frozen, Frozen):
-        apply_at = state.step + state.merge.delay
-        wait_at = state.step + state.merge.longest(state.schedule.sync_every)
+        apply_at = state.step + config.fragment_sync_delay
+        wait_at = state.step + longest_wait(config, state.schedule.sync_every)
         fragment.take_off(Flight(frozen.push, state.step, apply_at, wait_at, frozen.reconnections))
         yield from _warn_of_zeros(state, fragment, frozen.push)
         return True
@@ -75,7 +67,7 @@ def offer(state: SyncState, fragment: Fragment, *, is_new: bool = True) -> Steps
     assert flight is not None
     if is_new and schedule.fragment == fragment.number and schedule.turn() is TurnState.FREE:
         schedule.push()
-    yield Offer(flight, is_new)
+    yield effects.Offer(flight, is_new)
     flight.is_offered = True
 
 
@@ -97,7 +89,7 @@ def beat(state: SyncState) -> Steps[None]:
 
 def read_reports(state: SyncState) -> Steps[None]:
     """Read what the script has reported, also what lies on a device."""
-    totals = yield ReadReports()
+    totals = yield effects.ReadReports()
     assert isinstance(totals, Work)
     state.totals = totals
 

@@ -23,10 +23,7 @@ def settle(
     """Bring the model in line with what has come for a fragment. Never waits.
 
     Memory that runs out in it must not end the training: the outcome is FAILED, and the next look goes
-    on where this one was broken off.
-
-    Args:
-        now, touch_model: as of `Fragment.next_landing`.
+    on where this one was broken off. `now` and `touch_model` are those of `Fragment.next_landing`.
     """
     landing = fragment.next_landing(state.step, now=now, touch_model=touch_model)
     if landing is not None and landing.touches_model:
@@ -60,7 +57,8 @@ def _write_down(state: SyncState, fragment: Fragment, landing: Landing) -> Steps
         case Outcome.COUNTED:
             assert flight is not None and arrival is not None
             if landing.touches_model and not landing.is_load:
-                late_after = flight.wait_at if state.merge.is_auto else flight.apply_at
+                is_auto = state.link.config.fragment_delay_auto
+                late_after = flight.wait_at if is_auto else flight.apply_at
                 state.metrics.late_merges += state.step > late_after
             yield from _has_counted(state, fragment, flight, arrival)
         case Outcome.SUPERSEDED:

@@ -26,12 +26,7 @@ class SyncLines:
     _unsaid: int = 0
 
     def counted(self, push: Push, arrival: Arrival, staleness: int, delay: int) -> None:
-        """A push is in a version, and that in the model.
-
-        Args:
-            staleness: versions between its base and the one it went into.
-            delay: optimizer steps between its slot and the merge.
-        """
+        """A push is in a version, and that in the model, `delay` optimizer steps behind its slot."""
         made = [f"round {arrival.released.round}"] if self.has_rounds else []
         made += [f"fragment {push.fragment}"] if self.has_fragments else []
         where = f" ({', '.join(made)})" if made else ""
@@ -54,9 +49,7 @@ class SyncLines:
     def line(self, waited: float, *, at_once: bool = False) -> str | None:
         """The line, if there is something to say and the last one was long enough ago.
 
-        Args:
-            waited: seconds that training has stood still so far.
-            at_once: however short ago it was.
+        Training has stood still for `waited` seconds so far. `at_once`: however short ago it was.
         """
         if not self._unsaid or (self.due_in > 0 and not at_once):
             return None

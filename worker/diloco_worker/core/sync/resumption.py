@@ -20,19 +20,14 @@ from diloco_worker.core.sync.state import SyncState
 def resume(
     state: SyncState, place: SchedulePlace, cycle_start: int, arrivals: Sequence[Arrival]
 ) -> Steps[None]:
-    """Go on with the cycle and the flights of a previous life of this worker.
-
-    Args:
-        arrivals: of each fragment, what the broker has.
-    """
+    """Go on with the cycle and flights of a previous life; `arrivals` are the broker's versions."""
     schedule, fragments = state.schedule, state.fragments
     known = [known_pushes(state.worker_id, fragment) for fragment in fragments]
     for fragment, arrival in zip(fragments, arrivals, strict=True):
         news = compared(state.worker_id, fragment, arrival)
         if news is not None:
             fragment.take_in(news)
-    schedule.resume_cycle(state.step, cycle_start, place.slot, place.sync_every)
-    schedule.resume_flights([each.number for each in state.by_age()], place.cursor)
+    schedule.resume(place, state.step, cycle_start, [each.number for each in state.by_age()])
     state.set_pace()
     kept = [f for f in fragments if f.reply is None or not f.reply.superseding]
     yield from look(state)

@@ -56,17 +56,9 @@ class SchedulePlace:
 
 
 class RoundSchedule:
-    """See the head of this module.
+    """See the head of this module. Raises UsageError where H is below P.
 
-    Args:
-        sync_every: H.
-        num_fragments: P, at most H.
-        common: whether rounds are common to all workers (synchronous mode).
-        step: optimizer steps so far.
-        cycle_start: the step after which the cycle at hand began.
-
-    Raises:
-        UsageError: H below P.
+    `step` is that of now, `cycle_start` the step after which the cycle at hand began.
     """
 
     def __init__(
@@ -78,12 +70,12 @@ class RoundSchedule:
         step: int = 0,
         cycle_start: int = 0,
     ) -> None:
-        self.num_fragments = num_fragments
-        self.common = common
+        self.num_fragments = num_fragments  # P
+        self.common = common  # rounds are common to all workers (synchronous mode)
         self.cursor = 0  # the round that the next push is meant for
         # By fragment in flight, the round that it is part of; None where that is no matter.
         self.rounds: dict[int, int | None] = {}
-        self.sync_every = sync_every  # of the cycle at hand
+        self.sync_every = sync_every  # H of the cycle at hand
         self._next_sync_every = sync_every
         self._slots = slots(sync_every, num_fragments)
         position = (step - cycle_start) % sync_every
@@ -101,7 +93,7 @@ class RoundSchedule:
 
     @property
     def place(self) -> SchedulePlace:
-        """What `resume_cycle` and `resume_flights` go on from, but for the step."""
+        """What `resume` goes on from."""
         return SchedulePlace(self.sync_every, self._slot, self.cursor)
 
     def position(self, step: int) -> int:
@@ -129,11 +121,17 @@ class RoundSchedule:
         self._slot = 0
         self._set_pace()
 
-    def resume_cycle(self, step: int, cycle_start: int, slot: int, sync_every: int) -> None:
-        """Go on in a cycle exactly where a previous life of this worker left it."""
-        self.pace(sync_every, step)
+    def resume(
+        self, place: SchedulePlace, step: int, cycle_start: int, flights: Collection[int]
+    ) -> None:
+        """Go on where a previous life of this worker left off, with these fragments in flight."""
+        self.pace(place.sync_every, step)
         self.restart(step)
-        self.cycle_start, self._slot = cycle_start, slot
+        self.cycle_start, self._slot = cycle_start, place.slot
+        self.rounds.update(dict.fromkeys(flights))
+        if not self.common:  # the cursor counts where it is the worker's own
+            self.cursor = place.cursor
+            self._welcomed = True
 
     def pace(self, sync_every: int, step: int) -> None:
         """Use this H from the next cycle on, and at once in one that has had no step yet."""
@@ -182,22 +180,12 @@ class RoundSchedule:
         round_ = self.rounds.get(fragment)
         return round_ is None or round_ <= self.cursor or fragment in self._unanswered
 
-    # What a previous life has left.
-
-    def resume_flights(self, flights: Collection[int], cursor: int) -> None:
-        """These fragments are in flight. The cursor counts where it is the worker's own."""
-        self.rounds.update(dict.fromkeys(flights))
-        if not self.common:
-            self.cursor = cursor
-            self._welcomed = True
-
     # What the broker says.
 
     def welcomed(self, first_round: int, over: Collection[int] = ()) -> None:
         """The broker names the first round that it expects of this worker.
 
-        Args:
-            over: fragments whose flight has ended, though nobody has looked at it yet.
+        The flights of the fragments `over` have ended, though nobody has looked at it yet.
         """
         if not self.common and self._welcomed:
             return  # the order of the fragments is the worker's own
@@ -279,9 +267,8 @@ class RoundSchedule:
     def dropped(self, fragment: int, *, too_late: bool = False) -> None:
         """This fragment's flight has ended without being counted: its round may still want a push.
 
-        Args:
-            too_late: the broker dropped it because a round had closed without it. That was the round
-                that the broker named; where it named none, the newest version tells (`made`).
+        `too_late`: the broker dropped it because a round had closed without it. That was the round that
+        the broker named; where it named none, the newest version tells (`made`).
         """
         round_, was_told = self._end(fragment)
         if round_ is None:

@@ -8,7 +8,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from diloco_protocol import Code
 from diloco_protocol.messages import Grant, Notice, Released, Welcome
 from diloco_worker.core.compatibility import sync_every
-from diloco_worker.core.sync.fragment import Fragment, MergeRule, TrainingBase
+from diloco_worker.core.sync.fragment import Fragment, TrainingBase
 from diloco_worker.core.sync.lines import SyncLines
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.news import LinkState, News, Sight, Work
@@ -32,7 +32,6 @@ class SyncState:
     clock: Callable[[], float]  # seconds, monotonic
     draw: Callable[[], int]  # returns a random number below 2**64 (push ids)
     fragments: list[Fragment] = field(init=False)  # in order
-    merge: MergeRule = field(init=False)
     schedule: RoundSchedule = field(init=False)
     lines: SyncLines = field(init=False)
     leaving: Leaving | None = None  # how long to wait at the end of training; None before
@@ -43,7 +42,6 @@ class SyncState:
         self, chunks: Sequence[int], bases: Sequence[TrainingBase], cycle_start: int
     ) -> None:
         config, done = self.link.config, self.done
-        self.merge = MergeRule.of(config)
         self.fragments = [
             Fragment(number, size, base, done.since(base.work))
             for number, (size, base) in enumerate(zip(chunks, bases, strict=True))
@@ -92,8 +90,7 @@ class SyncState:
     def training_bases(self, totals: Work) -> list[TrainingBase]:
         """What training of each fragment stands on, as far as it is in the model.
 
-        Args:
-            totals: what was reported up to now.
+        `totals` were reported up to now.
         """
         self.totals = totals
         return [

@@ -85,15 +85,10 @@ class FragmentLayout:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The whole model: P fragments that are trained in turn, then the frozen one.
+    """The whole model: P fragments that are trained in turn, then the frozen one."""
 
-    Attributes:
-        fragments: layouts of fragments 0 .. P - 1.
-        frozen: layout of fragment P; it may be empty.
-    """
-
-    fragments: tuple[FragmentLayout, ...]
-    frozen: FragmentLayout
+    fragments: tuple[FragmentLayout, ...]  # 0 .. P - 1
+    frozen: FragmentLayout  # fragment P; it may be empty
 
     @property
     def all(self) -> tuple[FragmentLayout, ...]:
@@ -107,13 +102,10 @@ def lay_out(
     num_fragments: int = 1,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> ModelLayout:
-    """Cut a model into fragments, segments and chunks.
+    """Cut a model into fragments, segments and chunks; both ends must use the same `chunk_elements`.
 
-    Args:
-        manifest: the model's tensors in order.
-        fragment_of: fragment of each trainable parameter by name; fragment 0 where it is silent.
-        num_fragments: P. Buffers belong to the last fragment, so that they travel once in P rounds.
-        chunk_elements: elements of a chunk; both ends must use the same number.
+    `fragment_of` has trainable parameters by name; fragment 0 where it is silent. Buffers belong to the
+    last of P fragments, so that they travel once in P rounds.
     """
     fragment_of = fragment_of or {}
     members: list[list[TensorEntry]] = [[] for _ in range(num_fragments + 1)]

@@ -27,16 +27,11 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class Codec:
-    """How the values of a chunk travel.
+    """How the values of a chunk travel."""
 
-    Attributes:
-        dtype: what the values are rounded to, and kept in, until they are encoded.
-        encode: the bytes of a contiguous 1-D tensor of them, on the CPU.
-        decode: the values of such bytes, 1-D: fp32, int64, or a float dtype that becomes fp32 exactly.
-    """
-
-    dtype: torch.dtype
-    encode: Callable[[Tensor], memoryview]
+    dtype: torch.dtype  # what they are rounded to, and kept in, until they are encoded
+    encode: Callable[[Tensor], memoryview]  # the bytes of a contiguous 1-D tensor, on the CPU
+    # The values of such bytes, 1-D: fp32, int64, or a float dtype that becomes fp32 exactly.
     decode: Callable[[Any], Tensor]
 
 
@@ -55,14 +50,9 @@ CODECS = {
 
 
 def segment_dtype(segment: Segment, wire: str = "fp32") -> torch.dtype:
-    """What a segment's values are kept in until they are encoded.
+    """What a segment's values are kept in until they are encoded, where parameters travel in `wire`.
 
-    Args:
-        segment: which one.
-        wire: the wire dtype that parameters travel in; by default as they are at the broker.
-
-    Raises:
-        UsageError: there is no such wire dtype.
+    By default as they are at the broker. Raises UsageError where there is no such wire dtype.
     """
     check_wire_dtype(wire)
     return CODECS[travels_in(segment, wire)].dtype

@@ -4,11 +4,6 @@ The broker fills these records and publishes them; monitors read them. A subscri
 or misses some needs nothing but the next one. Keys may be added without a new `FEED_VERSION`: a reader
 ignores those that it does not know, and an absent or null one takes its default. Ages are durations by
 the broker's own clock, so no two machines' clocks are ever compared.
-
-Errors, all of them `FeedError`, each a sentence for the person at the terminal:
-    MalformedFeedError   these bytes are no snapshot; the next frame may be one
-    FeedVersionError     a snapshot of a feed version that this program cannot read
-    FeedAddressError     the address is none that can be subscribed to
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_protocol.errors import ProtocolError
-from diloco_protocol.records import NOT_SENT, from_json
+from diloco_protocol.records import NOT_SENT, from_plain
 
 FEED_VERSION = 1
 TOPIC = b"status "  # first bytes of a frame: what a SUB socket filters on
@@ -29,11 +24,11 @@ MAX_DEPTH = 32  # levels of nesting: a snapshot has four, `extra` may add some
 
 
 class FeedError(Exception):
-    """Base of what can be wrong with a feed."""
+    """What can be wrong with a feed, a sentence for the person at the terminal."""
 
 
 class MalformedFeedError(FeedError):
-    """The bytes are not a snapshot."""
+    """The bytes are not a snapshot; the next frame may be one."""
 
 
 class FeedVersionError(FeedError):
@@ -344,7 +339,7 @@ def read_snapshot(document: Mapping[str, Any]) -> Snapshot:
             f"{FEED_VERSION}: install the same version of diloco-broker here and there"
         )
     try:
-        snapshot = from_json(Snapshot, document, "snapshot")
+        snapshot = from_plain(Snapshot, document, "snapshot", lenient=True)
         return replace(snapshot, raw=json_safe(document))
     except (ProtocolError, ValueError) as error:
         raise MalformedFeedError(str(error)) from None

@@ -32,10 +32,7 @@ def pack(message: Message, payload: Any = None) -> list[Any]:
 
 
 def unpack(frames: Sequence[Any]) -> tuple[Message, memoryview | None]:
-    """Read the frames of one message (without the ROUTER's routing id).
-
-    Args:
-        frames: bytes-like objects (`bytes`, `memoryview`, `zmq.Frame.buffer`).
+    """Read the frames of one message (bytes-like, without the ROUTER's routing id).
 
     Returns:
         The message, and the buffer of a `chunk` or None.
@@ -45,32 +42,28 @@ def unpack(frames: Sequence[Any]) -> tuple[Message, memoryview | None]:
             without a buffer. The sentence is fit to be sent back.
     """
     if not frames or len(frames) > MAX_FRAMES:
-        raise ProtocolError(
-            Code.BAD_FRAMES,
-            f"A message has a header and at most one buffer, this one has {len(frames)} frames.",
+        raise _misfit(
+            f"A message has a header and at most one buffer, this one has {len(frames)} frames."
         )
     header = memoryview(frames[0])
     if header.nbytes > MAX_HEADER_BYTES:
-        raise ProtocolError(
-            Code.BAD_FRAMES,
-            f"The header has {header.nbytes} bytes, the limit is {MAX_HEADER_BYTES}.",
-        )
+        raise _misfit(f"The header has {header.nbytes} bytes, the limit is {MAX_HEADER_BYTES}.")
     message = decode(header)
     payload = memoryview(frames[1]) if len(frames) > 1 else None
     if isinstance(message, Chunk):
         if payload is None or payload.nbytes == 0:
-            raise ProtocolError(
-                Code.BAD_FRAMES,
+            raise _misfit(
                 f"Chunk {message.index} of fragment {message.fragment} came with an empty buffer; "
-                "send its elements in the frame behind the header.",
+                "send its elements in the frame behind the header."
             )
         if payload.nbytes > MAX_BUFFER_BYTES:
-            raise ProtocolError(
-                Code.BAD_FRAMES,
-                f"The buffer has {payload.nbytes} bytes, the limit is {MAX_BUFFER_BYTES}.",
+            raise _misfit(
+                f"The buffer has {payload.nbytes} bytes, the limit is {MAX_BUFFER_BYTES}."
             )
     elif payload is not None:
-        raise ProtocolError(
-            Code.BAD_FRAMES, f"A {message.kind} message has no buffer, this one came with one."
-        )
+        raise _misfit(f"A {message.kind} message has no buffer, this one came with one.")
     return message, payload
+
+
+def _misfit(text: str) -> ProtocolError:
+    return ProtocolError(Code.BAD_FRAMES, text)

@@ -28,22 +28,13 @@ class Kind(str, Enum):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of the model.
+    """One tensor of the model."""
 
-    Attributes:
-        name: its key in the model's `state_dict`.
-        shape: sizes of its dimensions; () for a scalar.
-        dtype: torch's name without the prefix: "float32", "bfloat16", "int64", ...
-        kind: trainable parameter, frozen parameter, or buffer. A float buffer that holds infinities at
-            the start, such as a causal mask, is frozen as well.
-        aliases: other `state_dict` keys of the very same tensor (tied weights travel once).
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    kind: Kind
-    aliases: tuple[str, ...] = ()
+    name: str  # its key in the model's `state_dict`
+    shape: tuple[int, ...]  # () for a scalar
+    dtype: str  # torch's name without the prefix: "float32", "bfloat16", "int64", ...
+    kind: Kind  # a float buffer that holds infinities at the start, as a causal mask, is frozen too
+    aliases: tuple[str, ...] = ()  # other keys of the very same tensor (tied weights travel once)
 
     @property
     def elements(self) -> int:
@@ -117,13 +108,9 @@ def summarise(clauses: Sequence[str]) -> str:
 
 def _aspects(theirs: TensorEntry, ours: TensorEntry) -> str:
     pairs = [
-        (f"shaped {list(theirs.shape)}", f"{list(ours.shape)}", theirs.shape != ours.shape),
-        (theirs.dtype, ours.dtype, theirs.dtype != ours.dtype),
-        (theirs.kind.value, ours.kind.value, theirs.kind != ours.kind),
-        (
-            f"tied to {list(theirs.aliases)}",
-            f"{list(ours.aliases)}",
-            theirs.aliases != ours.aliases,
-        ),
+        ("shaped ", list(theirs.shape), list(ours.shape)),
+        ("", theirs.dtype, ours.dtype),
+        ("", theirs.kind.value, ours.kind.value),
+        ("tied to ", list(theirs.aliases), list(ours.aliases)),
     ]
-    return ", ".join(f"{a} instead of {b}" for a, b, differs in pairs if differs)
+    return ", ".join(f"{how}{a} instead of {b}" for how, a, b in pairs if a != b)

@@ -39,42 +39,28 @@ def is_worker_id(text: str) -> bool:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How the run is trained. The broker owns it and hands it out in `welcome`.
+    """How the run is trained. The broker owns it and hands it out in `welcome`."""
 
-    Attributes:
-        mode: "sync" (rounds) or "async" (each push is an outer step of its own).
-        sync_every: H, inner (optimizer) steps between two pushes of a fragment.
-        num_fragments: P.
-        fragment_sync_delay: tau, inner steps between sending a fragment and merging the reply.
-        fragment_update_alpha: weight of the local parameters in that merge.
-        fragment_merge: "alpha" (the paper's merge) or "rebase" (keeps the steps made meanwhile).
-        fragment_max_delay: inner steps after which a worker waits for a late reply; None = tau, and
-            with `fragment_delay_auto` what `fragments.longest_delay` says.
-        fragment_delay_auto: a reply is merged at the first step at which all of it is here; tau is 0.
-        dylu: whether the answers to heartbeats carry an H for each worker.
-        weight_by: what a contribution weighs: "equal", "tokens" or "samples".
-        wire_dtype: of pseudo-gradients, worker to broker.
-        reply_dtype: of parameters, broker to worker.
-        heartbeat_timeout: seconds of silence after which a worker counts as dead; 0 = never.
-        chunk_elements: elements of a chunk, both ways.
-        buffers: how float buffers travel in a push, `BUFFERS` in this release. A broker that does not
-            say so is of an earlier one and takes them for differences.
-    """
-
-    mode: str
-    sync_every: int
-    num_fragments: int = 1
-    fragment_sync_delay: int = 0
-    fragment_update_alpha: float = 0.0
-    fragment_merge: str = "alpha"
+    mode: str  # "sync" (rounds) or "async" (each push is an outer step of its own)
+    sync_every: int  # H, inner (optimizer) steps between two pushes of a fragment
+    num_fragments: int = 1  # P
+    fragment_sync_delay: int = 0  # tau, inner steps from sending a fragment to merging the reply
+    fragment_update_alpha: float = 0.0  # weight of the local parameters in that merge
+    fragment_merge: str = "alpha"  # the paper's; or "rebase", which keeps the steps made meanwhile
+    # Inner steps after which a worker waits for a late reply; None = tau, and with `fragment_delay_auto`
+    # what `fragments.longest_delay` says.
     fragment_max_delay: int | None = None
-    fragment_delay_auto: bool = False
-    dylu: bool = False
-    weight_by: str = "equal"
-    wire_dtype: str = "bf16"
-    reply_dtype: str = "fp32"
-    heartbeat_timeout: float = 120.0
-    chunk_elements: int = CHUNK_ELEMENTS
+    fragment_delay_auto: bool = (
+        False  # merged at the first step at which all of it is here; tau is 0
+    )
+    dylu: bool = False  # the answers to heartbeats carry an H for each worker
+    weight_by: str = "equal"  # what a contribution weighs; or its "tokens" or "samples"
+    wire_dtype: str = "bf16"  # of pseudo-gradients, worker to broker
+    reply_dtype: str = "fp32"  # of parameters, broker to worker
+    heartbeat_timeout: float = 120.0  # seconds of silence after which a worker is dead; 0 = never
+    chunk_elements: int = CHUNK_ELEMENTS  # of a chunk, both ways
+    # How float buffers travel in a push, `BUFFERS` in this release. A broker that does not say so is of
+    # an earlier one and takes them for differences.
     buffers: str = "differences"
 
 
@@ -335,13 +321,11 @@ def decode(header: bytes | memoryview) -> Message:
     try:
         plain = msgpack.unpackb(header, use_list=False, strict_map_key=True)
     except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise ProtocolError(
-            Code.BAD_HEADER, f"The header is not a msgpack map ({type(error).__name__})."
-        ) from None
+        problem = f"The header is not a msgpack map ({type(error).__name__})."
+        raise ProtocolError(Code.BAD_HEADER, problem) from None
     if not isinstance(plain, dict):
-        raise ProtocolError(
-            Code.BAD_HEADER, f"The header is a msgpack {type(plain).__name__}, not a map."
-        )
+        problem = f"The header is a msgpack {type(plain).__name__}, not a map."
+        raise ProtocolError(Code.BAD_HEADER, problem)
     version = plain.get("v")
     if version != PROTOCOL_VERSION:
         raise ProtocolError(

@@ -29,9 +29,7 @@ _SCALARS = frozenset({str, int, float, bool, bytes})
 def to_plain(value: Any, *, with_none: bool = False) -> Any:
     """A record, or anything made of records, as maps, lists and scalars fit for msgpack or JSON.
 
-    Args:
-        with_none: whether fields that are None are in it. They may be left out where that is their
-            default.
+    Fields that are None may be left out where that is their default.
     """
     kind = type(value)
     if kind in _SCALARS:
@@ -82,22 +80,14 @@ def _sent(record: type[Any]) -> list[Field[Any]]:
     return [field for field in fields(record) if field.metadata.get("is_sent", True)]
 
 
-def from_plain(record: type[R], plain: Any, where: str = "value") -> R:
-    """Read a record from what `to_plain` made; raises ProtocolError when it does not fit."""
-    annotation: Any = record
-    value = _reader(annotation, lenient=False)(plain, where)
-    assert isinstance(value, record)
-    return value
+def from_plain(record: type[R], plain: Any, where: str = "value", *, lenient: bool = False) -> R:
+    """Read a record from what `to_plain` made; raises ProtocolError when it does not fit.
 
-
-def from_json(record: type[R], plain: Any, where: str = "value") -> R:
-    """Read a record from JSON of another release; raises ProtocolError when it does not fit.
-
-    A null takes the default as a missing key does, a whole number may be written as 5.0, and numbers are
-    bounded by 64 bits alone.
+    `lenient` reads JSON of another release: a null takes the default as a missing key does, a whole
+    number may be written as 5.0, and numbers are bounded by 64 bits alone.
     """
     annotation: Any = record
-    value = _reader(annotation, lenient=True)(plain, where)
+    value = _reader(annotation, lenient=lenient)(plain, where)
     assert isinstance(value, record)
     return value
 

@@ -14,8 +14,7 @@ from diloco_protocol.codecs import segment_dtype
 def assemble(layout: ModelLayout, chunks: Mapping[int, Sequence[Tensor]]) -> dict[str, Tensor]:
     """Tensors by name, in the model's shapes and dtypes; a tied one stands under all its names.
 
-    Args:
-        chunks: of each fragment that has any, by its number; fp32 and int64.
+    `chunks` are those of each fragment that has any, by its number; fp32 and int64.
     """
     model: dict[str, Tensor] = {}
     for part in layout.all:

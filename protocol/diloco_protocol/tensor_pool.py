@@ -51,9 +51,6 @@ class TensorPool:
     array goes and the buffer is free; one freed lately is taken first, since it may still be cached.
     Where none of a size is free, one twice as long is halved, and two halves are joined again: chunks in
     bf16 lie where fp32 accumulators were.
-
-    Attributes:
-        mapped_bytes: memory that has been mapped, in use or not.
     """
 
     def __init__(self) -> None:
@@ -61,7 +58,7 @@ class TensorPool:
         self._counting = threading.Lock()
         self._filling: threading.Thread | None = None
         self._is_closed = False
-        self.mapped_bytes = 0
+        self.mapped_bytes = 0  # memory that has been mapped, in use or not
 
     def like(self, tensor: Tensor) -> Tensor:
         """An uninitialised 1-D tensor with the length and dtype of this one."""
@@ -107,10 +104,8 @@ class TensorPool:
         """Have a thread of its own map and touch memory that will be needed; None if it is too little.
 
         The first touch of a page costs more than all that is done with it later, on a virtual machine a
-        hundred times as much: whoever has to be quick should not be the one who does it.
-
-        Args:
-            sizes: bytes of each buffer. What is mapped by others meanwhile counts as part of them.
+        hundred times as much: whoever has to be quick should not be the one who does it. `sizes` are
+        bytes of each buffer; what is mapped by others meanwhile counts as part of them.
         """
         wanted = [size for size in sizes if size >= SMALLEST]
         if not wanted:

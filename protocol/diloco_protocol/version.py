@@ -33,17 +33,11 @@ RUN_PATTERN = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class VersionId:
-    """Name of a version of one fragment's parameters.
+    """Name of a version of one fragment's parameters."""
 
-    Attributes:
-        run: 16 hexadecimal digits, drawn once when a run begins.
-        counter: outer steps of this fragment so far; the initial parameters are 0.
-        tag: random 64-bit number drawn for this version alone.
-    """
-
-    run: str
-    counter: int
-    tag: int
+    run: str  # 16 hexadecimal digits, drawn once when a run begins
+    counter: int  # outer steps of this fragment so far; the initial parameters are 0
+    tag: int  # random 64-bit number drawn for this version alone
 
     def __str__(self) -> str:
         return f"{self.counter}#{self.tag:016x}"
@@ -63,10 +57,10 @@ class VersionId:
 
 @dataclass(frozen=True)
 class Counted:
-    """One push in a ledger. `chunks` is None when every chunk was counted, else their bitmap."""
+    """One push in a ledger."""
 
     push_id: int
-    chunks: bytes | None = None
+    chunks: bytes | None = None  # bitmap of those that were counted; None: every one
 
 
 @dataclass(frozen=True)
@@ -112,8 +106,7 @@ class Ledger:
     def plain(self, *, in_hex: bool) -> dict[str, list[list[Any]]]:
         """By worker a list of [push id, bitmap of chunks in hexadecimal digits or None].
 
-        Args:
-            in_hex: push ids as hexadecimal digits, in the state of a worker; as numbers in a checkpoint.
+        Push ids are hexadecimal digits too in the state of a worker; in a checkpoint they are numbers.
         """
         return {
             worker: [

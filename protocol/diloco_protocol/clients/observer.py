@@ -11,23 +11,14 @@ from typing import Any
 import zmq
 from torch import Tensor
 
+from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, lay_out_plan
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.codecs import decode_chunk, segment_dtype
 from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import (
-    Chunk,
-    Control,
-    Credit,
-    Error,
-    Message,
-    Pull,
-    Released,
-    Result,
-    RunConfig,
-)
+from diloco_protocol.messages import Message, RunConfig
 from diloco_protocol.records import from_plain
 from diloco_protocol.state_dict import assemble
 from diloco_protocol.version import VersionId
@@ -38,15 +29,10 @@ CREDIT = 16
 
 @dataclass(frozen=True)
 class ReadModel:
-    """A model as a broker had it.
+    """A model as a broker had it."""
 
-    Attributes:
-        tensors: its state dict, in its own shapes and dtypes.
-        versions: of each trained fragment, in order.
-    """
-
-    tensors: dict[str, Tensor]
-    versions: tuple[VersionId, ...]
+    tensors: dict[str, Tensor]  # its state dict, in its own shapes and dtypes
+    versions: tuple[VersionId, ...]  # of each trained fragment, in order
 
 
 class Observer:
@@ -79,9 +65,9 @@ class Observer:
     def read(self) -> ReadModel:
         """The whole model, each fragment in its newest version."""
         request = secrets.randbits(31)
-        self._dealer.send(Control("manifest", request))
-        answer = self._await(lambda m: isinstance(m, Result) and m.request == request)[0]
-        assert isinstance(answer, Result)
+        self._dealer.send(messages.Control("manifest", request))
+        answer = self._await(lambda m: isinstance(m, messages.Result) and m.request == request)[0]
+        assert isinstance(answer, messages.Result)
         if not answer.ok:
             raise UsageError(f"{self._address}: {answer.text}")
         config = from_plain(RunConfig, answer.data["config"], "config")
@@ -102,18 +88,21 @@ class Observer:
 
     def _pull(self, part: FragmentLayout, wire: str) -> tuple[list[Tensor], VersionId]:
         """All chunks of the fragment's newest version; from the beginning where a newer one comes."""
-        self._dealer.send(Pull(part.fragment, credit=CREDIT))
+        self._dealer.send(messages.Pull(part.fragment, credit=CREDIT))
         chunks: dict[int, Tensor] = {}
         version: VersionId | None = None
         while version is None or len(chunks) < part.chunks:
             message, payload = self._await(
-                lambda m: isinstance(m, Released | Chunk) and m.fragment == part.fragment
+                lambda m: (
+                    isinstance(m, messages.Released | messages.Chunk)
+                    and m.fragment == part.fragment
+                )
             )
-            if isinstance(message, Released):
+            if isinstance(message, messages.Released):
                 version = message.version
                 chunks.clear()
-            elif isinstance(message, Chunk):
-                self._dealer.send(Credit(1))
+            elif isinstance(message, messages.Chunk):
+                self._dealer.send(messages.Credit(1))
                 if version is not None and message.version == version:
                     span = part.spans[message.index]
                     values = decode_chunk(span, payload, wire)
@@ -132,7 +121,7 @@ class Observer:
                     f"No broker answered at {self._address} for {self._timeout:g} s; is the address "
                     "right and the broker running?"
                 )
-            if isinstance(found[0], Error):
+            if isinstance(found[0], messages.Error):
                 raise UsageError(f"{self._address}: {found[0].text}")
             if is_it(found[0]):
                 return found

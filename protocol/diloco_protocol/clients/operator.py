@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import zmq
@@ -28,16 +27,11 @@ ANSWER_WITHIN_S = 5.0  # a broker in the longest turn of its loop is back long b
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one request, in a sentence.
+    """What came of one request, in a sentence."""
 
-    Attributes:
-        ok: it was done; not where the broker refused or did not answer.
-        error: why there is no answer of a broker; None where there is one.
-    """
-
-    ok: bool
+    ok: bool  # it was done; not where the broker refused or did not answer
     text: str
-    error: DilocoError | None = None
+    error: DilocoError | None = None  # why there is no answer of a broker; None where there is one
 
 
 # Address, action, arguments: what displays steer by, and what their tests put in its place.
@@ -138,12 +132,7 @@ class Operator:
     def __enter__(self) -> Operator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

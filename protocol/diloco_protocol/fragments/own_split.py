@@ -17,21 +17,16 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from diloco_protocol.errors import UsageError
-from diloco_protocol.fragments.plan import FragmentPlan
-from diloco_protocol.manifest import Kind, Manifest, TensorEntry, summarise
+from diloco_protocol.fragments.plan import FragmentPlan, trainable_of
+from diloco_protocol.manifest import Manifest, TensorEntry, summarise
 
 
 @dataclass(frozen=True)
 class OwnSplit:
-    """The fragment of each pattern of names.
+    """The fragment of each pattern of names."""
 
-    Attributes:
-        source: where it came from, for sentences: "--fragment-plan plan.json".
-        fragments: by pattern.
-    """
-
-    source: str
-    fragments: Mapping[str, int]
+    source: str  # where it came from, for sentences: "--fragment-plan plan.json"
+    fragments: Mapping[str, int]  # by pattern
 
     @classmethod
     def from_json(cls, text: str, source: str) -> OwnSplit:
@@ -89,8 +84,7 @@ class OwnSplit:
             UsageError: a parameter that no pattern matches, or more than one; a pattern that matches
                 none; a fragment without elements. The sentence names them.
         """
-        trainable = [each for each in manifest.entries if each.kind is Kind.TRAINABLE]
-        matching = {each.name: self._matching(each.name) for each in trainable}
+        matching = {each.name: self._matching(each.name) for each in trainable_of(manifest)}
         missing = [name for name, patterns in matching.items() if not patterns]
         if missing:
             raise UsageError(

@@ -28,15 +28,11 @@ Choose = Callable[[str, tuple[int, ...]], int]
 
 @dataclass(frozen=True)
 class FragmentPlan:
-    """Which trainable parameters are in which fragment; every one is in exactly one.
+    """Which trainable parameters are in which fragment; every one is in exactly one."""
 
-    Attributes:
-        num_fragments: P.
-        fragments: names of the parameters of each fragment, in the manifest's order. Every fragment
-            has at least one parameter with elements.
-    """
-
-    num_fragments: int
+    num_fragments: int  # P
+    # Names of the parameters of each fragment, in the manifest's order. Every fragment has at least one
+    # parameter with elements.
     fragments: tuple[tuple[str, ...], ...]
 
     @classmethod
@@ -59,7 +55,7 @@ class FragmentPlan:
         """
         if num_fragments < 1:
             raise UsageError(f"num_fragments is {num_fragments}; use 1 or more.")
-        trainable = [e for e in manifest.entries if e.kind is Kind.TRAINABLE]
+        trainable = trainable_of(manifest)
         deciding = [e for e in trainable if e.elements > 0]
         if not deciding:
             raise UsageError(
@@ -76,14 +72,12 @@ class FragmentPlan:
                 f"There is no fragment pattern {pattern!r}; use one of {', '.join(PATTERNS)}."
             )
         chosen = PATTERNS[pattern](deciding, num_fragments)
-        fragments: list[list[str]] = [[] for _ in range(num_fragments)]
-        following = iter(chosen)
-        current = chosen[0]
+        current, following, numbers = chosen[0], iter(chosen), []
         for entry in trainable:
             if entry.elements > 0:
                 current = next(following)
-            fragments[current].append(entry.name)
-        return cls(num_fragments, tuple(map(tuple, fragments)))
+            numbers.append(current)
+        return cls(num_fragments, _dealt(trainable, numbers, num_fragments))
 
     @classmethod
     def by(cls, manifest: Manifest, num_fragments: int, choose: Choose) -> FragmentPlan:
@@ -100,37 +94,33 @@ class FragmentPlan:
         """
         if num_fragments < 1:
             raise UsageError(f"num_fragments is {num_fragments}; use 1 or more.")
-        fragments: list[list[str]] = [[] for _ in range(num_fragments)]
-        elements = [0] * num_fragments
-        wrong = []
-        for entry in manifest.entries:
-            if entry.kind is not Kind.TRAINABLE:
-                continue
+        trainable, numbers = trainable_of(manifest), []
+        for entry in trainable:
             try:
-                number = operator.index(choose(entry.name, entry.shape))
+                numbers.append(operator.index(choose(entry.name, entry.shape)))
             except Exception as error:
                 raise UsageError(
                     f"The fragment of {entry.name} {list(entry.shape)} is not known, because the "
                     f"split of one's own raised {error!r:.200}; it must return a whole number."
                 ) from error
-            if 0 <= number < num_fragments:
-                fragments[number].append(entry.name)
-                elements[number] += entry.elements
-            else:
-                wrong.append(f"{entry.name} in {number}")
+        wrong = [
+            f"{entry.name} in {number}"
+            for entry, number in zip(trainable, numbers, strict=True)
+            if not 0 <= number < num_fragments
+        ]
         if wrong:
             raise UsageError(
                 f"With num_fragments {num_fragments} the fragments are 0 to {num_fragments - 1}, but "
                 f"the split of one's own puts {summarise(wrong)}."
             )
-        empty = [number for number, size in enumerate(elements) if not size]
+        empty = _empty(trainable, numbers, num_fragments)
         if empty:
             raise UsageError(
                 f"The split of one's own leaves fragment {', '.join(map(str, empty))} without "
                 f"trainable elements; put parameters there, or use fewer than num_fragments "
                 f"{num_fragments}."
             )
-        return cls(num_fragments, tuple(map(tuple, fragments)))
+        return cls(num_fragments, _dealt(trainable, numbers, num_fragments))
 
     @classmethod
     def from_numbers(
@@ -143,12 +133,12 @@ class FragmentPlan:
         """
         if len(numbers) != len(manifest.entries):
             raise _misfit(f"there are {len(numbers)} for {len(manifest.entries)} tensors")
-        deciding = sum(e.kind is Kind.TRAINABLE and e.elements > 0 for e in manifest.entries)
+        trainable = trainable_of(manifest)
+        deciding = sum(e.elements > 0 for e in trainable)
         # Before anything of length P is made: P came from the peer.
         if not 1 <= num_fragments <= deciding:
             raise _misfit(f"{deciding} trainable tensor(s) cannot fill {num_fragments} fragments")
-        fragments: list[list[str]] = [[] for _ in range(num_fragments)]
-        elements = [0] * num_fragments
+        chosen = []
         for entry, number in zip(manifest.entries, numbers, strict=True):
             if entry.kind is not Kind.TRAINABLE:
                 if number != _fixed(entry, num_fragments):
@@ -156,11 +146,11 @@ class FragmentPlan:
             elif not 0 <= number < num_fragments:
                 raise _misfit(f"{entry.name} has the number {number} of {num_fragments} fragments")
             else:
-                fragments[number].append(entry.name)
-                elements[number] += entry.elements
-        if 0 in elements:
-            raise _misfit(f"fragment {elements.index(0)} has no trainable elements")
-        return cls(num_fragments, tuple(map(tuple, fragments)))
+                chosen.append(number)
+        empty = _empty(trainable, chosen, num_fragments)
+        if empty:
+            raise _misfit(f"fragment {empty[0]} has no trainable elements")
+        return cls(num_fragments, _dealt(trainable, chosen, num_fragments))
 
     def numbers(self, manifest: Manifest) -> tuple[int, ...]:
         """Fragment of each manifest entry, in order: the plan as it travels.
@@ -171,8 +161,7 @@ class FragmentPlan:
             UsageError: the plan was made for a model with other trainable parameters.
         """
         fragment_of = self.fragment_of
-        trainable = {e.name for e in manifest.entries if e.kind is Kind.TRAINABLE}
-        strangers = sorted(trainable ^ set(fragment_of))
+        strangers = sorted({e.name for e in trainable_of(manifest)} ^ set(fragment_of))
         if strangers:
             raise UsageError(
                 f"The plan and the model differ in {len(strangers)} trainable parameter(s), first "
@@ -267,6 +256,26 @@ def longest_delay(sync_every: int, num_fragments: int) -> int:
     steps of each cycle come after the merge.
     """
     return sync_every // max(num_fragments, 2)
+
+
+def trainable_of(manifest: Manifest) -> list[TensorEntry]:
+    return [entry for entry in manifest.entries if entry.kind is Kind.TRAINABLE]
+
+
+def _dealt(
+    entries: Sequence[TensorEntry], numbers: Sequence[int], num_fragments: int
+) -> tuple[tuple[str, ...], ...]:
+    """The names in each fragment, where these are the numbers of the entries."""
+    fragments: list[list[str]] = [[] for _ in range(num_fragments)]
+    for entry, number in zip(entries, numbers, strict=True):
+        fragments[number].append(entry.name)
+    return tuple(map(tuple, fragments))
+
+
+def _empty(entries: Sequence[TensorEntry], numbers: Sequence[int], num_fragments: int) -> list[int]:
+    """The fragments without elements."""
+    filled = {number for entry, number in zip(entries, numbers, strict=True) if entry.elements}
+    return [number for number in range(num_fragments) if number not in filled]
 
 
 def _fixed(entry: TensorEntry, num_fragments: int) -> int:

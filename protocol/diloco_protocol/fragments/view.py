@@ -22,23 +22,14 @@ class ParameterView:
 
 @dataclass(frozen=True)
 class FragmentView:
-    """One fragment of a plan.
+    """One fragment of a plan. Bytes hold the model's buffers in fragment P - 1."""
 
-    Attributes:
-        fragment: its number, 0 .. P - 1.
-        due: the step of a cycle of H, 1 .. H, after which it is pushed; and so every H steps.
-        parameters: those in it, in the manifest's order.
-        elements: of these parameters.
-        bytes_up: bytes of one push of it by one worker.
-        bytes_down: bytes of the reply to one worker. Both hold the model's buffers in fragment P - 1.
-    """
-
-    fragment: int
-    due: int
-    parameters: tuple[ParameterView, ...]
-    elements: int
-    bytes_up: int
-    bytes_down: int
+    fragment: int  # its number, 0 .. P - 1
+    due: int  # the step of a cycle of H, 1 .. H, after which it is pushed; and so every H steps
+    parameters: tuple[ParameterView, ...]  # those in it, in the manifest's order
+    elements: int  # of these parameters
+    bytes_up: int  # of one push of it by one worker
+    bytes_down: int  # of the reply to one worker
 
 
 @dataclass(frozen=True)
@@ -77,16 +68,8 @@ def view_of(
         parameters = tuple(_parameter(entries[name], up, down) for name in names)
         elements = sum(each.elements for each in parameters)
         more = buffers if number == len(fragments) - 1 else 0
-        views.append(
-            FragmentView(
-                number,
-                due[number],
-                parameters,
-                elements,
-                up * elements + more,
-                down * elements + more,
-            )
-        )
+        sizes = {"bytes_up": up * elements + more, "bytes_down": down * elements + more}
+        views.append(FragmentView(number, due[number], parameters, elements, **sizes))
     return PlanView(sync_every, wire_dtype, reply_dtype, tuple(views))
 
 
@@ -98,6 +81,5 @@ def _parameter(entry: TensorEntry, up: int, down: int) -> ParameterView:
 def _buffer_bytes(entry: TensorEntry) -> int:
     if entry.kind is not Kind.BUFFER:
         return 0
-    return (
-        entry.elements * SIZES[BUFFERS_DTYPE if entry.is_floating_point else INTEGERS_DTYPE].element
-    )
+    dtype = BUFFERS_DTYPE if entry.is_floating_point else INTEGERS_DTYPE
+    return entry.elements * SIZES[dtype].element

@@ -10,7 +10,7 @@ from typing import Any
 
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.feed import FEED_VERSION, MalformedFeedError, Round, Snapshot, read_snapshot
-from diloco_protocol.records import from_json
+from diloco_protocol.records import from_plain
 
 MAX_FILE_BYTES = 256 << 20  # the broker rotates at 16 MiB
 MAX_LINE_BYTES = 4 << 20  # a round of ten thousand workers fits
@@ -109,10 +109,10 @@ def snapshot_of(document: Mapping[str, Any]) -> Snapshot:
             case "round":
                 return _round_of(document, given)
             case "event":
-                return from_json(Snapshot, {"events": [document], **given}, "event")
+                return from_plain(Snapshot, {"events": [document], **given}, "event", lenient=True)
             case _:
                 said = {**document, "text": f"The broker stopped: {document.get('text')}."}
-                return from_json(Snapshot, {"events": [said], **given}, "stop")
+                return from_plain(Snapshot, {"events": [said], **given}, "stop", lenient=True)
     except ProtocolError as error:
         raise MalformedFeedError(str(error)) from None
 
@@ -139,7 +139,7 @@ def _round_of(document: Mapping[str, Any], given: Mapping[str, Any]) -> Snapshot
         "workers": document.get("workers"),
         **given,
     }
-    read = from_json(Snapshot, whole, "round")
+    read = from_plain(Snapshot, whole, "round", lenient=True)
     assert read.last_round is not None
     names = tuple(worker.id for worker in read.workers)
     number, fragment = read.last_round.number, read.last_round.fragment

@@ -24,7 +24,7 @@ from diloco_broker.cli.status_text import as_text
 from diloco_protocol.clients import Answer
 from diloco_protocol.feed import parse_snapshot
 from diloco_tools.bench.report.figures import figure
-from diloco_tools.bench.report.table import tables, targets_table
+from diloco_tools.bench.report.table import tables
 from diloco_tools.demo.display import Display
 from diloco_tools.exporter.metrics import label_value
 from diloco_tools.terminal import console
@@ -108,7 +108,7 @@ def test_progress_says_what_it_is_given(name: str, is_terminal: bool) -> None:
 def test_tables_show_rows_as_they_are(name: str) -> None:
     out = io.StringIO()
     figures = [figure(name, name, name, 9.0, "ms", target="turn")]
-    for table in (*tables(report(*figures)), targets_table(report(*figures))):
+    for table in tables(report(*figures)):
         console(file=out, width=200).print(table)
     assert out.getvalue().count(name) == 4
     assert "NOT MET" in out.getvalue() and "[bold" not in out.getvalue()

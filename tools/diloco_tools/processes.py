@@ -84,6 +84,7 @@ class Child:
 
 
 C = TypeVar("C", bound=Child)
+G = TypeVar("G", bound="Children")
 
 
 class Children:
@@ -101,7 +102,7 @@ class Children:
         self.all.append(child)
         return child
 
-    def __enter__(self) -> Children:
+    def __enter__(self: G) -> G:
         return self
 
     def __exit__(self, *error: object) -> None:

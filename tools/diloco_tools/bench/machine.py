@@ -10,7 +10,6 @@ import platform
 import resource
 import sys
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,19 +17,25 @@ from typing import Any
 import zmq
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Of one process, in bytes."""
-
-    resident: int  # now
-    peak: int  # the largest since it started, or since `forget_peak`
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has now; raises OSError when it is gone."""
+    return bytes_in(f"/proc/{pid}/status", "VmRSS")
 
 
-def memory(pid: int) -> Memory:
-    """What a process of ours uses; raises OSError when it is gone."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    found = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    return Memory(*(int(found[name][0]) * 1024 for name in ("VmRSS", "VmHWM")))
+def peak(pid: int) -> int:
+    """The most bytes that it has had since it started, or since `forget_peak`."""
+    return bytes_in(f"/proc/{pid}/status", "VmHWM")
+
+
+def available_bytes() -> int:
+    """Memory that new processes can have without swapping."""
+    return bytes_in("/proc/meminfo", "MemAvailable")
+
+
+def bytes_in(path: str, name: str) -> int:
+    """What a line such as "VmRSS:   1024 kB" says."""
+    (found,) = (line for line in Path(path).read_text().splitlines() if line.startswith(name + ":"))
+    return int(found.split()[1]) * 1024
 
 
 def forget_peak(pid: int) -> None:
@@ -51,14 +56,6 @@ def cpu_seconds(pid: int) -> float:
     The number of its clock is made as clock_getcpuclockid(3) does it on Linux.
     """
     return time.clock_gettime((~pid << 3) | 2)
-
-
-def available_bytes() -> int:
-    """Memory that new processes can have without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def allow_many_files() -> None:

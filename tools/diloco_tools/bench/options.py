@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -11,6 +11,7 @@ from diloco_tools import terminal
 from diloco_tools.bench.sizes import SIZES
 
 COMMAND = "diloco-bench"
+REPLY_DTYPES = ("fp32", "bf16", "fp16")
 
 
 def refuse(sentence: str) -> NoReturn:
@@ -18,49 +19,47 @@ def refuse(sentence: str) -> NoReturn:
     terminal.fail(COMMAND, sentence, 2)
 
 
-def names(text: str) -> list[str]:
-    """The parts between commas."""
+def words(text: str) -> list[str]:
+    """Those between commas."""
     return [each.strip() for each in text.split(",") if each.strip()]
 
 
-def check_size(size: str) -> str:
-    """The same; ends with a sentence where there is no model of this size."""
-    if size not in SIZES:
-        known = ", ".join(SIZES)
-        refuse(f"--parameters {size!r} is no model of the benchmark; choose from {known}")
-    return size
-
-
-def check_reply(reply: str) -> str:
-    """The same; ends with a sentence where it is no dtype of a reply."""
-    if reply not in ("fp32", "bf16", "fp16"):
-        refuse(f"--reply-dtype {reply!r} is none; choose from fp32, bf16, fp16")
-    return reply
+def whole_numbers(text: str) -> list[int]:
+    return [int(each) for each in words(text)]
 
 
 def numbers(help_text: str, most: int) -> Any:
-    """An option of numbers from 1 to `most` with commas between them; its part gets a list."""
+    """An option of numbers from 1 to `most` with commas between them."""
 
-    def read(param: typer.CallbackParam, text: str) -> list[int]:
-        found = names(text)
+    def check(param: typer.CallbackParam, text: str) -> str:
+        found = words(text)
         if not found or not all(each.isdecimal() and 1 <= int(each) <= most for each in found):
             sentence = f"should be numbers from 1 to {most}, with commas between them"
             refuse(f"{param.opts[0]} {text!r} {sentence}")
-        return [int(each) for each in found]
+        return text
 
-    return typer.Option(help=help_text, callback=read)
-
-
-def words(name: str, help_text: str, check: Callable[[str], str]) -> Any:
-    """The same with words, each of them checked."""
-    return typer.Option(
-        name, help=help_text, callback=lambda text: [check(each) for each in names(text)]
-    )
+    return typer.Option(help=help_text, callback=check)
 
 
-Size = Annotated[
-    str, typer.Option("--parameters", help=f"Model: {', '.join(SIZES)}.", callback=check_size)
+def choice(name: str, help_text: str, known: Sequence[str], *, of_several: bool = False) -> Any:
+    """An option that is one of these names, or several of them with commas between them."""
+
+    def check(text: str) -> str:
+        for each in words(text) if of_several else [text]:
+            if each not in known:
+                refuse(f"{name} {each!r} is unknown here; choose from {', '.join(known)}")
+        return text
+
+    listed = f"{help_text}: {', '.join(known)}."
+    return typer.Option(name, help=listed, callback=check)
+
+
+Size = Annotated[str, choice("--parameters", "Model", list(SIZES))]
+Sizes = Annotated[str, choice("--parameters", "Models, with commas", list(SIZES), of_several=True)]
+ReplyDtypes = Annotated[
+    str, choice("--reply-dtype", "On the way down, with commas", REPLY_DTYPES, of_several=True)
 ]
+Workers = Annotated[str, numbers("Numbers of workers, with commas.", 64)]
 Repeats = Annotated[
     int, typer.Option(min=1, help="Measurements of each figure, in turn with its limit.")
 ]

@@ -14,6 +14,7 @@ from typing import Any
 
 from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
+from diloco_tools.bench.report.figures import Figure
 from diloco_tools.bench.roles.wire import CALL_BYTES
 from diloco_tools.feed.listener import FeedSubscriber, Listener
 from diloco_tools.processes import Child, Children, wait_for_line
@@ -57,7 +58,6 @@ class RoleProcess(Child):
         return answer
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """`tell` and `hear`."""
         self.tell(do, **arguments)
         return self.hear()
 
@@ -71,21 +71,6 @@ def ask_all(processes: Sequence[RoleProcess], do: str, **arguments: Any) -> list
     for process in processes:
         process.tell(do, **arguments)
     return [process.hear() for process in processes]
-
-
-def join_trainers(trainers: Sequence[RoleProcess], server: str) -> None:
-    """Let trainers, whose models have been built, join a run together."""
-    for i, trainer in enumerate(trainers):
-        trainer.tell("join", server=server, worker_id=f"w{i}")
-    for trainer in trainers:
-        trainer.hear()
-
-
-def join_fake_workers(workers: Sequence[RoleProcess], server: str, parameters: int) -> None:
-    """Let fake workers join a run one by one, with a model of this size, and learn its version."""
-    for i, worker in enumerate(workers):
-        worker.ask("join", address=server, worker_id=f"p{i}", parameters=parameters)
-    ask_all(workers, "learn_version")
 
 
 @dataclass(frozen=True)
@@ -131,7 +116,7 @@ class Ends:
 
 
 class BrokerProcess:
-    """`diloco-broker serve` on ports of its own, and what its feed says.
+    """`diloco-broker serve` on ports of its own, and what its feed says, until `close`.
 
     Raises:
         ChildFailed: it ended, or did not start in time.
@@ -141,20 +126,20 @@ class BrokerProcess:
         self._child = child
         self.address = wait_for_line(child, "control", START_WITHIN_S)
         feed = wait_for_line(child, "feed", START_WITHIN_S)
-        self._idle = machine.memory(child.pid)  # before it had a model
+        self._idle = machine.resident(child.pid)  # before it had a model
         self._snapshots: list[Snapshot] = []  # since the last `forget_turns`
         take = self._snapshots.append
         self._listener = Listener(FeedSubscriber(feed), take, lambda _: None)
         self._listener.start()
+        self.close = self._listener.close
 
     @property
     def cpu_seconds(self) -> float:
         return machine.cpu_seconds(self._child.pid)
 
     def beyond_state(self, parameters: int) -> float:
-        """Bytes at the peak that are neither its state nor what it had before it had a model."""
-        peak = machine.memory(self._child.pid).peak
-        return peak - self._idle.resident - STATE_BYTES * parameters
+        """MB at the peak that are neither its state nor what it had before it had a model."""
+        return (machine.peak(self._child.pid) - self._idle - STATE_BYTES * parameters) / 1e6
 
     def forget_turns(self) -> None:
         """Let what the loop did up to now not count."""
@@ -177,16 +162,12 @@ class BrokerProcess:
             for snapshot in self._snapshots[seen:]:
                 if what(snapshot):
                     return snapshot
-            seen = len(self._snapshots)
+                seen += 1
             time.sleep(LOOK_EVERY_S)
         raise self._child.failure()
 
-    def end(self) -> None:
-        self._listener.close()
-        self._child.end()
 
-
-class ProcessPool:
+class ProcessPool(Children):
     """A context manager that starts processes and ends them all when it is left.
 
     Args:
@@ -199,35 +180,22 @@ class ProcessPool:
     """
 
     def __init__(self, folder: Path, bytes_raw: int) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.skipped: list[str] = []
         self.raw_samples: list[RawSample] = []
-        self._roles: dict[str, RoleProcess] = {}
-        self._children = Children(folder)
         self.bytes_raw = bytes_raw
+        self._roles: dict[str, RoleProcess] = {}
         self._raw: Ends | None = None
-
-    def __enter__(self) -> ProcessPool:
-        machine.allow_many_files()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._children.__exit__(*error)
 
     def role(self, role: str, name: str = "") -> RoleProcess:
         """The process of this name, started in its role if it is new."""
         name = name or role
         if name not in self._roles:
-            self._roles[name] = self._children.add(RoleProcess(role, name, self.folder))
+            self._roles[name] = self.add(RoleProcess(role, name, self.folder))
         return self._roles[name]
 
-    def trainers(self, count: int) -> list[RoleProcess]:
-        """Processes with a model, an optimizer and the hook."""
-        return [self.role("trainer", f"trainer-{i}") for i in range(count)]
-
-    def fake_workers(self, count: int) -> list[RoleProcess]:
-        """Processes that speak the protocol and have no model."""
-        return [self.role("fake_worker", f"fake-worker-{i}") for i in range(count)]
+    def roles(self, role: str, count: int) -> list[RoleProcess]:
+        return [self.role(role, f"{role.replace('_', '-')}-{i}") for i in range(count)]
 
     def dismiss(self, *starts: str) -> None:
         """End the roles whose names start so, and with them their memory."""
@@ -238,6 +206,14 @@ class ProcessPool:
         """End all roles: one of them has failed, and the others may wait for it."""
         self.dismiss("")
         self._raw = None
+
+    def has_memory(self, gigabytes: float, row: str) -> bool:
+        """Whether so much is free; else the row is told to be left out."""
+        free = machine.available_bytes() / 1e9
+        if free < gigabytes:
+            needs = f"it needs {gigabytes:.1f} GB of memory and {free:.1f} GB are free"
+            self.skipped.append(f"{row}: left out, {needs}")
+        return free >= gigabytes
 
     def raw(self) -> RawSample:
         """Measure raw TCP between two processes."""
@@ -250,15 +226,51 @@ class ProcessPool:
         return sample
 
     @contextlib.contextmanager
-    def broker(self, *options: str) -> Iterator[BrokerProcess]:
-        """A broker for as long as the context lasts."""
-        command = [sys.executable, "-m", "diloco_broker", "serve", *options]
-        command += ["--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*"]
-        if "--save-dir" not in options:
+    def broker(self, **options: object) -> Iterator[BrokerProcess]:
+        """A broker with these options for as long as the context lasts."""
+        options |= {"bind": "tcp://127.0.0.1:*", "feed": "tcp://127.0.0.1:*"}
+        command = [sys.executable, "-m", "diloco_broker", "serve"]
+        for name, value in options.items():
+            command += [f"--{name.replace('_', '-')}", str(value)]
+        if "save_dir" not in options:
             command.append("--no-save")
-        name = f"broker-{len(self._children.all) + 1}"
-        broker = BrokerProcess(self._children.start(name, command))
+        child = self.start(f"broker-{len(self.all) + 1}", command)
         try:
-            yield broker
+            with contextlib.closing(BrokerProcess(child)) as broker:
+                yield broker
         finally:
-            broker.end()
+            child.end()
+
+    @contextlib.contextmanager
+    def training(
+        self, trainers: Sequence[RoleProcess], size: str, **options: object
+    ) -> Iterator[BrokerProcess]:
+        """A run of these roles, with a boundary behind each step and a model of this size."""
+        workers = options.pop("workers", len(trainers))
+        with self.broker(workers=workers, sync_every=1, **options) as broker:
+            ask_all(trainers, "build", size=size)
+            for i, trainer in enumerate(trainers):
+                trainer.tell("join", server=broker.address, worker_id=f"w{i}")
+            for trainer in trainers:
+                trainer.hear()
+            yield broker
+            ask_all(trainers, "leave")
+
+    @contextlib.contextmanager
+    def fake_training(
+        self, workers: int, parameters: int
+    ) -> Iterator[tuple[BrokerProcess, list[RoleProcess]]]:
+        """A run of so many fake workers, who know its version, with a model of this size."""
+        fakes = self.roles("fake_worker", workers)
+        with self.broker(workers=workers, stall_timeout=0) as broker:
+            for i, each in enumerate(fakes):
+                each.ask(
+                    "join", address=broker.address, worker_ids=[f"p{i}"], parameters=parameters
+                )
+            ask_all(fakes, "learn_version")
+            yield broker, fakes
+            ask_all(fakes, "leave")
+
+
+# What is measured, by name.
+Parts = dict[str, Callable[[ProcessPool], list[Figure]]]

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 VOCABULARY = 256  # bytes
 CONTEXT = 64  # bytes that a model sees at once
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of the demo's GPT."""
-
+class Shape(NamedTuple):
     width: int
     layers: int
     heads: int
 
 
-# GPT-shaped models by the name of their size.
-SIZES: dict[str, Shape] = {
+SIZES = {
     "0.4M": Shape(128, 2, 4),
     "10M": Shape(320, 8, 5),
     "50M": Shape(640, 10, 10),

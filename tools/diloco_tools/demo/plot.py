@@ -1,7 +1,7 @@
 """loss.png: the two validation curves of a demo."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from diloco_tools.demo.results import Record
 
@@ -41,10 +41,10 @@ def draw(summary: Record, path: Path) -> None:
     figure.savefig(path)
 
 
-def recede(axes: Any) -> None:
+def recede(axes: Any, grid: Literal["x", "y"] = "y") -> None:
     """Have frame, ticks and grid stand behind the curves."""
     axes.tick_params(colors=QUIET)
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
+    axes.grid(axis=grid, color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#c9ccd1")

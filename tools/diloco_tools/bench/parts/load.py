@@ -8,23 +8,15 @@ from typing import Annotated
 
 import typer
 
-from diloco_tools.bench.machine import available_bytes
 from diloco_tools.bench.options import Repeats, Size
-from diloco_tools.bench.process_pool import (
-    STATE_BYTES,
-    Ends,
-    ProcessPool,
-    RoleProcess,
-    ask_all,
-    join_fake_workers,
-    join_trainers,
-)
+from diloco_tools.bench.process_pool import STATE_BYTES, Ends, ProcessPool, RoleProcess, ask_all
 from diloco_tools.bench.report.arithmetic import against, in_turn, percentile
 from diloco_tools.bench.report.figures import Figure, figure
 
 HEARTBEAT, IDLE, LARGEST = "heartbeat", "idle workers", "largest model"
 INTERVAL_S = 0.004  # between heartbeats, and between pings
 IDLE_S = 1.0  # of heartbeats to a broker that does nothing else
+IDLE_PARAMETERS = 1000
 SETTLE_S = 1.5  # of idle workers, before the clock starts
 LARGEST_WORKERS = 2
 SPARE_BYTES = 2e9  # that should be left to everything else
@@ -44,19 +36,17 @@ def heartbeat(
     system's scheduler has to do with it shows in a byte that goes over raw TCP to another process and
     back at the same time: with more processes than cores, everybody waits for a core now and then.
     """
-    trainers, (heart,) = pool.trainers(workers), pool.fake_workers(1)
+    trainers, (heart,) = pool.roles("trainer", workers), pool.roles("fake_worker", 1)
     pinger, echo = pool.role("raw", "pinger"), pool.role("raw", "echo")
     Ends(pinger, echo).connect()
-    with pool.broker("--workers", str(workers + 1), "--sync-every", "1") as broker:
-        ask_all(trainers, "build", size=size)
-        join_trainers(trainers, broker.address)
-        heart.ask("join", address=broker.address, worker_id="heart", parameters=None)
+    busy: list[float] = []
+    pings: list[float] = []
+    with pool.training(trainers, size, workers=workers + 1) as broker:
+        heart.ask("join", address=broker.address, worker_ids=["heart"], parameters=None)
         heart.ask("learn_version")
         heart.tell("beat", interval_s=INTERVAL_S)
         time.sleep(IDLE_S)
         idle = _milliseconds(heart)
-        busy: list[float] = []
-        pings: list[float] = []
         for number in range(rounds + 1):
             ask_all(trainers, "drift")
             heart.ask("push", pull=False)
@@ -69,32 +59,33 @@ def heartbeat(
             if number:  # the first round takes memory for the first time
                 busy += found
                 pings += raw
-        ask_all(trainers, "leave")
         heart.ask("leave")
     pool.dismiss("pinger", "echo")
-    row = f"during a round of {size}, {workers} workers"
-    return [
-        *_quantiles("to an idle broker", idle, None),
-        *_quantiles(row, busy, "heartbeat" if (size, workers) == ("125M", 4) else None),
-        *_quantiles("a byte over raw TCP and back meanwhile", pings, None),
-    ]
+    rows = {
+        "to an idle broker": idle,
+        f"during a round of {size}, {workers} workers": busy,
+        "a byte over raw TCP and back meanwhile": pings,
+    }
+    figures = []
+    for row, found in rows.items():
+        of_it = partial(figure, HEARTBEAT, row, note=f"{len(found)} heartbeats")
+        has_target = found is busy and (size, workers) == ("125M", 4)
+        target = "heartbeat" if has_target else None
+        figures += [
+            of_it("p50", percentile(found, 0.5), "ms"),
+            of_it("p99", percentile(found, 0.99), "ms", target=target),
+            of_it("max", max(found), "ms"),
+        ]
+    return figures
 
 
 def _milliseconds(role: RoleProcess) -> list[float]:
-    """End the heartbeats or pings: whatever it is asked next does."""
+    """How long the heartbeats or pings took that end now."""
     role.tell("rest")
-    found = [1e3 * seconds for seconds in role.hear()["seconds"]]
-    role.hear()
-    return found
-
-
-def _quantiles(row: str, found: list[float], target: str | None) -> list[Figure]:
-    of_it = partial(figure, HEARTBEAT, row, note=f"{len(found)} heartbeats")
-    return [
-        of_it("p50", percentile(found, 0.5), "ms"),
-        of_it("p99", percentile(found, 0.99), "ms", target=target),
-        of_it("max", max(found), "ms"),
-    ]
+    found = role.hear()
+    if len(found["seconds"]) != found["sent"]:
+        raise role.failure("got no answer to some of its heartbeats")
+    return [1e3 * seconds for seconds in found["seconds"]]
 
 
 def idle(
@@ -104,22 +95,25 @@ def idle(
     seconds: Annotated[float, typer.Option(min=0.3)] = 9.0,
 ) -> list[Figure]:
     """What many workers cost that only send heartbeats."""
-    of_it = partial(figure, IDLE, f"{workers} workers, a heartbeat a second")
+    role = pool.role("fake_worker", "idle_workers")
+    shares = []
     # Round one waits for one worker more, so nothing but heartbeats goes on.
-    with pool.broker("--workers", str(workers + 1), "--stall-timeout", "0") as broker:
-        role = pool.role("idle_workers")
-        role.ask("join", address=broker.address, count=workers)
-        role.tell("live", seconds=SETTLE_S + seconds, interval_s=1.0)
+    with pool.broker(workers=workers + 1, stall_timeout=0) as broker:
+        names = [f"idle-{i}" for i in range(workers)]
+        role.ask("join", address=broker.address, worker_ids=names, parameters=IDLE_PARAMETERS)
+        role.ask("learn_version")
+        role.tell("beat", interval_s=1.0)
         time.sleep(SETTLE_S)
-        shares = []
         for _ in range(3):
             cpu, at = broker.cpu_seconds, time.monotonic()
             time.sleep(seconds / 3)
             shares.append((broker.cpu_seconds - cpu) / (time.monotonic() - at))
+        role.tell("rest")
         found = role.hear()
-        growth = broker.beyond_state(0) / 1e6
+        growth = broker.beyond_state(0)
     pool.dismiss("idle_workers")
-    note = f"{found['answered']} of {found['sent']} heartbeats answered"
+    of_it = partial(figure, IDLE, f"{workers} workers, a heartbeat a second")
+    note = f"{len(found['seconds'])} of {found['sent']} heartbeats answered"
     target = "idle" if workers == 500 else None
     return [
         of_it("of a core", shares, "%", target=target, note=note),
@@ -141,17 +135,9 @@ def largest(
     parameters = millions * 1_000_000
     row = f"{parameters / 1e9:.3g}G parameters, {LARGEST_WORKERS} stand-ins"
     pool.dismiss("trainer-")  # they have memory that is needed here
-    needed = STATE_BYTES * parameters + SPARE_BYTES
-    if available_bytes() < needed:
-        pool.skipped.append(
-            f"{row}: left out, it needs {needed / 1e9:.0f} GB of memory and "
-            f"{available_bytes() / 1e9:.0f} GB are there"
-        )
+    if not pool.has_memory((STATE_BYTES * parameters + SPARE_BYTES) / 1e9, row):
         return []
-    workers = pool.fake_workers(LARGEST_WORKERS)
-    gigabytes = LARGEST_WORKERS * (2 + 4) * parameters / 1e9
-    with pool.broker("--workers", str(LARGEST_WORKERS), "--stall-timeout", "0") as broker:
-        join_fake_workers(workers, broker.address, parameters)
+    with pool.fake_training(LARGEST_WORKERS, parameters) as (broker, workers):
 
         def a_round() -> float:
             found = ask_all(workers, "push", pull=True)
@@ -162,9 +148,8 @@ def largest(
         broker.forget_turns()
         limits, seconds = in_turn(lambda: pool.raw().speed, a_round, repeats)
         turn = broker.longest_turn_ms()
-        beyond = broker.beyond_state(parameters) / 1e6
-        ask_all(workers, "leave")
-    speeds = [gigabytes / each for each in seconds]
+        beyond = broker.beyond_state(parameters)
+    speeds = [LARGEST_WORKERS * (2 + 4) * parameters / 1e9 / each for each in seconds]
     of_it = partial(figure, LARGEST, row)
     return [
         of_it("seconds", seconds, "s"),

@@ -8,7 +8,8 @@ included. And what a checkpoint that is being written costs such a round.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -16,22 +17,29 @@ from typing import Annotated, Any
 import typer
 
 from diloco_protocol.feed import Snapshot
-from diloco_tools.bench import machine
-from diloco_tools.bench.options import Repeats, Size
+from diloco_tools.bench.options import (
+    Repeats,
+    ReplyDtypes,
+    Size,
+    Sizes,
+    Workers,
+    whole_numbers,
+    words,
+)
 from diloco_tools.bench.process_pool import (
     BrokerProcess,
+    Parts,
     ProcessPool,
     RawSample,
     RoleProcess,
     ask_all,
-    join_trainers,
 )
 from diloco_tools.bench.report.arithmetic import (
-    PHASES,
-    Moments,
+    FIRST_DOWN,
     against,
     around,
     in_turn,
+    is_a_line,
     phases,
     slope,
 )
@@ -82,10 +90,31 @@ def one_round(trainers: Sequence[RoleProcess], broker: BrokerProcess) -> Round:
     found = ask_all(trainers, "round")
     return Round(
         max(each["ended"] for each in found) - max(each["began"] for each in found),
-        sum(each["bytes_up"] for each in found) / 1e9,
-        sum(each["bytes_down"] for each in found) / 1e9,
+        sum(each["bytes"]["up"] for each in found) / 1e9,
+        sum(each["bytes"]["down"] for each in found) / 1e9,
         broker.cpu_seconds - cpu,
     )
+
+
+def configurations(
+    *,
+    sizes: Sizes = "125M",
+    workers: Workers = "2",
+    replies: ReplyDtypes = "fp32",
+    repeats: Repeats = 5,
+) -> Parts:
+    """Whole synchronous rounds with real workers: time, bytes, phases, CPU, memory.
+
+    A part for each configuration.
+    """
+    return {
+        f"{WHOLE_ROUND}, {row_of(size, count, reply)}": partial(
+            whole_round, size=size, workers=count, reply=reply, repeats=repeats
+        )
+        for size in words(sizes)
+        for count in whole_numbers(workers)
+        for reply in words(replies)
+    }
 
 
 def whole_round(
@@ -93,33 +122,21 @@ def whole_round(
 ) -> list[Figure]:
     """One configuration."""
     parameters, row = parameters_of(size), row_of(size, workers, reply)
-    needed = FP32 * parameters * (workers * WORKER_HOLDS + BROKER_HOLDS)
-    if machine.available_bytes() < needed:
-        free = machine.available_bytes() / 1e9
-        pool.skipped.append(
-            f"{WHOLE_ROUND}, {row}: left out, it needs {needed / 1e9:.1f} GB of memory and "
-            f"{free:.1f} are free"
-        )
+    copies = workers * WORKER_HOLDS + BROKER_HOLDS
+    if not pool.has_memory(copies * FP32 * parameters / 1e9, f"{WHOLE_ROUND}, {row}"):
         return []
-    trainers = pool.trainers(workers)
-    options = ("--workers", str(workers), "--sync-every", "1", "--reply-dtype", reply)
-    for trainer in trainers:
-        trainer.tell("build", size=size)  # while the broker starts
-    with pool.broker(*options) as broker:
-        for trainer in trainers:
-            trainer.hear()
-        join_trainers(trainers, broker.address)
+    trainers = pool.roles("trainer", workers)
+    with pool.training(trainers, size, reply_dtype=reply) as broker:
         one_round(trainers, broker)  # memory is taken for the first time
         broker.forget_turns()
         limits, rounds = in_turn(pool.raw, lambda: one_round(trainers, broker), repeats)
         turn = broker.longest_turn_ms()
-        beyond = broker.beyond_state(parameters) / 1e6
+        beyond = broker.beyond_state(parameters)
         held = [each["beyond"] / (FP32 * parameters) for each in ask_all(trainers, "memory")]
         sampled = []
         for _ in range(SAMPLED):
             ask_all(trainers, "drift")
             sampled.append(ask_all(trainers, "round", sampled=True))
-        ask_all(trainers, "leave")
     shares = against([each.speed for each in rounds], [each.speed for each in limits])
     has_target = size == "125M" and workers in (2, 4)
     memory_target = "broker memory" if workers == 2 else None
@@ -149,52 +166,39 @@ def _cpu_shares(rounds: Sequence[Round], limits: Sequence[RawSample]) -> list[fl
 
 def _phases(row: str, sampled: Sequence[Sequence[dict[str, Any]]]) -> list[Figure]:
     """Of the worker that was done last in each round; and how soon the first chunk came back."""
-    told, first = [], []
-    for found in sampled:
-        if any(each["moments"] is None for each in found):
+    found: dict[str, list[float]] = defaultdict(list)
+    for workers in sampled:
+        if any(each["moments"] is None for each in workers):
             continue
-        last = max(found, key=lambda each: float(each["ended"]))
-        told.append(phases(Moments(**last["moments"])))
-        start = max(each["began"] for each in found)
-        first.append(min(each["moments"]["first_down"] for each in found) - start)
-    if not told:
-        return []
-    figures = [
-        figure(PHASES_OF_ROUNDS, row, name, [1e3 * each[name] for each in told], "ms")
-        for name in PHASES
-    ]
-    figures.append(
-        figure(PHASES_OF_ROUNDS, row, "first chunk back", [1e3 * max(0.0, s) for s in first], "ms")
-    )
-    return figures
+        last = max(workers, key=lambda each: float(each["ended"]))
+        for name, seconds in phases(last["moments"]).items():
+            found[name].append(1e3 * seconds)
+        start = max(each["began"] for each in workers)
+        first = min(each["moments"][FIRST_DOWN] for each in workers)
+        found["first chunk back"].append(1e3 * max(0.0, first - start))
+    return [figure(PHASES_OF_ROUNDS, row, name, each, "ms") for name, each in found.items()]
 
 
 def growth(figures: Sequence[Figure]) -> list[Figure]:
     """Slopes of straight lines: memory over numbers of workers, time over numbers of parameters."""
-    memory: dict[str, list[tuple[float, float]]] = {}
-    seconds: dict[str, list[tuple[float, float]]] = {}
+    memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for each in figures:
         if (each.part, each.name) == (COST_PART, "broker beyond state"):
             size, workers, reply = each.of.split(", ")
-            point = float(workers.split()[0]), each.median
-            memory.setdefault(f"{size}, {reply}", []).append(point)
+            memory[f"{size}, {reply}"].append((float(workers.split()[0]), each.median))
         elif (each.part, each.name) == (WHOLE_ROUND, "seconds"):
             size, row = each.of.split(", ", maxsplit=1)
-            seconds.setdefault(row, []).append((parameters_of(size), each.median))
+            seconds[row].append((parameters_of(size) / 1e8, each.median))
     return [
-        figure(GROWTH_PARTS[0], row, "a worker", line, "MB", target="broker growth")
-        for row, line in _slopes(memory)
+        figure(GROWTH_PARTS[0], row, "a worker", slope(points), "MB", target="broker growth")
+        for row, points in memory.items()
+        if is_a_line(points)
     ] + [
-        figure(GROWTH_PARTS[1], row, "100M parameters", 1e8 * line, "s")
-        for row, line in _slopes(seconds)
+        figure(GROWTH_PARTS[1], row, "100M parameters", slope(points), "s")
+        for row, points in seconds.items()
+        if is_a_line(points)
     ]
-
-
-def _slopes(lines: Mapping[str, Sequence[tuple[float, float]]]) -> Iterator[tuple[str, float]]:
-    """Those of one point have none."""
-    for row, line in lines.items():
-        if len({x for x, _ in line}) > 1:
-            yield row, slope(line)
 
 
 def checkpoint(
@@ -210,26 +214,29 @@ def checkpoint(
     of the first is measured right behind another, whose checkpoint is being written then; before the
     other run's turn it is waited for.
     """
-    both = pool.trainers(2 * workers)
+    both = pool.roles("trainer", 2 * workers)
     without, saving = both[:workers], both[workers:]
     folder = pool.folder / "checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
-    common = ("--workers", str(workers), "--sync-every", "1")
-    options = ("--save-dir", str(folder), "--keep", "1")
-    with pool.broker(*common) as plain, pool.broker(*common, *options) as saver:
-        ask_all(both, "build", size=size)
-        for trainers, broker in ((without, plain), (saving, saver)):
-            join_trainers(trainers, broker.address)
-            one_round(trainers, broker)
-        _wait_until_saved(saver)
+    with (
+        pool.training(without, size) as plain,
+        pool.training(saving, size, save_dir=folder, keep=1) as saver,
+    ):
+        one_round(without, plain)
+        one_round(saving, saver)
+        saver.wait_for(_is_saved, SAVED_WITHIN_S)
         saver.forget_turns()
+
+        def round_during_a_save() -> float:
+            one_round(saving, saver)  # its checkpoint is written during the next
+            seconds = one_round(saving, saver).seconds
+            saver.wait_for(_is_saved, SAVED_WITHIN_S)
+            return seconds
+
         limits, rounds = in_turn(
-            lambda: one_round(without, plain).seconds,
-            lambda: _round_during_a_save(saving, saver),
-            repeats,
+            lambda: one_round(without, plain).seconds, round_during_a_save, repeats
         )
         turn = saver.longest_turn_ms()
-        ask_all(both, "leave")
     shutil.rmtree(folder, ignore_errors=True)
     of_it = partial(figure, CHECKPOINT, row_of(size, workers))
     return [
@@ -240,19 +247,8 @@ def checkpoint(
     ]
 
 
-def _round_during_a_save(trainers: Sequence[RoleProcess], broker: BrokerProcess) -> float:
-    one_round(trainers, broker)  # its checkpoint is written during the next
-    seconds = one_round(trainers, broker).seconds
-    _wait_until_saved(broker)
-    return seconds
-
-
-def _wait_until_saved(broker: BrokerProcess) -> None:
-    """Until the newest checkpoint is that of the round which is open now."""
-
-    def is_saved(snapshot: Snapshot) -> bool:
-        saved = snapshot.raw.get("checkpoint")
-        number = None if snapshot.round is None else snapshot.round.number
-        return isinstance(saved, dict) and saved.get("round") == number
-
-    broker.wait_for(is_saved, SAVED_WITHIN_S)
+def _is_saved(snapshot: Snapshot) -> bool:
+    """Whether the newest checkpoint is that of the round which is open now."""
+    saved = snapshot.raw.get("checkpoint")
+    number = None if snapshot.round is None else snapshot.round.number
+    return isinstance(saved, dict) and saved.get("round") == number

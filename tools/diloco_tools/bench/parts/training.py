@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco_tools.bench.options import Repeats, Size, numbers
-from diloco_tools.bench.process_pool import ProcessPool, RoleProcess, ask_all, join_trainers
+from diloco_tools.bench.options import Repeats, Size, Workers, whole_numbers
+from diloco_tools.bench.process_pool import ProcessPool, RoleProcess, ask_all
 from diloco_tools.bench.report.arithmetic import against, in_turn
 from diloco_tools.bench.report.figures import Figure, figure
 
@@ -27,7 +27,7 @@ def asynchronous(
     pool: ProcessPool,
     *,
     size: Size = "10M",
-    workers: Annotated[Sequence[int], numbers("Numbers of workers, with commas.", 64)] = (2, 4),
+    workers: Workers = "2,4",
     seconds: Annotated[float, typer.Option(min=0.1, help="For each number of workers.")] = 5.0,
     repeats: Repeats = 5,
 ) -> list[Figure]:
@@ -35,38 +35,32 @@ def asynchronous(
 
     Each with its outer step and the new version for its worker; nobody waits for the others.
     """
-    return [
-        each for count in workers for each in _asynchronous(pool, size, count, seconds, repeats)
-    ]
+    figures = []
+    for count in whole_numbers(workers):
+        trainers = pool.roles("trainer", count)
+        with pool.training(trainers, size, mode="async") as broker:
+            ask_all(trainers, "round")
+            broker.forget_turns()
+            some_rounds = partial(_rounds, trainers, seconds / repeats)
+            limits, found = in_turn(pool.raw, some_rounds, repeats)
+            turn = broker.longest_turn_ms()
+        pushes, speeds = zip(*found, strict=True)
+        of_it = partial(figure, ASYNCHRONOUS, f"{size}, {count} workers")
+        figures += [
+            of_it("pushes", pushes, "/s"),
+            of_it("in + out", speeds, "GB/s"),
+            of_it("/ raw", against(speeds, [each.speed for each in limits]), "x"),
+            of_it("longest turn", turn, "ms", target="turn"),
+        ]
+    return figures
 
 
-def _asynchronous(
-    pool: ProcessPool, size: str, count: int, seconds: float, repeats: int
-) -> list[Figure]:
-    trainers = pool.trainers(count)
-    with pool.broker("--mode", "async", "--workers", str(count), "--sync-every", "1") as broker:
-        ask_all(trainers, "build", size=size)
-        join_trainers(trainers, broker.address)
-        ask_all(trainers, "round")
-        broker.forget_turns()
-
-        def run() -> tuple[float, float]:
-            found = ask_all(trainers, "rounds_for", seconds=seconds / repeats)
-            took = max(each["ended"] for each in found) - min(each["began"] for each in found)
-            moved = sum(each["bytes_up"] + each["bytes_down"] for each in found) / 1e9
-            return sum(each["rounds"] for each in found) / took, moved / took
-
-        limits, found = in_turn(pool.raw, run, repeats)
-        turn = broker.longest_turn_ms()
-        ask_all(trainers, "leave")
-    of_it = partial(figure, ASYNCHRONOUS, f"{size}, {count} workers")
-    shares = against([speed for _, speed in found], [each.speed for each in limits])
-    return [
-        of_it("pushes", [pushes for pushes, _ in found], "/s"),
-        of_it("in + out", [speed for _, speed in found], "GB/s"),
-        of_it("/ raw", shares, "x"),
-        of_it("longest turn", turn, "ms", target="turn"),
-    ]
+def _rounds(trainers: Sequence[RoleProcess], seconds: float) -> tuple[float, float]:
+    """Rounds a second and GB/s of all."""
+    found = ask_all(trainers, "rounds_for", seconds=seconds)
+    took = max(each["ended"] for each in found) - min(each["began"] for each in found)
+    rounds, moved = (sum(each[name] for each in found) for name in ("rounds", "bytes"))
+    return rounds / took, moved / 1e9 / took
 
 
 def streaming(
@@ -84,39 +78,34 @@ def streaming(
     already; the rest is held against the time of all steps. *Hidden* is what a delay of tau = 2 steps
     saves of the time that the hook takes with tau = 0, where training waits for each reply.
     """
-    (trainer,) = pool.trainers(1)
-    with pool.broker(*_options(2)) as overlapping, pool.broker(*_options(0)) as waiting:
+    trainer = pool.role("trainer", "trainer-0")
+    fragments = {"num_fragments": FRAGMENTS, "fragment_pattern": "balanced"}
+    a_run = partial(pool.broker, workers=1, sync_every=SYNC_EVERY, **fragments)
+    with a_run(fragment_sync_delay=2) as overlapping, a_run(fragment_sync_delay=0) as waiting:
         late, at_once = [], []
         for _ in range(repeats):
             at_once.append(_train(trainer, waiting.address, steps))
             late.append(_train(trainer, overlapping.address, steps))
         turn = overlapping.longest_turn_ms()
     of_it = partial(figure, STREAMING, f"{SIZE}, P {FRAGMENTS}, H {SYNC_EVERY}, tau 2")
-    step = [1e3 * statistics.median(each["steps"]) for each in late]
     hidden = [
         1 - sum(with_delay["hook"]) / sum(without["hook"])
         for with_delay, without in zip(late, at_once, strict=True)
     ]
-    blocked = [_blocked(each) / sum(each["steps"]) for each in late]
-    slots = FRAGMENTS * steps // SYNC_EVERY
-    each_time = [1e3 * sum(each["hook"]) / slots for each in late]
-    copy = [1e3 * 2 * each["copy"] / FRAGMENTS for each in late]
+    exchanges = steps / SYNC_EVERY  # of the whole model, each copied out and in
+    blocked = [
+        max(0.0, sum(each["hook"]) - 2 * exchanges * each["copy"]) / sum(each["steps"])
+        for each in late
+    ]
+    times = FRAGMENTS * steps // SYNC_EVERY
     return [
-        of_it("step", step, "ms"),
+        of_it("step", [1e3 * statistics.median(each["steps"]) for each in late], "ms"),
         of_it("hidden", hidden, "%"),
-        of_it("hook, a fragment", each_time, "ms"),
-        of_it("of it the copy", copy, "ms"),
+        of_it("hook, a fragment", [1e3 * sum(each["hook"]) / times for each in late], "ms"),
+        of_it("of it the copy", [1e3 * 2 * each["copy"] / FRAGMENTS for each in late], "ms"),
         of_it("blocked beyond", blocked, "%", target="blocked"),
         of_it("longest turn", turn, "ms", target="turn"),
     ]
-
-
-def _options(tau: int) -> tuple[str, ...]:
-    return (
-        *("--workers", "1", "--sync-every", str(SYNC_EVERY)),
-        *("--num-fragments", str(FRAGMENTS), "--fragment-pattern", "balanced"),
-        *("--fragment-sync-delay", str(tau)),
-    )
 
 
 def _train(trainer: RoleProcess, server: str, steps: int) -> dict[str, Any]:
@@ -128,12 +117,6 @@ def _train(trainer: RoleProcess, server: str, steps: int) -> dict[str, Any]:
     return found
 
 
-def _blocked(found: dict[str, Any]) -> float:
-    """Seconds in the hook beyond copying each fragment out and in, H/P steps apart."""
-    exchanges = len(found["steps"]) / SYNC_EVERY  # of the whole model
-    return float(max(0.0, sum(found["hook"]) - 2 * exchanges * found["copy"]))
-
-
 def attached(
     pool: ProcessPool, *, steps: Annotated[int, typer.Option(min=ATTACHED_PARTS)] = 200
 ) -> list[Figure]:
@@ -141,8 +124,8 @@ def attached(
 
     Each step is held against the other one beside it; each part of the steps gives a median.
     """
-    (trainer,) = pool.trainers(1)
-    with pool.broker("--workers", "1", "--sync-every", str(FAR_AWAY)) as broker:
+    with pool.broker(workers=1, sync_every=FAR_AWAY) as broker:
+        trainer = pool.role("trainer", "trainer-0")
         found = trainer.ask("compare", size=SIZE, server=broker.address, steps=steps)
     without, hooked = found["without"], found["attached"]
     pairs = [ours / alone for ours, alone in zip(hooked, without, strict=True)]

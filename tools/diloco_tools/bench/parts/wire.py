@@ -7,14 +7,9 @@ from functools import partial
 from typing import Annotated
 
 from diloco_protocol import CHUNK_ELEMENTS
-from diloco_tools.bench.options import Repeats, Size, numbers
-from diloco_tools.bench.process_pool import (
-    Ends,
-    ProcessPool,
-    ask_all,
-    join_fake_workers,
-    join_trainers,
-)
+from diloco_tools.bench.link import SlowProxy
+from diloco_tools.bench.options import Repeats, Size, numbers, whole_numbers
+from diloco_tools.bench.process_pool import BrokerProcess, Ends, ProcessPool, RoleProcess, ask_all
 from diloco_tools.bench.report.arithmetic import against, in_turn
 from diloco_tools.bench.report.figures import TRANSPORT, TRANSPORT_WITH_FOLD, Figure, figure
 from diloco_tools.bench.sizes import parameters_of
@@ -22,7 +17,7 @@ from diloco_tools.tcp_proxy import HOST
 
 LIMITS, WAN = "limits", "wide-area link"
 KERNEL_CHUNKS = 512  # of each measurement: 1 GiB in fp32
-DEFAULT_CHUNK = 2 * CHUNK_ELEMENTS  # bytes in bf16
+DEFAULT_CHUNK_KIB = 2 * CHUNK_ELEMENTS // 1024  # in bf16
 DEFAULT_WINDOW = 8  # chunks under way: what the broker grants a single push
 # The link.
 BITS_PER_S = 1e9
@@ -36,31 +31,30 @@ def limits(pool: ProcessPool, *, repeats: Repeats = 5) -> list[Figure]:
     One thread each, in turn.
     """
     kernels = pool.role("kernels")
-    found: dict[str, list[float]] = {"memcpy": [], "fold": [], "outer_step": []}
-    raw: list[float] = []
-    for _ in range(repeats):
-        for name, values in found.items():
-            values.append(kernels.ask(name, chunks=KERNEL_CHUNKS)["speed"])
-        raw.append(pool.raw().speed)
-    pool.dismiss("kernels")
-    rows = {
-        "memcpy, one thread": found["memcpy"],
-        "raw TCP, loopback": raw,
-        "fold: bf16 through a scratch": found["fold"],
-        "outer step, of parameter bytes": found["outer_step"],
+    measures = {
+        "memcpy, one thread": "memcpy",
+        "raw TCP, loopback": "",
+        "fold: bf16 through a scratch": "fold",
+        "outer step, of parameter bytes": "outer_step",
     }
-    return [figure(LIMITS, row, "speed", values, "GB/s") for row, values in rows.items()]
+    found: dict[str, list[float]] = {row: [] for row in measures}
+    for _ in range(repeats):
+        for row, kernel in measures.items():
+            speed = (
+                kernels.ask(kernel, chunks=KERNEL_CHUNKS)["speed"] if kernel else pool.raw().speed
+            )
+            found[row].append(speed)
+    pool.dismiss("kernels")
+    return [figure(LIMITS, row, "speed", values, "GB/s") for row, values in found.items()]
 
 
 def transport(
     pool: ProcessPool,
     *,
     chunk_kib: Annotated[
-        Sequence[int], numbers("Sizes of chunks in KiB, with commas; at most 4096.", 4096)
-    ] = (DEFAULT_CHUNK // 1024,),
-    window: Annotated[Sequence[int], numbers("Chunks under way, with commas.", 256)] = (
-        DEFAULT_WINDOW,
-    ),
+        str, numbers("Sizes of chunks in KiB, with commas; at most 4096.", 4096)
+    ] = str(DEFAULT_CHUNK_KIB),
+    window: Annotated[str, numbers("Chunks under way, with commas.", 256)] = str(DEFAULT_WINDOW),
     repeats: Repeats = 5,
 ) -> list[Figure]:
     """DEALER and ROUTER with our frames and credits, for each size of chunks and each window.
@@ -83,17 +77,16 @@ def transport(
         return gigabytes / up, gigabytes / down, (got["cpu"] + replied["cpu"]) / gigabytes
 
     figures = []
-    for size in [1024 * each for each in chunk_kib]:
-        for chunks_under_way in window:
-            raw, found = in_turn(pool.raw, partial(both_ways, size, chunks_under_way), repeats)
-            row = f"chunks of {size // 1024} KiB, window {chunks_under_way}"
-            of_it = partial(figure, TRANSPORT, row)
+    for kib in whole_numbers(chunk_kib):
+        for under_way in whole_numbers(window):
+            raw, found = in_turn(pool.raw, partial(both_ways, 1024 * kib, under_way), repeats)
+            of_it = partial(figure, TRANSPORT, f"chunks of {kib} KiB, window {under_way}")
             ups, downs, used = zip(*found, strict=True)
             for name, speeds in (("up", ups), ("down", downs)):
                 figures.append(of_it(name, speeds, "GB/s"))
                 shares = against(speeds, [each.speed for each in raw])
                 figures.append(of_it(f"{name} / raw", shares, "x"))
-            is_usual = (size, chunks_under_way) == (DEFAULT_CHUNK, DEFAULT_WINDOW)
+            is_usual = (kib, under_way) == (DEFAULT_CHUNK_KIB, DEFAULT_WINDOW)
             cpu = against(used, [each.send_cpu + each.receive_cpu for each in raw])
             target = "cpu transport" if is_usual else None
             figures.append(of_it("CPU of the ROUTER / raw", cpu, "x", target=target))
@@ -105,7 +98,7 @@ def fold(
     pool: ProcessPool,
     *,
     size: Size = "125M",
-    pushers: Annotated[Sequence[int], numbers("Pushes at a time, with commas.", 64)] = (1, 2, 4),
+    pushers: Annotated[str, numbers("Pushes at a time, with commas.", 64)] = "1,2,4",
     repeats: Repeats = 5,
 ) -> list[Figure]:
     """A real broker takes pushes in and adds them up.
@@ -114,37 +107,36 @@ def fold(
     of the optimizer, while the others' chunks are measured: received, checked, decoded, added to the
     accumulator, acknowledged.
     """
-    return [each for count in pushers for each in _fold(pool, size, count, repeats)]
-
-
-def _fold(pool: ProcessPool, size: str, count: int, repeats: int) -> list[Figure]:
+    figures = []
     parameters = parameters_of(size)
-    gigabytes = count * 2 * parameters / 1e9  # bf16
-    everybody = pool.fake_workers(count + 1)
-    with pool.broker("--workers", str(count + 1), "--stall-timeout", "0") as broker:
-        join_fake_workers(everybody, broker.address, parameters)
-        *measured, last = everybody
+    for count in whole_numbers(pushers):
+        with pool.fake_training(count + 1, parameters) as (broker, workers):
+            push = partial(_push, workers, broker, count * 2 * parameters / 1e9)  # bf16
+            push()  # momentum and accumulator take their memory for the first time
+            raw, found = in_turn(pool.raw, push, repeats)
+        speeds, used = zip(*found, strict=True)
+        of_it = partial(figure, TRANSPORT_WITH_FOLD, f"{size}, {count} at a time")
+        shares = against(speeds, [each.speed for each in raw])
+        cpu = against(used, [each.receive_cpu for each in raw])
+        figures += [
+            of_it("speed", speeds, "GB/s"),
+            of_it("/ raw", shares, "x", target="fold"),
+            of_it("broker CPU / raw receive", cpu, "x"),
+        ]
+    return figures
 
-        def push() -> tuple[float, float]:
-            cpu = broker.cpu_seconds
-            found = ask_all(measured, "push", pull=False)
-            used = broker.cpu_seconds - cpu
-            last.ask("push", pull=False)
-            seconds = max(each["up"] for each in found) - min(each["began"] for each in found)
-            return gigabytes / seconds, used / gigabytes
 
-        push()  # momentum and accumulator take their memory for the first time
-        limits, found = in_turn(pool.raw, push, repeats)
-        ask_all(everybody, "leave")
-    speeds = [speed for speed, _ in found]
-    of_it = partial(figure, TRANSPORT_WITH_FOLD, f"{size}, {count} at a time")
-    cpu = against([used for _, used in found], [each.receive_cpu for each in limits])
-    shares = against(speeds, [each.speed for each in limits])
-    return [
-        of_it("speed", speeds, "GB/s"),
-        of_it("/ raw", shares, "x", target="fold"),
-        of_it("broker CPU / raw receive", cpu, "x"),
-    ]
+def _push(
+    workers: Sequence[RoleProcess], broker: BrokerProcess, gigabytes: float
+) -> tuple[float, float]:
+    """GB/s of all pushes but the last, and CPU seconds of the broker per GB of them."""
+    *measured, last = workers
+    cpu = broker.cpu_seconds
+    found = ask_all(measured, "push", pull=False)
+    used = broker.cpu_seconds - cpu
+    last.ask("push", pull=False)
+    seconds = max(each["up"] for each in found) - min(each["began"] for each in found)
+    return gigabytes / seconds, used / gigabytes
 
 
 def wan(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 3) -> list[Figure]:
@@ -154,29 +146,30 @@ def wan(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 3) -> list[
     all bytes from the first piece of a chunk to the last, against what it could have carried meanwhile,
     in either direction. Raw TCP goes through a link of its own.
     """
-    link, trainers = pool.role("link"), pool.trainers(1)
-    shape = {"bits_per_s": BITS_PER_S, "delay_s": ROUND_TRIP_S / 2}
-    ends = Ends(pool.role("raw", "far-sender"), pool.role("raw", "far-receiver"))
-    receiver = f"tcp://{HOST}:{ends.receiver.ask('port')['port']}"
-    raw_at = link.ask("open", target=receiver, **shape)["port"]
-    ends.connect(through=raw_at)
+    trainer = pool.role("trainer", "trainer-0")
+    far = Ends(pool.role("raw", "far-sender"), pool.role("raw", "far-receiver"))
+    receiver = f"tcp://{HOST}:{far.receiver.ask('port')['port']}"
+    shape = BITS_PER_S / 8, ROUND_TRIP_S / 2
     raw, up, down, seconds = [], [], [], []
-    with pool.broker("--workers", "1", "--sync-every", "1") as broker:
-        trainers[0].ask("build", size=size)
-        at = link.ask("open", target=broker.address, **shape)["port"]
-        join_trainers(trainers, f"tcp://{HOST}:{at}")
+    with (
+        pool.broker(workers=1, sync_every=1) as broker,
+        SlowProxy(receiver, *shape) as raw_link,
+        SlowProxy(broker.address, *shape) as link,
+    ):
+        far.connect(through=raw_link.port)
+        trainer.ask("build", size=size)
+        trainer.ask("join", server=link.address, worker_id="w0")
         for _ in range(repeats):
-            link.ask("forget", port=raw_at)
-            ends.move(RAW_S * BITS_PER_S / 8)
-            raw.append(link.ask("shares", port=raw_at)["up"])
-            link.ask("forget", port=at)
-            found = trainers[0].ask("round")
+            raw_link.forget()
+            far.move(RAW_S * BITS_PER_S / 8)
+            raw.append(raw_link.up.share)
+            link.forget()
+            found = trainer.ask("round")
             seconds.append(found["ended"] - found["began"])
-            shares = link.ask("shares", port=at)
-            up.append(shares["up"])
-            down.append(shares["down"])
-        trainers[0].ask("leave")
-    pool.dismiss("link", "far-")
+            up.append(link.up.share)
+            down.append(link.down.share)
+        trainer.ask("leave")
+        pool.dismiss("far-")
     network = f"{BITS_PER_S / 1e9:g} Gb/s, {1e3 * ROUND_TRIP_S:g} ms"
     of_it = partial(figure, WAN, f"{size}, 1 worker, {network}")
     return [

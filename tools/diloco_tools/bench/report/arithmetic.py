@@ -21,8 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 L = TypeVar("L")
@@ -32,18 +31,11 @@ P = TypeVar("P")
 CHUNK_IS_MORE_THAN = 32 << 10
 
 PHASES = ("delta", "upload", "step", "download", "apply")
+FIRST_DOWN = 3  # of the moments between which they are
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` (0 to 1) of the values do not exceed (nearest rank).
-
-    Raises:
-        ValueError: there are no values, or the share is not within 0 to 1.
-    """
-    if not values:
-        raise ValueError("no values were measured, so there is no percentile of them")
-    if not 0 <= share <= 1:
-        raise ValueError(f"the share is {share}; it must be within 0 to 1")
+    """The smallest value that at least `share` (0 to 1) of the values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -64,71 +56,43 @@ def around(limits: Sequence[float]) -> list[float]:
 
 
 def against(products: Sequence[float], limits: Sequence[float]) -> list[float]:
-    """Each product divided by the limits around it.
-
-    Raises:
-        ValueError: there is not one limit more than products, or one of the means is 0.
-    """
-    if len(limits) != len(products) + 1:
-        raise ValueError(
-            f"{len(products)} products need {len(products) + 1} limits around them, "
-            f"there are {len(limits)}"
-        )
-    means = around(limits)
-    if not all(means):
-        raise ValueError(f"a limit of 0 is none to compare with: {list(limits)}")
-    return [product / mean for product, mean in zip(products, means, strict=True)]
+    """Each product divided by the limits around it."""
+    return [each / limit for each, limit in zip(products, around(limits), strict=True)]
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the straight line closest to the points (least squares).
-
-    Raises:
-        ValueError: there are not two points with different x.
-    """
-    if len({x for x, _ in points}) < 2:
-        raise ValueError(f"a line needs two points that differ in x, not {list(points)}")
+    """Of the straight line closest to the points (least squares), which differ in x."""
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
-@dataclass(frozen=True)
-class Moments:
-    """When the first and the last chunk went and came, in seconds of the monotonic clock."""
-
-    began: float
-    first_up: float
-    last_up: float
-    first_down: float
-    last_down: float
-    ended: float
+def is_a_line(points: Sequence[tuple[float, float]]) -> bool:
+    """Whether some differ in x."""
+    return len({x for x, _ in points}) > 1
 
 
 def moments(
     samples: Sequence[tuple[float, int, int]], began: float, ended: float
-) -> Moments | None:
-    """What samples of (time, bytes sent, bytes received) tell; None where no chunk went or came."""
-    if not samples:
-        return None
-    (_, up, down), (_, all_up, all_down) = samples[0], samples[-1]
-    if all_up - up < CHUNK_IS_MORE_THAN or all_down - down < CHUNK_IS_MORE_THAN:
-        return None
+) -> list[float] | None:
+    """When a round began, its first and last chunk went, the first and last came, and it ended.
 
-    def within(at: float) -> float:
-        return min(max(at, began), ended)
+    Args:
+        samples: of the monotonic clock, and the bytes sent and received up to then.
 
-    return Moments(
-        began,
-        within(next(t for t, sent, _ in samples if sent - up >= CHUNK_IS_MORE_THAN)),
-        within(next(t for t, sent, _ in samples if all_up - sent < CHUNK_IS_MORE_THAN)),
-        within(next(t for t, _, got in samples if got - down >= CHUNK_IS_MORE_THAN)),
-        within(next(t for t, _, got in samples if all_down - got < CHUNK_IS_MORE_THAN)),
-        ended,
-    )
+    Returns:
+        Six moments; None where no chunk went or came.
+    """
+    found = [began]
+    for way in (1, 2):
+        before, after = (samples[i][way] if samples else 0 for i in (0, -1))
+        if after - before < CHUNK_IS_MORE_THAN:
+            return None
+        first = next(each for each in samples if each[way] - before >= CHUNK_IS_MORE_THAN)
+        last = next(each for each in samples if after - each[way] < CHUNK_IS_MORE_THAN)
+        found += [min(max(at, began), ended) for at, *_ in (first, last)]
+    return [*found, ended]
 
 
-def phases(found: Moments) -> Mapping[str, float]:
-    """Seconds that each phase adds; they sum up to the time from `began` to `ended`."""
-    marks = [found.began]
-    for at in (found.first_up, found.last_up, found.first_down, found.last_down, found.ended):
-        marks.append(max(marks[-1], at))
-    return {name: marks[i + 1] - marks[i] for i, name in enumerate(PHASES)}
+def phases(found: Sequence[float]) -> dict[str, float]:
+    """Seconds that each phase adds between these moments; they sum up to the time between all."""
+    marks = itertools.pairwise(itertools.accumulate(found, max))
+    return {name: later - at for name, (at, later) in zip(PHASES, marks, strict=True)}

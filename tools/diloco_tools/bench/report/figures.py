@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,14 +75,9 @@ class Figure:
     note: str = ""  # what else one should know
 
     def __post_init__(self) -> None:
-        if not self.values:
-            raise ValueError(f"nothing was measured for {self.part}: {self.of}, {self.name}")
-        if self.unit not in _DIGITS:
-            raise ValueError(f"{self.unit!r} is no unit; use one of {', '.join(_DIGITS)}")
-        if self.target is not None and TARGETS[self.target].unit != self.unit:
-            raise ValueError(
-                f"{self.name} is in {self.unit}, its target in {TARGETS[self.target].unit}"
-            )
+        has_other_target = self.target is not None and TARGETS[self.target].unit != self.unit
+        if not self.values or self.unit not in _DIGITS or has_other_target:
+            raise ValueError(f"no values, an unknown unit, or a target in another: {self}")
 
     @property
     def median(self) -> float:
@@ -125,15 +120,6 @@ def figure(
     return Figure(part, of, name, several, unit, target=target, note=note)
 
 
-def worst(figures: Sequence[Figure], target: str) -> Figure | None:
-    """Of the figures with this target the one that is farthest from it, or nearest to missing it."""
-    held = [each for each in figures if each.target == target]
-    if not held:
-        return None
-    pick = min if TARGETS[target].at_least else max
-    return pick(held, key=lambda each: each.median)
-
-
 @dataclass(frozen=True)
 class Report:
     """One run of the benchmark."""
@@ -149,9 +135,15 @@ class Report:
         return [each for each in self.figures if each.part == part]
 
     @property
-    def parts(self) -> list[str]:
-        """In the order in which they were measured."""
-        return list(dict.fromkeys(each.part for each in self.figures))
+    def verdicts(self) -> dict[str, Figure]:
+        """Of each target that was measured, the figure farthest from it, or nearest to missing it."""
+        found: dict[str, Figure] = {}
+        for key, target in TARGETS.items():
+            held = [each for each in self.figures if each.target == key]
+            if held:
+                pick = min if target.at_least else max
+                found[key] = pick(held, key=lambda each: each.median)
+        return found
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -163,14 +155,13 @@ class Report:
             "machine": dict(self.machine),
             "targets": [
                 {
-                    "name": target.name,
-                    "asked": str(target),
+                    "name": TARGETS[key].name,
+                    "asked": str(TARGETS[key]),
                     "of": found.of,
                     "median": found.median,
                     "met": found.is_met,
                 }
-                for key, target in TARGETS.items()
-                if (found := worst(self.figures, key)) is not None
+                for key, found in self.verdicts.items()
             ],
             "figures": [each.plain() for each in self.figures],
             "skipped": list(self.skipped),

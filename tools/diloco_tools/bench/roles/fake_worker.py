@@ -1,16 +1,17 @@
-"""Fake workers: they speak the protocol, have no model, and send each chunk from one buffer.
+"""The role "fake_worker": workers that speak the protocol and have no model, one or many in a thread.
 
-So a machine can hold many workers, or the two of a model with a billion parameters, and what is
-measured is the broker. What they receive is counted and dropped.
+They send each chunk from one buffer, so a machine can hold many of them, or the two of a model with a
+billion parameters, and what is measured is the broker. What they receive is counted and dropped.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
@@ -18,7 +19,6 @@ from diloco_protocol import (
     CHUNK_ELEMENTS,
     Kind,
     Manifest,
-    RunConfig,
     TensorEntry,
     VersionId,
     lay_out,
@@ -29,33 +29,25 @@ from diloco_protocol import (
 from diloco_protocol.frames import MAX_FRAME_BYTES
 from diloco_protocol.records import from_plain
 
+M = TypeVar("M", bound=messages.Message)
 PATIENCE_S = 100.0  # for anything that is waited for
 TENSOR_ELEMENTS = 1 << 24  # of each tensor of the model that is pretended
 WINDOW = 8  # chunks that the broker may have under way to us: what a real worker gives
 CREDIT_BATCH = WINDOW // 2
-IDLE_PARAMETERS = 1000  # of the model of idle workers
-SOCKETS = 1 << 13  # of all idle workers
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+SOCKETS = 1 << 13  # of many workers
 VALUE = 2.0**-6  # exact in every dtype; small enough to stay finite over any number of rounds
 VALUE_BYTES = {"fp32": array("f", [VALUE]).tobytes(), "bf16": b"\x80\x3c", "fp16": b"\x00\x24"}
 
 
-class Refusal(Exception):
-    """The broker said `error` or `rejoin` to something that was meant well."""
-
-
 def flat_manifest(parameters: int) -> Manifest:
     """A model with this number of trainable fp32 parameters, in tensors of 16M."""
-    starts = range(0, parameters, TENSOR_ELEMENTS)
+    sizes = [
+        min(TENSOR_ELEMENTS, parameters - start) for start in range(0, parameters, TENSOR_ELEMENTS)
+    ]
     return Manifest(
         tuple(
-            TensorEntry(
-                f"layer.{i}.weight",
-                (min(TENSOR_ELEMENTS, parameters - start),),
-                "float32",
-                Kind.TRAINABLE,
-            )
-            for i, start in enumerate(starts)
+            TensorEntry(f"layer.{i}.weight", (size,), "float32", Kind.TRAINABLE)
+            for i, size in enumerate(sizes)
         )
     )
 
@@ -73,11 +65,7 @@ class Upload:
 
 
 class FakeWorker:
-    """See the head of this module. One thread, two connections.
-
-    Args:
-        manifest: of the model that is pretended; None takes what the run has.
-    """
+    """Joins a run at once. Without a manifest its model is the run's."""
 
     def __init__(
         self,
@@ -86,274 +74,190 @@ class FakeWorker:
         worker_id: str,
         manifest: Manifest | None,
     ) -> None:
-        self.worker_id = worker_id
-        self.control = _dealer(context, address)
-        self.bulk = _dealer(context, address)
+        self._worker_id = worker_id
         self._poller = zmq.Poller()
-        self._poller.register(self.control, zmq.POLLIN)
-        self._poller.register(self.bulk, zmq.POLLIN)
-        self._manifest = manifest
+        self._control, self._bulk = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        for each in (self._control, self._bulk):
+            each.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            each.connect(address)
+            self._poller.register(each, zmq.POLLIN)
         self._buffers: dict[str, memoryview] = {}
-        self.session = b""
-        self.config: RunConfig | None = None
-        self.version: VersionId | None = None
-        self.answered: list[float] = []  # when each heartbeat was answered
-        self._lengths: list[int] = []  # elements of each chunk
-        self._upload: Upload | None = None
-        self._got = 0  # chunks of the version that is arriving
-        self._arriving: VersionId | None = None
-        self._released: VersionId | None = None
-        self._owed = 0
-        self._pushes = 0
-
-    # Taking part.
-
-    def join(self) -> None:
-        """Join, and provide the parameters if the broker asks for them."""
-        if self._manifest is None:
+        self._version: VersionId | None = None
+        self._push_ids = itertools.count(1)
+        self._owed = 0  # chunks that no credit has been given back for
+        self.due: list[float] = []  # when each heartbeat was due
+        self.answered: list[float] = []  # when each was answered
+        if manifest is None:
             # By its own connection: a broker that sees one close sends an unasked "alive" to everybody.
             self._send(messages.Control("manifest", 1))
-            self._await(lambda: self._manifest is not None, "the manifest")
-        assert self._manifest is not None
-        self._send(messages.Join(self.worker_id, self._manifest))
-        self._await(lambda: self.session != b"", "a welcome")
+            result = self._wait_for(messages.Result)
+            manifest = from_plain(Manifest, result.data["manifest"], "manifest")
+        self._send(messages.Join(worker_id, manifest))
+        welcome = self._wait_for(messages.Welcome)
+        self._session, self._wire_dtype = welcome.session, welcome.config.wire_dtype
+        layout = lay_out(manifest, chunk_elements=welcome.config.chunk_elements)
+        self._lengths = [span.elements for span in layout.fragments[0].spans]
+        self._bulk.send_multipart(pack(messages.Credit(WINDOW, self._session)))
 
     def leave(self) -> None:
-        self._send(messages.Leave(self.session))
-        for each in (self.control, self.bulk):
-            each.close(linger=1000)
+        self._send(messages.Leave(self._session))
 
-    def learn_version(self) -> None:
-        """Wait until there are parameters, and learn what they are called, without the bytes of them."""
-        self._pull(-1)
-        self._await(lambda: self._is_here, "the first parameters")
-        self.version = self._released
-
-    def push(self, *, pull: bool) -> dict[str, float]:
-        """Push once; with `pull` wait for the version that contains it, too.
+    def exchange(self, *, push: bool, pull: bool) -> dict[str, float]:
+        """Push once, or wait for the next version, or both; provide the first one where asked to.
 
         Returns:
             When the first chunk was sent, when the last was in at the broker, when all was over.
         """
-        assert self.config is not None
         if pull:
-            self._pull(-1 if self.version is None else self.version.counter)
-        upload = self._offer(self.config.wire_dtype, base=self.version)
-        self._await(lambda: upload.ended > 0 and (not pull or self._is_here), "the round")
-        if pull:
-            self.version = self._released
-        self._upload = None
-        return {"began": upload.began, "up": upload.ended, "ended": time.monotonic()}
-
-    def beat(self) -> None:
-        """Send a heartbeat; `answered` will have the time of the answer."""
-        self._send(messages.Heartbeat(self.session, 0))
-
-    def turn(self, timeout_ms: int) -> None:
-        """Wait at most `timeout_ms` for messages and deal with them."""
-        for each, _ in self._poller.poll(timeout_ms):
-            self._receive(each)
-
-    # Within.
-
-    def _await(self, what: Callable[[], bool], doing: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not what():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{self.worker_id} waited {PATIENCE_S:g} s for {doing}")
-            self.turn(1000)
-
-    def _send(
-        self, message: messages.Message, payload: memoryview | None = None, *, bulk: bool = False
-    ) -> None:
-        target = self.bulk if bulk else self.control
-        target.send_multipart(pack(message, payload), copy=False)
-
-    def _receive(self, source: zmq.Socket[bytes]) -> None:
+            after = -1 if self._version is None else self._version.counter
+            self._send(messages.Pull(0, after, self._session))
+        upload = self._offer(self._wire_dtype, base=self._version) if push else None
+        got, arriving = 0, None
+        released: VersionId | None = None
         while True:
-            try:
-                frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            message, _ = unpack([frame.buffer for frame in frames])
-            self._take(message)
+            is_here = released is not None and released == arriving and got == len(self._lengths)
+            if (is_here or not pull) and (not push or (upload is not None and upload.ended)):
+                break
+            match self._wait_for(messages.Message):
+                case messages.Chunk(version=version):
+                    got = got + 1 if version == arriving else 1
+                    arriving = version
+                    self._give_credit_back()
+                case messages.Released(version=version):
+                    released = version
+                case messages.Ack() | messages.Grant() as answer:
+                    if upload is not None and answer.push_id == upload.push.push_id:
+                        self._go_on(upload, answer)
+                case messages.Notice(what="donate"):
+                    upload = self._offer("fp32", purpose=messages.Purpose.DONATION)
+        self._version = released or self._version
+        began, up = (upload.began, upload.ended) if upload is not None else (0.0, 0.0)
+        return {"began": began, "up": up, "ended": time.monotonic()}
 
-    def _take(self, message: messages.Message) -> None:
-        match message:
-            case messages.Welcome():
-                self._welcomed(message)
-            case messages.Chunk(version=version):
-                if version != self._arriving:
-                    self._arriving, self._got = version, 0
-                self._got += 1
-                self._owed += 1
-                if self._owed >= CREDIT_BATCH:
-                    self._send(messages.Credit(self._owed, self.session))
-                    self._owed = 0
-            case messages.Released():
-                self._released = message.version
-            case messages.Ack() | messages.Grant():
-                self._credited(message)
+    def beat(self, due: float) -> None:
+        """Send a heartbeat that was due at this moment."""
+        self.due.append(due)
+        self._send(messages.Heartbeat(self._session, 0))
+
+    def listen(self, seconds: float) -> None:
+        """Note it when a heartbeat is answered within this time."""
+        match self._receive(seconds):
             case messages.Notice(what="alive"):
                 self.answered.append(time.monotonic())
-            case messages.Notice(what="donate"):
-                self._offer("fp32", purpose=messages.Purpose.DONATION)
-            case messages.Result():
-                self._manifest = from_plain(Manifest, message.data["manifest"], "manifest")
-            case messages.Error() | messages.Rejoin():
-                raise Refusal(f"{self.worker_id}: {message.text}")
-            case _:
-                pass
 
-    def _welcomed(self, welcome: messages.Welcome) -> None:
-        assert self._manifest is not None
-        self.session, self.config = welcome.session, welcome.config
-        self.version = welcome.versions[0] if welcome.versions else None
-        layout = lay_out(self._manifest, chunk_elements=welcome.config.chunk_elements)
-        self._lengths = [span.elements for span in layout.fragments[0].spans]
-        self._send(messages.Credit(WINDOW, self.session), bulk=True)
+    def _send(self, message: messages.Message) -> None:
+        self._control.send_multipart(pack(message))
 
-    @property
-    def _is_here(self) -> bool:
-        """Whether a version is here, whole and released."""
-        return (
-            self._released is not None
-            and self._released == self._arriving
-            and self._got == len(self._lengths)
-        )
+    def _receive(self, seconds: float) -> messages.Message | None:
+        """The next message on either connection; None where there is none in whole milliseconds."""
+        ready = self._poller.poll(int(1000 * seconds))
+        if not ready:
+            return None
+        frames = ready[0][0].recv_multipart(copy=False)
+        message, _ = unpack([frame.buffer for frame in frames])
+        if isinstance(message, messages.Error | messages.Rejoin):
+            raise RuntimeError(f"{self._worker_id} was refused: {message.text}")
+        return message
 
-    def _pull(self, after: int) -> None:
-        self._released = self._arriving = None
-        self._got = 0
-        self._send(messages.Pull(0, after, self.session))
+    def _wait_for(self, kind: type[M]) -> M:
+        """The next message of this kind; others are passed over."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (left := deadline - time.monotonic()) > 0:
+            message = self._receive(left)
+            if isinstance(message, kind):
+                return message
+        raise TimeoutError(f"{self._worker_id} waited {PATIENCE_S:g} s for a {kind.__name__}")
+
+    def _give_credit_back(self) -> None:
+        self._owed += 1
+        if self._owed == CREDIT_BATCH:
+            self._send(messages.Credit(self._owed, self._session))
+            self._owed = 0
 
     def _offer(self, wire_dtype: str, **more: Any) -> Upload:
-        self._pushes += 1
-        chunks = len(self._lengths)
-        push = messages.Push(self.session, self._pushes, 0, chunks, wire_dtype, **more)
-        self._upload = Upload(push)
+        push_id, chunks = next(self._push_ids), len(self._lengths)
+        push = messages.Push(self._session, push_id, 0, chunks, wire_dtype, **more)
         self._send(push)
-        return self._upload
+        return Upload(push)
 
-    def _credited(self, message: messages.Ack | messages.Grant) -> None:
+    def _go_on(self, upload: Upload, answer: messages.Ack | messages.Grant) -> None:
         """Send what there is credit for now."""
-        upload = self._upload
-        if upload is None or message.push_id != upload.push.push_id:
-            return
-        if isinstance(message, messages.Ack):
-            upload.credit += len(message.chunks) + message.credit
-            upload.acknowledged += len(message.chunks)
+        upload.credit += answer.credit
+        if isinstance(answer, messages.Ack):
+            upload.credit += len(answer.chunks)
+            upload.acknowledged += len(answer.chunks)
             if upload.acknowledged == len(self._lengths):
                 upload.ended = time.monotonic()
-        elif message.standing in (messages.Standing.NEW, messages.Standing.RESUME):
-            upload.credit += message.credit
         push = upload.push
         while upload.credit > 0 and upload.sent < len(self._lengths):
             upload.began = upload.began or time.monotonic()
-            chunk = messages.Chunk(0, upload.sent, session=self.session, push_id=push.push_id)
-            self._send(chunk, self._chunk(push.wire_dtype, self._lengths[upload.sent]), bulk=True)
+            chunk = messages.Chunk(0, upload.sent, session=self._session, push_id=push.push_id)
+            payload = self._payload(push.wire_dtype, self._lengths[upload.sent])
+            self._bulk.send_multipart(pack(chunk, payload), copy=False)
             upload.credit -= 1
             upload.sent += 1
 
-    def _chunk(self, dtype: str, elements: int) -> memoryview:
+    def _payload(self, dtype: str, elements: int) -> memoryview:
         """The one small buffer, cut to a chunk's length. It never changes, so it is sent as it lies."""
+        value = VALUE_BYTES[dtype]
         if dtype not in self._buffers:
-            self._buffers[dtype] = memoryview(VALUE_BYTES[dtype] * CHUNK_ELEMENTS)
-        return self._buffers[dtype][: elements * ELEMENT_BYTES[dtype]]
+            self._buffers[dtype] = memoryview(value * CHUNK_ELEMENTS)
+        return self._buffers[dtype][: elements * len(value)]
 
 
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    socket.connect(address)
-    return socket
-
-
-class OneWorker:
-    """The role "fake_worker": one fake worker at a time."""
+class FakeWorkers:
+    """What is asked of the role."""
 
     def __init__(self, is_asked: Callable[[], bool]) -> None:
         self._is_asked = is_asked
-        self._worker: FakeWorker
-
-    def join(self, address: str, worker_id: str, parameters: int | None) -> None:
-        """Join a run; without a number of parameters the model is the run's."""
-        manifest = None if parameters is None else flat_manifest(parameters)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._worker = FakeWorker(self._context, address, worker_id, manifest)
-        self._worker.join()
-
-    def learn_version(self) -> None:
-        self._worker.learn_version()
-
-    def push(self, pull: bool) -> dict[str, float]:
-        return self._worker.push(pull=pull)
-
-    def beat(self, interval_s: float) -> dict[str, Any]:
-        """Send heartbeats on a fixed schedule until the next request comes; how long each took, in s.
-
-        Counted from when a heartbeat was due, so that those behind a slow one are not left out.
-        """
-        worker = self._worker
-        due: list[float] = []
-        worker.answered.clear()
-        next_at = time.monotonic()
-        while not self._is_asked():
-            now = time.monotonic()
-            if now >= next_at:
-                due.append(next_at)
-                worker.beat()
-                next_at += interval_s
-            worker.turn(max(0, int((next_at - time.monotonic()) * 1000)))
-        deadline = time.monotonic() + PATIENCE_S
-        while len(worker.answered) < len(due) and time.monotonic() < deadline:
-            worker.turn(100)
-        return {"seconds": [b - a for a, b in zip(due, worker.answered, strict=True)]}
-
-    def rest(self) -> None:
-        """Do nothing: being asked for it ends the heartbeats."""
-
-    def leave(self) -> None:
-        self._worker.leave()
-        self._context.term()
-
-
-class IdleWorkers:
-    """The role "idle_workers": many fake workers that do nothing but send heartbeats, in one thread."""
-
-    def __init__(self, _: object) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, SOCKETS)
+        self._context: zmq.Context[zmq.Socket[bytes]]
         self._workers: list[FakeWorker] = []
 
-    def join(self, address: str, count: int) -> None:
-        """Let `count` workers join; the first one provides the parameters."""
-        manifest = flat_manifest(IDLE_PARAMETERS)
-        for i in range(count):
-            worker = FakeWorker(self._context, address, f"idle-{i}", manifest)
-            worker.join()
-            if not self._workers:
-                worker.learn_version()
-            self._workers.append(worker)
+    def join(self, address: str, worker_ids: Sequence[str], parameters: int | None) -> None:
+        """Join a run; without a number of parameters the model is the run's."""
+        manifest = None if parameters is None else flat_manifest(parameters)
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, SOCKETS)
+        self._workers = [FakeWorker(self._context, address, each, manifest) for each in worker_ids]
 
-    def live(self, seconds: float, interval_s: float) -> dict[str, Any]:
-        """Each sends a heartbeat every `interval_s`, spread evenly; how many were answered."""
-        began = time.monotonic()
-        sent = 0
-        while (now := time.monotonic()) < began + seconds:
-            due = int((now - began) / interval_s * len(self._workers))
-            while sent < due:
-                self._workers[sent % len(self._workers)].beat()
-                sent += 1
-            self._workers[sent % len(self._workers)].turn(0)
-            time.sleep(interval_s / len(self._workers))
-        deadline = time.monotonic() + 5
-        while self._answered < sent and time.monotonic() < deadline:
-            for worker in self._workers:
-                worker.turn(0)
-        return {"sent": sent, "answered": self._answered}
+    def learn_version(self) -> None:
+        """Wait until there are parameters; the first worker provides them where it is asked to."""
+        self._workers[0].exchange(push=False, pull=True)
 
-    @property
-    def _answered(self) -> int:
-        return sum(len(worker.answered) for worker in self._workers)
+    def push(self, pull: bool) -> dict[str, float]:
+        """Let the first worker push once; with `pull` wait for the version that contains it, too."""
+        return self._workers[0].exchange(push=True, pull=pull)
+
+    def beat(self, interval_s: float) -> dict[str, Any]:
+        """Send heartbeats of all in turn, on a fixed schedule, until the next request comes.
+
+        Returns:
+            How many were sent, and how long each answer took in seconds. Counted from when a heartbeat
+            was due, so that those behind a slow one are not left out.
+        """
+        for each in self._workers:
+            each.due.clear()
+            each.answered.clear()
+        next_at = time.monotonic()
+        for worker in itertools.cycle(self._workers):
+            while (left := next_at - time.monotonic()) > 0:
+                worker.listen(left)
+            if self._is_asked():
+                break
+            worker.beat(next_at)
+            next_at += interval_s / len(self._workers)
+        deadline = time.monotonic() + PATIENCE_S
+        for each in self._workers:
+            while len(each.answered) < len(each.due) and time.monotonic() < deadline:
+                each.listen(PATIENCE_S)
+        seconds = [
+            answered - due
+            for each in self._workers
+            for due, answered in zip(each.due, each.answered, strict=False)
+        ]
+        return {"sent": sum(len(each.due) for each in self._workers), "seconds": seconds}
+
+    def leave(self) -> None:
+        for each in self._workers:
+            each.leave()
+        self._context.destroy(linger=1000)

@@ -11,7 +11,13 @@ import torch
 from diloco_protocol import CHUNK_ELEMENTS
 
 WORKING_SET = 64  # chunks that the work goes round through: 128 MiB in fp32, more than any cache
-LEARNING_RATE, MOMENTUM = 0.7, 0.9
+SGD: dict[str, Any] = {
+    "lr": 0.7,
+    "momentum": 0.9,
+    "nesterov": True,
+    "weight_decay": 0.0,
+    "dampening": 0.0,
+}
 
 
 class Kernels:
@@ -25,54 +31,37 @@ class Kernels:
         self._third = torch.zeros(WORKING_SET, CHUNK_ELEMENTS)
         self._scratch = torch.empty(CHUNK_ELEMENTS)
 
-    def memcpy(self, chunks: int) -> dict[str, Any]:
+    def memcpy(self, chunks: int) -> dict[str, float]:
         """Copy fp32 chunks one after the other; bytes copied."""
+        return _speed(lambda i: self._second[i].copy_(self._first[i]), chunks, 4)
 
-        def one(i: int) -> None:
-            self._second[i].copy_(self._first[i])
-
-        return _speed(one, chunks, 4 * CHUNK_ELEMENTS)
-
-    def fold(self, chunks: int) -> dict[str, Any]:
+    def fold(self, chunks: int) -> dict[str, float]:
         """Add bf16 chunks to an fp32 accumulator through a scratch; bytes in bf16.
 
         The scratch stays in the cache. `acc.add_(bf16)` without it is seven times slower.
         """
+        return _speed(
+            lambda i: self._first[i].add_(self._scratch.copy_(self._received[i])), chunks, 2
+        )
 
-        def one(i: int) -> None:
-            self._scratch.copy_(self._received[i])
-            self._first[i].add_(self._scratch)
-
-        return _speed(one, chunks, 2 * CHUNK_ELEMENTS)
-
-    def outer_step(self, chunks: int) -> dict[str, Any]:
+    def outer_step(self, chunks: int) -> dict[str, float]:
         """SGD with Nesterov momentum by torch's fused kernel, chunk by chunk; bytes of parameters."""
-        theta, gradient, momentum = self._first, self._second, self._third
-        gradient.fill_(1e-3)
-        momentum.zero_()
+        theta, gradient, momentum = self._first, self._second.fill_(1e-3), self._third.zero_()
 
         def one(i: int) -> None:
             torch._fused_sgd_(
-                [theta[i]],
-                [gradient[i]],
-                [momentum[i]],
-                weight_decay=0.0,
-                momentum=MOMENTUM,
-                lr=LEARNING_RATE,
-                dampening=0.0,
-                nesterov=True,
-                maximize=False,
-                is_first_step=False,
+                [theta[i]], [gradient[i]], [momentum[i]], maximize=False, is_first_step=False, **SGD
             )
 
-        return _speed(one, chunks, 4 * CHUNK_ELEMENTS)
+        return _speed(one, chunks, 4)
 
 
-def _speed(one: Callable[[int], None], chunks: int, size: int) -> dict[str, Any]:
-    """GB/s of doing something to chunks of `size` bytes, after once through all of them."""
+def _speed(one: Callable[[int], object], chunks: int, bytes_each: int) -> dict[str, float]:
+    """GB/s of doing something to chunks of elements of so many bytes, after once through all."""
     for i in range(WORKING_SET):
         one(i)
     began = time.perf_counter()
     for i in range(chunks):
         one(i % WORKING_SET)
-    return {"speed": chunks * size / 1e9 / (time.perf_counter() - began)}
+    gigabytes = chunks * CHUNK_ELEMENTS * bytes_each / 1e9
+    return {"speed": gigabytes / (time.perf_counter() - began)}

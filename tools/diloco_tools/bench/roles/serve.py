@@ -3,8 +3,9 @@
     python -m diloco_tools.bench.roles.serve ROLE
 
 A request names an action, which is a method of the role, and its arguments; the answer is what the
-method returned. The process ends as soon as nobody can ask any more, so none outlives the benchmark.
-Its standard input is the socket for both; what it prints goes to its log.
+method returned. "rest" is none: it ends an action that goes on until it is asked for, which then
+answers. The process ends as soon as nobody can ask any more, so none outlives the benchmark. Its
+standard input is the socket for both; what it prints goes to its log.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from multiprocessing.connection import Connection
 ROLES = {
     "raw": "wire.RawEnd",
     "transport": "wire.TransportEnd",
-    "link": "link.Links",
     "kernels": "kernels.Kernels",
-    "fake_worker": "fake_worker.OneWorker",
-    "idle_workers": "fake_worker.IdleWorkers",
+    "fake_worker": "fake_worker.FakeWorkers",
     "trainer": "trainer.Trainer",
 }
 
@@ -44,8 +43,10 @@ def main(name: str) -> None:
             request = json.loads(channel.recv_bytes())
         except EOFError:
             return
-        answer = getattr(actions, request.pop("do"))(**request) or {}
-        channel.send_bytes(json.dumps(answer).encode())
+        action = request.pop("do")
+        if action != "rest":
+            answer = getattr(actions, action)(**request) or {}
+            channel.send_bytes(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

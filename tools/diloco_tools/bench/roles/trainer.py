@@ -1,4 +1,4 @@
-"""The role "trainer": a GPT-shaped model, an optimizer, and the hook, as in a training script.
+"""The role "trainer": a GPT, an optimizer, and the hook, as in a training script.
 
 Where only the exchange is measured nothing is trained: parameters drift a little before each round.
 So there are no gradients, which would take up the memory of a small machine.
@@ -6,23 +6,20 @@ So there are no gradients, which would take up the memory of a small machine.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from diloco_tools.bench import machine
 from diloco_tools.bench.report.arithmetic import moments
-from diloco_tools.bench.sizes import CONTEXT, SIZES, VOCABULARY, Shape
-from diloco_tools.demo.model import GPT, GPTConfig, build_model
+from diloco_tools.bench.sizes import CONTEXT, SIZES
+from diloco_tools.demo.model import GPT, VOCABULARY, GPTConfig, build_model
 from diloco_worker import DiLoCoWorker
 
 SAMPLE_S = 0.0005  # between two looks at the counters
@@ -41,51 +38,20 @@ class Nothing(Optimizer):
         """Only the hooks behind it do something."""
 
 
-def shape_of(size: str) -> GPTConfig:
-    shape = SIZES[size]
-    return GPTConfig(CONTEXT, shape.width, shape.layers, shape.heads)
+def training_model(size: str) -> tuple[GPT, Optimizer]:
+    model = build_model(0, GPTConfig(CONTEXT, *SIZES[size]))
+    return model, AdamW(model.parameters(), lr=1e-4)
 
 
-class StillGPT(nn.Module):
-    """The parameters of the demo's GPT and nothing else, all of one value: random ones take seconds."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width = shape.width
-        sizes = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4)}  # in widths
-        self.embedding = _filled(VOCABULARY, width)
-        self.position = _filled(CONTEXT, width)
-        self.blocks = nn.ModuleList(
-            nn.ParameterDict({n: _filled(a * width, b * width) for n, (a, b) in sizes.items()})
-            for _ in range(shape.layers)
-        )
-
-
-def _filled(rows: int, columns: int) -> nn.Parameter:
-    return nn.Parameter(torch.full((rows, columns), START))
-
-
-@contextlib.contextmanager
-def sampling(diloco: DiLoCoWorker) -> Iterator[list[tuple[float, int, int]]]:
-    """Writes down time and the hook's counters of bytes up and down every half a millisecond."""
-    samples: list[tuple[float, int, int]] = []
-    is_over = threading.Event()
-
-    def sample() -> None:
-        counters = diloco.sync_metrics
-        samples.append((time.monotonic(), counters.bytes_up, counters.bytes_down))
-
-    def run() -> None:
-        while not is_over.wait(SAMPLE_S):
-            sample()
-
-    sample()
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    yield samples
-    is_over.set()
-    thread.join()
-    sample()
+def still_model(size: str) -> GPT:
+    """All of one value: random ones take seconds."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig(CONTEXT, *SIZES[size]))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(START)
+    return model
 
 
 class Trainer:
@@ -93,34 +59,27 @@ class Trainer:
 
     def __init__(self, _: object) -> None:
         torch.set_num_threads(1)
-        self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
-        self._diloco: DiLoCoWorker | None = None
-        self._before = machine.memory(os.getpid())
-        self._began = 0.0
-        self._mark: Any = None
-
-    # Taking part.
+        self._model: GPT
+        self._optimizer: Optimizer
+        self._diloco: DiLoCoWorker
+        self._resident = 0  # bytes, before joining
+        self._began = 0.0  # when the hook was called last
 
     def build(self, size: str, trains: bool = False) -> None:
         """A model and its optimizer; the worker's memory counts from here."""
-        self._model = self._optimizer = None
-        machine.give_back()
         if trains:
-            self._model = build_model(0, shape_of(size))
-            self._optimizer = AdamW(self._model.parameters(), lr=1e-4)
+            self._model, self._optimizer = training_model(size)
         else:
-            self._model = StillGPT(SIZES[size])
+            self._model = still_model(size)
             self._optimizer = Nothing(self._model)
         machine.give_back()
         machine.forget_peak(os.getpid())
-        self._before = machine.memory(os.getpid())
+        self._resident = machine.resident(os.getpid())
 
     def join(self, server: str, worker_id: str) -> None:
         """Join a run with the model at hand; it gets the run's parameters."""
-        assert self._model is not None and self._optimizer is not None
         # Registered before the hook's own, so it is called before it.
-        self._mark = self._optimizer.register_step_post_hook(self._note)
+        self._optimizer.register_step_post_hook(self._note)
         self._diloco = DiLoCoWorker(
             self._model, self._optimizer, server=server, worker_id=worker_id
         )
@@ -128,69 +87,76 @@ class Trainer:
 
     def leave(self) -> None:
         """Leave the run; the memory of the model is free for others."""
-        self._it.close()
-        self._mark.remove()
-        self._diloco = self._mark = self._model = self._optimizer = None
+        self._diloco.close()
+        del self._diloco, self._model, self._optimizer
         machine.give_back()
 
     def memory(self) -> dict[str, Any]:
         """Bytes at the peak beyond what there was before joining."""
-        return {"beyond": machine.memory(os.getpid()).peak - self._before.resident}
-
-    @property
-    def _it(self) -> DiLoCoWorker:
-        assert self._diloco is not None, "it has not joined"
-        return self._diloco
+        return {"beyond": machine.peak(os.getpid()) - self._resident}
 
     def _note(self, *_: object) -> None:
         self._began = time.monotonic()
 
-    # Measuring.
-
+    @torch.no_grad()
     def drift(self) -> None:
         """What training would have done to the parameters, before the clock runs."""
-        assert self._model is not None
-        with torch.no_grad():
-            for parameter in self._model.parameters():
-                parameter.mul_(DRIFT)
+        for parameter in self._model.parameters():
+            parameter.mul_(DRIFT)
 
     def round(self, sampled: bool = False) -> dict[str, Any]:
-        """One step with a boundary behind it: from its beginning until the reply is in the model."""
-        assert self._optimizer is not None
-        before = self._it.sync_metrics
-        with contextlib.ExitStack() as stack:
-            samples = stack.enter_context(sampling(self._it)) if sampled else []
-            self._optimizer.step()
-            ended = time.monotonic()
-        after = self._it.sync_metrics
+        """One step with a boundary behind it: from its beginning until the reply is in the model.
+
+        With `sampled` the hook's counters of bytes are written down every half a millisecond.
+        """
+        before = self._diloco.sync_metrics
+        samples: list[tuple[float, int, int]] = []
+        is_over = threading.Event()
+
+        def sample() -> None:
+            is_last = False
+            while not is_last:
+                is_last = is_over.wait(SAMPLE_S)
+                counters = self._diloco.sync_metrics
+                samples.append((time.monotonic(), counters.bytes_up, counters.bytes_down))
+
+        thread = threading.Thread(target=sample, daemon=True)
+        if sampled:
+            samples.append((time.monotonic(), before.bytes_up, before.bytes_down))
+            thread.start()
+        self._optimizer.step()
+        ended = time.monotonic()
+        if sampled:
+            is_over.set()
+            thread.join()
+        after = self._diloco.sync_metrics
         if after.rounds != before.rounds + 1:
             raise RuntimeError(f"the round did not count: {after.last_error}")
-        found = moments(samples, self._began, ended)
         return {
             "began": self._began,
             "ended": ended,
-            "bytes_up": after.bytes_up - before.bytes_up,
-            "bytes_down": after.bytes_down - before.bytes_down,
-            "moments": None if found is None else asdict(found),
+            "bytes": {
+                "up": after.bytes_up - before.bytes_up,
+                "down": after.bytes_down - before.bytes_down,
+            },
+            "moments": moments(samples, self._began, ended),
         }
 
     def rounds_for(self, seconds: float) -> dict[str, Any]:
         """As many rounds as fit, one after the other, with nothing in between."""
-        began, rounds, found = time.monotonic(), 0, {"bytes_up": 0, "bytes_down": 0}
+        began, rounds, moved = time.monotonic(), 0, 0
         while time.monotonic() < began + seconds:
-            one = self.round()
+            moved += sum(self.round()["bytes"].values())
             rounds += 1
-            found = {name: found[name] + one[name] for name in found}
-        return {"began": began, "ended": time.monotonic(), "rounds": rounds, **found}
+        return {"began": began, "ended": time.monotonic(), "rounds": rounds, "bytes": moved}
 
     def train(self, steps: int) -> dict[str, Any]:
         """Train on random bytes; seconds of each step, and of the hook within it."""
-        assert isinstance(self._model, GPT) and self._optimizer is not None
         whole, hook = [], []
         for _ in range(steps):
             began = time.monotonic()
-            stepped, ended = _step(self._model, self._optimizer, self._it)
-            whole.append(ended - began)
+            stepped = _step(self._model, self._optimizer, self._diloco)
+            whole.append(time.monotonic() - began)
             hook.append(stepped - self._began)
         return {"steps": whole, "hook": hook, "copy": self._copy_seconds()}
 
@@ -198,25 +164,23 @@ class Trainer:
         """Steps of one model without a hook and of another with it, in turn; seconds of each."""
         self.build(size, trains=True)
         self.join(server, "attached")
-        assert isinstance(self._model, GPT) and self._optimizer is not None
-        plain = build_model(0, shape_of(size))
-        optimizer = AdamW(plain.parameters(), lr=1e-4)
-        found: dict[str, list[float]] = {"without": [], "attached": []}
+        ways = {
+            "without": (*training_model(size), None),
+            "attached": (self._model, self._optimizer, self._diloco),
+        }
+        found: dict[str, list[float]] = {which: [] for which in ways}
         for i in range(steps + 2):
             # Each goes first every second time, so that neither always follows the other.
-            for which in ("attached", "without") if i % 2 else ("without", "attached"):
+            for which in sorted(ways, reverse=i % 2 == 0):
                 began = time.monotonic()
-                if which == "attached":
-                    _, ended = _step(self._model, self._optimizer, self._it)
-                else:
-                    _, ended = _step(plain, optimizer, None)
-                found[which].append(ended - began)
+                _step(*ways[which])
+                found[which].append(time.monotonic() - began)
+        del ways
         self.leave()
         return {which: seconds[2:] for which, seconds in found.items()}
 
     def _copy_seconds(self) -> float:
         """To copy all parameters once, to memory that is there already."""
-        assert self._model is not None
         parameters = [p.detach() for p in self._model.parameters()]
         copies = [torch.empty_like(p).copy_(p) for p in parameters]
         found = []
@@ -228,9 +192,9 @@ class Trainer:
         return statistics.median(found)
 
 
-def _step(model: GPT, optimizer: Optimizer, diloco: DiLoCoWorker | None) -> tuple[float, float]:
-    """One step of training; when the optimizer and its hooks were done with it, and when all was."""
-    tokens: Tensor = torch.randint(VOCABULARY, (BATCH, CONTEXT))
+def _step(model: GPT, optimizer: Optimizer, diloco: DiLoCoWorker | None) -> float:
+    """One step of training; when the optimizer and its hooks were done with it."""
+    tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT))
     loss = model.loss(tokens, tokens)
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
@@ -238,4 +202,4 @@ def _step(model: GPT, optimizer: Optimizer, diloco: DiLoCoWorker | None) -> tupl
     optimizer.zero_grad()
     if diloco is not None:
         diloco.report(loss=loss.detach(), tokens=BATCH * CONTEXT)
-    return stepped, time.monotonic()
+    return stepped

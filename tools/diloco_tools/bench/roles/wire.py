@@ -5,18 +5,18 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
-from diloco_protocol import VersionId, pack, unpack
+from diloco_protocol import VersionId, messages, pack, unpack
 from diloco_protocol.frames import MAX_BUFFER_BYTES, MAX_FRAME_BYTES
-from diloco_protocol.messages import Ack, Chunk, Credit, Message
 from diloco_tools.tcp_proxy import HOST
 
 CALL_BYTES = 1 << 20  # 1 MiB: what a chunk has in bf16
 SESSION = bytes(16)
 VERSION = VersionId("0" * 16, 1, 1)
+M = TypeVar("M", bound=messages.Message)
 
 
 class RawEnd:
@@ -28,7 +28,7 @@ class RawEnd:
         self._listener = socket.create_server((HOST, 0))
         self._socket: socket.socket
 
-    def port(self) -> dict[str, Any]:
+    def port(self) -> dict[str, int]:
         return {"port": self._listener.getsockname()[1]}
 
     def connect(self, port: int) -> None:
@@ -37,14 +37,14 @@ class RawEnd:
     def accept(self) -> None:
         self._socket, _ = self._listener.accept()
 
-    def give(self, count: int) -> dict[str, Any]:
+    def give(self, count: int) -> dict[str, float]:
         """Send `count` buffers."""
         began, cpu = time.monotonic(), time.process_time()
         for _ in range(count):
             self._socket.sendall(self._buffer)
         return {"began": began, "cpu": time.process_time() - cpu}
 
-    def take(self, count: int) -> dict[str, Any]:
+    def take(self, count: int) -> dict[str, float]:
         """Receive what `count` buffers hold."""
         view, cpu = memoryview(self._buffer), time.process_time()
         for _ in range(count):
@@ -63,7 +63,8 @@ class RawEnd:
 
         Counted from when it was due, so that those behind a slow one are not left out.
         """
-        found, next_at = [], time.monotonic()
+        found: list[float] = []
+        next_at = time.monotonic()
         while not self._is_asked():
             time.sleep(max(0.0, next_at - time.monotonic()))
             self._socket.sendall(b"1")
@@ -71,10 +72,7 @@ class RawEnd:
             found.append(time.monotonic() - next_at)
             next_at += interval_s
         self._socket.sendall(b"\0")
-        return {"seconds": found}
-
-    def rest(self) -> None:
-        """Do nothing: being asked for it ends the pings."""
+        return {"sent": len(found), "seconds": found}
 
 
 class TransportEnd:
@@ -85,25 +83,24 @@ class TransportEnd:
     """
 
     def __init__(self, _: object) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._buffer = memoryview(bytearray(MAX_BUFFER_BYTES))
-        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._control: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._bulk: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._router = context.socket(zmq.ROUTER)
+        self._control, self._bulk = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
         for each in (self._router, self._control, self._bulk):
             each.linger = 0
             each.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._routes: dict[str, bytes] = {}
 
-    def bind(self) -> dict[str, Any]:
+    def bind(self) -> dict[str, str]:
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._router.bind("tcp://127.0.0.1:*")
         return {"address": self._router.get_string(zmq.LAST_ENDPOINT)}
 
     def connect(self, address: str) -> None:
-        for dealer, name in ((self._control, b"control"), (self._bulk, b"bulk")):
+        for dealer, name in ((self._control, "control"), (self._bulk, "bulk")):
             dealer.connect(address)
-            dealer.send(name)
+            dealer.send_string(name)
 
     def meet(self) -> None:
         """Learn the routes of both connections."""
@@ -111,68 +108,67 @@ class TransportEnd:
             route, name = self._router.recv_multipart()
             self._routes[name.decode()] = route
 
-    def push(self, chunks: int, size: int, window: int) -> dict[str, Any]:
+    def push(self, chunks: int, size: int, window: int) -> dict[str, float]:
         """The worker's end, up."""
         began = time.monotonic()
         credit, payload = window, self._buffer[:size]
         sent = acknowledged = 0
         while acknowledged < chunks:
             while credit and sent < chunks:
-                chunk = Chunk(0, sent, session=SESSION, push_id=1)
+                chunk = messages.Chunk(0, sent, session=SESSION, push_id=1)
                 self._bulk.send_multipart(pack(chunk, payload), copy=False)
                 credit, sent = credit - 1, sent + 1
-            message = _read(self._control.recv_multipart(copy=False))
-            assert isinstance(message, Ack)
-            credit += len(message.chunks)
-            acknowledged += len(message.chunks)
+            taken = len(_read(self._control.recv_multipart(copy=False), messages.Ack).chunks)
+            credit, acknowledged = credit + taken, acknowledged + taken
         return {"began": began, "ended": time.monotonic()}
 
-    def collect(self, chunks: int) -> dict[str, Any]:
+    def collect(self, chunks: int) -> dict[str, float]:
         """The broker's end, up."""
         cpu = time.process_time()
         for _ in range(chunks):
             _, *frames = self._router.recv_multipart(copy=False)
-            message = _read(frames)
-            assert isinstance(message, Chunk)
-            self._router.send(self._routes["control"], zmq.SNDMORE)
-            self._router.send_multipart(pack(Ack(1, 0, (message.index,))), copy=False)
+            index = _read(frames, messages.Chunk).index
+            self._send("control", messages.Ack(1, 0, (index,)))
         return {"cpu": time.process_time() - cpu}
 
-    def reply(self, chunks: int, size: int, window: int) -> dict[str, Any]:
+    def reply(self, chunks: int, size: int, window: int) -> dict[str, float]:
         """The broker's end, down."""
         began, cpu = time.monotonic(), time.process_time()
         credit, payload = window, self._buffer[:size]
         for index in range(chunks):
             while not credit:
                 credit += self._credit()
-            self._router.send(self._routes["bulk"], zmq.SNDMORE)
-            chunk = Chunk(0, index, version=VERSION)
-            self._router.send_multipart(pack(chunk, payload), copy=False)
+            self._send("bulk", messages.Chunk(0, index, version=VERSION), payload)
             credit -= 1
         used = time.process_time() - cpu
         while credit < window:  # what is given back after the last chunk
             credit += self._credit()
         return {"began": began, "cpu": used}
 
-    def _credit(self) -> int:
-        """What the worker's end gives back next."""
-        message = _read(self._router.recv_multipart(copy=False)[1:])
-        assert isinstance(message, Credit)
-        return message.chunks
-
-    def pull(self, chunks: int, window: int) -> dict[str, Any]:
+    def pull(self, chunks: int, window: int) -> dict[str, float]:
         """The worker's end, down."""
         owed, batch = 0, max(1, window // 2)
         for index in range(chunks):
-            message = _read(self._bulk.recv_multipart(copy=False))
-            assert isinstance(message, Chunk)
+            _read(self._bulk.recv_multipart(copy=False), messages.Chunk)
             owed += 1
             if owed == batch or index == chunks - 1:
-                self._control.send_multipart(pack(Credit(owed, SESSION)), copy=False)
+                self._control.send_multipart(pack(messages.Credit(owed, SESSION)), copy=False)
                 owed = 0
         return {"ended": time.monotonic()}
 
+    def _send(
+        self, route: str, message: messages.Message, payload: memoryview | None = None
+    ) -> None:
+        self._router.send(self._routes[route], zmq.SNDMORE)
+        self._router.send_multipart(pack(message, payload), copy=False)
 
-def _read(frames: Sequence[zmq.Frame]) -> Message:
+    def _credit(self) -> int:
+        """What the worker's end gives back next."""
+        _, *frames = self._router.recv_multipart(copy=False)
+        return _read(frames, messages.Credit).chunks
+
+
+def _read(frames: Sequence[zmq.Frame], kind: type[M]) -> M:
     message, _ = unpack([frame.buffer for frame in frames])
+    assert isinstance(message, kind)
     return message

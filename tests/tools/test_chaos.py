@@ -24,19 +24,11 @@ from diloco_tools.chaos.audit import (
     log_of,
     main,
     read_lines,
-    release_of,
+    version_of,
 )
-from diloco_tools.chaos.faults import FRAGILE, SHORT, STURDY, WHOLE, Kind, Scale, plan
+from diloco_tools.chaos.faults import FRAGILE, SHORT, STURDY, WHOLE, Injected, Kind, Scale, plan
 from diloco_tools.chaos.job import Life
-from diloco_tools.chaos.report import (
-    Aftermath,
-    Averaged,
-    Work,
-    averaged,
-    next_after,
-    rows,
-    work_of,
-)
+from diloco_tools.chaos.report import Share, averaged, judge_fault, rows, work_of
 from kit.audit_records import (
     LEFT,
     a_fault,
@@ -62,8 +54,8 @@ def audited(
     releases: list[dict[str, Any]], *logs: WorkerLog, heads: tuple[Version, ...] | None = None
 ) -> Findings:
     """Behind a first version; the head is the last one written unless it is said."""
-    read = [release_of(each) for each in (release(0), *releases)]
-    return audit(read, (read[-1].version,) if heads is None else heads, logs)
+    read = [release(0), *releases]
+    return audit(read, (version_of(read[-1]["version"]),) if heads is None else heads, logs)
 
 
 # The audit: releases, logs, and which findings there are with which words; the others are empty.
@@ -187,11 +179,11 @@ def test_audit_finds_what_is_wrong_and_nothing_else(case: str) -> None:
 
 
 def test_lineage_is_walked_back_from_the_head_and_a_circle_ends() -> None:
-    releases = [release_of(each) for each in (release(0), release(1, tag="x"), release(1))]
-    assert [each.version for each in lineage_of(releases, key(1))] == [key(0), key(1)]
+    releases = [release(0), release(1, tag="x"), release(1)]
+    assert lineage_of(releases, key(1)) == [release(0), release(1)]
     first = {**release(1), "after": version(2)}
     with pytest.raises(ValueError, match="comes after itself"):
-        lineage_of([release_of(first), release_of(release(2))], key(2))
+        lineage_of([first, release(2)], key(2))
 
 
 def test_each_fragment_has_a_lineage_of_its_own() -> None:
@@ -219,7 +211,7 @@ def test_line_that_a_kill_has_torn_is_left_out_at_the_end_only() -> None:
 
 def test_bitmap_is_read_as_the_wire_has_it() -> None:
     assert chunks_of("00") == frozenset()
-    assert chunks_of("0180") == {0, 15}
+    assert chunks_of("0180") == frozenset({0, 15})
 
 
 def test_audit_of_a_folder_ends_with_1_when_something_is_broken(
@@ -243,7 +235,16 @@ def test_audit_shares_nothing_with_what_it_checks() -> None:
     nodes = list(ast.walk(ast.parse(Path(audit_module.__file__).read_text())))
     names = {a.name for node in nodes if isinstance(node, ast.Import) for a in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    whole = {"__future__", "collections", "dataclasses", "json", "pathlib", "sys", "typing"}
+    whole = {
+        "__future__",
+        "collections",
+        "dataclasses",
+        "itertools",
+        "json",
+        "pathlib",
+        "sys",
+        "typing",
+    }
     assert {name.split(".")[0] for name in names} <= whole
 
 
@@ -294,8 +295,8 @@ def test_useful_work_is_the_steps_of_whole_contributions() -> None:
     )
     of_worker = log(*(frozen(f"p{n}", steps=6) for n in (1, 2, 3)), counted("p3", 4))
     entered = contributions(findings.lineage)
-    assert work_of(20, of_worker, entered, 1) == Work(20, 12)
-    assert work_of(20, of_worker, entered, 2) == Work(40, 12)
+    assert work_of(20, of_worker, entered, 1) == Share(12, 20)
+    assert work_of(20, of_worker, entered, 2) == Share(12, 40)
 
 
 def life(
@@ -330,29 +331,57 @@ def test_alive_throughout_is_joined_before_there_after_and_never_stopped(
 
 def test_share_averaged_is_of_those_alive_throughout() -> None:
     versions = [(1.0, {"a", "b"}), (2.0, {"a", "b"}), (3.0, {"a"}), (4.0, {"a", "c"})]
-    assert averaged(versions, [life("a"), life("b"), life("c", joined=2.5)]) == Averaged(7, 5)
-    assert averaged(versions, [life("b", ended=2.5)]) == Averaged(1, 1)
+    assert averaged(versions, [life("a"), life("b"), life("c", joined=2.5)]) == Share(5, 7)
+    assert averaged(versions, [life("b", ended=2.5)]) == Share(1, 1)
 
 
 def test_without_rounds_a_window_of_versions_takes_their_place() -> None:
     versions = [(float(n), {"ab"[n % 2]}) for n in range(9)]
-    assert averaged(versions, [life("a", joined=-1.0), life("b", joined=-1.0)], 4) == Averaged(4, 4)
-    assert averaged(versions, [life("c", joined=-1.0)], 4) == Averaged(2, 0)
+    assert averaged(versions, [life("a", joined=-1.0), life("b", joined=-1.0)], 4) == Share(4, 4)
+    assert averaged(versions, [life("c", joined=-1.0)], 4) == Share(0, 2)
 
 
 def test_rows_are_by_kind_with_median_and_worst() -> None:
     made = rows(
         [
-            Aftermath(a_fault(Kind.CUT), 1.0, 0.5, True),
-            Aftermath(a_fault(Kind.CUT), 2.0, 1.5, True),
-            Aftermath(a_fault(Kind.CUT), 3.0, None, False),
-            Aftermath(a_fault(Kind.KILL_WORKER), 4.0, 2.0, True),
+            Injected(a_fault(Kind.CUT), 1.0, next_round=0.5, survived=True),
+            Injected(a_fault(Kind.CUT), 2.0, next_round=1.5, survived=True),
+            Injected(a_fault(Kind.CUT), 3.0),
+            Injected(a_fault(Kind.KILL_WORKER), 4.0, next_round=2.0, survived=True),
         ]
     )
-    assert [(row.kind, row.injected, row.survived) for row in made] == [
-        (Kind.KILL_WORKER, 1, 1),
-        (Kind.CUT, 3, 2),
-    ]
-    assert (made[1].median, made[1].worst) == (1.0, 1.5)
-    assert next_after(2.0, [1.0, 2.0, 5.0, 3.5]) == 1.5
-    assert next_after(9.0, [1.0]) is None
+    assert list(made) == [Kind.KILL_WORKER, Kind.CUT]
+    assert made[Kind.CUT] == {
+        "kind": "connections cut",
+        "injected": 3,
+        "survived": 2,
+        "median": 1.0,
+        "worst": 1.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("entry", "next_round", "survived"),
+    [
+        (Injected(a_fault(Kind.CUT, "w0"), 1.5), 0.5, True),
+        (Injected(a_fault(Kind.CUT, "w1"), 1.5), 0.5, True),
+        (Injected(a_fault(Kind.CUT, "w1"), 3.0), 1.0, False),
+        (Injected(a_fault(Kind.CUT, "w0"), 4.0), None, False),
+        (Injected(a_fault(Kind.CUT, "w0")), None, False),
+        (Injected(a_fault(Kind.KILL_BROKER, "broker"), 3.5), 0.5, True),
+        (Injected(a_fault(Kind.KILL_BROKER, "broker"), 4.0), None, False),
+        (Injected(a_fault(Kind.PASSER, "passer"), 3.5), 0.5, True),
+        *(
+            (Injected(a_fault(kind, target), 3.5, is_over), 0.5, is_over)
+            for kind, target in ((Kind.FILL_DISK, "broker"), (Kind.GUEST, "guest"))
+            for is_over in (True, False)
+        ),
+    ],
+)
+def test_fault_is_survived_when_the_run_goes_on_and_its_worker_takes_part_again(
+    entry: Injected, next_round: float | None, survived: bool
+) -> None:
+    """Versions are seen at 1, 2, 3 and 4 s; w1 is in the one at 3 s alone."""
+    seen = [(float(at), release(at, push(f"p{at}", f"w{int(at == 3)}"))) for at in (1, 2, 3, 4)]
+    judge_fault(entry, seen)
+    assert (entry.next_round, entry.survived) == (next_round, survived)

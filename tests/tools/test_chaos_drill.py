@@ -28,9 +28,9 @@ from diloco_tools.chaos.audit import BROKER_LOG, Findings
 from diloco_tools.chaos.crew import MODES, Crew, DrillProxy
 from diloco_tools.chaos.disk import size_limit, tmpfs
 from diloco_tools.chaos.drill import empty
-from diloco_tools.chaos.faults import Kind
-from diloco_tools.chaos.job import Job, Life
-from diloco_tools.chaos.report import Aftermath, Averaged, Calm, Ending, KillCost, ModeReport, Work
+from diloco_tools.chaos.faults import Injected, Kind
+from diloco_tools.chaos.job import AUDIT, STEPS, Job, Life
+from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport, Share
 from diloco_tools.chaos.run_watch import Broken, RunWatch
 from diloco_tools.chaos.table import faults_table, figures_table
 from diloco_tools.chaos.worker import StepCount, bring_in, checksum
@@ -53,42 +53,45 @@ def sound() -> ModeReport:
         allowed=8,
         least_rounds=40,
         disk="tmpfs",
-        aftermaths=[
-            Aftermath(a_fault(Kind.KILL_WORKER), 1.0, 1.1, True),
-            Aftermath(a_fault(Kind.KILL_BROKER, "broker"), 5.0, 4.0, True),
+        faults=[
+            Injected(a_fault(Kind.KILL_WORKER), 1.0, next_round=1.1, survived=True),
+            Injected(a_fault(Kind.KILL_BROKER, "broker"), 5.0, next_round=4.0, survived=True),
         ],
         findings=Findings(),
         ending=Ending([version(9)], "c0ffee", {"a.1": "c0ffee"}, 2.0, {"a.1": 0}, 0, 1.0),
         rounds=40,
         contributions=150,
-        all_work=Work(100, 95),
-        sturdy_work=Work(80, 80),
+        all_work=Share(95, 100),
+        sturdy_work=Share(80, 80),
         kill_costs=[KillCost("w0.1", 20, 5.0)],
-        averaged=Averaged(100, 97),
+        averaged=Share(97, 100),
         calm=Calm(1.99, 150, 20.0),
     )
+
+
+LATE = Injected(a_fault(Kind.KILL_BROKER), 3.0, next_round=60.0, survived=True)
 
 
 def test_run_that_kept_every_promise_has_no_problem() -> None:
     findings = Findings(dropped=["d"], in_flight=["i"], forgotten=["f"])
     report = dataclasses.replace(sound(), findings=findings)
-    assert report.problems == [] and report.remarks == ["d", "i", "f"]
+    assert report.problems == [] and findings.remarks == ["d", "i", "f"]
     json.dumps(report.plain(), allow_nan=False)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"sturdy_work": Work(80, 79)}, "trained 80 steps and 79"),
+        ({"sturdy_work": Share(79, 80)}, "trained 80 steps and 79"),
         ({"kill_costs": [KillCost("w0.1", 20, 9.0)]}, "kill of w0.1 cost 9"),
-        ({"averaged": Averaged(100, 94)}, "94 of 100 workers alive"),
+        ({"averaged": Share(94, 100)}, "94 of 100 workers alive"),
         ({"rounds": 39.0}, "39 rounds"),
         ({"calm": Calm(1.9, 150, 20.0)}, "5.3% above the calm run's"),
         ({"broken": ["w0 did not join."]}, "w0 did not join"),
         ({"findings": Findings(lost=["a.1 saw p1."])}, "a.1 saw p1"),
-        ({"aftermaths": [Aftermath(a_fault(Kind.CUT), 3.0, None, False)]}, "did not get over"),
-        ({"aftermaths": [Aftermath(a_fault(Kind.CUT), None, None, False)]}, "never carried out"),
-        ({"aftermaths": [Aftermath(a_fault(Kind.KILL_BROKER), 3.0, 60.0, True)]}, "in 60.0 s"),
+        ({"faults": [Injected(a_fault(Kind.CUT), 3.0)]}, "did not get over"),
+        ({"faults": [Injected(a_fault(Kind.CUT))]}, "never carried out"),
+        ({"faults": [LATE]}, "in 60.0 s"),
         ({"ending": {"checksums": {"a.1": "decade"}}}, "a.1 pulled other parameters"),
         ({"ending": {"exits": {"a.1": -9}}}, "a.1 ended with exit code -9"),
         ({"ending": {"broker_exit": None}}, "The broker ended with exit code None"),
@@ -288,7 +291,7 @@ def test_worker_that_ends_too_early_breaks_the_run(tmp_path: Path) -> None:
     watch = a_watch(tmp_path, one)
     with pytest.raises(Broken, match="died with exit code"):
         watch.look()
-    append(one.job.audit, {"event": "joined"}, LEFT)
+    append(one.job.file(AUDIT), {"event": "joined"}, LEFT)
     watch.look()
     assert one.joined_at == one.ended_at is not None
 
@@ -302,7 +305,7 @@ def test_each_step_is_on_the_disk_at_once(tmp_path: Path) -> None:
     assert life.steps == 0
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    optimizer.register_step_post_hook(StepCount(life.job.steps))
+    optimizer.register_step_post_hook(StepCount(life.job.file(STEPS)))
     for expected in (1, 2, 3):
         weight.grad = torch.ones(1)
         optimizer.step()
@@ -366,7 +369,7 @@ def test_job_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_crew_leaves_no_process_behind(tmp_path: Path) -> None:
-    with Crew(tmp_path, MODES["sync"], None, {}, seed=0, pause=0.0) as crew:
+    with Crew(tmp_path, MODES["sync"], None, tmp_path, seed=0, pause=0.0) as crew:
         crew.start_broker()
         process = crew.broker.process
     try:

@@ -49,11 +49,8 @@ def main(
     chosen = [mode.strip() for mode in modes.split(",") if mode.strip()]
     unknown = [mode for mode in chosen if mode not in MODES]
     if unknown or not chosen:
-        fail(
-            COMMAND,
-            f"--modes {modes!r} has none or unknown ones; choose from {', '.join(MODES)}",
-            2,
-        )
+        choose = f"choose from {', '.join(MODES)}"
+        fail(COMMAND, f"--modes {modes!r} has none or unknown ones; {choose}", 2)
     out = out.resolve()
     end_like_an_error_on_signals()
     torch.set_num_threads(1)
@@ -65,14 +62,15 @@ def main(
     scale = SHORT if short else WHOLE
     reports: list[ModeReport] = []
     try:
-        text = prepare_text(out / "text")
+        held_out = prepare_text(out / "text")
         for mode in chosen:
             faults = sum(scale.counts.values())
             say(f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {out / mode}")
             report = drill(
                 mode,
                 out / mode,
-                text,
+                out / "text",
+                held_out,
                 scale,
                 seed=seed,
                 deadline=deadline,
@@ -93,7 +91,8 @@ def main(
     for note in NOTES:
         say(note)
     for report in reports:
-        for sentence in report.remarks[:REMARKS]:
+        remarks = [] if report.findings is None else report.findings.remarks
+        for sentence in remarks[:REMARKS]:
             say(f"note    {report.mode}: {sentence}")
     problems = [sentence for report in reports for sentence in report.problems]
     for sentence in problems:

@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ BROKER_LOG = "broker.audit.jsonl"
 WORKER_LOGS = "*.worker.jsonl"  # NAME.LIFE.worker.jsonl
 FINAL = "final.json"  # {"versions": [[run, counter, tag], ...]}, one for each fragment
 
+Record = Mapping[str, Any]  # a line of a log, as it was written
 Version = tuple[str, int, str]
 Push = tuple[str, str]  # worker, push id
 
@@ -38,41 +40,16 @@ class Contribution:
     chunks: frozenset[int] | None
     version: Version
 
-    @property
-    def push(self) -> Push:
-        return (self.worker, self.push_id)
-
-
-@dataclass(frozen=True)
-class Release:
-    """A version, what it was made from, and what went into it."""
-
-    version: Version
-    after: Version | None
-    fragment: int
-    round: int
-    epoch: str  # the broker's life that wrote it down
-    contributions: tuple[Contribution, ...]
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A pseudo-gradient as its worker froze it: `steps` inner steps, behind its step `step`."""
-
-    fragment: int
-    steps: int
-    step: int
-
 
 @dataclass
 class WorkerLog:
-    """What one process of a worker has written down."""
+    """What one process of a worker has written down, by push."""
 
     worker: str
     number: int
-    frozen: dict[str, Frozen] = field(default_factory=dict)
+    frozen: dict[str, Record] = field(default_factory=dict)
     counted: dict[str, Version] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)  # push id: why
+    dropped: dict[str, str] = field(default_factory=dict)  # why
     has_left: bool = False  # it ended politely
 
     @property
@@ -82,28 +59,21 @@ class WorkerLog:
 
 @dataclass
 class Findings:
-    """What an audit has found, in sentences. The first six are broken promises."""
+    """What an audit has found, in sentences."""
 
-    # A lineage or a log that cannot be followed.
-    broken: list[str] = field(default_factory=list)
-    # A chunk of a push is twice in a lineage.
-    doubled: list[str] = field(default_factory=list)
-    # A surviving worker saw a push counted that is in no lineage.
-    lost: list[str] = field(default_factory=list)
-    # A surviving worker froze a push that is neither counted nor dropped, and went on.
-    uncounted: list[str] = field(default_factory=list)
-    # A lineage has a push that no worker froze.
-    strangers: list[str] = field(default_factory=list)
-    # A push has other steps in a version than its worker gave it, or was dropped by it.
-    differing: list[str] = field(default_factory=list)
-    # Pushes of surviving workers that ended for a stated reason.
-    dropped: list[str] = field(default_factory=list)
-    # Pushes that were under way when their surviving worker left.
-    in_flight: list[str] = field(default_factory=list)
-    # Pushes that a killed process saw counted, in a version that was lost with the broker.
-    forgotten: list[str] = field(default_factory=list)
+    # Broken promises.
+    broken: list[str] = field(default_factory=list)  # no way to follow a lineage or a log
+    doubled: list[str] = field(default_factory=list)  # a chunk of a push is twice in a lineage
+    lost: list[str] = field(default_factory=list)  # a survivor saw it counted, no lineage has it
+    uncounted: list[str] = field(default_factory=list)  # frozen by a survivor, which then went on
+    strangers: list[str] = field(default_factory=list)  # in a lineage, and no worker froze it
+    differing: list[str] = field(default_factory=list)  # other steps, or dropped by its worker
+    # In no final version, for a reason.
+    dropped: list[str] = field(default_factory=list)  # by survivors, who said why
+    in_flight: list[str] = field(default_factory=list)  # under way when its survivor left
+    forgotten: list[str] = field(default_factory=list)  # of the killed, in a version that was lost
     # The releases of all lineages, in order of their rounds.
-    lineage: list[Release] = field(default_factory=list)
+    lineage: list[Record] = field(default_factory=list)
 
     @property
     def problems(self) -> list[str]:
@@ -127,78 +97,10 @@ def read_lines(text: str) -> list[dict[str, Any]]:
         return found
 
 
-def release_of(record: Mapping[str, Any]) -> Release:
-    """A line of the broker's log."""
-    version = _version(record["version"])
-    return Release(
-        version,
-        None if record["after"] is None else _version(record["after"]),
-        record["fragment"],
-        record["round"],
-        record["epoch"],
-        tuple(
-            Contribution(
-                push["worker"],
-                push["push_id"],
-                push["steps"],
-                None if push["chunks"] == "all" else chunks_of(push["chunks"]),
-                version,
-            )
-            for push in record["pushes"]
-        ),
-    )
-
-
-def _version(value: Sequence[Any]) -> Version:
-    run, counter, tag = value
+def version_of(plain: Sequence[Any]) -> Version:
+    """A version as a record has it."""
+    run, counter, tag = plain
     return (str(run), int(counter), str(tag))
-
-
-def chunks_of(bitmap: str) -> frozenset[int]:
-    """The chunks in a bitmap given in hexadecimal digits: chunk i is bit i mod 8 of byte i div 8."""
-    return frozenset(
-        8 * place + bit
-        for place, byte in enumerate(bytes.fromhex(bitmap))
-        for bit in range(8)
-        if byte >> bit & 1
-    )
-
-
-def log_of(worker: str, number: int, records: Iterable[Mapping[str, Any]]) -> WorkerLog:
-    """What these records of one process of a worker say."""
-    log = WorkerLog(worker, number)
-    for record in records:
-        match record["event"]:
-            case "frozen":
-                frozen = Frozen(record["fragment"], record["steps"], record["step"])
-                log.frozen[record["push_id"]] = frozen
-            case "counted":
-                log.counted[record["push_id"]] = _version(record["version"])
-            case "dropped":
-                log.dropped[record["push_id"]] = record["why"]
-            case "left":
-                log.has_left = True
-    return log
-
-
-def lineage_of(releases: Iterable[Release], head: Version) -> list[Release]:
-    """The releases that led to this version, the oldest first.
-
-    Raises:
-        ValueError: the log lacks one of them, or goes in a circle.
-    """
-    by_version = {release.version: release for release in releases}
-    found: list[Release] = []
-    at: Version | None = head
-    while at is not None:
-        release = by_version.pop(at, None)
-        if release is None:
-            seen = any(r.version == at for r in found)
-            why = "comes after itself" if seen else "is not in the broker's log"
-            raise ValueError(f"Version {told(at)}, which led to {told(head)}, {why}.")
-        found.append(release)
-        at = release.after
-    return found[::-1]
 
 
 def told(version: Version) -> str:
@@ -206,70 +108,117 @@ def told(version: Version) -> str:
     return f"{version[1]}#{version[2]}"
 
 
+def chunks_of(bitmap: str) -> frozenset[int] | None:
+    """The chunks in a bitmap given in hexadecimal digits: chunk i is bit i mod 8 of byte i div 8."""
+    if bitmap == "all":
+        return None
+    data = bytes.fromhex(bitmap)
+    return frozenset(i for i in range(8 * len(data)) if data[i // 8] >> i % 8 & 1)
+
+
+def log_of(worker: str, number: int, records: Iterable[Record]) -> WorkerLog:
+    """What these records of one process of a worker say."""
+    log = WorkerLog(worker, number)
+    for record in records:
+        match record["event"]:
+            case "frozen":
+                log.frozen[record["push_id"]] = record
+            case "counted":
+                log.counted[record["push_id"]] = version_of(record["version"])
+            case "dropped":
+                log.dropped[record["push_id"]] = record["why"]
+            case "left":
+                log.has_left = True
+    return log
+
+
+def lineage_of(releases: Iterable[Record], head: Version) -> list[Record]:
+    """The releases that led to this version, the oldest first.
+
+    Raises:
+        ValueError: the log lacks one of them, or goes in a circle.
+    """
+    by_version = {version_of(each["version"]): each for each in releases}
+    found: list[Record] = []
+    at: Version | None = head
+    while at is not None:
+        release = by_version.pop(at, None)
+        if release is None:
+            seen = any(version_of(r["version"]) == at for r in found)
+            why = "comes after itself" if seen else "is not in the broker's log"
+            raise ValueError(f"Version {told(at)}, which led to {told(head)}, {why}.")
+        found.append(release)
+        at = None if release["after"] is None else version_of(release["after"])
+    return found[::-1]
+
+
+def contributions(lineage: Iterable[Record]) -> dict[Push, list[Contribution]]:
+    """What went into these versions, by push."""
+    entered: dict[Push, list[Contribution]] = {}
+    for release in lineage:
+        version = version_of(release["version"])
+        for push in release["pushes"]:
+            worker, push_id, chunks = push["worker"], push["push_id"], chunks_of(push["chunks"])
+            part = Contribution(worker, push_id, push["steps"], chunks, version)
+            entered.setdefault((worker, push_id), []).append(part)
+    return entered
+
+
 def audit(
-    releases: Sequence[Release], heads: Iterable[Version], logs: Sequence[WorkerLog]
+    releases: Sequence[Record], heads: Iterable[Version], logs: Sequence[WorkerLog]
 ) -> Findings:
     """Compare the lineages of these final versions, one of each fragment, with the workers' logs."""
     findings = Findings()
-    first: dict[Version, Release] = {}
+    first: dict[Version, Record] = {}
     findings.broken += [
-        f"Version {told(release.version)} is twice in the broker's log."
-        for release in releases
-        if first.setdefault(release.version, release) != release
+        f"Version {told(version)} is twice in the broker's log."
+        for version, release in ((version_of(each["version"]), each) for each in releases)
+        if first.setdefault(version, release) != release
     ]
     for head in heads:
         try:
             findings.lineage += lineage_of(releases, head)
         except ValueError as error:
             findings.broken.append(str(error))
-    findings.lineage.sort(key=lambda release: (release.round, release.fragment))
+    findings.lineage.sort(key=lambda release: (release["round"], release["fragment"]))
     entered = contributions(findings.lineage)
     known = {(log.worker, push_id): f for log in logs for push_id, f in log.frozen.items()}
     for push, parts in entered.items():
-        findings.doubled += _doubled(push, parts)
-        if push not in known:
-            findings.strangers.append(
-                f"{parts[0].worker} never froze push {parts[0].push_id}, which is in version "
-                f"{told(parts[0].version)}."
-            )
-        elif any(part.steps != known[push].steps for part in parts):
-            findings.differing.append(
-                f"Push {parts[0].push_id} of {parts[0].worker} has {known[push].steps} steps, in "
-                f"version {told(parts[0].version)} it has {parts[0].steps}."
-            )
+        _check_versions(parts, known.get(push), findings)
     for log in logs:
-        _compare(log, entered, findings)
+        _check_log(log, entered, findings)
     return findings
 
 
-def contributions(lineage: Iterable[Release]) -> dict[Push, list[Contribution]]:
-    """What went into these versions, by push."""
-    entered: dict[Push, list[Contribution]] = {}
-    for release in lineage:
-        for contribution in release.contributions:
-            entered.setdefault(contribution.push, []).append(contribution)
-    return entered
-
-
-def _doubled(push: Push, parts: Sequence[Contribution]) -> list[str]:
-    found = []
-    parts = [part for part in parts if part.chunks is None or part.chunks]  # something went in
-    for number, part in enumerate(parts):
-        for earlier in parts[:number]:
-            if part.chunks is None or earlier.chunks is None:
-                which = "chunks"
-            elif part.chunks & earlier.chunks:
-                which = f"chunks {sorted(part.chunks & earlier.chunks)}"
-            else:
+def _check_versions(
+    parts: Sequence[Contribution], frozen: Record | None, findings: Findings
+) -> None:
+    """One push as it is in the final versions, against what its worker froze."""
+    first = parts[0]
+    with_chunks = [part for part in parts if part.chunks is None or part.chunks]
+    for earlier, part in combinations(with_chunks, 2):
+        which = "chunks"
+        if part.chunks is not None and earlier.chunks is not None:
+            if not part.chunks & earlier.chunks:
                 continue
-            found.append(
-                f"Push {push[1]} of {push[0]} has {which} in version {told(earlier.version)} and "
-                f"again in {told(part.version)}."
-            )
-    return found
+            which = f"chunks {sorted(part.chunks & earlier.chunks)}"
+        findings.doubled.append(
+            f"Push {first.push_id} of {first.worker} has {which} in version "
+            f"{told(earlier.version)} and again in {told(part.version)}."
+        )
+    if frozen is None:
+        findings.strangers.append(
+            f"{first.worker} never froze push {first.push_id}, which is in version "
+            f"{told(first.version)}."
+        )
+    elif any(part.steps != frozen["steps"] for part in parts):
+        findings.differing.append(
+            f"Push {first.push_id} of {first.worker} has {frozen['steps']} steps, in "
+            f"version {told(first.version)} it has {first.steps}."
+        )
 
 
-def _compare(
+def _check_log(
     log: WorkerLog, entered: Mapping[Push, Sequence[Contribution]], findings: Findings
 ) -> None:
     """One process of a worker against what went into the final versions."""
@@ -282,9 +231,9 @@ def _compare(
             (findings.lost if log.has_left else findings.forgotten).append(sentence)
     if not log.has_left:
         return
-    last = {frozen.fragment: push_id for push_id, frozen in log.frozen.items()}
+    last = {frozen["fragment"]: push_id for push_id, frozen in log.frozen.items()}
     for push_id, frozen in log.frozen.items():
-        what = f"push {push_id} of {frozen.steps} steps"
+        what = f"push {push_id} of {frozen['steps']} steps"
         parts = entered.get((log.worker, push_id), ())
         if push_id in log.dropped:
             findings.dropped.append(f"{log.name} dropped {what}: {log.dropped[push_id]}")
@@ -294,21 +243,21 @@ def _compare(
             ]
         elif push_id in log.counted or any(part.chunks is None for part in parts):
             continue
-        elif last[frozen.fragment] == push_id:
+        elif last[frozen["fragment"]] == push_id:
             findings.in_flight.append(f"{log.name} left with {what} in flight.")
         else:
             findings.uncounted.append(f"{log.name} froze {what}, which was never counted.")
 
 
-def read_folder(folder: Path) -> tuple[list[Release], list[Version], list[WorkerLog]]:
+def read_folder(folder: Path) -> tuple[list[dict[str, Any]], list[Version], list[WorkerLog]]:
     """The logs of a drill: the broker's releases, the final versions, and the workers' logs."""
-    releases = [release_of(each) for each in read_lines((folder / BROKER_LOG).read_text())]
-    heads = [_version(v) for v in json.loads((folder / FINAL).read_text())["versions"]]
+    releases = read_lines((folder / BROKER_LOG).read_text())
+    final = json.loads((folder / FINAL).read_text())["versions"]
     logs = []
     for path in sorted(folder.glob(WORKER_LOGS)):
         worker, number, *_ = path.name.rsplit(".", 3)
         logs.append(log_of(worker, int(number), read_lines(path.read_text())))
-    return releases, heads, logs
+    return releases, [version_of(each) for each in final], logs
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -25,9 +25,7 @@ class Mode:
     """How a run is synchronised."""
 
     options: tuple[str, ...]
-    pause_s: (
-        float  # behind each inner step of the run with faults: leaves room for processes to start
-    )
+    pause_s: float  # behind each inner step of the run with faults: room for processes to start
     versions_a_round: int  # that make what we call a round: once every worker and every fragment
     fragments: int = 1  # P
     delay: int = 0  # tau
@@ -97,20 +95,15 @@ class DrillProxy(TcpProxy):
         return passing, self._left == 0
 
 
-class Crew:
+class Crew(Children):
     """Starts, kills, stops and cuts off. Everything has ended once its context is left.
 
     Args:
         folder: for logs, checkpoints, everything; empty.
         disk: where checkpoints go, if that is not simply `folder / "disk"`.
-        shards: the text of each worker by name; others share one.
+        texts: folder with the text of each worker, NAME.bin.
         pause: seconds of sleep behind each inner step.
         durable: checkpoints come before releases.
-
-    Attributes:
-        lives: of all workers, in the order of their start.
-        broker: the process at hand.
-        proxies: of each worker by name.
     """
 
     def __init__(
@@ -118,32 +111,31 @@ class Crew:
         folder: Path,
         mode: Mode,
         disk: Disk | None,
-        shards: dict[str, Path],
+        texts: Path,
         *,
         seed: int,
         pause: float,
         durable: bool = False,
     ) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.mode = mode
         self.disk = disk
-        self.lives: list[Life] = []
-        self.broker: Child
+        self.lives: list[Life] = []  # of all workers, in the order of their start
+        self.broker: Child  # the process at hand
         self.address = f"tcp://{HOST}:{free_port()}"  # the broker's own
-        self._shards = shards
+        self.proxies: dict[str, DrillProxy] = {}  # of each worker by name
+        self._texts = texts
         self._seed = seed
         self._pause = pause
         self._durable = durable
         self._brokers = 0
-        self._children = Children(folder)
-        self.proxies: dict[str, DrillProxy] = {}
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, *error: object) -> None:
         # Whoever is still here hangs, or the drill was broken off: no time for politeness.
-        for child in self._children.all:
+        for child in self.all:
             child.kill()
         for proxy in self.proxies.values():
             proxy.close()
@@ -168,10 +160,9 @@ class Crew:
             *("--disconnect-grace", str(DISCONNECT_GRACE_S)),
             *("--recover-wait", str(RECOVER_WAIT_S)),
             *self.mode.options,
+            *(("--durable",) if self._durable else ()),
         ]
-        if self._durable:
-            command.append("--durable")
-        self.broker = self._children.start(f"broker.{self._brokers}", command)
+        self.broker = self.start(f"broker.{self._brokers}", command)
 
     def start_worker(self, worker: str, *, pulls: bool = True) -> Life:
         """Start a worker, for the first time or again."""
@@ -183,13 +174,14 @@ class Crew:
             number,
             server=self.proxies[worker].address,
             folder=str(self.folder),
-            shard=str(self._shards.get(worker, next(iter(self._shards.values())))),
-            seed=seed_of(self._seed, worker, number),
+            shard=str(self._texts / f"{worker}.bin"),
+            # Other batches in each life of each worker.
+            seed=int.from_bytes(f"{self._seed}{worker}{number}".encode(), "big") % (1 << 62),
             pause=self._pause,
             pulls=pulls,
         )
         command = [sys.executable, "-m", "diloco_tools.chaos.worker", str(job.write())]
-        life = Life(job, self._children.start(job.name, command))
+        life = Life(job, self.start(job.name, command))
         self.lives.append(life)
         return life
 
@@ -202,11 +194,6 @@ class Crew:
         life = self.life(worker)
         life.child.kill()
         life.ended_at, life.was_killed = time.monotonic(), True
-
-
-def seed_of(seed: int, worker: str, life: int) -> int:
-    """Seed of the batches: other ones in each life of each worker."""
-    return int.from_bytes(f"{seed}{worker}{life}".encode(), "big") % (1 << 62)
 
 
 def free_port() -> int:

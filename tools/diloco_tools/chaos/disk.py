@@ -34,9 +34,7 @@ class Disk:
     fill: Callable[[int], object]  # from here on no checkpoint of the broker with this pid fits
     make_room: Callable[[int], object]  # checkpoints fit again
     close: Callable[[], object]  # gives back what the disk needs
-    prefix: tuple[
-        str, ...
-    ] = ()  # the command that the broker's is put behind, so that it sees the disk
+    prefix: tuple[str, ...] = ()  # of the broker's command, so that it sees the disk
 
 
 def small_disk(folder: Path) -> Disk:

@@ -5,29 +5,28 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
 from diloco_protocol.errors import DilocoError
-from diloco_tools.chaos.audit import BROKER_LOG, FINAL, audit, contributions, read_folder
+from diloco_tools.chaos import report as reports
+from diloco_tools.chaos.audit import (
+    BROKER_LOG,
+    FINAL,
+    audit,
+    contributions,
+    read_folder,
+    version_of,
+)
 from diloco_tools.chaos.crew import MODES, Crew
 from diloco_tools.chaos.disk import small_disk
-from diloco_tools.chaos.faults import NEWCOMERS, WORKERS, Kind, Scale, plan
-from diloco_tools.chaos.inject import Injected, inject_all
-from diloco_tools.chaos.report import (
-    Aftermath,
-    Calm,
-    Ending,
-    KillCost,
-    ModeReport,
-    averaged,
-    next_after,
-    work_of,
-)
-from diloco_tools.chaos.run_watch import Broken, RunWatch, Seen
+from diloco_tools.chaos.faults import NEWCOMERS, WORKERS, Scale, plan
+from diloco_tools.chaos.inject import inject_all
+from diloco_tools.chaos.job import RESULT
+from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
+from diloco_tools.chaos.run_watch import Broken, RunWatch
 from diloco_tools.chaos.worker import CONTEXT, checksum, named
 from diloco_tools.demo.data import load_text
 from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
@@ -40,32 +39,24 @@ PULL_WITHIN_S = 20.0
 EXIT_WITHIN_S = 30.0
 BROKER_EXIT_WITHIN_S = 10.0
 LAST_ROUNDS = 4  # after everything; a crash may have taken one back
+Windows = tuple[Tensor, Tensor]  # of held-out text, and what comes next, for the loss
 
 
-@dataclass(frozen=True)
-class Text:
-    """What is trained on: a file for each worker, newcomers included, and held-out windows."""
-
-    shards: dict[str, Path]
-    held_out: tuple[Tensor, Tensor]
-
-
-def prepare_text(folder: Path) -> Text:
-    """Cut the demo's text for everybody who will take part."""
+def prepare_text(folder: Path) -> Windows:
+    """Cut the demo's text for everybody who will take part, newcomers included: NAME.bin for each."""
     folder.mkdir(parents=True, exist_ok=True)
     names = (*WORKERS, *NEWCOMERS)
-    shards = {}
     text = load_text(None, len(names), CONTEXT)
     for name, shard in zip(names, text.shards, strict=True):
-        shards[name] = folder / f"{name}.bin"
-        shards[name].write_bytes(bytes(shard.numpy()))
-    return Text(shards, text.validation)
+        (folder / f"{name}.bin").write_bytes(bytes(shard.numpy()))
+    return text.validation
 
 
 def drill(
     mode: str,
     folder: Path,
-    text: Text,
+    texts: Path,
+    held_out: Windows,
     scale: Scale,
     *,
     seed: int,
@@ -78,35 +69,37 @@ def drill(
 
     Args:
         folder: for everything that the run writes; emptied first.
+        texts: what `prepare_text` has filled.
         deadline: on the monotonic clock.
         with_calm: compare with a run without faults.
         say: tells people how it goes.
     """
     empty(folder)
     how = MODES[mode]
-    report = ModeReport(mode, how.allowed_loss, scale.rounds)
-    began = time.monotonic()
+    report = ModeReport(mode, how.allowed_loss, scale.rounds, time.monotonic())
     disk = small_disk(folder / "disk")
     report.disk = disk.how
-    crew = Crew(folder, how, disk, text.shards, seed=seed, pause=how.pause_s, durable=durable)
-    injected: list[Injected] = []
-    ending: Ending | None = None
-    with crew:
+    with Crew(folder, how, disk, texts, seed=seed, pause=how.pause_s, durable=durable) as crew:
         watch = RunWatch(crew, deadline)
         try:
             open_run(watch)
-            inject_all(watch, plan(seed, mode, scale), injected)
+            inject_all(watch, plan(seed, mode, scale), report.faults)
             close_in(watch, scale.rounds)
             until = time.monotonic()
-            ending = bring_to_an_end(watch, text.held_out)
+            report.ending = bring_to_an_end(watch, held_out)
         except (Broken, ChildFailed) as error:
             report.broken.append(str(error))
-            until = time.monotonic()
-    report.seconds = time.monotonic() - began
-    judge(report, watch, injected, until=until, began=began, ending=ending)
-    if ending is not None and with_calm:
+    report.seconds = time.monotonic() - report.began
+    if report.ending is None:
+        for fault in report.faults:
+            reports.judge_fault(fault, watch.seen)
+        return report
+    judge(report, watch, until)
+    if with_calm:
         say(f"{mode}: the same without faults, for comparison")
-        calm(report, folder / "calm", text, seed=seed, deadline=deadline)
+        empty(folder / "calm")
+        with Crew(folder / "calm", how, None, texts, seed=seed + 1, pause=0.0) as crew:
+            calm(report, RunWatch(crew, deadline), held_out)
     return report
 
 
@@ -128,9 +121,8 @@ def open_run(watch: RunWatch) -> None:
     watch.crew.start_broker()
     for worker in WORKERS:
         watch.crew.start_worker(worker)
-    watch.wait_until(
-        lambda: watch.rounds >= 1, START_WITHIN_S, f"No round closed within {START_WITHIN_S:g} s."
-    )
+    sentence = f"No round closed within {START_WITHIN_S:g} s."
+    watch.wait_until(lambda: watch.rounds >= 1, START_WITHIN_S, sentence)
 
 
 def close_in(watch: RunWatch, rounds: int) -> None:
@@ -142,11 +134,8 @@ def close_in(watch: RunWatch, rounds: int) -> None:
     watch.wait_rounds(LAST_ROUNDS, "the last fault")
 
 
-def bring_to_an_end(watch: RunWatch, held_out: tuple[Tensor, Tensor]) -> Ending:
+def bring_to_an_end(watch: RunWatch, held_out: Windows) -> Ending:
     """Have everybody leave by itself and pull the same version, and stop the broker.
-
-    Args:
-        held_out: windows of text and what comes next, for the loss.
 
     Raises:
         Broken: somebody hangs.
@@ -173,9 +162,9 @@ def bring_to_an_end(watch: RunWatch, held_out: tuple[Tensor, Tensor]) -> Ending:
     if hung:
         raise Broken(f"{', '.join(hung)} did not end within {EXIT_WITHIN_S:g} s of leaving.")
     results = {
-        life.job.name: json.loads(life.job.result.read_text())
+        life.job.name: json.loads(life.job.file(RESULT).read_text())
         for life in staying
-        if life.job.pulls and life.job.result.exists()
+        if life.job.pulls and life.job.file(RESULT).exists()
     }
     began = time.monotonic()
     crew.broker.process.terminate()
@@ -191,91 +180,55 @@ def bring_to_an_end(watch: RunWatch, held_out: tuple[Tensor, Tensor]) -> Ending:
     )
 
 
-def loss_of(final: GlobalParameters, held_out: tuple[Tensor, Tensor]) -> float:
+def loss_of(final: GlobalParameters, held_out: Windows) -> float:
     """Mean loss of these parameters, nats per byte."""
     model = build_model(0, GPTConfig(context=CONTEXT))
     model.load_state_dict(final.tensors)
     return validation_loss(model, *held_out)
 
 
-def judge(
-    report: ModeReport,
-    watch: RunWatch,
-    injected: Sequence[Injected],
-    *,
-    until: float,
-    began: float,
-    ending: Ending | None,
-) -> None:
-    """Fill in the report: what came after each fault, and, where the run came to its end, the audit."""
+def judge(report: ModeReport, watch: RunWatch, until: float) -> None:
+    """Audit a run that came to its end, and fill in the report; from `until` on everybody left."""
     crew = watch.crew
-    if ending is None:
-        report.aftermaths = [aftermath(watch.seen, entry, began) for entry in injected]
-        return
-    report.ending = ending
-    (crew.folder / FINAL).write_text(json.dumps({"versions": ending.versions}))
-    findings = audit(*read_folder(crew.folder))
-    report.findings = findings
-    kept = {release.version for release in findings.lineage}
-    seen = [each for each in watch.seen if each.release.version in kept]
-    report.aftermaths = [aftermath(seen, entry, began) for entry in injected]
+    assert report.ending is not None
+    (crew.folder / FINAL).write_text(json.dumps({"versions": report.ending.versions}))
+    releases, heads, logs = read_folder(crew.folder)
+    report.findings = audit(releases, heads, logs)
+    lineage = report.findings.lineage
+    kept = {version_of(release["version"]) for release in lineage}
+    seen = [each for each in watch.seen if version_of(each[1]["version"]) in kept]
+    for fault in report.faults:
+        reports.judge_fault(fault, seen)
     report.rounds = len(seen) / crew.mode.versions_a_round
-    entered = contributions(findings.lineage)
+    entered = contributions(lineage)
     report.contributions = len(entered)
-    logs = {log.name: log for log in read_folder(crew.folder)[2]}
+    by_name = {log.name: log for log in logs}
     fragments = crew.mode.fragments
     for life in crew.lives:
         name, trained = life.job.name, life.steps
-        work = work_of(trained, logs[name], entered, fragments)
+        work = reports.work_of(trained, by_name[name], entered, fragments)
         report.all_work += work
         if life.was_killed:
-            cost = (work.trained - work.applied) / fragments
+            cost = (work.whole - work.part) / fragments
             report.kill_costs.append(KillCost(name, trained, cost))
         else:
             report.sturdy_work += work
-    report.averaged = averaged(
-        [
-            (each.at, {c.worker for c in each.release.contributions})
-            for each in seen
-            if each.at < until
-        ],
+    report.averaged = reports.averaged(
+        [(at, reports.workers_in(release)) for at, release in seen if at < until],
         crew.lives,
         window=2 * len(WORKERS) if report.mode == "async" else 1,
     )
 
 
-def aftermath(seen: Sequence[Seen], entry: Injected, began: float) -> Aftermath:
-    """What came after a fault, by the versions that were made since."""
-    fault, at = entry.fault, entry.at
-    if at is None:
-        return Aftermath(fault, None, None, False)
-    later = [each for each in seen if each.at > at]
-    by_target = any(fault.target == c.worker for e in later for c in e.release.contributions)
-    match fault.kind:
-        case Kind.KILL_BROKER | Kind.STOP_BROKER | Kind.PASSER:
-            survived = bool(later)
-        case Kind.FILL_DISK:
-            survived = bool(later) and entry.is_over
-        case Kind.GUEST:
-            survived = entry.life is not None and entry.life.ended_at is not None
-        case _:
-            survived = by_target
-    return Aftermath(fault, at - began, next_after(at, (each.at for each in seen)), survived)
-
-
-def calm(report: ModeReport, folder: Path, text: Text, *, seed: int, deadline: float) -> None:
+def calm(report: ModeReport, watch: RunWatch, held_out: Windows) -> None:
     """The same mode without faults, until as many contributions are in; its loss goes in the report."""
-    empty(folder)
     began = time.monotonic()
-    mode = MODES[report.mode]
-    with Crew(folder, mode, None, text.shards, seed=seed + 1, pause=0.0) as crew:
-        watch = RunWatch(crew, deadline)
-        try:
-            open_run(watch)
-            while watch.contributions < report.contributions:
-                watch.wait_rounds(1 / mode.versions_a_round, "the start of the calm run")
-            ending = bring_to_an_end(watch, text.held_out)
-        except (Broken, ChildFailed) as error:
-            report.broken.append(f"The calm run: {error}")
-            return
-        report.calm = Calm(ending.loss, watch.contributions, time.monotonic() - began)
+    try:
+        open_run(watch)
+        while watch.contributions < report.contributions:
+            watch.wait_rounds(1 / watch.crew.mode.versions_a_round, "the start of the calm run")
+        ending = bring_to_an_end(watch, held_out)
+    except (Broken, ChildFailed) as error:
+        report.broken.append(f"The calm run: {error}")
+        return
+    report.calm = Calm(ending.loss, watch.contributions, time.monotonic() - began)

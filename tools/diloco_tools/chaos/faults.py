@@ -22,23 +22,15 @@ BROKER = ("broker",)
 
 HEARTBEAT_TIMEOUT_S = 4.0  # of the drill's broker: a worker silent for so long counts as dead
 DISCONNECT_GRACE_S = 1.0
+# Some stops are over before anybody counts as dead, some are not.
+STOPS_S = (HEARTBEAT_TIMEOUT_S + 2.0, HEARTBEAT_TIMEOUT_S / 3)
 
 
 class Kind(Enum):
-    """The faults, in the order of the table.
-
-    Attributes:
-        words: for people.
-        whole, short: how many there are of it in a drill.
-        targets: whom they befall, in turn.
-        seconds: how long they last, in turn: some are over before anybody counts as dead, some are not.
-    """
+    """The faults, in the order of the table."""
 
     KILL_WORKER = ("worker killed -9, started again", 3, 1, FRAGILE)
-    STOP_WORKER = (
-        *("worker stopped, continued", 2, 1, STURDY),
-        (HEARTBEAT_TIMEOUT_S + 2.0, HEARTBEAT_TIMEOUT_S / 3),
-    )
+    STOP_WORKER = ("worker stopped, continued", 2, 1, STURDY, STOPS_S)
     CUT = ("connections cut", 2, 1, (*WORKERS[1:], WORKERS[0]))
     CUT_WITHIN = ("connections cut within a message", 3, 1, WORKERS)
     PARTITION = ("worker cut off for a while", 1, 0, STURDY[-1:], (DISCONNECT_GRACE_S + 2.0,))
@@ -56,11 +48,14 @@ class Kind(Enum):
         targets: Sequence[str],
         seconds: Sequence[float] = (0.0,),
     ) -> None:
-        self.words, self.whole, self.short = words, whole, short
-        self.targets, self.seconds = targets, seconds
+        self.words = words
+        self.whole, self.short = whole, short  # how many there are of it in a drill
+        self.targets = targets  # whom they befall, in turn
+        self.seconds = seconds  # how long they last, in turn
 
-
-KILLS = (Kind.KILL_WORKER, Kind.KILL_BROKER, Kind.PASSER)
+    @property
+    def is_kill(self) -> bool:
+        return self in (Kind.KILL_WORKER, Kind.KILL_BROKER, Kind.PASSER)
 
 
 @dataclass(frozen=True)
@@ -73,6 +68,17 @@ class Fault:
     delay: float  # seconds after that, so that it may come anywhere in a round
     seconds: float = 0.0  # how long it lasts, where it lasts
     within: int = 0  # bytes that still pass, where a connection is cut within a message
+
+
+@dataclass
+class Injected:
+    """A fault that was carried out, and what came after it."""
+
+    fault: Fault
+    at: float | None = None  # seconds, when it took effect; None until it has
+    is_over: bool = False  # what had to be seen was seen, where that is more than new versions
+    next_round: float | None = None  # seconds to the next version; None when there was none
+    survived: bool = False  # the run went on, and its target took part again or left as it should
 
 
 @dataclass(frozen=True)

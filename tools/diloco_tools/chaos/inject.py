@@ -5,11 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from diloco_protocol.errors import DilocoError
-from diloco_tools.chaos.crew import DrillProxy
-from diloco_tools.chaos.faults import Fault, Kind
+from diloco_tools.chaos.faults import Fault, Injected, Kind
 from diloco_tools.chaos.job import Life
 from diloco_tools.chaos.run_watch import RunWatch
 from diloco_worker import DiLoCoClient
@@ -22,47 +20,45 @@ STATUS_WITHIN_S = 5.0
 STATUS_EVERY_S = 0.3
 
 
-@dataclass
-class Injected:
-    """A fault that was carried out."""
-
-    fault: Fault
-    at: float | None = None  # when it took effect, on the monotonic clock; None until it has
-    life: Life | None = None  # that was started by it
-    is_over: bool = False  # what had to be seen was seen, where that is more than new versions
-
-
 def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected]) -> None:
     """Carry out a plan. `injected` grows as it goes, so that it is there when something breaks."""
     last = "the start"
     for fault in faults:
         watch.wait_rounds(fault.gap, last)
         watch.pause(fault.delay)
-        entry = Injected(fault)
-        injected.append(entry)
-        inject(watch, entry)
+        injected.append(Injected(fault))
+        inject(watch, injected[-1])
         last = f"{fault.target}: {fault.kind.words}"
     watch.wait_until(lambda: watch.is_quiet, REPORT_WITHIN_S * 2, f"{last} did not end.")
 
 
 def inject(watch: RunWatch, entry: Injected) -> None:
     """Carry out one fault; what belongs to it later is put off."""
-    fault, crew = entry.fault, watch.crew
+    fault, crew, worker = entry.fault, watch.crew, entry.fault.target
     match fault.kind:
         case Kind.KILL_WORKER:
-            watch.await_joined(fault.target)
-            crew.kill_worker(fault.target)
-            watch.later(RESTART_AFTER_S, lambda: crew.start_worker(fault.target))
+            watch.await_joined(worker)
+            crew.kill_worker(worker)
+            watch.later(RESTART_AFTER_S, lambda: crew.start_worker(worker))
         case Kind.STOP_WORKER:
-            life = watch.await_joined(fault.target)
+            life = watch.await_joined(worker)
             life.child.process.send_signal(signal.SIGSTOP)
-            began = time.monotonic()
             # It counts as stopped until then; the end is known only when it goes on.
-            life.stops.append((began, float("inf")))
+            life.stops.append((time.monotonic(), float("inf")))
             watch.later(fault.seconds, lambda: _go_on(life))
-        case Kind.CUT | Kind.CUT_WITHIN | Kind.PARTITION:
-            watch.await_joined(fault.target)
-            _cut(watch, fault, crew.proxies[fault.target])
+        case Kind.CUT:
+            watch.await_joined(worker)
+            crew.proxies[worker].cut()
+        case Kind.CUT_WITHIN:
+            watch.await_joined(worker)
+            proxy = crew.proxies[worker]
+            proxy.cut_within(fault.within)
+            sentence = f"{worker} sent nothing."
+            watch.wait_until(lambda: not proxy.is_armed, REPORT_WITHIN_S, sentence)
+        case Kind.PARTITION:
+            watch.await_joined(worker)
+            crew.proxies[worker].shut()
+            watch.later(fault.seconds, crew.proxies[worker].open)
         case Kind.KILL_BROKER:
             crew.broker.kill()
             watch.later(RESTART_AFTER_S, crew.start_broker)
@@ -79,18 +75,6 @@ def inject(watch: RunWatch, entry: Injected) -> None:
         entry.at = time.monotonic()
 
 
-def _cut(watch: RunWatch, fault: Fault, proxy: DrillProxy) -> None:
-    if fault.kind is Kind.CUT:
-        proxy.cut()
-    elif fault.kind is Kind.CUT_WITHIN:
-        proxy.cut_within(fault.within)
-        sentence = f"{fault.target} sent nothing."
-        watch.wait_until(lambda: not proxy.is_armed, REPORT_WITHIN_S, sentence)
-    else:
-        proxy.shut()
-        watch.later(fault.seconds, proxy.open)
-
-
 def _go_on(life: Life) -> None:
     life.child.process.send_signal(signal.SIGCONT)
     began, _ = life.stops.pop()
@@ -100,23 +84,24 @@ def _go_on(life: Life) -> None:
 def _newcomer(watch: RunWatch, entry: Injected) -> None:
     """Start a worker that takes part for some rounds, and then leaves or is killed."""
     crew, worker = watch.crew, entry.fault.target
-    entry.life = life = crew.start_worker(worker, pulls=False)
-    until: list[float] = []
+    life = crew.start_worker(worker, pulls=False)
 
-    def has_stayed() -> bool:
-        if life.joined_at is not None and not until:
-            until.append(watch.rounds + STAY_ROUNDS)
-        return bool(until) and watch.rounds >= until[0]
+    def has_left() -> None:
+        entry.is_over = True
 
     def go() -> None:
         if entry.fault.kind is Kind.PASSER:
             crew.kill_worker(worker)
         else:
             life.job.finish.touch()
-            watch.when(lambda: life.ended_at is not None, lambda: None)
+            watch.when(lambda: life.ended_at is not None, has_left)
         entry.at = time.monotonic()
 
-    watch.when(has_stayed, go)
+    def stay() -> None:
+        until = watch.rounds + STAY_ROUNDS
+        watch.when(lambda: watch.rounds >= until, go)
+
+    watch.when(lambda: life.joined_at is not None, stay)
 
 
 def _fill_disk(watch: RunWatch, entry: Injected) -> None:

@@ -8,6 +8,12 @@ from pathlib import Path
 
 from diloco_tools.processes import Child
 
+# Files of a process, named NAME.LIFE and one of these.
+JOB = "job.json"  # what it is started with
+STEPS = "steps"  # 8 bytes: the inner steps trained so far, little-endian
+AUDIT = "worker.jsonl"  # its own log of its pushes
+RESULT = "result.json"  # what has come of it
+
 
 @dataclass(frozen=True)
 class Job:
@@ -28,7 +34,7 @@ class Job:
 
     def write(self) -> Path:
         """Write it to the file that the process is started with."""
-        path = self._file("job.json")
+        path = self.file(JOB)
         path.write_text(json.dumps(asdict(self)))
         return path
 
@@ -36,23 +42,8 @@ class Job:
     def name(self) -> str:
         return f"{self.worker}.{self.number}"
 
-    def _file(self, kind: str) -> Path:
+    def file(self, kind: str) -> Path:
         return Path(self.folder) / f"{self.name}.{kind}"
-
-    @property
-    def steps(self) -> Path:
-        """8 bytes with the inner steps trained so far, little-endian."""
-        return self._file("steps")
-
-    @property
-    def audit(self) -> Path:
-        """The worker's own log of its pushes."""
-        return self._file("worker.jsonl")
-
-    @property
-    def result(self) -> Path:
-        """What has come of it, as JSON."""
-        return self._file("result.json")
 
     @property
     def finish(self) -> Path:
@@ -79,7 +70,7 @@ class Life:
     @property
     def steps(self) -> int:
         """Inner steps that it has trained so far."""
-        path = self.job.steps
+        path = self.job.file(STEPS)
         return int.from_bytes(path.read_bytes(), "little") if path.exists() else 0
 
     def is_alive_throughout(self, start: float, end: float) -> bool:

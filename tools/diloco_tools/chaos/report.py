@@ -13,126 +13,97 @@ are known from a file that each step writes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from diloco_tools.chaos.audit import Contribution, Findings, Push, WorkerLog
-from diloco_tools.chaos.faults import KILLS, Fault, Kind
+from diloco_tools.chaos.audit import Contribution, Findings, Push, Record, WorkerLog
+from diloco_tools.chaos.faults import WORKERS, Injected, Kind
 from diloco_tools.chaos.job import Life
 
 LEAST_SHARE_AVERAGED = 0.95
 MOST_LOSS = 1.03  # of the calm run's
 RECOVERY_S = 20.0  # from a kill to the next round, starting a process on a busy machine included
+SEEN_BY_ITSELF = (Kind.FILL_DISK, Kind.GUEST)  # their end takes more than a new version
 
 
 @dataclass(frozen=True)
-class Work:
-    """Steps times fragments: trained, and inside applied contributions."""
+class Share:
+    """This many of `whole`."""
 
-    trained: int = 0
-    applied: int = 0
+    part: int = 0
+    whole: int = 0
 
     @property
     def share(self) -> float:
-        return self.applied / self.trained if self.trained else 1.0
+        return self.part / self.whole if self.whole else 1.0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(self.trained + other.trained, self.applied + other.applied)
+    def __add__(self, other: Share) -> Share:
+        return Share(self.part + other.part, self.whole + other.whole)
 
 
 def work_of(
     trained: int, log: WorkerLog, entered: Mapping[Push, Sequence[Contribution]], fragments: int
-) -> Work:
+) -> Share:
     """What became of the inner steps of one life; `entered` is what the final versions contain."""
     applied = 0
     for push_id, frozen in log.frozen.items():
         parts = entered.get((log.worker, push_id), ())
         if any(p.chunks is None for p in parts) or (parts and push_id in log.counted):
-            applied += frozen.steps
-    return Work(trained * fragments, applied)
-
-
-@dataclass(frozen=True)
-class Averaged:
-    """Of the workers alive throughout a round, how many its version contains; over all rounds."""
-
-    alive: int = 0
-    averaged: int = 0
-
-    @property
-    def share(self) -> float:
-        return self.averaged / self.alive if self.alive else 1.0
+            applied += frozen["steps"]
+    return Share(applied, trained * fragments)
 
 
 def averaged(
     versions: Sequence[tuple[float, Collection[str]]], lives: Sequence[Life], window: int = 1
-) -> Averaged:
-    """Count who was averaged of those who could have been.
+) -> Share:
+    """Of the workers alive throughout a round, how many its version contains; over all rounds.
 
     Args:
         versions: when each was seen, and which workers are in it, in order.
         window: versions that make a round: 1, where there are rounds. In asynchronous mode each version
             is one worker's, so it is twice the number of workers: who is in none of them was left out.
     """
-    alive = hits = 0
+    found = Share()
     for end in range(window, len(versions), window):
         start_at, end_at = versions[end - window][0], versions[end][0]
         inside = {name for _, names in versions[end - window + 1 : end + 1] for name in names}
         there = {e.job.worker for e in lives if e.is_alive_throughout(start_at, end_at)}
-        alive += len(there)
-        hits += len(there & inside)
-    return Averaged(alive, hits)
+        found += Share(len(there & inside), len(there))
+    return found
 
 
-@dataclass(frozen=True)
-class Aftermath:
-    """A fault and what came after it."""
-
-    fault: Fault
-    at: float | None  # seconds from the start; None if it was never carried out
-    next_round: float | None  # seconds to the next version; None when there was none
-    survived: bool  # the run went on, and its target took part again, or left as it was meant to
+def workers_in(release: Record) -> set[str]:
+    """Those whose pushes went into a version."""
+    return {push["worker"] for push in release["pushes"]}
 
 
-def next_after(at: float, moments: Iterable[float]) -> float | None:
-    """Seconds from `at` to the first of these moments behind it."""
-    return min((moment - at for moment in moments if moment > at), default=None)
+def judge_fault(entry: Injected, seen: Sequence[tuple[float, Record]]) -> None:
+    """Note what came after a fault; `seen` are all versions, and when each was seen."""
+    if entry.at is None:
+        return
+    later = [each for each in seen if each[0] > entry.at]
+    entry.next_round = later[0][0] - entry.at if later else None
+    if entry.fault.target in WORKERS:  # it has to take part again
+        later = [each for each in later if entry.fault.target in workers_in(each[1])]
+    entry.survived = bool(later) and (entry.is_over or entry.fault.kind not in SEEN_BY_ITSELF)
 
 
-@dataclass(frozen=True)
-class Row:
-    """All faults of one kind."""
-
-    kind: Kind
-    injected: int
-    survived: int
-    median: float | None
-    worst: float | None
-
-
-def rows(aftermaths: Sequence[Aftermath]) -> list[Row]:
-    """The faults by kind, in the order of `Kind`."""
-    made = []
+def rows(faults: Sequence[Injected]) -> dict[Kind, dict[str, Any]]:
+    """All faults of each kind, in the order of `Kind`: how many, and seconds to the next round."""
+    made = {}
     for kind in Kind:
-        these = [each for each in aftermaths if each.fault.kind is kind]
+        these = [each for each in faults if each.fault.kind is kind]
         times = [each.next_round for each in these if each.next_round is not None]
         if these:
-            made.append(
-                Row(
-                    kind,
-                    len(these),
-                    sum(each.survived for each in these),
-                    statistics.median(times) if times else None,
-                    max(times, default=None),
-                )
-            )
+            made[kind] = {
+                "kind": kind.words,
+                "injected": len(these),
+                "survived": sum(each.survived for each in these),
+                "median": statistics.median(times) if times else None,
+                "worst": max(times, default=None),
+            }
     return made
-
-
-def kills(aftermaths: Iterable[Aftermath]) -> list[Aftermath]:
-    """Those in which a process died."""
-    return [each for each in aftermaths if each.fault.kind in KILLS]
 
 
 @dataclass(frozen=True)
@@ -173,20 +144,19 @@ class ModeReport:
     mode: str
     allowed: int  # inner steps that one kill may cost
     least_rounds: int = 0  # that the run had to have
+    began: float = 0.0  # on the clock of the faults
     disk: str = ""
     seconds: float = 0.0
-    # Promises that were broken on the way, so that the run could not go on.
-    broken: list[str] = field(default_factory=list)
-    aftermaths: list[Aftermath] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)  # so that the run could not go on
+    faults: list[Injected] = field(default_factory=list)
     findings: Findings | None = None
     ending: Ending | None = None
-    # In the lineage of the final version.
-    rounds: float = 0.0
+    rounds: float = 0.0  # in the lineage of the final version, like the contributions
     contributions: int = 0
-    all_work: Work = field(default_factory=Work)
-    sturdy_work: Work = field(default_factory=Work)  # of the lives that were not killed
+    all_work: Share = field(default_factory=Share)
+    sturdy_work: Share = field(default_factory=Share)  # of the lives that were not killed
     kill_costs: list[KillCost] = field(default_factory=list)
-    averaged: Averaged = field(default_factory=Averaged)
+    averaged: Share = field(default_factory=Share)
     calm: Calm | None = None
 
     @property
@@ -200,19 +170,19 @@ class ModeReport:
         return [f"{self.mode}: {sentence}" for sentence in found]
 
     @property
-    def remarks(self) -> list[str]:
-        """What happened to pushes that are in no final version for a reason."""
-        return [] if self.findings is None else self.findings.remarks
+    def kills(self) -> list[Injected]:
+        """The faults in which a process died."""
+        return [each for each in self.faults if each.fault.kind.is_kill]
 
     def _of_faults(self) -> Iterator[str]:
-        for each in self.aftermaths:
+        for each in self.faults:
             if not each.survived:
                 when = "never carried out"
                 if each.at is not None:
-                    when = f"{each.at:.0f} s after the start"
+                    when = f"{each.at - self.began:.0f} s after the start"
                 what = f"{each.fault.kind.words} ({each.fault.target}, {when})"
                 yield f"The run did not get over a fault: {what}."
-        for each in kills(self.aftermaths):
+        for each in self.kills:
             if each.next_round is not None and each.next_round > RECOVERY_S:
                 yield (
                     f"After {each.fault.target} was killed the next round closed in "
@@ -237,9 +207,9 @@ class ModeReport:
 
     def _of_work(self) -> Iterator[str]:
         work = self.sturdy_work
-        if work.applied != work.trained:
+        if work.part != work.whole:
             yield (
-                f"Workers that were not killed trained {work.trained} steps and {work.applied} are in "
+                f"Workers that were not killed trained {work.whole} steps and {work.part} are in "
                 "the final version; all of them should be."
             )
         for cost in self.kill_costs:
@@ -254,7 +224,7 @@ class ModeReport:
             yield f"The run had {self.rounds:g} rounds; {self.least_rounds} were to be."
         if self.averaged.share < LEAST_SHARE_AVERAGED:
             yield (
-                f"{self.averaged.averaged} of {self.averaged.alive} workers alive throughout a round "
+                f"{self.averaged.part} of {self.averaged.whole} workers alive throughout a round "
                 f"were averaged in it; at least {LEAST_SHARE_AVERAGED:.0%} should be."
             )
         if self.calm is not None and self.ending is not None:
@@ -267,26 +237,30 @@ class ModeReport:
 
     def plain(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        findings = self.findings
-        fields = asdict(self)
+        findings, fields, average = self.findings, asdict(self), self.averaged
+        averages = {"alive": average.whole, "averaged": average.part, "share": average.share}
+        work = {
+            name: {"trained": each.whole, "applied": each.part, "share": each.share}
+            for name, each in (("all", self.all_work), ("not_killed", self.sturdy_work))
+        }
         return {
             **{name: fields[name] for name in ("mode", "disk", "rounds", "contributions")},
             "seconds": round(self.seconds, 1),
-            "useful_work": {"all": shared(self.all_work), "not_killed": shared(self.sturdy_work)},
+            "useful_work": work,
             "kills": fields["kill_costs"],
             "allowed_steps_a_kill": self.allowed,
-            "averaged": shared(self.averaged),
+            "averaged": averages,
             "faults": [
                 {
                     "kind": each.fault.kind.name.lower(),
                     "target": each.fault.target,
-                    "at_s": each.at,
+                    "at_s": None if each.at is None else each.at - self.began,
                     "next_round_s": each.next_round,
                     "survived": each.survived,
                 }
-                for each in self.aftermaths
+                for each in self.faults
             ],
-            "table": [{**asdict(row), "kind": row.kind.words} for row in rows(self.aftermaths)],
+            "table": list(rows(self.faults).values()),
             "audit": findings
             and {
                 "versions": len(findings.lineage),
@@ -299,8 +273,3 @@ class ModeReport:
             "calm": fields["calm"],
             "problems": self.problems,
         }
-
-
-def shared(record: Work | Averaged) -> dict[str, Any]:
-    """Its fields, and the share of one in the other."""
-    return {**asdict(record), "share": record.share}

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from diloco_tools.chaos.audit import BROKER_LOG, Release, release_of
+from diloco_tools.chaos.audit import BROKER_LOG, Record
 from diloco_tools.chaos.crew import Crew
-from diloco_tools.chaos.job import Life
+from diloco_tools.chaos.job import AUDIT, Life
 from diloco_tools.processes import JsonLines
 
 TURN_S = 0.03  # between two looks
@@ -23,21 +22,14 @@ class Broken(Exception):
     """A promise is broken and the drill cannot go on; the message is a sentence that names it."""
 
 
-@dataclass(frozen=True)
-class Seen:
-    """A version, and when it was seen on the monotonic clock."""
-
-    at: float
-    release: Release
-
-
 class RunWatch:
-    """See the head of this module."""
+    """See the head of this module. Times are of the monotonic clock."""
 
     def __init__(self, crew: Crew, deadline: float) -> None:
         self.crew = crew
-        self.deadline = deadline  # on the monotonic clock; the run has to be over by then
-        self.seen: list[Seen] = []  # the versions so far, those that came after others
+        self.deadline = deadline  # the run has to be over by then
+        # The versions so far, those that came after others, and when each was seen.
+        self.seen: list[tuple[float, Record]] = []
         self._log = JsonLines(crew.folder / BROKER_LOG)
         self._logs: dict[str, JsonLines] = {}
         self._put_off: list[tuple[Callable[[], bool], Callable[[], object]]] = []
@@ -50,7 +42,7 @@ class RunWatch:
     @property
     def contributions(self) -> int:
         """Pushes that the versions so far contain; of lost versions, too."""
-        return sum(len(seen.release.contributions) for seen in self.seen)
+        return sum(len(release["pushes"]) for _, release in self.seen)
 
     @property
     def is_quiet(self) -> bool:
@@ -69,11 +61,10 @@ class RunWatch:
     def look(self) -> None:
         """Take in what is new, and do what is due."""
         now = time.monotonic()
-        for release in map(release_of, self._log.new()):
-            if release.after is not None:
-                self.seen.append(Seen(now, release))
+        self.seen += [(now, each) for each in self._log.new() if each["after"] is not None]
         for life in self.crew.lives:
-            self._look_at(life, now)
+            if life.ended_at is None:
+                self._look_at(life, now)
         for pair in list(self._put_off):
             condition, action = pair
             if condition():
@@ -81,9 +72,7 @@ class RunWatch:
                 action()
 
     def _look_at(self, life: Life, now: float) -> None:
-        if life.ended_at is not None:
-            return
-        log = self._logs.setdefault(life.job.name, JsonLines(life.job.audit))
+        log = self._logs.setdefault(life.job.name, JsonLines(life.job.file(AUDIT)))
         for record in log.new():
             if record["event"] == "joined" and life.joined_at is None:
                 life.joined_at = now
@@ -114,13 +103,12 @@ class RunWatch:
     def wait_rounds(self, rounds: float, after: str) -> None:
         """Wait until this many more rounds have closed; raises Broken when the run stands still."""
         target = len(self.seen) + rounds * self.crew.mode.versions_a_round
-        while len(self.seen) < target:
-            have = len(self.seen)
-            self.wait_until(
-                lambda have=have: len(self.seen) > have,  # type: ignore[misc]
-                STANDSTILL_S,
-                f"No round closed for {STANDSTILL_S:g} s after {after}.",
-            )
+        sentence = f"No round closed for {STANDSTILL_S:g} s after {after}."
+        while (have := len(self.seen)) < target:
+            self.wait_until(self._more_than(have), STANDSTILL_S, sentence)
+
+    def _more_than(self, have: int) -> Callable[[], bool]:
+        return lambda: len(self.seen) > have
 
     def pause(self, seconds: float) -> None:
         """Go on looking for `seconds`."""

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco_tools.chaos.faults import Kind
-from diloco_tools.chaos.report import LEAST_SHARE_AVERAGED, ModeReport, Row, Work, kills, rows
+from diloco_tools.chaos.report import LEAST_SHARE_AVERAGED, ModeReport, Share, rows
 
 
 def faults_table(reports: Sequence[ModeReport]) -> Table:
@@ -18,19 +18,19 @@ def faults_table(reports: Sequence[ModeReport]) -> Table:
     shown.add_column("")
     for report in reports:
         shown.add_column(report.mode, justify="right")
-    by_mode = [{row.kind: row for row in rows(report.aftermaths)} for report in reports]
+    by_mode = [rows(report.faults) for report in reports]
     for kind in Kind:
         if not any(kind in found for found in by_mode):
             continue
-        shown.add_row(kind.words, *(_survived(found.get(kind)) for found in by_mode))
+        cells = []
+        for found in by_mode:
+            row = found.get(kind, {"median": None})
+            cell = f"{row['survived']} of {row['injected']}" if kind in found else "-"
+            if row["median"] is not None:
+                cell += f"  {row['median']:.1f}  {row['worst']:.1f}"
+            cells.append(cell)
+        shown.add_row(kind.words, *cells)
     return shown
-
-
-def _survived(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    times = "" if row.median is None else f"  {row.median:.1f}  {row.worst:.1f}"
-    return f"{row.survived} of {row.injected}{times}"
 
 
 def figures_table(reports: Sequence[ModeReport]) -> Table:
@@ -47,17 +47,14 @@ def figures_table(reports: Sequence[ModeReport]) -> Table:
     return shown
 
 
-def _work(work: Work) -> str:
-    return f"{work.applied} / {work.trained} = {work.share:.4f}" if work.trained else "-"
+def _work(work: Share) -> str:
+    return f"{work.part} / {work.whole} = {work.share:.4f}" if work.whole else "-"
 
 
 def _cells(report: ModeReport) -> dict[str, str]:
     """One mode, from top to bottom; a dash where it did not come to that."""
-    audited = told = same = loss = "-"
-    if report.findings is None:
-        audited = "not audited"
-    else:
-        found = report.findings
+    audited, told, same, loss, average = "not audited", "-", "-", "-", report.averaged
+    if (found := report.findings) is not None:
         others = len(found.problems) - len(found.doubled) - len(found.lost)
         audited = f"{len(found.doubled)}, {len(found.lost)}, {others}"
         told = f"{len(found.dropped)}, {len(found.forgotten)}"
@@ -71,18 +68,14 @@ def _cells(report: ModeReport) -> dict[str, str]:
         if report.ending is not None:
             more = report.ending.loss / report.calm.loss - 1
             loss += f", {report.calm.loss:.4f} ({more:+.1%})"
-    averaged = report.averaged
+    share = f"{average.part} of {average.whole} = {average.share:.1%}" if average.whole else "-"
     return {
         "all lives": _work(report.all_work),
         "steps lost, kill by kill": " ".join(f"{c.lost:g}" for c in report.kill_costs) or "-",
         "  of these allowed": f"{report.allowed} each",
         "from a kill to the next round": _times(report),
         "rounds, contributions": f"{report.rounds:.0f}, {report.contributions}",
-        f"averaged of alive (goal {LEAST_SHARE_AVERAGED:.0%})": (
-            f"{averaged.averaged} of {averaged.alive} = {averaged.share:.1%}"
-            if averaged.alive
-            else "-"
-        ),
+        f"averaged of alive (goal {LEAST_SHARE_AVERAGED:.0%})": share,
         "counted twice, lost, other findings": audited,
         "dropped for a reason, forgotten": told,
         "same version, bit for bit": same,
@@ -93,9 +86,8 @@ def _cells(report: ModeReport) -> dict[str, str]:
 
 
 def _times(report: ModeReport) -> str:
-    times = [each.next_round for each in kills(report.aftermaths)]
-    found = [each for each in times if each is not None]
-    if len(found) < len(times):
+    found = [each.next_round for each in report.kills if each.next_round is not None]
+    if len(found) < len(report.kills):
         return "never"
     return f"{statistics.median(found):.1f} s, worst {max(found):.1f} s" if found else "-"
 

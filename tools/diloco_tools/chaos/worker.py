@@ -21,7 +21,7 @@ import torch
 from torch.optim import Optimizer
 
 from diloco_tools.chaos.audit import log_of, read_lines
-from diloco_tools.chaos.job import Job
+from diloco_tools.chaos.job import AUDIT, RESULT, STEPS, Job
 from diloco_tools.demo.data import training_batches
 from diloco_tools.demo.model import GPTConfig, Recipe, build_model, build_optimizer, inner_step
 from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
@@ -42,13 +42,9 @@ class StepCount:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self.steps = 0
-        self._write()
 
     def __call__(self, optimizer: Optimizer, *_: object) -> None:
         self.steps += 1
-        self._write()
-
-    def _write(self) -> None:
         os.pwrite(self._file, self.steps.to_bytes(8, "little"), 0)
 
 
@@ -58,14 +54,14 @@ def train(job: Job) -> dict[str, Any]:
     text = torch.frombuffer(bytearray(Path(job.shard).read_bytes()), dtype=torch.uint8)
     model = build_model(0, GPTConfig(context=CONTEXT))
     optimizer = build_optimizer(model, Recipe(0, BATCH, CONTEXT, LEARNING_RATE, "constant"))
-    count = StepCount(job.steps)
+    count = StepCount(job.file(STEPS))
     optimizer.register_step_post_hook(count)  # before the hook's, so it is called before
     with DiLoCoWorker(
         model,
         optimizer,
         server=job.server,
         worker_id=job.worker,
-        audit=str(job.audit),
+        audit=str(job.file(AUDIT)),
         timeout=PATIENCE_S,
     ) as diloco:
         for tokens, targets in training_batches(text, BATCH, CONTEXT, job.seed):
@@ -76,7 +72,7 @@ def train(job: Job) -> dict[str, Any]:
             loss = inner_step(model, optimizer, tokens, targets)
             diloco.report(loss=loss, tokens=tokens.numel())
             time.sleep(job.pause)
-        bring_in(diloco, job.audit)
+        bring_in(diloco, job.file(AUDIT))
     return {"steps": count.steps, "metrics": dict(diloco.sync_metrics)}
 
 
@@ -86,17 +82,10 @@ def bring_in(diloco: DiLoCoWorker, audit: Path) -> None:
     assert config is not None
     for _ in range(FORCES):
         log = log_of("", 0, read_lines(audit.read_text()))
-        sent = {frozen.fragment: frozen.step for frozen in log.frozen.values()}
+        sent = {each["fragment"]: each["step"] for each in log.frozen.values()}
         if all(sent.get(f, 0) == diloco.local_step for f in range(config.num_fragments)):
             return
         diloco.force_sync()
-
-
-def pull(server: str) -> dict[str, Any]:
-    """The newest version: what it is called, and a checksum."""
-    with DiLoCoClient(server, timeout=PATIENCE_S) as client:
-        parameters = client.pull()
-    return {"versions": named(parameters), "checksum": checksum(parameters)}
 
 
 def named(parameters: GlobalParameters) -> list[list[Any]]:
@@ -117,16 +106,18 @@ def checksum(parameters: GlobalParameters) -> str:
 def main(job: Job) -> None:
     """Train, leave, wait until everybody has left, pull, and write the result."""
     result = train(job)
-    deadline = time.monotonic() + PULL_WITHIN_S
-    while job.pulls and not job.pull.exists():
-        if time.monotonic() > deadline:
-            sys.exit(f"nobody asked for the final pull within {PULL_WITHIN_S:g} s")
-        time.sleep(LOOK_EVERY_S)
     if job.pulls:
-        result |= pull(job.server)
-    unfinished = job.result.with_suffix(".tmp")
+        deadline = time.monotonic() + PULL_WITHIN_S
+        while not job.pull.exists():
+            if time.monotonic() > deadline:
+                sys.exit(f"nobody asked for the final pull within {PULL_WITHIN_S:g} s")
+            time.sleep(LOOK_EVERY_S)
+        with DiLoCoClient(job.server, timeout=PATIENCE_S) as client:
+            final = client.pull()
+        result |= {"versions": named(final), "checksum": checksum(final)}
+    unfinished = job.file("result.tmp")
     unfinished.write_text(json.dumps(result, default=str))
-    unfinished.rename(job.result)  # there whole, or not at all
+    unfinished.rename(job.file(RESULT))  # there whole, or not at all
 
 
 if __name__ == "__main__":

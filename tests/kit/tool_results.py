@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_tools.bench.report.figures import Figure, Report
-from diloco_tools.demo.results import Settings, summary
+from diloco_tools.demo.results import summary
+from diloco_tools.demo.settings import Settings
 
 
 def report(*figures: Figure, skipped: tuple[str, ...] = ()) -> Report:

@@ -26,7 +26,8 @@ from diloco_tools.demo.data import (
 from diloco_tools.demo.experiment import broker_command, rounds_to_pull, single_options
 from diloco_tools.demo.model import WARMUP, GPTConfig, Recipe, build_model, learning_rate_factor
 from diloco_tools.demo.plot import draw
-from diloco_tools.demo.results import Settings, data_parallel_bytes, table
+from diloco_tools.demo.results import data_parallel_bytes, table
+from diloco_tools.demo.settings import Settings
 from diloco_tools.demo.train import parse_arguments, train
 from diloco_tools.processes import ChildFailed, Children, JsonLines, environment, wait_for_line
 from kit.tool_results import RESULTS, SETTINGS

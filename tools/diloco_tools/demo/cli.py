@@ -2,9 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
-from dataclasses import fields
-from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +14,8 @@ from diloco_tools.demo.data import DataError
 from diloco_tools.demo.display import Display
 from diloco_tools.demo.experiment import run
 from diloco_tools.demo.plot import draw
-from diloco_tools.demo.results import Record, Settings, table
+from diloco_tools.demo.results import Record, table
+from diloco_tools.demo.settings import Settings, with_options
 from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 from diloco_tools.terminal import console, fail
 
@@ -25,27 +23,8 @@ COMMAND = "diloco-demo"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `Settings` in place of its `**given`, behind those of its own."""
-    *own, _ = signature(command).parameters.values()
-    declared = [
-        Parameter(
-            each.name,
-            Parameter.KEYWORD_ONLY,
-            default=each.default,
-            annotation=Annotated[type(each.default), typer.Option(help=each.metadata["help"])],
-        )
-        for each in fields(Settings)
-        if "help" in each.metadata
-    ]
-    together = [*own, *declared]
-    command.__signature__ = Signature(together)  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in together}
-    return command
-
-
 @app.command()
-@with_settings
+@with_options(Settings)
 def main(
     *,
     data: Annotated[

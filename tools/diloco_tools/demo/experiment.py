@@ -19,7 +19,8 @@ from diloco_protocol.errors import DilocoError
 from diloco_tools.demo.data import load_text
 from diloco_tools.demo.display import Display
 from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
-from diloco_tools.demo.results import Record, Settings, summary
+from diloco_tools.demo.results import Record, summary
+from diloco_tools.demo.settings import Settings
 from diloco_tools.processes import Child, Children, JsonLines, wait_for_line
 from diloco_worker import DiLoCoClient, GlobalParameters
 

@@ -33,17 +33,9 @@ from torch import Tensor
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.errors import Refused
+from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import DataError, Text, batch_seed, load_text, training_batches
-from diloco_tools.demo.model import (
-    GPTConfig,
-    Recipe,
-    build_model,
-    build_optimizer,
-    inner_step,
-    learning_rate_factor,
-    validation_loss,
-)
-from diloco_tools.demo.results import Settings
+from diloco_tools.demo.settings import Settings, option, with_options
 from diloco_tools.experiments.compare_report import draw, markdown
 from diloco_tools.terminal import fail
 from diloco_worker import DiLoCoClient, GlobalParameters
@@ -72,13 +64,14 @@ TIMEOUT_S = 300.0  # of one call of a client: real seconds, for a busy machine
 class Plan:
     """What all runs of a comparison have in common."""
 
-    steps: int = 300  # inner steps of each worker in rounds; all together make workers x steps
-    sync_every: int = 25
+    # All together make workers x steps.
+    steps: int = option(300, "Inner steps for each worker; the fast ones make more of the total.")
+    sync_every: int = option(25, "H: inner steps between two pushes; divides the steps.")
     speeds: tuple[float, ...] = SPEEDS  # steps per virtual second
-    batch: int = 4
-    lr: float = Settings().lr  # peak of the inner AdamW
-    model: GPTConfig = field(default_factory=GPTConfig)
-    windows: int = 256  # held-out windows of each evaluation
+    batch: int = option(4, "Windows in each inner step.")
+    lr: float = option(Settings().lr, "Peak learning rate of the workers' AdamW.")
+    model: gpt.GPTConfig = field(default_factory=gpt.GPTConfig)
+    windows: int = option(256, "Held-out windows of each evaluation.")
     data: str | None = None
 
     def complaint(self) -> str | None:
@@ -98,8 +91,8 @@ class Plan:
         return self.steps * len(self.speeds)
 
     @property
-    def recipe(self) -> Recipe:
-        return Recipe(self.steps, self.batch, self.model.context, self.lr, "cosine")
+    def recipe(self) -> gpt.Recipe:
+        return gpt.Recipe(self.steps, self.batch, self.model.context, self.lr, "cosine")
 
 
 @dataclass(frozen=True)
@@ -126,17 +119,16 @@ class Worker:
     def __init__(self, plan: Plan, text: Text, seed: int, number: int, client: DiLoCoClient):
         self.plan = plan
         self.client = client
-        self.model = build_model(seed, plan.model)
-        self.optimizer = build_optimizer(self.model, plan.recipe)
+        self.model = gpt.build_model(seed, plan.model)
+        self.optimizer = gpt.build_optimizer(self.model, plan.recipe)
         self.batches = training_batches(
             text.shards[number], plan.batch, plan.model.context, batch_seed(seed, number)
         )
-        self.began_at = 0  # inner steps of the whole run when its base was handed out
         self.start_from(client.join(self.model), 0)
 
     def start_from(self, base: GlobalParameters, total_steps: int) -> None:
         self.base = base
-        self.began_at = total_steps
+        self.began_at = total_steps  # inner steps of the whole run when its base was handed out
         self.model.load_state_dict(base.tensors)
 
     def train(self, total_steps: int) -> None:
@@ -144,10 +136,10 @@ class Worker:
         recipe, sync_every = self.plan.recipe, self.plan.sync_every
         for step in range(sync_every):
             along = self.began_at + (total_steps - self.began_at) * step / sync_every
-            factor = learning_rate_factor(recipe, int(along / len(self.plan.speeds)))
+            factor = gpt.learning_rate_factor(recipe, int(along / len(self.plan.speeds)))
             for group in self.optimizer.param_groups:
                 group["lr"] = recipe.lr * factor
-            inner_step(self.model, self.optimizer, *next(self.batches))
+            gpt.inner_step(self.model, self.optimizer, *next(self.batches))
 
     @torch.no_grad()
     def pseudo_gradient(self) -> dict[str, Tensor] | None:
@@ -158,6 +150,21 @@ class Worker:
         }
         fits = all(tensor.bfloat16().isfinite().all() for tensor in delta.values())
         return delta if fits else None
+
+    def push(self, delta: Mapping[str, Tensor]) -> bool:
+        """False if the broker refuses it, as it may where a run diverges."""
+        try:
+            self.client.push(delta)
+        except Refused:
+            return False
+        return True
+
+    def pull(self) -> tuple[GlobalParameters, bool]:
+        """The version with the push, or the newest where the push was refused after all: False."""
+        try:
+            return self.client.pull(), True
+        except Refused:
+            return self.client.pull(), False
 
 
 def turns(plan: Plan, *, synchronous: bool) -> Iterator[Turn]:
@@ -187,7 +194,7 @@ def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
         `max_staleness` (versions), `pushes`, `refused` (of these, by the broker), `seconds` (real).
     """
     began = time.perf_counter()
-    judge = build_model(trial.seed, plan.model)
+    judge = gpt.build_model(trial.seed, plan.model)
     config = BrokerConfig(
         workers=len(plan.speeds),
         sync_every=plan.sync_every,
@@ -197,12 +204,11 @@ def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
         feed="tcp://127.0.0.1:*",
         **VARIANTS[trial.variant],
     )
-    at_start = validation_loss(judge, *text.validation)
+    at_start = gpt.validation_loss(judge, *text.validation)
     curve: list[tuple[int, float, float | None]] = [(0, 0.0, at_start)]
     diverged_at: int | None = None
     staleness: list[int] = []
     pushes = refused = total = 0
-    a_round = plan.sync_every * len(plan.speeds)
 
     with Broker(config, initial=judge.state_dict()) as broker, ExitStack() as stack:
         workers = []
@@ -218,20 +224,20 @@ def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
             deltas = [worker.pseudo_gradient() for worker in pushing]
             loss = math.nan
             if None not in deltas:
+                pushes += len(pushing)
                 for worker, delta in zip(pushing, deltas, strict=True):
                     assert delta is not None
-                    pushes += 1
-                    refused += not accepted(worker.client, delta)
+                    refused += not worker.push(delta)
                 for worker in pushing:
-                    base, (newest, lost) = worker.base, pull(worker.client)
-                    refused += lost
+                    base, (newest, is_in) = worker.base, worker.pull()
+                    refused += not is_in
                     # The versions between the base and the one that contains the push.
                     staleness.append(newest.version.counter - base.version.counter - 1)
                     worker.start_from(newest, total)
-                if total % a_round:
-                    continue
+                if total % (plan.sync_every * len(workers)):
+                    continue  # this round's steps have not all been made
                 judge.load_state_dict(newest.tensors)
-                loss = validation_loss(judge, *text.validation)
+                loss = gpt.validation_loss(judge, *text.validation)
             curve.append((total, turn.virtual_s, loss if math.isfinite(loss) else None))
             if diverged_at is None and not loss <= at_start:
                 diverged_at = total
@@ -250,35 +256,12 @@ def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
     }
 
 
-def accepted(client: DiLoCoClient, delta: Mapping[str, Tensor]) -> bool:
-    """Push; False if the broker refuses it, as it may where a run diverges."""
-    try:
-        client.push(delta)
-    except Refused:
-        return False
-    return True
-
-
-def pull(client: DiLoCoClient) -> tuple[GlobalParameters, bool]:
-    """The version that contains the push, or the newest where the push was refused after all: True."""
-    try:
-        return client.pull(), False
-    except Refused:
-        return client.pull(), True
-
-
 def trials(
     variants: Sequence[str], outers: Sequence[tuple[float, float]], seeds: int
 ) -> Iterator[Trial]:
     """All runs, seed by seed, so that what is there at any time can be compared in pairs."""
     for seed, (eta, mu), variant in product(range(seeds), outers, variants):
         yield Trial(variant, eta, mu, seed)
-
-
-def settings_of(plan: Plan) -> dict[str, Any]:
-    """The plan as it is read back from the file of results."""
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(plan)))
-    return plain
 
 
 def as_json(report: Mapping[str, Any]) -> str:
@@ -288,24 +271,25 @@ def as_json(report: Mapping[str, Any]) -> str:
     return about.removesuffix("\n}") + f',\n "runs": [\n  {runs}\n ]\n}}\n'
 
 
-def compare(  # noqa: PLR0913  each is an option
+def told(run: Mapping[str, Any]) -> str:
+    """A run in a line, for people who wait for the others."""
+    loss, diverged_at = run["final_loss"], run["diverged_at"]
+    text = f"{run['variant']} eta {run['eta']} mu {run['mu']} seed {run['seed']}: "
+    text += "not finite" if loss is None else f"{loss:.4f}"
+    text += "" if diverged_at is None else f", diverged at {diverged_at}"
+    return f"{text} ({run['seconds']:.0f} s)"
+
+
+@with_options(Plan)
+def compare(
     *,
     seeds: Annotated[int, typer.Option(help="Runs of each variant, paired by seed.")] = 3,
-    steps: Annotated[
-        int, typer.Option(help="Inner steps for each worker; the fast ones make more of the total.")
-    ] = Plan.steps,
-    sync_every: Annotated[
-        int, typer.Option(help="H: inner steps between two pushes; divides the steps.")
-    ] = Plan.sync_every,
-    batch: Annotated[int, typer.Option(help="Windows in each inner step.")] = Plan.batch,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of the workers' AdamW.")] = Plan.lr,
     outers: Annotated[
         str, typer.Option(help="Outer learning rates and momenta, ETA:MU with commas between them.")
     ] = OUTERS,
     speeds: Annotated[
         str, typer.Option(help="Steps per virtual second of each worker, with commas between them.")
     ] = ",".join(map(str, SPEEDS)),
-    windows: Annotated[int, typer.Option(help="Held-out windows that judge.")] = Plan.windows,
     variants: Annotated[
         str, typer.Option(help="Which to measure, with commas between them.")
     ] = ",".join(USUAL_VARIANTS),
@@ -315,6 +299,7 @@ def compare(  # noqa: PLR0913  each is an option
     out: Annotated[
         Path, typer.Option(help="JSON file of results; the plot goes beside it, as .png.")
     ] = Path("runs/async-comparison.json"),
+    **given: Any,
 ) -> None:
     """Measure asynchronous outer optimizers against synchronous DiLoCo; print a table, draw a plot.
 
@@ -324,15 +309,8 @@ def compare(  # noqa: PLR0913  each is an option
     try:
         pairs = (pair.split(":") for pair in outers.split(","))
         settings = [(float(eta), float(mu)) for eta, mu in pairs]
-        plan = Plan(
-            steps,
-            sync_every,
-            tuple(map(float, speeds.split(","))),
-            batch=batch,
-            lr=lr,
-            windows=windows,
-            data=None if data is None else str(data),
-        )
+        path = None if data is None else str(data)
+        plan = Plan(**given, speeds=tuple(map(float, speeds.split(","))), data=path)
     except ValueError as error:
         wrong(f"--speeds are numbers and --outers are pairs ETA:MU, with commas between; {error}")
     names = [name.strip() for name in variants.split(",")]
@@ -344,19 +322,20 @@ def compare(  # noqa: PLR0913  each is an option
     if complaint := plan.complaint():
         wrong(complaint)
     torch.set_num_threads(1)  # the clients' threads and the broker's share the machine
-    report: dict[str, Any] = {"settings": settings_of(plan), "commands": [], "runs": []}
+    plain = json.loads(json.dumps(asdict(plan)))  # as it is read back
+    report: dict[str, Any] = {"settings": plain, "commands": [], "runs": []}
     if out.exists():
         report = json.loads(out.read_text())
-        if report["settings"] != settings_of(plan):
+        if report["settings"] != plain:
             wrong(f"{out} holds a comparison with other settings; name another file with --out")
     try:
-        text = load_text(data, len(plan.speeds), plan.model.context, windows)
+        text = load_text(data, len(plan.speeds), plan.model.context, plan.windows)
     except DataError as error:
         wrong(str(error))
     command = (
-        f"python -m diloco_tools.experiments.compare --seeds {seeds} --steps {steps} "
-        f"--sync-every {sync_every} --batch {batch} --lr {lr} --outers {outers} --speeds {speeds} "
-        f"--windows {windows} --variants {','.join(names)}"
+        f"python -m diloco_tools.experiments.compare --seeds {seeds} --steps {plan.steps} "
+        f"--sync-every {plan.sync_every} --batch {plan.batch} --lr {plan.lr} --outers {outers} "
+        f"--speeds {speeds} --windows {plan.windows} --variants {','.join(names)}"
         + (f" --data {data}" if data is not None else "")
     )
     report["commands"] += [command] if command not in report["commands"] else []
@@ -365,17 +344,9 @@ def compare(  # noqa: PLR0913  each is an option
     known = [Trial(*(run[each.name] for each in fields(Trial))) for run in report["runs"]]
     wanted = [trial for trial in trials(names, settings, seeds) if trial not in known]
     for number, trial in enumerate(wanted, 1):
-        run = measure(plan, trial, text)
-        report["runs"].append(run)
+        report["runs"].append(measure(plan, trial, text))
         out.write_text(as_json(report))
-        loss = run["final_loss"]
-        typer.echo(
-            f"{number}/{len(wanted)} {trial.variant} eta {trial.eta} mu {trial.mu} "
-            f"seed {trial.seed}: {'not finite' if loss is None else f'{loss:.4f}'}"
-            + (f", diverged at {run['diverged_at']}" if run["diverged_at"] is not None else "")
-            + f" ({run['seconds']:.0f} s)",
-            err=True,
-        )
+        typer.echo(f"{number}/{len(wanted)} {told(report['runs'][-1])}", err=True)
     typer.echo(markdown(report["runs"]))
     try:
         draw(report, out.with_suffix(".png"))

@@ -1,0 +1,73 @@
+"""What decides how a demo goes, and options of a command that are declared as the fields of a record."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any
+
+import typer
+
+
+def option(default: Any, told: str) -> Any:
+    """A field that is an option of the command line, and its help."""
+    return field(default=default, metadata={"help": told})
+
+
+def with_options(record: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of a record in place of its `**given`, behind those of its own."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        *own, _ = signature(command).parameters.values()
+        declared = [
+            Parameter(
+                each.name,
+                Parameter.KEYWORD_ONLY,
+                default=each.default,
+                annotation=Annotated[type(each.default), typer.Option(help=each.metadata["help"])],
+            )
+            for each in fields(record)
+            if "help" in each.metadata
+        ]
+        together = [*own, *declared]
+        command.__signature__ = Signature(together)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in together}
+        return command
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides how a demo goes, apart from the text itself."""
+
+    steps: int = option(1500, "Inner steps of each worker, and of the single worker.")
+    workers: int = option(2, "DiLoCo workers.")
+    seed: int = option(0, "Decides parameters and batches.")
+    sync_every: int = option(50, "H: inner steps between two rounds; divides the steps.")
+    batch: int = option(8, "Windows in each inner step.")
+    context: int = option(64, "Bytes in each window.")
+    schedule: str = "cosine"
+    lr: float = option(3e-3, "Peak learning rate of the DiLoCo workers' AdamW.")
+    single_lr: float = option(3e-3, "Peak learning rate of the single worker's AdamW.")
+    outer_lr: float = option(0.8, "Learning rate of the broker's outer optimizer.")
+    outer_momentum: float = option(0.5, "Nesterov momentum of the outer optimizer.")
+    wire_dtype: str = "bf16"
+    reply_dtype: str = "fp32"
+    data: str | None = None
+
+    def complaint(self) -> str | None:
+        """One sentence about the first setting that cannot work, or None."""
+        for name in ("steps", "workers", "sync_every", "batch", "context"):
+            if getattr(self, name) < 1:
+                return f"--{name.replace('_', '-')} is {getattr(self, name)} but must be at least 1"
+        if self.steps % self.sync_every:
+            return (
+                f"--steps {self.steps} is not a multiple of --sync-every {self.sync_every}: the last "
+                f"{self.steps % self.sync_every} steps would be lost; "
+                f"take {self.rounds * self.sync_every or self.sync_every} steps"
+            )
+        return None
+
+    @property
+    def rounds(self) -> int:
+        return self.steps // self.sync_every

@@ -18,15 +18,7 @@ from diloco_protocol.version import as_hex
 
 
 class AuditLog:
-    """Appends to a file, each line at once.
-
-    Args:
-        path: of the file; made if it is not there.
-        epoch: this life of the broker.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Appends to a file, each line at once; raises UsageError where it cannot be written."""
 
     def __init__(self, path: Path, epoch: str) -> None:
         self._epoch = epoch

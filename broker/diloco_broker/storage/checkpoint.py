@@ -27,7 +27,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from diloco_protocol.records import to_plain
 
 MANIFEST = "checkpoint.json"
 NAME = re.compile(r"checkpoint-(\d{4,})-(\d{12,})(?:-(\d+))?")
-# What a file that is not ours raises when it is read.
 UNREADABLE = (KeyError, TypeError, ValueError, ProtocolError, UsageError, SafetensorError)
 
 
@@ -169,8 +168,8 @@ def found(folder: Path) -> list[Path]:
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint and check every byte of it; raises Damaged."""
     plain = read_manifest(path)
-    found = _without_tensors(path, plain)
-    try:
+    with _as_damaged(path):
+        found = checkpoint_format.without_tensors(plain)
         check_files(path, plain)
         parts = [part for part in found.layout.all if part.chunks]
         has, wanted = set(found.record.fragments), {part.fragment for part in parts}
@@ -182,19 +181,21 @@ def load(path: Path) -> Checkpoint:
             )
             for part in parts
         }
-    except UNREADABLE as error:
-        raise Damaged(f"{path} cannot be read: {error!r:.200}.") from None
     return replace(found, tensors=tensors)
 
 
 def load_record(path: Path) -> Checkpoint:
     """A checkpoint without its tensors; raises Damaged."""
-    return _without_tensors(path, read_manifest(path))
-
-
-def _without_tensors(path: Path, plain: Mapping[str, Any]) -> Checkpoint:
-    try:
+    plain = read_manifest(path)
+    with _as_damaged(path):
         return checkpoint_format.without_tensors(plain)
+
+
+@contextlib.contextmanager
+def _as_damaged(path: Path) -> Iterator[None]:
+    """Within it, what a file that is not ours raises when it is read becomes Damaged."""
+    try:
+        yield
     except UNREADABLE as error:
         raise Damaged(f"{path} cannot be read: {error!r:.200}.") from None
 
@@ -233,11 +234,7 @@ def _file_name(fragment: int) -> str:
 def _save_fragment(
     fragment: int, checkpoint: Checkpoint, *, to: Path, before: tuple[Path, dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Write one fragment, or link to the file that has it. Returns size and sum.
-
-    Args:
-        before: folder and manifest of the checkpoint that was written last, if there is one.
-    """
+    """Write one fragment, or link to the file that has it in `before`, which was written last."""
     name = _file_name(fragment)
     if before is not None:
         path, plain = before

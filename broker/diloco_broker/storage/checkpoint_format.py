@@ -19,7 +19,6 @@ from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.storage.safetensors_writer import Chunked
 from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out_plan
-from diloco_protocol.codecs import segment_dtype
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.records import from_plain, to_plain
 from diloco_protocol.version import Ledger, VersionId
@@ -161,35 +160,25 @@ def _plain_optimizer(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def tensors_of_file(layout: FragmentLayout, fragment: FragmentTensors) -> dict[str, Chunked]:
     """What a file of a fragment holds: its segments, and the outer state of its parameters."""
-    tensors = {}
+    tensors: dict[str, Chunked] = {}
     for segment in Segment:
         chunks = [fragment.chunks[span.index] for span in layout.spans if span.segment is segment]
         if chunks:
-            tensors[segment.value] = Chunked(chunks, segment_dtype(segment))
+            tensors[segment.value] = chunks
     for name, states in fragment.outer.items():
         known = [state for state in states if state is not None]
         if known:
-            tensors[f"outer.{name}"] = Chunked(known, torch.float32)
-    for key, tensor in _optimizer_tensors(fragment.optimizer):
-        flat = tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1)
-        tensors[f"optimizer.{key}"] = Chunked([flat], torch.float32)
+            tensors[f"outer.{name}"] = known
+    for number, values in (fragment.optimizer or {}).get("state", {}).items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                flat = value.detach().to("cpu", torch.float32).contiguous().reshape(-1)
+                tensors[f"optimizer.{number}.{name}"] = [flat]
     return tensors
 
 
-def _optimizer_tensors(state: Mapping[str, Any] | None) -> list[tuple[str, Tensor]]:
-    found = []
-    for number, values in (state or {}).get("state", {}).items():
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                found.append((f"{number}.{name}", value))
-    return found
-
-
 def load_tensors(path: Path, layout: FragmentLayout, plain: Mapping[str, Any]) -> FragmentTensors:
-    """Read the file of one fragment, each chunk into memory of its own.
-
-    Args:
-        plain: of this fragment, from `checkpoint.json`.
+    """Read the file of one fragment, each chunk into memory of its own; `plain` is its part of the JSON.
 
     Raises:
         ValueError, KeyError, SafetensorError: it does not hold what the layout says.

@@ -35,19 +35,11 @@ class FolderLock:
         try:
             self.take()
         except OSError as error:
-            logger.warning(
-                "%s cannot be written: %s. There will be no checkpoints until it can.",
-                folder,
-                error.strerror,
-            )
+            text = "%s cannot be written: %s. There will be no checkpoints until it can."
+            logger.warning(text, folder, error.strerror)
 
     def take(self) -> None:
-        """Take the lock unless it is held already; before anything is written.
-
-        Raises:
-            OSError: the folder cannot be written.
-            UsageError: as above.
-        """
+        """Take the lock unless it is held already; raises UsageError as above, or OSError."""
         if self._file is None:
             self._file = self._opened()
             checkpoint.sweep(self.folder)
@@ -75,11 +67,8 @@ class FolderLock:
                     f"Another broker (process {holder}) saves to {self.folder}; give this one another "
                     "--save-dir."
                 ) from None
-            logger.warning(
-                "%s is on a file system without locks (%s): make sure that no other broker saves there.",
-                self.folder,
-                error.strerror,
-            )
+            text = "is on a file system without locks (%s): make sure that no other broker saves there."
+            logger.warning(f"%s {text}", self.folder, error.strerror)
         # For the sentence above; a full disk takes nothing from the lock.
         with contextlib.suppress(OSError):
             os.ftruncate(file.fileno(), 0)

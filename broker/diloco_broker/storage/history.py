@@ -35,18 +35,15 @@ class HistoryWriter:
     would hold up the end of the process (`logging.shutdown` waits for each handler's lock), and a line
     that did not fit on a full disk stays in the handler's buffer, in front of the next one.
 
-    Args:
-        folder: made if it is not there, once there is something to write.
-        epoch: this life of the broker, put into each line.
-
-    Attributes:
-        error: what was wrong with the last attempt; None while all is well.
-        lost: lines that could not be written.
+    The folder is made once there is something to write. `epoch`, this life of the broker, is put into
+    each line.
     """
 
     def __init__(self, folder: Path, epoch: str) -> None:
-        self.error: str | None = None
-        self.lost = 0
+        self.error: str | None = (
+            None  # what was wrong with the last attempt; None while all is well
+        )
+        self.lost = 0  # lines that could not be written
         self._folder, self._epoch = folder, epoch
         self._lines: deque[tuple[str, dict[str, Any]]] = deque()
         self._changed = threading.Condition()

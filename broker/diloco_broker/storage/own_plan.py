@@ -29,10 +29,7 @@ def read_split(path: Path) -> OwnSplit:
 
 
 def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
-    """How a model is split where not by a pattern; None where by one.
-
-    Args:
-        choose: the function given to `Broker`, if there is one.
+    """How a model is split where not by a pattern, as by the function given to `Broker`; else None.
 
     Raises:
         UsageError: options that contradict each other, or a file that is no split.

@@ -27,9 +27,6 @@ def newest_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that the configuration says to go on from; None to begin a new run.
 
-    Args:
-        split: the user's own split of the model, if there is one.
-
     Raises:
         UsageError: a checkpoint that was asked for by its path cannot be used, or none fits.
     """
@@ -85,12 +82,8 @@ def _with_fitting_optimizer(
     had, has = found.outer, outer_kind(config, has_own_optimizer)
     if had == has:
         return _with_fitting_buffer(config, found, path)
-    logger.warning(
-        "The outer optimizer was %s in %s and is %s now: it begins without momentum.",
-        had,
-        path,
-        has,
-    )
+    text = "The outer optimizer was %s in %s and is %s now: it begins without momentum."
+    logger.warning(text, had, path, has)
     bare = {f: FragmentTensors(each.chunks) for f, each in found.tensors.items()}
     return replace(found, tensors=bare)
 

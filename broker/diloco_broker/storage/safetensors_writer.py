@@ -12,7 +12,6 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,21 +19,12 @@ from torch import Tensor
 
 from diloco_protocol.codecs import as_bytes
 
-_NAMES = {torch.float32: "F32", torch.int64: "I64", torch.bfloat16: "BF16", torch.float16: "F16"}
-# Read at a time for a checksum.
-_PIECE = 1 << 20
+_NAMES = {torch.float32: "F32", torch.int64: "I64"}
+_PIECE = 1 << 20  # bytes read at a time for a checksum
 
 
-@dataclass(frozen=True)
-class Chunked:
-    """One tensor, 1-D, as the chunks it lies in, one after the other."""
-
-    chunks: Sequence[Tensor]
-    dtype: torch.dtype
-
-    @property
-    def elements(self) -> int:
-        return sum(chunk.numel() for chunk in self.chunks)
+Chunked = Sequence[Tensor]
+"""One tensor, 1-D, as the chunks that it lies in, one after the other; at least one."""
 
 
 def write(path: Path, tensors: Mapping[str, Chunked]) -> tuple[int, str]:
@@ -45,14 +35,15 @@ def write(path: Path, tensors: Mapping[str, Chunked]) -> tuple[int, str]:
     """
     header: dict[str, object] = {}
     offset = 0
-    for name, tensor in tensors.items():
-        size = tensor.elements * tensor.dtype.itemsize
+    for name, chunks in tensors.items():
+        dtype, elements = chunks[0].dtype, sum(chunk.numel() for chunk in chunks)
+        end = offset + elements * dtype.itemsize
         header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": [tensor.elements],
-            "data_offsets": [offset, offset + size],
+            "dtype": _NAMES[dtype],
+            "shape": [elements],
+            "data_offsets": [offset, end],
         }
-        offset += size
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin on a multiple of eight bytes
     total = hashlib.sha256()
@@ -68,8 +59,8 @@ def write(path: Path, tensors: Mapping[str, Chunked]) -> tuple[int, str]:
 def _pieces(text: bytes, tensors: Iterable[Chunked]) -> Iterable[bytes | memoryview]:
     yield struct.pack("<Q", len(text))
     yield text
-    for tensor in tensors:
-        for chunk in tensor.chunks:
+    for chunks in tensors:
+        for chunk in chunks:
             if chunk.numel():
                 yield as_bytes(chunk)
 

@@ -37,13 +37,8 @@ def checkpoint_of(state: RunState, store: TensorStore, record: RunRecord, life: 
 class CheckpointWriter:
     """See the head of this module.
 
-    Args:
-        lock: of the folder where checkpoints go; made when the first one is written.
-        keep: how many are kept.
-        wake: called by the thread when there is a result.
-
-    Attributes:
-        results: what has been done, the oldest first; the loop takes them from the left.
+    The folder of `lock` is made when the first checkpoint is written, and the newest `keep` stay there.
+    The thread calls `wake` when there is something in `results`, the oldest first.
     """
 
     def __init__(self, lock: FolderLock, keep: int, wake: Callable[[], None]) -> None:

@@ -86,7 +86,7 @@ class Gradient:
         total: what has been added up; its memory is used up by reading. None when nothing has.
         waiting: contributions that come on top, in wire dtype, each with its weight.
         divisor: of the sum.
-        scratch: room for two pieces, in fp32; for what is waiting.
+        scratch: room for two pieces of what is waiting, in fp32.
         new: returns an uninitialised fp32 tensor with this number of elements.
     """
 
@@ -159,15 +159,9 @@ class StreamingMean:
 
     What has come last is not added up at once but held as it came. Most often the other contributions
     to the same chunk come soon, and then the sum is made piece by piece with the outer step, and never
-    goes through the memory.
+    goes through the memory. At most `HELD` contributions are `held` so, over all chunks.
 
-    Args:
-        layout: the fragment's chunks.
-        wire: what parameters travel in where a contribution says nothing else.
-        buffers: where memory for accumulators comes from.
-
-    Attributes:
-        held: contributions that are held, at most `HELD`.
+    `wire` is what parameters travel in where a contribution says nothing else.
     """
 
     def __init__(
@@ -188,10 +182,8 @@ class StreamingMean:
         """Add a chunk. Returns False, with nothing changed, when it is not finite.
 
         Args:
-            index: chunk number.
             payload: its bytes in wire form, of the right length. They must not change any more.
             weight: finite and positive; ignored for integers.
-            wire: what this contribution's parameters are in; None: the mean's wire dtype.
         """
         span = self._spans[index]
         segment, values = span.segment, decode_chunk(span, payload, wire or self._wire)
@@ -263,11 +255,6 @@ class StagedReducer:
         """The sum of a chunk's squared values, in fp64; None when one is NaN or infinite.
 
         0 unless it is of parameters: they alone make the length of a submission.
-
-        Args:
-            span: which chunk.
-            payload: its bytes in wire form, of the right length.
-            dtype: name of the wire dtype of parameters.
         """
         if span.segment is Segment.INTEGERS:
             return 0.0
@@ -283,7 +270,7 @@ class StagedReducer:
         """What a group of submissions makes of a chunk; None without parts."""
         if not parts:
             return None
-        chunks = self._decoded(span, parts)
+        chunks = (self._decode(span, each.payloads[span.index], each.wire_dtype) for each in parts)
         match span.segment:
             case Segment.INTEGERS:
                 largest = next(chunks).clone()
@@ -297,9 +284,6 @@ class StagedReducer:
                 return blend
             case Segment.PARAMETERS:
                 return Gradient.of(self._aggregate(chunks, parts))
-
-    def _decoded(self, span: ChunkSpan, parts: Sequence[WholePush]) -> Iterator[Tensor]:
-        return (self._decode(span, part.payloads[span.index], part.wire_dtype) for part in parts)
 
     def _decode(self, span: ChunkSpan, payload: Any, dtype: str) -> Tensor:
         values = decode_chunk(span, payload, dtype)

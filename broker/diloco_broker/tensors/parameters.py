@@ -28,6 +28,7 @@ from diloco_broker.tensors.outer.chunked import (
     without_buffer,
 )
 from diloco_broker.tensors.outer.make import Outer
+from diloco_broker.tensors.outer.torch_fragment import placed
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
@@ -53,11 +54,9 @@ class Parameters:
     """Master copies of every chunk, and what makes new ones.
 
     Args:
-        layout: how the model is cut.
         outer: the outer optimizer, shared by all fragments; its state is kept for each chunk.
-        wire: name of the dtype of pseudo-gradients on their way up, where they are streamed and
-            nothing else is said of them.
-        reply: name of the dtype of parameters on their way down.
+        wire: dtype of streamed pseudo-gradients of which nothing else is said.
+        reply: dtype of parameters on their way down.
         aggregate: what whole submissions are merged with, one of `aggregate.AGGREGATES`.
         is_round: whether a gradient is a round's. The maximum of its integers then replaces their
             value, which otherwise only grows: a single submission may be behind the others.
@@ -134,10 +133,7 @@ class Parameters:
     def fold(
         self, fragment: int, index: int, payload: Any, weight: float, wire: str | None = None
     ) -> bool:
-        """Add a chunk of a push to the round's mean; False when it is not finite.
-
-        `wire` names what the push's parameters are in; None: what the run's are.
-        """
+        """Add a chunk of a push, in its own wire dtype or the run's; False when it is not finite."""
         return self._means[fragment].fold(index, payload, weight, wire)
 
     def inspect(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> float | None:
@@ -157,12 +153,7 @@ class Parameters:
             whole.fragment.tune(own)
 
     def step(self, fragment: int, index: int, weight: float, count: int) -> list[Stepped]:
-        """The outer step of one chunk, with the mean of what was folded.
-
-        Args:
-            weight: sum of the weights folded; 0 when nobody delivered this chunk, which then keeps
-                its value, but for a buffer that is due.
-            count: gradients of this fragment before this one.
+        """The outer step of one chunk, with the mean of what was folded; see `effects.Step`.
 
         Returns:
             This chunk. With an optimizer that steps whole tensors nothing for a chunk of parameters
@@ -174,12 +165,10 @@ class Parameters:
     def merge(
         self, fragment: int, index: int, groups: Sequence[Sequence[WholePush]], count: int
     ) -> list[Stepped]:
-        """The outer steps of one chunk, one after the other with the gradient of each group.
+        """The outer steps of one chunk, one after the other; see `effects.AggregateAndStep`.
 
-        Args:
-            groups: chunks of whole submissions; a group without parts lacks this chunk, which then
-                keeps its value and its state, but for a buffer that is due, and counts all the same.
-            count: gradients of this fragment before the first group's.
+        Where a group has no parts, the chunk keeps its value and its state, but for a buffer that is
+        due, and the group counts all the same.
         """
         span = self._layouts[fragment].spans[index]
         reduced = (self._staged.reduced(span, parts) for parts in groups)
@@ -191,15 +180,12 @@ class Parameters:
 
     def fragment_tensors(self, fragment: int) -> FragmentTensors:
         """The fragment's values and what its outer optimizer remembers. They never change."""
-        chunks = [each for each in self._masters[fragment] if each is not None]
-        assert len(chunks) == self._layouts[fragment].chunks, "a chunk has no value yet"
-        states = self._states[fragment]
+        masters, states = self._masters[fragment], self._states[fragment]
+        chunks = [placed(masters, index) for index in range(len(masters))]
         names = sorted({name for state in states for name in state})
         outer = {name: [state.get(name) for state in states] for name in names}
         whole = self._wholes.get(fragment)
-        return FragmentTensors(
-            chunks, outer, None if whole is None else whole.fragment.state_dict()
-        )
+        return FragmentTensors(chunks, outer, whole.fragment.state_dict() if whole else None)
 
     def put_back(self, fragment: int, kept: FragmentTensors) -> None:
         """Put back what `fragment_tensors` gave; the tensors must not change any more.
@@ -223,9 +209,10 @@ class Parameters:
     def _advance(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
     ) -> list[Stepped]:
-        if self._is_whole(fragment, index):
+        span, outer = self._layouts[fragment].spans[index], self._outer
+        is_stepped_whole = isinstance(outer, TorchOuter) and outer.rule != "paper"
+        if is_stepped_whole and span.segment is Segment.PARAMETERS:
             return self._advance_whole(fragment, index, gradients, count)
-        span = self._layouts[fragment].spans[index]
         reply: Tensor | None = None
         overflow = False
         for turn, gradient in enumerate(gradients, start=count):
@@ -256,8 +243,7 @@ class Parameters:
         self, fragment: int, span: ChunkSpan, overflow: bool, reply: Tensor | None = None
     ) -> Stepped:
         if reply is None:
-            master = self._masters[fragment][span.index]
-            assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
+            master = placed(self._masters[fragment], span.index)
             reply = self._in_wire_form(fragment, span, master)
         assert reply is not None, "a chunk that could not be sent was stored"
         return Stepped(fragment, span.index, encode_chunk(span, reply, self._reply), overflow)
@@ -269,8 +255,7 @@ class Parameters:
 
         One finite but enormous value would make parameters and momentum infinite for good.
         """
-        master = self._masters[fragment][span.index]
-        assert master is not None, f"chunk {span.index} of fragment {fragment} has no value"
+        master = placed(self._masters[fragment], span.index)
         state, new = self._states[fragment][span.index], self._buffers.like
         reply = Reply(span, self._reply, self._buffers)
         outer = self._outer_of(fragment, span) if span.segment is Segment.PARAMETERS else None
@@ -317,30 +302,18 @@ class Parameters:
         rates = self._wholes[fragment].fragment.rates(span.index)
         return DelayedNesterovByGroup(rates, outer.size, outer.c)
 
-    def _is_whole(self, fragment: int, index: int) -> bool:
-        """Whether a torch optimizer steps this chunk, with the others of its fragment."""
-        outer = self._outer
-        is_stepped = isinstance(outer, TorchOuter) and outer.rule != "paper"
-        return is_stepped and self._is_parameters(fragment, index)
-
     def _make_whole(self, fragment: int, index: int) -> None:
         """Give a fragment its torch optimizer once all its parameters are there."""
-        if not isinstance(self._outer, TorchOuter) or not self._is_parameters(fragment, index):
-            return
         layout, masters = self._layouts[fragment], self._masters[fragment]
+        stepped = [s.index for s in layout.spans if s.segment is Segment.PARAMETERS]
+        if not isinstance(self._outer, TorchOuter) or index not in stepped:
+            return
         if fragment in self._wholes:
             self._wholes[fragment].fragment.load(masters, [index])
-        elif all(
-            masters[span.index] is not None
-            for span in layout.spans
-            if span.segment is Segment.PARAMETERS
-        ):
+        elif all(masters[each] is not None for each in stepped):
             self._wholes[fragment] = WholeTensors(
                 self._outer, layout, masters, self._states[fragment], self._fits
             )
-
-    def _is_parameters(self, fragment: int, index: int) -> bool:
-        return self._layouts[fragment].spans[index].segment is Segment.PARAMETERS
 
     def _fits(self, span: ChunkSpan, values: Tensor) -> bool:
         """Whether a chunk of trained parameters can be sent."""
@@ -354,10 +327,8 @@ class Parameters:
 def pool_sizes(layout: ModelLayout, *, remembered: int, means: bool) -> list[int]:
     """Bytes of each chunk of everything that there will be.
 
-    Args:
-        layout: how the model is cut.
-        remembered: tensors of the size of a chunk that the outer optimizer remembers of it.
-        means: whether contributions are added up as they come.
+    `remembered` is how many tensors of its size the outer optimizer remembers of a chunk, `means`
+    whether contributions are added up as they come.
     """
     every = [bytes_of(span) for part in layout.all for span in part.spans]
     steps = [

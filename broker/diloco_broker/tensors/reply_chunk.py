@@ -14,11 +14,8 @@ from diloco_protocol.tensor_pool import TensorPool
 class Reply:
     """The wire form of one chunk, made of it at once or piece by piece while it is being made.
 
-    Args:
-        span: which chunk.
-        wire: what parameters travel in on their way down.
-        buffers: where memory for it comes from.
-        frozen: it is of the frozen part, which may hold infinities (a causal mask); NaN never.
+    `wire` is what parameters travel in on their way down. A chunk of the `frozen` part may hold
+    infinities (a causal mask); NaN never.
     """
 
     def __init__(

@@ -58,17 +58,8 @@ class _Piece:
 class TorchFragment:
     """A fragment's parameters in tensors of their own, and the torch optimizer over them.
 
-    Chunks of parameters are named by their number in the fragment.
-
-    Args:
-        factory: makes the optimizer.
-        layout: the fragment; it has parameters.
-        masters: the fragment's chunks, all placed; copied.
-        reads: settings that each group of the optimizer has to have.
-
-    Attributes:
-        spans: the chunks of parameters.
-        optimizer: of torch's.
+    Chunks of parameters are named by their number in the fragment, which has some. All chunks of
+    `masters` are placed; they are copied. `reads` are settings that each group has to have.
 
     Raises:
         UsageError: when the factory fails, or returns what cannot be used.
@@ -83,7 +74,7 @@ class TorchFragment:
     ) -> None:
         places = [place for place in layout.places if place.segment is Segment.PARAMETERS]
         spans = [span for span in layout.spans if span.segment is Segment.PARAMETERS]
-        self.spans = {span.index: span for span in spans}
+        self.spans = {span.index: span for span in spans}  # the chunks of parameters
         self._pieces = {span.index: list(_pieces(places, span)) for span in spans}
         self._parameters = FragmentParameters(
             layout.fragment, {p.entry.name: Parameter(torch.empty(p.entry.shape)) for p in places}
@@ -173,11 +164,7 @@ class TorchFragment:
                 group["betas"] = (settings["momentum"], *group["betas"][1:])
 
     def rates(self, index: int) -> list[Rate]:
-        """lr and momentum of each part of a chunk, as the optimizer's groups say them now.
-
-        Raises:
-            UsageError: for a group that has neither.
-        """
+        """lr and momentum of each part of a chunk, as its groups say them now, or UsageError."""
         found: list[Rate] = []
         numbers = self._group_numbers()
         for piece in self._pieces[index]:

@@ -49,15 +49,8 @@ class TorchOuter:
 class WholeTensors:
     """Steps one fragment with a torch optimizer, once the gradients of all its chunks are there.
 
-    Args:
-        outer: the factory, and what its optimizer is used for.
-        layout: the fragment; it has parameters.
-        masters: the fragment's chunks, all placed. A step puts new tensors in their place.
-        states: the buffers' sums; likewise.
-        fits: whether a chunk's new value can be sent.
-
-    Attributes:
-        fragment: the optimizer, and the parameters that it steps.
+    A step puts new tensors in the place of those in `masters`, the fragment's chunks, and in `states`,
+    the buffers' sums. `fits` says whether a chunk's new value can be sent.
 
     Raises:
         UsageError: when the factory fails, or returns what cannot be used.
@@ -103,14 +96,10 @@ class WholeTensors:
     # Stepping.
 
     def advance(self, gradients: Mapping[int, Tensor], count: int) -> set[int]:
-        """Take one gradient of the fragment.
+        """Take one gradient of the fragment, by chunk; there were `count` before it.
 
         A chunk without a gradient keeps its value and its share of the buffer, which is applied at a
         boundary all the same; the optimizer sees a gradient of 0 where there is neither.
-
-        Args:
-            gradients: fp32, by chunk.
-            count: gradients of this fragment before this one.
 
         Returns:
             Chunks of which something was left out because a result was not finite: this gradient,

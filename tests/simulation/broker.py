@@ -31,23 +31,15 @@ TURN_ENDS = 0.5
 
 
 class BrokerHost:
-    """One life of the broker; see the head of this module.
-
-    Args:
-        disk: with the checkpoints, of which the newest is gone on from; None where nothing is saved.
-
-    Attributes:
-        is_alive: until it is killed or has stopped.
-        messages: that have come in.
-    """
+    """One life of the broker, which goes on from the newest checkpoint on the disk, if there is one."""
 
     def __init__(
         self, world: World, scenario: Scenario, referee: Referee, disk: Disk | None = None
     ) -> None:
         self.world = world
         self.referee = referee
-        self.is_alive = True
-        self.messages = 0
+        self.is_alive = True  # until it is killed or has stopped
+        self.messages = 0  # that have come in
         self._scenario = scenario
         self._life = 1 if disk is None else disk.next_life
         self._checkpoint = None if disk is None else disk.newest
@@ -178,12 +170,8 @@ class BrokerHost:
 
     def _is_saved(self, number: int, error: str | None) -> None:
         if self.is_alive:
-            failed = error is not None
-            self._feed(
-                events.SaveFailed(number, error or "")
-                if failed
-                else events.Saved(number, "a checkpoint")
-            )
+            saved = events.Saved(number, "a checkpoint")
+            self._feed(saved if error is None else events.SaveFailed(number, error))
 
     def _plan_work(self) -> None:
         if self.tensors.queue and not self._is_working:

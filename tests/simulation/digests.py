@@ -49,13 +49,10 @@ def digest(job: Job) -> str:
 
     with listening("up"), listening("down"):
         if isinstance(how, bool):
-            run = Simulation(a_scenario(mode, how, seed=0), 0)
-            run.run()
+            run = Simulation(a_scenario(mode, how, seed=0), 0).run()
         else:
             with week.coarse():
-                run = Simulation(week.a_week(mode, how), 1)
-                run.referee.rounds = []
-                run.run()
+                run = Simulation(week.a_week(mode, how), 1).run()
     disk = run.disk
     saved = None if disk is None else (sorted(disk.checkpoints), disk.writes, disk.failures)
     said.update(repr((saved, run.world.dice.getstate())).encode())
@@ -65,20 +62,15 @@ def digest(job: Job) -> str:
 def main() -> None:
     out, *before = map(Path, sys.argv[1:])
     with ProcessPoolExecutor() as pool:
-        found = {
-            f"{mode} {how}": each
-            for (mode, how), each in zip(JOBS, pool.map(digest, JOBS), strict=True)
-        }
+        names = [f"{mode} {how}" for mode, how in JOBS]
+        found = dict(zip(names, pool.map(digest, JOBS), strict=True))
     out.write_text(json.dumps(found, indent=1))
     for file in before:
         other = json.loads(file.read_text())
-        differing = [
-            name for name in found.keys() | other.keys() if found.get(name) != other.get(name)
-        ]
+        names = sorted(found.keys() | other.keys())
+        differing = [name for name in names if found.get(name) != other.get(name)]
         if differing:
-            sys.exit(
-                f"{len(differing)} of {len(found)} runs differ: {', '.join(sorted(differing))}"
-            )
+            sys.exit(f"{len(differing)} of {len(found)} runs differ: {', '.join(differing)}")
         print(f"All {len(found)} runs are equal.")
 
 

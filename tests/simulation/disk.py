@@ -17,15 +17,10 @@ BETWEEN_THREADS_S = 0.01
 
 
 class Disk:
-    """See the head of this module.
-
-    Attributes:
-        checkpoints: by (life of the broker, number of the next round).
-        is_full: nothing more can be written.
-        writes, failures: how many were written and not.
-    """
+    """See the head of this module."""
 
     def __init__(self, keep: int) -> None:
+        # By life of the broker and number of the next round.
         self.checkpoints: dict[tuple[int, int], Checkpoint] = {}
         self.is_full = False
         self.writes = 0
@@ -57,9 +52,7 @@ class Disk:
 class Saver:
     """As `CheckpointWriter`: one at a time, and of those that wait only the newest is written.
 
-    Args:
-        save_s: longest time that it takes.
-        report: told the number of a checkpoint and what is wrong, if something is.
+    `save_s` is the longest time it takes; `report` is told the number and what is wrong, if anything.
     """
 
     def __init__(

@@ -35,28 +35,15 @@ class Published:
 
 
 class Lives:
-    """See the head of this module.
-
-    Args:
-        records: all pushes that were ever offered.
-        disk: with the checkpoints; None where nothing is saved.
-
-    Attributes:
-        tensors: of the life at hand.
-        number: of the life at hand, from 1.
-        adoptions: fragments that a life took from a worker although a run existed.
-        forks: times that a worker's work was lost since another branch of the run was longer.
-    """
+    """See the head of this module. `records` are all pushes that were ever offered."""
 
     def __init__(self, config: BrokerConfig, records: dict[Key, Record], disk: Disk | None) -> None:
         self.config = config
-        self.tensors = Tensors(config, records)
-        self.number = 0
-        self.adoptions = 0
-        self.forks = 0
+        self.tensors = Tensors(config, records)  # of the life at hand
+        self.number = 0  # of the life at hand, from 1
+        self.adoptions = 0  # fragments that a life took from a worker although a run existed
+        self.keys: dict[int, Key] = {}  # of all pushes, by push id
         self._records = records
-        self._keys: dict[int, Key] = {}
-        self._counted_at: dict[Key, int] = {}  # in which life its worker was told so
         self._heard: dict[str, int] = {}  # the last life that had a run when it welcomed a process
         self._disk = disk
         self._checkpoint: Checkpoint | None = None
@@ -75,14 +62,6 @@ class Lives:
             record.taken.clear()
             record.whole_at = record.counted_in = None
 
-    def offered(self, key: Key) -> None:
-        """A worker has frozen a delta."""
-        self._keys[key[1]] = key
-
-    def counted(self, key: Key) -> None:
-        """A worker was told that its push is counted."""
-        self._counted_at[key] = self.number
-
     def heard_of(self, process: str) -> None:
         """A worker is welcome in a run that goes on: it knows the versions that count."""
         self._heard[process] = self.number
@@ -96,11 +75,9 @@ class Lives:
         published: Mapping[tuple[int, VersionId], Published],
         processes: frozenset[str],
     ) -> None:
-        """The first version of a fragment in this life.
+        """The first version of a fragment in this life, among all versions that were `published`.
 
-        Args:
-            published: all versions that there have been.
-            processes: names of those that are alive.
+        `processes` are the names of those that are alive.
         """
         fragment, version = versions.layout.fragment, versions.version
         assert version is not None
@@ -175,7 +152,7 @@ class Lives:
         for record in self._records.values():
             if record.ending != "counted" or record.is_lost or record.push.fragment != fragment:
                 continue
-            key = self._keys[record.push.push_id]
+            key = self.keys[record.push.push_id]
             if all(key in each for each in chunks):
                 continue
             record.is_lost = True
@@ -191,8 +168,7 @@ class Lives:
             # Another branch of the run may be as long. Who has heard of a broker that went on
             # without its branch must not bring that back.
             donors = [o for o, m in owners.items() if m.versions[fragment] == chosen]
-            knew = [o for o in donors if self._heard.get(o, 0) >= self._counted_at[key]]
-            self.forks += 1
+            knew = [o for o in donors if self._heard.get(o, 0) >= record.told_in_life]
             demand(not knew, "{} brought {} back, {} had gone on: {}", knew, chosen, held, record)
 
     # What is said.
@@ -207,7 +183,7 @@ class Lives:
                 if self.config.durable:
                     self._is_on_disk(versions)
             case Grant(push_id=push_id, fragment=fragment, standing=Standing.COUNTED):
-                versions, key = core.state.versions[fragment], self._keys[push_id]
+                versions, key = core.state.versions[fragment], self.keys[push_id]
                 inside = self._records[key].is_whole_in(key, versions.wires)
                 demand(inside, "{} is said to be counted in {}", key, versions.version)
                 if self.config.durable:

@@ -65,39 +65,25 @@ class World:
         return "\n".join(f"{at:10.4f} {who:>14}  {what!s:.230}" for at, who, what in told)
 
 
+Listener = Callable[["Connection", Message, Any], None]
+
+
 @dataclass(frozen=True)
 class Weather:
-    """How the network behaves. Seconds, drawn anew for each connection or message.
+    """How the network behaves. Seconds, drawn anew for each connection or message."""
 
-    Attributes:
-        latency: shortest and longest one-way delay of a connection.
-        jitter: mean of what each message takes longer.
-        stall: probability that a message, and all behind it, is held up.
-        stall_s: longest such delay.
-        chunk_s: shortest and longest time a chunk occupies its connection.
-    """
-
-    latency: tuple[float, float] = (0.001, 0.08)
-    jitter: float = 0.005
-    stall: float = 0.004
-    stall_s: float = 2.0
-    chunk_s: tuple[float, float] = (0.0, 0.02)
+    latency: tuple[float, float] = (0.001, 0.08)  # one-way, of a connection
+    jitter: float = 0.005  # mean of what each message takes longer
+    stall: float = 0.004  # probability that a message, and all behind it, is held up
+    stall_s: float = 2.0  # longest such delay
+    chunk_s: tuple[float, float] = (0.0, 0.02)  # time a chunk occupies its connection
 
 
 class Connection:
     """One connection of a worker to the broker: in order each way, until it breaks.
 
-    What is under way when it breaks is lost. Each end finds out in its own time, or never.
-
-    Args:
-        route: what the broker calls it.
-        owner: the name of the worker's process.
-        to_broker, to_worker: take what arrives.
-
-    Attributes:
-        is_severed: nothing arrives any more.
-        is_gone: the broker knows that nothing can be sent on it any more.
-        on_gone: called when the broker finds out.
+    What is under way when it breaks is lost. Each end finds out in its own time, or never. The broker
+    calls it by its `route`; `to_broker` and `to_worker` take what arrives.
     """
 
     def __init__(
@@ -107,15 +93,15 @@ class Connection:
         route: bytes,
         owner: str,
         *,
-        to_broker: Callable[[Connection, Message, Any], None],
-        to_worker: Callable[[Connection, Message, Any], None],
+        to_broker: Listener,
+        to_worker: Listener,
     ) -> None:
         self.world = world
         self.route = route
         self.owner = owner
-        self.is_severed = False
-        self.is_gone = False
-        self.on_gone: Callable[[], None] | None = None
+        self.is_severed = False  # nothing arrives any more
+        self.is_gone = False  # the broker knows that nothing can be sent on it any more
+        self.on_gone: Callable[[], None] = lambda: None  # called when the broker finds out
         self._weather = weather
         self._latency = world.dice.uniform(*weather.latency)
         self._to_broker = to_broker
@@ -130,14 +116,14 @@ class Connection:
     def up(self, message: Message, payload: Any = None) -> None:
         """The worker sends something."""
         self._up_at = self._arrival(self._up_at, payload)
-        self._carry(self._up_at, self._to_broker, message, payload)
+        self._arrives(self._up_at, lambda: self._to_broker(self, message, payload))
 
     def down(self, message: Message, payload: Any = None) -> bool:
         """The broker sends something. False when it knows that nobody will get it."""
         if self.is_gone:
             return False
         self._down_at = self._arrival(self._down_at, payload)
-        self._carry(self._down_at, self._to_worker, message, payload)
+        self._arrives(self._down_at, lambda: self._to_worker(self, message, payload))
         return True
 
     def sever(self) -> None:
@@ -149,8 +135,7 @@ class Connection:
 
         def find_out() -> None:
             self.is_gone = True
-            if self.on_gone is not None:
-                self.on_gone()
+            self.on_gone()
 
         self.world.after(seconds, find_out)
 
@@ -169,15 +154,5 @@ class Connection:
         takes = INSTANT_S if payload is None else INSTANT_S + dice.uniform(*weather.chunk_s)
         return max(self.world.now + delay, last) + takes
 
-    def _carry(
-        self,
-        at: float,
-        to: Callable[[Connection, Message, Any], None],
-        message: Message,
-        payload: Any,
-    ) -> None:
-        def arrive() -> None:
-            if not self.is_severed:
-                to(self, message, payload)
-
-        self.world.after(at - self.world.now, arrive)
+    def _arrives(self, at: float, heard: Callable[[], None]) -> None:
+        self.world.after(at - self.world.now, lambda: None if self.is_severed else heard())

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
@@ -36,6 +36,9 @@ from simulation.disk import Disk
 from simulation.lives import Lives, Published
 from simulation.tensors import Record, Tensors, Violation, Wire, demand
 
+if TYPE_CHECKING:
+    from simulation.worker import Worker
+
 # Where not every event is followed by all checks, every so many versions the whole ledger is checked.
 LEDGER_EVERY = 50
 # Versions that are remembered as they were released; workers hold newer ones.
@@ -44,31 +47,10 @@ VERSIONS_KEPT = 2000
 ON_THE_WAY_S = 20.0
 
 
-class Process(Protocol):
-    """What the referee looks at of a worker's process. Times are seconds."""
-
-    name: str
-    worker_id: str
-    is_alive: bool
-    online_since: float
-    hangs_from: float
-    hangs_until: float
-
-    @property
-    def beat_s(self) -> float: ...
-
-    @property
-    def waiting_since(self) -> float | None: ...
-
-    @property
-    def oldest_flight(self) -> float | None: ...
-
-
 @dataclass(frozen=True)
-class UnreleasedVersion:
-    """A version that was released: when its round opened and ended, whose pushes it contains whole."""
+class MadeVersion:
+    """When its round opened and ended, and whose pushes it contains whole."""
 
-    fragment: int
     opened_at: float
     ended_at: float
     processes: frozenset[str]
@@ -77,20 +59,9 @@ class UnreleasedVersion:
 class Referee:
     """See the head of this module.
 
-    Args:
-        config: of the broker.
-        patience: seconds in which everything that depends on others must have come to an end, once
-            enough workers are there.
-        thoroughness: the core's own invariants and the bounds of memory are checked after every event,
-            or after every so many.
-        disk: with the checkpoints; None where nothing is saved.
-        alive: returns the processes that are alive.
-
-    Attributes:
-        now: the time of the event at hand.
-        enough_since: since then there have been as many workers as a round needs.
-        versions_made: versions released, in all fragments and lives of the broker.
-        rounds: each of them as `UnreleasedVersion`, if that is asked for by putting a list here.
+    Everything that depends on others must have come to an end within `patience` seconds, once enough
+    workers are there. The core's own invariants and the bounds of memory are checked after every event,
+    or after every `thoroughness`.
     """
 
     def __init__(
@@ -99,17 +70,17 @@ class Referee:
         patience: float,
         thoroughness: int = 1,
         disk: Disk | None = None,
-        alive: Callable[[], Sequence[Process]] = tuple,
+        alive: Callable[[], Sequence[Worker]] = tuple,
     ) -> None:
         self.config = config
         self.patience = patience
         self.thoroughness = thoroughness
         self.records: dict[Key, Record] = {}
         self.lives = Lives(config, self.records, disk)
-        self.now = 0.0
-        self.enough_since = 0.0
-        self.versions_made = 0
-        self.rounds: list[UnreleasedVersion] | None = None
+        self.now = 0.0  # of the event at hand
+        self.enough_since = 0.0  # since then there have been as many workers as a round needs
+        self.versions_made = 0  # released, in all fragments and lives of the broker
+        self.rounds: list[MadeVersion] = []
         self._published: dict[tuple[int, VersionId], Published] = {}
         self._history: set[tuple[int, VersionId]] = set()  # what this life of the broker released
         self._inherited: dict[int, int] = {}  # counter of the version it began with, by fragment
@@ -128,11 +99,10 @@ class Referee:
     # What workers do and hear.
 
     def offered(self, process: str, worker_id: str, push: Push) -> None:
-        """A worker has frozen a delta."""
         count = {"tokens": push.tokens, "samples": push.samples}.get(self.config.weight_by, 1)
         record = Record(process, push, push.weight * count, self.now)
         self.records[worker_id, push.push_id] = record
-        self.lives.offered((worker_id, push.push_id))
+        self.lives.keys[push.push_id] = (worker_id, push.push_id)
 
     def told(self, worker_id: str, push_id: int, ending: str) -> None:
         """A worker has learnt how its push ended."""
@@ -140,7 +110,7 @@ class Referee:
         demand(record.ending is None, "it ends twice, now with {}: {}", ending, record)
         record.ending = ending
         if ending == "counted":
-            self.lives.counted((worker_id, push_id))
+            record.told_in_life = self.lives.number
 
     def delivered(
         self,
@@ -150,12 +120,10 @@ class Referee:
         wires: tuple[Wire, ...] | None,
         held: VersionId | None,
     ) -> None:
-        """A worker has a version whole now.
+        """A worker has a version whole now, instead of the one that it `held`.
 
-        Args:
-            counted: the push in flight that it was told to be in it.
-            wires: its chunks; None when it is the version that it held already.
-            held: the version that it has held so far.
+        `counted` is the push in flight that it was told to be in it; `wires` are its chunks, None when
+        it is the version that it held already.
         """
         fragment, version = released.fragment, released.version
         published = self._published.get((fragment, version))
@@ -198,11 +166,9 @@ class Referee:
     def begins_life(
         self, tensors: Tensors, checkpoint: Checkpoint | None, owner_of: Callable[[bytes], str]
     ) -> None:
-        """A broker starts, the first one or another in its place.
+        """A broker starts, the first one or another in its place, and goes on from `checkpoint`.
 
-        Args:
-            checkpoint: that it goes on from.
-            owner_of: the name of the process at the other end of a connection.
+        `owner_of` gives the name of the process at the other end of a connection.
         """
         self.lives.begins(tensors, checkpoint, owner_of)
         self._history.clear()
@@ -289,11 +255,9 @@ class Referee:
             self.records[key].counted_in = version
             self._counted_at[self.records[key].process] = self.now
         report = core.state.last_report
-        if former is not None and report is not None and self.rounds is not None:
+        if former is not None and report is not None:
             names = frozenset(self.records[key].process for key in whole)
-            self.rounds.append(
-                UnreleasedVersion(fragment, self.now - report.seconds, self.now, names)
-            )
+            self.rounds.append(MadeVersion(self.now - report.seconds, self.now, names))
         self._history.add((fragment, version))
         self._published[fragment, version] = Published(versions.wires, versions.ledger)
         while len(self._published) > VERSIONS_KEPT:
@@ -428,8 +392,8 @@ class Referee:
         for process in alive:
             self._check_hanging(core, process)
             for what, since in (
-                ("stands still", process.waiting_since),
-                ("has a push in flight", process.oldest_flight),
+                ("stands still", process.training.waiting_since),
+                ("has a push in flight", process.training.oldest_flight),
             ):
                 if since is not None:
                     back = max(process.online_since, process.hangs_until)
@@ -440,7 +404,7 @@ class Referee:
         idle = self.now - max(self._released_at, self.enough_since, online)
         demand(idle <= self.patience, "no version was released for {:.0f} s", idle)
 
-    def _check_hanging(self, core: Core, process: Process) -> None:
+    def _check_hanging(self, core: Core, process: Worker) -> None:
         """A worker whose training hangs is not waited for; when it goes on, it is again.
 
         While pushes from before it hung are still on their way, it counts as going on.

@@ -1,6 +1,6 @@
 """Whole runs, simulated: one real broker core, many real worker sessions, a network that breaks.
 
-    outcome = Simulation(Scenario(a_config(workers=4, num_fragments=2)), seed=7).run()
+    Simulation(Scenario(a_config(workers=4, num_fragments=2)), seed=7).run()
 
 A run has two parts. While there are *troubles*, workers are killed, come back, leave, join, lose single
 connections or the whole network. Then it is *calm*, and everyone who is left must get on: each worker
@@ -16,63 +16,44 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
-from diloco_protocol.messages import Message
 from kit.core_harness import layered
 from simulation.broker import BrokerHost
 from simulation.disk import Disk
-from simulation.network import Connection, Weather, World
+from simulation.network import Connection, Listener, Weather, World
 from simulation.referee import Referee
 from simulation.tensors import Violation
 from simulation.training import Habits
 from simulation.troubles import NO_TROUBLES, Accidents, Troubles
-from simulation.worker import Listener, Worker
+from simulation.worker import Worker
 
-__all__ = ["NO_TROUBLES", "Outcome", "Scenario", "Simulation", "Troubles"]
+__all__ = ["NO_TROUBLES", "Scenario", "Simulation", "Troubles"]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated.
-
-    Attributes:
-        config: of the broker.
-        workers: processes at the beginning; they come within the first seconds.
-        most: processes at a time.
-        chunks: of each fragment.
-        steps_per_s: of a worker of speed 1.
-        speeds: slowest and fastest worker, relative to that.
-        wants, timeouts: drawn from for each worker; see `Habits`.
-        weights, forces, blunders, repeats: of every worker; see `Habits`.
-        goal: pushes of each fragment that each worker must see end when it is calm.
-        troubles, weather: what goes wrong with workers, and how the network behaves.
-        habits: what is the same for all workers; by the names of `Habits`.
-        work_s, save_s: longest time that a piece of tensor work takes at the broker, and a checkpoint.
-        tick_s: between two ticks of the core; the loop's own are closer, which only costs more.
-        watch_s: how often the referee looks whether everybody gets on.
-        thoroughness: see `Referee`.
-    """
+    """What is simulated. `wants`, `timeouts`, `weights` ... are drawn from for each worker; `Habits`."""
 
     config: BrokerConfig
-    workers: int = 4
-    most: int = 12
-    chunks: int = 3
-    steps_per_s: float = 4.0
-    speeds: tuple[float, float] = (0.3, 3.0)
+    workers: int = 4  # processes at the beginning; they come within the first seconds
+    most: int = 12  # processes at a time
+    chunks: int = 3  # of each fragment
+    steps_per_s: float = 4.0  # of a worker of speed 1
+    speeds: tuple[float, float] = (0.3, 3.0)  # slowest and fastest worker, relative to that
     wants: tuple[dict[str, Any], ...] = ({},)
     weights: tuple[float, ...] = (1.0, 1.0, 2.5)
     forces: float = 0.01
     blunders: float = 0.01
     repeats: float = 0.02
     timeouts: tuple[float, ...] = (600.0, 20.0)
-    goal: int = 2
+    goal: int = 2  # pushes of each fragment that each worker must see end when it is calm
     troubles: Troubles = field(default_factory=Troubles)
     weather: Weather = field(default_factory=Weather)
-    habits: dict[str, Any] = field(default_factory=dict)
-    work_s: float = 0.002
-    save_s: float = 0.5
-    tick_s: float = 0.2
-    watch_s: float = 1.0
-    thoroughness: int = 1
+    habits: dict[str, Any] = field(default_factory=dict)  # the same for all workers
+    work_s: float = 0.002  # longest time that a piece of tensor work takes at the broker
+    save_s: float = 0.5  # longest time that a checkpoint takes
+    tick_s: float = 0.2  # between two ticks; the loop's own are closer, which only costs more
+    watch_s: float = 1.0  # how often the referee looks whether everybody gets on
+    thoroughness: int = 1  # see `Referee`
 
     @property
     def cycle_s(self) -> float:
@@ -100,28 +81,6 @@ class Scenario:
         return waits
 
 
-@dataclass
-class Outcome:
-    """What a run came to. `fingerprint` is the same for the same seed.
-
-    Attributes:
-        rounds: versions made; in synchronous mode, rounds.
-        endings: pushes by how they ended, as their workers heard.
-        lost: pushes whose process was gone before it heard anything.
-        processes: that took part, one after the other or together.
-        seconds: simulated.
-        events: things that happened.
-    """
-
-    rounds: int
-    endings: dict[str, int]
-    lost: int
-    processes: int
-    seconds: float
-    events: int
-    fingerprint: tuple[Any, ...] = field(repr=False, default=())
-
-
 class Simulation:
     """One run; see the head of this module."""
 
@@ -145,7 +104,7 @@ class Simulation:
         self._goals: dict[str, list[int]] = {}
         self._watch()
 
-    def run(self) -> Outcome:
+    def run(self) -> Simulation:
         """Simulate it all; raises Violation, with the seed and the story, when a promise is broken."""
         world, scenario = self.world, self.scenario
         for _ in range(scenario.workers):
@@ -164,7 +123,7 @@ class Simulation:
             if slow:
                 raise Violation(f"no end within {long:.0f} s of calm: {slow}")
             self.referee.at_the_end(self.broker.core)
-        return self._outcome()
+        return self
 
     def passes(self, seconds: float) -> None:
         """Time goes on; raises Violation as `run` does."""
@@ -182,6 +141,16 @@ class Simulation:
             chapters = [self.world.story(name, lines=20) for name in named[-3:]]
             told = "\n\n".join((*chapters, self.world.story(lines=60), what))
             raise Violation(f"seed {self.seed}, {self.scenario}\n{told}") from error
+
+    @property
+    def fingerprint(self) -> object:
+        """The same for the same seed."""
+        tags = [each.version for each in self.broker.core.state.versions.fragments]
+        return tags, self.world.events, self.broker.messages, self.world.now
+
+    def counted(self) -> int:
+        """Pushes that ended well, as their workers heard."""
+        return sum(record.ending == "counted" for record in self.referee.records.values())
 
     # Who takes part.
 
@@ -236,16 +205,12 @@ class Simulation:
         self._routes += 1
         route = b"route-%d" % self._routes
         world = self.world
-
-        def to_broker(connection: Connection, message: Message, payload: Any) -> None:
-            self.broker.hears(connection, message, payload)
-
         connection = Connection(
             world,
             self.scenario.weather,
             route,
             worker.name,
-            to_broker=to_broker,
+            to_broker=lambda *heard: self.broker.hears(*heard),  # noqa: PLW0108  that of then
             to_worker=to_worker,
         )
         reachable = max(world.now, worker.offline_until, self.broker_up_at)
@@ -287,21 +252,3 @@ class Simulation:
             if any(n < wanted for n, wanted in zip(endings, goal, strict=True)):
                 slow.append(f"{process.name} {endings} of {goal}")
         return slow
-
-    def _outcome(self) -> Outcome:
-        endings: dict[str, int] = {}
-        for record in self.referee.records.values():
-            name = str(record.ending or "")
-            endings[name] = endings.get(name, 0) + 1
-        lost = endings.pop("", 0)
-        fragments = self.broker.core.state.versions.fragments
-        tags = tuple(each.version for each in fragments)
-        return Outcome(
-            self.referee.versions_made,
-            endings,
-            lost,
-            len(self.processes),
-            self.world.now,
-            self.world.events,
-            (tags, self.world.events, self.broker.messages, self.world.now),
-        )

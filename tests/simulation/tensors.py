@@ -59,43 +59,28 @@ class Wire:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the outer optimizer remembers of one chunk.
+    """What the outer optimizer remembers of one chunk."""
 
-    Attributes:
-        gradients: how many it has had.
-        buffer: those that it has collected and not applied yet, each by a push that is in it.
-    """
-
-    gradients: int = 0
-    buffer: tuple[Key, ...] = ()
+    gradients: int = 0  # how many it has had
+    buffer: tuple[Key, ...] = ()  # collected and not applied, each by a push that is in it
 
 
 @dataclass
 class Record:
-    """What became of one push.
+    """What became of one push. Times are seconds."""
 
-    Attributes:
-        process: the name of the worker's process.
-        weight: what it counts in a mean.
-        offered_at: seconds.
-        taken: its chunks that the broker has found finite.
-        spared: its chunks that need not come: an earlier push of its worker has its vote there.
-        whole_at: when the broker had all of it; None before.
-        counted_in: the version that contains it whole, if this life of the broker made it.
-        ending: "counted", or the code it was refused with, as its worker was told.
-        is_lost: a broker came back without the version that it was counted in.
-    """
-
-    process: str
+    process: str  # the name of the worker's process
     push: Push
-    weight: float
+    weight: float  # what it counts in a mean
     offered_at: float
-    taken: set[int] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)  # chunks that the broker has found finite
+    # Chunks that need not come: an earlier push of its worker has its vote there.
     spared: dict[int, Key] = field(default_factory=dict)
-    whole_at: float | None = None
-    counted_in: VersionId | None = None
-    ending: str | None = None
-    is_lost: bool = False
+    whole_at: float | None = None  # when the broker had all of it
+    counted_in: VersionId | None = None  # the version with it whole, if this life made it
+    ending: str | None = None  # "counted" or the code of its refusal, as its worker was told
+    told_in_life: int = 0  # of the broker
+    is_lost: bool = False  # a broker came back without the version that it was counted in
 
     def is_in(self, key: Key, index: int, wire: Wire) -> bool:
         """Whether a chunk of this push, or the one in its place, is in a version."""
@@ -116,14 +101,7 @@ class Record:
 class Tensors:
     """The tensors of one life of a broker; it has what `Parameters` has for checkpoints.
 
-    Args:
-        checkpoint: that the life began with, if it did.
-
-    Attributes:
-        queue: work that is not done yet.
-        records: all pushes that were ever offered.
-        versions: the current version of each fragment.
-        added: by fragment, what its coming version has more than its current one: chunks by push.
+    `records` are all pushes that were ever offered, `checkpoint` is what the life began with.
     """
 
     def __init__(
@@ -133,7 +111,8 @@ class Tensors:
         self.queue = WorkQueue()
         self._checkpoint = checkpoint
         self.records = records
-        self.versions: dict[int, VersionId] = {}
+        self.versions: dict[int, VersionId] = {}  # the current one of each fragment
+        # By fragment, what its coming version has more than its current one: chunks by push.
         self.added: dict[int, dict[Key, set[int]]] = {}
         self._contents: dict[Spot, Contents] = {}
         self._memories: dict[Spot, Memory] = {}

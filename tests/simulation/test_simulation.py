@@ -6,7 +6,7 @@ checked after everything that happens (`referee`). A failure names its seed and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from diloco_broker.core.rules.reducers import asynchronous, collect, streaming
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Resumption, RunModel
 from diloco_broker.core.state.run import RunState
+from diloco_broker.core.state.run_record import RunRecord
 from diloco_broker.core.state.streaming_round import StreamingRound
 from diloco_broker.core.state.submissions import Submission
 from diloco_broker.core.state.update import Update
@@ -38,9 +39,9 @@ SEEDS = range(3)
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "fragments"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_promise_holds_through_troubles(mode: str, streams: bool, seed: int) -> None:
-    outcome = Simulation(a_scenario(mode, streams, seed), seed).run()
-    assert outcome.rounds > 0
-    assert outcome.endings.get("counted", 0) > 0
+    run = Simulation(a_scenario(mode, streams, seed), seed).run()
+    assert run.referee.versions_made > 0
+    assert run.counted() > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -50,8 +51,7 @@ def test_every_promise_holds_where_replies_are_merged_as_soon_as_they_are_here(
 ) -> None:
     scenario = a_scenario(mode, True, seed)
     config = replace(scenario.config, fragment_sync_delay="auto", fragment_max_delay=None)
-    outcome = Simulation(replace(scenario, config=config), seed).run()
-    assert outcome.endings.get("counted", 0) > 0
+    assert Simulation(replace(scenario, config=config), seed).run().counted() > 0
 
 
 # Worker, round and chunk have to meet in odd ways for these: each seed once showed a run that stood
@@ -62,7 +62,7 @@ STOOD_STILL += [("deterministic", 19), ("deterministic", 46), ("deterministic", 
 
 @pytest.mark.parametrize(("mode", "seed"), STOOD_STILL)
 def test_runs_that_once_stood_still_get_on(mode: str, seed: int) -> None:
-    assert Simulation(a_scenario(mode, True, seed), seed).run().rounds > 0
+    assert Simulation(a_scenario(mode, True, seed), seed).run().referee.versions_made > 0
 
 
 def with_restarts(scenario: Scenario) -> Scenario:
@@ -76,7 +76,7 @@ def test_run_goes_on_from_what_workers_hold_when_the_broker_is_replaced(
     mode: str, seed: int
 ) -> None:
     scenario = with_restarts(a_scenario(mode, seed % 2 == 0, seed, saved=0))
-    assert Simulation(scenario, seed).run().rounds > 0
+    assert Simulation(scenario, seed).run().referee.versions_made > 0
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_five_hundred_workers_get_on(mode: str) -> None:
         troubles=Troubles(10.0, kills=2.0, breaks=5.0, outages=1.0, leaves=0.5, joins=1.0),
         thoroughness=5000,
     )
-    outcome = Simulation(scenario, seed=1).run()
-    assert outcome.processes > 500
-    assert outcome.endings["counted"] > 1000
+    run = Simulation(scenario, seed=1).run()
+    assert len(run.processes) > 500
+    assert run.counted() > 1000
 
 
 # Single things, each in a calm network.
@@ -203,55 +203,27 @@ def test_same_seed_gives_the_same_run_and_another_seed_another() -> None:
 # Can it fail?
 
 
-def merges_twice(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(collect, "forget", lambda *_: None)
+Sabotage = tuple[object, str, Any]  # of which object what is put into the place of what
 
 
-def forgets_weights(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(RunState, "weight_of", lambda *_: 1.0)
+def nothing(*_: object) -> Iterator[Effect]:
+    return iter(())
 
 
-def waits_for_the_dead(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(rounds, "leave", lambda *_: iter(()))
+MERGES_TWICE: Sabotage = (collect, "forget", lambda *_: None)
 
 
-def forgets_early_pushes(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(Member, "take_deferred", lambda *_: None)
+def settle_half(submission: Submission, now: float) -> None:
+    submission.whole_at = now
 
 
-def keeps_no_ledger(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(Ledger, "with_push", lambda ledger, *_: ledger)
-
-
-def hands_out_any_number_of_slots(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(asynchronous, "_may_send", lambda *_: True)
-
-
-def takes_work_of_any_age(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(asynchronous, "_too_old", lambda *_: None)
-
-
-def counts_half_a_push(broken: pytest.MonkeyPatch) -> None:
-    def settle(submission: Submission, now: float) -> None:
-        submission.whole_at = now
-
-    broken.setattr(Submission, "_settle", settle)
-
-
-def forgets_what_is_counted(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(Ledger, "standing", lambda ledger, worker, push, size: Bitmap(size))
-
-
-def divides_by_what_was_promised(broken: pytest.MonkeyPatch) -> None:
-    def step(state: RunState, indexes: list[int]) -> Iterator[Effect]:
-        round_ = state.round
-        assert isinstance(round_, StreamingRound)
-        count = state.versions[round_.fragment].gradients - 1
-        weight = sum(c.weight for c in round_.contributions.values())
-        for index in indexes:
-            yield Step(round_.fragment, index, weight, count)
-
-    broken.setattr(streaming, "step", step)
+def step_by_what_was_promised(state: RunState, indexes: list[int]) -> Iterator[Effect]:
+    round_ = state.round
+    assert isinstance(round_, StreamingRound)
+    count = state.versions[round_.fragment].gradients - 1
+    weight = sum(c.weight for c in round_.contributions.values())
+    for index in indexes:
+        yield Step(round_.fragment, index, weight, count)
 
 
 STUCK = "no version was released|has a push in flight|stands still|no end within"
@@ -260,26 +232,31 @@ STUCK = "no version was released|has a push in flight|stands still|no end within
 @pytest.mark.parametrize(
     ("mode", "sabotage", "complaint"),
     [
-        ("carry", merges_twice, "is counted twice"),
-        ("streaming", forgets_weights, "weighs 1.0 instead of"),
-        ("streaming", waits_for_the_dead, STUCK),
-        ("streaming", forgets_early_pushes, STUCK),
-        ("streaming", keeps_no_ledger, "lacks"),
-        ("async", hands_out_any_number_of_slots, "are kept in"),
-        ("async-stale", takes_work_of_any_age, "versions old and merged"),
-        ("deterministic", counts_half_a_push, "without its chunk|half a push|but [0-9] workers"),
-        ("streaming", forgets_what_is_counted, "is counted twice|more than once"),
-        ("streaming", divides_by_what_was_promised, "is divided by"),
+        ("carry", MERGES_TWICE, "is counted twice"),
+        ("streaming", (RunState, "weight_of", lambda *_: 1.0), "weighs 1.0 instead of"),
+        ("streaming", (rounds, "leave", nothing), STUCK),
+        ("streaming", (Member, "take_deferred", lambda *_: None), STUCK),
+        ("streaming", (Ledger, "with_push", lambda ledger, *_: ledger), "lacks"),
+        ("async", (asynchronous, "_may_send", lambda *_: True), "are kept in"),
+        ("async-stale", (asynchronous, "_too_old", lambda *_: None), "versions old and merged"),
+        (
+            "deterministic",
+            (Submission, "_settle", settle_half),
+            "without its chunk|half a push|but [0-9] workers",
+        ),
+        (
+            "streaming",
+            (Ledger, "standing", lambda _ledger, _worker, _push, size: Bitmap(size)),
+            "is counted twice|more than once",
+        ),
+        ("streaming", (streaming, "step", step_by_what_was_promised), "is divided by"),
     ],
 )
 def test_broken_broker_is_found_out(
-    mode: str,
-    sabotage: Callable[[pytest.MonkeyPatch], None],
-    complaint: str,
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, sabotage: Sabotage, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Core, "check_invariants", lambda _: None)  # the referee has eyes of its own
-    sabotage(monkeypatch)
+    monkeypatch.setattr(*sabotage)
     runs = (Simulation(a_scenario(mode, seed % 2 == 0, seed), seed) for seed in range(12))
     with pytest.raises(Violation, match=complaint):
         all(run.run() for run in runs)
@@ -288,65 +265,43 @@ def test_broken_broker_is_found_out(
 # Can it fail when the broker comes back?
 
 
-def tells_before_it_is_saved(broken: pytest.MonkeyPatch) -> None:
-    complete = rounds._complete
-
-    def hasty(state: RunState, ended: Update) -> Iterator[Effect]:
-        yield from complete(state, ended)
-        made, state.unreleased = state.unreleased, None
-        if made is not None:
-            yield from rounds._release(state, made)
-
-    broken.setattr(rounds, "_complete", hasty)
+complete_in_earnest = rounds._complete
 
 
-def saves_without_the_version_that_waits(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(
-        checkpoints, "run_record", lambda state, n: run_record(replace(state, unreleased=None), n)
-    )
+def complete_before_it_is_saved(state: RunState, ended: Update) -> Iterator[Effect]:
+    yield from complete_in_earnest(state, ended)
+    made, state.unreleased = state.unreleased, None
+    if made is not None:
+        yield from rounds._release(state, made)
 
 
-def adopts_nothing(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(RunModel, "sources", lambda *_: {})
+def without_the_version_that_waits(state: RunState, number: int) -> RunRecord:
+    return run_record(replace(state, unreleased=None), number)
 
 
-def adopts_the_oldest(broken: pytest.MonkeyPatch) -> None:
-    def sources(model: RunModel, members: Iterable[Member]) -> dict[int, Member]:
-        holders = [member for member in members if all(member.versions[:1])]
-        oldest = min(holders, key=lambda m: sum(v.counter for v in m.versions if v), default=None)
-        pieces = [f for f in model.all_fragments if f not in model.restored]
-        return dict.fromkeys(pieces, oldest) if oldest and oldest.versions else {}
-
-    broken.setattr(RunModel, "sources", sources)
+def the_oldest(model: RunModel, members: Iterable[Member]) -> dict[int, Member]:
+    holders = [member for member in members if all(member.versions[:1])]
+    oldest = min(holders, key=lambda m: sum(v.counter for v in m.versions if v), default=None)
+    pieces = [f for f in model.all_fragments if f not in model.restored]
+    return dict.fromkeys(pieces, oldest) if oldest and oldest.versions else {}
 
 
-def goes_on_without_those_it_knows(broken: pytest.MonkeyPatch) -> None:
-    def wait(_: RunState) -> Generator[Effect, None, bool]:
-        yield from ()
-        return False
-
-    broken.setattr(initial_model, "_wait_for_others", wait)
+def wait_for_nobody(_: RunState) -> Generator[Effect, None, bool]:
+    yield from ()
+    return False
 
 
-def loses(name: str, value: Any) -> Callable[[pytest.MonkeyPatch], None]:
+def loses(name: str, value: Any) -> Sabotage:
     """A broker that loads everything of a checkpoint but one thing."""
+    load_into = resume.load_into
 
-    def sabotage(broken: pytest.MonkeyPatch) -> None:
-        load_into = resume.load_into
+    def lose(*of: Any) -> Resumption:
+        whole = load_into(*of)
+        record = whole.record
+        poor = {f: replace(each, **{name: value}) for f, each in record.fragments.items()}
+        return replace(whole, record=replace(record, fragments=poor))
 
-        def lose(*of: Any) -> Resumption:
-            whole = load_into(*of)
-            record = whole.record
-            poor = {f: replace(each, **{name: value}) for f, each in record.fragments.items()}
-            return replace(whole, record=replace(record, fragments=poor))
-
-        broken.setattr(resume, "load_into", lose)
-
-    return sabotage
-
-
-def waits_for_who_hangs(broken: pytest.MonkeyPatch) -> None:
-    broken.setattr(rounds, "stall", lambda *_: iter(()))
+    return resume, "load_into", lose
 
 
 ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
@@ -355,30 +310,40 @@ ADOPT, DURABLE, REWIND = 1, 2, 3  # of `SAVING`; 0 saves nothing
 @pytest.mark.parametrize(
     ("mode", "saving_as", "sabotage", "complaint"),
     [
-        ("streaming", DURABLE, tells_before_it_is_saved, "is told of and is not on the disk"),
+        (
+            "streaming",
+            DURABLE,
+            (rounds, "_complete", complete_before_it_is_saved),
+            "is told of and is not on the disk",
+        ),
         (
             "async",
             DURABLE,
-            saves_without_the_version_that_waits,
+            (checkpoints, "run_record", without_the_version_that_waits),
             "is told of and is not on the disk|has other chunks than it had|and .* is adopted",
         ),
-        ("streaming", ADOPT, adopts_nothing, "stands still"),
-        ("async", 0, adopts_the_oldest, "somebody here has version|stands still"),
-        ("carry", ADOPT, goes_on_without_those_it_knows, "it did not wait for"),
+        ("streaming", ADOPT, (RunModel, "sources", lambda *_: {}), "stands still"),
+        ("async", 0, (RunModel, "sources", the_oldest), "somebody here has version|stands still"),
+        (
+            "carry",
+            ADOPT,
+            (initial_model, "_wait_for_others", wait_for_nobody),
+            "it did not wait for",
+        ),
         ("streaming", REWIND, loses("ledger", Ledger()), "has another ledger"),
         ("async", DURABLE, loses("gradients", 0), "is told 0 gradients"),
-        ("streaming", ADOPT, waits_for_who_hangs, "and is waited for"),
+        ("streaming", ADOPT, (rounds, "stall", nothing), "and is waited for"),
     ],
 )
 def test_broker_that_comes_back_broken_is_found_out(
     mode: str,
     saving_as: int,
-    sabotage: Callable[[pytest.MonkeyPatch], None],
+    sabotage: Sabotage,
     complaint: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Core, "check_invariants", lambda _: None)
-    sabotage(monkeypatch)
+    monkeypatch.setattr(*sabotage)
     runs = (Simulation(crashing(mode, seed, saving_as), seed) for seed in range(12))
     with pytest.raises(Violation, match=complaint):
         all(run.run() for run in runs)
@@ -398,10 +363,6 @@ def crashing(mode: str, seed: int, saving_as: int) -> Scenario:
 
 
 def test_failure_names_the_seed_and_tells_the_story(monkeypatch: pytest.MonkeyPatch) -> None:
-    merges_twice(monkeypatch)
-    with pytest.raises(Violation) as caught:
+    monkeypatch.setattr(*MERGES_TWICE)
+    with pytest.raises(Violation, match=r"(?s)seed 7.*deterministic=True.*freezes"):
         Simulation(a_scenario("deterministic", False, 7), seed=7).run()
-    text = str(caught.value)
-    assert "seed 7" in text
-    assert "deterministic=True" in text
-    assert "freezes" in text

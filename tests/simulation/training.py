@@ -30,51 +30,30 @@ TOKENS_A_STEP, SAMPLES_A_STEP = 32, 2
 
 @dataclass(frozen=True)
 class Habits:
-    """How a worker trains.
+    """How a worker trains. What it forces, blunders and repeats are probabilities."""
 
-    Attributes:
-        speed: optimizer steps per second.
-        first_step: where its count begins: it shifts the schedule, as a restart from a checkpoint does.
-        wants: what it insists on, by the names of `RunConfig`.
-        weights: of its pushes, drawn anew for each.
-        timeout: seconds of silence after which it trains on.
-        max_sync_retries: broken connections at one boundary after which it trains on.
-        forces: probability, at a step, that it forces a synchronisation.
-        blunders: probability that a chunk of a push is not finite.
-        repeats: probability that a chunk is sent twice.
-        look_s: seconds after which it looks around by itself while it waits.
-        heartbeat_interval: seconds; None: as the broker has it.
-    """
-
-    speed: float = 4.0
-    first_step: int = 0
-    wants: dict[str, Any] = field(default_factory=dict)
-    weights: tuple[float, ...] = (1.0,)
-    timeout: float = 600.0
-    max_sync_retries: int = 3
-    forces: float = 0.0
-    blunders: float = 0.0
-    repeats: float = 0.0
-    look_s: float = 5.0
-    heartbeat_interval: float | None = None
+    speed: float = 4.0  # optimizer steps per second
+    first_step: int = 0  # it shifts the schedule, as a restart from a checkpoint does
+    wants: dict[str, Any] = field(default_factory=dict)  # what it insists on, as in `RunConfig`
+    weights: tuple[float, ...] = (1.0,)  # of its pushes, drawn anew for each
+    timeout: float = 600.0  # seconds of silence after which it trains on
+    max_sync_retries: int = 3  # broken connections at one boundary after which it trains on
+    forces: float = 0.0  # at a step, that it forces a synchronisation
+    blunders: float = 0.0  # that a chunk of a push is not finite
+    repeats: float = 0.0  # that a chunk is sent twice
+    look_s: float = 5.0  # after which it looks around by itself while it waits
+    heartbeat_interval: float | None = None  # seconds; None: as the broker has it
 
 
 class Training:
-    """See the head of this module.
-
-    Attributes:
-        state: what the boundary decides by; None before the model is here.
-        endings: how many pushes have ended, by fragment.
-        leaving: it was asked to finish.
-        waiting_since: when it began to stand still; None while it trains.
-    """
+    """See the head of this module."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
-        self.state: SyncState | None = None
-        self.endings: dict[int, int] = {}
-        self.leaving = False
-        self.waiting_since: float | None = None
+        self.state: SyncState | None = None  # what the boundary decides by, once the model is here
+        self.endings: dict[int, int] = {}  # how many pushes have ended, by fragment
+        self.leaving = False  # it was asked to finish
+        self.waiting_since: float | None = None  # when it began to stand still
         self._frozen: dict[int, tuple[int, float]] = {}  # by fragment, step and second of the last
         self._thread = self._train()
 
@@ -89,7 +68,6 @@ class Training:
 
     @property
     def progress(self) -> Heartbeat:
-        """How it stands."""
         return Heartbeat(
             b"",
             self.step,
@@ -110,7 +88,6 @@ class Training:
 
     @property
     def fragments(self) -> list[Fragment]:
-        """As the boundary knows them; none before the model is here."""
         return self.state.fragments if self.state else []
 
     @property

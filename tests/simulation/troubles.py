@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,40 +16,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Troubles:
-    """What goes wrong, as the mean number of times a second, and for how long.
+    """What goes wrong, as the mean number of times a second, and for how many seconds (`_s`)."""
 
-    Attributes:
-        seconds: how long there are troubles.
-        kills: a process dies; mostly one with the same id comes back after a while.
-        breaks: a single connection breaks.
-        outages: a worker is cut off for some seconds, and nobody is told.
-        leaves, joins: a worker finishes; a new one comes.
-        hangs: a training loop stands still, heartbeats go on.
-        freezes: a whole process stands still.
-        restarts: the broker is killed, or stopped in an orderly way; another one comes in its place,
-            with what is on the disk.
-        fulls: the disk is full for a while.
-        silent: share of the kills that nobody hears of.
-        returns: share of the killed whose id comes back; half of the others are replaced by new ones.
-        back_s, outage_s, hang_s, freeze_s, restart_s, full_s: mean seconds until a killed process is
-            back, and that each of these lasts.
-        orderly: share of the restarts that are orderly.
-    """
-
-    seconds: float = 60.0
-    kills: float = 0.1
-    breaks: float = 0.3
-    outages: float = 0.05
-    leaves: float = 0.04
-    joins: float = 0.06
-    hangs: float = 0.0
-    freezes: float = 0.0
-    restarts: float = 0.0
-    fulls: float = 0.0
-    silent: float = 0.3
-    returns: float = 0.6
-    orderly: float = 0.2
-    back_s: float = 3.0
+    seconds: float = 60.0  # how long there are troubles
+    kills: float = 0.1  # a process dies; mostly one with the same id comes back after a while
+    breaks: float = 0.3  # a single connection breaks
+    outages: float = 0.05  # a worker is cut off for some seconds, and nobody is told
+    leaves: float = 0.04  # a worker finishes
+    joins: float = 0.06  # a new one comes
+    hangs: float = 0.0  # a training loop stands still, heartbeats go on
+    freezes: float = 0.0  # a whole process stands still
+    restarts: float = 0.0  # the broker is killed or stopped; the next one has what is on the disk
+    fulls: float = 0.0  # the disk is full for a while
+    silent: float = 0.3  # share of the kills that nobody hears of
+    returns: float = 0.6  # share of the killed whose id comes back; half of the others are replaced
+    orderly: float = 0.2  # share of the restarts that are orderly
+    back_s: float = 3.0  # until a killed process is back
     outage_s: float = 6.0
     hang_s: float = 15.0
     freeze_s: float = 4.0
@@ -70,11 +52,7 @@ class Fault:
 
 
 class Accidents:
-    """Strikes a simulation at the rates of its troubles, until it is told to stop.
-
-    Attributes:
-        faults: what has been done.
-    """
+    """Strikes a simulation at the rates of its troubles, until it is told to stop."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.faults: list[Fault] = []
@@ -85,24 +63,23 @@ class Accidents:
         self._is_over = False
 
     def begin(self) -> None:
-        for action, rate in self._rates():
+        troubles = self._troubles
+        for action, rate in (
+            (self._on_somebody("kill", self._kill), troubles.kills),
+            (self._break, troubles.breaks),
+            (self._on_somebody("outage", self._cut_off), troubles.outages),
+            (self._on_somebody("leave", Worker.leaves), troubles.leaves),
+            (self._join, troubles.joins),
+            (self._on_somebody("hang", self._hang), troubles.hangs),
+            (self._on_somebody("freeze", self._freeze), troubles.freezes),
+            (self._restart, troubles.restarts),
+            (self._fill_disk, troubles.fulls),
+        ):
             self._repeat(action, rate)
 
     def end(self) -> None:
         """Nothing goes wrong from here on. What is going on ends in its time."""
         self._is_over = True
-
-    def _rates(self) -> Iterator[tuple[Callable[[], None], float]]:
-        troubles = self._troubles
-        yield self._kill, troubles.kills
-        yield self._break, troubles.breaks
-        yield self._outage, troubles.outages
-        yield self._leave, troubles.leaves
-        yield self._join, troubles.joins
-        yield self._hang, troubles.hangs
-        yield self._freeze, troubles.freezes
-        yield self._restart, troubles.restarts
-        yield self._fill_disk, troubles.fulls
 
     def _repeat(self, action: Callable[[], None], rate: float) -> None:
         if rate <= 0:
@@ -122,49 +99,47 @@ class Accidents:
     def _strikes(self, kind: str, victim: Worker | None = None) -> None:
         self.faults.append(Fault(self._world.now, kind, victim.name if victim else ""))
 
+    def _about(self, seconds: float) -> float:
+        """Drawn anew, with that mean."""
+        return self._dice.expovariate(1 / seconds)
+
     # Processes.
 
-    def _kill(self) -> None:
+    def _on_somebody(self, kind: str, does: Callable[[Worker], None]) -> Callable[[], None]:
+        def strike() -> None:
+            victim = self._victim()
+            if victim is not None:
+                self._strikes(kind, victim)
+                does(victim)
+
+        return strike
+
+    def _kill(self, victim: Worker) -> None:
         """A process dies; its host may die with it, and then nobody hears of it."""
-        victim, dice, troubles = self._victim(), self._dice, self._troubles
-        if victim is None:
-            return
-        self._strikes("kill", victim)
+        dice, troubles = self._dice, self._troubles
         victim.dies()
         silent = dice.random() < troubles.silent
         for connection in victim.connections or ():
             if silent or dice.random() < 0.5:
                 connection.sever()
             if not silent:
-                connection.is_found_gone(dice.expovariate(1 / 0.2))
+                connection.is_found_gone(self._about(0.2))
         again = dice.random()
-        back = dice.expovariate(1 / troubles.back_s)
+        back = self._about(troubles.back_s)
         if again < troubles.returns:
             self._world.after(back, lambda: self._run.comes_again(victim.worker_id))
         elif again < (1 + troubles.returns) / 2:
             self._world.after(back, self._run.newcomer_if_room)
 
-    def _leave(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self._strikes("leave", victim)
-            victim.leaves()
-
     def _join(self) -> None:
         self._strikes("join")
         self._run.newcomer_if_room()
 
-    def _hang(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self._strikes("hang", victim)
-            victim.hangs(self._dice.expovariate(1 / self._troubles.hang_s))
+    def _hang(self, victim: Worker) -> None:
+        victim.hangs(self._about(self._troubles.hang_s))
 
-    def _freeze(self) -> None:
-        victim = self._victim()
-        if victim is not None:
-            self._strikes("freeze", victim)
-            victim.freezes(self._dice.expovariate(1 / self._troubles.freeze_s))
+    def _freeze(self, victim: Worker) -> None:
+        victim.freezes(self._about(self._troubles.freeze_s))
 
     # The network.
 
@@ -190,19 +165,15 @@ class Accidents:
 
         self._world.after(seconds, find_out)
 
-    def _outage(self) -> None:
-        """A worker is cut off. Either end finds out by the silence, or the worker when it is over."""
-        victim, dice = self._victim(), self._dice
-        if victim is None:
-            return
-        self._strikes("outage", victim)
-        seconds = dice.expovariate(1 / self._troubles.outage_s)
+    def _cut_off(self, victim: Worker) -> None:
+        """Either end finds out by the silence, or the worker when it is over."""
+        seconds = self._about(self._troubles.outage_s)
         self._world.tell(victim.name, f"is cut off for {seconds:.1f} s")
         victim.offline_until = max(victim.offline_until, self._world.now + seconds)
         victim.online_since = max(victim.online_since, victim.offline_until)
         for connection in victim.connections or ():
             connection.sever()
-        if victim.connections is not None and dice.random() < 0.7:
+        if victim.connections is not None and self._dice.random() < 0.7:
             self._finds_out(victim, victim.connections[0], seconds)
 
     # The broker.
@@ -224,7 +195,7 @@ class Accidents:
         world, dice, run = self._world, self._dice, self._run
         world.tell("broker", "is gone")
         run.broker.dies()
-        run.broker_up_at = world.now + dice.expovariate(1 / self._troubles.restart_s)
+        run.broker_up_at = world.now + self._about(self._troubles.restart_s)
         world.at(run.broker_up_at, run.begin_anew)
         for process in run.alive:
             process.online_since = max(process.online_since, run.broker_up_at)
@@ -238,12 +209,8 @@ class Accidents:
         disk, world = self._run.disk, self._world
         if disk is None or disk.is_full:
             return
-        seconds = self._dice.expovariate(1 / self._troubles.full_s)
+        seconds = self._about(self._troubles.full_s)
         self._strikes("disk full")
         world.tell("disk", f"is full for {seconds:.1f} s")
         disk.is_full = True
-
-        def make_room() -> None:
-            disk.is_full = False
-
-        world.after(seconds, make_room)
+        world.after(seconds, lambda: setattr(disk, "is_full", False))

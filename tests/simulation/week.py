@@ -14,9 +14,9 @@ import gc
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -102,45 +102,8 @@ def a_week(mode: str, days: float = 7.0) -> Scenario:
     )
 
 
-@dataclass(frozen=True)
-class Figures:
-    """What a week came to.
-
-    Attributes:
-        faults: by kind.
-        rounds: versions released, without those that a crash took back.
-        pushes: that were counted.
-        useful: inner steps inside the final versions, of all that were trained; a step counts for each
-            fragment as its share of them.
-        useful_unharmed: the same for workers that were never killed, up to the push that was open.
-        lost_a_kill: steps lost with each killed process: mean of all, most of those not `behind_a_stop`.
-        lost_behind_stop: most that one of the others lost, beyond what it trains in `SILENCE_S`.
-        lost_more: killed processes that lost more than H: their push was on its way, or waited for its
-            round, and they trained on.
-        averaged: share of the workers alive throughout a round that were averaged in it.
-        to_next_round_s: seconds from a fault to the next version: median and longest.
-        restarts: of the broker.
-        adopted: fragments that a restarted broker took from a worker.
-        taken_back: pushes that had been counted in a version that no broker could bring back.
-        events, cpu_s: of the simulation.
-    """
-
-    mode: str
-    faults: dict[str, int]
-    rounds: int
-    pushes: int
-    useful: float
-    useful_unharmed: float
-    lost_a_kill: tuple[float, float]
-    lost_behind_stop: float
-    lost_more: int
-    averaged: float
-    to_next_round_s: tuple[float, float]
-    restarts: int
-    adopted: int
-    taken_back: int
-    events: int
-    cpu_s: float
+# What a week came to, by the names of `figures`; pairs are mean or median, and most.
+Figures = dict[str, Any]
 
 
 @contextmanager
@@ -158,17 +121,13 @@ def simulate(mode: str, seed: int = 1, days: float = 7.0) -> Figures:
     """Simulate it; raises Violation when a promise is broken."""
     began = time.process_time()
     with coarse():
-        run = Simulation(a_week(mode, days), seed)
-        run.referee.rounds = []
-        run.run()
-    return figures(mode, run, time.process_time() - began)
+        run = Simulation(a_week(mode, days), seed).run()
+    return {"mode": mode, **figures(run), "cpu_s": time.process_time() - began}
 
 
-def figures(mode: str, run: Simulation, cpu_s: float) -> Figures:
-    faults: dict[str, int] = {}
-    for fault in run.accidents.faults:
-        faults[fault.kind] = faults.get(fault.kind, 0) + 1
-    killed = {fault.victim for fault in run.accidents.faults if fault.kind == "kill"}
+def figures(run: Simulation) -> Figures:
+    strikes = run.accidents.faults
+    killed = {fault.victim for fault in strikes if fault.kind == "kill"}
     applied, flying = steps_by_process(run)
     pieces = run.scenario.config.num_fragments
     trained = {p.name: pieces * (p.training.step - p.habits.first_step) for p in run.processes}
@@ -176,32 +135,38 @@ def figures(mode: str, run: Simulation, cpu_s: float) -> Figures:
     closed = sum(up_to_open_push(p, flying) for p in unharmed)
     lost = {name: (trained[name] - applied.get(name, 0)) / pieces for name in killed}
     behind = {name: SILENCE_S * speed for name, speed in behind_a_stop(run).items() if name in lost}
-    rounds = run.referee.rounds or []
-    ends = [made.ended_at for made in rounds]
-    waits = [
-        ends[after] - fault.at
-        for fault in run.accidents.faults
-        for after in [bisect.bisect(ends, fault.at)]
-        if after < len(ends)
-    ]
-    return Figures(
-        mode,
-        faults,
-        sum(v.counter for v in run.referee.tensors.versions.values()),
-        sum(record.ending == "counted" for record in run.referee.records.values()),
-        sum(applied.values()) / sum(trained.values()),
-        sum(applied.get(p.name, 0) for p in unharmed) / closed,
-        (statistics.mean(lost.values()), max(lost[name] for name in lost.keys() - behind.keys())),
-        max((lost[name] - alone for name, alone in behind.items()), default=0.0),
-        sum(steps > H for steps in lost.values()),
-        share_averaged(run),
-        (statistics.median(waits), max(waits)),
-        run.referee.lives.number - 1,
-        run.referee.lives.adoptions,
-        sum(record.is_lost for record in run.referee.records.values()),
-        run.world.events,
-        cpu_s,
-    )
+    ends = [made.ended_at for made in run.referee.rounds]
+    nexts = [(fault.at, bisect.bisect(ends, fault.at)) for fault in strikes]
+    waits = [ends[after] - at for at, after in nexts if after < len(ends)]
+    counters = [version.counter for version in run.referee.tensors.versions.values()]
+    return {
+        "faults": Counter(fault.kind for fault in strikes),
+        "rounds": sum(counters),  # without those that a crash took back
+        "pushes": run.counted(),
+        # Inner steps inside the final versions, of all that were trained; a step counts for each
+        # fragment as its share of them.
+        "useful": sum(applied.values()) / sum(trained.values()),
+        # The same for workers that were never killed, up to the push that was open.
+        "useful_unharmed": sum(applied.get(p.name, 0) for p in unharmed) / closed,
+        # With each killed process: mean of all, most of those not `behind_a_stop`.
+        "lost_a_kill": (
+            statistics.mean(lost.values()),
+            max(lost[name] for name in lost.keys() - behind.keys()),
+        ),
+        # Most that one of the others lost, beyond what it trains in `SILENCE_S`.
+        "lost_behind_stop": max(
+            (lost[name] - alone for name, alone in behind.items()), default=0.0
+        ),
+        # Their push was on its way, or waited for its round, and they trained on.
+        "lost_more": sum(steps > H for steps in lost.values()),
+        "averaged": share_averaged(run),
+        "to_next_round_s": (statistics.median(waits), max(waits)),  # from a fault
+        "restarts": run.referee.lives.number - 1,
+        "adopted": run.referee.lives.adoptions,
+        # Pushes that had been counted in a version that no broker could bring back.
+        "taken_back": sum(record.is_lost for record in run.referee.records.values()),
+        "events": run.world.events,
+    }
 
 
 def behind_a_stop(run: Simulation) -> dict[str, float]:
@@ -246,7 +211,7 @@ def share_averaged(run: Simulation) -> float:
     and its upload has its turn, the share of which a push was applied.
     """
     spans: Sequence[tuple[float, float, frozenset[str]]]
-    rounds = run.referee.rounds or []
+    rounds = run.referee.rounds
     if run.scenario.config.is_async:
         length = 1.25 * run.scenario.cycle_s
         names: dict[int, set[str]] = {}
@@ -269,33 +234,40 @@ def share_averaged(run: Simulation) -> float:
     return averaged / there
 
 
+ROWS = {
+    "": "{mode}",
+    "faults": "{all_faults}",
+    "rounds": "{rounds}",
+    "pushes counted": "{pushes}",
+    "  taken back by a crash": "{taken_back}",
+    "restarts of the broker": "{restarts}",
+    "  fragments adopted": "{adopted}",
+    "useful work, all": "{useful:.4f}",
+    "useful work, never killed": "{useful_unharmed:.4f}",
+    f"steps lost a kill (H = {H})": "{lost_a_kill[0]:.2f}",
+    "  most": "{lost_a_kill[1]:g}",
+    "  most behind a stop": "{lost_behind_stop:.2f}",
+    "  kills that lost more than H": "{lost_more}",
+    "alive and averaged": "{averaged:.4f}",
+    "fault to next round, median s": "{to_next_round_s[0]:.0f}",
+    "  longest": "{to_next_round_s[1]:.0f}",
+    "events": "{events}",
+    "CPU seconds": "{cpu_s:.1f}",
+}
+
+
 def table(found: Sequence[Figures]) -> str:
     """The figures side by side."""
-    rows: list[tuple[str, list[str]]] = [
-        ("", [each.mode for each in found]),
-        ("faults", [str(sum(each.faults.values())) for each in found]),
-    ]
-    for kind in sorted({kind for each in found for kind in each.faults}):
-        rows.append((f"  {kind}", [str(each.faults.get(kind, 0)) for each in found]))
-    rows += [
-        ("rounds", [str(each.rounds) for each in found]),
-        ("pushes counted", [str(each.pushes) for each in found]),
-        ("  taken back by a crash", [str(each.taken_back) for each in found]),
-        ("restarts of the broker", [str(each.restarts) for each in found]),
-        ("  fragments adopted", [str(each.adopted) for each in found]),
-        ("useful work, all", [f"{each.useful:.4f}" for each in found]),
-        ("useful work, never killed", [f"{each.useful_unharmed:.4f}" for each in found]),
-        (f"steps lost a kill (H = {H})", [f"{each.lost_a_kill[0]:.2f}" for each in found]),
-        ("  most", [f"{each.lost_a_kill[1]:g}" for each in found]),
-        ("  most behind a stop", [f"{each.lost_behind_stop:.2f}" for each in found]),
-        ("  kills that lost more than H", [str(each.lost_more) for each in found]),
-        ("alive and averaged", [f"{each.averaged:.4f}" for each in found]),
-        ("fault to next round, median s", [f"{each.to_next_round_s[0]:.0f}" for each in found]),
-        ("  longest", [f"{each.to_next_round_s[1]:.0f}" for each in found]),
-        ("events", [str(each.events) for each in found]),
-        ("CPU seconds", [f"{each.cpu_s:.1f}" for each in found]),
-    ]
-    return "\n".join(f"{name:32}" + "".join(f"{v:>12}" for v in values) for name, values in rows)
+    lines = []
+    for title, how in ROWS.items():
+        values = [how.format(all_faults=each["faults"].total(), **each) for each in found]
+        lines.append((title, values))
+        if title == "faults":
+            kinds = sorted({kind for each in found for kind in each["faults"]})
+            lines += [
+                (f"  {kind}", [str(each["faults"][kind]) for each in found]) for kind in kinds
+            ]
+    return "\n".join(f"{name:32}" + "".join(f"{v:>12}" for v in values) for name, values in lines)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from diloco_worker.core.session import Session
 from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.inbox import Inbox
 from simulation.fragments import Fragments
-from simulation.network import INSTANT_S, Connection, World
+from simulation.network import INSTANT_S, Connection, Listener, World
 from simulation.referee import Referee
 from simulation.tensors import Delta, Violation
 from simulation.training import Habits, Training
@@ -43,27 +43,12 @@ BETWEEN_THREADS_S = 0.002
 # Wake-ups of one session at one moment after which it is spinning.
 SPINNING = 1000
 
-Listener = Callable[[Connection, Message, Any], None]
-
 
 class Worker:
     """A worker's process: see the head of this module.
 
-    Args:
-        name: of the process, for the story; `worker_id` may be that of an earlier one.
-        connect: opens a connection; the listener is called with what comes down on it.
-
-    Attributes:
-        offline_until: until then no connection comes up.
-        welcome_at: when it was welcome first; None before.
-        ended_at: when it was killed or had left; None while it is alive.
-        online_since: since then it has been welcome and connected, as far as anybody knows.
-        hangs_from, hangs_until: its training takes no step in between; its heartbeats go on. From:
-            infinite while it trains, or waits for others.
-        frozen_until: until then the whole process stands still.
-        may_be_refused: codes, and whether finally, with which a join may be refused.
-        inbox: for the training thread.
-        bad_chunks: (push id, chunk) of those that are not finite.
+    `name` is that of the process; `worker_id` may be that of an earlier one. `connect` opens a
+    connection, whose listener is called with what comes down on it.
     """
 
     def __init__(
@@ -83,13 +68,14 @@ class Worker:
         self.worker_id = worker_id
         self.habits = habits
         self.is_alive = True
-        self.welcome_at: float | None = None
-        self.ended_at: float | None = None
-        self.offline_until = 0.0
-        self.online_since = world.now
-        self.hangs_until = self.frozen_until = -1.0
-        self.hangs_from = math.inf
-        # An earlier process with this id may still have been heard when this one asked.
+        self.welcome_at: float | None = None  # first
+        self.ended_at: float | None = None  # killed or left
+        self.offline_until = 0.0  # until then no connection comes up
+        self.online_since = world.now  # welcome and connected, as far as anybody knows
+        self.frozen_until = -1.0  # the whole process stands still
+        # Training takes no step in between. From: infinite while it trains, or waits for others.
+        self.hangs_from, self.hangs_until = math.inf, -1.0
+        # Codes, and whether finally. An earlier process with this id may still have been heard.
         self.may_be_refused: set[tuple[str, bool]] = {(Code.ID_TAKEN, True)}
         self.session = Session(
             Join(worker_id, manifest, wants=habits.wants),
@@ -101,7 +87,7 @@ class Worker:
         self._memory = Fragments(self._layout_of, self._gradient)
         self._executor = Executor(self.session, self.inbox, self, self._memory, self._notice)
         self.training = Training(self)
-        self.bad_chunks: set[tuple[int, int]] = set()
+        self.bad_chunks: set[tuple[int, int]] = set()  # (push id, chunk) of those not finite
         self.address = "the simulated broker"
         self._connect = connect
         self._held: dict[int, VersionId] = {}  # the last that was delivered, by fragment
@@ -113,19 +99,9 @@ class Worker:
         self._is_nudged = False
 
     @property
-    def waiting_since(self) -> float | None:
-        """When training began to stand still; None while it goes on."""
-        return self.training.waiting_since
-
-    @property
     def has_news(self) -> bool:
         """Whether something has come for the training thread."""
         return bool(self.inbox.turns) or self.inbox.has_news
-
-    @property
-    def oldest_flight(self) -> float | None:
-        """When the oldest delta in flight was frozen."""
-        return self.training.oldest_flight
 
     @property
     def beat_s(self) -> float:
@@ -190,7 +166,6 @@ class Worker:
         self.world.at(self._command_at, lambda: self._awake(lambda: self._feed(event)))
 
     def hears(self, connection: Connection, message: Message, payload: Any) -> None:
-        """Something came down on a connection."""
         if self.world.now < self.frozen_until:
             self._awake(lambda: self.hears(connection, message, payload))
         elif self.connections is not None and connection in self.connections:

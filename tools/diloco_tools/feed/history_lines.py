@@ -101,18 +101,16 @@ def parsed(text: bytes) -> dict[str, Any]:
 
 def snapshot_of(document: Mapping[str, Any]) -> Snapshot:
     """A snapshot with nothing but what one line gives."""
-    given: dict[str, Any] = {"feed": FEED_VERSION, "sequence": 0, "epoch": document.get("epoch")}
+    given = {"feed": FEED_VERSION, "sequence": 0, "epoch": document.get("epoch")}
+    kind = document["kind"]
     try:
-        match document["kind"]:
-            case "start":
-                return read_snapshot({**_settings(document), **given})
-            case "round":
-                return _round_of(document, given)
-            case "event":
-                return from_plain(Snapshot, {"events": [document], **given}, "event", lenient=True)
-            case _:
-                said = {**document, "text": f"The broker stopped: {document.get('text')}."}
-                return from_plain(Snapshot, {"events": [said], **given}, "stop", lenient=True)
+        if kind == "start":
+            return read_snapshot({**_settings(document), **given})
+        if kind == "round":
+            return _round_of({**document, **given})
+        stopped = {"text": f"The broker stopped: {document.get('text')}."} if kind == "stop" else {}
+        whole = {"events": [{**document, **stopped}], **given}
+        return from_plain(Snapshot, whole, kind, lenient=True)
     except ProtocolError as error:
         raise MalformedFeedError(str(error)) from None
 
@@ -128,20 +126,17 @@ def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
     return part
 
 
-def _round_of(document: Mapping[str, Any], given: Mapping[str, Any]) -> Snapshot:
+def _round_of(document: Mapping[str, Any]) -> Snapshot:
     """The line of a round has the keys of several records of a snapshot side by side."""
     averaged = document.get("averaged")
-    counts = {"alive": document.get("alive"), "participating": averaged, "averaged": averaged}
     whole = {
+        **{key: document.get(key) for key in ("feed", "sequence", "epoch", "workers")},
         **dict.fromkeys(("last_round", "totals", "loop"), document),
-        "counts": counts,
+        "counts": {"alive": document.get("alive"), "participating": averaged, "averaged": averaged},
         "fragments": [{**document, "fragment": document.get("fragment") or 0}],
-        "workers": document.get("workers"),
-        **given,
     }
     read = from_plain(Snapshot, whole, "round", lenient=True)
     assert read.last_round is not None
     names = tuple(worker.id for worker in read.workers)
     number, fragment = read.last_round.number, read.last_round.fragment
-    closed = Round(number, fragment, "closed", expected=names, arrived=names)
-    return replace(read, round=closed)
+    return replace(read, round=Round(number, fragment, "closed", expected=names, arrived=names))

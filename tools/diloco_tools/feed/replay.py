@@ -17,16 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.feed import (
-    FEED_VERSION,
-    Event,
-    FeedError,
-    Fragment,
-    MalformedFeedError,
-    Snapshot,
-    Worker,
-    json_safe,
-)
+from diloco_protocol import feed
+from diloco_protocol.feed import Fragment, Snapshot, Worker
 from diloco_protocol.records import to_plain
 from diloco_tools.feed.history_lines import Line, line_of, parsed, snapshot_of, texts_of
 
@@ -69,14 +61,14 @@ def read_history(path: Path) -> History:
         for text in texts_of(path):
             try:
                 line = line_of(text, lines[-1] if lines else None)
-            except MalformedFeedError:
+            except feed.MalformedFeedError:
                 skipped += 1
             else:
                 lines += [line] if line is not None else []
     except OSError as error:
-        raise FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
+        raise feed.FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
     if not lines:
-        raise FeedError(f"{path} has no history of a run ({skipped} damaged lines): {GIVE}")
+        raise feed.FeedError(f"{path} has no history of a run ({skipped} damaged lines): {GIVE}")
     return History(_Moments(lines), skipped)
 
 
@@ -105,38 +97,22 @@ class _Moments(Sequence[Moment]):
         first = max(line.rounds_before, line.rounds - LOOK_BACK)
         rounds = self._rounds[first : line.rounds]  # of this life of the broker
         start = line.start or self._starts.get(line.epoch)
-        base = self._read(start) if start else Snapshot(FEED_VERSION, 0, line.epoch)
+        base = self._read(start) if start else Snapshot(feed.FEED_VERSION, 0, line.epoch)
         now: dict[str, Any] = {
             "sequence": sequence,
             "epoch": line.epoch,
-            "uptime_s": max(0.0, rounds[-1].at - line.since) if rounds else 0.0,
+            "uptime_s": 0.0,
             "state": "stopping" if line.stopped else "training" if rounds else "waiting",
             "waiting_for": None if rounds or line.stopped else "for the first round to close",
             "events": self._last_events(line),
         }
         if rounds:
-            newest = self._read(rounds[-1].text)
-            assert newest.round is not None
-            fragments, workers = self._last_work(line.at, rounds, base)
-            totals = replace(
-                newest.totals,
-                rounds=line.rounds - line.rounds_before,
-                contributions=line.contributions,
-            )
-            now |= {
-                "round": replace(newest.round, age_s=max(0.0, line.at - rounds[-1].at)),
-                "last_round": newest.last_round,
-                "counts": newest.counts,
-                "loop": newest.loop,
-                "totals": totals,
-                "fragments": tuple(fragments),
-                "workers": tuple(workers),
-            }
+            now |= self._last_work(line, rounds, base)
         plain = {key: to_plain(value, with_none=True) for key, value in now.items()}
-        raw = {**base.raw, "feed": FEED_VERSION, **json_safe(plain)}
+        raw = {**base.raw, "feed": feed.FEED_VERSION, **feed.json_safe(plain)}
         return replace(base, **now, raw=raw)
 
-    def _last_events(self, line: Line) -> tuple[Event, ...]:
+    def _last_events(self, line: Line) -> tuple[feed.Event, ...]:
         first = max(0, line.events - EVENTS)
         found = []
         for number, each in enumerate(self._events[first : line.events], first + 1):
@@ -144,32 +120,37 @@ class _Moments(Sequence[Moment]):
             found.append(replace(event, sequence=number, age_s=max(0.0, line.at - each.at)))
         return tuple(found)
 
-    def _last_work(
-        self, at: float, rounds: Sequence[Line], settings: Snapshot
-    ) -> tuple[list[Fragment], list[Worker]]:
-        """The newest version of each fragment, and the workers that contributed last."""
-        alive = self._read(rounds[-1].text).counts.alive
-        count = settings.raw.get("num_fragments")
+    def _last_work(self, line: Line, rounds: Sequence[Line], settings: Snapshot) -> dict[str, Any]:
+        """What the newest round says, the newest version of each fragment, who contributed last."""
+        closed, newest = rounds[-1], self._read(rounds[-1].text)
+        assert newest.round is not None
+        alive, count = newest.counts.alive, settings.raw.get("num_fragments")
         fragments: dict[int, Fragment] = {}
         workers: dict[str, Worker] = {}
-        for line in reversed(rounds):
-            part = self._read(line.text)
+        for each in reversed(rounds):
+            part = self._read(each.text)
             fragments.setdefault(part.fragments[0].fragment, part.fragments[0])
-            if line is rounds[-1] or len(workers) < alive:
-                age_s = max(0.0, at - line.at)
-                for worker in part.workers:
-                    if worker.id not in workers:
-                        workers[worker.id] = replace(
-                            worker,
-                            round=part.last_round.number if part.last_round else None,
-                            sync_every=settings.sync_every or 0,
-                            beat_age_s=age_s,
-                            sync_age_s=age_s,
-                        )
+            age_s = max(0.0, line.at - each.at)
+            for worker in part.workers if each is closed or len(workers) < alive else ():
+                told = replace(
+                    worker,
+                    round=part.last_round.number if part.last_round else None,
+                    sync_every=settings.sync_every or 0,
+                    beat_age_s=age_s,
+                    sync_age_s=age_s,
+                )
+                workers.setdefault(worker.id, told)
             has_all = not isinstance(count, int) or len(fragments) >= count
             if has_all and len(workers) >= alive:
                 break
-        return (
-            [fragments[number] for number in sorted(fragments)],
-            [workers[name] for name in sorted(workers)],
-        )
+        made, contributions = line.rounds - line.rounds_before, line.contributions
+        return {
+            "uptime_s": max(0.0, closed.at - line.since),
+            "round": replace(newest.round, age_s=max(0.0, line.at - closed.at)),
+            "last_round": newest.last_round,
+            "counts": newest.counts,
+            "loop": newest.loop,
+            "totals": replace(newest.totals, rounds=made, contributions=contributions),
+            "fragments": tuple(fragments[number] for number in sorted(fragments)),
+            "workers": tuple(workers[name] for name in sorted(workers)),
+        }

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from diloco_protocol.feed import LastRound, Snapshot, Worker
+from diloco_protocol.feed import LastRound, Snapshot, Totals, Worker
 
 _T = TypeVar("_T")
 LEAST_RECENT = 4  # points that a scale goes by
@@ -82,13 +82,12 @@ class RunSeries:
         self.rounds: list[tuple[float, LastRound]] = []
         self.network: list[Rate] = []
         self.speeds: dict[str, list[tuple[float, float]]] = {}
-        self._rates: dict[str, Rate] = {}
+        self._rates: dict[str | None, Rate] = {}
         self._epoch = ""
         self._sequence = -1
         self._uptime_s: float | None = None
         self._last_round: int | None = None
-        self._total: _Counted | None = None
-        self._counted: dict[str, _Counted] = {}
+        self._counted: dict[str | None, _Counted] = {}  # None: at the broker
         self._cpu: deque[tuple[float, float]] = deque(maxlen=CPU_SNAPSHOTS)  # uptime, CPU seconds
 
     def rate_of(self, worker_id: str) -> Rate | None:
@@ -107,14 +106,17 @@ class RunSeries:
         """Take a snapshot; one that is not newer than the last changes nothing."""
         if snapshot.epoch != self._epoch:
             self._epoch = snapshot.epoch
-            self._uptime_s = self._total = self._last_round = None
+            self._uptime_s = self._last_round = None
             self._counted.clear()
             self._rates.clear()
             self._cpu.clear()
         elif snapshot.sequence <= self._sequence:
             return
         self._sequence = snapshot.sequence
-        self._note_round(snapshot, now)
+        closed = snapshot.last_round
+        if closed is not None and closed.number != self._last_round:
+            self._last_round = closed.number
+            self._keep(self.rounds, (now, closed))
         spent = snapshot.loop.cpu_s
         if spent is not None and (not self._cpu or snapshot.uptime_s > self._cpu[-1][0]):
             self._cpu.append((snapshot.uptime_s, spent))
@@ -122,27 +124,18 @@ class RunSeries:
         if self._uptime_s is not None and snapshot.uptime_s <= self._uptime_s:
             return
         self._uptime_s = snapshot.uptime_s
-        totals = snapshot.totals
-        counted = _Counted(snapshot.uptime_s, totals.bytes_up, totals.bytes_down)
-        if rate := _rate(self._total, counted, now):
-            self._keep(self.network, rate)
-        self._total = counted
-        self._note_workers(snapshot, now)
-
-    def _note_round(self, snapshot: Snapshot, now: float) -> None:
-        closed = snapshot.last_round
-        if closed is None or closed.number == self._last_round:
-            return
-        self._last_round = closed.number
-        self._keep(self.rounds, (now, closed))
-
-    def _note_workers(self, snapshot: Snapshot, now: float) -> None:
+        workers = self._placed({worker.id: worker for worker in snapshot.workers})
         before, self._counted, self._rates = self._counted, {}, {}
-        for worker in self._placed({worker.id: worker for worker in snapshot.workers}):
-            counted = _Counted(snapshot.uptime_s, worker.bytes_up, worker.bytes_down)
-            self._counted[worker.id] = counted
-            if rate := _rate(before.get(worker.id), counted, now):
-                self._rates[worker.id] = rate
+        counters: dict[str | None, Totals | Worker] = {None: snapshot.totals}
+        counters |= {worker.id: worker for worker in workers}
+        for name, counts in counters.items():
+            counted = _Counted(snapshot.uptime_s, counts.bytes_up, counts.bytes_down)
+            self._counted[name] = counted
+            if rate := _rate(before.get(name), counted, now):
+                self._rates[name] = rate
+        if rate := self._rates.get(None):
+            self._keep(self.network, rate)
+        for worker in workers:
             if worker.steps_per_s is not None and worker.health != "lost":
                 self._keep(self.speeds[worker.id], (now, worker.steps_per_s))
 

@@ -36,6 +36,25 @@ CREW = (
 )
 
 
+NOT_FINITE = "Element 77 of chunk 3 is not finite."
+REFUSED_LATE = {
+    "age_s": 72.0,
+    "worker": "rtx-home",
+    "text": "Round 410 closed without this push, and late work is dropped.",
+}
+EVENTS = (
+    (90.0, "info", "Round 410 closed in 41.0 s."),
+    (53.6, "info", "Round 411 closed in 40.1 s."),
+    (
+        41.0,
+        "warning",
+        "mac-mini (attic) is lost: its connection broke and it did not come back "
+        "within the 30 s of grace; the round goes on without it.",
+    ),
+    (12.2, "info", "a100-1 has pushed."),
+)
+
+
 def document(sequence: int = 1, **keys: Any) -> dict[str, Any]:
     """The run that the pictures show, `sequence` seconds into its life."""
     crew = [
@@ -47,76 +66,39 @@ def document(sequence: int = 1, **keys: Any) -> dict[str, Any]:
         }
         for each, speed in zip(CREW, (19_000_000, 19_000_000, 0, 2_000_000, 7_500_000), strict=True)
     ]
+    waiting = {"number": 412, "phase": "open", "age_s": 12.2, "floor": 2}
+    names = ["a100-0", "a100-1", "rtx-home", "xeon"]
     whole = status(
         sequence=sequence,
         uptime_s=8000.0 + sequence,
-        round={
-            "number": 412,
-            "phase": "open",
-            "age_s": 12.2,
-            "expected": ["a100-0", "a100-1", "rtx-home", "xeon"],
-            "arrived": ["a100-0", "a100-1"],
-            "missing": ["rtx-home", "xeon"],
-            "floor": 2,
-        },
+        round=waiting | {"expected": names, "arrived": names[:2], "missing": names[2:]},
         counts={"alive": 4, "participating": 2, "averaged": 3},
         outer={"optimizer": "dn", "lr": 0.7, "momentum": 0.9, "variant": "paper", "buffer": 4},
-        fragments=[
-            {
-                "fragment": 0,
-                "version": 411,
-                "tag": "deadbeef",
-                "gradients": 411,
-                "buffered": 3,
-                "contributions": 1644,
-            }
-        ],
+        fragments=[{"fragment": 0, "version": 411, "buffered": 3, "contributions": 1644}],
         workers=crew,
         totals={
             "rounds": 411,
             "pushes": 1644,
             "rejected": 3,
             "malformed": 1,
+            "deaths": 1,
             "bytes_up": 150_000_000_000 + sequence * 47_500_000,
             "bytes_down": 300_000_000_000 + sequence * 95_000_000,
-            "deaths": 1,
-            "contributions": 1641,
             "refused": {"late": 2, "non_finite": 1},
         },
         last_round={
             "number": 370 + sequence,
-            "seconds": 41.24 + 4 * math.sin(sequence),
             "averaged": 3,
             "weight": 3.0,
+            "seconds": 41.24 + 4 * math.sin(sequence),
             "loss": 2.4131 + math.exp(-sequence / 12),
             "delta_norm": 0.0131 * math.exp(-sequence / 40),
         },
         checkpoint={"folder": "/data/run", "round": 411, "age_s": 13.1, "error": None},
-        rejections=[
-            {
-                "age_s": 72.0,
-                "worker": "rtx-home",
-                "code": "late",
-                "text": "Round 410 closed without this push, and late work is dropped.",
-            },
-            {
-                "age_s": 4000.0,
-                "worker": "xeon",
-                "code": "non_finite",
-                "text": "Element 77 of chunk 3 is not finite.",
-            },
-        ],
+        rejections=[REFUSED_LATE, {"age_s": 4000.0, "worker": "xeon", "text": NOT_FINITE}],
         events=[
-            {"sequence": 1, "age_s": 90.0, "level": "info", "text": "Round 410 closed in 41.0 s."},
-            {"sequence": 2, "age_s": 53.6, "level": "info", "text": "Round 411 closed in 40.1 s."},
-            {
-                "sequence": 3,
-                "age_s": 41.0,
-                "level": "warning",
-                "text": "mac-mini (attic) is lost: its connection broke and it did not come back "
-                "within the 30 s of grace; the round goes on without it.",
-            },
-            {"sequence": 4, "age_s": 12.2, "level": "info", "text": "a100-1 has pushed."},
+            {"sequence": place, "age_s": age_s, "level": level, "text": text}
+            for place, (age_s, level, text) in enumerate(EVENTS)
         ],
         loop={"longest_turn_ms": 4.81, "cpu_s": 312.0 + sequence / 8, "rss_bytes": 31e7},
     )

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,27 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco_protocol.feed import (
-    TOPIC,
-    Counts,
-    Event,
-    FeedError,
-    Fragment,
-    LastRound,
-    Loop,
-    Model,
-    Outer,
-    Round,
-    Snapshot,
-    Totals,
-    Worker,
-    parse_snapshot,
-)
+from diloco_protocol import feed
+from diloco_protocol.feed import Event, FeedError, LastRound, Loop, Snapshot, Totals, Worker
 from diloco_protocol.records import field_names
 from diloco_tools.feed import history_lines, replay
 from diloco_tools.feed.model import FeedModel
 from diloco_tools.feed.replay import Moment, read_history
-from diloco_tools.feed.series import RunSeries
+from diloco_tools.feed.series import Rate, RunSeries
 from kit.past_runs import closed, event, line, start, write
 
 # Every key that the lines of a history have.
@@ -66,18 +51,21 @@ def names(snapshot: Snapshot) -> list[str]:
 class TestMoments:
     def test_a_round_is_shown_with_all_that_was_written_down(self, tmp_path: Path) -> None:
         moment = past(tmp_path, start(100.0), closed(160.0, 7, "a", "b", loss=None))[1]
-        a = Worker(
-            "a",
-            host="host-of-a",
-            round=7,
-            sync_every=500,
-            step=3500,
-            steps_per_s=12.5,
-            loss=2.4,
-            sync_age_s=0.0,
-            bytes_up=3500,
-            bytes_down=7000,
-        )
+        told: dict[str, Any] = {
+            "round": 7,
+            "sync_every": 500,
+            "step": 3500,
+            "steps_per_s": 12.5,
+            "loss": 2.4,
+        }
+        told |= {"sync_age_s": 0.0, "bytes_up": 3500, "bytes_down": 7000}
+        last: dict[str, Any] = {
+            "version": 8,
+            "seconds": 40.0,
+            "averaged": 2,
+            "weight": 2.0,
+            "delta_norm": 0.01,
+        }
         assert moment.at == 160.0
         assert moment.snapshot == Snapshot(
             feed=1,
@@ -89,53 +77,48 @@ class TestMoments:
             uptime_s=60.0,
             mode="sync",
             state="training",
-            round=Round(7, phase="closed", expected=("a", "b"), arrived=("a", "b")),
-            counts=Counts(alive=2, participating=2, averaged=2),
-            model=Model(parameters=1000, tensors=4, bytes=4000),
-            outer=Outer("nesterov", lr=0.7, momentum=0.9),
+            round=feed.Round(7, phase="closed", expected=("a", "b"), arrived=("a", "b")),
+            counts=feed.Counts(alive=2, participating=2, averaged=2),
+            model=feed.Model(parameters=1000, tensors=4, bytes=4000),
+            outer=feed.Outer("nesterov", lr=0.7, momentum=0.9),
             sync_every=500,
             num_fragments=1,
             workers_wanted=2,
-            fragments=(Fragment(0, version=8),),
-            workers=(a, replace(a, id="b", host="host-of-b")),
+            fragments=(feed.Fragment(0, version=8),),
+            workers=tuple(Worker(name, host=f"host-of-{name}", **told) for name in "ab"),
             totals=Totals(rounds=1, contributions=2, bytes_up=7000, bytes_down=14000),
-            last_round=LastRound(
-                7, version=8, seconds=40.0, averaged=2, weight=2.0, delta_norm=0.01
-            ),
+            last_round=LastRound(7, **last),
             loop=Loop(longest_turn_ms=4.0, cpu_s=1.5, rss_bytes=10**8),
         )
         raw = json.loads(json.dumps(moment.snapshot.raw, allow_nan=False))
         assert raw["num_fragments"] == 1
 
     def test_ages_go_on_between_rounds_and_figures_do_not(self, tmp_path: Path) -> None:
-        moments = past(
-            tmp_path,
-            start(100.0),
+        lines = [
             event(130.0, "b joined"),
             closed(160.0, 0, "a"),
             event(175.0, "b left", level="warning"),
-        )
+        ]
+        moments = past(tmp_path, start(100.0), *lines)
         seen = moments[3].snapshot
         assert seen.round is not None
         assert (seen.round.age_s, seen.workers[0].beat_age_s, seen.uptime_s) == (15.0, 15.0, 60.0)
-        assert seen.events == (
-            Event(1, 45.0, "info", "b joined"),
-            Event(2, 0.0, "warning", "b left"),
-        )
+        assert seen.events == (Event(1, 45.0, text="b joined"), Event(2, 0.0, "warning", "b left"))
         assert moments[0].snapshot.events == ()
 
     def test_before_its_first_round_a_run_waits(self, tmp_path: Path) -> None:
         seen = past(tmp_path, start(100.0, run=None, model=None))[0].snapshot
         assert (seen.run, seen.model, seen.last_round, seen.round) == (None, None, None, None)
         assert (seen.state, seen.waiting_for) == ("waiting", "for the first round to close")
-        assert not seen.workers
-        assert not seen.fragments
+        assert (seen.workers, seen.fragments) == ((), ())
 
     def test_settings_are_those_that_held_then(self, tmp_path: Path) -> None:
+        """What was pending when they were written down is not a setting."""
+        reducer = {"quorum": 2, "submissions": 3, "waiting": 1}
         moments = past(
             tmp_path,
             event(99.0, "listening"),
-            start(100.0),
+            start(100.0, settings={"reducer": reducer}),
             closed(110.0, 0, "a"),
             start(115.0, settings={"outer": {"optimizer": "nesterov", "lr": 0.5}}),
             closed(120.0, 1, "a"),
@@ -143,26 +126,18 @@ class TestMoments:
         assert [moment.snapshot.outer.lr for moment in moments] == [0.7, 0.7, 0.7, 0.5, 0.5]
         assert moments[3].snapshot.last_round is not None
         assert moments[3].snapshot.last_round.number == 0
+        told = moments[2].snapshot.reducer
+        assert (told.quorum, told.submissions, told.waiting) == (2, 0, 0)
 
-    def test_what_was_pending_when_settings_were_written_down_is_not_a_setting(
+    def test_the_last_twenty_events_are_in_it_and_the_end_is_one_and_a_state(
         self, tmp_path: Path
     ) -> None:
-        reducer = {"quorum": 2, "submissions": 3, "waiting": 1}
-        seen = past(tmp_path, start(0.0, settings={"reducer": reducer}))[0].snapshot
-        assert (seen.reducer.quorum, seen.reducer.submissions, seen.reducer.waiting) == (2, 0, 0)
-
-    def test_the_last_twenty_events_are_in_it(self, tmp_path: Path) -> None:
-        lines = [event(float(number), f"event {number}") for number in range(30)]
-        seen = past(tmp_path, start(0.0), *lines)[-1].snapshot
-        assert [each.text for each in seen.events] == [f"event {n}" for n in range(10, 30)]
-        assert [each.sequence for each in seen.events] == list(range(11, 31))
-
-    def test_the_end_is_an_event_and_a_state(self, tmp_path: Path) -> None:
-        stop = line("stop", 9.0, text="SIGTERM")
-        seen = past(tmp_path, start(0.0), closed(5.0, 0, "a"), stop)[-1].snapshot
-        assert seen.state == "stopping"
-        assert seen.events[-1].text == "The broker stopped: SIGTERM."
-        assert names(seen) == ["a"]
+        lines = [event(float(number), f"event {number}") for number in range(29)]
+        stop = line("stop", 30.0, text="SIGTERM")
+        seen = past(tmp_path, start(0.0), closed(5.0, 0, "a"), *lines, stop)[-1].snapshot
+        texts = [f"event {n}" for n in range(10, 29)] + ["The broker stopped: SIGTERM."]
+        assert [(each.sequence, each.text) for each in seen.events] == list(enumerate(texts, 11))
+        assert (seen.state, names(seen)) == ("stopping", ["a"])
 
     def test_a_restart_shows_nothing_of_the_life_before_but_its_events(
         self, tmp_path: Path
@@ -185,28 +160,19 @@ class TestMoments:
         assert (model.missed, model.restarts) == (0, 1)
 
     def test_series_of_a_past_run_are_those_of_its_rounds(self, tmp_path: Path) -> None:
+        almost = event(19.9, "almost")  # must not turn 2 KB in 10 s into 2 KB in 0.1 s
+        lines = [closed(10.0, 1, "a"), almost, closed(20.0, 2, "a")]
+        moments = past(tmp_path, start(0.0), *lines)
         series = RunSeries()
-        for moment in past(
-            tmp_path,
-            start(0.0),
-            closed(10.0, 1, "a"),
-            event(19.9, "almost"),  # must not turn 2 KB in 10 s into 2 KB in 0.1 s
-            closed(20.0, 2, "a"),
-        ):
+        for moment in moments:
             series.update(moment.snapshot, moment.at)
         assert [closed.number for _, closed in series.rounds] == [1, 2]
-        assert [(rate.at, rate.up, rate.down) for rate in series.network] == [
-            (10.0, 100.0, 200.0),
-            (20.0, 100.0, 200.0),
-        ]
+        assert series.network == [Rate(10.0, 100.0, 200.0), Rate(20.0, 100.0, 200.0)]
         assert series.speeds == {"a": [(10.0, 12.5), (20.0, 12.5)]}
-
-    def test_they_are_a_sequence(self, tmp_path: Path) -> None:
-        moments = past(tmp_path, start(0.0), closed(5.0, 0, "a"), closed(9.0, 1, "a"))
-        assert [moment.at for moment in moments[1:]] == [5.0, 9.0]
-        assert moments[-1] == moments[2]
+        assert [moment.at for moment in moments[1:]] == [10.0, 19.9, 20.0], "they are a sequence"
+        assert moments[-1] == moments[3]
         with pytest.raises(IndexError):
-            moments[3]
+            moments[4]
 
 
 class TestWorkers:
@@ -243,19 +209,17 @@ class TestWorkers:
 
 
 class TestFiles:
-    def test_the_older_file_comes_first(self, tmp_path: Path) -> None:
-        write(tmp_path / "history.1.jsonl", start(0.0), closed(5.0, 0, "a"))
-        history = read_history(write(tmp_path / "history.jsonl", closed(9.0, 1, "a")))
-        assert [moment.at for moment in history.moments] == [0.0, 5.0, 9.0]
-        assert history.moments[2].snapshot.mode == "sync"
-
-    def test_a_folder_and_a_file_that_is_rotated_meanwhile_will_do(self, tmp_path: Path) -> None:
-        write(tmp_path / "history.1.jsonl", start(0.0))
-        assert len(read_history(tmp_path).moments) == 1
-        path = write(tmp_path / "history.jsonl", closed(5.0, 0, "a"))
-        assert len(read_history(tmp_path).moments) == 2
-        (tmp_path / "history.1.jsonl").unlink()
-        os.link(path, tmp_path / "history.1.jsonl")
+    def test_the_older_file_comes_first_though_it_is_rotated_meanwhile(
+        self, tmp_path: Path
+    ) -> None:
+        older = write(tmp_path / "history.1.jsonl", start(0.0), closed(5.0, 0, "a"))
+        assert len(read_history(tmp_path).moments) == 2, "a folder will do"
+        path = write(tmp_path / "history.jsonl", closed(9.0, 1, "a"))
+        moments = read_history(path).moments
+        assert [moment.at for moment in moments] == [0.0, 5.0, 9.0]
+        assert moments[2].snapshot.mode == "sync"
+        older.unlink()
+        os.link(path, older)
         assert len(read_history(path).moments) == 1
 
     @pytest.mark.parametrize(
@@ -295,20 +259,15 @@ class TestFiles:
         assert [moment.at for moment in history.moments] == [0.0, 5.0, 6.0]
         assert history.moments[-1].snapshot.last_round is not None
 
-    def test_a_last_line_that_was_cut_and_empty_ones_cost_nothing_else(
+    def test_a_cut_last_line_empty_ones_and_those_of_a_newer_broker_cost_nothing_else(
         self, tmp_path: Path
     ) -> None:
-        path = write(tmp_path / "history.jsonl", start(0.0), b"", b"  ", closed(5.0, 0, "a"))
-        with path.open("ab") as file:
-            file.write(b'{"kind": "round", "at": 9')
+        odd = line("weather", 2.0, sky="blue")
+        lines = (start(0.0), b"", b"  ", odd, closed(5.0, 0, "a", mood="good"))
+        path = write(tmp_path / "history.jsonl", *lines)
+        path.write_bytes(path.read_bytes() + b'{"kind": "round", "at": 9')
         history = read_history(path)
         assert (len(history.moments), history.skipped) == (2, 1)
-
-    def test_lines_of_a_newer_broker_are_passed_over(self, tmp_path: Path) -> None:
-        past_weather = line("weather", 2.0, sky="blue")
-        round_ = closed(5.0, 0, "a", mood="good")
-        history = read_history(write(tmp_path / "history.jsonl", start(0.0), past_weather, round_))
-        assert (len(history.moments), history.skipped) == (2, 0)
 
     def test_a_clock_that_was_set_back_makes_no_age_negative(self, tmp_path: Path) -> None:
         seen = past(tmp_path, start(100.0), closed(50.0, 0, "a"), event(20.0, "x"))[-1].snapshot
@@ -343,31 +302,35 @@ class TestFiles:
         history = read_history(write(tmp_path / "history.jsonl", start(0.0), line))
         assert len(history.moments) + history.skipped == 2
         seen = history.moments[-1].snapshot
-        again = parse_snapshot(TOPIC + json.dumps(seen.raw, allow_nan=False).encode())
+        again = feed.parse_snapshot(feed.TOPIC + json.dumps(seen.raw, allow_nan=False).encode())
         assert replace(again, raw={}) == replace(seen, raw={}) or not _is_finite(line)
 
-    @pytest.mark.parametrize("content", [None, b"", b"hello\nworld\n"])
-    def test_no_history_is_one_sentence(self, tmp_path: Path, content: bytes | None) -> None:
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (None, "there is no such file"),
+            (b"", "has no history of a run"),
+            (b"hello\nworld\n", "2 damaged lines"),
+            ("a pipe", "it is not a file"),
+            (b"x" * 101, "bytes, more than the broker ever"),
+        ],
+    )
+    def test_no_history_is_one_sentence(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        content: bytes | str | None,
+        words: str,
+    ) -> None:
+        monkeypatch.setattr(history_lines, "MAX_FILE_BYTES", 100)
         path = tmp_path / "history.jsonl"
-        if content is not None:
+        if isinstance(content, str):
+            os.mkfifo(path)
+        elif content is not None:
             path.write_bytes(content)
         with pytest.raises(FeedError) as raised:
             read_history(path)
         sentence = str(raised.value)
-        assert str(path) in sentence
-        assert "in the folder that diloco-broker serve saves to" in sentence
+        for each in (str(path), words, "in the folder that diloco-broker serve saves to"):
+            assert each in sentence
         assert "\n" not in sentence
-
-    def test_what_is_no_plain_file_is_refused_at_once(self, tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "history.jsonl")
-        assert stat.S_ISFIFO((tmp_path / "history.jsonl").stat().st_mode)
-        with pytest.raises(FeedError, match="it is not a file"):
-            read_history(tmp_path / "history.jsonl")
-
-    def test_a_file_that_no_broker_wrote_is_not_read_into_memory(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(history_lines, "MAX_FILE_BYTES", 100)
-        path = write(tmp_path / "history.jsonl", start(0.0))
-        with pytest.raises(FeedError, match="bytes, more than the broker ever"):
-            read_history(path)

@@ -202,22 +202,3 @@ class TestKeys:
             assert len(names) == len(set(names))
         steering = {"kick", "save", "rate", "pause", "shutdown", "freeze"}
         assert {key.action for key in KEYS} >= steering
-
-
-class TestCpu:
-    def test_is_the_share_of_a_core_over_the_last_seconds(self) -> None:
-        series = RunSeries()
-        assert series.cpu is None
-        for second in range(20):
-            loop = {"cpu_s": second * (0.1 if second < 10 else 0.5)}
-            series.update(snapshot(second + 1, uptime_s=float(second), loop=loop), 0.0)
-        assert series.cpu == pytest.approx(0.5)
-
-    def test_another_life_of_the_broker_begins_anew(self) -> None:
-        series = RunSeries()
-        series.update(snapshot(1, uptime_s=1.0), 0.0)
-        series.update(snapshot(2, uptime_s=2.0), 0.0)
-        series.update(snapshot(1, epoch="cd", uptime_s=0.5, loop={"cpu_s": 0.1}), 0.0)
-        assert series.cpu is None
-        series.update(snapshot(2, epoch="cd", uptime_s=0.5, loop={"cpu_s": 0.2}), 0.0)
-        assert series.cpu is None, "no time has passed"

@@ -43,11 +43,7 @@ _ALSO = {"sync_every": " From each worker's next cycle on.", "quorum": " 0: wait
 
 
 def _control(command: Callable[..., dict[str, Any]]) -> Callable[..., None]:
-    """Make a command of what asks the broker to do what it is named after.
-
-    Args:
-        command: returns the arguments of the control message; it may end the process instead.
-    """
+    """Make a command of what returns its arguments: the broker is asked to do what it is named after."""
     action = command.__name__.rstrip("_")
 
     @with_options(signature(command, eval_str=True).parameters.values())

@@ -30,6 +30,7 @@ OPTIONS = {
     "wire_dtype": "Of pushes. Default: the run's, or bf16.",
     "reply_dtype": "Of replies. Default: the run's, or fp32.",
 }
+SPLIT = ("num_fragments", "fragment_pattern", "fragment_plan")
 # Options of a run that say when its fragments travel, and in how many bytes.
 USED = ("sync_every", "wire_dtype", "reply_dtype")
 IN_NO_ORDER = (
@@ -82,9 +83,7 @@ def plan(
     asked = {name: options[name] for name in USED if options[name] is not None}
     with failing_in_a_sentence():
         source = _source(model, frozen or [])
-        split, pattern = _split(
-            source, options["num_fragments"], options["fragment_pattern"], options["fragment_plan"]
-        )
+        split, pattern = _split(source, *(options[name] for name in SPLIT))
         view = split.view(source.manifest, **{**source.options, **asked})
     planned = Planned(source.name, source.manifest, split, pattern, view, source.notes)
     if as_json_:

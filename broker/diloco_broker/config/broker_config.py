@@ -61,11 +61,7 @@ class BrokerConfig(Options):
 
 
 def _check(options: Options) -> None:
-    """Check each value by itself, then all of them together.
-
-    Raises:
-        UsageError: the first value that cannot work, by name.
-    """
+    """Check each value by itself, then all of them together; raises UsageError for the first."""
     for each in fields(options):
         check_alone(each, getattr(options, each.name))
     if options.is_async:

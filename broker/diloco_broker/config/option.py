@@ -54,11 +54,7 @@ def option_of(declared: Field[Any]) -> Option:
 
 
 def check_alone(declared: Field[Any], value: object) -> None:
-    """Check a value without regard to the others.
-
-    Raises:
-        UsageError: it breaks the option's rule.
-    """
+    """Check a value without regard to the others; raises UsageError where it breaks its rule."""
     rule = option_of(declared).rule
     if not (value is None and declared.default is None) and not rule.holds(value):
         raise refusal(declared.name, rule.show(value), rule.what)

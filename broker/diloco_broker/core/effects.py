@@ -30,32 +30,25 @@ class Send:
 
 @dataclass(frozen=True)
 class Fold:
-    """Add one chunk of a push, times its weight, to what the fragment's open round has of it.
-
-    `wire_dtype` is what the push's parameters are in: each push may have its own.
-    """
+    """Add one chunk of a push, times its weight, to what the fragment's open round has of it."""
 
     fragment: int
     index: int
     worker_id: str
     push_id: int
     weight: float
-    wire_dtype: str
+    wire_dtype: str  # what the push's parameters are in: each push may have its own
     payload: Any
 
 
 @dataclass(frozen=True)
 class Step:
-    """Divide what was added of a chunk by `weight`, apply the outer optimizer, begin anew.
-
-    With weight 0 nobody delivered this chunk: it keeps its value and its momentum. `count` is the
-    number of gradients that the outer optimizer has had of this fragment before this one.
-    """
+    """Divide what was added of a chunk by its weight, apply the outer optimizer, begin anew."""
 
     fragment: int
     index: int
-    weight: float
-    count: int
+    weight: float  # 0: nobody delivered this chunk, which keeps its value and its momentum
+    count: int  # gradients that the outer optimizer has had of this fragment before this one
 
 
 @dataclass(frozen=True)
@@ -87,9 +80,8 @@ class Inspect:
 class AggregateAndStep:
     """Make a gradient of each group of pushes and apply the outer optimizer to one after the other.
 
-    A group that lacks this chunk is left out. `count` is as in `Step`, before the first. The chunks of
-    a version share `wholes`; what has a chunk is looked up when it is needed, since many workers times
-    many chunks are more than one turn of the loop has time for.
+    A group that lacks this chunk is left out. The chunks of a version share `wholes`; what has a chunk
+    is looked up when it is needed: many workers times many chunks take longer than a turn of the loop.
     """
 
     __match_args__ = ("fragment", "index", "groups", "count")
@@ -97,7 +89,7 @@ class AggregateAndStep:
     fragment: int
     index: int
     wholes: tuple[tuple[WholePush, ...], ...]
-    count: int
+    count: int  # as in `Step`, before the first
 
     @property
     def groups(self) -> tuple[tuple[WholePush, ...], ...]:
@@ -137,16 +129,13 @@ class CountedPush:
 
 @dataclass(frozen=True)
 class RecordVersion:
-    """Write down what a version contains, before anybody is told of it.
-
-    `after` is the version that it was made from, None for the first. Each of `pushes` added something.
-    """
+    """Write down what a version contains, before anybody is told of it."""
 
     version: VersionId
-    after: VersionId | None
+    after: VersionId | None  # the version that it was made from, None for the first
     fragment: int
     round: int
-    pushes: tuple[CountedPush, ...] = ()
+    pushes: tuple[CountedPush, ...] = ()  # each of them added something
 
 
 @dataclass(frozen=True)
@@ -178,12 +167,10 @@ class RecordAction:
 
 @dataclass(frozen=True)
 class SetOuterOptimizer:
-    """Go on with these settings of the outer optimizer: no step is queued now.
-
-    `own` has what all groups of a torch optimizer get: "lr", "momentum".
-    """
+    """Go on with these settings of the outer optimizer: no step is queued now."""
 
     config: BrokerConfig
+    # "lr" and "momentum" that all groups of a torch optimizer get.
     own: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -226,14 +213,11 @@ class Finish:
 
 @dataclass(frozen=True)
 class Log:
-    """Tell people: the log, and the event list of the feed if it `is_listed`.
+    """Tell people."""
 
-    Level: info, warning or error.
-    """
-
-    level: str
+    level: str  # info, warning or error
     text: str
-    is_listed: bool = True
+    is_listed: bool = True  # among the events of the feed, not only in the log
 
 
 def info(text: str, *, is_listed: bool = True) -> Log:

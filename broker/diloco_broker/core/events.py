@@ -44,13 +44,10 @@ class PeerGone:
 
 @dataclass(frozen=True)
 class WorkDone:
-    """A `Fold` or an `Inspect` was carried out: the chunk is finite.
-
-    `squares` is, of an `Inspect`, the sum of its squared values; 0 unless they are parameters.
-    """
+    """A `Fold` or an `Inspect` was carried out: the chunk is finite."""
 
     work: effects.Fold | effects.Inspect
-    squares: float = 0.0
+    squares: float = 0.0  # of an `Inspect`: the sum of its squared values; 0 unless parameters
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,12 @@ class WorkRefused:
 
 @dataclass(frozen=True)
 class Stepped:
-    """The outer step of one chunk was taken. `wire` is the chunk as it is sent to workers.
-
-    `overflow` is True when a gradient, or a buffer of them, was left out because what it led to was not
-    finite.
-    """
+    """The outer step of one chunk was taken."""
 
     fragment: int
     index: int
-    wire: Any
+    wire: Any  # the chunk as it is sent to workers
+    # A gradient, or a buffer of them, was left out because what it led to was not finite.
     overflow: bool = False
 
 

@@ -203,7 +203,7 @@ def _outer(state: RunState) -> feed.Outer:
         optimizer=f"{config.outer or ''} torch".strip() if state.has_own_optimizer else name,
         lr=lr,
         momentum=momentum,
-        groups=tuple(feed.OuterGroup(each.lr, each.momentum) for each in state.outer_groups),
+        groups=state.outer_groups,
         nesterov=config.nesterov if has_momentum else None,
         variant=config.dn_variant if name == "dn" else None,
         buffer=config.dn_size if _has_buffer(state) else None,

@@ -71,13 +71,8 @@ def _machine_clock() -> Callable[[], float]:
 class Loop:
     """See the head of this module. It is the ports of the core's effects (see `effects`).
 
-    Args:
-        initial: tensors of the model to begin with, by name, or None.
-        factory, choose: the outer optimizer and the split of the model that the user's functions make.
-
-    Attributes:
-        now: the clock that the core's deadlines run on.
-        stop_reason: why it was asked to stop, None while it was not; `is_restarting`: to come back.
+    `initial` has the tensors of the model to begin with, by name; `factory` and `choose` are the user's
+    functions that make the outer optimizer and the split of the model.
 
     Raises:
         UsageError: an option cannot be followed. Nothing is left open then.
@@ -91,8 +86,8 @@ class Loop:
         choose: Choose | None,
     ) -> None:
         self._config = config
-        self.stop_reason: str | None = None
-        self.is_restarting = False
+        self.stop_reason: str | None = None  # why it was asked to stop, None while it was not
+        self.is_restarting = False  # it stops to come back
         with ExitStack() as opened:
             lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
             if lock is not None:
@@ -116,9 +111,7 @@ class Loop:
             state.feed_address = self.sockets.feed_address
             state.has_own_optimizer = factory is not None
             state.own_split = split
-            self.onlookers = Onlookers(
-                state, clock=self.now, figures=self._figures, publish=self.sockets.publish
-            )
+            self.onlookers = Onlookers(state, self.now, self._figures, self.sockets.publish)
             opened.callback(self._close_onlookers)
             self._opened = opened.pop_all()
         self._executor = Executor(self.core, self.now, self)
@@ -185,7 +178,7 @@ class Loop:
             now += REST_S
         timeout_s = min(self._next_tick, self._next_feed) - now
         if self.tensors:
-            timeout_s = 0.0 if self._is_ready() else MEMORY_S
+            timeout_s = 0.0 if self.tensors.is_ready(self.core.state.model.layout) else MEMORY_S
         has_messages = self.sockets.wait(timeout_s)
         self._rests = has_messages and self._receive()
         self._report_saves()
@@ -236,16 +229,13 @@ class Loop:
             text = "The broker could not handle this message; its log has more."
             self._executor.feed(events.Malformed(route, Code.BAD_HEADER, text))
 
-    def _is_ready(self) -> bool:
-        return self.tensors.is_ready(self.core.state.model.layout)
-
     def _work(self) -> None:
         """Tensor work, for one slice of time."""
-        until = time.perf_counter() + WORK_SLICE_S
-        while self._is_ready() and time.perf_counter() < until:
-            if self.core.state.has_own_optimizer:  # its step may take long
+        until, state = time.perf_counter() + WORK_SLICE_S, self.core.state
+        while self.tensors.is_ready(state.model.layout) and time.perf_counter() < until:
+            if state.has_own_optimizer:  # its step may take long
                 self._executor.acknowledge()
-            for event in self.tensors.do_one(self.core.state.model.layout):
+            for event in self.tensors.do_one(state.model.layout):
                 self._executor.feed(event)
 
     # What effects come to.

@@ -43,12 +43,9 @@ class Failures:
 
 
 class Onlookers:
-    """See the head of this module.
+    """See the head of this module. The state is the core's, and only read.
 
-    Args:
-        state: the core's; only read.
-        figures: what the loop knows of itself now.
-        publish: sends a message to the subscribers of the feed.
+    `figures` is what the loop knows of itself now; `publish` sends a message to the feed's subscribers.
 
     Raises:
         UsageError: the audit log cannot be written.
@@ -57,7 +54,6 @@ class Onlookers:
     def __init__(
         self,
         state: RunState,
-        *,
         clock: Callable[[], float],
         figures: Callable[[], LoopFigures],
         publish: Callable[[bytes], None],

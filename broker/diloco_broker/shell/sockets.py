@@ -21,13 +21,9 @@ NOW = int(zmq.NOBLOCK)
 
 
 class Sockets:
-    """All of them, bound. Only `wake` may be called from another thread.
+    """All of them, bound: ROUTER to `address`, PUB to `feed_address`; port 0 or * picks a free one.
 
-    Args:
-        bind, feed: addresses of the ROUTER and the PUB socket; port 0 or * picks a free one.
-
-    Attributes:
-        address, feed_address: where they are bound.
+    Only `wake` may be called from another thread.
 
     Raises:
         UsageError: an address cannot be bound.

@@ -22,7 +22,6 @@ from diloco_broker.core.effects import (
 )
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.model_source import Resumption
-from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.shell.work_queue import WorkQueue
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import load_into, put_back
@@ -30,14 +29,11 @@ from diloco_broker.tensors.outer.make import Outer, make_outer, share_of
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import Parameters, pool_sizes
 from diloco_protocol.chunks import ModelLayout
+from diloco_protocol.feed import OuterGroup
 
 
 class TensorExecutor:
     """See the head of this module. Belongs to the loop's thread.
-
-    Attributes:
-        initial: tensors of the model file by name, until the run has its own copy.
-        resumption: what the core has to know of the checkpoint.
 
     Raises:
         UsageError: the outer optimizer cannot go on from the checkpoint.
@@ -52,11 +48,11 @@ class TensorExecutor:
     ) -> None:
         self._config = config
         self._outer = outer
-        self.initial = initial
+        self.initial = initial  # tensors of the model file by name, until the run has its own copy
         self._checkpoint = checkpoint
         self._queue = WorkQueue()
         self._parameters: Parameters | None = None
-        self.resumption: Resumption | None = None
+        self.resumption: Resumption | None = None  # what the core has to know of the checkpoint
         if checkpoint is not None:
             layout = checkpoint.layout
             self.resumption = load_into(self.of(layout), checkpoint, layout)
@@ -67,13 +63,10 @@ class TensorExecutor:
 
     def is_ready(self, layout: ModelLayout | None) -> bool:
         """Can the next piece of work be done at once? The first parameters may wait for memory."""
-        match next(iter(self._queue), None):
-            case None:
-                return False
-            case StoreInitial(fragment, index):
-                return self.of(layout).has_room(fragment, index)
-            case _:
-                return True
+        work = next(iter(self._queue), None)
+        if isinstance(work, StoreInitial):
+            return self.of(layout).has_room(work.fragment, work.index)
+        return work is not None
 
     def add(self, work: TensorWork | AtOnce) -> None:
         match work:
@@ -88,10 +81,7 @@ class TensorExecutor:
                 self._queue.add(work)
 
     def _tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
-        """Go on with other settings of the outer optimizer; it keeps what it remembers.
-
-        `own` is for all groups of a torch optimizer.
-        """
+        """Go on with other settings of the outer optimizer; it keeps what it remembers."""
         assert not any(isinstance(work, Step | AggregateAndStep) for work in self._queue)
         self._config = config
         if not isinstance(self._outer, TorchOuter):

@@ -71,14 +71,10 @@ def check_same(config: BrokerConfig, split: Split | None, found: Checkpoint, pat
     else:
         plan = split(record.manifest)
         given = f"--fragment-plan {config.fragment_plan or '(the function)'}"
+    entries = record.manifest.entries
     moved = [
         f"{entry.name} in fragment {now} instead of {was}"
-        for entry, was, now in zip(
-            found.record.manifest.entries,
-            found.record.plan,
-            plan.numbers(record.manifest),
-            strict=True,
-        )
+        for entry, was, now in zip(entries, record.plan, plan.numbers(record.manifest), strict=True)
         if was != now
     ]
     if moved:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from diloco_broker.core.effects import WholePush
 from diloco_broker.core.events import Stepped
-from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
 from diloco_broker.tensors.outer.chunked import (
@@ -33,6 +32,7 @@ from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
 from diloco_protocol.codecs import decode_chunk, encode_chunk, is_finite, segment_dtype
+from diloco_protocol.feed import OuterGroup
 from diloco_protocol.state_dict import cut_chunk
 from diloco_protocol.tensor_pool import TensorPool
 

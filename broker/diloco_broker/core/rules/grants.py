@@ -16,9 +16,7 @@ def grant(
 ) -> effects.Effects:
     """Send the chunks that are not held, a window of them at a time.
 
-    Args:
-        sharing: pushes that may be under way at the same time.
-        number: of the round, if there are common rounds.
+    `sharing` pushes may be under way at the same time; `number` is the round's, if there are rounds.
     """
     push, held = found.push, found.held
     # Chunks that have come and are not acknowledged are still in our memory.

@@ -312,11 +312,7 @@ def tell_of_branches(
 
 
 def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
-    """Every fragment has a version: readers get it, and a round opens.
-
-    Args:
-        is_new: no checkpoint has all of it yet.
-    """
+    """Every fragment has a version: readers get it, and a round opens. `is_new`: it is not saved."""
     state.model.finish()
     yield from _tell_of_room(state)
     yield from state.versions.serve_waiting()

@@ -97,7 +97,7 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
             yield from _evict(state, member, f"nothing was heard from it for {silent:.0f} s")
         elif silent > PROBE_AFTER_S and now - member.liveness.probed_at > PROBE_AFTER_S:
             # A dead connection shows only when something is sent on it.
-            member.liveness.probe(now)
+            member.liveness.probed_at = now
             yield member.tell(messages.Notice("alive"))
     yield from rounds.tick(state)
     for reader in state.versions.observers:

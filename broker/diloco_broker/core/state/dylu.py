@@ -31,8 +31,7 @@ def sync_every(speeds: Mapping[str, float], worker_id: str, base: int, least: in
     """H of one worker.
 
     Args:
-        speeds: steps per second of the workers here, by id; those not known yet are left out.
-        worker_id: of the worker asked about; it gets `base` until its speed is known.
+        speeds: steps per second of the workers here, by id; one whose speed is not known gets `base`.
         base: H of the fastest worker (`--sync-every`).
         least: H_min: guards against the collapse of H on a fast network.
     """

@@ -53,13 +53,6 @@ class Liveness:
         self.last_seen = now
         self.disconnected_at = None
 
-    def connect(self, now: float) -> None:
-        self.hear(now)
-        self.probed_at = now
-
-    def probe(self, now: float) -> None:
-        self.probed_at = now
-
     def disconnect(self, now: float) -> None:
         self.disconnected_at = now
 
@@ -136,11 +129,8 @@ class Figures:
             self.last_round = number
 
     def push_counts(self, staleness: int, now: float) -> None:
-        """A version is on its way to this worker, with work of it.
-
-        It will train on from there at once or when that has arrived; unless it has said, since its
-        push, that it trains meanwhile.
-        """
+        """A version with work of this worker is on its way to it, and it will train on from there; unless
+        it has said, since its push, that it trains."""
         if self.state != "training" or self.told_at is None:
             self.inner_step, self.told_at = 0, None
         self.state = "training"
@@ -254,7 +244,8 @@ class Membership:
         member.session = session
         member.control = route
         member.bulk = None
-        member.liveness.connect(now)
+        member.liveness.hear(now)
+        member.liveness.probed_at = now
         member.sync_every = own_sync_every(join.wants)
         member.versions = join.versions
         member.uploads.clear()

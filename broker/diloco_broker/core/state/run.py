@@ -14,6 +14,7 @@ from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.submissions import Submissions
 from diloco_broker.core.state.update import Barrier, Phase, Update
 from diloco_broker.core.state.versions import VersionStore
+from diloco_protocol.feed import OuterGroup
 from diloco_protocol.fragments import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Notice, Push, RunConfig
@@ -73,14 +74,6 @@ class UntoldVersions:
     newest: str = ""  # the last of them, in words
     # Of each push in them, the largest by worker.
     staleness: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class OuterGroup:
-    """What a group of a torch outer optimizer says; momentum is beta 1 of Adam's kind."""
-
-    lr: float | None
-    momentum: float | None
 
 
 @dataclass

@@ -36,12 +36,9 @@ class StagedUpdate(Update):
 
 @dataclass
 class AsyncUpdate(StagedUpdate):
-    """A submission, or those of one grace window, applied to a fragment: which, is settled by the first.
+    """A submission, or those of one grace window, applied to the fragment of the first."""
 
-    `submissions` are all there are.
-    """
-
-    submissions: Submissions = field(default_factory=Submissions)
+    submissions: Submissions = field(default_factory=Submissions)  # all there are
 
     @property
     def begun(self) -> set[str]:
@@ -59,15 +56,12 @@ class AsyncUpdate(StagedUpdate):
 
 @dataclass
 class StagedRound(StagedUpdate):
-    """A round over whole submissions; see the head of this module.
-
-    `pool` has the submissions of its fragment; `quorum_at` is when `quorum` of them were whole.
-    """
+    """A round over whole submissions; see the head of this module."""
 
     barrier: Barrier
-    pool: Pool = field(default_factory=dict)
+    pool: Pool = field(default_factory=dict)  # the submissions of its fragment
     quorum: int | None = None
-    quorum_at: float | None = None
+    quorum_at: float | None = None  # when `quorum` of them were whole
 
     @property
     def begun(self) -> set[str]:

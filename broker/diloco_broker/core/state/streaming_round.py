@@ -44,11 +44,10 @@ class Ended(str, Enum):
 class Contribution(PushInProgress):
     """One push in one round; the chunks taken have been added to the round's sums.
 
-    `before` are chunks that an earlier version contains, or that this round has of an earlier push of
-    the same worker. `ended` says why nothing more will come; None while the worker is at it.
+    `before` are chunks that an earlier version contains, or an earlier push of its worker in this round.
     """
 
-    ended: Ended | None = None
+    ended: Ended | None = None  # why nothing more will come; None while the worker is at it
 
     @property
     def is_whole(self) -> bool:
@@ -113,11 +112,7 @@ class StreamingRound(Update):
     def begin(
         self, worker_id: str, push: Push, before: Bitmap, weight: float, staleness: int
     ) -> Contribution:
-        """Enter a push. The caller has ended or ruled out others of the same worker.
-
-        Args:
-            before: chunks of it that an earlier version contains.
-        """
+        """Enter a push. The caller has ended or ruled out others of the same worker."""
         for other in self.of_worker(worker_id):
             before = before | other.arrived  # one vote on each chunk
         contribution = Contribution(worker_id, push, before, weight, staleness=staleness)

@@ -61,8 +61,7 @@ class Upload:
     def acknowledged(self, *, is_calm: bool) -> int:
         """A chunk is in, and its credit goes back. Returns how many there are on top.
 
-        Args:
-            is_calm: no chunk waits to be added now.
+        `is_calm`: no chunk waits to be added now.
         """
         self.credit += 1
         self.calm = self.calm + 1 if is_calm else 0
@@ -100,10 +99,8 @@ class Uploads:
     def grant(self, push: Push, *, waiting: int, sharing: int) -> int:
         """Begin a push, or go on with it. Returns the chunks that may come on top of those allowed.
 
-        Args:
-            waiting: its chunks that are not acknowledged; they are still in our memory, so they count
-                against the window.
-            sharing: pushes that may be under way at the same time.
+        Its chunks that are not acknowledged (`waiting`) are still in our memory, so they count against
+        the window, which depends on how many pushes may be under way at a time (`sharing`).
         """
         widest = upload_window(sharing)
         window = min(widest, max(first_window(sharing), self.window))

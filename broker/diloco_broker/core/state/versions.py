@@ -74,31 +74,24 @@ class WholeVersion:
 
 @dataclass
 class VersionInProgress:
-    """A version that is being made: its chunks so far.
-
-    `gradients` counts what the outer optimizer has had of the fragment when it is done.
-    """
+    """A version that is being made: its chunks so far."""
 
     version: VersionId
-    gradients: int
+    gradients: int  # that the outer optimizer has had of the fragment when it is done
     wires: list[Any]
     left: int
 
 
 @dataclass
 class FragmentVersions:
-    """One fragment: its current version, the one being made, and old ones that are still read.
-
-    `contributions` counts the whole ones in its versions since the broker started. `tags` has those of
-    its last versions, by counter.
-    """
+    """One fragment: its current version, the one being made, and old ones that are still read."""
 
     layout: FragmentLayout
     current: WholeVersion | None = None
     in_progress: VersionInProgress | None = None
     old: list[WholeVersion] = field(default_factory=list)
-    contributions: int = 0
-    tags: dict[int, int] = field(default_factory=dict)
+    contributions: int = 0  # whole ones in its versions since the broker started
+    tags: dict[int, int] = field(default_factory=dict)  # of its last versions, by counter
 
     @property
     def record(self) -> FragmentRecord:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from diloco_broker.core.state.run import OuterGroup
 from diloco_broker.tensors.outer.chunked import Rate
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place, Segment
 from diloco_protocol.codecs import is_finite
 from diloco_protocol.errors import UsageError
+from diloco_protocol.feed import OuterGroup
 
 WANTED = "it must return a torch.optim.Optimizer over all parameters that it is given"
 
@@ -147,7 +147,7 @@ class TorchFragment:
     # Groups.
 
     def groups(self) -> list[OuterGroup]:
-        """What each group says now."""
+        """What each group says now; momentum is beta 1 of Adam's kind."""
         return [
             OuterGroup(_number(group.get("lr")), _number(_momentum(group)))
             for group in self.optimizer.param_groups

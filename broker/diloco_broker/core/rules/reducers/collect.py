@@ -122,11 +122,8 @@ def merge(
     groups: Sequence[Sequence[Submission]],
     factor: Callable[[int], float] = lambda _: 1.0,
 ) -> Effects:
-    """Make a version of the fragment; each group makes one gradient.
-
-    Args:
-        factor: of a submission's values, by its staleness.
-    """
+    """Make a version of the fragment; each group makes one gradient. `factor` is that of a submission's
+    values, by its staleness."""
     versions = state.versions[fragment]
     for submission in (each for group in groups for each in group):
         submission.is_chosen = True

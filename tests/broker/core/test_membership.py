@@ -358,6 +358,11 @@ def test_nested_values_where_displays_show_them_are_refused(field: str) -> None:
     assert "texts, numbers" in a.error().text
 
 
+def test_extra_that_would_swamp_the_displays_is_refused() -> None:
+    a = a_stage().worker("a").joins(extra={"x": "y" * 5000})
+    assert "send less" in a.error().text
+
+
 def test_window_is_shared_among_many_workers() -> None:
     workers = (0, 1, 2, 4, 8, 16, 32, 500)
     assert [first_window(n) for n in workers] == [6, 6, 6, 4, 2, 2, 2, 2]

@@ -129,8 +129,8 @@ class Figures:
             self.last_round = number
 
     def push_counts(self, staleness: int, now: float) -> None:
-        """A version with work of this worker is on its way to it, and it will train on from there; unless
-        it has said, since its push, that it trains."""
+        """A version with work of this worker is on its way to it, and it will train on from there,
+        unless it has said since its push that it trains."""
         if self.state != "training" or self.told_at is None:
             self.inner_step, self.told_at = 0, None
         self.state = "training"

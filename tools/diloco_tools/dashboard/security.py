@@ -71,21 +71,21 @@ class Policy:
     def of_request(self, headers: Mapping[str, str]) -> Refusal | None:
         """Rules for every request; `headers` by lower-case name."""
         name = _host_name(headers.get("host", ""))
-        if not self._is_own_name(name):
-            return Refusal(
-                421,
-                f"This dashboard is not called {name[:80]!r}. Open it as localhost, or by the "
-                "address that it was bound to with --host.",
-            )
-        return None
+        # Bound to all addresses: any number will do, a name might be a stranger's.
+        is_ours = self.host in EVERYWHERE and _address(name) is not None
+        if is_ours or name in LOOPBACK_NAMES or name == self.host.lower():
+            return None
+        return Refusal(
+            421,
+            f"This dashboard is not called {name[:80]!r}. Open it as localhost, or by the "
+            "address that it was bound to with --host.",
+        )
 
     def of_api(self, headers: Mapping[str, str]) -> Refusal | None:
         """Further rules for whatever holds figures or changes something."""
-        site = headers.get("sec-fetch-site", "none")
-        origin = headers.get("origin")
-        if site not in OWN_SITE or (
-            origin is not None and _origin_host(origin) != headers.get("host", "").lower()
-        ):
+        host = headers.get("host", "").lower()
+        site, origin = headers.get("sec-fetch-site", "none"), headers.get("origin", "").lower()
+        if site not in OWN_SITE or origin not in ("", f"http://{host}", f"https://{host}"):
             return Refusal(403, "A page of another site asked for this; only the own page may.")
         return None
 
@@ -105,17 +105,14 @@ class Policy:
             return Refusal(403, "This dashboard only shows: it was started with --readonly.")
         if self._has_token(headers):
             return None
-        if "authorization" not in headers:
-            return Refusal(
-                401,
-                "Steering needs the token: open the address that the dashboard printed at its "
-                "start, or enter the token.",
-            )
-        return Refusal(
-            401,
+        text = (
             "That token is not the one of this dashboard; it has a new one after each start. "
-            "Open the address that it printed, or enter the token.",
+            "Open the address that it printed, or enter the token."
+            if "authorization" in headers
+            else "Steering needs the token: open the address that the dashboard printed at its "
+            "start, or enter the token."
         )
+        return Refusal(401, text)
 
     def _has_token(self, headers: Mapping[str, str]) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -123,12 +120,6 @@ class Policy:
             return False
         # Bytes: compare_digest takes no other than ASCII as text.
         return hmac.compare_digest(given.strip().encode(), self.token.encode())
-
-    def _is_own_name(self, name: str) -> bool:
-        if name in LOOPBACK_NAMES or name == self.host.lower():
-            return True
-        # Bound to all addresses: any number will do, a name might be a stranger's.
-        return self.host in EVERYWHERE and _address(name) is not None
 
 
 def _host_name(header: str) -> str:
@@ -141,12 +132,3 @@ def _host_name(header: str) -> str:
         return (parts.hostname or "").rstrip(".")
     except ValueError:
         return ""
-
-
-def _origin_host(origin: str) -> str:
-    """host:port of an Origin header as a Host header would have it; "" if it is none ("null")."""
-    try:
-        parts = urlsplit(origin)
-    except ValueError:
-        return ""
-    return parts.netloc.lower() if parts.scheme in ("http", "https") else ""

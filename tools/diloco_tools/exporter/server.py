@@ -8,11 +8,9 @@ then, or never reads its answer costs one thread for ten seconds and keeps nobod
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import socketserver
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -50,7 +48,6 @@ class MetricsServer(ThreadingWSGIServer):
         registry.register(collector)
         self._metrics: WSGIApplication = make_wsgi_app(registry)
         self._since: dict[socket.socket, float] = {}  # the oldest first
-        self._lock = threading.Lock()
         super().__init__(address, _Handler)  # type: ignore[arg-type]
         self.set_app(self._answer)
 
@@ -74,40 +71,36 @@ class MetricsServer(ThreadingWSGIServer):
         return [HOME]
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            if len(self._since) >= MOST_CONNECTIONS:
-                self._end(next(iter(self._since)))
-            self._since[request] = time.monotonic()
+        self._since[request] = time.monotonic()
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._since.pop(request, None)
+        self._since.pop(request, None)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """`serve_forever` calls this all the time."""
-        self._end_those_before(time.monotonic() - LONGEST_CONNECTION_S)
+        """`serve_forever` calls this after each connection that comes, and all the time."""
+        late = time.monotonic() - LONGEST_CONNECTION_S
+        too_many = len(self._since) - MOST_CONNECTIONS
+        for number, (request, since) in enumerate(list(self._since.items())):
+            if number < too_many or since < late:
+                _end(request)
 
     def server_close(self) -> None:
         super().server_close()
-        self._end_those_before(math.inf)
+        for request in list(self._since):
+            _end(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone is no error; anything else is one of ours."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
-    def _end_those_before(self, moment: float) -> None:
-        with self._lock:
-            for request in [each for each, since in self._since.items() if since < moment]:
-                self._end(request)
 
-    def _end(self, request: socket.socket) -> None:
-        """Wake up the thread of a connection, which closes it."""
-        del self._since[request]
-        with contextlib.suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
+def _end(request: socket.socket) -> None:
+    """Wake up the thread of a connection, which closes it."""
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):

@@ -44,10 +44,7 @@ KINDS = {
 
 
 class Dashboard:
-    """A feed or a recorded run, served to whom `policy` lets in; `control` is where it is steered.
-
-    Its endpoints raise `Refusal` for what they do not do.
-    """
+    """A feed or a recorded run, served to whom `policy` lets in; `control` is where it is steered."""
 
     def __init__(
         self,
@@ -145,7 +142,7 @@ class Dashboard:
 
 
 def application(dashboard: Dashboard) -> ASGIApp:
-    """Around everything: refuses what the policy refuses, and puts its headers on every answer."""
+    """The page, with the policy around it: its refusals, and its headers on every answer."""
     routes = [
         Route("/", dashboard.asset),
         Route("/assets/{name}", dashboard.asset),

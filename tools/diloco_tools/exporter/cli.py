@@ -21,10 +21,23 @@ STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Signals that end the exporter wait, in all threads, for `sigwait`: they cut nothing short."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        while signal.sigpending() & STOP_SIGNALS:  # a second one, while the first was obeyed
+            signal.sigwait(STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @app.command(
     epilog="Exit codes: 0 it was ended by Ctrl-C or SIGTERM, 2 it could not start (one sentence "
     "says why)."
 )
+@_signals_held()
 def exporter(
     feed: FeedOption = DEFAULT_FEED_ADDRESS,
     port: Annotated[int, typer.Option(help="Port for Prometheus; 0 takes a free one.")] = 9512,
@@ -39,11 +52,6 @@ def exporter(
 
     Reads the feed of a diloco-broker, now or as soon as it is there, and changes nothing there.
     """
-    with _signals_held():
-        _serve(feed, port, host, max_workers)
-
-
-def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
     try:
         from diloco_tools.exporter.metrics import RunCollector
         from diloco_tools.exporter.server import POLL_S, MetricsServer
@@ -86,18 +94,6 @@ def _serve(feed: str, port: int, host: str, max_workers: int) -> None:
             print(f"diloco-exporter: {server.url} has the metrics of {watcher.address}", flush=True)
             signal.sigwait(STOP_SIGNALS)
             server.shutdown()
-
-
-@contextmanager
-def _signals_held() -> Iterator[None]:
-    """Signals that end the exporter wait, in all threads, for `sigwait`: they cut nothing short."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        while signal.sigpending() & STOP_SIGNALS:  # a second one, while the first was obeyed
-            signal.sigwait(STOP_SIGNALS)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _fail(sentence: str) -> NoReturn:

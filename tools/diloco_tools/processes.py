@@ -23,14 +23,7 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """One process whose output goes to a file; started at once.
-
-    Args:
-        name: in errors and displays, and of its log.
-        command: the program and its arguments.
-        folder: where it works, and where NAME.log goes.
-        stdin: file descriptor of its standard input.
-    """
+    """One process, started at once. It works in `folder`, and its output goes to NAME.log there."""
 
     def __init__(
         self, name: str, command: Sequence[str], folder: Path, *, stdin: int = subprocess.DEVNULL
@@ -67,11 +60,11 @@ class Child:
     def wait(self, seconds: float) -> int | None:
         """Its exit code; None if it has not ended within `seconds`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(max(0.0, seconds))
-        return None
+            self.process.wait(max(0.0, seconds))
+        return self.process.returncode
 
     def kill(self) -> None:
-        """SIGKILL, which leaves it no time for a last word; returns when it is gone."""
+        """SIGKILL; returns when it is gone."""
         self.process.kill()
         self.process.wait()
 
@@ -98,7 +91,6 @@ class Children:
         return self.add(Child(name, command, self.folder))
 
     def add(self, child: C) -> C:
-        """Take in one that has been started."""
         self.all.append(child)
         return child
 
@@ -136,12 +128,12 @@ class JsonLines:
 
 def end_like_an_error_on_signals() -> None:
     """On SIGTERM and SIGHUP end as any error would, so that the children are ended, too."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
 
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
 
-def _leave(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, leave)
 
 
 def environment() -> dict[str, str]:
@@ -167,10 +159,8 @@ def ended(code: int | None) -> str:
 
 def last_lines(path: Path, count: int = LINES_SHOWN) -> str:
     """The last lines of a file, indented; says so if there are none."""
-    lines: deque[str] = deque(maxlen=count)
-    if path.exists():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            lines.extend(line.rstrip() for line in file if line.strip())
+    with path.open(encoding="utf-8", errors="replace") as file:
+        lines = deque((line.rstrip() for line in file if line.strip()), maxlen=count)
     return "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
 
 

@@ -36,18 +36,10 @@ P = TypeVar("P", bound="TcpProxy")
 
 
 class TcpProxy:
-    """Forwards bytes both ways, each direction in a thread. A context manager.
+    """Forwards bytes both ways to `target`, each direction in a thread. A context manager.
 
     Whoever connects has the address of the proxy for good; what is behind it may go and come back.
     Subclasses say in `gate` what passes.
-
-    Args:
-        target: where to, such as tcp://127.0.0.1:8512.
-
-    Attributes:
-        address: where it listens, such as tcp://127.0.0.1:40123.
-        port: of `address`.
-        broken: connections that `cut` and `shut` have broken.
     """
 
     def __init__(self, target: str) -> None:
@@ -55,8 +47,8 @@ class TcpProxy:
         self._target = (host, int(port))
         self._listener = socket.create_server((HOST, 0))
         self.port: int = self._listener.getsockname()[1]
-        self.address = f"tcp://{HOST}:{self.port}"
-        self.broken = 0
+        self.address = f"tcp://{HOST}:{self.port}"  # where it listens
+        self.broken = 0  # connections that `cut` and `shut` have broken
         self._lock = threading.RLock()
         self._connections = 0
         self._open: set[Connection] = set()

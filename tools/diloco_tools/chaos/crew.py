@@ -130,9 +130,6 @@ class Crew(Children):
         self._durable = durable
         self._brokers = 0
 
-    def __enter__(self) -> Crew:
-        return self
-
     def __exit__(self, *error: object) -> None:
         # Whoever is still here hangs, or the drill was broken off: no time for politeness.
         for child in self.all:

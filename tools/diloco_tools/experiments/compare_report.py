@@ -7,23 +7,15 @@ from typing import Any
 
 from diloco_tools.demo.plot import QUIET, recede
 
-LABELS = {
-    "sync": "sync, Nesterov (DiLoCo)",
-    "naive": "async, Nesterov per push",
-    "dn": "async, Delayed Nesterov, paper",
-    "dn-direct": "async, Delayed Nesterov, direct",
-    "fedbuff": "async, FedBuff",
-    "sgd": "async, SGD 1/k",
-    "exact": "sync, Nesterov, fp32",
-}
-COLOURS = {
-    "sync": "#1f2937",
-    "naive": "#dc2626",
-    "dn": "#0f766e",
-    "dn-direct": "#d97706",
-    "fedbuff": "#2563eb",
-    "sgd": "#9333ea",
-    "exact": "#64748b",
+# What each variant is called, and its colour.
+VARIANTS = {
+    "sync": ("sync, Nesterov (DiLoCo)", "#1f2937"),
+    "naive": ("async, Nesterov per push", "#dc2626"),
+    "dn": ("async, Delayed Nesterov, paper", "#0f766e"),
+    "dn-direct": ("async, Delayed Nesterov, direct", "#d97706"),
+    "fedbuff": ("async, FedBuff", "#2563eb"),
+    "sgd": ("async, SGD 1/k", "#9333ea"),
+    "exact": ("sync, Nesterov, fp32", "#64748b"),
 }
 HEADROOM = 1.06  # of the loss at the start; what lies above is out of the picture and marked
 
@@ -38,24 +30,22 @@ def by_setting(runs: Sequence[Run]) -> dict[Setting, dict[str, list[Run]]]:
         of_setting = found.setdefault((run["eta"], run["mu"]), {})
         of_setting.setdefault(run["variant"], []).append(run)
     return {
-        setting: {name: variants[name] for name in LABELS if name in variants}
+        setting: {name: variants[name] for name in VARIANTS if name in variants}
         for setting, variants in found.items()
     }
 
 
+def pairs(runs: Sequence[Run], sync: Sequence[Run]) -> list[tuple[Run, float]]:
+    """Each run with the final loss of the synchronous one of the same seed, where that is finite."""
+    losses = {run["seed"]: run["final_loss"] for run in sync}
+    found = ((run, losses.get(run["seed"])) for run in runs)
+    return [(run, loss) for run, loss in found if loss is not None]
+
+
 def differences(runs: Sequence[Run], sync: Sequence[Run]) -> list[float]:
     """Final loss minus that of the synchronous run of the same seed, where both are finite."""
-    losses = {run["seed"]: run["final_loss"] for run in sync}
-    return [
-        run["final_loss"] - losses[run["seed"]]
-        for run in runs
-        if run["final_loss"] is not None and losses.get(run["seed"]) is not None
-    ]
-
-
-def seconds_to_reach(run: Run, loss: float) -> float | None:
-    """Virtual seconds until an evaluation first shows `loss` or less; None if none does."""
-    return next((at for _, at, seen in run["curve"] if seen is not None and seen <= loss), None)
+    found = ((run["final_loss"], loss) for run, loss in pairs(runs, sync))
+    return [final - loss for final, loss in found if final is not None]
 
 
 def markdown(runs: Sequence[Run]) -> str:
@@ -75,7 +65,7 @@ def markdown(runs: Sequence[Run]) -> str:
             cells = [
                 f"{eta:g}",
                 "-" if name == "sgd" else f"{mu:g}",
-                LABELS[name],
+                VARIANTS[name][0],
                 _final(found),
                 ", ".join(f"{each:+.4f}" for each in apart) or "-",
                 f"{statistics.mean(apart):+.4f}" if apart else "-",
@@ -97,10 +87,10 @@ def _where(run: Run) -> str:
 
 def _reaching(runs: Sequence[Run], sync: Sequence[Run]) -> str:
     """Mean virtual seconds until the final loss of sync was reached, and by how many if not by all."""
-    losses = {run["seed"]: run["final_loss"] for run in sync}
-    comparable = [run for run in runs if losses.get(run["seed"]) is not None]
-    times = [seconds_to_reach(run, losses[run["seed"]]) for run in comparable]
-    reached = [each for each in times if each is not None]
+    reached = []
+    for run, loss in pairs(runs, sync):
+        times = [at for _, at, seen in run["curve"] if seen is not None and seen <= loss]
+        reached += times[:1]
     if not reached:
         return "-"
     share = "" if len(reached) == len(runs) else f" ({len(reached)} of {len(runs)})"
@@ -129,9 +119,10 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
             axes = grid[row][column]
             for name, runs in variants.items():
                 xs, mean, low, high = _band(runs, row)
-                label = f"{LABELS[name]}: {_final(runs)}"
-                axes.plot(xs, mean, color=COLOURS[name], linewidth=1.8, label=label)
-                axes.fill_between(xs, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+                label, colour = VARIANTS[name]
+                label += f": {_final(runs)}"
+                axes.plot(xs, mean, color=colour, linewidth=1.8, label=label)
+                axes.fill_between(xs, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.axhline(statistics.mean(starts), color=QUIET, linewidth=0.8, linestyle=":")
             axes.set_ylim(lowest - 0.04 * (top - lowest), top)
             axes.set_xlim(left=0)
@@ -160,17 +151,13 @@ def _final(runs: Sequence[Run]) -> str:
     return "not finite" if None in losses else f"{statistics.mean(losses):.4f}"
 
 
-def _band(
-    runs: Sequence[Run], row: int
-) -> tuple[list[float], list[float], list[float], list[float]]:
+def _band(runs: Sequence[Run], row: int) -> list[tuple[float, ...]]:
     """Steps (row 0) or virtual seconds (row 1), and mean, lowest and highest loss over the seeds."""
-    band: tuple[list[float], list[float], list[float], list[float]] = ([], [], [], [])
+    points = []
     # A run that ended early is shorter, and what has no loss is not drawn.
-    for points in zip(*(run["curve"] for run in runs), strict=False):
-        losses = [loss for *_, loss in points]
+    for seen in zip(*(run["curve"] for run in runs), strict=False):
+        losses = [loss for *_, loss in seen]
         if None in losses:
             break
-        figures = (points[0][row], statistics.mean(losses), min(losses), max(losses))
-        for values, figure in zip(band, figures, strict=True):
-            values.append(figure)
-    return band
+        points.append((seen[0][row], statistics.mean(losses), min(losses), max(losses)))
+    return list(zip(*points, strict=True))

@@ -28,7 +28,7 @@ from diloco_tools.chaos.audit import (
 )
 from diloco_tools.chaos.faults import FRAGILE, SHORT, STURDY, WHOLE, Injected, Kind, Scale, plan
 from diloco_tools.chaos.job import Life
-from diloco_tools.chaos.report import Share, averaged, judge_fault, rows, work_of
+from diloco_tools.chaos.report import averaged, rows, verdict, work_of
 from kit.audit_records import (
     LEFT,
     a_fault,
@@ -295,8 +295,8 @@ def test_useful_work_is_the_steps_of_whole_contributions() -> None:
     )
     of_worker = log(*(frozen(f"p{n}", steps=6) for n in (1, 2, 3)), counted("p3", 4))
     entered = contributions(findings.lineage)
-    assert work_of(20, of_worker, entered, 1) == Share(12, 20)
-    assert work_of(20, of_worker, entered, 2) == Share(12, 40)
+    assert work_of(20, of_worker, entered, 1) == {"trained": 20, "applied": 12, "share": 0.6}
+    assert work_of(20, of_worker, entered, 2) == {"trained": 40, "applied": 12, "share": 0.3}
 
 
 def life(
@@ -329,35 +329,21 @@ def test_alive_throughout_is_joined_before_there_after_and_never_stopped(
     assert of.is_alive_throughout(10.0, 12.0) is expected
 
 
+def shares(found: dict[str, Any]) -> tuple[int, int]:
+    assert found["share"] == found["averaged"] / found["alive"]
+    return found["averaged"], found["alive"]
+
+
 def test_share_averaged_is_of_those_alive_throughout() -> None:
     versions = [(1.0, {"a", "b"}), (2.0, {"a", "b"}), (3.0, {"a"}), (4.0, {"a", "c"})]
-    assert averaged(versions, [life("a"), life("b"), life("c", joined=2.5)]) == Share(5, 7)
-    assert averaged(versions, [life("b", ended=2.5)]) == Share(1, 1)
+    assert shares(averaged(versions, [life("a"), life("b"), life("c", joined=2.5)])) == (5, 7)
+    assert shares(averaged(versions, [life("b", ended=2.5)])) == (1, 1)
 
 
 def test_without_rounds_a_window_of_versions_takes_their_place() -> None:
     versions = [(float(n), {"ab"[n % 2]}) for n in range(9)]
-    assert averaged(versions, [life("a", joined=-1.0), life("b", joined=-1.0)], 4) == Share(4, 4)
-    assert averaged(versions, [life("c", joined=-1.0)], 4) == Share(0, 2)
-
-
-def test_rows_are_by_kind_with_median_and_worst() -> None:
-    made = rows(
-        [
-            Injected(a_fault(Kind.CUT), 1.0, next_round=0.5, survived=True),
-            Injected(a_fault(Kind.CUT), 2.0, next_round=1.5, survived=True),
-            Injected(a_fault(Kind.CUT), 3.0),
-            Injected(a_fault(Kind.KILL_WORKER), 4.0, next_round=2.0, survived=True),
-        ]
-    )
-    assert list(made) == [Kind.KILL_WORKER, Kind.CUT]
-    assert made[Kind.CUT] == {
-        "kind": "connections cut",
-        "injected": 3,
-        "survived": 2,
-        "median": 1.0,
-        "worst": 1.5,
-    }
+    assert shares(averaged(versions, [life("a", joined=-1.0), life("b", joined=-1.0)], 4)) == (4, 4)
+    assert shares(averaged(versions, [life("c", joined=-1.0)], 4)) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -383,5 +369,20 @@ def test_fault_is_survived_when_the_run_goes_on_and_its_worker_takes_part_again(
 ) -> None:
     """Versions are seen at 1, 2, 3 and 4 s; w1 is in the one at 3 s alone."""
     seen = [(float(at), release(at, push(f"p{at}", f"w{int(at == 3)}"))) for at in (1, 2, 3, 4)]
-    judge_fault(entry, seen)
-    assert (entry.next_round, entry.survived) == (next_round, survived)
+    assert verdict(entry, seen, 0.5) == {
+        "kind": entry.fault.kind.name.lower(),
+        "target": entry.fault.target,
+        "at_s": None if entry.at is None else entry.at - 0.5,
+        "next_round_s": next_round,
+        "survived": survived,
+    }
+
+
+def test_rows_are_by_kind_with_median_and_worst() -> None:
+    seen = [(float(at), release(at, push(f"p{at}", "w0"))) for at in (1, 2)]
+    kinds = ((Kind.CUT, 0.5), (Kind.CUT, 0.75), (Kind.CUT, 3.0), (Kind.KILL_WORKER, 1.75))
+    cut, kill = {"injected": 3, "survived": 2}, {"injected": 1, "survived": 1}
+    assert rows([verdict(Injected(a_fault(kind), at), seen, 0.0) for kind, at in kinds]) == [
+        {"kind": Kind.KILL_WORKER.words, **kill, "median": 0.25, "worst": 0.25},
+        {"kind": Kind.CUT.words, **cut, "median": 0.375, "worst": 0.5},
+    ]

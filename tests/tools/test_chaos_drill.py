@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -28,14 +27,14 @@ from diloco_tools.chaos.audit import BROKER_LOG, Findings
 from diloco_tools.chaos.crew import MODES, Crew, DrillProxy
 from diloco_tools.chaos.disk import size_limit, tmpfs
 from diloco_tools.chaos.drill import empty
-from diloco_tools.chaos.faults import Injected, Kind
+from diloco_tools.chaos.faults import Kind
 from diloco_tools.chaos.job import AUDIT, STEPS, Job, Life
-from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport, Share
+from diloco_tools.chaos.report import audited, new_report, problems, rows, work
 from diloco_tools.chaos.run_watch import Broken, RunWatch
 from diloco_tools.chaos.table import faults_table, figures_table
 from diloco_tools.chaos.worker import StepCount, bring_in, checksum
 from diloco_worker import GlobalParameters
-from kit.audit_records import LEFT, RUN, WITHIN_S, a_fault, a_job, frozen, push, release, version
+from kit.audit_records import LEFT, RUN, WITHIN_S, a_job, frozen, push, release, version
 
 
 def append(log: Path, *records: dict[str, Any]) -> None:
@@ -46,68 +45,66 @@ def append(log: Path, *records: dict[str, Any]) -> None:
 # The report.
 
 
-def sound() -> ModeReport:
-    """A run in which every promise was kept."""
-    return ModeReport(
-        "sync",
-        allowed=8,
-        least_rounds=40,
-        disk="tmpfs",
-        faults=[
-            Injected(a_fault(Kind.KILL_WORKER), 1.0, next_round=1.1, survived=True),
-            Injected(a_fault(Kind.KILL_BROKER, "broker"), 5.0, next_round=4.0, survived=True),
-        ],
-        findings=Findings(),
-        ending=Ending([version(9)], "c0ffee", {"a.1": "c0ffee"}, 2.0, {"a.1": 0}, 0, 1.0),
-        rounds=40,
-        contributions=150,
-        all_work=Share(95, 100),
-        sturdy_work=Share(80, 80),
-        kill_costs=[KillCost("w0.1", 20, 5.0)],
-        averaged=Share(97, 100),
-        calm=Calm(1.99, 150, 20.0),
-    )
+def verdict(kind: Kind, target: str = "w0", **known: Any) -> dict[str, Any]:
+    found = {"kind": kind.name.lower(), "target": target, "at_s": 1.0, "next_round_s": 1.1}
+    return {**found, "survived": True, **known}
 
 
-LATE = Injected(a_fault(Kind.KILL_BROKER), 3.0, next_round=60.0, survived=True)
+KEPT = new_report("sync", 8, "tmpfs") | {
+    "faults": [
+        verdict(Kind.KILL_WORKER),
+        verdict(Kind.KILL_BROKER, "broker", at_s=5.0, next_round_s=4.0),
+    ],
+    "audit": audited(Findings(dropped=["d"], in_flight=["i"], forgotten=["f"])),
+    "ending": {
+        "versions": [version(9)],
+        "checksum": "c0ffee",
+        "checksums": {"a.1": "c0ffee"},
+        "loss": 2.0,
+        "exits": {"a.1": 0},
+        "broker_exit": 0,
+        "broker_seconds": 1.0,
+    },
+    "rounds": 40.0,
+    "contributions": 150,
+    "useful_work": {"all": work(100, 95), "not_killed": work(80, 80)},
+    "kills": [{"life": "w0.1", "trained": 20, "lost": 5.0}],
+    "averaged": {"alive": 100, "averaged": 97, "share": 0.97},
+    "calm": {"loss": 1.99, "contributions": 150, "seconds": 20.0},
+}
 
 
 def test_run_that_kept_every_promise_has_no_problem() -> None:
-    findings = Findings(dropped=["d"], in_flight=["i"], forgotten=["f"])
-    report = dataclasses.replace(sound(), findings=findings)
-    assert report.problems == [] and findings.remarks == ["d", "i", "f"]
-    json.dumps(report.plain(), allow_nan=False)
+    assert list(problems(KEPT, 40)) == []
+    json.dumps(KEPT, allow_nan=False)
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("key", "change", "words"),
     [
-        ({"sturdy_work": Share(79, 80)}, "trained 80 steps and 79"),
-        ({"kill_costs": [KillCost("w0.1", 20, 9.0)]}, "kill of w0.1 cost 9"),
-        ({"averaged": Share(94, 100)}, "94 of 100 workers alive"),
-        ({"rounds": 39.0}, "39 rounds"),
-        ({"calm": Calm(1.9, 150, 20.0)}, "5.3% above the calm run's"),
-        ({"broken": ["w0 did not join."]}, "w0 did not join"),
-        ({"findings": Findings(lost=["a.1 saw p1."])}, "a.1 saw p1"),
-        ({"faults": [Injected(a_fault(Kind.CUT), 3.0)]}, "did not get over"),
-        ({"faults": [Injected(a_fault(Kind.CUT))]}, "never carried out"),
-        ({"faults": [LATE]}, "in 60.0 s"),
-        ({"ending": {"checksums": {"a.1": "decade"}}}, "a.1 pulled other parameters"),
-        ({"ending": {"exits": {"a.1": -9}}}, "a.1 ended with exit code -9"),
-        ({"ending": {"broker_exit": None}}, "The broker ended with exit code None"),
+        ("useful_work", {"not_killed": work(80, 79)}, "trained 80 steps and 79"),
+        ("kills", [{"life": "w0.1", "trained": 20, "lost": 9.0}], "kill of w0.1 cost 9"),
+        ("averaged", {"averaged": 94, "share": 0.94}, "94 of 100 workers alive"),
+        ("rounds", 39.0, "39 rounds"),
+        ("calm", {"loss": 1.9}, "5.3% above the calm run's"),
+        ("audit", {"problems": ["a.1 saw p1."]}, "a.1 saw p1"),
+        ("faults", [verdict(Kind.CUT, survived=False)], "did not get over"),
+        ("faults", [verdict(Kind.CUT, at_s=None, survived=False)], "never carried out"),
+        ("faults", [verdict(Kind.KILL_BROKER, next_round_s=60.0)], "in 60.0 s"),
+        ("ending", {"checksums": {"a.1": "decade"}}, "a.1 pulled other parameters"),
+        ("ending", {"exits": {"a.1": -9}}, "a.1 ended with exit code -9"),
+        ("ending", {"broker_exit": None}, "The broker ended with exit code None"),
     ],
 )
-def test_broken_promise_is_one_sentence_with_its_values(change: dict[str, Any], words: str) -> None:
-    report = sound()
-    assert report.ending is not None
-    ending = dataclasses.replace(report.ending, **change.get("ending", {}))
-    problems = dataclasses.replace(report, **{**change, "ending": ending}).problems
-    assert len(problems) == 1 and words in problems[0] and problems[0].startswith("sync: ")
+def test_broken_promise_is_one_sentence_with_its_values(key: str, change: Any, words: str) -> None:
+    changed = KEPT[key] | change if isinstance(change, dict) else change
+    (sentence,) = problems(KEPT | {key: changed}, 40)
+    assert words in sentence
 
 
 def test_tables_show_every_mode_also_one_that_broke_off() -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
-    reports = [sound(), ModeReport("async", 8, 40, broken=["It hung."])]
+    reports = [KEPT | {"table": rows(KEPT["faults"])}, new_report("async", 8, "tmpfs")]
     console.print(faults_table(reports))
     console.print(figures_table(reports))
     shown = console.export_text()

@@ -13,7 +13,7 @@ import typer
 from diloco_tools.chaos.crew import MODES
 from diloco_tools.chaos.drill import drill, prepare_text
 from diloco_tools.chaos.faults import SHORT, WHOLE
-from diloco_tools.chaos.report import ModeReport
+from diloco_tools.chaos.report import Report
 from diloco_tools.chaos.table import NOTES, faults_table, figures_table
 from diloco_tools.demo.data import DataError
 from diloco_tools.processes import end_like_an_error_on_signals
@@ -22,7 +22,8 @@ from diloco_tools.terminal import console_for_tables, fail
 COMMAND = "diloco chaos"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 WIDTH = 120  # of the tables where there is no terminal
-REMARKS = 10  # of each mode; the audit prints all of them
+REMARKS = ("dropped", "in_flight", "forgotten")  # pushes in no final version for a reason
+MOST_REMARKS = 10  # of each mode; the audit prints all of them
 
 
 @app.command()
@@ -60,7 +61,7 @@ def main(
         shown.print(text, soft_wrap=True)
 
     scale = SHORT if short else WHOLE
-    reports: list[ModeReport] = []
+    reports: list[Report] = []
     try:
         held_out = prepare_text(out / "text")
         for mode in chosen:
@@ -79,7 +80,7 @@ def main(
                 say=say,
             )
             reports.append(report)
-            (out / f"{mode}.json").write_text(json.dumps(report.plain(), indent=2) + "\n")
+            (out / f"{mode}.json").write_text(json.dumps(report, indent=2) + "\n")
     except DataError as error:
         fail(COMMAND, str(error), 2)
     except OSError as error:
@@ -91,10 +92,11 @@ def main(
     for note in NOTES:
         say(note)
     for report in reports:
-        remarks = [] if report.findings is None else report.findings.remarks
-        for sentence in remarks[:REMARKS]:
-            say(f"note    {report.mode}: {sentence}")
-    problems = [sentence for report in reports for sentence in report.problems]
+        audit = report["audit"] or {}
+        remarks = [each for name in REMARKS for each in audit.get(name, ())]
+        for sentence in remarks[:MOST_REMARKS]:
+            say(f"note    {report['mode']}: {sentence}")
+    problems = [sentence for report in reports for sentence in report["problems"]]
     for sentence in problems:
         say(f"BROKEN  {sentence}")
     say(f"{', '.join(f'{mode}.json' for mode in chosen)} are in {out}")

@@ -5,27 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from diloco_protocol.errors import DilocoError
+from diloco_tools.chaos import audit as audits
 from diloco_tools.chaos import report as reports
-from diloco_tools.chaos.audit import (
-    BROKER_LOG,
-    FINAL,
-    audit,
-    contributions,
-    read_folder,
-    version_of,
-)
+from diloco_tools.chaos.audit import Record
 from diloco_tools.chaos.crew import MODES, Crew
 from diloco_tools.chaos.disk import small_disk
-from diloco_tools.chaos.faults import NEWCOMERS, WORKERS, Scale, plan
+from diloco_tools.chaos.faults import NEWCOMERS, WORKERS, Injected, Scale, plan
 from diloco_tools.chaos.inject import inject_all
 from diloco_tools.chaos.job import RESULT
-from diloco_tools.chaos.report import Calm, Ending, KillCost, ModeReport
+from diloco_tools.chaos.report import Report
 from diloco_tools.chaos.run_watch import Broken, RunWatch
 from diloco_tools.chaos.worker import CONTEXT, checksum, named
 from diloco_tools.demo.data import load_text
@@ -64,7 +60,7 @@ def drill(
     durable: bool,
     with_calm: bool,
     say: Callable[[str], None],
-) -> ModeReport:
+) -> Report:
     """Run one mode; whatever is broken is in the report.
 
     Args:
@@ -75,31 +71,32 @@ def drill(
         say: tells people how it goes.
     """
     empty(folder)
-    how = MODES[mode]
-    report = ModeReport(mode, how.allowed_loss, scale.rounds, time.monotonic())
+    how, began, injected, broken = MODES[mode], time.monotonic(), list[Injected](), list[str]()
     disk = small_disk(folder / "disk")
-    report.disk = disk.how
+    report = reports.new_report(mode, how.allowed_loss, disk.how)
     with Crew(folder, how, disk, texts, seed=seed, pause=how.pause_s, durable=durable) as crew:
         watch = RunWatch(crew, deadline)
         try:
             open_run(watch)
-            inject_all(watch, plan(seed, mode, scale), report.faults)
+            inject_all(watch, plan(seed, mode, scale), injected)
             close_in(watch, scale.rounds)
             until = time.monotonic()
-            report.ending = bring_to_an_end(watch, held_out)
+            report["ending"] = bring_to_an_end(watch, held_out)
         except (Broken, ChildFailed) as error:
-            report.broken.append(str(error))
-    report.seconds = time.monotonic() - report.began
-    if report.ending is None:
-        for fault in report.faults:
-            reports.judge_fault(fault, watch.seen)
-        return report
-    judge(report, watch, until)
-    if with_calm:
-        say(f"{mode}: the same without faults, for comparison")
-        empty(folder / "calm")
-        with Crew(folder / "calm", how, None, texts, seed=seed + 1, pause=0.0) as crew:
-            calm(report, RunWatch(crew, deadline), held_out)
+            broken.append(str(error))
+    report["seconds"] = round(time.monotonic() - began, 1)
+    seen = watch.seen
+    if report["ending"] is not None:
+        seen = judge(report, watch, until)
+        if with_calm:
+            say(f"{mode}: the same without faults, for comparison")
+            empty(folder / "calm")
+            with Crew(folder / "calm", how, None, texts, seed=seed + 1, pause=0.0) as crew:
+                broken += calm(report, RunWatch(crew, deadline), held_out)
+    report["faults"] = [reports.verdict(each, seen, began) for each in injected]
+    report["table"] = reports.rows(report["faults"])
+    broken += reports.problems(report, scale.rounds)
+    report["problems"] = [f"{mode}: {sentence}" for sentence in broken]
     return report
 
 
@@ -110,7 +107,7 @@ def empty(folder: Path) -> None:
         OSError: there is something else in it.
     """
     if folder.exists() and any(folder.iterdir()):
-        if not (folder / BROKER_LOG).exists():
+        if not (folder / audits.BROKER_LOG).exists():
             raise FileExistsError(f"{folder} holds something that is not of a drill")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,8 +131,14 @@ def close_in(watch: RunWatch, rounds: int) -> None:
     watch.wait_rounds(LAST_ROUNDS, "the last fault")
 
 
-def bring_to_an_end(watch: RunWatch, held_out: Windows) -> Ending:
+def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
     """Have everybody leave by itself and pull the same version, and stop the broker.
+
+    Returns:
+        `versions`, the final one of each fragment; `checksum` of its parameters as the drill pulled it,
+        `checksums` as each surviving worker did, by name of its life; their `loss`, nats per byte of
+        held-out text; `exits` of the workers that were not killed; `broker_exit` after SIGTERM, None if
+        it had to be killed, and the `broker_seconds` that it took.
 
     Raises:
         Broken: somebody hangs.
@@ -169,15 +172,15 @@ def bring_to_an_end(watch: RunWatch, held_out: Windows) -> Ending:
     began = time.monotonic()
     crew.broker.process.terminate()
     broker_exit = crew.broker.wait(BROKER_EXIT_WITHIN_S)
-    return Ending(
-        named(final),
-        checksum(final),
-        {name: result["checksum"] for name, result in results.items()},
-        loss_of(final, held_out),
-        exits,
-        broker_exit,
-        time.monotonic() - began,
-    )
+    return {
+        "versions": named(final),
+        "checksum": checksum(final),
+        "checksums": {name: result["checksum"] for name, result in results.items()},
+        "loss": loss_of(final, held_out),
+        "exits": exits,
+        "broker_exit": broker_exit,
+        "broker_seconds": time.monotonic() - began,
+    }
 
 
 def loss_of(final: GlobalParameters, held_out: Windows) -> float:
@@ -187,48 +190,60 @@ def loss_of(final: GlobalParameters, held_out: Windows) -> float:
     return validation_loss(model, *held_out)
 
 
-def judge(report: ModeReport, watch: RunWatch, until: float) -> None:
-    """Audit a run that came to its end, and fill in the report; from `until` on everybody left."""
-    crew = watch.crew
-    assert report.ending is not None
-    (crew.folder / FINAL).write_text(json.dumps({"versions": report.ending.versions}))
-    releases, heads, logs = read_folder(crew.folder)
-    report.findings = audit(releases, heads, logs)
-    lineage = report.findings.lineage
-    kept = {version_of(release["version"]) for release in lineage}
-    seen = [each for each in watch.seen if version_of(each[1]["version"]) in kept]
-    for fault in report.faults:
-        reports.judge_fault(fault, seen)
-    report.rounds = len(seen) / crew.mode.versions_a_round
-    entered = contributions(lineage)
-    report.contributions = len(entered)
+def judge(report: Report, watch: RunWatch, until: float) -> list[tuple[float, Record]]:
+    """Audit a run that came to its end, and fill in the report; from `until` on everybody left.
+
+    Returns:
+        What the watch has seen, without versions that were lost.
+    """
+    crew, fragments = watch.crew, watch.crew.mode.fragments
+    final = {"versions": report["ending"]["versions"]}
+    (crew.folder / audits.FINAL).write_text(json.dumps(final))
+    releases, heads, logs = audits.read_folder(crew.folder)
+    findings = audits.audit(releases, heads, logs)
+    report["audit"] = reports.audited(findings)
+    seen = [each for each in watch.seen if each[1] in findings.lineage]
+    report["rounds"] = len(seen) / crew.mode.versions_a_round
+    entered = audits.contributions(findings.lineage)
+    report["contributions"] = len(entered)
     by_name = {log.name: log for log in logs}
-    fragments = crew.mode.fragments
+    trained, applied = Counter[str](), Counter[str]()
     for life in crew.lives:
-        name, trained = life.job.name, life.steps
-        work = reports.work_of(trained, by_name[name], entered, fragments)
-        report.all_work += work
+        name, steps = life.job.name, life.steps
+        work = reports.work_of(steps, by_name[name], entered, fragments)
         if life.was_killed:
-            cost = (work.whole - work.part) / fragments
-            report.kill_costs.append(KillCost(name, trained, cost))
-        else:
-            report.sturdy_work += work
-    report.averaged = reports.averaged(
+            lost = (work["trained"] - work["applied"]) / fragments
+            report["kills"].append({"life": name, "trained": steps, "lost": lost})
+        for whose in ("all",) if life.was_killed else ("all", "not_killed"):
+            trained[whose] += work["trained"]
+            applied[whose] += work["applied"]
+    for whose in report["useful_work"]:
+        report["useful_work"][whose] = reports.work(trained[whose], applied[whose])
+    report["averaged"] = reports.averaged(
         [(at, reports.workers_in(release)) for at, release in seen if at < until],
         crew.lives,
-        window=2 * len(WORKERS) if report.mode == "async" else 1,
+        window=2 * len(WORKERS) if report["mode"] == "async" else 1,
     )
+    return seen
 
 
-def calm(report: ModeReport, watch: RunWatch, held_out: Windows) -> None:
-    """The same mode without faults, until as many contributions are in; its loss goes in the report."""
+def calm(report: Report, watch: RunWatch, held_out: Windows) -> list[str]:
+    """The same mode without faults, until as many contributions are in; its loss goes in the report.
+
+    Returns:
+        What was broken, in a sentence.
+    """
     began = time.monotonic()
     try:
         open_run(watch)
-        while watch.contributions < report.contributions:
+        while watch.contributions < report["contributions"]:
             watch.wait_rounds(1 / watch.crew.mode.versions_a_round, "the start of the calm run")
         ending = bring_to_an_end(watch, held_out)
     except (Broken, ChildFailed) as error:
-        report.broken.append(f"The calm run: {error}")
-        return
-    report.calm = Calm(ending.loss, watch.contributions, time.monotonic() - began)
+        return [f"The calm run: {error}"]
+    report["calm"] = {
+        "loss": ending["loss"],
+        "contributions": watch.contributions,
+        "seconds": time.monotonic() - began,
+    }
+    return []

@@ -72,13 +72,11 @@ class Fault:
 
 @dataclass
 class Injected:
-    """A fault that was carried out, and what came after it."""
+    """A fault that was carried out."""
 
     fault: Fault
-    at: float | None = None  # seconds, when it took effect; None until it has
+    at: float | None = None  # when it took effect, on the monotonic clock; None until it has
     is_over: bool = False  # what had to be seen was seen, where that is more than new versions
-    next_round: float | None = None  # seconds to the next version; None when there was none
-    survived: bool = False  # the run went on, and its target took part again or left as it should
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from diloco_tools.experiments.compare import (
     VARIANTS,
     Plan,
     Trial,
-    Turn,
     compare,
     measure,
     trials,
@@ -84,20 +83,20 @@ def figures(run: Mapping[str, Any]) -> dict[str, Any]:
 def test_asynchronous_turns_come_as_the_speeds_have_them() -> None:
     found = list(islice(turns(Plan(sync_every=25), synchronous=False), 14))
     ends = sorted((n * 25 / v, w) for w, v in enumerate(SPEEDS) for n in range(1, 20))
-    assert found == [Turn(virtual_s, (worker,)) for virtual_s, worker in ends[:14]]
-    assert [turn.workers[0] for turn in found[:8]] == [3, 3, 2, 3, 3, 2, 1, 3]
+    assert found == [(virtual_s, (worker,)) for virtual_s, worker in ends[:14]]
+    assert [workers[0] for _, workers in found[:8]] == [3, 3, 2, 3, 3, 2, 1, 3]
 
 
 def test_of_two_that_end_at_once_the_lower_number_goes_first() -> None:
     plan = replace(TINY, speeds=(1.0, 2.0, 1.0))
-    found = [turn.workers[0] for turn in islice(turns(plan, synchronous=False), 8)]
+    found = [workers[0] for _, workers in islice(turns(plan, synchronous=False), 8)]
     assert found == [1, 0, 1, 2, 1, 0, 1, 2]
 
 
 def test_a_round_takes_as_long_as_the_slowest_worker() -> None:
     found = list(islice(turns(Plan(sync_every=29), synchronous=True), 2))
-    assert [turn.virtual_s for turn in found] == pytest.approx([50.0, 100.0])
-    assert all(turn.workers == (0, 1, 2, 3) for turn in found)
+    assert [virtual_s for virtual_s, _ in found] == pytest.approx([50.0, 100.0])
+    assert all(workers == (0, 1, 2, 3) for _, workers in found)
 
 
 # The figures.
@@ -148,10 +147,10 @@ def simulated(variant: str, text: Text, seed: int) -> list[float]:
     begun, total, state = [0] * len(SPEEDS), 0, dict[Any, Any]()
     judge = build_model(seed, TINY.model)
     losses = [validation_loss(judge, *text.validation)]
-    for turn in turns(TINY, synchronous=variant in ("sync", "exact")):
-        total += TINY.sync_every * len(turn.workers)
+    for _, workers in turns(TINY, synchronous=variant in ("sync", "exact")):
+        total += TINY.sync_every * len(workers)
         deltas = []
-        for number in turn.workers:
+        for number in workers:
             model, optimizer = models[number], optimizers[number]
             for step in range(TINY.sync_every):
                 at = begun[number] + (total - begun[number]) * step / TINY.sync_every
@@ -169,7 +168,7 @@ def simulated(variant: str, text: Text, seed: int) -> list[float]:
             )
         mean = {name: torch.stack([d[name] for d in deltas]).mean(0) for name in theta}
         outer_step(variant, state, theta, mean)
-        for number in turn.workers:
+        for number in workers:
             bases[number] = {name: tensor.clone() for name, tensor in theta.items()}
             models[number].load_state_dict(theta)
             begun[number] = total

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from diloco_tools.chaos.crew import MODES
-from diloco_tools.chaos.drill import drill, prepare_text
+from diloco_tools.chaos.drill import Options, drill, prepare_text
 from diloco_tools.chaos.faults import SHORT, WHOLE
 from diloco_tools.chaos.report import Report
 from diloco_tools.chaos.table import NOTES, faults_table, figures_table
@@ -48,8 +48,7 @@ def main(
     """
     deadline = time.monotonic() + 60 * minutes
     chosen = [mode.strip() for mode in modes.split(",") if mode.strip()]
-    unknown = [mode for mode in chosen if mode not in MODES]
-    if unknown or not chosen:
+    if not chosen or not MODES.keys() >= set(chosen):
         choose = f"choose from {', '.join(MODES)}"
         fail(COMMAND, f"--modes {modes!r} has none or unknown ones; {choose}", 2)
     out = out.resolve()
@@ -61,26 +60,15 @@ def main(
         shown.print(text, soft_wrap=True)
 
     scale = SHORT if short else WHOLE
+    asked = Options(out, scale, seed, deadline, durable=durable, with_calm=not short)
     reports: list[Report] = []
     try:
-        held_out = prepare_text(out / "text")
+        held_out = prepare_text(asked.texts)
         for mode in chosen:
             faults = sum(scale.counts.values())
             say(f"{mode}: {faults} faults in at least {scale.rounds} rounds, logs in {out / mode}")
-            report = drill(
-                mode,
-                out / mode,
-                out / "text",
-                held_out,
-                scale,
-                seed=seed,
-                deadline=deadline,
-                durable=durable,
-                with_calm=not short,
-                say=say,
-            )
-            reports.append(report)
-            (out / f"{mode}.json").write_text(json.dumps(report, indent=2) + "\n")
+            reports.append(drill(mode, held_out, asked, say))
+            (out / f"{mode}.json").write_text(json.dumps(reports[-1], indent=2) + "\n")
     except DataError as error:
         fail(COMMAND, str(error), 2)
     except OSError as error:

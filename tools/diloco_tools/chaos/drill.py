@@ -7,6 +7,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,22 @@ LAST_ROUNDS = 4  # after everything; a crash may have taken one back
 Windows = tuple[Tensor, Tensor]  # of held-out text, and what comes next, for the loss
 
 
+@dataclass(frozen=True)
+class Options:
+    """What was asked for, for all modes."""
+
+    out: Path  # a folder for each mode, and one for the text
+    scale: Scale
+    seed: int
+    deadline: float  # on the monotonic clock
+    durable: bool
+    with_calm: bool  # compare with a run without faults
+
+    @property
+    def texts(self) -> Path:
+        return self.out / "text"
+
+
 def prepare_text(folder: Path) -> Windows:
     """Cut the demo's text for everybody who will take part, newcomers included: NAME.bin for each."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -48,38 +65,20 @@ def prepare_text(folder: Path) -> Windows:
     return text.validation
 
 
-def drill(
-    mode: str,
-    folder: Path,
-    texts: Path,
-    held_out: Windows,
-    scale: Scale,
-    *,
-    seed: int,
-    deadline: float,
-    durable: bool,
-    with_calm: bool,
-    say: Callable[[str], None],
-) -> Report:
-    """Run one mode; whatever is broken is in the report.
-
-    Args:
-        folder: for everything that the run writes; emptied first.
-        texts: what `prepare_text` has filled.
-        deadline: on the monotonic clock.
-        with_calm: compare with a run without faults.
-        say: tells people how it goes.
-    """
+def drill(mode: str, held_out: Windows, asked: Options, say: Callable[[str], None]) -> Report:
+    """Run one mode in its folder, emptied first; whatever is broken is in the report."""
+    folder, how, seed = asked.out / mode, MODES[mode], asked.seed
     empty(folder)
-    how, began, injected, broken = MODES[mode], time.monotonic(), list[Injected](), list[str]()
+    began, injected, broken = time.monotonic(), list[Injected](), list[str]()
     disk = small_disk(folder / "disk")
     report = reports.new_report(mode, how.allowed_loss, disk.how)
-    with Crew(folder, how, disk, texts, seed=seed, pause=how.pause_s, durable=durable) as crew:
-        watch = RunWatch(crew, deadline)
+    crew = Crew(folder, how, disk, asked.texts, seed=seed, pause=how.pause_s, durable=asked.durable)
+    with crew:
+        watch = RunWatch(crew, asked.deadline)
         try:
             open_run(watch)
-            inject_all(watch, plan(seed, mode, scale), injected)
-            close_in(watch, scale.rounds)
+            inject_all(watch, plan(seed, mode, asked.scale), injected)
+            close_in(watch, asked.scale.rounds)
             until = time.monotonic()
             report["ending"] = bring_to_an_end(watch, held_out)
         except (Broken, ChildFailed) as error:
@@ -88,14 +87,14 @@ def drill(
     seen = watch.seen
     if report["ending"] is not None:
         seen = judge(report, watch, until)
-        if with_calm:
+        if asked.with_calm:
             say(f"{mode}: the same without faults, for comparison")
             empty(folder / "calm")
-            with Crew(folder / "calm", how, None, texts, seed=seed + 1, pause=0.0) as crew:
-                broken += calm(report, RunWatch(crew, deadline), held_out)
+            with Crew(folder / "calm", how, None, asked.texts, seed=seed + 1, pause=0.0) as crew:
+                broken += calm(report, RunWatch(crew, asked.deadline), held_out)
     report["faults"] = [reports.verdict(each, seen, began) for each in injected]
     report["table"] = reports.rows(report["faults"])
-    broken += reports.problems(report, scale.rounds)
+    broken += reports.problems(report, asked.scale.rounds)
     report["problems"] = [f"{mode}: {sentence}" for sentence in broken]
     return report
 

@@ -105,14 +105,6 @@ class Trial:
     seed: int
 
 
-@dataclass(frozen=True)
-class Turn:
-    """These workers have made their H steps at this virtual second, and push before anybody pulls."""
-
-    virtual_s: float
-    workers: tuple[int, ...]
-
-
 class Worker:
     """One of the workers: its own model, inner optimizer, batches and client."""
 
@@ -167,18 +159,21 @@ class Worker:
             return self.client.pull(), False
 
 
-def turns(plan: Plan, *, synchronous: bool) -> Iterator[Turn]:
-    """Who pushes when, without end; of two that are done at once, the lower number goes first."""
+def turns(plan: Plan, *, synchronous: bool) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Virtual seconds, and who has made H steps then and pushes before anybody pulls; without end.
+
+    Of two that are done at once, the lower number goes first.
+    """
     if synchronous:
         everybody = tuple(range(len(plan.speeds)))
         for number in count(1):
-            yield Turn(number * (plan.sync_every / min(plan.speeds)), everybody)
+            yield number * (plan.sync_every / min(plan.speeds)), everybody
 
     def ends(worker: int, speed: float) -> Iterator[tuple[float, int]]:
         return ((number * plan.sync_every / speed, worker) for number in count(1))
 
     for virtual_s, worker in merge(*(ends(*each) for each in enumerate(plan.speeds))):
-        yield Turn(virtual_s, (worker,))
+        yield virtual_s, (worker,)
 
 
 def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
@@ -216,8 +211,8 @@ def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
             client = DiLoCoClient(broker.address, worker_id=f"worker-{number}", timeout=TIMEOUT_S)
             stack.enter_context(client)
             workers.append(Worker(plan, text, trial.seed, number, client))
-        for turn in turns(plan, synchronous=config.mode == "sync"):
-            pushing = [workers[number] for number in turn.workers]
+        for virtual_s, done in turns(plan, synchronous=config.mode == "sync"):
+            pushing = [workers[number] for number in done]
             total += plan.sync_every * len(pushing)
             for worker in pushing:
                 worker.train(total)
@@ -238,7 +233,7 @@ def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
                     continue  # this round's steps have not all been made
                 judge.load_state_dict(newest.tensors)
                 loss = gpt.validation_loss(judge, *text.validation)
-            curve.append((total, turn.virtual_s, loss if math.isfinite(loss) else None))
+            curve.append((total, virtual_s, loss if math.isfinite(loss) else None))
             if diverged_at is None and not loss <= at_start:
                 diverged_at = total
             if total == plan.total_steps or not math.isfinite(loss):

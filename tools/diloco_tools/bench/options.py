@@ -11,7 +11,6 @@ from diloco_tools import terminal
 from diloco_tools.bench.sizes import SIZES
 
 COMMAND = "diloco-bench"
-REPLY_DTYPES = ("fp32", "bf16", "fp16")
 
 
 def refuse(sentence: str) -> NoReturn:
@@ -41,23 +40,23 @@ def numbers(help_text: str, most: int) -> Any:
     return typer.Option(help=help_text, callback=check)
 
 
-def choice(name: str, help_text: str, known: Sequence[str], *, of_several: bool = False) -> Any:
-    """An option that is one of these names, or several of them with commas between them."""
+def choice(name: str, known: Sequence[str], several: str = "") -> Any:
+    """An option that is one of these names; where help for `several` is given, some with commas."""
 
     def check(text: str) -> str:
-        for each in words(text) if of_several else [text]:
+        for each in words(text) if several else [text]:
             if each not in known:
                 refuse(f"{name} {each!r} is unknown here; choose from {', '.join(known)}")
         return text
 
-    listed = f"{help_text}: {', '.join(known)}."
-    return typer.Option(name, help=listed, callback=check)
+    help_text = f"{several or 'Model'}: {', '.join(known)}."
+    return typer.Option(name, help=help_text, callback=check)
 
 
-Size = Annotated[str, choice("--parameters", "Model", list(SIZES))]
-Sizes = Annotated[str, choice("--parameters", "Models, with commas", list(SIZES), of_several=True)]
+Size = Annotated[str, choice("--parameters", list(SIZES))]
+Sizes = Annotated[str, choice("--parameters", list(SIZES), "Models, with commas")]
 ReplyDtypes = Annotated[
-    str, choice("--reply-dtype", "On the way down, with commas", REPLY_DTYPES, of_several=True)
+    str, choice("--reply-dtype", ("fp32", "bf16", "fp16"), "On the way down, with commas")
 ]
 Workers = Annotated[str, numbers("Numbers of workers, with commas.", 64)]
 Repeats = Annotated[

@@ -10,9 +10,8 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -30,19 +29,10 @@ from diloco_tools.bench.process_pool import (
     BrokerProcess,
     Parts,
     ProcessPool,
-    RawSample,
     RoleProcess,
     ask_all,
 )
-from diloco_tools.bench.report.arithmetic import (
-    FIRST_DOWN,
-    against,
-    around,
-    in_turn,
-    is_a_line,
-    phases,
-    slope,
-)
+from diloco_tools.bench.report.arithmetic import PHASES, against, around, in_turn, is_a_line, slope
 from diloco_tools.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, figure
 from diloco_tools.bench.sizes import parameters_of
 
@@ -57,22 +47,13 @@ FP32 = 4
 WORKER_HOLDS, BROKER_HOLDS = 4, 5
 
 
-@dataclass(frozen=True)
-class Round:
+class Round(NamedTuple):
     """One round: seconds, GB up and down of all workers, CPU seconds of the broker."""
 
     seconds: float
     up: float
     down: float
     cpu: float
-
-    @property
-    def speed(self) -> float:
-        return (self.up + self.down) / self.seconds
-
-    @property
-    def cpu_a_gb(self) -> float:
-        return self.cpu / (self.up + self.down)
 
 
 def row_of(size: str, workers: int, reply: str = "") -> str:
@@ -90,8 +71,8 @@ def one_round(trainers: Sequence[RoleProcess], broker: BrokerProcess) -> Round:
     found = ask_all(trainers, "round")
     return Round(
         max(each["ended"] for each in found) - max(each["began"] for each in found),
-        sum(each["bytes"]["up"] for each in found) / 1e9,
-        sum(each["bytes"]["down"] for each in found) / 1e9,
+        sum(each["up"] for each in found) / 1e9,
+        sum(each["down"] for each in found) / 1e9,
         broker.cpu_seconds - cpu,
     )
 
@@ -137,16 +118,22 @@ def whole_round(
         for _ in range(SAMPLED):
             ask_all(trainers, "drift")
             sampled.append(ask_all(trainers, "round", sampled=True))
-    shares = against([each.speed for each in rounds], [each.speed for each in limits])
-    has_target = size == "125M" and workers in (2, 4)
+    speeds = [(each.up + each.down) / each.seconds for each in rounds]
+    receive = around([each.receive_cpu for each in limits])
+    send = around([each.send_cpu for each in limits])
+    of_raw = [  # the broker's CPU, against raw TCP's for receiving and sending as much
+        each.cpu / (each.up * receives + each.down * sends)
+        for each, receives, sends in zip(rounds, receive, send, strict=True)
+    ]
+    target = "round" if size == "125M" and workers in (2, 4) else None
     memory_target = "broker memory" if workers == 2 else None
     of_it, cost = partial(figure, WHOLE_ROUND, row), partial(figure, COST_PART, row)
     return [
         of_it("seconds", [each.seconds for each in rounds], "s"),
-        of_it("in + out", [each.speed for each in rounds], "GB/s"),
-        of_it("/ raw", shares, "x", target="round" if has_target else None),
-        cost("broker CPU", [each.cpu_a_gb for each in rounds], "s/GB"),
-        cost("broker CPU / raw", _cpu_shares(rounds, limits), "x", target="cpu"),
+        of_it("in + out", speeds, "GB/s"),
+        of_it("/ raw", against(speeds, [each.speed for each in limits]), "x", target=target),
+        cost("broker CPU", [each.cpu / (each.up + each.down) for each in rounds], "s/GB"),
+        cost("broker CPU / raw", of_raw, "x", target="cpu"),
         cost("longest turn", turn, "ms", target="turn"),
         cost("broker beyond state", beyond, "MB", target=memory_target),
         cost("worker / fp32", held, "x", target="worker memory"),
@@ -154,28 +141,17 @@ def whole_round(
     ]
 
 
-def _cpu_shares(rounds: Sequence[Round], limits: Sequence[RawSample]) -> list[float]:
-    """What the broker used, against raw TCP for receiving and sending as much."""
-    receive = around([each.receive_cpu for each in limits])
-    send = around([each.send_cpu for each in limits])
-    return [
-        each.cpu / (each.up * receives + each.down * sends)
-        for each, receives, sends in zip(rounds, receive, send, strict=True)
-    ]
-
-
 def _phases(row: str, sampled: Sequence[Sequence[dict[str, Any]]]) -> list[Figure]:
     """Of the worker that was done last in each round; and how soon the first chunk came back."""
     found: dict[str, list[float]] = defaultdict(list)
     for workers in sampled:
-        if any(each["moments"] is None for each in workers):
-            continue
-        last = max(workers, key=lambda each: float(each["ended"]))
-        for name, seconds in phases(last["moments"]).items():
-            found[name].append(1e3 * seconds)
-        start = max(each["began"] for each in workers)
-        first = min(each["moments"][FIRST_DOWN] for each in workers)
-        found["first chunk back"].append(1e3 * max(0.0, first - start))
+        if all(each["phases"] for each in workers):
+            last = max(workers, key=lambda each: float(each["ended"]))
+            start = max(each["began"] for each in workers)
+            first = min(each["phases"]["first_down"] for each in workers)
+            for name in PHASES:
+                found[name].append(1e3 * last["phases"][name])
+            found["first chunk back"].append(1e3 * max(0.0, first - start))
     return [figure(PHASES_OF_ROUNDS, row, name, each, "ms") for name, each in found.items()]
 
 

@@ -31,7 +31,6 @@ P = TypeVar("P")
 CHUNK_IS_MORE_THAN = 32 << 10
 
 PHASES = ("delta", "upload", "step", "download", "apply")
-FIRST_DOWN = 3  # of the moments between which they are
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -70,29 +69,23 @@ def is_a_line(points: Sequence[tuple[float, float]]) -> bool:
     return len({x for x, _ in points}) > 1
 
 
-def moments(
+def phases(
     samples: Sequence[tuple[float, int, int]], began: float, ended: float
-) -> list[float] | None:
-    """When a round began, its first and last chunk went, the first and last came, and it ended.
+) -> dict[str, float] | None:
+    """Seconds that each phase adds, and when the first chunk came down; None where none went or came.
 
     Args:
-        samples: of the monotonic clock, and the bytes sent and received up to then.
-
-    Returns:
-        Six moments; None where no chunk went or came.
+        samples: time, and the bytes that had been sent and received by then.
     """
-    found = [began]
+    marks = [began]
     for way in (1, 2):
         before, after = (samples[i][way] if samples else 0 for i in (0, -1))
         if after - before < CHUNK_IS_MORE_THAN:
             return None
         first = next(each for each in samples if each[way] - before >= CHUNK_IS_MORE_THAN)
         last = next(each for each in samples if after - each[way] < CHUNK_IS_MORE_THAN)
-        found += [min(max(at, began), ended) for at, *_ in (first, last)]
-    return [*found, ended]
-
-
-def phases(found: Sequence[float]) -> dict[str, float]:
-    """Seconds that each phase adds between these moments; they sum up to the time between all."""
-    marks = itertools.pairwise(itertools.accumulate(found, max))
-    return {name: later - at for name, (at, later) in zip(PHASES, marks, strict=True)}
+        marks += [min(max(at, began), ended) for at, *_ in (first, last)]
+    first_down = marks[3]
+    ends = list(itertools.accumulate([*marks, ended], max))
+    found = {name: ends[i + 1] - ends[i] for i, name in enumerate(PHASES)}
+    return found | {"first_down": first_down}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # Parts that the picture shows.
 TRANSPORT, TRANSPORT_WITH_FOLD = "transport", "transport with fold"
@@ -13,8 +13,7 @@ WHOLE_ROUND, PHASES_OF_ROUNDS = "whole round", "phases of a round"
 FORMAT = 1  # of the JSON file; keys may be added without a new one
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """What a figure should be."""
 
     name: str  # what is asked, as the table has it
@@ -147,22 +146,16 @@ class Report:
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "format": FORMAT,
-            "command": self.command,
-            "at": self.at,
-            "seconds": round(self.seconds, 1),
-            "machine": dict(self.machine),
-            "targets": [
-                {
-                    "name": TARGETS[key].name,
-                    "asked": str(TARGETS[key]),
-                    "of": found.of,
-                    "median": found.median,
-                    "met": found.is_met,
-                }
-                for key, found in self.verdicts.items()
-            ],
-            "figures": [each.plain() for each in self.figures],
-            "skipped": list(self.skipped),
-        }
+        targets = [
+            {
+                "name": TARGETS[key].name,
+                "asked": str(TARGETS[key]),
+                "of": found.of,
+                "median": found.median,
+                "met": found.is_met,
+            }
+            for key, found in self.verdicts.items()
+        ]
+        figures = [each.plain() for each in self.figures]
+        head = {"format": FORMAT, **asdict(self), "seconds": round(self.seconds, 1)}
+        return {**head, "targets": targets, "figures": figures}

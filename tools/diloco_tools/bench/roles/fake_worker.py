@@ -99,9 +99,6 @@ class FakeWorker:
         self._lengths = [span.elements for span in layout.fragments[0].spans]
         self._bulk.send_multipart(pack(messages.Credit(WINDOW, self._session)))
 
-    def leave(self) -> None:
-        self._send(messages.Leave(self._session))
-
     def exchange(self, *, push: bool, pull: bool) -> dict[str, float]:
         """Push once, or wait for the next version, or both; provide the first one where asked to.
 
@@ -258,6 +255,4 @@ class FakeWorkers:
         return {"sent": sum(len(each.due) for each in self._workers), "seconds": seconds}
 
     def leave(self) -> None:
-        for each in self._workers:
-            each.leave()
-        self._context.destroy(linger=1000)
+        self._context.destroy(linger=0)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from diloco_tools.bench import machine
-from diloco_tools.bench.report.arithmetic import moments
+from diloco_tools.bench.report.arithmetic import phases
 from diloco_tools.bench.sizes import CONTEXT, SIZES
 from diloco_tools.demo.model import GPT, VOCABULARY, GPTConfig, build_model
 from diloco_worker import DiLoCoWorker
@@ -43,15 +43,12 @@ def training_model(size: str) -> tuple[GPT, Optimizer]:
     return model, AdamW(model.parameters(), lr=1e-4)
 
 
-def still_model(size: str) -> GPT:
-    """All of one value: random ones take seconds."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(CONTEXT, *SIZES[size]))
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(START)
-    return model
+def still_model(size: str) -> nn.Module:
+    """The parameters of such a GPT, all of one value: random ones take seconds."""
+    width, layers, _ = SIZES[size]
+    shapes = [(VOCABULARY, width), (CONTEXT, width)]
+    shapes += [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
+    return nn.ParameterList(torch.full(shape, START) for shape in shapes)
 
 
 class Trainer:
@@ -59,7 +56,7 @@ class Trainer:
 
     def __init__(self, _: object) -> None:
         torch.set_num_threads(1)
-        self._model: GPT
+        self._model: Any  # a GPT, or the parameters of one
         self._optimizer: Optimizer
         self._diloco: DiLoCoWorker
         self._resident = 0  # bytes, before joining
@@ -135,18 +132,17 @@ class Trainer:
         return {
             "began": self._began,
             "ended": ended,
-            "bytes": {
-                "up": after.bytes_up - before.bytes_up,
-                "down": after.bytes_down - before.bytes_down,
-            },
-            "moments": moments(samples, self._began, ended),
+            "up": after.bytes_up - before.bytes_up,
+            "down": after.bytes_down - before.bytes_down,
+            "phases": phases(samples, self._began, ended),
         }
 
     def rounds_for(self, seconds: float) -> dict[str, Any]:
         """As many rounds as fit, one after the other, with nothing in between."""
         began, rounds, moved = time.monotonic(), 0, 0
         while time.monotonic() < began + seconds:
-            moved += sum(self.round()["bytes"].values())
+            found = self.round()
+            moved += found["up"] + found["down"]
             rounds += 1
         return {"began": began, "ended": time.monotonic(), "rounds": rounds, "bytes": moved}
 
@@ -192,11 +188,11 @@ class Trainer:
         return statistics.median(found)
 
 
-def _step(model: GPT, optimizer: Optimizer, diloco: DiLoCoWorker | None) -> float:
+def _step(model: Any, optimizer: Optimizer, diloco: DiLoCoWorker | None) -> float:
     """One step of training; when the optimizer and its hooks were done with it."""
     tokens = torch.randint(VOCABULARY, (BATCH, CONTEXT))
     loss = model.loss(tokens, tokens)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     stepped = time.monotonic()
     optimizer.zero_grad()

@@ -21,8 +21,15 @@ from diloco_tools import terminal
 from diloco_tools.bench import machine
 from diloco_tools.bench.options import COMMAND, refuse
 from diloco_tools.bench.parts import load, rounds, training, wire
-from diloco_tools.bench.process_pool import Parts, ProcessPool
-from diloco_tools.bench.report.figures import TRANSPORT, TRANSPORT_WITH_FOLD, Figure, Report, figure
+from diloco_tools.bench.process_pool import ProcessPool
+from diloco_tools.bench.report.figures import (
+    TRANSPORT,
+    TRANSPORT_WITH_FOLD,
+    Figure,
+    Parts,
+    Report,
+    figure,
+)
 from diloco_tools.bench.report.plot import draw
 from diloco_tools.bench.report.table import sentences, tables
 from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals

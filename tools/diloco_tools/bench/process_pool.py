@@ -14,7 +14,6 @@ from typing import Any
 
 from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
-from diloco_tools.bench.report.figures import Figure
 from diloco_tools.bench.roles.wire import CALL_BYTES
 from diloco_tools.feed.listener import FeedSubscriber, Listener
 from diloco_tools.processes import Child, Children, wait_for_line
@@ -195,7 +194,7 @@ class ProcessPool(Children):
         return self._roles[name]
 
     def roles(self, role: str, count: int) -> list[RoleProcess]:
-        return [self.role(role, f"{role.replace('_', '-')}-{i}") for i in range(count)]
+        return [self.role(role, f"{role}-{i}") for i in range(count)]
 
     def dismiss(self, *starts: str) -> None:
         """End the roles whose names start so, and with them their memory."""
@@ -231,7 +230,7 @@ class ProcessPool(Children):
         options |= {"bind": "tcp://127.0.0.1:*", "feed": "tcp://127.0.0.1:*"}
         command = [sys.executable, "-m", "diloco_broker", "serve"]
         for name, value in options.items():
-            command += [f"--{name.replace('_', '-')}", str(value)]
+            command += ["--" + name.replace("_", "-"), str(value)]
         if "save_dir" not in options:
             command.append("--no-save")
         child = self.start(f"broker-{len(self.all) + 1}", command)
@@ -261,7 +260,7 @@ class ProcessPool(Children):
         self, workers: int, parameters: int
     ) -> Iterator[tuple[BrokerProcess, list[RoleProcess]]]:
         """A run of so many fake workers, who know its version, with a model of this size."""
-        fakes = self.roles("fake_worker", workers)
+        fakes = self.roles("fake-worker", workers)
         with self.broker(workers=workers, stall_timeout=0) as broker:
             for i, each in enumerate(fakes):
                 each.ask(
@@ -270,7 +269,3 @@ class ProcessPool(Children):
             ask_all(fakes, "learn_version")
             yield broker, fakes
             ask_all(fakes, "leave")
-
-
-# What is measured, by name.
-Parts = dict[str, Callable[[ProcessPool], list[Figure]]]

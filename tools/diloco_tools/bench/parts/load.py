@@ -36,7 +36,7 @@ def heartbeat(
     system's scheduler has to do with it shows in a byte that goes over raw TCP to another process and
     back at the same time: with more processes than cores, everybody waits for a core now and then.
     """
-    trainers, (heart,) = pool.roles("trainer", workers), pool.roles("fake_worker", 1)
+    trainers, (heart,) = pool.roles("trainer", workers), pool.roles("fake-worker", 1)
     pinger, echo = pool.role("raw", "pinger"), pool.role("raw", "echo")
     Ends(pinger, echo).connect()
     busy: list[float] = []
@@ -95,7 +95,7 @@ def idle(
     seconds: Annotated[float, typer.Option(min=0.3)] = 9.0,
 ) -> list[Figure]:
     """What many workers cost that only send heartbeats."""
-    role = pool.role("fake_worker", "idle_workers")
+    role = pool.role("fake-worker", "idle_workers")
     shares = []
     # Round one waits for one worker more, so nothing but heartbeats goes on.
     with pool.broker(workers=workers + 1, stall_timeout=0) as broker:

@@ -27,13 +27,12 @@ from diloco_tools.bench.options import (
 )
 from diloco_tools.bench.process_pool import (
     BrokerProcess,
-    Parts,
     ProcessPool,
     RoleProcess,
     ask_all,
 )
 from diloco_tools.bench.report.arithmetic import PHASES, against, around, in_turn, is_a_line, slope
-from diloco_tools.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, figure
+from diloco_tools.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, Parts, figure
 from diloco_tools.bench.sizes import parameters_of
 
 COST_PART = "what a round costs"

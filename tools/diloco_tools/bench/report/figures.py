@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -117,6 +117,10 @@ def figure(
     """A figure of one value or of several."""
     several = (values,) if isinstance(values, int | float) else tuple(values)
     return Figure(part, of, name, several, unit, target=target, note=note)
+
+
+# What is measured, by name.
+Parts = dict[str, Callable[..., list[Figure]]]
 
 
 @dataclass(frozen=True)

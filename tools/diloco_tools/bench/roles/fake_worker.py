@@ -11,12 +11,12 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import zmq
 
 from diloco_protocol import (
-    CHUNK_ELEMENTS,
     Kind,
     Manifest,
     TensorEntry,
@@ -56,7 +56,8 @@ def flat_manifest(parameters: int) -> Manifest:
 class Upload:
     """A push under way. `began` is when its first chunk was sent, `ended` when the last was in."""
 
-    push: messages.Push
+    push_id: int = 0
+    wire_dtype: str = ""
     credit: int = 0
     sent: int = 0
     acknowledged: int = 0
@@ -81,7 +82,6 @@ class FakeWorker:
             each.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
             each.connect(address)
             self._poller.register(each, zmq.POLLIN)
-        self._buffers: dict[str, memoryview] = {}
         self._version: VersionId | None = None
         self._push_ids = itertools.count(1)
         self._owed = 0  # chunks that no credit has been given back for
@@ -108,13 +108,12 @@ class FakeWorker:
         if pull:
             after = -1 if self._version is None else self._version.counter
             self._send(messages.Pull(0, after, self._session))
-        upload = self._offer(self._wire_dtype, base=self._version) if push else None
+        upload = self._offer(self._wire_dtype, base=self._version) if push else Upload()
         got, arriving = 0, None
         released: VersionId | None = None
-        while True:
-            is_here = released is not None and released == arriving and got == len(self._lengths)
-            if (is_here or not pull) and (not push or (upload is not None and upload.ended)):
-                break
+        while (push and not upload.ended) or (
+            pull and not (released and released == arriving and got == len(self._lengths))
+        ):
             match self._wait_for(messages.Message):
                 case messages.Chunk(version=version):
                     got = got + 1 if version == arriving else 1
@@ -123,13 +122,12 @@ class FakeWorker:
                 case messages.Released(version=version):
                     released = version
                 case messages.Ack() | messages.Grant() as answer:
-                    if upload is not None and answer.push_id == upload.push.push_id:
+                    if answer.push_id == upload.push_id:
                         self._go_on(upload, answer)
                 case messages.Notice(what="donate"):
                     upload = self._offer("fp32", purpose=messages.Purpose.DONATION)
         self._version = released or self._version
-        began, up = (upload.began, upload.ended) if upload is not None else (0.0, 0.0)
-        return {"began": began, "up": up, "ended": time.monotonic()}
+        return {"began": upload.began, "up": upload.ended, "ended": time.monotonic()}
 
     def beat(self, due: float) -> None:
         """Send a heartbeat that was due at this moment."""
@@ -173,9 +171,8 @@ class FakeWorker:
 
     def _offer(self, wire_dtype: str, **more: Any) -> Upload:
         push_id, chunks = next(self._push_ids), len(self._lengths)
-        push = messages.Push(self._session, push_id, 0, chunks, wire_dtype, **more)
-        self._send(push)
-        return Upload(push)
+        self._send(messages.Push(self._session, push_id, 0, chunks, wire_dtype, **more))
+        return Upload(push_id, wire_dtype)
 
     def _go_on(self, upload: Upload, answer: messages.Ack | messages.Grant) -> None:
         """Send what there is credit for now."""
@@ -185,21 +182,19 @@ class FakeWorker:
             upload.acknowledged += len(answer.chunks)
             if upload.acknowledged == len(self._lengths):
                 upload.ended = time.monotonic()
-        push = upload.push
         while upload.credit > 0 and upload.sent < len(self._lengths):
             upload.began = upload.began or time.monotonic()
-            chunk = messages.Chunk(0, upload.sent, session=self._session, push_id=push.push_id)
-            payload = self._payload(push.wire_dtype, self._lengths[upload.sent])
-            self._bulk.send_multipart(pack(chunk, payload), copy=False)
+            chunk = messages.Chunk(0, upload.sent, session=self._session, push_id=upload.push_id)
+            values = payload(upload.wire_dtype, self._lengths[upload.sent])
+            self._bulk.send_multipart(pack(chunk, values), copy=False)
             upload.credit -= 1
             upload.sent += 1
 
-    def _payload(self, dtype: str, elements: int) -> memoryview:
-        """The one small buffer, cut to a chunk's length. It never changes, so it is sent as it lies."""
-        value = VALUE_BYTES[dtype]
-        if dtype not in self._buffers:
-            self._buffers[dtype] = memoryview(value * CHUNK_ELEMENTS)
-        return self._buffers[dtype][: elements * len(value)]
+
+@cache
+def payload(dtype: str, elements: int) -> memoryview:
+    """Of a chunk. It never changes, so it is sent as it lies."""
+    return memoryview(VALUE_BYTES[dtype] * elements)
 
 
 class FakeWorkers:

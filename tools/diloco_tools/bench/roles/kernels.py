@@ -28,7 +28,6 @@ class Kernels:
         self._received = torch.ones(WORKING_SET, CHUNK_ELEMENTS, dtype=torch.bfloat16)
         self._first = torch.ones(WORKING_SET, CHUNK_ELEMENTS)
         self._second = torch.zeros(WORKING_SET, CHUNK_ELEMENTS)
-        self._third = torch.zeros(WORKING_SET, CHUNK_ELEMENTS)
         self._scratch = torch.empty(CHUNK_ELEMENTS)
 
     def memcpy(self, chunks: int) -> dict[str, float]:
@@ -46,7 +45,8 @@ class Kernels:
 
     def outer_step(self, chunks: int) -> dict[str, float]:
         """SGD with Nesterov momentum by torch's fused kernel, chunk by chunk; bytes of parameters."""
-        theta, gradient, momentum = self._first, self._second.fill_(1e-3), self._third.zero_()
+        theta, gradient = self._first, self._second.fill_(1e-3)
+        momentum = torch.zeros_like(theta)
 
         def one(i: int) -> None:
             torch._fused_sgd_(

@@ -10,20 +10,21 @@ standard input is the socket for both; what it prints goes to its log.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import json
 import logging
 import os
 import sys
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 
 # Each is loaded only where it is played: most need no torch, which takes seconds and 200 MB.
 ROLES = {
-    "raw": "wire.RawEnd",
-    "transport": "wire.TransportEnd",
-    "kernels": "kernels.Kernels",
-    "fake_worker": "fake_worker.FakeWorkers",
-    "trainer": "trainer.Trainer",
+    "raw": "wire:RawEnd",
+    "transport": "wire:TransportEnd",
+    "kernels": "kernels:Kernels",
+    "fake-worker": "fake_worker:FakeWorkers",
+    "trainer": "trainer:Trainer",
 }
 
 
@@ -32,21 +33,16 @@ def main(name: str) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)-7s %(message)s", level=logging.INFO)
     if name not in ROLES:
         raise SystemExit(f"there is no role {name!r}")
-    module, _, role = ROLES[name].partition(".")
     channel = Connection(os.dup(0))
     # `poll` is for actions that go on until the next request is there.
-    actions = getattr(importlib.import_module(f"diloco_tools.bench.roles.{module}"), role)(
-        channel.poll
-    )
-    while True:
-        try:
+    role = resolve_name(f"diloco_tools.bench.roles.{ROLES[name]}")(channel.poll)
+    with contextlib.suppress(EOFError):
+        while True:
             request = json.loads(channel.recv_bytes())
-        except EOFError:
-            return
-        action = request.pop("do")
-        if action != "rest":
-            answer = getattr(actions, action)(**request) or {}
-            channel.send_bytes(json.dumps(answer).encode())
+            action = request.pop("do")
+            if action != "rest":
+                answer = getattr(role, action)(**request)
+                channel.send_bytes(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

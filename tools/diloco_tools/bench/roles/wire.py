@@ -14,6 +14,7 @@ from diloco_protocol.frames import MAX_BUFFER_BYTES, MAX_FRAME_BYTES
 from diloco_tools.tcp_proxy import HOST
 
 CALL_BYTES = 1 << 20  # 1 MiB: what a chunk has in bf16
+CONTROL, BULK = b"control", b"bulk"
 SESSION = bytes(16)
 VERSION = VersionId("0" * 16, 1, 1)
 M = TypeVar("M", bound=messages.Message)
@@ -87,26 +88,24 @@ class TransportEnd:
         self._buffer = memoryview(bytearray(MAX_BUFFER_BYTES))
         self._router = context.socket(zmq.ROUTER)
         self._control, self._bulk = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        for each in (self._router, self._control, self._bulk):
+        for each, name in ((self._router, b"router"), (self._control, CONTROL), (self._bulk, BULK)):
+            each.identity = name
             each.linger = 0
             each.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._routes: dict[str, bytes] = {}
 
     def bind(self) -> dict[str, str]:
-        self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._router.bind("tcp://127.0.0.1:*")
         return {"address": self._router.get_string(zmq.LAST_ENDPOINT)}
 
     def connect(self, address: str) -> None:
-        for dealer, name in ((self._control, "control"), (self._bulk, "bulk")):
+        for dealer in (self._control, self._bulk):
             dealer.connect(address)
-            dealer.send_string(name)
+            dealer.send(b"here")
 
     def meet(self) -> None:
-        """Learn the routes of both connections."""
-        while len(self._routes) < 2:
-            route, name = self._router.recv_multipart()
-            self._routes[name.decode()] = route
+        """Wait until both connections are there."""
+        for _ in range(2):
+            self._router.recv_multipart()
 
     def push(self, chunks: int, size: int, window: int) -> dict[str, float]:
         """The worker's end, up."""
@@ -128,7 +127,7 @@ class TransportEnd:
         for _ in range(chunks):
             _, *frames = self._router.recv_multipart(copy=False)
             index = _read(frames, messages.Chunk).index
-            self._send("control", messages.Ack(1, 0, (index,)))
+            self._router.send_multipart([CONTROL, *pack(messages.Ack(1, 0, (index,)))], copy=False)
         return {"cpu": time.process_time() - cpu}
 
     def reply(self, chunks: int, size: int, window: int) -> dict[str, float]:
@@ -138,7 +137,8 @@ class TransportEnd:
         for index in range(chunks):
             while not credit:
                 credit += self._credit()
-            self._send("bulk", messages.Chunk(0, index, version=VERSION), payload)
+            chunk = messages.Chunk(0, index, version=VERSION)
+            self._router.send_multipart([BULK, *pack(chunk, payload)], copy=False)
             credit -= 1
         used = time.process_time() - cpu
         while credit < window:  # what is given back after the last chunk
@@ -155,12 +155,6 @@ class TransportEnd:
                 self._control.send_multipart(pack(messages.Credit(owed, SESSION)), copy=False)
                 owed = 0
         return {"ended": time.monotonic()}
-
-    def _send(
-        self, route: str, message: messages.Message, payload: memoryview | None = None
-    ) -> None:
-        self._router.send(self._routes[route], zmq.SNDMORE)
-        self._router.send_multipart(pack(message, payload), copy=False)
 
     def _credit(self) -> int:
         """What the worker's end gives back next."""

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_tools.bench import link, machine
-from diloco_tools.bench.cli import COMMANDS, all_parts, app, write
+from diloco_tools.bench.cli import ALL, COMMANDS, QUICK, app, parts_of, write
 from diloco_tools.bench.parts import rounds, wire
 from diloco_tools.bench.process_pool import ProcessPool
 from diloco_tools.bench.report.arithmetic import (
@@ -230,14 +230,15 @@ def test_bad_option_is_refused_with_one_sentence(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("quick", "left_out"), [(False, set()), (True, {"largest model"})])
-def test_every_part_is_measured_once(quick: bool, left_out: set[str]) -> None:
-    names = list(all_parts(quick=quick))
-    of_commands = {next(iter(each.parts())).split(",")[0] for each in COMMANDS.values()}
-    assert {name.split(",")[0] for name in names} == of_commands - left_out
-    if not quick:  # the rounds that targets are about
+@pytest.mark.parametrize(("commands", "left_out"), [(ALL, set()), (QUICK, {"largest model"})])
+def test_every_part_is_measured_once(commands: str, left_out: set[str]) -> None:
+    names = list(parts_of(commands))
+    measured = {"round" if name.startswith(WHOLE_ROUND) else name for name in names}
+    assert measured == {name for name, _ in COMMANDS.values()} - left_out
+    if commands is ALL:  # the rounds that targets are about
         wanted = {f"{WHOLE_ROUND}, {rounds.row_of('125M', n, 'fp32')}" for n in (2, 4)}
         assert wanted <= set(names)
+        assert sum(name.startswith(WHOLE_ROUND) for name in names) == 3 * 3 * 2
 
 
 # What is measured, and the link.

@@ -7,8 +7,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,6 @@ from diloco_tools.bench.report.figures import (
     Figure,
     Parts,
     Report,
-    figure,
 )
 from diloco_tools.bench.report.plot import draw
 from diloco_tools.bench.report.table import sentences, tables
@@ -48,102 +46,101 @@ Quick = Annotated[bool, typer.Option("--quick", help="Under a minute: small mode
 DEFAULT_OUT = Path("runs/bench")
 
 
-@dataclass(frozen=True)
-class Command:
-    """Its options are the keywords of what measures, its help is the first sentence there."""
-
-    name: str  # of the part that is measured, and of the files
-    measure: Callable[..., Any]
-    whole: Sequence[Mapping[str, Any]] = (
-        {},
-    )  # its options in `all`, for each time that it is there
-    quick: Sequence[Mapping[str, Any]] = ({},)  # the same in `all --quick`
-
-    def parts(self, **options: Any) -> Parts:
-        """What is measured with these options, by name; a part for each configuration of a round."""
-        if self.measure is rounds.configurations:
-            return rounds.configurations(**options)
-        return {self.name: partial(self.measure, **options)}
-
-
-EVERY_ROUND = {"workers": "2,4,8", "replies": "fp32,bf16"}
-COMMANDS = {
-    "limits": Command(wire.LIMITS, wire.limits, quick=[{"repeats": 3}]),
-    "transport": Command(TRANSPORT, wire.transport, quick=[{"repeats": 3}]),
-    "fold": Command(
-        TRANSPORT_WITH_FOLD, wire.fold, quick=[{"size": "10M", "pushers": "1", "repeats": 3}]
-    ),
-    "round": Command(
-        "round",
-        rounds.configurations,
-        whole=[
-            {**EVERY_ROUND, "sizes": "10M,50M"},
-            {**EVERY_ROUND, "sizes": "125M", "repeats": 3},
-        ],
-        quick=[{"sizes": "10M", "repeats": 3}],
-    ),
-    "async": Command(
-        training.ASYNCHRONOUS,
-        training.asynchronous,
-        quick=[{"workers": "2", "seconds": 1.0, "repeats": 3}],
-    ),
-    "streaming": Command(
-        training.STREAMING, training.streaming, quick=[{"steps": 10, "repeats": 1}]
-    ),
-    "heartbeat": Command(load.HEARTBEAT, load.heartbeat, quick=[{"size": "10M", "workers": 2}]),
-    "checkpoint": Command(
-        rounds.CHECKPOINT,
-        rounds.checkpoint,
-        whole=[{"repeats": 5}],
-        quick=[{"size": "10M", "workers": 1}],
-    ),
-    "wan": Command(wire.WAN, wire.wan, whole=[{"repeats": 5}], quick=[{"size": "10M"}]),
-    "attached": Command(
-        training.ATTACHED, training.attached, whole=[{"steps": 150}], quick=[{"steps": 20}]
-    ),
-    "idle": Command(load.IDLE, load.idle, quick=[{"workers": 100, "seconds": 2.0}]),
-    # Last, when the trainers have given their memory back. Not in the quick one.
-    "largest": Command(load.LARGEST, load.largest, quick=[]),
+# By command: the part that it measures, which names its files, and what measures.
+COMMANDS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "limits": (wire.LIMITS, wire.limits),
+    "transport": (TRANSPORT, wire.transport),
+    "fold": (TRANSPORT_WITH_FOLD, wire.fold),
+    "round": ("round", rounds.configurations),
+    "async": (training.ASYNCHRONOUS, training.asynchronous),
+    "streaming": (training.STREAMING, training.streaming),
+    "heartbeat": (load.HEARTBEAT, load.heartbeat),
+    "checkpoint": (rounds.CHECKPOINT, rounds.checkpoint),
+    "wan": (wire.WAN, wire.wan),
+    "attached": (training.ATTACHED, training.attached),
+    "idle": (load.IDLE, load.idle),
+    "largest": (load.LARGEST, load.largest),
 }
-
-
-def all_parts(*, quick: bool = False) -> Parts:
-    """Everything, or the same with small models and few repeats and without the largest."""
-    found: Parts = {}
-    for command in COMMANDS.values():
-        for options in command.quick if quick else command.whole:
-            found |= command.parts(**options)
-    return found
+# The largest comes last, when the trainers have given their memory back.
+ALL = """
+limits
+transport
+fold
+round --workers 2,4,8 --reply-dtype fp32,bf16 --parameters 10M,50M
+round --workers 2,4,8 --reply-dtype fp32,bf16 --parameters 125M --repeats 3
+async
+streaming
+heartbeat
+checkpoint --repeats 5
+wan --repeats 5
+attached --steps 150
+idle
+largest
+"""
+QUICK = """
+limits --repeats 3
+transport --repeats 3
+fold --repeats 3 --parameters 10M --pushers 1
+round --repeats 3 --parameters 10M
+async --repeats 3 --workers 2 --seconds 1
+streaming --repeats 1 --steps 10
+heartbeat --parameters 10M --workers 2
+checkpoint --parameters 10M --workers 1
+wan --parameters 10M
+attached --steps 20
+idle --workers 100 --seconds 2
+"""
 
 
 @app.command(name="all")
 def everything(quick: Quick = False, out: Out = DEFAULT_OUT) -> None:
     """Every part, about a quarter of an hour on two cores (--quick: under one)."""
     if quick:
-        run("quick", all_parts(quick=True), out, QUICK_RAW_BYTES)
+        run("quick", parts_of(QUICK), out, QUICK_RAW_BYTES)
     else:
-        run("all", all_parts(), out)
+        run("all", parts_of(ALL), out)
 
 
-def add_command(name: str, command: Command) -> None:
-    """Its options on the command line are those that it declares, and where the results go."""
+def parts_of(commands: str) -> Parts:
+    """What these commands measure, by name."""
+    app_command = typer.main.get_command(app)
+    assert isinstance(app_command, typer.core.TyperGroup)
+    found: Parts = {}
+    for line in commands.strip().splitlines():
+        name, *arguments = line.split()
+        options = app_command.commands[name].make_context(name, arguments).params
+        found |= parts(name, options)
+    return found
+
+
+def parts(command: str, options: Mapping[str, Any]) -> Parts:
+    """What one command measures, by name; a part for each configuration of a round."""
+    name, measure = COMMANDS[command]
+    options = {key: value for key, value in options.items() if key != "out"}
+    if measure is rounds.configurations:
+        return rounds.configurations(**options)
+    return {name: partial(measure, **options)}
+
+
+def add_command(command: str) -> None:
+    """Its options are the keywords of what measures and `--out`, its help the first sentence there."""
+    name, measure = COMMANDS[command]
 
     def act(*, out: Path, **options: Any) -> None:
-        stem = command.name.replace(" ", "-").replace(",", "")
-        run(stem, command.parts(**options), out)
+        run(name.replace(" ", "-").replace(",", ""), parts(command, options), out)
 
-    declared = inspect.signature(command.measure, eval_str=True).parameters.values()
+    declared = inspect.signature(measure, eval_str=True).parameters.values()
     options = [each for each in declared if each.name != "pool"]
     where = inspect.Parameter(
         "out", inspect.Parameter.KEYWORD_ONLY, default=DEFAULT_OUT, annotation=Out
     )
     act.__signature__ = inspect.Signature([*options, where])  # type: ignore[attr-defined]
-    first_sentence = (inspect.getdoc(command.measure) or "").partition("\n\n")[0]
-    app.command(name=name, help=first_sentence)(act)
+    first_sentence = (inspect.getdoc(measure) or "").partition("\n\n")[0]
+    app.command(name=command, help=first_sentence)(act)
 
 
-for command_name, declared_command in COMMANDS.items():
-    add_command(command_name, declared_command)
+for each_command in COMMANDS:
+    add_command(each_command)
 
 
 def run(name: str, parts: Parts, out: Path, raw_bytes: int = RAW_BYTES) -> None:
@@ -151,7 +148,6 @@ def run(name: str, parts: Parts, out: Path, raw_bytes: int = RAW_BYTES) -> None:
     if complaint := machine.complaint():
         refuse(complaint)
     at = datetime.now().astimezone()
-    stem = f"{name}-{at:%Y%m%d-%H%M%S}"
     logs = out.resolve() / "logs"
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -174,8 +170,7 @@ def run(name: str, parts: Parts, out: Path, raw_bytes: int = RAW_BYTES) -> None:
     try:
         with ProcessPool(logs, raw_bytes) as pool:
             for number, (part, measure) in enumerate(parts.items(), start=1):
-                passed = time.monotonic() - began
-                say(f"{passed:4.0f} s  {number}/{len(parts)}  {part}")
+                say(f"{time.monotonic() - began:4.0f} s  {number}/{len(parts)}  {part}")
                 try:
                     figures += measure(pool)
                 except ChildFailed as error:
@@ -184,30 +179,19 @@ def run(name: str, parts: Parts, out: Path, raw_bytes: int = RAW_BYTES) -> None:
                     pool.skipped.append(f"{part}: FAILED, see above and {logs}")
                     has_failed = True
                     pool.start_afresh()
-            figures += conclusions(pool, figures)
     except KeyboardInterrupt:
         terminal.fail(COMMAND, "interrupted; every process of the benchmark has been ended", 130)
-    seconds = time.monotonic() - began
-    command = shlex.join(["diloco-bench", *sys.argv[1:]])
-    skipped = tuple(pool.skipped)
-    whole = Report(
-        command, at.isoformat(timespec="seconds"), seconds, about, tuple(figures), skipped
+    report = Report(
+        command=shlex.join(["diloco-bench", *sys.argv[1:]]),
+        at=at.isoformat(timespec="seconds"),
+        seconds=round(time.monotonic() - began, 1),
+        machine=about,
+        figures=(*figures, *rounds.growth(figures), *wire.of_all(pool.raw_samples)),
+        skipped=tuple(pool.skipped),
     )
-    write(whole, out.resolve() / stem, shown)
+    write(report, out.resolve() / f"{name}-{at:%Y%m%d-%H%M%S}", shown)
     if has_failed:
         raise typer.Exit(1)
-
-
-def conclusions(pool: ProcessPool, figures: Sequence[Figure]) -> list[Figure]:
-    """What follows from several parts: how memory grows, and the limit over the whole run."""
-    found = rounds.growth(figures)
-    samples = pool.raw_samples
-    if samples:
-        of_all = partial(figure, wire.LIMITS, "raw TCP, over the whole run")
-        found.append(of_all("speed", [s.speed for s in samples], "GB/s"))
-        found.append(of_all("send", [s.send_cpu for s in samples], "s/GB"))
-        found.append(of_all("receive", [s.receive_cpu for s in samples], "s/GB"))
-    return found
 
 
 def write(report: Report, stem: Path, shown: Console) -> None:

@@ -9,7 +9,14 @@ from typing import Annotated
 from diloco_protocol import CHUNK_ELEMENTS
 from diloco_tools.bench.link import SlowProxy
 from diloco_tools.bench.options import Repeats, Size, numbers, whole_numbers
-from diloco_tools.bench.process_pool import BrokerProcess, Ends, ProcessPool, RoleProcess, ask_all
+from diloco_tools.bench.process_pool import (
+    BrokerProcess,
+    Ends,
+    ProcessPool,
+    RawSample,
+    RoleProcess,
+    ask_all,
+)
 from diloco_tools.bench.report.arithmetic import against, in_turn
 from diloco_tools.bench.report.figures import TRANSPORT, TRANSPORT_WITH_FOLD, Figure, figure
 from diloco_tools.bench.sizes import parameters_of
@@ -46,6 +53,18 @@ def limits(pool: ProcessPool, *, repeats: Repeats = 5) -> list[Figure]:
             found[row].append(speed)
     pool.dismiss("kernels")
     return [figure(LIMITS, row, "speed", values, "GB/s") for row, values in found.items()]
+
+
+def of_all(samples: Sequence[RawSample]) -> list[Figure]:
+    """The limit over the whole run."""
+    row = partial(figure, LIMITS, "raw TCP, over the whole run")
+    if not samples:
+        return []
+    return [
+        row("speed", [each.speed for each in samples], "GB/s"),
+        row("send", [each.send_cpu for each in samples], "s/GB"),
+        row("receive", [each.receive_cpu for each in samples], "s/GB"),
+    ]
 
 
 def transport(

@@ -161,5 +161,4 @@ class Report:
             for key, found in self.verdicts.items()
         ]
         figures = [each.plain() for each in self.figures]
-        head = {"format": FORMAT, **asdict(self), "seconds": round(self.seconds, 1)}
-        return {**head, "targets": targets, "figures": figures}
+        return {"format": FORMAT, **asdict(self), "targets": targets, "figures": figures}

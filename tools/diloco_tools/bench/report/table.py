@@ -23,15 +23,20 @@ def tables(report: Report) -> list[Table]:
     return [*found, _targets_table(report)] if report.verdicts else found
 
 
+def _table(title: str, of: str, columns: Sequence[str]) -> Table:
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column(of, no_wrap=True)
+    for name in columns:
+        shown.add_column(name, justify="right", no_wrap=True)
+    return shown
+
+
 def _part_table(part: str, figures: Sequence[Figure]) -> Table:
     """What it was measured on in rows, what was measured in columns; medians with their spreads."""
     columns = dict.fromkeys((each.name, each.unit) for each in figures)
     cells = {(each.of, each.name): _cell(each) for each in figures}
-    shown = Table(title=part, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("", no_wrap=True)
-    for name, unit in columns:
-        head = name if unit in RATIOS else f"{name}\n{unit}"
-        shown.add_column(head, justify="right", no_wrap=True)
+    heads = [name if unit in RATIOS else f"{name}\n{unit}" for name, unit in columns]
+    shown = _table(part, "", heads)
     for row in dict.fromkeys(each.of for each in figures):
         shown.add_row(row, *(cells.get((row, name), "") for name, _ in columns))
     return shown
@@ -50,10 +55,8 @@ def _spread(figure: Figure) -> str:
 
 def _targets_table(report: Report) -> Table:
     """Of all figures that a target applies to, the worst counts."""
-    shown = Table(title="targets", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("what, and on what the worst was measured", no_wrap=True)
-    for name in ("asked", "worst", "spread"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    what = "what, and on what the worst was measured"
+    shown = _table("targets", what, ["asked", "worst", "spread"])
     shown.add_column("", no_wrap=True)
     for key, found in report.verdicts.items():
         shown.add_row(

@@ -23,6 +23,7 @@ from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.resume import load_into
 from diloco_broker.storage.writer import checkpoint_of
 from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.feed import Loop
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     Chunk,
@@ -49,7 +50,7 @@ from kit.noted_tensors import CHUNK_ELEMENTS, NotedTensors, Payload, Wire
 M = TypeVar("M", bound=Message)
 
 RUN = "00000000000000aa"
-FIGURES = LoopFigures("0", "tcp://127.0.0.1:1", 0.0, 0.0, 0)
+FIGURES = LoopFigures("0", "tcp://127.0.0.1:1", Loop(0.0, 0.0, 0))
 
 
 def a_manifest(chunks: int = 3, **others: TensorEntry) -> Manifest:

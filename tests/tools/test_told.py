@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core.history_lines import start_line
+from diloco_broker.core.feed import start_line
 from diloco_protocol.feed import Asynchronous, Liveness, parse_snapshot
 from kit.core_harness import a_run, a_stage
 from kit.feed_snapshots import frame, worker

@@ -49,9 +49,7 @@ class Source:
     manifest: Manifest
     plan: FragmentPlan | None = None
     pattern: str = "strided"
-    options: Mapping[str, Any] = field(
-        default_factory=lambda: {name: DEFAULTS[name] for name in USED}
-    )
+    options: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     notes: tuple[str, ...] = ()
 
 
@@ -84,7 +82,7 @@ def plan(
     with failing_in_a_sentence():
         source = _source(model, frozen or [])
         split, pattern = _split(source, *(options[name] for name in SPLIT))
-        view = split.view(source.manifest, **{**source.options, **asked})
+        view = split.view(source.manifest, **{name: source.options[name] for name in USED} | asked)
     planned = Planned(source.name, source.manifest, split, pattern, view, source.notes)
     if as_json_:
         typer.echo(json.dumps(as_json(planned)))
@@ -139,9 +137,8 @@ def _of_broker(address: str) -> Source:
     data = answer.data
     manifest = from_plain(Manifest, data["manifest"], "manifest")
     numbers = tuple(data["plan"]) or FragmentPlan.of(manifest).numbers(manifest)
-    return _of_run(
-        operator.address, manifest, numbers, data["config"], data.get("pattern", "unknown")
-    )
+    pattern = data.get("pattern", "unknown")
+    return _of_run(operator.address, manifest, numbers, data["config"], pattern)
 
 
 def _of_checkpoint(path: Path) -> Source:
@@ -157,4 +154,4 @@ def _of_run(
     name: str, manifest: Manifest, numbers: Sequence[int], config: Mapping[str, Any], pattern: str
 ) -> Source:
     split = FragmentPlan.from_numbers(manifest, numbers, config["num_fragments"])
-    return Source(name, manifest, split, pattern, {name: config[name] for name in USED})
+    return Source(name, manifest, split, pattern, config)

@@ -60,17 +60,10 @@ def as_text(planned: Planned, *, every_parameter: bool = False) -> str:
         _row("fragment", "tensors", "parameters", "share", "up", "down", "after step"),
     ]
     for each in view.fragments:
-        lines.append(
-            _row(
-                str(each.fragment),
-                str(len(each.parameters)),
-                f"{each.elements:,}",
-                f"{each.elements / total:.1%}",
-                size(each.bytes_up),
-                size(each.bytes_down),
-                _steps(each.due, view.sync_every),
-            )
-        )
+        count, elements, share = len(each.parameters), each.elements, each.elements / total
+        up, down = size(each.bytes_up), size(each.bytes_down)
+        due = _steps(each.due, view.sync_every)
+        lines.append(_row(each.fragment, count, f"{elements:,}", f"{share:.1%}", up, down, due))
     lines.append("")
     if every_parameter:
         lines += [
@@ -132,11 +125,8 @@ def _patterns(planned: Planned) -> dict[str, float]:
     return found
 
 
-def _row(*cells: str) -> str:
-    fragment, tensors, parameters, share, up, down, due = cells
-    return (
-        f"{fragment:>8} {tensors:>7} {parameters:>15} {share:>6} {up:>9} {down:>9}  {due}".rstrip()
-    )
+def _row(*cells: object) -> str:
+    return "{:>8} {:>7} {:>15} {:>6} {:>9} {:>9}  {}".format(*cells).rstrip()
 
 
 def _steps(due: int, sync_every: int) -> str:

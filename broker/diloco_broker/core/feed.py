@@ -1,10 +1,11 @@
-"""What the feed says of the broker: its records, filled from the state once a second."""
+"""What is shown of the broker: the feed, filled from the state once a second, and a run's history."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -24,6 +25,27 @@ SLOW_AFTER_S = 75.0
 
 R = TypeVar("R")
 
+# What does not change from round to round.
+_SETTINGS = (
+    "outer",
+    "sync_every",
+    "num_fragments",
+    "fragment_sync_delay",
+    "fragment_delay_auto",
+    "fragment_max_delay",
+    "fragment_pattern",
+    "fragment_update_alpha",
+    "fragment_merge",
+    "reducer",
+    "liveness",
+    "asynchronous",
+    "wire_dtype",
+    "reply_dtype",
+    "workers_wanted",
+    "min_workers",
+    "save_every",
+)
+
 
 @dataclass
 class EventLog:
@@ -42,16 +64,11 @@ class EventLog:
 
 @dataclass(frozen=True)
 class LoopFigures:
-    """What the loop knows of itself. Times in seconds of its own thread's CPU.
+    """What the loop knows of itself."""
 
-    `version` is that of the broker's program.
-    """
-
-    version: str
+    version: str  # of the broker's program
     control: str
-    longest_turn_s: float
-    cpu_s: float
-    rss_bytes: int
+    use: feed.Loop
 
 
 def snapshot_and_line(
@@ -70,7 +87,7 @@ def _snapshot(
     state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> feed.Snapshot:
     config = state.config
-    waiting_for = _waiting_for(state)
+    waiting_for, report = _waiting_for(state), state.last_report
     return _filled(
         feed.Snapshot,
         config,
@@ -90,7 +107,7 @@ def _snapshot(
         counts=feed.Counts(
             alive=len(state.members),
             participating=len(state.round.participating) if state.round else 0,
-            averaged=state.last_report.averaged if state.last_report else 0,
+            averaged=report.averaged if report else 0,
         ),
         model=_model(state),
         outer=_outer(state),
@@ -132,16 +149,14 @@ def _snapshot(
             for each in state.rejections
         ),
         checkpoint=_checkpoint(state, now),
-        last_round=_last_round(state),
+        last_round=_filled(feed.LastRound, report, seconds=round(report.seconds, 3))
+        if report
+        else None,
         events=tuple(
             feed.Event(number, _age(at, now), log.level, log.text)
             for number, at, log in events.entries
         ),
-        loop=feed.Loop(
-            longest_turn_ms=round(figures.longest_turn_s * 1e3, 3),
-            cpu_s=round(figures.cpu_s, 3),
-            rss_bytes=figures.rss_bytes,
-        ),
+        loop=figures.use,
     )
 
 
@@ -235,13 +250,6 @@ def _checkpoint(state: RunState, now: float) -> feed.Checkpoint | None:
         error=saving.error,
         durable=config.durable,
     )
-
-
-def _last_round(state: RunState) -> feed.LastRound | None:
-    report = state.last_report
-    if report is None:
-        return None
-    return _filled(feed.LastRound, report, seconds=round(report.seconds, 3))
 
 
 def _totals(state: RunState) -> feed.Totals:
@@ -338,3 +346,51 @@ def _waiting_for(state: RunState) -> str | None:
         idle = f" of which {still} {verb} still" if still else ""
         return f"for workers to join: {alive} here{idle}, the round needs {state.floor}"
     return None
+
+
+# The history.
+
+
+def round_line(
+    state: RunState, report: effects.RoundReport, figures: LoopFigures
+) -> dict[str, Any]:
+    """A line of the history: a round that has ended, with what its workers had to say."""
+    told = asdict(report) | {"seconds": round(report.seconds, 3)}
+    del told["workers"]
+    return {
+        "kind": "round",
+        **told,
+        "alive": len(state.members),
+        "bytes_up": state.totals.bytes_up - state.totals_before.bytes_up,
+        "bytes_down": state.versions.bytes_down,
+        **asdict(figures.use),
+        "workers": [
+            {
+                "id": member.worker_id,
+                "host": member.figures.host,
+                "step": member.figures.step,
+                "steps_per_s": member.figures.steps_per_s,
+                "loss": member.figures.loss,
+                "staleness": member.figures.staleness,
+                "bytes_up": member.account.bytes_up,
+                "bytes_down": member.account.bytes_down,
+            }
+            for name in report.workers
+            if (member := state.members.named(name)) is not None
+        ],
+    }
+
+
+def start_line(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the history: what does not change from round to round, from a snapshot of the feed."""
+    return {
+        "kind": "start",
+        **{name: snapshot[name] for name in ("version", "run", "mode", "control", "model")},
+        "settings": {name: snapshot[name] for name in _SETTINGS},
+    }
+
+
+def action_line(state: RunState, acted: effects.RecordAction) -> dict[str, Any]:
+    """A line of the log of actions: what an operator did."""
+    number = state.round.number if state.round else None
+    return {**asdict(acted), "run": state.model.run, "round": number}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_broker.core import events
 from diloco_broker.core.state.members import Membership
@@ -45,14 +45,21 @@ FREQUENT = {
     events.Stepped,
     events.Malformed,
 }
-# Whose it is, by worker id, fragment, chunk and push id, as far as an event has them. A session is never
-# kept: anybody may send megabytes as one.
-Facts = tuple[str | None, int | None, int | None, int | None]
-# When, in which round, what.
-Entry = tuple[float, int | None, type, Facts]
 
 
-def _facts(subject: Any, members: Membership) -> Facts:
+class Entry(NamedTuple):
+    """An event, as far as it has these. A session is never kept: anybody may send megabytes as one."""
+
+    at: float = 0.0
+    number: int | None = None  # of the round
+    kind: type = object
+    worker_id: str = ""
+    fragment: int | None = None
+    chunk: int | None = None
+    push: int | None = None
+
+
+def _entry(subject: Any, members: Membership, at: float, number: int | None) -> Entry:
     about = getattr(subject, "work", subject)
     worker_id = getattr(about, "worker_id", None)
     if worker_id is None and (session := getattr(about, "session", None)):
@@ -61,8 +68,8 @@ def _facts(subject: Any, members: Membership) -> Facts:
     elif isinstance(subject, events.PeerGone):
         member = members.on_route(subject.route)
         worker_id = member.worker_id if member else None
-    fragment, chunk = getattr(about, "fragment", None), getattr(about, "index", None)
-    return worker_id and worker_id[:LONGEST_ID], fragment, chunk, getattr(about, "push_id", None)
+    its = (getattr(about, name, None) for name in ("fragment", "index", "push_id"))
+    return Entry(at, number, type(subject), (worker_id or "")[:LONGEST_ID], *its)
 
 
 class CoreError(RuntimeError):
@@ -75,7 +82,7 @@ class Story:
     def __init__(self) -> None:
         self._rare: deque[Entry] = deque(maxlen=KEPT)
         self._frequent: deque[Entry] = deque(maxlen=KEPT)
-        self._last: Entry = (0.0, None, object, (None, None, None, None))
+        self._last = Entry()
 
     def __len__(self) -> int:
         return len(self._rare) + len(self._frequent)
@@ -85,12 +92,11 @@ class Story:
         subject: Any = event
         if type(event) is events.Received:
             subject = event.message
-        kind = type(subject)
         number = None if state.round is None else state.round.number
-        self._last = (state.now, number, kind, _facts(subject, state.members))
-        if kind in FREQUENT:
+        self._last = _entry(subject, state.members, state.now, number)
+        if self._last.kind in FREQUENT:
             self._frequent.append(self._last)
-        elif kind in RARE:
+        elif self._last.kind in RARE:
             self._rare.append(self._last)
 
     def failure(self, error: Exception, state: RunState) -> InvariantBroken | CoreError:
@@ -98,7 +104,7 @@ class Story:
         round_ = state.round
         number = None if round_ is None else round_.number
         phase = "" if round_ is None else f" ({round_.phase.value}, fragment {round_.fragment})"
-        worker_id = getattr(error, "worker_id", "") or _whose(self._last)
+        worker_id = getattr(error, "worker_id", "") or self._last.worker_id
         cause = str(error) if isinstance(error, InvariantBroken) else repr(error)
         lines = [
             f"{cause:.{LONGEST_CAUSE}}",
@@ -106,9 +112,9 @@ class Story:
         ]
         if worker_id:
             lines.append(f"  before it, of {worker_id}:")
-            lines += self._told(lambda entry: _whose(entry) == worker_id, state)
+            lines += self._told(lambda entry: entry.worker_id == worker_id, state)
         lines.append("  before it, in this round:")
-        lines += self._told(lambda entry: entry[1] == number, state)
+        lines += self._told(lambda entry: entry.number == number, state)
         text = "\n".join(lines)
         if isinstance(error, AssertionError):
             return InvariantBroken(text, worker_id)
@@ -118,19 +124,13 @@ class Story:
         found: list[Entry] = []
         for kept in (self._rare, self._frequent):
             found += [each for each in kept if each is not self._last and concerns(each)][-TOLD:]
-        found.sort(key=lambda entry: entry[0])
+        found.sort(key=lambda entry: entry.at)
         return [f"    {_sentence(entry, state)}" for entry in found]
 
 
-def _whose(entry: Entry) -> str:
-    return entry[3][0] or ""
-
-
 def _sentence(entry: Entry, state: RunState) -> str:
-    at, number, kind, facts = entry
-    worker_id = _whose(entry)
-    named = zip(("fragment", "chunk", "push"), facts[1:], strict=True)
+    named = zip(("fragment", "chunk", "push"), entry[-3:], strict=True)
     said = [f"{name} {value}" for name, value in named if value is not None]
-    of = f" of {worker_id}" if worker_id else ""
-    when = f"{state.now - at:.3f} s ago, round {number}"
-    return ", ".join([f"{when}: {kind.__name__}{of}", *said])
+    of = f" of {entry.worker_id}" if entry.worker_id else ""
+    when = f"{state.now - entry.at:.3f} s ago, round {entry.number}"
+    return ", ".join([f"{when}: {entry.kind.__name__}{of}", *said])

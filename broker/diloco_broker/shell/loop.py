@@ -30,13 +30,11 @@ from diloco_broker.shell.process_memory import rss_bytes
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import Sockets
 from diloco_broker.shell.tensor_work import TensorExecutor
+from diloco_broker.storage import model_file, own_plan, resume, writer
 from diloco_broker.storage.folder_lock import FolderLock
-from diloco_broker.storage.model_file import describe
-from diloco_broker.storage.own_plan import make_split
-from diloco_broker.storage.resume import newest_checkpoint, next_life
-from diloco_broker.storage.writer import CheckpointWriter, checkpoint_of
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
+from diloco_protocol import feed
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.fragments import Choose
 from diloco_protocol.frames import MAX_FRAMES, pack, unpack
@@ -92,24 +90,29 @@ class Loop:
             lock = FolderLock(Path(config.save_dir)) if config.save_dir else None
             if lock is not None:
                 opened.callback(lock.release)
-            split = make_split(config, choose)
-            found = newest_checkpoint(config, has_own_optimizer=factory is not None, split=split)
-            self._life = next_life(config)
+            split = own_plan.make_split(config, choose)
+            has_own = factory is not None
+            found = resume.newest_checkpoint(config, has_own_optimizer=has_own, split=split)
+            self._life = resume.next_life(config)
             self.tensors = TensorExecutor(config, make_outer(config, factory), initial, found)
             opened.callback(self.tensors.close)
             self.now = ServedTime(_machine_clock())
             draw = partial(secrets.randbits, 64)
-            self.core = Core(config, draw, self.now(), describe(initial), self.tensors.resumption)
+            self.core = Core(
+                config, draw, self.now(), model_file.describe(initial), self.tensors.resumption
+            )
             self.sockets = Sockets(config.bind, config.feed)
             opened.callback(self.sockets.close)
             self._writer = (
-                None if lock is None else CheckpointWriter(lock, config.keep, self.sockets.wake)
+                None
+                if lock is None
+                else writer.CheckpointWriter(lock, config.keep, self.sockets.wake)
             )
             if self._writer is not None:
                 opened.callback(self._writer.close)
             state = self.core.state
             state.feed_address = self.sockets.feed_address
-            state.has_own_optimizer = factory is not None
+            state.has_own_optimizer = has_own
             state.own_split = split
             self.onlookers = Onlookers(state, self.now, self._figures, self.sockets.publish)
             opened.callback(self._close_onlookers)
@@ -258,7 +261,8 @@ class Loop:
     def save(self, save: effects.Save) -> None:
         assert self._writer is not None
         tensors = self.tensors.of(self.core.state.model.layout)
-        self._writer.save(checkpoint_of(self.core.state, tensors, save.record, self._life))
+        checkpoint = writer.checkpoint_of(self.core.state, tensors, save.record, self._life)
+        self._writer.save(checkpoint)
 
     def end(self, end: effects.End) -> None:
         self.request_stop(end.reason, restarting=end.restarting)
@@ -291,9 +295,8 @@ class Loop:
     # Showing itself.
 
     def _figures(self) -> LoopFigures:
-        return LoopFigures(
-            VERSION, self.sockets.address, self._longest_turn_s, time.thread_time(), rss_bytes()
-        )
+        turn_ms, cpu_s = round(self._longest_turn_s * 1e3, 3), round(time.thread_time(), 3)
+        return LoopFigures(VERSION, self.sockets.address, feed.Loop(turn_ms, cpu_s, rss_bytes()))
 
     def _answer_status(self, route: bytes, control: Control) -> None:
         data, _ = self.onlookers.snapshot()

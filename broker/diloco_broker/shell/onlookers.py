@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from diloco_broker.core.effects import Log, Record, RecordAction, RecordVersion, RoundReport
-from diloco_broker.core.feed import EventLog, LoopFigures, snapshot_and_line
-from diloco_broker.core.history_lines import action_line, round_line, start_line
+from diloco_broker.core.feed import (
+    EventLog,
+    LoopFigures,
+    action_line,
+    round_line,
+    snapshot_and_line,
+    start_line,
+)
 from diloco_broker.core.state.run import RunState
 from diloco_broker.storage.audit_log import AuditLog
 from diloco_broker.storage.history import HistoryWriter

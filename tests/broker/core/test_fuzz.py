@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_broker.core.events import Received, Tick
-from diloco_broker.core.history_lines import round_line
+from diloco_broker.core.feed import round_line
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (

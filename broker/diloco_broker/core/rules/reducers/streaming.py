@@ -82,11 +82,9 @@ def _abandon_others(state: RunState, round_: StreamingRound, worker_id: str, pus
 
 
 def _takes_now(round_: StreamingRound, member: Member, push: Push) -> bool:
-    """Can this new push enter the round that is going on?"""
-    if round_.phase is Phase.CLOSING or round_.fragment != push.fragment:
-        return False
-    # One whole contribution of a worker in a round; a second one belongs to the next.
-    return not round_.has_all_of(member.worker_id)
+    """Can this new push enter the round that is going on? A second whole one belongs to the next."""
+    is_its_round = round_.phase is Phase.OPEN and round_.fragment == push.fragment
+    return is_its_round and not round_.has_all_of(member.worker_id)
 
 
 def _begin(

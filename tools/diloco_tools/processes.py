@@ -52,10 +52,11 @@ class Child:
 
     def failure(self, what: str | None = None) -> ChildFailed:
         """The error that tells this child's end; `what` happened, or how the process ended."""
-        return ChildFailed(
-            f"{self.name} {what or ended(self.process.poll())}; "
-            f"the last lines of {self.log}:\n{last_lines(self.log)}"
-        )
+        with self.log.open(encoding="utf-8", errors="replace") as file:
+            last = deque((f"    {line.rstrip()}" for line in file if line.strip()), LINES_SHOWN)
+        lines = "\n".join(last) or "    (it wrote nothing)"
+        what = what or ended(self.process.poll())
+        return ChildFailed(f"{self.name} {what}; the last lines of {self.log}:\n{lines}")
 
     def wait(self, seconds: float) -> int | None:
         """Its exit code; None if it has not ended within `seconds`."""
@@ -155,13 +156,6 @@ def ended(code: int | None) -> str:
     if code == 0:
         return "ended before its work was done"
     return f"died with exit code {code}"
-
-
-def last_lines(path: Path, count: int = LINES_SHOWN) -> str:
-    """The last lines of a file, indented; says so if there are none."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        lines = deque((line.rstrip() for line in file if line.strip()), maxlen=count)
-    return "\n".join(f"    {line}" for line in lines) or "    (it wrote nothing)"
 
 
 def wait_for_line(child: Child, start: str, timeout: float) -> str:

@@ -27,7 +27,6 @@ class Connection:
     ended: threading.Barrier
 
     def shut(self) -> None:
-        """Break it, wherever somebody waits for it."""
         _shut(self.near)
         _shut(self.far)
 
@@ -48,7 +47,6 @@ class TcpProxy:
         self._listener = socket.create_server((HOST, 0))
         self.port: int = self._listener.getsockname()[1]
         self.address = f"tcp://{HOST}:{self.port}"  # where it listens
-        self.broken = 0  # connections that `cut` and `shut` have broken
         self._lock = threading.RLock()
         self._connections = 0
         self._open: set[Connection] = set()
@@ -75,9 +73,7 @@ class TcpProxy:
             sink.sendall(passing)
 
     def cut(self) -> None:
-        """Break every connection now."""
         with self._lock:
-            self.broken += len(self._open)
             for each in self._open:
                 each.shut()
 
@@ -145,5 +141,6 @@ class TcpProxy:
 
 
 def _shut(end: socket.socket) -> None:
+    """Break it, wherever somebody waits for it."""
     with contextlib.suppress(OSError):  # shut already
         end.shutdown(socket.SHUT_RDWR)

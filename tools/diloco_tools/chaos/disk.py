@@ -28,8 +28,6 @@ MOUNT = f'mount -t tmpfs -o size={TMPFS_BYTES} tmpfs "$0" && echo ready && exec 
 
 @dataclass(frozen=True)
 class Disk:
-    """Where the checkpoints go."""
-
     how: str  # what it is, for the table
     fill: Callable[[int], object]  # from here on no checkpoint of the broker with this pid fits
     make_room: Callable[[int], object]  # checkpoints fit again

@@ -60,8 +60,6 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault."""
-
     kind: Kind
     target: str  # a worker's name, or "broker"
     gap: int  # rounds that close before it, counted from the last one
@@ -72,8 +70,6 @@ class Fault:
 
 @dataclass
 class Injected:
-    """A fault that was carried out."""
-
     fault: Fault
     at: float | None = None  # when it took effect, on the monotonic clock; None until it has
     is_over: bool = False  # what had to be seen was seen, where that is more than new versions

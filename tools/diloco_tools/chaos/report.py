@@ -87,7 +87,6 @@ def averaged(
 
 
 def workers_in(release: Record) -> set[str]:
-    """Those whose pushes went into a version."""
     return {push["worker"] for push in release["pushes"]}
 
 

@@ -46,7 +46,6 @@ class RunWatch:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is put off."""
         return not self._put_off
 
     def when(self, condition: Callable[[], bool], action: Callable[[], object]) -> None:
@@ -54,7 +53,6 @@ class RunWatch:
         self._put_off.append((condition, action))
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
-        """Do something once `seconds` have passed."""
         due = time.monotonic() + seconds
         self.when(lambda: time.monotonic() >= due, action)
 
@@ -111,7 +109,6 @@ class RunWatch:
         return lambda: len(self.seen) > have
 
     def pause(self, seconds: float) -> None:
-        """Go on looking for `seconds`."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(TURN_S)

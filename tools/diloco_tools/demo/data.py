@@ -35,9 +35,7 @@ class DataError(Exception):
 
 @dataclass(frozen=True)
 class Document:
-    """One file, or a piece of one."""
-
-    name: str
+    name: str  # of a file, or of a piece of one
     text: bytes
 
 

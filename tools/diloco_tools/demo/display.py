@@ -16,24 +16,21 @@ class Display:
         self._lines: dict[str, str] = {}
         self._tasks: dict[str, TaskID] = {}
         self._last_line = time.monotonic()
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description:<13}", markup=False),
-                BarColumn(bar_width=16),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}", style="cyan", markup=False),
-                console=console,
-            )
+        self._progress = Progress(
+            TextColumn("{task.description:<13}", markup=False),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}", style="cyan", markup=False),
+            console=console,
+            disable=not console.is_terminal,
+        )
 
     def __enter__(self) -> "Display":
-        if self._progress:
-            self._progress.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._progress:
-            self._progress.stop()
+        self._progress.stop()
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -42,13 +39,12 @@ class Display:
 
     def show(self, name: str, done: int, total: int, figures: str) -> None:
         """How far `name` is, and its latest figures in a few words."""
-        if self._progress is None:
+        if self._progress.disable:
             self._lines[name] = f"{name} {done}/{total} {figures}"
             if time.monotonic() - self._last_line >= PLAIN_EVERY:
                 self._last_line = time.monotonic()
-                self._console.print(
-                    " | ".join(self._lines.values()), highlight=False, soft_wrap=True
-                )
+                line = " | ".join(self._lines.values())
+                self._console.print(line, highlight=False, soft_wrap=True)
             return
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total, figures="")

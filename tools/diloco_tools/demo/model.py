@@ -108,13 +108,10 @@ def build_model(seed: int, config: GPTConfig) -> GPT:
 @torch.no_grad()
 def validation_loss(model: GPT, tokens: Tensor, targets: Tensor, batch: int = 64) -> float:
     """Mean loss in nats per byte over all windows of (windows, context) `tokens` and `targets`."""
-    was_training = model.training
-    model.eval()
     total = 0.0
     for start in range(0, len(tokens), batch):
         some = slice(start, start + batch)
         total += model.loss(tokens[some], targets[some]).item() * len(tokens[some])
-    model.train(was_training)
     return total / len(tokens)
 
 

@@ -19,15 +19,7 @@ from diloco_tools.bench import link, machine
 from diloco_tools.bench.cli import ALL, COMMANDS, QUICK, app, parts_of, write
 from diloco_tools.bench.parts import rounds, wire
 from diloco_tools.bench.process_pool import ProcessPool
-from diloco_tools.bench.report.arithmetic import (
-    CHUNK_IS_MORE_THAN,
-    PHASES,
-    against,
-    in_turn,
-    percentile,
-    phases,
-    slope,
-)
+from diloco_tools.bench.report import arithmetic
 from diloco_tools.bench.report.figures import (
     PHASES_OF_ROUNDS,
     TARGETS,
@@ -38,7 +30,7 @@ from diloco_tools.bench.report.figures import (
 )
 from diloco_tools.bench.report.plot import draw
 from diloco_tools.bench.report.table import sentences, tables
-from diloco_tools.bench.roles.fake_worker import VALUE, VALUE_BYTES, FakeWorkers, flat_manifest
+from diloco_tools.bench.roles import fake_worker
 from diloco_tools.bench.roles.trainer import still_model
 from diloco_tools.bench.sizes import CONTEXT, SIZES, parameters_of
 from diloco_tools.demo.model import GPT, GPTConfig
@@ -50,34 +42,27 @@ MIB = 1 << 20
 CHUNK = 1000  # elements, where the broker is the test's own
 
 
-# Arithmetic.
-
-
 def test_percentile_is_the_nearest_rank() -> None:
     values = [float(i) for i in range(1, 101)]
-    assert [percentile(values, share) for share in (0.99, 1, 0)] == [99, 100, 1]
-    assert percentile([5.0], 0.99) == 5
-    assert percentile([3.0, 1.0, 2.0, 4.0], 0.99) == 4
+    assert [arithmetic.percentile(values, share) for share in (0.99, 1, 0)] == [99, 100, 1]
+    assert arithmetic.percentile([5.0], 0.99) == 5
+    assert arithmetic.percentile([3.0, 1.0, 2.0, 4.0], 0.99) == 4
 
 
 def test_ratio_of_what_is_measured_in_turn_holds_when_both_drift() -> None:
     speeds = iter([4.0, 1.75, 3.0, 1.25, 2.0])
-    limits, products = in_turn(lambda: next(speeds), lambda: next(speeds), 2)
+    limits, products = arithmetic.in_turn(lambda: next(speeds), lambda: next(speeds), 2)
     assert (limits, products) == ([4.0, 3.0, 2.0], [1.75, 1.25])
-    assert against(products, limits) == [0.5, 0.5]
-
-
-def test_slope_is_that_of_the_closest_line() -> None:
-    assert slope([(2, 30.0), (4, 40.0), (8, 60.0)]) == pytest.approx(5)
+    assert arithmetic.against(products, limits) == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda: percentile([], 0.5),
-        lambda: against([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
-        lambda: against([1.0], [0.0, 0.0]),
-        lambda: slope([(2, 1.0), (2, 3.0)]),
+        lambda: arithmetic.percentile([], 0.5),
+        lambda: arithmetic.against([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
+        lambda: arithmetic.against([1.0], [0.0, 0.0]),
+        lambda: arithmetic.slope([(2, 1.0), (2, 3.0)]),
         lambda: figure("p", "row", "name", [], "s"),
         lambda: figure("p", "row", "name", 1.0, "furlongs"),
         lambda: figure("p", "row", "name", 1.0, "s", target="turn"),
@@ -89,7 +74,7 @@ def test_what_makes_no_sense_is_refused(wrong: Callable[[], object]) -> None:
 
 
 def test_phases_are_what_each_adds_and_small_messages_begin_none() -> None:
-    small, large = CHUNK_IS_MORE_THAN // 8, 4 * CHUNK_IS_MORE_THAN
+    small, large = arithmetic.CHUNK_IS_MORE_THAN // 8, 4 * arithmetic.CHUNK_IS_MORE_THAN
     samples = [
         (1.0, 0, 0),
         (2.0, small, 0),  # the push is offered
@@ -98,17 +83,23 @@ def test_phases_are_what_each_adds_and_small_messages_begin_none() -> None:
         (5.0, 2 * large + small, 2 * large),  # credit goes back
         (6.0, 2 * large + small, 2 * large + small),
     ]
-    one_way = {"delta": 1.5, "upload": 1.0, "step": 0.0, "download": 1.0, "apply": 2.0}
-    assert phases(samples, 1.5, 7.0) == {**one_way, "first_down": 4.0}
+    assert phases_of(samples, 1.5, 7.0) == ([1.5, 1.0, 0.0, 1.0, 2.0], 4.0)
     # Chunks come back before the last goes up: the download is what is left of it then.
     early = [(0.0, 0, 0), (1.0, large, 0), (2.0, large, large), (4.0, 2 * large, 2 * large)]
-    late = {"delta": 1.0, "upload": 3.0, "step": 0.0, "download": 0.0, "apply": 1.0}
-    assert phases(early, 0.0, 5.0) == {**late, "first_down": 2.0}
+    assert phases_of(early, 0.0, 5.0) == ([1.0, 3.0, 0.0, 0.0, 1.0], 2.0)
     waits = [(0.0, 0, 0), (1.0, large, 0), (4.0, large, large)]
-    told = phases(waits, 0.0, 5.0)
-    assert told is not None and (told["upload"], told["step"]) == (0.0, 3.0)
-    assert phases([], 0.0, 1.0) is None
-    assert phases([(0.0, 0, 0), (1.0, 100, 100)], 0.0, 1.0) is None
+    assert phases_of(waits, 0.0, 5.0) == ([1.0, 0.0, 3.0, 0.0, 1.0], 4.0)
+    assert arithmetic.phases([], 0.0, 1.0) is None
+    assert arithmetic.phases([(0.0, 0, 0), (1.0, 100, 100)], 0.0, 1.0) is None
+
+
+def phases_of(
+    samples: list[tuple[float, int, int]], began: float, ended: float
+) -> tuple[list[float], float]:
+    found = arithmetic.phases(samples, began, ended)
+    assert found is not None and list(found) == [*arithmetic.PHASES, "first_down"]
+    *seconds, first_down = found.values()
+    return seconds, first_down
 
 
 def test_growth_is_the_slope_over_workers_and_over_parameters() -> None:
@@ -125,9 +116,6 @@ def test_growth_is_the_slope_over_workers_and_over_parameters() -> None:
     assert found["125M, fp32", "a worker"].is_met
     assert found["4 workers, fp32", "100M parameters"].median == pytest.approx(0.4)
     assert not rounds.growth(measured[:2]), "one configuration has none"
-
-
-# What people see.
 
 
 def test_target_is_met_by_the_median_on_its_side_of_the_limit() -> None:
@@ -178,16 +166,14 @@ def test_tables_figures_and_picture_are_written_beside_each_other(tmp_path: Path
 
 def test_tables_fit_a_hundred_and_thirty_columns() -> None:
     row = rounds.row_of("125M", 8, "fp32")
+    units = {"seconds": "s", "in + out": "GB/s", "/ raw": "x"}
+    values = [10.111, 10.222, 10.333]
     whole = report(
-        *(
-            figure(WHOLE_ROUND, row, name, [10.111, 10.222, 10.333], unit)
-            for name, unit in (("seconds", "s"), ("in + out", "GB/s"), ("/ raw", "x"))
-        ),
+        *(figure(WHOLE_ROUND, row, name, values, unit) for name, unit in units.items()),
         *(figure("t", "x" * 40, "n", 9.9, t.unit, target=k) for k, t in TARGETS.items()),
     )
     console = Console(file=io.StringIO(), width=1000, record=True)
-    for table in tables(whole):
-        console.print(table)
+    console.print(*tables(whole))
     text = console.export_text()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 130, text
 
@@ -198,7 +184,7 @@ def test_picture_shows_rounds_phases_and_growth(tmp_path: Path) -> None:
         row = rounds.row_of(size, 2, "fp32")
         figures.append(figure(WHOLE_ROUND, row, "seconds", [1.0, 2.0], "s"))
         figures.append(figure(WHOLE_ROUND, row, "/ raw", 0.5, "x", target="round"))
-        figures += [figure(PHASES_OF_ROUNDS, row, name, 1.0, "ms") for name in PHASES]
+        figures += [figure(PHASES_OF_ROUNDS, row, name, 1.0, "ms") for name in arithmetic.PHASES]
     heights = []
     for shown in (figures, figures[:2]):
         assert draw(report(*shown), tmp_path / "it.png")
@@ -241,9 +227,6 @@ def test_every_part_is_measured_once(commands: str, left_out: set[str]) -> None:
         assert sum(name.startswith(WHOLE_ROUND) for name in names) == 3 * 3 * 2
 
 
-# What is measured, and the link.
-
-
 def test_still_model_has_the_tensors_of_the_real_one() -> None:
     still = list(still_model("0.4M").parameters())
     real = GPT(GPTConfig(CONTEXT, *SIZES["0.4M"])).parameters()
@@ -256,32 +239,22 @@ def test_still_model_has_the_tensors_of_the_real_one() -> None:
 
 def test_fake_worker_pretends_the_model_it_is_asked_for_in_finite_values() -> None:
     for parameters in (1000, 1 << 24, (1 << 24) + 1, 1_000_000_000):
-        manifest = flat_manifest(parameters)
+        manifest = fake_worker.flat_manifest(parameters)
         assert manifest.trainable_elements == parameters
         assert not manifest.problems()
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     for name, dtype in dtypes.items():
-        assert torch.frombuffer(bytearray(VALUE_BYTES[name]), dtype=dtype).item() == VALUE
+        assert (
+            torch.frombuffer(bytearray(fake_worker.VALUE_BYTES[name]), dtype=dtype).item()
+            == fake_worker.VALUE
+        )
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time that the link sees."""
-    found = [100.0]
-    monkeypatch.setattr("diloco_tools.bench.link.time.monotonic", lambda: found[0])
-    return found
-
-
-def test_link_puts_bytes_on_the_wire_one_after_the_other(now: list[float]) -> None:
-    lane = link.Lane(bytes_per_s=1e6, delay_s=0.05)
-    assert [lane.put(500_000), lane.put(500_000)] == pytest.approx([100.55, 101.05])
-    assert lane.room() == pytest.approx(1.0 - link.QUEUE_S)
-    now[0] = 102.0
-    assert lane.room() < 0
-    assert lane.put(500_000) == pytest.approx(102.55)
-
-
-def test_link_counts_its_share_between_the_first_and_the_last_chunk(now: list[float]) -> None:
+def test_link_has_its_rate_and_counts_its_share_between_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("diloco_tools.bench.link.time.monotonic", lambda: now[0])
     lane = link.Lane(bytes_per_s=1e6, delay_s=0.05)
     lane.put(100)  # a message without a chunk
     assert lane.share == 0
@@ -290,9 +263,12 @@ def test_link_counts_its_share_between_the_first_and_the_last_chunk(now: list[fl
     assert lane.share == pytest.approx(0.5)
     lane.forget()
     assert lane.share == 0
-
-
-# Processes.
+    now[0] = 400.0
+    assert [lane.put(500_000), lane.put(500_000)] == pytest.approx([400.55, 401.05])
+    assert lane.room() == pytest.approx(1.0 - link.QUEUE_S)
+    now[0] = 402.0
+    assert lane.room() < 0
+    assert lane.put(500_000) == pytest.approx(402.55)
 
 
 @pytest.fixture
@@ -340,7 +316,7 @@ def broker() -> Iterator[Broker]:
 
 def test_fake_worker_is_counted_like_any_worker(broker: Broker) -> None:
     parameters = 100 * CHUNK + 10  # many more chunks than credit, the last one short
-    worker = FakeWorkers(lambda: True)
+    worker = fake_worker.FakeWorkers(lambda: True)
     worker.join(broker.address, ["pretender"], parameters)
     worker.learn_version()
     times = worker.push(pull=True)
@@ -351,13 +327,13 @@ def test_fake_worker_is_counted_like_any_worker(broker: Broker) -> None:
     # Nesterov's first step from theta = VALUE with g = VALUE: theta - 0.7 (1 + 0.9) g.
     (weight,) = found.tensors.values()
     assert weight.numel() == parameters
-    assert torch.allclose(weight, torch.full_like(weight, VALUE * (1 - 0.7 * 1.9)))
+    assert torch.allclose(weight, torch.full_like(weight, fake_worker.VALUE * (1 - 0.7 * 1.9)))
     assert found.version.counter == 1
 
 
 def test_each_heartbeat_of_fake_workers_is_timed_from_when_it_was_due(broker: Broker) -> None:
     turns = iter([False] * 50 + [True])
-    workers = FakeWorkers(lambda: next(turns))
+    workers = fake_worker.FakeWorkers(lambda: next(turns))
     workers.join(broker.address, ["one", "other"], 10)
     workers.learn_version()
     found = workers.beat(interval_s=0.002)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ class ScriptedTraining:
         broker: says what it is told to.
         worker, descent: the one made last, and its loop.
         workers: all that were made.
+        around: each optimizer step is made in it.
     """
 
     worker: DiLoCoWorker
@@ -45,6 +47,7 @@ class ScriptedTraining:
     def __init__(self, broker: ScriptedBroker, beside: Beside) -> None:
         self.broker = broker
         self.workers: list[DiLoCoWorker] = []
+        self.around: AbstractContextManager[object] = nullcontext()
         self._beside = beside
         self._end: Callable[[], Any] = lambda: None
 
@@ -121,8 +124,14 @@ class ScriptedTraining:
         return self._beside.is_busy
 
     def trains(self, steps: int) -> None:
-        """Begin optimizer steps, of which one may wait for the broker."""
-        self.does(self.descent.steps, steps)
+        """Begin optimizer steps, of which one may wait for the broker; Ctrl-C does not end the loop."""
+
+        def loop() -> None:
+            for _ in range(steps):
+                with suppress(KeyboardInterrupt), self.around:
+                    self.descent.steps(1)
+
+        self.does(loop)
 
     def steps(self, number: int) -> None:
         """Make optimizer steps that do not wait."""
@@ -151,6 +160,11 @@ class ScriptedTraining:
         fragment = fragment if push is None else push.fragment
         pushes = () if push is None else (push.push_id,)
         self.broker.serves(self.filled(value, fragment), version(counter), *pushes, **told)
+
+    def brings(self, value: float, counter: int, push: Push | None = None, **told: Any) -> None:
+        """The same, until it is there for the training thread, which has not looked at it yet."""
+        self.serves(value, counter, push, **told)
+        self.hears_news()
 
     def filled(self, value: float, fragment: int = 0) -> FlatState:
         """A fragment with this value everywhere."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,220 +89,147 @@ def test_more_fragments_than_steps_are_refused() -> None:
 # The cursor.
 
 
-def pushed(turns: RoundSchedule, *fragments: int) -> RoundSchedule:
-    assert [turns.push() for _ in fragments] == list(fragments)
+def after(story: str, fragments: int = 3, *, common: bool = True) -> RoundSchedule:
+    """What has happened, in calls with their arguments: "push, granted 0 wait 3, dropped 0 late"."""
+    turns = RoundSchedule(2 * fragments, fragments, common=common)
+    for step in story.split(", "):
+        call, *words = step.split()
+        values = [word for word in words if word not in ("late", "over")]
+        arguments: list[Any] = [
+            None if word == "-" else int(word) if word.isdigit() else Standing(word)
+            for word in values
+        ]
+        named = {"too_late": True} if "late" in words else {}
+        if "over" in words:
+            *arguments, over = arguments
+            arguments.append({over})
+        getattr(turns, call)(*arguments, **named)
+        turns.check_invariants()
     return turns
 
 
 def test_pushes_follow_the_sequence_of_rounds_from_the_first_one_expected() -> None:
-    turns = RoundSchedule(6, 3)
-    turns.welcomed(4)
-    pushed(turns, 1, 2, 0)
+    turns = after("welcomed 4, push, push, push")
     assert (turns.cursor, turns.rounds) == (7, {1: 4, 2: 5, 0: 6})
     assert all(turns.may_wait(fragment) for fragment in range(3))
 
 
 def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
-    turns = pushed(RoundSchedule(6, 1), 0)
-    assert turns.turn() is TurnState.BUSY
+    assert after("push", fragments=1).turn() is TurnState.BUSY
     with pytest.raises(AssertionError, match="no second delta"):
-        turns.push()
+        after("push, push", fragments=1)
 
 
-def test_flight_in_a_round_beyond_the_cursor_is_not_waited_for() -> None:
-    turns = pushed(RoundSchedule(6, 3), 0, 1)  # in rounds 0 and 1, the cursor is at 2
-    turns.granted(0, WAIT, 3)
-    assert not turns.may_wait(0)
-    assert turns.may_wait(1)
-    pushed(turns, 2)
-    assert turns.may_wait(0), "now there is a push of ours in each round before it"
+@pytest.mark.parametrize(
+    ("fragments", "story", "cursor"),
+    [
+        # A late worker catches up as far as rounds are known to be over.
+        (3, "push, granted 0 new 9", 7),
+        (3, "push, granted 0 new 9, made 9, landed 0", 10),
+        (1, "push, carried 0 5, made 5, landed 0", 6),
+        (3, "push, carried 0 3", 1),
+        # Landed before its round was named: an earlier one may have taken it, and this one want a push.
+        (3, "welcomed 5, push, push, landed 2", 5),
+        # No round is given back that a version has shown to be over.
+        (3, "push, push, made 0, landed 0", 2),
+        (3, "push, push, made 0, landed 0, dropped 1", 1),
+        (3, "push, push, made 0, landed 0, dropped 1, push, made 4, dropped 1", 5),
+        # A flight that ends uncounted gives its round back, if it was not too late for it.
+        (3, "push, push, dropped 0", 0),
+        (3, "push, push, granted 0 new 0, dropped 0", 0),
+        (3, "push, push, granted 0 new 0, dropped 0 late", 2),
+        # On a version from before round 1: too late for that one, in time for round 4.
+        (3, "welcomed 4, push, dropped 1 late", 4),
+        (3, "welcomed 4, push, dropped 1 late, made 4", 5),
+        # A version tells that the rounds up to its own are over.
+        (3, "push, made 0", 1),
+        (3, "push, made 0, made 7", 8),
+        (3, "push, made 0, made 7, made 3", 8),
+        # A welcome takes what is in flight for the rounds that are expected, until it is known better.
+        (4, "push, welcomed 4", 5),
+        (4, "push, welcomed 4, granted 0 counted -", 4),
+        (4, "push, welcomed 4, granted 0 resume 0", 4),
+        (4, "push, welcomed 4 over 0", 4),
+        (4, "push, welcomed 4 over 0, landed 0", 4),
+    ],
+)
+def test_cursor_passes_no_round_that_may_still_need_this_worker(
+    fragments: int, story: str, cursor: int
+) -> None:
+    assert after(story, fragments).cursor == cursor
 
 
-def test_carried_flight_takes_the_next_slot_of_its_fragment() -> None:
-    turns = pushed(RoundSchedule(6, 3), 0)
-    turns.carried(0, 3)
-    assert turns.cursor == 1
-    pushed(turns, 1, 2)
-    turns.granted(1, NEW, 1)
-    assert turns.turn() is TurnState.TAKEN
-    turns.skip()
-    turns.landed(0)
-    turns.landed(1)
-    assert (turns.cursor, turns.turn()) == (4, TurnState.FREE)
+@pytest.mark.parametrize(
+    ("fragments", "story", "turn"),
+    [
+        (3, "push, carried 0 3, push, push, granted 1 new 1", TurnState.TAKEN),
+        (
+            3,
+            "push, carried 0 3, push, push, granted 1 new 1, skip, landed 0, landed 1",
+            TurnState.FREE,
+        ),
+        (3, "push, push, push, granted 0 wait 6", TurnState.PAST),
+        (3, "push, push, dropped 0, push", TurnState.TAKEN),
+        (3, "welcomed 5, push, push, landed 2", TurnState.FREE),
+        (4, "push, push, push, welcomed 4", TurnState.FREE),
+        (4, "push, welcomed 4, granted 0 counted -", TurnState.BUSY),
+        (4, "push, welcomed 4, granted 0 counted -, landed 0", TurnState.FREE),
+        (4, "push, welcomed 4 over 0, landed 0", TurnState.FREE),
+    ],
+)
+def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
+    fragments: int, story: str, turn: TurnState
+) -> None:
+    assert after(story, fragments).turn() is turn
 
 
-def test_round_that_is_over_without_this_worker_is_passed_by() -> None:
-    turns = RoundSchedule(6, 3)
-    pushed(turns, 0, 1, 2)
-    turns.granted(0, WAIT, 6)
-    assert turns.turn() is TurnState.PAST
-    turns.skip()
-    assert turns.fragment == 1
+@pytest.mark.parametrize(
+    ("fragments", "story", "waits_for"),
+    [
+        (3, "push, push, granted 0 wait 3", {1}),  # rounds 0 and 1, and then one beyond the cursor
+        (3, "push, push, granted 0 wait 3, push", {0, 1, 2}),  # a push in each round before it
+        (3, "push, push, dropped 0", set()),  # round 1 waits for our round 0
+        (3, "push, granted 0 new 9", set()),
+        (1, "push, carried 0 5", {0}),
+        (4, "push, push, push, landed 0, welcomed 6, granted 1 wait 9", {2}),
+        (4, "push, welcomed 4, granted 0 resume 0", {0}),
+        # It is counted in round 0, and the news is lost with the connection.
+        (2, "welcomed 0, push, welcomed 1", {0}),
+        (2, "welcomed 0, push, welcomed 1, granted 0 counted -", {0}),
+        (2, "welcomed 0, push, welcomed 1, granted 0 wait 2", set()),
+        (2, "welcomed 0, push, welcomed 1, carried 0 2", set()),
+    ],
+)
+def test_flight_is_waited_for_where_no_round_before_it_lacks_a_push_of_this_worker(
+    fragments: int, story: str, waits_for: set[int]
+) -> None:
+    turns = after(story, fragments)
+    assert {each for each in turns.rounds if turns.may_wait(each)} == waits_for
 
 
-def test_late_worker_catches_up_as_far_as_rounds_are_known_to_be_over() -> None:
-    turns = pushed(RoundSchedule(6, 3), 0)
-    turns.granted(0, NEW, 9)  # so round 6 of this fragment has closed
-    assert turns.cursor == 7
-    assert not turns.may_wait(0)
-    turns.made(9)
-    turns.landed(0)
-    assert turns.cursor == 10, "and round 9 is over now"
-
-
-def test_single_fragment_always_waits_for_the_round_it_is_carried_into() -> None:
-    turns = pushed(RoundSchedule(6, 1), 0)
-    turns.carried(0, 5)
-    assert turns.may_wait(0)
-    turns.made(5)
-    turns.landed(0)
-    assert turns.cursor == 6
-
-
-def test_flight_that_landed_before_its_round_was_named_gives_back_the_one_it_was_pushed_at() -> (
-    None
-):
-    turns = RoundSchedule(6, 3)
-    turns.welcomed(5)
-    pushed(turns, 2, 0)
-    turns.landed(2)  # round 2 may have taken it: round 5 may still want a push
-    assert (turns.cursor, turns.turn()) == (5, TurnState.FREE)
-
-
-def test_flight_gives_back_no_round_that_a_version_has_shown_to_be_over() -> None:
-    turns = pushed(RoundSchedule(6, 3), 0, 1)
-    turns.made(0)
-    turns.landed(0)
-    assert turns.cursor == 2
-    turns.dropped(1)
-    assert turns.cursor == 1
-    pushed(turns, 1)
-    turns.made(4)
-    turns.dropped(1)
-    assert turns.cursor == 5
-
-
-@pytest.mark.parametrize("is_named", [False, True])
-def test_flight_that_ends_uncounted_gives_its_round_back(is_named: bool) -> None:
-    turns = pushed(RoundSchedule(6, 3), 0, 1)
-    if is_named:
-        turns.granted(0, NEW, 0)
-    turns.dropped(0)
-    assert turns.cursor == 0
-    assert not turns.may_wait(1), "round 1 waits for our round 0"
-    pushed(turns, 0)
-    assert turns.turn() is TurnState.TAKEN
-
-
-def test_flight_that_came_too_late_does_not_give_back_the_round_that_is_over() -> None:
-    turns = pushed(RoundSchedule(6, 3), 0, 1)
-    turns.granted(0, NEW, 0)
-    turns.dropped(0, too_late=True)
-    assert (turns.cursor, turns.fragment) == (2, 2)
-
-
-def test_flight_that_came_too_late_for_a_round_nobody_named_gives_back_its_own() -> None:
-    turns = RoundSchedule(6, 3)
-    turns.welcomed(4)
-    pushed(turns, 1)  # on a version from before round 1: too late for that one, in time for round 4
-    turns.dropped(1, too_late=True)
-    assert turns.cursor == 4
-    turns.made(4)
-    assert turns.cursor == 5, "now it is known that round 4 is over"
-
-
-def test_version_tells_that_the_rounds_up_to_its_own_are_over() -> None:
-    turns = pushed(RoundSchedule(6, 3), 0)
-    turns.made(0)
-    assert turns.cursor == 1
-    turns.made(7)
-    assert turns.cursor == 8
-    turns.made(3)
-    assert turns.cursor == 8
-    alone = RoundSchedule(6, 3, common=False)
-    alone.made(7)
-    assert alone.cursor == 0
+@pytest.mark.parametrize(
+    ("story", "cursor", "rounds"),
+    [
+        ("push, push, push, welcomed 4", 7, {0: 4, 1: 5, 2: 6}),
+        # One that is not next gets the next round of its fragment.
+        ("push, push, push, landed 0, welcomed 6", 7, {2: 6, 1: 9}),
+    ],
+)
+def test_welcome_finds_flights_in_the_rounds_that_are_expected(
+    story: str, cursor: int, rounds: dict[int, int]
+) -> None:
+    turns = after(story, fragments=4)
+    assert (turns.cursor, turns.rounds) == (cursor, rounds)
 
 
 def test_asynchronous_worker_waits_for_every_flight_and_keeps_its_order() -> None:
-    turns = RoundSchedule(6, 3, common=False)
-    turns.welcomed(0)
-    pushed(turns, 0, 1)
-    turns.granted(0, WAIT, None)
-    turns.welcomed(0)
+    turns = after("welcomed 0, push, push, granted 0 wait -, welcomed 0, made 7", common=False)
     assert (turns.cursor, turns.rounds) == (2, {0: None, 1: None})
     turns.dropped(0)
-    assert turns.cursor == 2
-    assert turns.may_wait(1)
-
-
-def test_resumed_asynchronous_worker_keeps_its_order_whatever_others_have_pushed() -> None:
-    turns = RoundSchedule(4, 2, common=False)
-    turns.welcomed(6)
-    turns.resume(SchedulePlace(4, 0, 1), 0, 0, [])
-    assert turns.push() == 1
-
-
-# Welcomes.
-
-
-def test_welcome_finds_flights_in_the_rounds_that_are_expected() -> None:
-    turns = pushed(RoundSchedule(8, 4), 0, 1, 2)
-    turns.welcomed(4)
-    assert (turns.cursor, turns.rounds) == (7, {0: 4, 1: 5, 2: 6})
-    assert turns.turn() is TurnState.FREE
-
-
-def test_flight_that_is_not_next_gets_the_next_round_of_its_fragment() -> None:
-    turns = pushed(RoundSchedule(8, 4), 0, 1, 2)
-    turns.landed(0)
-    turns.welcomed(6)
-    assert (turns.cursor, turns.rounds) == (7, {2: 6, 1: 9})
-    turns.granted(1, WAIT, 9)
-    assert not turns.may_wait(1)
-
-
-def test_flight_that_turns_out_to_be_counted_gives_back_the_round_it_was_taken_for() -> None:
-    turns = pushed(RoundSchedule(8, 4), 0)
-    turns.welcomed(4)
-    assert turns.cursor == 5
-    turns.granted(0, COUNTED, None)
-    assert (turns.cursor, turns.turn()) == (4, TurnState.BUSY)
-    turns.landed(0)
-    assert turns.turn() is TurnState.FREE
-
-
-@pytest.mark.parametrize("answer", [COUNTED, WAIT, None])
-def test_flight_is_waited_for_after_a_welcome_until_its_answer_has_come(
-    answer: Standing | None,
-) -> None:
-    turns = RoundSchedule(6, 2)
-    turns.welcomed(0)
-    pushed(turns, 0)  # it is counted in round 0, and the news is lost with the connection
-    turns.welcomed(1)
-    assert turns.rounds == {0: 2}, "as far as anybody can tell"
-    assert turns.may_wait(0)
-    if answer is None:
-        turns.carried(0, 2)
-    else:
-        turns.granted(0, answer, None if answer is COUNTED else 2)
-    assert turns.may_wait(0) is (answer is COUNTED)
-
-
-def test_flight_that_belongs_to_an_earlier_round_gives_back_the_one_it_was_taken_for() -> None:
-    turns = pushed(RoundSchedule(8, 4), 0)
-    turns.welcomed(4)
-    turns.granted(0, RESUME, 0)
-    assert turns.cursor == 4
-    assert turns.may_wait(0)
-
-
-def test_flight_that_ended_before_the_welcome_is_in_no_round_after_it() -> None:
-    turns = pushed(RoundSchedule(8, 4), 0)
-    turns.welcomed(4, over={0})
-    assert turns.cursor == 4
-    turns.landed(0)
-    assert (turns.cursor, turns.turn()) == (4, TurnState.FREE)
+    assert (turns.cursor, turns.may_wait(1)) == (2, True)
+    resumed = after("welcomed 6", fragments=2, common=False)
+    resumed.resume(SchedulePlace(4, 0, 1), 0, 0, [])
+    assert resumed.push() == 1, "whatever others have pushed"
 
 
 @settings(max_examples=300, deadline=None)

@@ -50,104 +50,79 @@ class Breaks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class Story:
-    """A worker that has joined, whose merges may be broken off."""
+def begins(
+    training: ScriptedTraining,
+    config: dict[str, Any],
+    *,
+    timeout: float = 600.0,
+    nth: int | None = None,
+    error: type[BaseException] = MemoryError,
+) -> Breaks:
+    """A worker has joined, whose merges may be broken off."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    training.begins(model, config=config, timeout=timeout)
+    training.around = breaks = Breaks(model, nth, error)
+    return breaks
 
-    def __init__(
-        self,
-        training: ScriptedTraining,
-        config: dict[str, Any],
-        *,
-        timeout: float = 600.0,
-        nth: int | None = None,
-        error: type[BaseException] = MemoryError,
-    ) -> None:
-        self.training = training
-        self.broker = training.broker
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        self.worker = training.begins(model, config=config, timeout=timeout)
-        self.breaks = Breaks(model, nth, error)
 
-    def trains(self, steps: int) -> None:
-        """Begin optimizer steps, in a loop that goes on after Ctrl-C."""
-
-        def loop() -> None:
-            for _ in range(steps):
-                try:
-                    with self.breaks:
-                        self.training.descent.steps(1)
-                except KeyboardInterrupt:
-                    pass
-
-        self.training.does(loop)
-
-    def steps(self, steps: int) -> None:
-        self.trains(steps)
-        self.training.done()
-
-    def has_version(self, counter: int, value: float, push: Push | None = None) -> None:
-        self.training.serves(value, counter, push)
-        self.training.hears_news()
-
-    @property
-    def values(self) -> set[float]:
-        every = [each.detach().flatten() for each in self.training.descent.model.parameters()]
-        return set(torch.cat(every).tolist())
+def values(training: ScriptedTraining) -> set[float]:
+    every = [each.detach().flatten() for each in training.descent.model.parameters()]
+    return set(torch.cat(every).tolist())
 
 
 # What becomes of the first push. Each returns how many steps have been made.
 
 
-def counted_at_the_boundary(story: Story) -> int:
-    story.trains(H)
-    story.training.serves(1000, 1, story.training.takes()[0])
-    story.training.done()
+def counted_at_the_boundary(training: ScriptedTraining) -> int:
+    training.trains(H)
+    training.serves(1000, 1, training.takes()[0])
+    training.done()
     return H
 
 
-def refused_at_the_boundary(story: Story) -> int:
-    story.trains(H)
-    story.training.refuses(story.training.takes()[0])
-    story.training.done()
+def refused_at_the_boundary(training: ScriptedTraining) -> int:
+    training.trains(H)
+    training.refuses(training.takes()[0])
+    training.done()
     return H
 
 
-def counted_after(steps: int) -> Callable[[Story], int]:
-    def counted(story: Story) -> int:
-        story.steps(steps)
-        story.has_version(1, 1000, story.training.takes()[0])
+def counted_after(steps: int) -> Callable[[ScriptedTraining], int]:
+    def counted(training: ScriptedTraining) -> int:
+        training.steps(steps)
+        training.brings(1000, 1, training.takes()[0])
         return steps
 
     return counted
 
 
-def refused_in_the_air(story: Story) -> int:
-    story.steps(H)
-    push, _ = story.training.takes()
-    story.steps(1)
-    story.training.refuses(push)
-    story.training.hears_news()
+def refused_in_the_air(training: ScriptedTraining) -> int:
+    training.steps(H)
+    push, _ = training.takes()
+    training.steps(1)
+    training.refuses(push)
+    training.hears_news()
     return H + 1
 
 
-def dropped_as_late(story: Story) -> int:
+def dropped_as_late(training: ScriptedTraining) -> int:
     """Its steps are taken out of the model, which then moves on to newer parameters."""
-    story.steps(H)
-    story.training.refuses(story.training.takes()[0], "late")
-    story.training.hears_news()
-    story.steps(2)
-    story.training.is_asked_for_newest()
-    story.has_version(1, 1000)
+    training.steps(H)
+    training.refuses(training.takes()[0], "late")
+    training.hears_news()
+    training.steps(2)
+    training.is_asked_for_newest()
+    training.brings(1000, 1)
     return H + 2
 
 
-def moved_when_it_came_back(story: Story) -> int:
+def moved_when_it_came_back(training: ScriptedTraining) -> int:
     """There is no push: the broker has gone on while the connection was broken."""
-    story.steps(2)
-    story.broker.restart()
-    story.broker.welcomes(version(1))
-    story.broker.hears_pull()
-    story.has_version(1, 1000)
+    training.steps(2)
+    training.broker.restart()
+    training.broker.welcomes(version(1))
+    training.broker.hears_pull()
+    training.brings(1000, 1)
     return 2
 
 
@@ -163,7 +138,7 @@ class Plot:
         copies: how often tensors are copied into, where that is broken off.
     """
 
-    opens: Callable[[Story], int]
+    opens: Callable[[ScriptedTraining], int]
     merged: float
     delta: float
     last: float
@@ -222,20 +197,20 @@ def test_merge_that_is_broken_off_is_gone_on_with_and_counts_once(
     training: ScriptedTraining, name: str, nth: int | None, error: type[BaseException]
 ) -> None:
     plot = PLOTS[name]
-    story = Story(training, plot.config, timeout=plot.timeout, nth=nth, error=error)
-    made = plot.opens(story)
-    story.trains(H - made if made < H else 2 * H - made)
+    breaks = begins(training, plot.config, timeout=plot.timeout, nth=nth, error=error)
+    made = plot.opens(training)
+    training.trains(H - made if made < H else 2 * H - made)
     push, delta = training.takes()
     assert (training.values, delta) == (plot.merged, plot.delta)
     if plot.config.get("fragment_sync_delay"):
         training.done()
-        story.has_version(2, 500, push)
+        training.brings(500, 2, push)
     else:
         training.serves(500, 2, push)
         training.done()
-    story.steps(H - 1)
+    training.steps(H - 1)
     assert training.values == plot.last
-    assert story.breaks.left is None or story.breaks.left < 0, "it was never broken off"
+    assert breaks.left is None or breaks.left < 0, "it was never broken off"
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -243,14 +218,14 @@ def test_merge_that_is_broken_off_is_gone_on_with_and_counts_once(
 def test_model_that_is_not_finite_is_restored_though_that_is_broken_off(
     training: ScriptedTraining, nth: int, error: type[BaseException]
 ) -> None:
-    story = Story(training, LATER, nth=nth, error=error)
-    story.steps(H - 1)
+    begins(training, LATER, nth=nth, error=error)
+    training.steps(H - 1)
     with torch.no_grad():
         next(training.descent.model.parameters()).fill_(float("nan"))
-    story.steps(2)
+    training.steps(2)
     assert training.metrics.rejected == 1
-    assert story.values <= {100.0, 99.0}, "the base, and perhaps the step made since"
-    story.trains(H - 1)
+    assert values(training) <= {100.0, 99.0}, "the base, and perhaps the step made since"
+    training.trains(H - 1)
     _, delta = training.broker.takes_push()
     assert delta.norm() <= 12**0.5 * H
 
@@ -260,21 +235,21 @@ def test_model_that_is_not_finite_is_restored_though_that_is_broken_off(
 def test_loading_that_is_broken_off_is_gone_on_with_behind_the_next_step(
     training: ScriptedTraining, nth: int, error: type[BaseException]
 ) -> None:
-    story = Story(training, LATER, nth=nth, error=error)
-    story.steps(2)
+    breaks = begins(training, LATER, nth=nth, error=error)
+    training.steps(2)
 
     def loads() -> bool | None:
         try:
-            with story.breaks:
-                return story.worker.load_global()
+            with breaks:
+                return training.worker.load_global()
         except KeyboardInterrupt:
             return None
 
     training.does(loads)
-    story.broker.hears_pull()
+    training.broker.hears_pull()
     training.serves(1000, 1)
     assert not training.done()
-    story.steps(1)
+    training.steps(1)
     assert training.values == 1000 - 1
 
 
@@ -282,14 +257,14 @@ def test_state_that_is_saved_while_a_merge_is_broken_off_holds_no_parameters(
     training: ScriptedTraining, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would not be those of any moment: a part of the model is ahead of the rest."""
-    story = Story(training, LATER, nth=2, error=KeyboardInterrupt)
-    in_the_air(story)
-    story.steps(2)
+    begins(training, LATER, nth=2, error=KeyboardInterrupt)
+    in_the_air(training)
+    training.steps(2)
     assert training.metrics.unsynced_steps == H + 2
-    assert story.worker.state_dict()["resume"] is None
+    assert training.worker.state_dict()["resume"] is None
     assert "Save again" in caplog.text
-    story.steps(1)
-    assert story.worker.state_dict()["resume"] is not None
+    training.steps(1)
+    assert training.worker.state_dict()["resume"] is not None
     assert training.metrics.unsynced_steps == 0
 
 
@@ -297,12 +272,12 @@ def test_merge_that_is_interrupted_before_it_touches_the_model_has_not_begun(
     training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint that is written then holds all of it."""
-    story = Story(training, LATER)
-    in_the_air(story)
+    begins(training, LATER)
+    in_the_air(training)
     interrupts_once(monkeypatch, FragmentSync, "_change_of")
-    story.steps(2)
-    assert story.worker.state_dict()["resume"] is not None
-    story.steps(1)
+    training.steps(2)
+    assert training.worker.state_dict()["resume"] is not None
+    training.steps(1)
     assert (training.values, training.metrics.rounds) == (1000, 1)
 
 
@@ -330,29 +305,29 @@ def interrupts_once(
     ],
 )
 def test_worker_that_leaves_finishes_first_what_is_broken_off(
-    training: ScriptedTraining, opens: Callable[[Story], int], nth: int, ends_at: float
+    training: ScriptedTraining, opens: Callable[[ScriptedTraining], int], nth: int, ends_at: float
 ) -> None:
-    story = Story(training, LATER, nth=nth, error=KeyboardInterrupt)
-    made = opens(story)
-    story.steps(H + 2 - made or 1)
-    assert len(story.values) == 2, "torn"
-    story.worker.close()
-    assert story.values == {ends_at}
-    assert story.worker.state_dict()["resume"] is not None
+    begins(training, LATER, nth=nth, error=KeyboardInterrupt)
+    made = opens(training)
+    training.steps(H + 2 - made or 1)
+    assert len(values(training)) == 2, "torn"
+    training.worker.close()
+    assert values(training) == {ends_at}
+    assert training.worker.state_dict()["resume"] is not None
 
 
 @pytest.mark.parametrize("is_offered", [False, True])
 def test_interrupt_between_freezing_and_offering_sends_the_push_once(
     training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, is_offered: bool
 ) -> None:
-    story = Story(training, LATER)
+    begins(training, LATER)
     interrupts_once(monkeypatch, training.link, "offer", afterwards=is_offered)
-    story.steps(H + 1)
+    training.steps(H + 1)
     push, delta = training.takes()
     assert (push.steps, delta) == (H, H)
-    story.broker.hears_nothing_of(Push, 0.1)
-    story.has_version(1, 1000, push)
-    story.trains(H - 1)
+    training.broker.hears_nothing_of(Push, 0.1)
+    training.brings(1000, 1, push)
+    training.trains(H - 1)
     push, delta = training.takes()
     assert (push.steps, delta) == (H, H - 2), "two were overwritten at the apply point"
     training.done()
@@ -363,14 +338,14 @@ def test_steps_behind_an_interrupted_wait_are_kept(
     training: ScriptedTraining, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
     """In a notebook: Ctrl-C while the others are waited for, and the loop is run again."""
-    story = Story(training, config)
+    begins(training, config)
     interrupts_once(monkeypatch, training.link, "wait_for")
-    story.steps(H)
+    training.steps(H)
     push, delta = training.takes()
     assert delta == H
-    story.trains(1)
+    training.trains(1)
     training.serves(1000, 1, push)
     training.done()
     assert training.values == 1000 - 1
-    story.trains(H - 1)
+    training.trains(H - 1)
     assert training.takes()[1] == H

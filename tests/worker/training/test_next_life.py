@@ -107,8 +107,7 @@ def test_delta_in_flight_is_offered_again_as_it_was_and_merged_as_it_would_have_
     assert replace(push, session=b"") == replace(earlier, session=b"")
     assert delta == H
     assert training.values == 100 - H - 1
-    training.serves(1000, 1, push)
-    training.hears_news()
+    training.brings(1000, 1, push)
     training.steps(1)
     assert (training.values, training.worker.sync_count) == (after_landing, 1)
 

@@ -63,8 +63,7 @@ def test_broker_is_told_of_the_delay_in_use(training: ScriptedTraining) -> None:
     assert training.broker.hears(Heartbeat).merge_delay is None, "nothing has been merged yet"
     push, _ = training.takes(0)
     training.steps(1)
-    training.serves(1000, 1, push)
-    training.hears_news()
+    training.brings(1000, 1, push)
     training.steps(3)  # merged after two steps; then the slot of fragment 1, with a heartbeat
     while (told := training.broker.hears(Heartbeat)).step < 8:
         pass
@@ -151,8 +150,7 @@ def test_flight_that_load_global_met_is_merged_on_what_was_loaded(
     training.serves(500, 1)
     assert training.done() is True
     assert training.values == 500
-    training.serves(1000, 2, push)
-    training.hears_news()
+    training.brings(1000, 2, push)
     training.steps(1)
     assert training.values == 499, "the reply is early"
     training.steps(2)
@@ -174,8 +172,7 @@ def test_delta_that_is_not_finite_restores_every_fragment_and_keeps_the_turn(
     assert (metrics.rejected, metrics.rounds) == (1, 0)
     assert "not finite in 1.weight" in str(metrics.last_error)
     assert "not finite in 1.weight" in caplog.text
-    training.serves(1000, 1, push)
-    training.hears_news()
+    training.brings(1000, 1, push)
     training.steps(2)
     assert training.values == 1000 - 1
     again = broker.hears(Push)

@@ -85,8 +85,7 @@ def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(
     push, delta = training.takes()
     assert delta == H, "what was frozen stays as it was"
     broker.hears_nothing_of(Push, 0.1)
-    training.serves(1000, 1, push)
-    training.hears_news()
+    training.brings(1000, 1, push)
     training.trains(1)
     second, later = training.takes()
     assert (second.base, later) == (version(1), H + 3), "the steps since the freeze, on new ground"
@@ -104,8 +103,7 @@ def test_counted_delta_is_not_forgotten_when_a_still_newer_version_comes(
     training.begins(timeout=0.3)
     training.steps(H + 1)  # nobody answers
     push, _ = training.takes()
-    training.serves(500, 1, push)
-    training.hears_news()
+    training.brings(500, 1, push)
     broker.restart()
     broker.welcomes(version(5))
     broker.hears_pull()
@@ -119,8 +117,7 @@ def test_version_that_has_come_is_held_before_it_is_merged(training: ScriptedTra
     training.begins(config=LATER)
     training.steps(H)
     push, _ = training.takes()
-    training.serves(1000, 1, push)
-    training.hears_news()
+    training.brings(1000, 1, push)
     training.broker.restart()
     assert training.broker.welcomes().versions[0] == version(1)
     training.broker.says(Notice("donate", fragment=0))
@@ -140,8 +137,7 @@ def test_base_is_not_overwritten_before_the_version_that_follows_it_is_merged(
     worker = training.begins(config=LATER)
     training.steps(H)
     push, _ = training.takes()
-    training.serves(1000, 1, push)
-    training.hears_news()
+    training.brings(1000, 1, push)
     training.link.tell(RequestVersion(0))
     training.serves(2000, 2)
     until(lambda: training.link.arrivals[0].version == version(2))
@@ -157,8 +153,7 @@ def test_version_that_lacked_the_push_is_still_there_when_the_push_is_dropped(
     training.steps(H)
     push = broker.hears(Push)
     training.link.tell(RequestVersion(0))
-    training.serves(500, 1)
-    training.hears_news()
+    training.brings(500, 1)
     training.steps(1)  # nobody looks at it: it lacks what is in flight
     training.refuses(push, "late")
     training.hears_news()
@@ -200,8 +195,7 @@ def test_restart_ends_no_script_and_no_boundary_waits_for_it(
     broker.welcomes(version(0))
     again, _ = training.takes()
     assert (again.push_id, again.base) == (push.push_id, push.base), "the delta is what it was"
-    training.serves(1000, 1, push)
-    training.hears_news()
+    training.brings(1000, 1, push)
     training.trains(1)
     following, delta = training.takes()
     assert (following.base, delta) == (version(1), 2 * H + 1), "boundaries wait again"

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -110,9 +111,9 @@ class ScriptedTraining:
 
     # Training.
 
-    def does(self, what: Callable[..., Any], *arguments: Any) -> None:
+    def does(self, what: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
         """Begin something that may wait for the broker."""
-        self._end = self._beside(what, *arguments)
+        self._end = self._beside(partial(what, *arguments, **keywords))
 
     def done(self) -> Any:
         """What has come of it; waits for its end."""

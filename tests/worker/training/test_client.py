@@ -35,8 +35,8 @@ from diloco_worker.core.downloads import DOWNLOAD_WINDOW
 from diloco_worker.core.events import Ask
 from diloco_worker.model.model_tensors import ModelTensors
 from kit.scripted_broker import Beside, Descent, ScriptedBroker, run_config, version
-from kit.scripted_training import layers
-from kit.uniform_model import filled, first, until
+from kit.scripted_training import ScriptedTraining, layers
+from kit.uniform_model import first, until
 
 pytest_plugins = ("kit.worker_fixtures",)
 
@@ -51,57 +51,44 @@ class Net(nn.Module):
         self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
 
 
-class Talk:
-    """A client and a broker that says what it is told; calls of the client are made beside."""
+class Talk(ScriptedTraining):
+    """A client instead of a worker; its calls are made beside."""
 
     def __init__(self, client: DiLoCoClient, broker: ScriptedBroker, beside: Beside) -> None:
+        super().__init__(broker, beside)
         self.client = client
-        self.broker = broker
-        self.beside = beside
-        self.model: nn.Module = nn.Linear(3, 3)
-        self._end: Callable[[], Any] = lambda: None
+        self.descent = Descent()
 
-    def calls(self, what: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
-        self._end = self.beside(lambda: what(*arguments, **keywords))
-
-    def returns(self) -> Any:
-        return self._end()
-
-    def serves(self, value: float, counter: int, *counted: int, fragment: int = 0) -> None:
-        """A version that is this everywhere."""
-        state = filled(Descent(self.model), value, self.broker, fragment)
-        self.broker.serves(state, version(counter), *counted)
-
-    def joins(self, model: nn.Module | None = None, fragments: int = 1) -> GlobalParameters:
-        """The parameters are 8; with fragments 8, 9, ... in versions 0, 1, ..."""
-        self.model = model or (self.model if fragments == 1 else layers(fragments))
+    def begins_with(self, model: nn.Module | None = None, fragments: int = 1) -> GlobalParameters:
+        """It has joined: the parameters are 8; with fragments 8, 9, ... in versions 0, 1, ..."""
+        self.descent = Descent(model or (None if fragments == 1 else layers(fragments)))
         self.broker.config = run_config(mode=self.broker.config.mode, num_fragments=fragments)
-        self.calls(self.client.join, self.model)
+        self.does(self.client.join, self.descent.model)
         self.broker.welcomes(version(0))
         for fragment in range(fragments):
             self.serves(8 + fragment, fragment, fragment=fragment)
         self.serves_frozen(fragments)
-        result = self.returns()
+        result = self.done()
         assert isinstance(result, GlobalParameters)
         return result
 
     def serves_frozen(self, fragment: int = 1) -> None:
         """As they are in the model, if there are any."""
-        if any(not each.requires_grad for each in self.model.parameters()):
-            self.broker.serves(Descent(self.model).values(fragment=fragment), version(0))
+        if any(not each.requires_grad for each in self.descent.model.parameters()):
+            self.broker.serves(self.descent.values(fragment=fragment), version(0))
 
     def pushes(self, delta: Any = None, **keywords: Any) -> tuple[Push, Any]:
         """By default 2.5 of everything."""
-        state = self.model.state_dict()
+        state = self.descent.model.state_dict()
         whole = {name: torch.full_like(value, 2.5) for name, value in state.items()}
-        self.calls(self.client.push, whole if delta is None else delta, **keywords)
+        self.does(self.client.push, whole if delta is None else delta, **keywords)
         push, values = self.broker.takes_push(keywords.get("fragment"))
-        assert self.returns() == push.push_id
+        assert self.done() == push.push_id
         return push, values
 
     def pulls(self, after: int | None = None) -> None:
         """Until the broker has heard what it needs."""
-        self.calls(self.client.pull, after)
+        self.does(self.client.pull, after)
 
     def is_asked(self, answer: Callable[[int], Message]) -> Control:
         """The next request of a client that has not joined, and what it is answered."""
@@ -111,7 +98,7 @@ class Talk:
         return asked
 
     def tells_manifest(self, plan: Any = None) -> None:
-        manifest = ModelTensors.of_module(self.model).manifest
+        manifest = ModelTensors.of_module(self.descent.model).manifest
         data = {"manifest": to_plain(manifest), "config": to_plain(self.broker.config)}
         if plan is not None:
             data["plan"] = plan
@@ -133,7 +120,7 @@ def the_value(tensor: Tensor) -> float:
 def test_join_returns_parameters_that_load_strictly(talk: Talk) -> None:
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    start = talk.joins(model)
+    start = talk.begins_with(model)
     assert start.version == version(0)
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items()), "only read"
     for name, value in start.tensors.items():
@@ -145,7 +132,7 @@ def test_join_returns_parameters_that_load_strictly(talk: Talk) -> None:
 
 
 def test_push_sends_the_delta_and_pull_waits_for_the_version_that_contains_it(talk: Talk) -> None:
-    earlier = talk.joins()
+    earlier = talk.begins_with()
     push, values = talk.pushes(weight=7.0, steps=3, tokens=4, loss=1.5)
     assert first(values) == 2.5
     assert (push.weight, push.steps, push.tokens, push.loss) == (7.0, 3, 4, 1.5)
@@ -154,21 +141,21 @@ def test_push_sends_the_delta_and_pull_waits_for_the_version_that_contains_it(ta
     talk.serves(1, 1)
     while talk.broker.hears_pull().after != 1:
         pass
-    assert talk.beside.is_busy, "version 1 does not contain the push"
-    talk.serves(9, 2, push.push_id)
-    result = talk.returns()
+    assert talk.stands, "version 1 does not contain the push"
+    talk.serves(9, 2, push)
+    result = talk.done()
     assert result.version == version(2)
     assert result.ledger.names_whole("me", push.push_id)
     assert the_value(result.tensors["weight"]) == 9
     for counter in (3, 4):
         talk.pulls(counter - 1)
         talk.serves(100 + counter, counter)
-        talk.returns()
+        talk.done()
     assert the_value(earlier.tensors["weight"]) == 8, "results are the caller's own"
 
 
 def test_delta_may_leave_out_buffers(talk: Talk) -> None:
-    talk.joins(Net())
+    talk.begins_with(Net())
     _, values = talk.pushes(
         {
             "head.weight": torch.ones(3, 3),  # by the other name of a tied tensor
@@ -196,23 +183,23 @@ ONES = {"weight": torch.ones(3, 3), "bias": torch.ones(3)}
 def test_delta_that_does_not_fit_is_refused_before_anything_is_sent(
     talk: Talk, delta: dict[str, Tensor], sentence: str
 ) -> None:
-    talk.joins()
+    talk.begins_with()
     with pytest.raises(UsageError, match=sentence):
         talk.client.push(delta)
     talk.broker.hears_nothing_of(Push, 0.1)
 
 
 def test_push_that_the_broker_refuses_raises_its_sentence(talk: Talk) -> None:
-    talk.joins()
-    talk.calls(talk.client.push, ONES)
+    talk.begins_with()
+    talk.does(talk.client.push, ONES)
     push = talk.broker.hears(Push)
     talk.broker.says(Error("bad_push", "The weight is odd.", push_id=push.push_id, about="push"))
     with pytest.raises(Refused, match="The weight is odd"):
-        talk.returns()
+        talk.done()
 
 
 def test_nothing_is_kept_of_pushes_that_others_took_the_place_of(talk: Talk) -> None:
-    talk.joins()
+    talk.begins_with()
     link = talk.client._link
     assert link is not None
     for is_refused in (False, True, False):
@@ -229,7 +216,7 @@ def test_nothing_is_kept_of_pushes_that_others_took_the_place_of(talk: Talk) -> 
 
 
 def test_push_sends_one_fragment_and_pull_returns_all(talk: Talk) -> None:
-    start = talk.joins(fragments=3)
+    start = talk.begins_with(fragments=3)
     assert start.versions == {0: version(0), 1: version(1), 2: version(2)}
     assert [the_value(start.tensors[f"{i}.bias"]) for i in range(3)] == [8, 9, 10]
     delta = {"1.weight": torch.full((2, 2), 2.5), "1.bias": torch.full((2,), 2.5)}
@@ -237,16 +224,16 @@ def test_push_sends_one_fragment_and_pull_returns_all(talk: Talk) -> None:
     assert (push.fragment, push.base, push.samples) == (1, version(1), 3)
     assert first(values) == 2.5
     talk.pulls()
-    talk.serves(50, 2, push.push_id, fragment=1)
+    talk.serves(50, 2, push)
     for fragment in (0, 2):
         while talk.broker.hears_pull(fragment).held is None:
             pass
         talk.serves(60, 7, fragment=fragment)
-    result = talk.returns()
+    result = talk.done()
     assert result.version == version(7)
     assert result.versions == {0: version(7), 1: version(2), 2: version(7)}
     assert [the_value(result.tensors[f"{i}.bias"]) for i in range(3)] == [60, 50, 60]
-    talk.model.load_state_dict(result.tensors, strict=True)
+    talk.descent.model.load_state_dict(result.tensors, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -261,20 +248,20 @@ def test_push_sends_one_fragment_and_pull_returns_all(talk: Talk) -> None:
 def test_push_must_say_which_fragment_it_is_and_have_all_of_it(
     talk: Talk, fragment: int | None, sentence: str
 ) -> None:
-    talk.joins(fragments=3)
+    talk.begins_with(fragments=3)
     with pytest.raises(UsageError, match=sentence):
         talk.client.push({"1.weight": torch.zeros(2, 2)}, fragment=fragment)
     talk.broker.hears_nothing_of(Push, 0.05)
 
 
 def test_several_fragments_may_be_in_flight(talk: Talk) -> None:
-    talk.joins(fragments=3)
-    ids = [talk.pushes(fragment=fragment)[0].push_id for fragment in range(3)]
+    talk.begins_with(fragments=3)
+    pushes = [talk.pushes(fragment=fragment)[0] for fragment in range(3)]
     talk.pulls()
     for fragment in (2, 0, 1):
-        assert talk.beside.is_busy
-        talk.serves(30, 9, ids[fragment], fragment=fragment)
-    assert set(talk.returns().versions.values()) == {version(9)}
+        assert talk.stands
+        talk.serves(30, 9, pushes[fragment])
+    assert set(talk.done().versions.values()) == {version(9)}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -283,16 +270,16 @@ def test_client_pushes_in_its_own_dtype_once_it_is_its_turn(talk: Talk, mode: st
     broker.config = run_config(mode=mode)
     wants = {"wire_dtype": "bf16"}
     with DiLoCoClient(broker.address, worker_id="me", timeout=20.0, wants=wants) as talk.client:
-        talk.joins()
-        talk.calls(talk.client.push, ONES)
+        talk.begins_with()
+        talk.does(talk.client.push, ONES)
         push = broker.hears(Push)
         assert push.wire_dtype == "bf16"
         broker.puts_off(push)
         broker.hears_nothing_of(Chunk, 0.05)
-        assert talk.beside.is_busy
+        assert talk.stands
         broker.grants(push, credit=8)
         broker.takes_chunks(push, push.chunks)
-        talk.returns()
+        talk.done()
 
 
 # Without a module.
@@ -301,13 +288,13 @@ def test_client_pushes_in_its_own_dtype_once_it_is_its_turn(talk: Talk, mode: st
 def test_dict_with_a_manifest_joins_and_is_donated(talk: Talk) -> None:
     manifest = Manifest((TensorEntry("w", (2, 3), "float32", Kind.TRAINABLE),))
     state = {"w": torch.arange(6.0).reshape(2, 3)}
-    talk.calls(talk.client.join, manifest=manifest, state=state)
+    talk.does(talk.client.join, manifest=manifest, state=state)
     talk.broker.welcomes()
     talk.broker.says(Notice("donate", fragment=0))
     _, values = talk.broker.takes_push()
     assert values.vectors[Segment.PARAMETERS].tolist() == list(range(6))
     talk.broker.serves(values, version(0))
-    assert torch.equal(talk.returns().tensors["w"], state["w"])
+    assert torch.equal(talk.done().tensors["w"], state["w"])
 
 
 OLD = Welcome(b"1" * 16, "epoch", run_config(buffers="differences"), 0, versions=(version(0),))
@@ -319,15 +306,15 @@ DIFFERS = Error("model_differs", "It lacks head.weight.", about="join")
     [(DIFFERS, "lacks head"), (OLD, "install the same release at both ends")],
 )
 def test_join_that_fails_raises_the_sentence(talk: Talk, answer: Message, sentence: str) -> None:
-    talk.calls(talk.client.join, Net())
+    talk.does(talk.client.join, Net())
     talk.broker.control, _, _ = talk.broker.hears_from(Join)
     talk.broker.says(answer)
     with pytest.raises(Refused, match=sentence):
-        talk.returns()
+        talk.done()
 
 
 def test_heartbeat_is_sent_at_once_and_leave_is_heard(talk: Talk) -> None:
-    talk.joins()
+    talk.begins_with()
     talk.client.heartbeat(41, inner_step=2, loss=0.5, tokens=9, steps_per_s=3.0)
     beat = talk.broker.hears(Heartbeat)
     assert (beat.step, beat.inner_step, beat.loss, beat.tokens) == (41, 2, 0.5, 9)
@@ -349,14 +336,15 @@ def test_call_that_needs_joining_says_so(talk: Talk) -> None:
 
 
 def test_observer_pulls_without_joining(talk: Talk) -> None:
-    model = talk.model = Net()
+    model = Net()
+    talk.descent = Descent(model)
     talk.pulls()
     talk.tells_manifest()
     pulls = [talk.broker.hears(Pull)]
     talk.serves(4, 2)
     pulls.append(talk.broker.hears(Pull))
     talk.serves_frozen()
-    result = talk.returns()
+    result = talk.done()
     assert all(pull.session is None for pull in pulls)
     assert sum(pull.credit for pull in pulls) == DOWNLOAD_WINDOW
     assert result.version == version(2)
@@ -367,8 +355,8 @@ def test_observer_pulls_without_joining(talk: Talk) -> None:
 
 def test_observer_learns_the_plan_of_the_fragments(talk: Talk) -> None:
     broker = talk.broker
-    broker.config, talk.model = run_config(num_fragments=3), layers()
-    manifest = ModelTensors.of_module(talk.model).manifest
+    broker.config, talk.descent = run_config(num_fragments=3), Descent(layers())
+    manifest = ModelTensors.of_module(talk.descent.model).manifest
     plan = FragmentPlan.of(manifest, 3, "balanced").numbers(manifest)
     broker.layout = cut(manifest, broker.config, plan)
     talk.pulls()
@@ -376,7 +364,7 @@ def test_observer_learns_the_plan_of_the_fragments(talk: Talk) -> None:
     broker.hears(Pull)
     for fragment in range(3):
         talk.serves(fragment, fragment, fragment=fragment)
-    result = talk.returns()
+    result = talk.done()
     assert result.versions == {0: version(0), 1: version(1), 2: version(2)}
     names = [entry.name for entry in manifest.entries]
     for name, tensor in result.tensors.items():
@@ -384,11 +372,11 @@ def test_observer_learns_the_plan_of_the_fragments(talk: Talk) -> None:
 
 
 def test_observer_is_told_of_a_plan_that_does_not_fit(talk: Talk) -> None:
-    talk.broker.config, talk.model = run_config(num_fragments=3), layers()
+    talk.broker.config, talk.descent = run_config(num_fragments=3), Descent(layers())
     talk.pulls()
     talk.tells_manifest([0])
     with pytest.raises(Refused, match="there are 1 for 6 tensors"):
-        talk.returns()
+        talk.done()
 
 
 def released_here() -> int:
@@ -402,27 +390,27 @@ def test_client_that_pulls_keeps_no_record_of_rounds_that_are_over(
     talk: Talk, takes_part: bool
 ) -> None:
     if takes_part:
-        talk.joins()
+        talk.begins_with()
         talk.broker.hears(Pull)  # the one of joining
     else:
         talk.pulls()
         talk.tells_manifest()
         talk.broker.hears(Pull)
         talk.serves(4, 2)
-        talk.returns()
+        talk.done()
     before = released_here()
     for number in range(3, 33):
         talk.pulls()
         talk.broker.hears(Pull)
         talk.serves(number, number)
-        assert talk.returns().version == version(number)
+        assert talk.done().version == version(number)
     assert released_here() <= before + 2
 
 
 def test_answer_that_comes_too_late_is_not_kept(talk: Talk) -> None:
-    talk.calls(talk.client.status)
+    talk.does(talk.client.status)
     talk.is_asked(lambda request: Result(request, True, "here", {"round": 1}))
-    assert talk.returns() == {"round": 1}
+    assert talk.done() == {"round": 1}
     link = talk.client._link
     assert link is not None
     link.tell(Ask(Control("status", 99)))
@@ -436,26 +424,26 @@ def test_observer_of_a_broker_without_a_model_is_told(talk: Talk) -> None:
     talk.client.timeout = 1.2
     talk.pulls()
     asked_for = 0
-    while talk.beside.is_busy:  # it asks again until its time is over
+    while talk.stands:  # it asks again until its time is over
         with contextlib.suppress(AssertionError):
             talk.broker.control, asked, _ = talk.broker.hears_from(Control, patience=0.05)
             talk.broker.says(Result(asked.request, False, "There is no model yet."))
             asked_for += 1
     assert asked_for > 1
     with pytest.raises(Refused, match="There is no model yet") as caught:
-        talk.returns()
+        talk.done()
     assert caught.value.retry
 
 
 def test_status_and_control_return_what_the_broker_says(talk: Talk) -> None:
     told = {"feed": 1, "workers": ({"id": "a"},)}
-    talk.calls(talk.client.status)
+    talk.does(talk.client.status)
     assert talk.is_asked(lambda request: Result(request, True, "", told)).action == "status"
-    assert talk.returns() == told
-    talk.calls(talk.client.control, "kick", worker="b")
+    assert talk.done() == told
+    talk.does(talk.client.control, "kick", worker="b")
     asked = talk.is_asked(lambda request: Result(request, False, "There is no worker b."))
     assert (asked.action, asked.arguments) == ("kick", {"worker": "b"})
-    assert talk.returns() == Result(asked.request, False, "There is no worker b.")
+    assert talk.done() == Result(asked.request, False, "There is no worker b.")
 
 
 def test_action_that_nobody_waits_for_any_more_is_never_sent(beside: Beside) -> None:
@@ -468,19 +456,19 @@ def test_action_that_nobody_waits_for_any_more_is_never_sent(beside: Beside) -> 
         client.timeout = 20.0
         talk = Talk(client, ScriptedBroker(probe.address), beside)
         try:
-            talk.calls(client.status)
+            talk.does(client.status)
             assert talk.is_asked(lambda request: Result(request, True, "", {})).action == "status"
-            talk.returns()
+            talk.done()
         finally:
             talk.broker.close()
 
 
 def test_broken_connection_ends_an_action_that_may_have_been_carried_out(talk: Talk) -> None:
-    talk.calls(talk.client.control, "shutdown")
+    talk.does(talk.client.control, "shutdown")
     talk.broker.hears(Control)
     talk.broker.restart()
     with pytest.raises(Unreachable, match="may have been carried out"):
-        talk.returns()
+        talk.done()
     talk.broker.hears_nothing_of(Control, 0.3)
 
 

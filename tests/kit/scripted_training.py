@@ -62,10 +62,19 @@ class ScriptedTraining:
         self.workers.append(self.worker)
         return self.worker
 
-    def joins(self, *versions: VersionId | None, first_round: int = 0) -> Join:
-        """It starts and is welcomed; the broker has these versions. `done` when it has parameters."""
+    def joins(
+        self, *versions: VersionId | None, first_round: int = 0, answer: Error | None = None
+    ) -> Join:
+        """It starts and is welcomed, or refused; the broker has these versions.
+
+        It is `done` when it has parameters.
+        """
         self.does(self.worker.start)
-        return self.broker.welcomes(*versions, first_round=first_round)
+        if answer is None:
+            return self.broker.welcomes(*versions, first_round=first_round)
+        self.broker.control, join, _ = self.broker.hears_from(Join)
+        self.broker.says(answer)
+        return join
 
     def begins(
         self,
@@ -100,14 +109,14 @@ class ScriptedTraining:
         saved: Saved,
         *theirs: VersionId | None,
         model: nn.Module | None = None,
-        first_round: int = 0,
+        answer: Error | None = None,
         **keywords: Any,
     ) -> Join:
         """Another life of the worker has joined; the broker has these versions."""
         self.makes(model, **keywords)
         self.descent.model.load_state_dict(saved[1])
         self.worker.load_state_dict(saved[0])
-        return self.joins(*theirs, first_round=first_round)
+        return self.joins(*theirs, answer=answer)
 
     # Training.
 

@@ -87,12 +87,6 @@ def test_work_since_the_last_freeze_goes_with_the_push() -> None:
     assert training.said.count(warning) == 1
 
 
-def test_weights_that_nobody_reports_are_a_warning_once() -> None:
-    training = trainer(weight_by="samples").steps(H)
-    training.receives(1, counted=training.pushes[0]).steps(H)
-    assert training.said.count("weighs each contribution by its samples") == 1
-
-
 # What ends the waiting.
 
 REASONS: list[tuple[dict[str, Any], str]] = [
@@ -170,6 +164,14 @@ def test_reply_is_merged_at_its_apply_point() -> None:
     assert training.waits(), "a late reply is waited for at the apply point"
     training.receives(2, counted=training.pushes[1])
     assert training.outcomes == ["counted", "counted"]
+
+
+def test_counted_delta_is_not_forgotten_when_a_still_newer_version_comes() -> None:
+    training = trainer(fragment_sync_delay=2).steps(H)
+    training.receives(1, counted=training.pushes[0]).steps(1)
+    training.receives(5).steps(1)
+    assert training.outcomes == ["counted"]
+    assert (training.state.fragments[0].version, training.metrics.rounds) == (version(5), 1)
 
 
 def test_version_that_comes_without_a_flight_moves_the_model() -> None:

@@ -228,8 +228,14 @@ def test_run_that_weighs_by_what_is_reported_is_content(weight_by: str) -> None:
     training.totals = Work(**{weight_by: 5})
     training.steps(H)
     assert not training.all(effects.Trouble)
-    training.receives(1, counted=training.pushes[-1]).steps(H)
-    assert f"call report({weight_by}=...)" in training.said, "nothing more was reported"
+    for counter in (1, 2):
+        training.receives(counter, counted=training.pushes[-1]).steps(H)
+        told = training.said.count(
+            f"weighs each contribution by its {weight_by}, and none were reported"
+        )
+        assert told == training.said.count(f"call report({weight_by}=...)") == 1, (
+            "nothing more, said once"
+        )
 
 
 def test_process_about_to_end_waits_a_little_for_a_broker_that_restarts() -> None:

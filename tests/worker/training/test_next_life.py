@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from diloco_protocol import Bitmap, Counted, Ledger
-from diloco_protocol.messages import Chunk, Notice, Pull, Purpose, Push, Released
+from diloco_protocol.messages import Chunk, Error, Notice, Pull, Purpose, Push, Released
 from diloco_worker.core.effects import Send
 from diloco_worker.core.events import Offer, VerifyPushes
 from kit.scripted_broker import RUN, ScriptedBroker, run_config, version
@@ -260,19 +260,30 @@ def test_broker_that_is_behind_is_asked_for_nothing_and_given_what_is_held(
     training.done()
 
 
-def test_run_that_was_started_again_in_another_shape_is_joined_as_by_a_new_worker(
-    training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_another_run", [False, True])
+def test_run_in_another_shape_or_another_run_is_joined_as_by_a_new_worker(
+    training: ScriptedTraining, caplog: pytest.LogCaptureFixture, is_another_run: bool
 ) -> None:
+    broker = training.broker
     training.begins()
+    push = training.round(H, 1)
     training.steps(2)
     saved = training.saves()
-    broker.config = run_config(fragment_sync_delay=1)
-    training.resumes(saved, version(2))
+    if is_another_run:
+        training.resumes(saved, answer=Error("run_differs", "This is another run.", about="join"))
+        assert broker.welcomes(version(2)).run is None
+        why = "this broker serves another run"
+    else:
+        broker.config = run_config(fragment_sync_delay=1)
+        training.resumes(saved, version(2))
+        why = "it has fragment_sync_delay 0, the run has 1 now"
     assert broker.hears_pull().held_version is None
     training.serves(500, 2)
     training.done()
-    assert "it has fragment_sync_delay 0, the run has 1 now" in caplog.text
-    assert (training.values, training.worker.local_step) == (500, 2)
+    assert caplog.text.count(f"cannot be used here: {why}") == 1
+    assert (training.values, training.worker.local_step, training.worker.sync_count) == (500, 6, 1)
+    following = training.round(2, 3)
+    assert following.push_id != push.push_id, "the place in the cycle is kept"
 
 
 @pytest.mark.parametrize("has_another_id", [True, False])

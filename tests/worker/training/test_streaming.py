@@ -7,7 +7,6 @@ step 6. When training waits is in `test_flights` of the core, what is merged how
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,23 +67,6 @@ def test_broker_is_told_of_the_delay_in_use(training: ScriptedTraining) -> None:
     while (told := training.broker.hears(Heartbeat)).step < 8:
         pass
     assert (told.merge_delay, training.broker.hears(Push).fragment) == (2, 1)
-
-
-def test_flights_and_their_order_survive_a_broken_connection(training: ScriptedTraining) -> None:
-    begins(training, fragment_sync_delay=1, fragment_max_delay=3)
-    training.steps(4)
-    flights = [training.broker.hears(Push), training.broker.hears(Push)]
-    training.broker.restart()
-    join = training.broker.welcomes(*[version(0)] * 3, first_round=0)
-    assert join.versions[:3] == (version(0),) * 3
-    session = training.broker.sessions.to_bytes(16, "big")
-    assert [training.broker.hears(Push), training.broker.hears(Push)] == [
-        replace(each, session=session) for each in flights
-    ]
-    training.trains(1)
-    training.serves(1000, 1, flights[0])
-    training.done()
-    assert training.values == 1000
 
 
 # All fragments at once.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -55,22 +54,6 @@ def test_what_a_worker_says_of_itself_is_what_it_said_at_first(training: Scripte
     assert training.broker.welcomes(version(0)).extra == {"gpu": "a100"}
 
 
-def test_boundary_waits_for_as_long_as_the_broker_shows_signs_of_life(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    training.begins(timeout=0.5)
-    training.trains(H)
-    push, _ = training.takes()
-    end = time.monotonic() + 1.0
-    while time.monotonic() < end:
-        broker.says(Notice("alive"))
-        threading.Event().wait(0.1)
-        assert training.stands
-    training.serves(5, 1, push)
-    training.done()
-    assert training.values == 5
-
-
 def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(
     training: ScriptedTraining, broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,22 +78,6 @@ def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(
 
 
 # Versions that come meanwhile.
-
-
-def test_counted_delta_is_not_forgotten_when_a_still_newer_version_comes(
-    training: ScriptedTraining, broker: ScriptedBroker
-) -> None:
-    training.begins(timeout=0.3)
-    training.steps(H + 1)  # nobody answers
-    push, _ = training.takes()
-    training.brings(500, 1, push)
-    broker.restart()
-    broker.welcomes(version(5))
-    broker.hears_pull()
-    training.serves(1000, 5)
-    until(lambda: training.link.arrivals[0].version == version(5))
-    training.steps(1)
-    assert (training.values, training.metrics.rounds) == (1000 - 2, 1)
 
 
 def test_version_that_has_come_is_held_before_it_is_merged(training: ScriptedTraining) -> None:

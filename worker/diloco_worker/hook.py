@@ -196,8 +196,7 @@ class DiLoCoWorker:
             extra=settings.extra,
         )
         if resumption is not None:
-            resume = Resume(resumption.terms, resumption.held)
-            session.handle(resume, self._clock())
+            session.handle(Resume(resumption.terms, resumption.held), self._clock())
         self._link = link = Link(
             server,
             session,
@@ -234,13 +233,21 @@ class DiLoCoWorker:
     def _undo_start(self) -> None:
         """As if it had never been started, except that it cannot be started again."""
         self._steps.stop()
+        self._lets_go("it did not start training")
+
+    def _lets_go(
+        self, reason: str, patience: float = LINK_PATIENCE_S, *, trained: bool = False
+    ) -> None:
+        """Of all that outlives it otherwise, in a process that goes on."""
         self._termination.restore()
         start.vacate(self._model, self)
         try:
             if self._link is not None:
-                self._link.close("it did not start training", LINK_PATIENCE_S)
+                self._link.close(reason, patience)
         finally:
             if self._audit is not None:
+                if trained:
+                    self._audit.left(self._step)
                 self._audit.close()
 
     def close(self, *, failed: bool = False) -> None:
@@ -258,8 +265,8 @@ class DiLoCoWorker:
     def _close(self, reason: str, *, failed: bool = False, hasty: bool = False) -> None:
         """Leave, telling the broker why. `hasty`: the process is about to end."""
         self._steps.stop()
-        link, audit = self._link, self._audit
-        if link is None or audit is None:
+        link = self._link
+        if link is None:
             return
         self._termination.tell()
         patience = LINK_PATIENCE_S
@@ -272,13 +279,7 @@ class DiLoCoWorker:
             patience = 0.0 if hasty else patience  # the second one waits for nothing
             raise
         finally:
-            self._termination.restore()
-            start.vacate(self._model, self)
-            try:
-                link.close(reason, patience)
-            finally:
-                audit.left(self._step)
-                audit.close()
+            self._lets_go(reason, patience, trained=True)
 
     # During training.
 

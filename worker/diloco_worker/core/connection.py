@@ -79,15 +79,12 @@ class BulkWatch:
         if self._since is not None:
             self._since = now
 
-    def is_dead(self, now: float) -> bool:
-        """Whether nothing has come for too long."""
-        return self.gives_up_at is not None and now >= self.gives_up_at
-
-    def give_up(self) -> str:
-        """The connections are made anew; returns why."""
-        waited_s, self._since = self._patience_s, None
-        self._patience_s = min(2 * waited_s, LONGEST_BULK_PATIENCE_S)
-        return f"Nothing came through the connection for chunks for {waited_s:.0f} s."
+    def give_up(self, now: float) -> Iterator[str]:
+        """Why the connections are made anew, where nothing has come for too long."""
+        if self.gives_up_at is not None and now >= self.gives_up_at:
+            waited_s, self._since = self._patience_s, None
+            self._patience_s = min(2 * waited_s, LONGEST_BULK_PATIENCE_S)
+            yield f"Nothing came through the connection for chunks for {waited_s:.0f} s."
 
 
 class Connection:
@@ -201,8 +198,7 @@ class Connection:
             yield f"The broker did not answer the join within {JOIN_PATIENCE_S:g} s."
         if (silent_at := self._silent_at) is not None and now >= silent_at:
             yield f"The broker was silent for {now - (self.last_heard or now):.0f} s."
-        if self.bulk.is_dead(now):
-            yield self.bulk.give_up()
+        yield from self.bulk.give_up(now)
 
     @property
     def _unanswered_since(self) -> float | None:

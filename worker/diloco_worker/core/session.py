@@ -34,11 +34,9 @@ from diloco_worker.core.uploads import Uploads
 
 
 class Session:
-    """See the head of this module.
+    """See the head of this module. `draw` returns a random number below 2**64 (ids of donations).
 
-    Args:
-        draw: returns a random number below 2**64 (push ids of donations).
-        heartbeat_interval: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
+    `heartbeat_interval`: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
     """
 
     def __init__(
@@ -81,8 +79,7 @@ class Session:
     def handle(self, event: events.Event, now: float) -> list[Effect]:
         """Take in one event. Returns the effects to carry out, in order.
 
-        Raises:
-            ValueError: for a command that cannot be meant; nothing has changed.
+        Raises ValueError for a command that cannot be meant; nothing has changed.
         """
         if self.phase is Phase.LEFT:
             return []

@@ -23,7 +23,6 @@ _NARROWER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = {
     torch.float32: (torch.bfloat16, torch.float16),
 }
 
-
 # Elements looked at in one go: so few that torch keeps to this thread. Its others are busy where data is
 # loaded, and to wait for them at each piece takes many times longer than the work.
 PIECE_ELEMENTS = 1 << 15

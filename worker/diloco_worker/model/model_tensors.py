@@ -72,20 +72,12 @@ class ModelTensors:
         return _on_cuda(self.lookup().values())
 
     def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
-        """Each entry of the manifest with its tensor as it is now.
-
-        Raises:
-            UsageError: when a tensor is not what the manifest says any more.
-        """
+        """Each entry of the manifest with its tensor as it is now; raises UsageError as `_checked`."""
         found = self._checked(self.manifest.entries)
         return ((entry, found[entry.name].detach()) for entry in self.manifest.entries)
 
     def capture(self, layout: FragmentLayout) -> FlatState:
-        """Copy a fragment's values to the host.
-
-        Raises:
-            UsageError: when a tensor is not what the manifest says any more.
-        """
+        """Copy a fragment's values to the host; raises UsageError as `_checked` does."""
         live = self._live(layout)
         state = FlatState.empty(layout, pinned=_on_cuda(live.values()))
         self._copy_out(live, state)
@@ -106,10 +98,7 @@ class ModelTensors:
         """Global minus local of a fragment, encoded into memory that no other delta is in.
 
         Training started from `base`, rounded to the model's dtypes. The local values may be `captured`
-        already; else the model is read.
-
-        Raises:
-            UsageError: when a tensor is not what the manifest says any more.
+        already; else the model is read. Raises UsageError as `_checked` does.
         """
         if captured is None and _on_cuda(self._live(base.layout).values()):
             # One queue of copies and one wait, instead of a wait for each piece.
@@ -133,6 +122,7 @@ class ModelTensors:
         return self._checked(tuple(place.entry for place in layout.places))
 
     def _checked(self, entries: tuple[TensorEntry, ...]) -> dict[str, Tensor]:
+        """By name; raises UsageError when a tensor is not what the manifest says any more."""
         tensors = self.lookup()
         found = {}
         for entry in entries:

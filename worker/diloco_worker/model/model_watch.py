@@ -27,15 +27,6 @@ class Seen:
     dtype: str
     is_trained: bool
 
-    @classmethod
-    def of(cls, parameter: nn.Parameter) -> Seen:
-        return cls(
-            weakref.ref(parameter),
-            tuple(parameter.shape),
-            dtype_name(parameter),
-            bool(parameter.requires_grad),
-        )
-
 
 class ModelWatch:
     """See the head of this module. The model is compared with what it is now."""
@@ -82,7 +73,10 @@ class ModelWatch:
 
 
 def _seen(model: nn.Module) -> Mapping[str, Seen]:
-    return {name: Seen.of(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: Seen(weakref.ref(p), tuple(p.shape), dtype_name(p), bool(p.requires_grad))
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def _ties(model: nn.Module) -> list[tuple[str, str]]:

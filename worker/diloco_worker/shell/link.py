@@ -53,13 +53,9 @@ FAILURE_PAUSE_S = 0.5
 class Link(Inbox):
     """See the head of this module. `start` it once, `close` it once.
 
-    Args:
-        address: of the broker's control socket.
-        session: the state machine; only the I/O thread touches it from now on.
-        capture, pinned, states: those of `FragmentBuffers`.
-        welcomed: called in the I/O thread with the broker's epoch, whenever it takes this worker in.
-        follows_rounds: whether somebody takes `turns`; else they would pile up for ever.
-        clock: seconds, monotonic.
+    Only the I/O thread touches the session from now on. It calls `welcomed` with the broker's epoch,
+    whenever it takes this worker in. `capture`, `pinned` and `states` are those of `FragmentBuffers`,
+    `follows_rounds` is that of `Inbox`.
 
     """
 

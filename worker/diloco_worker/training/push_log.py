@@ -30,13 +30,9 @@ logger = logging.getLogger("diloco.worker")
 
 
 class PushLog:
-    """See the head of this module. Any thread may write.
+    """See the head of this module. Any thread may write. Raises UsageError where the file cannot be.
 
-    Args:
-        path: of the file; None: nothing is written.
-
-    Raises:
-        UsageError: the file cannot be written.
+    Without a path nothing is written.
     """
 
     def __init__(self, path: str | Path | None, worker_id: str) -> None:

@@ -195,11 +195,7 @@ def say_once(sentence: str, level: int) -> None:
 
 
 def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
-    """Merge keywords with the environment and check each value.
-
-    Args:
-        given: keywords by name; None where the script is silent.
-        environ: `os.environ` unless a test says otherwise.
+    """Merge keywords (None where the script is silent) with the environment, and check each value.
 
     Raises:
         UsageError: a value that cannot be read or cannot work, naming where it came from.

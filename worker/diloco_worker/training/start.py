@@ -35,10 +35,9 @@ HOOKS = "_optimizer_step_post_hooks"
 
 
 def check_pair(model: object, optimizer: object) -> torch.optim.Optimizer:
-    """Raise UsageError unless this optimizer trains this model.
+    """The optimizer whose steps can be counted: this one, or the one that it wraps.
 
-    Returns:
-        The optimizer whose steps can be counted: this one, or the one that it wraps.
+    Raises UsageError unless it trains this model.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
@@ -124,9 +123,7 @@ def new_session(
 def await_model(link: Link, patience: Patience) -> None:
     """Wait until every fragment has arrived at the link, for as long as it takes, and say so.
 
-    Raises:
-        Refused: the broker does not take this worker.
-        Unreachable: the link has ended.
+    Raises Refused where the broker does not take this worker, Unreachable where the link has ended.
     """
 
     def settled() -> bool:

@@ -106,12 +106,8 @@ class Work:
 
     def since(self, before: Work) -> Work:
         """What of it was not done `before`."""
-        return Work(
-            self.steps - before.steps,
-            self.tokens - before.tokens,
-            self.samples - before.samples,
-            self.loss,
-        )
+        steps, tokens = self.steps - before.steps, self.tokens - before.tokens
+        return Work(steps, tokens, self.samples - before.samples, self.loss)
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,8 @@ def known_pushes(worker_id: str, base: Fragment | TrainingBase) -> frozenset[int
 def compared(worker_id: str, base: Fragment | TrainingBase, arrival: Arrival) -> Arrival | None:
     """What the broker's version means for a worker that goes on from a checkpoint.
 
-    Returns:
-        None where what is in the model stays, with its base and its flight; a version that contains the
-        flight; or one that takes the place of what is in the model.
+    None where what is in the model stays, with its base and its flight; a version that contains the
+    flight; or one that takes the place of what is in the model.
     """
     ledger = arrival.released.ledger
     if arrival.version == base.version:

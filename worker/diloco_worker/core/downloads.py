@@ -99,14 +99,13 @@ class Download:
 
 @dataclass(frozen=True)
 class Held:
-    """A version that is here whole, with its ledger.
-
-    `is_left_behind`: the run has gone on without it, so it must not be offered to any broker.
-    """
+    """A version that is here whole, with its ledger."""
 
     version: VersionId
     ledger: Ledger
-    is_left_behind: bool = False
+    is_left_behind: bool = (
+        False  # the run has gone on without it: it must not be offered to any broker
+    )
 
 
 class Downloads:
@@ -196,10 +195,7 @@ class Downloads:
         return effects.Send(self.by_fragment[fragment].pull(session, credit))
 
     def resume(self, fragment: int, theirs: VersionId | None, *, in_flight: bool) -> bool:
-        """After a welcome that told the broker's version: whether one is to be asked for.
-
-        `in_flight`: a pseudo-gradient waits for a version that contains it.
-        """
+        """After a welcome that told the broker's version: whether one is to be asked for."""
         download, held = self.by_fragment[fragment], self.held.get(fragment)
         if in_flight or held is None:
             download.wanted = True

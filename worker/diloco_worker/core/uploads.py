@@ -91,12 +91,9 @@ class Upload:
             self.credit = grant.credit
 
     def acknowledged(self, chunks: tuple[int, ...], more: int = 0) -> None:
-        """These chunks are in; each gives one credit back, and there are `more` on top.
-
-        Without a grant it is of an older one.
-        """
+        """These chunks are in; each gives one credit back, and there are `more` on top."""
         if self.standing not in SENDING:
-            return
+            return  # it is of an older grant
         self.credit += len(chunks) + max(0, more)
         for index in chunks:
             if 0 <= index < self.push.chunks:

@@ -49,10 +49,7 @@ def check_values(tensors: ModelTensors) -> None:
 
 
 class Constants:
-    """Watches the buffers that are taken as constant: what training makes of them reaches nobody.
-
-    The model has the run's constants by now.
-    """
+    """Watches the buffers that are taken as constant: what training makes of them reaches nobody."""
 
     def __init__(self, tensors: ModelTensors) -> None:
         self._tensors = tensors

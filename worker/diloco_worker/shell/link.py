@@ -111,10 +111,7 @@ class Link(Inbox):
         self._call(self._offer, push, wire)
 
     def set_base(self, fragment: int, state: FlatState | None) -> None:
-        """Training stands on these values from now on; the former ones may be overwritten.
-
-        With None no copy is kept: the model itself has them, and nothing changes them.
-        """
+        """Training stands on these values from now on; see `FragmentBuffers`."""
         self._call(self._buffers.set_base, fragment, state)
 
     def withdraw(self, request: int) -> None:

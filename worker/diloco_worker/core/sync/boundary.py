@@ -123,10 +123,9 @@ def _slot(state: SyncState) -> Steps[None]:
 
 
 def _take_turn(state: SyncState) -> Steps[list[Fragment] | None]:
-    """Push the fragment whose turn it is.
+    """Push the fragment whose turn it is. Returns the fragment, if it is in flight for this turn now.
 
-    Returns the fragment, if it is in flight for this turn now; None when the turn cannot be taken yet,
-    because the fragment's last flight is still under way.
+    None when the turn cannot be taken yet, because the fragment's last flight is still under way.
     """
     schedule = state.schedule
     while schedule.turn() is TurnState.BUSY:

@@ -203,10 +203,7 @@ class Fragment:
             self.reply = None
 
     def restore(self) -> None:
-        """Take every step since the last freeze out of the model: its values are of no use.
-
-        The next landing does it.
-        """
+        """Have the next landing take every step since the last freeze out of the model."""
         if self.landing is not None and self.landing.touches_model:
             self.landing = replace(self.landing, is_void=True)
         else:

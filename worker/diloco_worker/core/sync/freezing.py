@@ -107,10 +107,7 @@ def _warn_of_weights(state: SyncState, work: Work, config: RunConfig) -> Steps[N
 
 
 def _warn_of_zeros(state: SyncState, fragment: Fragment, push: Push) -> Steps[None]:
-    """Say it when a fragment was pushed twice in a row without having moved.
-
-    Once, until every fragment has moved again.
-    """
+    """Say it once when a fragment was pushed twice in a row without having moved."""
     if push.norm != 0:  # or not known
         fragment.zeros = 0
         state.has_warned_of_zeros &= any(each.zeros for each in state.fragments)

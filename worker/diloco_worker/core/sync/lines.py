@@ -47,10 +47,7 @@ class SyncLines:
         return 0.0 if self._said_at is None else max(0.0, self._said_at + LINE_S - self.clock())
 
     def line(self, waited: float, *, at_once: bool = False) -> str | None:
-        """The line, if there is something to say and the last one was long enough ago.
-
-        Training has stood still for `waited` seconds so far. `at_once`: however short ago it was.
-        """
+        """The line, if there is something to say and the last one was long enough ago (or `at_once`)."""
         if not self._unsaid or (self.due_in > 0 and not at_once):
             return None
         waited_now, others = waited - self.waited, self._unsaid - 1

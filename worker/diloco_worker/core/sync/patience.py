@@ -25,14 +25,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Leaving:
-    """How long to wait for what is in flight: until then, which is `limit` seconds in all.
-
-    `hasty`: only for the chunks to be in.
-    """
+    """How long to wait for what is in flight."""
 
     until: float
-    limit: float
-    hasty: bool
+    limit: float  # seconds in all
+    hasty: bool  # only for the chunks to be in
 
 
 class Patience:

@@ -88,10 +88,7 @@ class SyncState:
         fragment.done_before = self.done
 
     def training_bases(self, totals: Work) -> list[TrainingBase]:
-        """What training of each fragment stands on, as far as it is in the model.
-
-        `totals` were reported up to now.
-        """
+        """What training of each fragment stands on, as far as it is in the model."""
         self.totals = totals
         return [
             TrainingBase(f.version, f.ledger, self.work(f), f.flight or f.parting)

@@ -36,10 +36,8 @@ def wait_for(state: SyncState, fragment: Fragment) -> Steps[bool]:
             break
         yield from say_line(state)
         if patience.is_due():
-            awaited = (
-                "the round to close" if state.schedule.common else "the version with this push"
-            )
-            yield Say(f"Waiting for {awaited}; {state.link.description}.", True)
+            what = "the round to close" if state.schedule.common else "the version with this push"
+            yield Say(f"Waiting for {what}; {state.link.description}.", True)
         pause = patience.pause(min(look_again_in(state), state.lines.due_in))
         sight = yield Wait(pause if left is None else min(pause, left))
     state.metrics.seconds_waited += state.clock() - began

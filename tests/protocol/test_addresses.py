@@ -36,44 +36,31 @@ def bare(address: str) -> str:
     return address.removeprefix("tcp://")
 
 
-def test_worker_and_client_join_at_host_and_port(
-    broker: Broker, monkeypatch: pytest.MonkeyPatch
+def test_every_part_finds_the_broker_at_host_and_port(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with DiLoCoClient(bare(broker.address), timeout=PATIENCE_S) as client:
+    control, feed = bare(broker.address), bare(broker.feed_address)
+    run = CliRunner().invoke
+    with DiLoCoClient(control, timeout=PATIENCE_S) as client:
         assert client.status()["counts"]["alive"] == 0
         assert client.server == broker.address
     model = nn.Linear(2, 1)
-    monkeypatch.setenv("DILOCO_SERVER", bare(broker.address))
+    monkeypatch.setenv("DILOCO_SERVER", control)
     with DiLoCoWorker(model, torch.optim.SGD(model.parameters(), lr=0.1)):
         assert model.weight.tolist() == [[1.0, 1.0]]
-
-
-def test_operator_and_the_broker_commands_ask_at_host_and_port(
-    broker: Broker, tmp_path: Path
-) -> None:
-    with Operator(bare(broker.address), timeout=PATIENCE_S) as operator:
+    with Operator(control, timeout=PATIENCE_S) as operator:
         assert operator.ask("status").ok
-    run = CliRunner().invoke
-    asked = run(broker_app, ["status", "--address", bare(broker.address)])
-    assert asked.exit_code == 0, asked.output
     file = tmp_path / "model.safetensors"
-    with DiLoCoClient(broker.address, timeout=PATIENCE_S) as client:
-        client.join(nn.Linear(2, 1))
-    exported = run(broker_app, ["export", bare(broker.address), "--to", str(file)])
-    assert exported.exit_code == 0, exported.output
+    for command in (["status", "--address", control], ["export", control, "--to", str(file)]):
+        done = run(broker_app, command)
+        assert done.exit_code == 0, done.output
     assert file.exists()
-
-
-def test_displays_listen_at_host_and_port(broker: Broker) -> None:
-    with FeedSubscriber(bare(broker.feed_address)) as feed:
-        assert feed.receive(PATIENCE_S) is not None
-        assert feed.address == broker.feed_address
-    with FeedSource(bare(broker.feed_address)) as source:
+    with FeedSubscriber(feed) as listener:
+        assert listener.receive(PATIENCE_S) is not None
+    with FeedSource(feed) as source:
         pass
-    assert source.address == broker.feed_address
-    shown = CliRunner().invoke(
-        top_app, [bare(broker.feed_address), "--once", "--timeout", f"{PATIENCE_S:g}"]
-    )
+    assert listener.address == source.address == broker.feed_address
+    shown = run(top_app, [feed, "--once", "--timeout", f"{PATIENCE_S:g}"])
     assert broker.feed_address in shown.output
 
 

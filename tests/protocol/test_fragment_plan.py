@@ -91,86 +91,60 @@ WITH_EMPTY = model(
     h__0__none=0, h__1__w=4, h__1__none=0, h__2__none=0, h__2__w=4, z__none=0, z__w=1
 )
 MLP = MODELS["mlp"]
-SPLITS: dict[str, tuple[Manifest, str, int, list[str]]] = {
+# The model, how deep names are looked at, and the modules of each fragment.
+SPLITS: dict[str, tuple[Manifest, str, int, str]] = {
     "blocks are dealt out, the rest is with its neighbour": (
-        gpt2(5),
-        "strided",
-        3,
-        [
-            "transformer.wte.weight transformer.wpe.weight transformer.h.0 transformer.h.2 "
-            "transformer.h.4 transformer.ln_f.weight transformer.ln_f.bias",
-            "transformer.h.1 transformer.h.3",
-        ],
+        *(gpt2(5), "strided", 3),
+        "transformer.wte.weight transformer.wpe.weight transformer.h.0 transformer.h.2 transformer.h.4 "
+        "transformer.ln_f.weight transformer.ln_f.bias | transformer.h.1 transformer.h.3",
     ),
     "blocks of all lists are numbered through": (
-        t5(3),
-        "strided",
-        3,
-        [
-            "shared.weight encoder.block.0 encoder.block.2 encoder.final_layer_norm.weight "
-            "decoder.block.1",
-            "encoder.block.1 decoder.block.0 decoder.block.2 decoder.final_layer_norm.weight",
-        ],
+        *(t5(3), "strided", 3),
+        "shared.weight encoder.block.0 encoder.block.2 encoder.final_layer_norm.weight decoder.block.1 "
+        "| encoder.block.1 decoder.block.0 decoder.block.2 decoder.final_layer_norm.weight",
     ),
     "numbered attributes are blocks": (
-        VIT,
-        "strided",
-        3,
-        [
-            "conv_proj.weight encoder.layers.encoder_layer_0 encoder.layers.encoder_layer_2",
-            "encoder.layers.encoder_layer_1 encoder.layers.encoder_layer_3 heads.head.weight_1",
-        ],
+        *(VIT, "strided", 3),
+        "conv_proj.weight encoder.layers.encoder_layer_0 encoder.layers.encoder_layer_2 | "
+        "encoder.layers.encoder_layer_1 encoder.layers.encoder_layer_3 heads.head.weight_1",
     ),
     "blocks are counted, not their numbers": (
         MODELS["sequential"],
         "strided",
         1,
-        ["0 6", "2 8", "4 10"],
+        "0 6 | 2 8 | 4 10",
     ),
-    "only blocks that are trained": (HALF_FROZEN, "strided", 2, ["h.3 h.5", "h.4"]),
-    "modules where there are not enough blocks": (MLP, "strided", 1, ["a d", "b", "c"]),
+    "only blocks that are trained": (HALF_FROZEN, "strided", 2, "h.3 h.5 | h.4"),
+    "modules where there are not enough blocks": (MLP, "strided", 1, "a d | b | c"),
     "and tensors where modules are too few": (
-        MLP,
-        "strided",
-        2,
-        ["a.weight d.weight", "a.bias d.bias", "b.weight", "b.bias", "c.weight", "c.bias"],
+        *(MLP, "strided", 2),
+        "a.weight d.weight | a.bias d.bias | b.weight | b.bias | c.weight | c.bias",
     ),
     "a list shorter than the fragments is modules": (
-        llama(2),
-        "strided",
-        3,
-        [
-            "model.embed_tokens.weight model.norm.weight",
-            "model.layers.0 lm_head.weight",
-            "model.layers.1",
-        ],
+        *(llama(2), "strided", 3),
+        "model.embed_tokens.weight model.norm.weight | model.layers.0 lm_head.weight | model.layers.1",
     ),
     "a parameter without elements goes with its neighbour": (
-        WITH_EMPTY,
-        "strided",
-        3,
-        ["h.0.none h.1.w h.1.none h.2.none", "h.2.w z.none z.w"],
+        *(WITH_EMPTY, "strided", 3),
+        "h.0.none h.1.w h.1.none h.2.none | h.2.w z.none z.w",
     ),
     "contiguous keeps blocks whole and in order": (
-        llama(8, vocabulary=50),
-        "contiguous",
-        3,
-        [
-            "model.embed_tokens.weight model.layers.0 model.layers.1 model.layers.2",
-            "model.layers.3 model.layers.4 model.layers.5",
-            "model.layers.6 model.layers.7 model.norm.weight lm_head.weight",
-        ],
+        *(llama(8, vocabulary=50), "contiguous", 3),
+        "model.embed_tokens.weight model.layers.0 model.layers.1 model.layers.2 | "
+        "model.layers.3 model.layers.4 model.layers.5 | "
+        "model.layers.6 model.layers.7 model.norm.weight lm_head.weight",
     ),
-    "contiguous modules": (MLP, "contiguous", 1, ["a b", "c d"]),
-    "contiguous tensors": (MLP, "contiguous", 2, [entry.name for entry in MLP.entries]),
+    "contiguous modules": (MLP, "contiguous", 1, "a b | c d"),
+    "contiguous tensors": (MLP, "contiguous", 2, " | ".join(entry.name for entry in MLP.entries)),
 }
 
 
 @pytest.mark.parametrize(("manifest", "pattern", "depth", "parts"), SPLITS.values(), ids=SPLITS)
 def test_pattern_splits_a_model_like_this(
-    manifest: Manifest, pattern: str, depth: int, parts: list[str]
+    manifest: Manifest, pattern: str, depth: int, parts: str
 ) -> None:
-    assert modules(FragmentPlan.of(manifest, len(parts), pattern), depth) == parts
+    plan = FragmentPlan.of(manifest, parts.count("|") + 1, pattern)
+    assert " | ".join(modules(plan, depth)) == parts
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -212,15 +212,12 @@ def streaming() -> Desk:
     return made
 
 
-def test_model_is_cut_by_the_plan_in_the_welcome() -> None:
-    layout = streaming().session.layout
-    assert layout is not None
-    assert [part.places[0].entry.name for part in layout.fragments] == ["b", "c", "a"]
-
-
-def test_broker_that_comes_back_with_another_plan_is_refused() -> None:
-    made = streaming().breaks()
-    made.is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(0, 1, 2))
+def test_model_is_cut_by_the_plan_of_the_welcome_and_a_broker_with_another_one_is_refused() -> None:
+    made = streaming()
+    assert made.session.layout is not None
+    parts = made.session.layout.fragments
+    assert [part.places[0].entry.name for part in parts] == ["b", "c", "a"]
+    made.breaks().is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(0, 1, 2))
     (refusal,) = made.all(JoinRefused)
     assert "another plan" in refusal.text
     assert not refusal.final
@@ -228,10 +225,12 @@ def test_broker_that_comes_back_with_another_plan_is_refused() -> None:
 
 def test_every_fragment_may_be_in_flight_and_the_oldest_is_offered_first_again() -> None:
     made = streaming()
-    for fragment in (2, 0, 1):
-        made.happens(Offer(Push(b"", 70 + fragment, fragment, 1, "bf16", base=version(0))))
-    made.breaks().is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(2, 0, 1))
-    assert [push.push_id for push in made.sent(Push)] == [72, 70, 71]
+    flights = [Push(b"", 70 + each, each, 1, "bf16", base=version(0)) for each in (2, 0, 1)]
+    made.happens(*map(Offer, flights))
+    (join,) = made.breaks().sent(Join)
+    assert join.versions[:3] == (version(0),) * 3
+    made.is_welcomed(*[version(0)] * 3, config=STREAMING, plan=(2, 0, 1))
+    assert [replace(push, session=b"") for push in made.sent(Push)] == flights
     made.receives(version(1), whole(70), fragment=0, chunks=1)
     assert [deliver.counted for deliver in made.all(Deliver)] == [70]
     made.receives(version(1), whole(72), fragment=2, chunks=1)

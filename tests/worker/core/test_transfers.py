@@ -38,7 +38,15 @@ from diloco_worker.core.effects import (
     SendChunk,
     StoreChunk,
 )
-from diloco_worker.core.events import Disconnected, Event, Offer, Prepared, RequestVersion, Start
+from diloco_worker.core.events import (
+    Disconnected,
+    Event,
+    Offer,
+    Prepared,
+    Received,
+    RequestVersion,
+    Start,
+)
 from kit.session_harness import CHUNKS, FROZEN, RUN, Desk, gradient, version, whole
 
 # Up.
@@ -138,25 +146,20 @@ def test_push_that_was_in_is_not_so_at_a_broker_that_has_not_said_it(offered: De
     assert is_in(offered)
 
 
-def test_rejoin_opens_new_connections_and_keeps_the_push(offered: Desk) -> None:
-    offered.hears(Rejoin("other epoch", "I do not know you."))
-    assert offered.all(Close)
-    offered.passes(LONGEST_BACKOFF_S)
-    offered.connects().is_welcomed(version(0))
-    assert [push.push_id for push in offered.sent(Push)] == [77]
-
-
 def test_bitmap_that_does_not_fit_is_said_aloud_and_sends_nothing(offered: Desk) -> None:
     offered.hears(Grant(77, 0, Standing.RESUME, b"\xff\xff\xff", credit=8))
     assert not offered.chunks_sent
     assert offered.all(Say)[0].trouble
 
 
-def test_push_is_offered_again_as_it_was_after_a_broken_connection(offered: Desk) -> None:
+@pytest.mark.parametrize("event", [Disconnected("It broke."), Received(Rejoin("other epoch"))])
+def test_push_is_offered_again_as_it_was_on_new_connections(offered: Desk, event: Event) -> None:
     (first,) = offered.sent(Push)
     offered.hears(Grant(77, 0, Standing.NEW, credit=4))
-    offered.breaks()
-    (join,) = offered.sent(Join)
+    offered.happens(event)
+    assert offered.all(Close)
+    offered.passes(LONGEST_BACKOFF_S)
+    (join,) = offered.connects().sent(Join)
     assert join.session == b"\1" * 16
     assert join.run == RUN
     assert join.versions == (version(0), version(0))

@@ -191,7 +191,15 @@ STEPS = 17
 
 
 PAIR = {"min_workers": 2}  # the floor makes the round wait for who was interrupted
-FRAGMENTS = {"sync_every": 6, "num_fragments": 2}  # slots after steps 3 and 6 of each cycle
+FRAGMENTS: dict[str, Any] = {
+    "sync_every": 6,
+    "num_fragments": 2,
+}  # slots after steps 3 and 6 of each cycle
+LATER = FRAGMENTS | {"fragment_sync_delay": 2}
+SOON = FRAGMENTS | {"fragment_sync_delay": 1}
+WHOLE = {"sync_every": 5}
+IN_ORDER = {"deterministic": True, "weight_by": "tokens"}
+ADAMW: dict[str, Any] = {"make_optimizer": adamw}
 # Saved before the first boundary, right behind it, in the second cycle.
 EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
 
@@ -199,52 +207,19 @@ EARLY_OR_LATE = [(3, 4), (5, 6), (8, 9)]
 @pytest.mark.parametrize(
     ("workers", "options", "saved_and_died"),
     [
-        (1, {"sync_every": 5}, EARLY_OR_LATE),
-        (
-            1,
-            {"sync_every": 5, "make_model": with_norm, "make_optimizer": adamw},
-            EARLY_OR_LATE,
-        ),
-        (
-            2,
-            PAIR
-            | {"sync_every": 5, "make_optimizer": adamw}
-            | {"deterministic": True, "weight_by": "tokens"},
-            [(8, 9)],
-        ),
+        (1, WHOLE, EARLY_OR_LATE),
+        (1, WHOLE | ADAMW | {"make_model": with_norm}, EARLY_OR_LATE),
+        (2, WHOLE | PAIR | ADAMW | IN_ORDER, [(8, 9)]),
         # Without a fixed order, two addends commute all the same.
-        (2, PAIR | {"sync_every": 5, "make_optimizer": adamw}, [(8, 9)]),
+        (2, WHOLE | PAIR | ADAMW, [(8, 9)]),
         # A flight is in the air at the checkpoint; the first life sees it land, and dies later.
-        (
-            1,
-            FRAGMENTS | {"fragment_sync_delay": 1, "make_optimizer": adamw},
-            [(3, 4), (6, 7)],
-        ),
-        (
-            1,
-            FRAGMENTS
-            | {"fragment_sync_delay": 2, "fragment_update_alpha": 0.25}
-            | {"make_optimizer": adamw},
-            [(3, 5), (6, 8)],
-        ),
-        (
-            1,
-            FRAGMENTS
-            | {"fragment_sync_delay": 1, "fragment_merge": "rebase"}
-            | {"make_optimizer": adamw},
-            [(3, 4), (6, 7)],
-        ),
+        (1, SOON | ADAMW, [(3, 4), (6, 7)]),
+        (1, LATER | ADAMW | {"fragment_update_alpha": 0.25}, [(3, 5), (6, 8)]),
+        (1, SOON | ADAMW | {"fragment_merge": "rebase"}, [(3, 4), (6, 7)]),
         # Killed right behind the freeze: some of it is at the broker, or nothing, or all.
-        (
-            2,
-            PAIR
-            | FRAGMENTS
-            | {"fragment_sync_delay": 2, "fragment_update_alpha": 0.5}
-            | {"deterministic": True, "weight_by": "tokens"},
-            [(3, 3), (6, 6)],
-        ),
+        (2, LATER | PAIR | IN_ORDER | {"fragment_update_alpha": 0.5}, [(3, 3), (6, 6)]),
         (1, {"mode": "async", "sync_every": 6}, [(3, 4), (8, 8)]),
-        (1, {"mode": "async", "fragment_sync_delay": 1} | FRAGMENTS, [(3, 4), (8, 8)]),
+        (1, SOON | {"mode": "async"}, [(3, 4), (8, 8)]),
     ],
 )
 def test_interrupted_run_is_bit_for_bit_the_uninterrupted_one(
@@ -259,7 +234,6 @@ def test_interrupted_run_is_bit_for_bit_the_uninterrupted_one(
 
 def test_polite_end_and_another_start_are_no_interruption_either() -> None:
     """The state is taken after the `with`, where a reply has come that is not in the model."""
-    options: dict[str, Any] = {"sync_every": 6, "num_fragments": 2, "fragment_sync_delay": 2}
 
     def plot(script: Script) -> dict[int, State]:
         life = script.starts()
@@ -270,7 +244,7 @@ def test_polite_end_and_another_start_are_no_interruption_either() -> None:
             again.trains(STEPS - 10)
         return life.history | again.history
 
-    assert_same_bits(lived([plot], **options), lived([plain(STEPS)], **options))
+    assert_same_bits(lived([plot], **LATER), lived([plain(STEPS)], **LATER))
 
 
 class Loss(nn.Module):

@@ -45,36 +45,16 @@ RETRIES = 1000
 REMEMBERED = 8
 
 
-@dataclass(frozen=True)
-class Mode:
-    """A kind of run. A push is due every two steps."""
-
-    workers: int
-    options: dict[str, Any]
-
-
-MODES = {
-    "streaming mean": Mode(2, {"sync_every": 2}),
-    "deterministic": Mode(2, {"sync_every": 2, "deterministic": True}),
-    "asynchronous": Mode(1, {"sync_every": 2, "mode": "async"}),
-    "fragments": Mode(
+# A kind of run: how many workers, and the options of its broker. A push is due every two steps.
+IN_FRAGMENTS = {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1}
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "streaming mean": (2, {"sync_every": 2}),
+    "deterministic": (2, {"sync_every": 2, "deterministic": True}),
+    "asynchronous": (1, {"sync_every": 2, "mode": "async"}),
+    "fragments": (2, {**IN_FRAGMENTS, "fragment_update_alpha": 0.25}),
+    "fragments in order": (
         2,
-        {
-            "sync_every": 4,
-            "num_fragments": 2,
-            "fragment_sync_delay": 1,
-            "fragment_update_alpha": 0.25,
-        },
-    ),
-    "fragments in order": Mode(
-        2,
-        {
-            "sync_every": 4,
-            "num_fragments": 2,
-            "fragment_sync_delay": 1,
-            "fragment_merge": "rebase",
-            "deterministic": True,
-        },
+        {**IN_FRAGMENTS, "fragment_merge": "rebase", "deterministic": True},
     ),
 }
 STEPS_A_PUSH = 2
@@ -100,12 +80,7 @@ BEGINNING = [
     Cut(DOWN, "welcome"),
 ]
 IN_A_CHUNK = [(0, LOST), (0, ARRIVED), (9, LOST), (9, -BUFFER_FRAME), (9, ARRIVED)]
-ALL = [
-    (0, LOST),
-    (0, ARRIVED),
-    (1, LOST),
-    (1, ARRIVED),
-]  # a push takes two acknowledgements at least
+ALL = [(0, LOST), (0, ARRIVED), (1, LOST), (1, ARRIVED)]  # a push takes two acknowledgements
 PLACES: dict[str, dict[tuple[bool, str], list[tuple[int, int | None]]]] = {
     "push": {
         (UP, "push"): [(0, LOST), (0, ARRIVED), (1, ARRIVED)],
@@ -156,20 +131,15 @@ def through_the_proxy(
     before: Event | None = None,
     **options: Any,
 ) -> Run:
-    """A run in which all workers come through the proxy.
+    """A run of which all workers come through the proxy, and `make` from their number what they train.
 
-    Args:
-        name: of the mode.
-        make: from a number of workers what they train.
-        provided: whether the broker has the first parameters.
-        before: called before each step.
-        options: of the broker.
+    The broker has the first parameters if they are `provided`; `before` is called before each step.
     """
-    mode = MODES[name]
-    made = make(mode.workers)
+    workers, usual = MODES[name]
+    made = make(workers)
     initial = state_of(made[0].model) if provided else None
-    usual = {"chunk_elements": CHUNK_ELEMENTS, "disconnect_grace": GRACE_S}
-    config = make_config(workers=mode.workers, **usual | mode.options | options)
+    usual = {"chunk_elements": CHUNK_ELEMENTS, "disconnect_grace": GRACE_S, **usual}
+    config = make_config(workers=workers, **usual | options)
     hooks: dict[int, DiLoCoWorker] = {}
 
     def note(hook: DiLoCoWorker, worker: int, step: int) -> None:
@@ -215,8 +185,7 @@ def frozen(seen: Iterable[Seen]) -> dict[tuple[str, int], list[int]]:
 def audit(seen: Sequence[Seen], workers: int, rounds: int) -> None:
     """Version n of a fragment has the first n pseudo-gradients of each worker, whole, and no others.
 
-    Args:
-        rounds: over all fragments.
+    `rounds` are those of all fragments.
     """
     pushes = frozen(seen)
     assert len({worker for worker, _ in pushes}) == workers
@@ -287,9 +256,14 @@ def resent(seen: Sequence[Seen]) -> list[str]:
     return found
 
 
+def change_no_bit(name: str, cuts: Sequence[Cut], steps: int, **options: Any) -> None:
+    """A run with these cuts is the calm one."""
+    check(name, through_the_proxy(name, cuts, steps, **options), calm(name, steps), cuts, steps)
+
+
 def check(name: str, got: Run, wanted: Run, cuts: Sequence[Cut], steps: int) -> None:
     """What every run must keep to, whatever broke."""
-    workers, rounds = MODES[name].workers, steps // STEPS_A_PUSH
+    workers, rounds = MODES[name][0], steps // STEPS_A_PUSH
     assert_same(got.outcome, wanted.outcome, exact=True)
     audit(got.seen, workers, rounds)
     assert resent(got.seen) == []
@@ -310,9 +284,7 @@ def _no_errors(caplog: pytest.LogCaptureFixture) -> Any:
 def test_break_before_there_is_a_session_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diloco_worker.core.connection.LONGEST_BACKOFF_S", 0.1)
     monkeypatch.setattr("diloco_worker.core.connection.RETRY_S", 0.1)
-    name, steps = "streaming mean", 4
-    got = through_the_proxy(name, BEGINNING, steps, disconnect_grace=SHORT_GRACE_S)
-    check(name, got, calm(name, steps), BEGINNING, steps)
+    change_no_bit("streaming mean", BEGINNING, 4, disconnect_grace=SHORT_GRACE_S)
 
 
 def cuts_at(place: str) -> list[Cut]:
@@ -330,9 +302,7 @@ def window_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("place", PLACES)
 def test_break_at_a_message_changes_no_bit(place: str, name: str) -> None:
-    cuts, steps = cuts_at(place), 24
-    got = through_the_proxy(name, cuts, steps)
-    check(name, got, calm(name, steps), cuts, steps)
+    change_no_bit(name, cuts_at(place), 24)
 
 
 @pytest.mark.parametrize(("place", "name"), [("push", "fragments in order"), ("pull", "fragments")])
@@ -345,16 +315,12 @@ def test_break_and_reply_within_one_long_step_change_no_bit(place: str, name: st
             assert link is not None
             assert link.wait_for(lambda: bool(link.arrivals), 20)
 
-    cuts, steps = cuts_at(place), 24
-    got = through_the_proxy(name, cuts, steps, before=until_it_is_here)
-    check(name, got, calm(name, steps), cuts, steps)
+    change_no_bit(name, cuts_at(place), 24, before=until_it_is_here)
 
 
 @pytest.mark.parametrize("name", ["streaming mean", "fragments"])
 def test_break_in_the_first_upload_of_parameters_changes_no_bit(name: str) -> None:
-    steps = 6
-    got = through_the_proxy(name, DONATION, steps, provided=False)
-    check(name, got, calm(name, steps), DONATION, steps)
+    change_no_bit(name, DONATION, 6, provided=False)
 
 
 def wide(workers: int) -> list[Trainee]:
@@ -393,6 +359,4 @@ def test_break_at_every_message_changes_no_bit(up: bool, kind: str, name: str) -
         for skip in range(deep)
         for passed in (0, None, place.randrange(1, 90))
     ]
-    steps = STEPS_A_PUSH * sum(2 + cut.skip // in_a_push for cut in cuts)
-    got = through_the_proxy(name, cuts, steps)
-    check(name, got, calm(name, steps), cuts, steps)
+    change_no_bit(name, cuts, STEPS_A_PUSH * sum(2 + cut.skip // in_a_push for cut in cuts))

@@ -12,7 +12,9 @@ import signal
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from torch import Tensor, nn
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.checkpoint import found, load
-from diloco_worker import DiLoCoClient
+from diloco_protocol.version import VersionId
+from diloco_worker import DiLoCoClient, GlobalParameters
 from kit import process_kit
 from kit.layers import Layers, a_client, delta, name_of, pushes_and_pulls, serve_options
 from kit.process_kit import LOCAL, PATIENCE_S, Processes, a_free_address, wait_for
@@ -60,20 +63,42 @@ class Walker:
                 self.done += 1
 
 
+@contextmanager
+def walking(workers: int, address: str, least: int, pieces: int = 1) -> Iterator[list[Walker]]:
+    """Workers in threads, each for so many pushes at least; at the end they are told it is enough."""
+    walkers = [Walker(number, address, pieces) for number in range(workers)]
+    with ThreadPoolExecutor(workers) as pool:
+        runs = [pool.submit(walker.run, least) for walker in walkers]
+        try:
+            yield walkers
+        finally:
+            for walker in walkers:
+                walker.enough.set()
+        # In rounds the others wait for whoever has one push to make yet.
+        for run in runs:
+            run.result(PATIENCE_S)
+
+
+def final_of(address: str) -> GlobalParameters:
+    with DiLoCoClient(address, timeout=PATIENCE_S) as client:
+        return client.pull()
+
+
 def all_go_on(walkers: list[Walker], pushes: int) -> None:
     """Wait until each of them has made so many more."""
     wanted = [walker.done + pushes for walker in walkers]
     wait_for(lambda: all(w.done >= least for w, least in zip(walkers, wanted, strict=True)))
 
 
-def history(audit: Path, fragment: int, version: list[Any] | None) -> list[dict[str, Any]]:
+def history(audit: Path, fragment: int, version: VersionId) -> list[dict[str, Any]]:
     """The lines that lead to a version, the first in front."""
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
     by_version = {str((each["fragment"], each["version"])): each for each in lines}
     chain: list[dict[str, Any]] = []
-    while version is not None:
-        chain.insert(0, by_version[str((fragment, version))])
-        version = chain[0]["after"]
+    before: list[Any] | None = [version.run, version.counter, f"{version.tag:016x}"]
+    while before is not None:
+        chain.insert(0, by_version[str((fragment, before))])
+        before = chain[0]["after"]
     return chain
 
 
@@ -121,29 +146,19 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     audit = tmp_path / "audit"
     options = {"save_dir": str(tmp_path / "run"), "audit": str(audit), "workers": 3, **RUNS[name]}
     options["bind"] = a_free_address()
-    walkers = [Walker(number, options["bind"], pieces) for number in range(3)]
     broker = processes.broker(**options)
     broker.address()
     times = []
-    with ThreadPoolExecutor(3) as pool:
-        runs = [pool.submit(walker.run, 2 * pieces) for walker in walkers]
-        try:
-            for _ in range(kills):
-                all_go_on(walkers, 1)
-                threading.Event().wait(draw.uniform(0, 0.15))  # the moment is the fault
-                broker.kill()
-                began = time.monotonic()
-                broker = processes.broker(**options)
-                all_go_on(walkers, 2)  # the first may have been over when it was killed
-                times.append(time.monotonic() - began)
-        finally:
-            for walker in walkers:
-                walker.enough.set()
-        # In rounds the others wait for whoever has one push to make yet.
-        for run in runs:
-            run.result(PATIENCE_S)
-        with DiLoCoClient(options["bind"], timeout=PATIENCE_S) as client:
-            final = client.pull()
+    with walking(3, options["bind"], 2 * pieces, pieces) as walkers:
+        for _ in range(kills):
+            all_go_on(walkers, 1)
+            threading.Event().wait(draw.uniform(0, 0.15))  # the moment is the fault
+            broker.kill()
+            began = time.monotonic()
+            broker = processes.broker(**options)
+            all_go_on(walkers, 2)  # the first may have been over when it was killed
+            times.append(time.monotonic() - began)
+    final = final_of(options["bind"])
     assert max(times) < 10, f"from the start to the second round that is over: {times} s"
     rule = {"lr": 0.7, "momentum": 0.9}
     if RUNS[name].get("outer") == "sgd":  # without a round to average in, each counts 1/workers
@@ -151,8 +166,7 @@ def test_everything_counts_exactly_once_through_kills_of_the_broker(
     start = Layers(pieces).state_dict()
     counted: Counter[str] = Counter()
     for fragment, version in final.versions.items():
-        named = [version.run, version.counter, f"{version.tag:016x}"]
-        lines = history(audit, fragment, named)
+        lines = history(audit, fragment, version)
         counted.update(push["push_id"] for line in lines for push in line["pushes"])
         key = name_of(fragment)
         wanted = replay(lines, walkers, start[key], rule)
@@ -167,32 +181,21 @@ def test_rewound_run_goes_on_with_workers_that_were_ahead(
 ) -> None:
     """Checkpoints every eight rounds: what came after the last one is given up, and nothing else."""
     audit = tmp_path / "audit"
-    options = {"save_dir": str(tmp_path / "run"), "save_every": 8, "recover": "rewind"}
-    options |= {"audit": str(audit), "workers": 2, "bind": a_free_address()}
-    walkers = [Walker(number, str(options["bind"]), 1) for number in range(2)]
+    options: dict[str, Any] = {"save_dir": str(tmp_path / "run"), "save_every": 8}
+    options |= {"audit": str(audit), "workers": 2, "recover": "rewind", "bind": a_free_address()}
     broker = processes.broker(**options)
     broker.address()
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(walker.run, 12) for walker in walkers]
-        try:
-            all_go_on(walkers, 11)
-            broker.kill()
-            before = {push_id for walker in walkers for push_id in walker.pushes}
-            broker = processes.broker(**options)
-            broker.says("goes on with round 8, from the checkpoint before round 8.")
-            all_go_on(walkers, 3)
-        finally:
-            for walker in walkers:
-                walker.enough.set()
-        for run in runs:
-            run.result(PATIENCE_S)
-        with DiLoCoClient(str(options["bind"]), timeout=PATIENCE_S) as client:
-            final = client.pull()
-    version = final.version
-    lines = history(audit, 0, [version.run, version.counter, f"{version.tag:016x}"])
+    with walking(2, options["bind"], 12) as walkers:
+        all_go_on(walkers, 11)
+        broker.kill()
+        before = {push_id for walker in walkers for push_id in walker.pushes}
+        broker = processes.broker(**options)
+        broker.says("goes on with round 8, from the checkpoint before round 8.")
+        all_go_on(walkers, 3)
+    final = final_of(options["bind"])
+    lines = history(audit, 0, final.version)
     rule = {"lr": 0.7, "momentum": 0.9}
-    start = Layers().state_dict()[name_of(0)]
-    wanted = replay(lines, walkers, start, rule)
+    wanted = replay(lines, walkers, Layers().state_dict()[name_of(0)], rule)
     torch.testing.assert_close(final.tensors[name_of(0)], wanted, rtol=1e-4, atol=1e-4)
     counted = Counter(push["push_id"] for line in lines for push in line["pushes"])
     made = {push_id for walker in walkers for push_id in walker.pushes}
@@ -244,9 +247,7 @@ def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(
         DiLoCoClient(address, worker_id="new", timeout=PATIENCE_S) as new,
     ):
         old.join(Layers())
-        for number in range(3):
-            old.push({name_of(0): delta(0, number)})
-            version = old.pull().version
+        version = pushes_and_pulls(old, 0, 3).version
         broker.kill()
         processes.broker(**options).address()
         assert new.join(Layers()).version == version
@@ -255,31 +256,28 @@ def test_newcomer_at_a_broker_that_lost_everything_does_not_wipe_the_run(
 def test_broker_that_was_stopped_goes_on_with_all_its_workers(processes: Processes) -> None:
     """SIGSTOP for longer than the heartbeat timeout, in the middle of a round."""
     broker = processes.broker(workers=2, heartbeat_timeout=1.0)
-    model, gone_on = Layers(), threading.Event()
+    gone_on = threading.Event()
 
     def trains(worker: int) -> None:
-        with DiLoCoClient(address, worker_id=f"w{worker}", timeout=PATIENCE_S) as client:
-            client.join(model)
-            for number in range(3):
-                if (worker, number) == (1, 1):
-                    assert gone_on.wait(PATIENCE_S)
-                client.push({name_of(0): delta(worker, number)})
-                client.pull()
+        with a_client(address, f"w{worker}") as client:
+            pushes_and_pulls(client, 0, 1)
+            if worker == 1:
+                assert gone_on.wait(PATIENCE_S)
+            pushes_and_pulls(client, 1, 3)
 
     def is_half_way(round_: dict[str, Any]) -> bool:
         return round_["number"] == 1 and list(round_["arrived"]) == ["w0"]
 
     address = broker.address()
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, DiLoCoClient(address, timeout=PATIENCE_S) as observer:
         runs = [pool.submit(trains, worker) for worker in range(2)]
         try:
-            with DiLoCoClient(address, timeout=PATIENCE_S) as observer:
-                wait_for(lambda: is_half_way(observer.status()["round"]))
-                served = observer.status()["uptime_s"]
-                os.kill(broker.pid, signal.SIGSTOP)
-                threading.Event().wait(2.0)
-                os.kill(broker.pid, signal.SIGCONT)
-                wait_for(lambda: observer.status()["uptime_s"] > served + 0.5)
+            wait_for(lambda: is_half_way(observer.status()["round"]))
+            served = observer.status()["uptime_s"]
+            os.kill(broker.pid, signal.SIGSTOP)
+            threading.Event().wait(2.0)
+            os.kill(broker.pid, signal.SIGCONT)
+            wait_for(lambda: observer.status()["uptime_s"] > served + 0.5)
         finally:
             gone_on.set()
         for run in runs:

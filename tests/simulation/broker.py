@@ -14,9 +14,10 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.machine import Core
 from diloco_broker.shell.effects import Executor
 from diloco_broker.storage import resume
+from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.writer import checkpoint_of
 from diloco_protocol.messages import Message
-from simulation.disk import Disk, Saver
+from simulation.disk import Disk
 from simulation.network import Connection, World
 from simulation.referee import Referee
 from simulation.tensors import Tensors
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # How long the last checkpoint may take to be written.
 SAVE_WITHIN_S = 60.0
+# Longest time between the thread that writes checkpoints and the loop.
+BETWEEN_THREADS_S = 0.01
 # How often a turn of the loop is over after an event, so that acknowledgements go out.
 TURN_ENDS = 0.5
 
@@ -50,7 +53,9 @@ class BrokerHost:
             resumption = resume.load_into(self.tensors, self._checkpoint, layout)
         draw = partial(world.dice.getrandbits, 64)
         self.core = Core(scenario.config, draw, world.now, resumption=resumption)
-        self._saver = None if disk is None else Saver(world, disk, scenario.save_s, self._is_saved)
+        self._disk = disk
+        self._unsaved: Checkpoint | None = None  # of those that wait only the newest is written
+        self._is_saving = False
         self._routes: dict[bytes, Connection] = {}
         self._executor = Executor(self.core, lambda: world.now, self)
         self._handled: events.Event | None = None
@@ -90,8 +95,6 @@ class BrokerHost:
     def dies(self) -> None:
         """Killed: its connections break, what it knew is lost."""
         self.is_alive = False
-        if self._saver is not None:
-            self._saver.dies()
         for connection in self._routes.values():
             connection.sever()
 
@@ -108,18 +111,16 @@ class BrokerHost:
 
     def _ends(self, save: effects.Save | None) -> None:
         """The core is done: wait until the last checkpoint is written."""
-        world, saver, ended = self.world, self._saver, self._ended
+        world, ended = self.world, self._ended
         assert ended is not None
         self._is_deaf = True
-        if saver is None:
-            ended()
-            return
-        if save is not None:
+        if save is not None and self._disk is not None:
             self.save(save)
         until = world.now + SAVE_WITHIN_S
 
         def look() -> None:
-            if saver.is_idle or world.now >= until:
+            is_saved = self._unsaved is None and not self._is_saving
+            if is_saved or world.now >= until:
                 ended()
             else:
                 world.after(0.1, look)
@@ -161,17 +162,35 @@ class BrokerHost:
                 self.referee.audited(record)
 
     def save(self, save: effects.Save) -> None:
-        assert self._saver is not None, "a checkpoint is asked for where nothing is saved"
         state = self.core.state
-        self._saver.save(checkpoint_of(state, self.tensors, save.record, self._life))
+        self._unsaved = checkpoint_of(state, self.tensors, save.record, self._life)
+        self._save_next()
+
+    def _save_next(self) -> None:
+        """One at a time. Killed in the middle, what is half written is nothing."""
+        checkpoint, disk, world = self._unsaved, self._disk, self.world
+        if checkpoint is None or self._is_saving:
+            return
+        assert disk is not None, "a checkpoint is asked for where nothing is saved"
+        self._unsaved, self._is_saving = None, True
+
+        def write() -> None:
+            if self.is_alive:
+                error = disk.write(checkpoint)
+                world.after(world.dice.uniform(0, BETWEEN_THREADS_S), lambda: reports(error))
+
+        def reports(error: str | None) -> None:
+            if self.is_alive:
+                self._is_saving = False
+                saved = events.Saved(checkpoint.number, "a checkpoint")
+                failed = events.SaveFailed(checkpoint.number, error or "")
+                self._feed(saved if error is None else failed)
+                self._save_next()
+
+        world.after(world.dice.uniform(0, self._scenario.save_s), write)
 
     def end(self, end: effects.End) -> None:
         raise AssertionError("nobody operates a simulated broker")
-
-    def _is_saved(self, number: int, error: str | None) -> None:
-        if self.is_alive:
-            saved = events.Saved(number, "a checkpoint")
-            self._feed(saved if error is None else events.SaveFailed(number, error))
 
     def _plan_work(self) -> None:
         if self.tensors.queue and not self._is_working:

@@ -48,7 +48,7 @@ class Lives:
         self._disk = disk
         self._checkpoint: Checkpoint | None = None
         self._owner_of: Callable[[bytes], str] = str
-        self._first: dict[int, VersionId] = {}  # what this life began with, by fragment
+        self.first: dict[int, VersionId] = {}  # what this life began with, by fragment
         self._told: dict[int, list[Contents]] = {}  # the newest that anybody was told of
 
     def begins(
@@ -57,7 +57,7 @@ class Lives:
         """A broker starts. What it goes on with is settled later, fragment by fragment."""
         self.number += 1
         self.tensors, self._checkpoint, self._owner_of = tensors, checkpoint, owner_of
-        self._first.clear()
+        self.first.clear()
         for record in self._records.values():
             record.taken.clear()
             record.whole_at = record.counted_in = None
@@ -96,7 +96,7 @@ class Lives:
         here = [m for m in core.state.members if fragment < len(m.versions)]
         self._check_choice(core, fragment, version, ours, here)
         self.adoptions += version.counter > (ours.version.counter if ours else 0)
-        self._first[fragment] = version
+        self.first[fragment] = version
         self._check_losses(core, versions, here, processes)
 
     def _check_choice(
@@ -196,7 +196,7 @@ class Lives:
         fragment = versions.layout.fragment
         newest = self._disk.newest if self._disk is not None else None
         chunks = [wire.contents for wire in versions.wires]
-        if fragment in self._first and versions.version != self._first[fragment]:
+        if fragment in self.first and versions.version != self.first[fragment]:
             saved: Sequence[Any] = newest.tensors[fragment].chunks if newest is not None else ()
             there = bool(saved) and all(map(Contents.leads_to, chunks, saved))
             demand(there, "{} is told of and is not on the disk", versions.version)

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
@@ -47,8 +46,7 @@ VERSIONS_KEPT = 2000
 ON_THE_WAY_S = 20.0
 
 
-@dataclass(frozen=True)
-class MadeVersion:
+class MadeVersion(NamedTuple):
     """When its round opened and ended, and whose pushes it contains whole."""
 
     opened_at: float
@@ -83,7 +81,6 @@ class Referee:
         self.rounds: list[MadeVersion] = []
         self._published: dict[tuple[int, VersionId], Published] = {}
         self._history: set[tuple[int, VersionId]] = set()  # what this life of the broker released
-        self._inherited: dict[int, int] = {}  # counter of the version it began with, by fragment
         self._audit: effects.RecordVersion | None = None
         self._alive = alive
         self._round: int | None = None
@@ -157,7 +154,8 @@ class Referee:
         assert base is not None
         stale = max(0, where - 1 - base.counter)
         told = released.staleness  # None where its worker counted as dead in between
-        is_inherited = where <= self._inherited.get(released.fragment, 0)
+        began_with = self.lives.first.get(released.fragment)
+        is_inherited = began_with is not None and where <= began_with.counter
         right = told in (stale, None) or is_inherited
         demand(right, "told staleness {}, not {}: {}", told, stale, record)
 
@@ -172,7 +170,6 @@ class Referee:
         """
         self.lives.begins(tensors, checkpoint, owner_of)
         self._history.clear()
-        self._inherited.clear()
         self._audit = self._round = None
         self.enough_since = self.now
 
@@ -242,7 +239,6 @@ class Referee:
             self._check_ledger(versions)
             names = frozenset(process.name for process in self._alive())
             self.lives.fragment_begins(core, versions, self._published, names)
-            self._inherited[fragment] = version.counter
         added = self.tensors.release(fragment, version)
         if former is not None:
             self._check_audit(former, version, added)

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from diloco_broker.core.rules import liveness
 from diloco_worker.core.connection import SILENT_BEATS
 from kit.core_harness import a_config
 from simulation.network import Weather
+from simulation.referee import MadeVersion
 from simulation.simulator import Scenario, Simulation, Troubles
 from simulation.worker import Worker
 
@@ -210,22 +212,22 @@ def share_averaged(run: Simulation) -> float:
     Without common rounds: of those alive throughout a span in which the slowest worker makes a cycle
     and its upload has its turn, the share of which a push was applied.
     """
-    spans: Sequence[tuple[float, float, frozenset[str]]]
-    rounds = run.referee.rounds
+    spans = rounds = run.referee.rounds
     if run.scenario.config.is_async:
         length = 1.25 * run.scenario.cycle_s
         names: dict[int, set[str]] = {}
         for made in rounds:
             names.setdefault(int(made.ended_at // length), set()).update(made.processes)
-        spans = [(n * length, (n + 1) * length, frozenset(names[n])) for n in sorted(names)][:-1]
-    else:
-        spans = [(made.opened_at, made.ended_at, made.processes) for made in rounds]
+        spans = [
+            MadeVersion(n * length, (n + 1) * length, frozenset(names[n]))
+            for n in sorted(names)[:-1]
+        ]
     there = averaged = 0
     for process in run.processes:
         ended_at = process.ended_at if process.ended_at is not None else run.world.now
         if process.welcome_at is None:
             continue
-        first = bisect.bisect_left(spans, process.welcome_at, key=lambda span: span[0])
+        first = bisect.bisect_left(spans, process.welcome_at, key=attrgetter("opened_at"))
         for _, end, names_ in spans[first:]:
             if end > ended_at:
                 break

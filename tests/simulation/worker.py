@@ -16,19 +16,9 @@ from diloco_protocol.errors import Code
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Chunk, Heartbeat, Join, Message, Notice
 from diloco_protocol.version import VersionId
+from diloco_worker.core import effects, events
 from diloco_worker.core.compatibility import heartbeat_interval
 from diloco_worker.core.connection import Phase
-from diloco_worker.core.effects import (
-    Deliver,
-    DropParts,
-    Effect,
-    Joined,
-    JoinRefused,
-    PushOver,
-    Say,
-    Told,
-)
-from diloco_worker.core.events import Connected, Disconnected, Event, Received, Start, Tick
 from diloco_worker.core.session import Session
 from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.inbox import Inbox
@@ -112,7 +102,7 @@ class Worker:
     # Life.
 
     def start(self) -> None:
-        self._feed(Start())
+        self._feed(events.Start())
         self._train_on(after=0.0)
 
     def dies(self) -> None:
@@ -153,13 +143,13 @@ class Worker:
 
         def find_out() -> None:
             if self.connections is not None:
-                self._feed(Disconnected(reason))
+                self._feed(events.Disconnected(reason))
 
         self._awake(find_out)
 
     # The session.
 
-    def command(self, event: Event) -> None:
+    def command(self, event: events.Event) -> None:
         """The training thread wants something of the session."""
         between = self.world.dice.uniform(0, BETWEEN_THREADS_S)
         self._command_at = max(self._command_at, self.world.now + between)
@@ -170,10 +160,10 @@ class Worker:
             self._awake(lambda: self.hears(connection, message, payload))
         elif self.connections is not None and connection in self.connections:
             self._executor.payload = payload
-            self._feed(Received(message))
+            self._feed(events.Received(message))
             self._executor.payload = None
 
-    def _feed(self, event: Event) -> None:
+    def _feed(self, event: events.Event) -> None:
         if not self.is_alive:
             return
         self._has_asked = False
@@ -183,7 +173,7 @@ class Worker:
             return
         if self.world.events % self.referee.thoroughness == 0:
             self.session.check_invariants()
-        if self._has_asked or self._tick_at is None or not isinstance(event, Received):
+        if self._has_asked or self._tick_at is None or not isinstance(event, events.Received):
             self._plan_tick()  # of a message that changes nothing it would wake no earlier
         if self.has_news:
             self._nudge()
@@ -207,43 +197,43 @@ class Worker:
             self._ticks = (self.world.now, times + 1 if moment == self.world.now else 1)
             if times > SPINNING:
                 raise Violation(f"the session of {self.name} wakes up again and again")
-            self._feed(Tick())
+            self._feed(events.Tick())
 
         self.world.after(at - self.world.now, lambda: self._awake(tick))
 
-    def _notice(self, effect: Effect) -> None:  # noqa: C901  a case for each effect
+    def _notice(self, effect: effects.Effect) -> None:  # noqa: C901  a case for each effect
         """The session asks for this: tell the story and the referee before it is done."""
         self._has_asked = True
         match effect:
-            case Deliver():
+            case effects.Deliver():
                 self._delivered(effect)
-            case PushOver(push_id, code) if code is not None:
+            case effects.PushOver(push_id, code) if code is not None:
                 self.world.tell(self.name, f"hears that push {push_id:#x} is over: {code}")
                 self.referee.told(self.worker_id, push_id, code)
-            case Joined(welcome):
+            case effects.Joined(welcome):
                 self.world.tell(self.name, f"is welcome from round {welcome.first_round}")
                 self.online_since = self.world.now
                 if self.welcome_at is None:
                     self.welcome_at = self.world.now
                 if welcome.run is not None:
                     self.referee.lives.heard_of(self.name)
-            case Told(Notice("shutdown" | "kicked" | "restarting", text)):
+            case effects.Told(Notice("shutdown" | "kicked" | "restarting", text)):
                 self.world.tell(self.name, f"hears: {text}")
                 self._nudge()
-            case JoinRefused(code, text, final):
+            case effects.JoinRefused(code, text, final):
                 self.world.tell(self.name, f"is refused: {text}")
                 if (code, final) not in self.may_be_refused:
                     raise Violation(f"{self.name} is refused: {text}")
                 self._ends()
-            case DropParts():
+            case effects.DropParts():
                 self._held.clear()
-            case Told(message):
+            case effects.Told(message):
                 self.world.tell(self.name, message)
-            case Say(text, trouble):
+            case effects.Say(text, trouble):
                 if trouble:
                     self.world.tell(self.name, text)
 
-    def _delivered(self, effect: Deliver) -> None:
+    def _delivered(self, effect: effects.Deliver) -> None:
         released, counted = effect.released, effect.counted
         fragment = released.fragment
         wires = None if effect.unchanged else self._memory.assembled(fragment)
@@ -264,7 +254,7 @@ class Worker:
 
         def connected() -> None:
             if self.connections is not None and self.connections[0] is control:
-                self._feed(Connected())
+                self._feed(events.Connected())
 
         self.world.at(control.is_up_at, lambda: self._awake(connected))
 

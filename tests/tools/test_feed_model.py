@@ -23,54 +23,38 @@ def worker(name: str, **keys: Any) -> dict[str, Any]:
     return {"id": name, "health": "ok", "beat_age_s": 0.5, **keys}
 
 
-class TestFreshness:
-    @pytest.mark.parametrize(
-        ("age", "expected"),
-        [
-            (0.0, Freshness.LIVE),
-            (2.9, Freshness.LIVE),
-            (3.0, Freshness.LATE),
-            (10.0, Freshness.LATE),
-            (10.1, Freshness.STALE),
-        ],
-    )
-    def test_follows_the_age_of_the_newest_snapshot(self, age: float, expected: Freshness) -> None:
-        model = FeedModel()
-        model.update(snapshot(), now=100.0)
-        assert model.freshness(100.0 + age) is expected
-
-    def test_a_feed_never_heard_is_stale(self) -> None:
-        model = FeedModel()
-        assert model.freshness(0.0) is Freshness.STALE
-        assert model.at(0.0) is None
-        assert not model.verdict(0.0).healthy
-
-    def test_a_new_snapshot_makes_a_stale_feed_live_again_and_a_repeated_one_does_not(self) -> None:
-        model = FeedModel()
-        model.update(snapshot(sequence=5), now=0.0)
-        for old in (5, 4):
-            assert model.update(snapshot(sequence=old), now=60.0) is False
-        assert model.freshness(60.0) is Freshness.STALE
-        model.update(snapshot(sequence=61), now=60.0)
-        assert model.freshness(60.0) is Freshness.LIVE
+@pytest.mark.parametrize(
+    ("age", "expected"),
+    [(0.0, "LIVE"), (2.9, "LIVE"), (3.0, "LATE"), (10.0, "LATE"), (10.1, "STALE")],
+)
+def test_freshness_follows_the_age_of_the_newest_snapshot(age: float, expected: str) -> None:
+    model = FeedModel(snapshot(sequence=5), 100.0)
+    assert model.freshness(100.0 + age).name == expected
+    for old in (5, 4):
+        assert model.update(snapshot(sequence=old), now=160.0) is False
+    assert model.freshness(160.0) is Freshness.STALE
+    model.update(snapshot(sequence=61), now=160.0)
+    assert model.freshness(160.0) is Freshness.LIVE
 
 
-class TestSequence:
-    def test_missed_snapshots_are_counted_and_those_before_the_first_are_not_missed(self) -> None:
-        model = FeedModel()
-        for now, sequence in enumerate([5000, 5001, 5004, 5005, 5006, 5008]):
-            model.update(snapshot(sequence=sequence), float(now))
-        assert model.missed == 3
+def test_a_feed_never_heard_is_stale() -> None:
+    model = FeedModel()
+    assert model.freshness(0.0) is Freshness.STALE
+    assert model.at(0.0) is None
+    assert not model.verdict(0.0).healthy
 
-    def test_a_restarted_broker_is_noticed_and_counts_anew(self) -> None:
-        model = FeedModel()
-        model.update(snapshot(epoch="a0", sequence=900), now=0.0)
-        assert model.update(snapshot(epoch="b1", sequence=3), now=1.0) is True
-        assert (model.restarts, model.missed) == (1, 0)
-        assert model.snapshot is not None
-        assert model.snapshot.epoch == "b1"
-        model.update(snapshot(epoch="b1", sequence=5), now=2.0)
-        assert (model.restarts, model.missed) == (1, 1)
+
+def test_missed_snapshots_and_restarts_are_counted() -> None:
+    """Those before the first are not missed, neither at all nor of another life of the broker."""
+    model = FeedModel()
+    for epoch, sequence, missed, restarts in (
+        *(("a0", 5000, 0, 0), ("a0", 5001, 0, 0), ("a0", 5004, 2, 0), ("a0", 5006, 3, 0)),
+        *(("b1", 3, 3, 1), ("b1", 5, 4, 1)),
+    ):
+        assert model.update(snapshot(epoch=epoch, sequence=sequence), now=float(sequence)) is True
+        assert (model.missed, model.restarts) == (missed, restarts)
+    assert model.snapshot is not None
+    assert model.snapshot.epoch == "b1"
 
 
 def test_ages_go_on_counting_between_snapshots_and_never_back() -> None:

@@ -35,7 +35,9 @@ def of(stage: Stage) -> tuple[str, str]:
 
 
 @MODES
-def test_run_has_ended_once_all_workers_are_done(options: dict[str, Any]) -> None:
+def test_run_has_ended_once_all_workers_are_done_until_somebody_joins(
+    options: dict[str, Any],
+) -> None:
     stage, (a, b) = a_run("a", "b", **options)
     a.leaves()
     assert of(stage)[0] == "healthy"
@@ -43,13 +45,6 @@ def test_run_has_ended_once_all_workers_are_done(options: dict[str, Any]) -> Non
     assert of(stage) == ("ended", "for workers to join: all have left")
     assert stage.shown()["ended"] is True
     assert stage.shown()["state"] == "waiting", "as it always was: others may join"
-
-
-@MODES
-def test_run_goes_on_when_somebody_joins_after_its_end(options: dict[str, Any]) -> None:
-    stage, (a, b) = a_run("a", "b", **options)
-    a.leaves()
-    b.leaves()
     stage.worker("c").joins()
     assert of(stage)[0] == "healthy"
     assert stage.shown()["ended"] is False
@@ -70,18 +65,13 @@ def test_end_says_what_was_made(news: dict[str, Any], sentence: str) -> None:
     assert verdict_on(ENDED | news).reasons == (sentence,)
 
 
-def test_run_that_somebody_finishes_has_ended_though_others_died_before() -> None:
-    stage, (a, b) = a_run("a", "b")
-    b.dies()
-    a.leaves()
-    assert of(stage)[0] == "ended"
+def fails(stage: Stage, last: Puppet) -> None:
+    last.sends(Leave(last.token(), "its training ended with an error"))
 
 
 WENT: dict[str, Callable[[Stage, Puppet], object]] = {
     "its connection closed and it did not come back": lambda stage, last: last.dies(),
-    "its training ended with an error": lambda stage, last: last.sends(
-        Leave(last.token(), "its training ended with an error")
-    ),
+    "its training ended with an error": fails,
     "an operator removed it": lambda stage, last: stage.kicks("b"),
 }
 
@@ -95,31 +85,28 @@ def test_run_whose_last_worker_did_not_finish_is_degraded(how: str) -> None:
     assert of(stage) == ("degraded", waits)
 
 
-def test_run_whose_other_worker_was_removed_has_not_ended_when_the_last_fails() -> None:
+def test_how_the_others_went_does_not_matter_unless_the_run_is_below_its_floor() -> None:
+    stage, (a, b) = a_run("a", "b")
+    b.dies()
+    a.leaves()
+    assert of(stage)[0] == "ended"
     stage, (a, _) = a_run("a", "b")
     stage.kicks("b")
-    a.sends(Leave(a.token(), "its training ended with an error"))
+    fails(stage, a)
     assert of(stage)[0] == "degraded"
-
-
-def test_run_below_its_floor_is_degraded_however_the_others_went() -> None:
     stage, (_, b) = a_run("a", "b", min_workers=2)
     b.leaves()
     assert of(stage)[0] == "degraded"
 
 
-def test_run_that_has_not_begun_waits() -> None:
+def test_run_that_has_not_begun_waits_and_is_degraded_once_its_workers_die() -> None:
     stage = a_stage(workers=2)
     assert of(stage) == ("waiting", "for workers to join; round one needs 2")
     (a,) = stage.joined("a")
     assert of(stage) == ("waiting", "for workers to join: 1 here, the round needs 2")
     a.leaves()
     assert of(stage)[0] == "waiting", "no round was made, so nothing has ended"
-
-
-def test_run_whose_workers_die_before_the_first_round_is_degraded() -> None:
-    stage = a_stage(workers=2)
-    stage.joined("a")[0].dies()
+    stage.joined("b")[0].dies()
     assert of(stage)[0] == "degraded"
 
 

@@ -13,7 +13,6 @@ import zmq
 
 from diloco_protocol.feed import FeedVersionError, Snapshot, parse_snapshot
 from diloco_tools.feed.listener import FeedSubscriber, Listener
-from diloco_tools.top.drawing.notation import Glyphs
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status
 from kit.top_screen import ScreenPilot
 from kit.top_text import top, top_of
@@ -205,8 +204,3 @@ def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -
             await pilot.sees("run 4444aaaa", "● LIVE", "1 restart")
 
     pilot.play(script)
-
-
-def test_signs_follow_the_encoding() -> None:
-    assert Glyphs.for_encoding("ascii").levels.isascii()
-    assert Glyphs.for_encoding("utf-8").levels == "▁▂▃▄▅▆▇█"

@@ -160,13 +160,6 @@ class TestScreen:
         text = drawn(status(workers=[worker(f"w{n:02}") for n in range(60)]))
         assert len(re.findall(r"^w\d\d ", text, re.MULTILINE)) == 60
 
-    def test_ages_and_header_turn_with_time(self) -> None:
-        assert "◐ LATE 4.0s" in drawn(status(), later_s=4.0)
-        stale = drawn(status(), later_s=30.0)
-        assert "○ STALE 30s" in stale
-        assert "the broker has sent nothing for 30 s" in stale
-        assert "412 open 42s" in stale
-
     def test_before_the_first_snapshot_there_is_a_screen(self) -> None:
         text = screen(scene(FeedModel(), 0.0), 80, UTF8).plain
         assert "no snapshot has arrived yet" in text

@@ -163,15 +163,12 @@ class Listener(threading.Thread):
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known of a feed at `now`, seconds of the clock of its model.
-
-    `received` counts snapshots, `unreadable` frames that were none or of another feed version.
-    """
+    """What is known of a feed at `now`, seconds of the clock of its model."""
 
     model: FeedModel
     now: float
-    received: int = 0
-    unreadable: int = 0
+    received: int = 0  # snapshots
+    unreadable: int = 0  # frames that were none, or of another feed version
 
     @property
     def is_fresh(self) -> bool:

@@ -20,8 +20,6 @@ STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the sc
 
 
 class Freshness(Enum):
-    """How old the newest snapshot is."""
-
     LIVE = "LIVE"
     LATE = "LATE"
     STALE = "STALE"
@@ -46,16 +44,12 @@ class Verdict:
 
 @dataclass
 class FeedModel:
-    """The newest snapshot and what is known about the feed itself.
-
-    `missed` counts snapshots of the running broker that never arrived, `restarts` how often another
-    life of the broker took over.
-    """
+    """The newest snapshot and what is known about the feed itself."""
 
     snapshot: Snapshot | None = None
     received_at: float = -math.inf
-    missed: int = 0
-    restarts: int = 0
+    missed: int = 0  # snapshots of the running broker that never arrived
+    restarts: int = 0  # how often another life of the broker took over
 
     def update(self, snapshot: Snapshot, now: float) -> bool:
         """Take a snapshot received at `now` (seconds). False if it is not newer than the last."""
@@ -133,18 +127,17 @@ def _older(record: Aging, more: float) -> Aging:
 
 def _broker_reasons(snapshot: Snapshot) -> list[str]:
     floor = snapshot.round.floor if snapshot.round else 0
-    alive = snapshot.counts.alive
+    saved, alive = snapshot.checkpoint, snapshot.counts.alive
     if snapshot.state == "stopping":
         return ["the broker is stopping"]
     if snapshot.state == "paused":
         return [f"the run is paused, for {_seconds(snapshot.paused_for_s or 0.0)}"]
-    if snapshot.checkpoint is not None and snapshot.checkpoint.error is not None:
-        return [f"no checkpoint can be written: {snapshot.checkpoint.error}"]
+    if saved is not None and saved.error is not None:
+        return [f"no checkpoint can be written: {saved.error}"]
     if snapshot.state == "waiting":
         return [] if snapshot.ended else _waiting(snapshot)
-    if alive < floor:
-        return [f"the run waits for workers: {alive} here, the round needs {floor}"]
-    return []
+    short = f"the run waits for workers: {alive} here, the round needs {floor}"
+    return [short] if alive < floor else []
 
 
 def _waiting(snapshot: Snapshot) -> list[str]:
@@ -158,10 +151,9 @@ def _has_begun(snapshot: Snapshot) -> bool:
 
 def _ending(snapshot: Snapshot) -> str:
     """Counts are of this life of the broker: one that was started again may have made no round."""
+    count, one, many = snapshot.totals.rounds, "round", "rounds"
     if snapshot.mode == "async":
         count, one, many = snapshot.totals.contributions, "push", "pushes"
-    else:
-        count, one, many = snapshot.totals.rounds, "round", "rounds"
     after = f", after {count} {one if count == 1 else many}" if count else ""
     return f"all workers have left{after}"
 

@@ -68,19 +68,14 @@ class RunSeries:
     A restart of the broker begins the rates again and keeps the rounds. Of the workers those that have
     gone give way to those that are there, the longest gone first; while all places are taken by
     workers that are there, further ones get none.
-
-    Attributes:
-        rounds: (at, round) for each that was seen to close, in the order in which they closed.
-        network: all bytes of parameters and pseudo-gradients at the broker, one rate a snapshot.
-        speeds: worker id -> (at, inner steps a second) as the worker reported it; the longest gone
-            first.
     """
 
     def __init__(self, points: int = 512, workers: int = 256) -> None:
         self._points = points
         self._workers = workers
-        self.rounds: list[tuple[float, LastRound]] = []
-        self.network: list[Rate] = []
+        self.rounds: list[tuple[float, LastRound]] = []  # (at, round), as they were seen to close
+        self.network: list[Rate] = []  # all bytes of values at the broker, one rate a snapshot
+        # Worker id -> (at, inner steps a second) as the worker reported it; the longest gone first.
         self.speeds: dict[str, list[tuple[float, float]]] = {}
         self._rates: dict[str | None, Rate] = {}
         self._epoch = ""

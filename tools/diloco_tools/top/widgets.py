@@ -1,6 +1,6 @@
 """What stands on the full screen: the canvas that shows the picture, and the dialogs over it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
 from rich.style import Style
@@ -58,18 +58,13 @@ class Dialog(ModalScreen[T]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "leave", priority=True)]
 
-    def __init__(self, title: Text, *choices: tuple[str, str]) -> None:
+    def __init__(self, title: Text, asked: Sequence[Widget], *choices: tuple[str, str]) -> None:
         super().__init__()
-        self._title, self._choices = title, choices
+        self._frame = (Static(title, classes="title"), *asked)
+        self._choices = Static(_choices(*choices))
 
     def compose(self) -> ComposeResult:
-        with Vertical(classes="dialog"):
-            yield Static(self._title, classes="title")
-            yield from self.asked()
-            yield Static(_choices(*self._choices), id="choices")
-
-    def asked(self) -> ComposeResult:
-        raise NotImplementedError
+        yield Vertical(*self._frame, self._choices, classes="dialog")
 
     def action_leave(self) -> None:
         self.dismiss(None)
@@ -84,11 +79,8 @@ class Question(Dialog[bool]):
     ]
 
     def __init__(self, title: str, said: Text, yes: str) -> None:
-        super().__init__(Text(title, "bold"), ("y", yes), ("n", "leave it"))
-        self._said = said
-
-    def asked(self) -> ComposeResult:
-        yield Static(self._said, classes="said")
+        asked = [Static(said, classes="said")]
+        super().__init__(Text(title, "bold"), asked, ("y", yes), ("n", "leave it"))
 
 
 class NewRate(Dialog[float]):
@@ -97,34 +89,32 @@ class NewRate(Dialog[float]):
     AUTO_FOCUS = "Input"
 
     def __init__(self, old: float | None, glyphs: Glyphs) -> None:
-        title = Text("Outer learning rate", "bold")
-        super().__init__(title, ("enter", "go on"), ("esc", "leave it"))
         self._old, self._glyphs = old, glyphs
         self._new: float | None = None
-
-    def asked(self) -> ComposeResult:
-        yield Input(placeholder="for example 0.5", compact=True)
-        yield Static(self._change(""), classes="said", id="change")
+        self._entry = Input(placeholder="for example 0.5", compact=True)
+        self._change = Static(self._changing(""), classes="said")
+        title = Text("Outer learning rate", "bold")
+        asked = (self._entry, self._change)
+        super().__init__(title, asked, ("enter", "go on"), ("esc", "leave it"))
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
-        self.query_one("#change", Static).update(self._change(event.value))
+        self._change.update(self._changing(event.value))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
         self._new, _ = sentences.rate_change(self._old, event.value, self._glyphs)
         if self._new is None:
             return
-        self.query_one(Input).disabled = True
+        self._entry.disabled = True
         self.set_focus(None)
-        choices = _choices(("y", "send it to the broker"), ("n", "leave it"))
-        self.query_one("#choices", Static).update(choices)
+        self._choices.update(_choices(("y", "send it to the broker"), ("n", "leave it")))
 
     def on_key(self, event: events.Key) -> None:
         if self._new is not None and event.key in ("y", "Y", "n", "N"):
             self.dismiss(self._new if event.key in ("y", "Y") else None)
 
-    def _change(self, typed: str) -> Text:
+    def _changing(self, typed: str) -> Text:
         new, said = sentences.rate_change(self._old, typed, self._glyphs)
         change = (self._glyphs.printable(said), "bold" if new is not None else QUIET)
         return Text.assemble(change, "\nIt holds for everybody, from the next outer step on.")
@@ -136,23 +126,19 @@ class TypedWord(Dialog[bool]):
     AUTO_FOCUS = "Input"
 
     def __init__(self, title: str, said: Text, word: str) -> None:
-        super().__init__(Text(title, f"bold {BAD}"), ("enter", "do it"), ("esc", "leave it"))
-        self._said, self._word = said, word
-
-    def asked(self) -> ComposeResult:
-        yield Static(self._said, classes="said")
-        yield Static(Text.assemble("Type ", (self._word, "bold"), " and press enter."))
-        yield Input(compact=True)
-        yield Static(id="wrong")
+        self._word = word
+        self._wrong = Static(id="wrong")
+        wanted = Static(Text.assemble("Type ", (word, "bold"), " and press enter."))
+        asked = (Static(said, classes="said"), wanted, Input(compact=True), self._wrong)
+        super().__init__(Text(title, f"bold {BAD}"), asked, ("enter", "do it"), ("esc", "leave it"))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
         if event.value.strip() == self._word:
             self.dismiss(True)
-        else:
-            said = self.query_one("#wrong", Static)
-            said.update(Text(f"That is not {self._word}: nothing was sent.", UNEASY))
-            said.display = True
+            return
+        self._wrong.update(Text(f"That is not {self._word}: nothing was sent.", UNEASY))
+        self._wrong.display = True
 
 
 class Page(ModalScreen[None]):

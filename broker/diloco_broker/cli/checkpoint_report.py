@@ -70,21 +70,16 @@ def as_text(folder: Path, found: Sequence[dict[str, Any]]) -> str:
     for each in found:
         name = Path(each["path"]).name
         if each["sound"]:
-            size = (
-                f"{each['bytes'] / 1e6:,.1f} MB" if each["bytes"] > 1e5 else f"{each['bytes']:,} B"
-            )
-            lines.append(
-                f"  {name}  before round {each['round']}, {span(each['age_s'])} ago, {size}"
-            )
+            count, age = each["bytes"], span(each["age_s"])
+            size = f"{count / 1e6:,.1f} MB" if count > 1e5 else f"{count:,} B"
+            lines.append(f"  {name}  before round {each['round']}, {age} ago, {size}")
         else:
             lines.append(f"  {name}  DAMAGED: {each['problem']}")
     sound = next((each for each in found if each["sound"]), None)
     if sound is not None:
-        config = sound["config"]
-        options = ", ".join(
-            f"{name} {config[name]}" for name in _SHOWN if config.get(name) is not None
-        )
-        names = sorted(sound["workers"])
+        given = {name: sound["config"].get(name) for name in _SHOWN}
+        options = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        names, done = sorted(sound["workers"]), sound["totals"]
         workers = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
         lines += [
             "",
@@ -93,8 +88,7 @@ def as_text(folder: Path, found: Sequence[dict[str, Any]]) -> str:
             f"  model       {sound['parameters']:,} trainable parameters, {sound['tensors']} tensors",
             f"  optimizer   {sound['outer']}, remembers: {', '.join(sound['outer_state']) or 'nothing'}",
             f"  workers     {workers or 'none were here'}",
-            f"  so far      {sound['totals'].get('rounds', 0)} rounds, "
-            f"{sound['totals'].get('pushes', 0)} pushes",
+            f"  so far      {done.get('rounds', 0)} rounds, {done.get('pushes', 0)} pushes",
             f"  options     {options}",
         ]
     return "\n".join(lines)

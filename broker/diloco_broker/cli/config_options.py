@@ -38,13 +38,10 @@ def with_options(options: Iterable[Parameter]) -> Callable[[Any], Any]:
     """Give a command these options in place of its `**options`, before those of its own."""
 
     def decorate(command: Any) -> Any:
-        own = signature(command, eval_str=True).parameters.values()
-        written = [
-            each.replace(kind=Parameter.KEYWORD_ONLY)
-            for each in own
-            if each.kind is not Parameter.VAR_KEYWORD
-        ]
-        together = [*options, *written]
+        together = list(options)
+        for each in signature(command, eval_str=True).parameters.values():
+            if each.kind is not Parameter.VAR_KEYWORD:
+                together.append(each.replace(kind=Parameter.KEYWORD_ONLY))
         command.__signature__ = Signature(together)
         command.__annotations__ = {each.name: each.annotation for each in together}
         return command

@@ -33,11 +33,7 @@ _ONLY_QUORUM = ("grace", "late")
 
 @dataclass(frozen=True)
 class BrokerConfig(Options):
-    """Options of a broker, checked; `Options` declares them.
-
-    Raises:
-        UsageError: for a value that cannot work, naming it.
-    """
+    """Options of a broker, checked; `Options` declares them. UsageError names what cannot work."""
 
     def __post_init__(self) -> None:
         if self.fragment_sync_delay is None:

@@ -93,8 +93,7 @@ class Core:
     def handle(self, event: events.Event, now: float) -> list[effects.Effect]:
         """Take in one event. Returns the effects to carry out, in order.
 
-        Raises:
-            InvariantBroken, CoreError: a mistake of ours; the text tells what came before it.
+        Raises InvariantBroken or CoreError for a mistake of ours; the text tells what came before it.
         """
         self.state.now = now
         self._story.note(event, self.state)

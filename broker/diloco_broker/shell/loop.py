@@ -70,10 +70,8 @@ class Loop:
     """See the head of this module. It is the ports of the core's effects (see `effects`).
 
     `initial` has the tensors of the model to begin with, by name; `factory` and `choose` are the user's
-    functions that make the outer optimizer and the split of the model.
-
-    Raises:
-        UsageError: an option cannot be followed. Nothing is left open then.
+    functions that make the outer optimizer and the split of the model. Raises UsageError, with nothing
+    left open, for an option that cannot be followed.
     """
 
     def __init__(

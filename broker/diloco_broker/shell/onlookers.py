@@ -52,9 +52,7 @@ class Onlookers:
     """See the head of this module. The state is the core's, and only read.
 
     `figures` is what the loop knows of itself now; `publish` sends a message to the feed's subscribers.
-
-    Raises:
-        UsageError: the audit log cannot be written.
+    Raises UsageError where the audit log cannot be written.
     """
 
     def __init__(

@@ -23,10 +23,8 @@ NOW = int(zmq.NOBLOCK)
 class Sockets:
     """All of them, bound: ROUTER to `address`, PUB to `feed_address`; port 0 or * picks a free one.
 
-    Only `wake` may be called from another thread.
-
-    Raises:
-        UsageError: an address cannot be bound.
+    Only `wake` may be called from another thread. Raises UsageError for an address that cannot be
+    bound.
     """
 
     def __init__(self, bind: str, feed: str) -> None:

@@ -35,8 +35,7 @@ from diloco_protocol.feed import OuterGroup
 class TensorExecutor:
     """See the head of this module. Belongs to the loop's thread.
 
-    Raises:
-        UsageError: the outer optimizer cannot go on from the checkpoint.
+    Raises UsageError where the outer optimizer cannot go on from the checkpoint.
     """
 
     def __init__(

@@ -34,12 +34,13 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from diloco_broker.storage import checkpoint_format, safetensors_writer
+from diloco_broker.storage import checkpoint_format
 from diloco_broker.storage.checkpoint_format import FORMAT, Checkpoint
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.records import to_plain
 
 MANIFEST = "checkpoint.json"
+PIECE_BYTES = 1 << 20  # read at a time for a checksum
 NAME = re.compile(r"checkpoint-(\d{4,})-(\d{12,})(?:-(\d+))?")
 UNREADABLE = (KeyError, TypeError, ValueError, ProtocolError, UsageError, SafetensorError)
 
@@ -60,8 +61,7 @@ def _unreadable(path: Path, error: OSError) -> Damaged:
 def save(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write a checkpoint, and remove all but the newest `keep` of the run. Returns its path.
 
-    Raises:
-        OSError: the disk is full, or the folder cannot be written. What was there is untouched.
+    Raises OSError where that cannot be written; what was there is untouched.
     """
     folder.mkdir(parents=True, exist_ok=True)
     place = name = folder / f"checkpoint-{checkpoint.life:04d}-{checkpoint.number:012d}"
@@ -143,11 +143,8 @@ def life_of(path: Path) -> int:
 
 
 def at(place: Path) -> list[Path]:
-    """The checkpoint at this place, given by its folder or its manifest, or those in this folder.
-
-    Raises:
-        UsageError: the place may not be read.
-    """
+    """The checkpoint at this place, given by its folder or its manifest, or those in this folder; raises
+    UsageError where the place may not be read."""
     if place.name == MANIFEST:
         place = place.parent
     try:
@@ -246,8 +243,7 @@ def _save_fragment(
                 os.link(path / name, to / name)
                 return dict(plain["files"][name])
     layout = next(part for part in checkpoint.layout.all if part.fragment == fragment)
-    tensors = checkpoint_format.tensors_of_file(layout, checkpoint.tensors[fragment])
-    size, digest = safetensors_writer.write(to / name, tensors)
+    size, digest = checkpoint_format.save_tensors(to / name, layout, checkpoint.tensors[fragment])
     return {"bytes": size, "sha256": digest}
 
 
@@ -281,9 +277,13 @@ def _newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _check_file(path: Path, told: Mapping[str, Any]) -> None:
+    total, size = hashlib.sha256(), 0
     try:
-        size, digest = safetensors_writer.checksum(path)
+        with open(path, "rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                total.update(piece)
+                size += len(piece)
     except OSError as error:
         raise _unreadable(path, error) from None
-    if (size, digest) != (told["bytes"], told["sha256"]):
+    if (size, total.hexdigest()) != (told["bytes"], told["sha256"]):
         raise Damaged(f"{path} is not what was written: its size or checksum differs.")

@@ -6,7 +6,11 @@ remembers of its parameters. `checkpoint.json` has everything else. A `Checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,14 +20,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
-from diloco_broker.storage.safetensors_writer import Chunked
 from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out_plan
+from diloco_protocol.codecs import as_bytes
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.records import from_plain, to_plain
 from diloco_protocol.version import Ledger, VersionId
 
 FORMAT = 1
+_NAMES = {torch.float32: "F32", torch.int64: "I64"}  # of dtypes in safetensors
 
 
 @dataclass(frozen=True)
@@ -158,9 +163,49 @@ def _plain_optimizer(state: Mapping[str, Any] | None) -> dict[str, Any] | None:
 # The tensors of a fragment, as a file.
 
 
-def tensors_of_file(layout: FragmentLayout, fragment: FragmentTensors) -> dict[str, Chunked]:
-    """What a file of a fragment holds: its segments, and the outer state of its parameters."""
-    tensors: dict[str, Chunked] = {}
+def save_tensors(path: Path, layout: FragmentLayout, fragment: FragmentTensors) -> tuple[int, str]:
+    """Write the file of one fragment and flush it to the disk. Returns size in bytes and SHA-256.
+
+    The format is eight bytes of header length, a JSON header, and the tensors' bytes end to end
+    (github.com/huggingface/safetensors, "Format"). The library writes tensors that lie in memory whole;
+    ours lie in chunks, so writing them with it would need another copy of the model.
+    """
+    header: dict[str, object] = {}
+    offset = 0
+    tensors = _tensors_of_file(layout, fragment)
+    for name, chunks in tensors.items():
+        dtype, elements = chunks[0].dtype, sum(chunk.numel() for chunk in chunks)
+        end = offset + elements * dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": [elements],
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin on a multiple of eight bytes
+    total = hashlib.sha256()
+    with open(path, "xb") as file:
+        for piece in _pieces(text, tensors.values()):
+            total.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell(), total.hexdigest()
+
+
+def _pieces(text: bytes, tensors: Iterable[Sequence[Tensor]]) -> Iterable[bytes | memoryview]:
+    yield struct.pack("<Q", len(text))
+    yield text
+    for chunks in tensors:
+        yield from (as_bytes(chunk) for chunk in chunks if chunk.numel())
+
+
+def _tensors_of_file(
+    layout: FragmentLayout, fragment: FragmentTensors
+) -> dict[str, Sequence[Tensor]]:
+    """The segments of a fragment and the outer state of its parameters, each in one chunk or more."""
+    tensors: dict[str, Sequence[Tensor]] = {}
     for segment in Segment:
         chunks = [fragment.chunks[span.index] for span in layout.spans if span.segment is segment]
         if chunks:
@@ -180,8 +225,7 @@ def tensors_of_file(layout: FragmentLayout, fragment: FragmentTensors) -> dict[s
 def load_tensors(path: Path, layout: FragmentLayout, plain: Mapping[str, Any]) -> FragmentTensors:
     """Read the file of one fragment, each chunk into memory of its own; `plain` is its part of the JSON.
 
-    Raises:
-        ValueError, KeyError, SafetensorError: it does not hold what the layout says.
+    Raises ValueError, KeyError or SafetensorError where it does not hold what the layout says.
     """
     with safe_open(path, framework="pt") as file:
         segments = {s: file.get_tensor(s.value) for s in Segment if layout.lengths[s]}

@@ -23,10 +23,8 @@ TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 class FolderLock:
     """Holds a folder from the start on, or from the first moment at which it can be written.
 
-    The lock ends with the process, however it ends.
-
-    Raises:
-        UsageError: another broker has the folder, or its lock belongs to another user.
+    The lock ends with the process, however it ends. Raises UsageError where another broker has the
+    folder, or the lock belongs to another user.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -26,8 +26,7 @@ from diloco_protocol.state_dict import assemble
 def load_model(path: Path) -> dict[str, Tensor]:
     """A state dict from a .safetensors file, a .pt state dict, or a Hugging Face folder.
 
-    Raises:
-        UsageError: when there is no such file, or it holds no state dict of tensors without NaN.
+    Raises UsageError where there is none, or it has NaN.
     """
     if not path.exists():
         raise UsageError(f"--model {path} does not exist.")
@@ -94,11 +93,7 @@ def model_of(found: Checkpoint) -> dict[str, Tensor]:
 
 
 def write_model(model: Mapping[str, Tensor], path: Path) -> int:
-    """Write a safetensors file, whole or not at all. Returns its size in bytes.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
+    """Write a safetensors file, whole or not at all. Returns its size in bytes; raises UsageError."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         save_file(dict(model), aside)

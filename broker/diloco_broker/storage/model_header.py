@@ -47,9 +47,7 @@ def read_header(path: Path, frozen: Sequence[str] = ()) -> tuple[Manifest, bool]
         The manifest, and whether the tensors stand in the model's order. Safetensors files do not keep
         it; then embeddings are put first, and layers by their numbers before what is left.
 
-    Raises:
-        UsageError: there is no such file, it cannot be read, it cannot be trained, or a pattern in
-            `frozen` matches nothing.
+    Raises UsageError where it cannot be read or trained, or a pattern in `frozen` matches nothing.
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist.")

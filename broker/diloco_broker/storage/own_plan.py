@@ -31,8 +31,7 @@ def read_split(path: Path) -> OwnSplit:
 def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
     """How a model is split where not by a pattern, as by the function given to `Broker`; else None.
 
-    Raises:
-        UsageError: options that contradict each other, or a file that is no split.
+    Raises UsageError for options that contradict each other, or a file that is no split.
     """
     pieces = config.num_fragments
     if choose is not None:
@@ -56,11 +55,8 @@ def make_split(config: BrokerConfig, choose: Choose | None) -> Split | None:
 def check_same(config: BrokerConfig, split: Split | None, found: Checkpoint, path: Path) -> None:
     """Refuse another split of the model than a checkpoint's: chunks of a run are numbered by it.
 
-    Where both are of one pattern, the checkpoint's split is kept, whatever a later release makes of that
-    pattern.
-
-    Raises:
-        UsageError: naming parameters that would change their fragment.
+    Where both are of one pattern, the checkpoint's split is kept, whatever a later release makes of
+    that pattern. Else UsageError names the parameters that would change their fragment.
     """
     record, before = found.record, found.config.get("fragment_pattern")
     if split is None and before == config.fragment_pattern:

@@ -27,8 +27,7 @@ def newest_checkpoint(
 ) -> Checkpoint | None:
     """The checkpoint that the configuration says to go on from; None to begin a new run.
 
-    Raises:
-        UsageError: a checkpoint that was asked for by its path cannot be used, or none fits.
+    Raises UsageError where one that was asked for by its path cannot be used, or none fits.
     """
     if config.resume == "none":
         return None
@@ -127,11 +126,8 @@ def load_into(store: TensorStore, found: Checkpoint, layout: ModelLayout) -> Res
 
 
 def put_back(store: TensorStore, fragment: int, found: Checkpoint) -> None:
-    """Put one fragment back to what a checkpoint has.
-
-    Raises:
-        UsageError: the outer optimizer cannot continue from the checkpoint's state.
-    """
+    """Put one fragment back to what a checkpoint has; raises UsageError where its optimizer cannot go
+    on."""
     try:
         store.put_back(fragment, found.tensors[fragment])
     except (KeyError, ValueError) as error:

@@ -107,9 +107,7 @@ class Parameters:
         """Store a chunk of the first version: from a donation, or the model file (payload None).
 
         Returns the chunk in wire form, or None when it is not finite there (NaN, if it is frozen).
-
-        Raises:
-            UsageError: when a factory of outer optimizers fails, once its fragment is complete.
+        Raises UsageError where a factory of outer optimizers fails, once its fragment is complete.
         """
         span = self._layouts[fragment].spans[index]
         if payload is None:
@@ -188,11 +186,7 @@ class Parameters:
         return FragmentTensors(chunks, outer, whole.fragment.state_dict() if whole else None)
 
     def put_back(self, fragment: int, kept: FragmentTensors) -> None:
-        """Put back what `fragment_tensors` gave; the tensors must not change any more.
-
-        Raises:
-            UsageError: when a factory of outer optimizers fails.
-        """
+        """Put back what `fragment_tensors` gave; the tensors must not change any more."""
         self._masters[fragment][:] = kept.chunks
         for index in range(len(kept.chunks)):
             found = {name: tensors[index] for name, tensors in kept.outer.items()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diloco_broker.storage import checkpoint, safetensors_writer
+from diloco_broker.storage import checkpoint, checkpoint_format
 from diloco_broker.storage.checkpoint import Damaged
 from kit.checkpoints import a_checkpoint, assert_equal
 
@@ -125,7 +125,7 @@ def test_save_that_fails_half_way_leaves_what_was_there(
 
         return attempt
 
-    monkeypatch.setattr(safetensors_writer, "write", failing(safetensors_writer.write))
+    monkeypatch.setattr(checkpoint_format, "save_tensors", failing(checkpoint_format.save_tensors))
     monkeypatch.setattr(checkpoint, "_write_manifest", failing(checkpoint._write_manifest))
     with pytest.raises(OSError, match="No space left"):
         checkpoint.save(tmp_path, a_checkpoint(5, seed=1), keep=1)

@@ -53,8 +53,7 @@ def _shown(value: Any) -> str:
 def changes(state: RunState, arguments: Mapping[str, Any]) -> list[Change]:
     """What would change, compared with what is wanted already.
 
-    Raises:
-        UsageError: a setting that cannot be changed, or not to that; then none is.
+    Raises UsageError for a setting that cannot be changed, or not to that; then none is.
     """
     unknown = sorted(arguments.keys() - SETTINGS.keys())
     if unknown or not arguments:

@@ -28,12 +28,10 @@ def average_speed(speed: float | None, reported: float | None) -> float | None:
 
 
 def sync_every(speeds: Mapping[str, float], worker_id: str, base: int, least: int) -> int:
-    """H of one worker.
+    """H of one worker, which gets `base` until its speed is known.
 
-    Args:
-        speeds: steps per second of the workers here, by id; one whose speed is not known gets `base`.
-        base: H of the fastest worker (`--sync-every`).
-        least: H_min: guards against the collapse of H on a fast network.
+    `speeds` are steps per second of the workers here, by id; `base` is the H of the fastest
+    (`--sync-every`); `least` is H_min, which guards against the collapse of H on a fast network.
     """
     speed = speeds.get(worker_id)
     if speed is None:

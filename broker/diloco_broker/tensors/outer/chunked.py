@@ -66,9 +66,8 @@ def without_buffer(state: State) -> State:
 class ChunkOuter(Protocol):
     """An outer optimizer that works on one chunk at a time.
 
-    Attributes:
-        size: N, the gradients in a buffer; 1 where there is none.
-        remembers: how many tensors of the size of a chunk its state is.
+    `size` is N, the gradients in a buffer (1 where there is none); `remembers` is how many tensors of
+    the size of a chunk its state is.
     """
 
     remembers: ClassVar[int]
@@ -238,10 +237,9 @@ class Buffered:
 
 @dataclass(frozen=True)
 class DelayedNesterovByGroup:
-    """`DelayedNesterov` of one chunk whose elements differ in learning rate and momentum.
+    """`DelayedNesterov` of a chunk whose elements differ in learning rate and momentum.
 
-    Attributes:
-        rates: covers the chunk, in order.
+    `rates` cover the chunk, in order.
     """
 
     remembers: ClassVar[int] = 2

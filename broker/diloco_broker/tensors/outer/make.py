@@ -54,13 +54,8 @@ def share_of(config: BrokerConfig) -> float:
 def make_outer(config: BrokerConfig, factory: OuterOptimizerFactory | None = None) -> Outer:
     """The outer optimizer that the configuration asks for.
 
-    Args:
-        config: `outer` and what belongs to it.
-        factory: makes a torch optimizer for each fragment. With no `outer` each gradient goes through
-            it; with "fedbuff" and "dn" see `TorchOuter`.
-
-    Raises:
-        UsageError: for options that contradict each other.
+    `factory` makes a torch optimizer for each fragment. With no `outer` each gradient goes through it;
+    with "fedbuff" and "dn" see `TorchOuter`. Raises UsageError for options that contradict each other.
     """
     return OUTERS[config.outer_name](config) if factory is None else _by_factory(config, factory)
 

@@ -24,9 +24,7 @@ WANTED = "it must return a torch.optim.Optimizer over all parameters that it is 
 class FragmentParameters(list[Parameter]):
     """What a factory is given: a fragment's parameters, fp32, in the manifest's order and shapes.
 
-    Attributes:
-        fragment: number of the fragment, from 0.
-        named: the same parameters by name, in the same order.
+    `fragment` is its number, from 0; `named` has the same parameters by name, in the same order.
     """
 
     def __init__(self, fragment: int, named: dict[str, Parameter]) -> None:
@@ -59,10 +57,8 @@ class TorchFragment:
     """A fragment's parameters in tensors of their own, and the torch optimizer over them.
 
     Chunks of parameters are named by their number in the fragment, which has some. All chunks of
-    `masters` are placed; they are copied. `reads` are settings that each group has to have.
-
-    Raises:
-        UsageError: when the factory fails, or returns what cannot be used.
+    `masters` are placed; they are copied. `reads` are settings that each group has to have. Raises
+    UsageError where the factory fails, or returns what cannot be used.
     """
 
     def __init__(

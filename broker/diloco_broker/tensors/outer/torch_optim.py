@@ -51,9 +51,6 @@ class WholeTensors:
 
     A step puts new tensors in the place of those in `masters`, the fragment's chunks, and in `states`,
     the buffers' sums. `fits` says whether a chunk's new value can be sent.
-
-    Raises:
-        UsageError: when the factory fails, or returns what cannot be used.
     """
 
     def __init__(

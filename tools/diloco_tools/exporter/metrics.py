@@ -15,14 +15,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2s
-from operator import attrgetter
 from typing import Any
 
 from prometheus_client.core import Metric
 
 from diloco_protocol.errors import Code
 from diloco_protocol.feed import Snapshot, Totals
-from diloco_tools.exporter.catalogue import LABELS, TABLES
+from diloco_tools.exporter.catalogue import LABELS, TABLES, Value
 from diloco_tools.feed.listener import Reading
 
 STATES = ("training", "waiting", "paused", "stopping")
@@ -32,12 +31,6 @@ OTHER = "other"  # for words of a newer broker: they cannot add label values
 MOST_FRAGMENTS = 256  # that have series of their own
 LONGEST_VALUE = 64  # characters
 HELD_S = 600.0  # a place is kept for a worker that is gone before another one gets it
-# Records of a snapshot that have a table of their own.
-PARTS = (
-    *("liveness", "asynchronous", "loop", "counts", "totals", "outer"),
-    *("reducer", "model", "checkpoint", "last_round"),
-)
-
 Records = Mapping[tuple[str, ...], Any]  # by label values
 
 
@@ -114,15 +107,24 @@ def _metrics(records: Mapping[str, Records]) -> list[Metric]:
     for table, rows in TABLES.items():
         for name, (attribute, text) in rows.items():
             metric = _named(f"diloco_{name}", text)
-            value_of = attrgetter(attribute) if isinstance(attribute, str) else attribute
             for labels, record in records.get(table, {}).items():
-                value = value_of(record)
+                value = _value(record, attribute)
                 if value is None or (metric.type == "counter" and not 0 <= value < math.inf):
                     continue
                 named = dict(zip(LABELS.get(table, ()), labels, strict=True))
                 metric.add_sample(f"diloco_{name}", named, float(value))
             found.append(metric)
     return found
+
+
+def _value(record: Any, attribute: str | Value) -> float | None:
+    """None also where a record on the way to the attribute is None."""
+    if not isinstance(attribute, str):
+        return attribute(record)
+    for name in attribute.split("."):
+        record = None if record is None else getattr(record, name)
+    value: float | None = record
+    return value
 
 
 def _named(name: str, text: str) -> Metric:
@@ -145,21 +147,17 @@ def _of_run(snapshot: Snapshot) -> dict[str, Records]:
         snapshot.reducer.aggregate,
         snapshot.reducer.weight_by,
     )
-    has_rounds = snapshot.mode != "async"
     # Before the first round the feed has a round 0 in which nobody is expected.
-    is_open = snapshot.round is not None and bool(snapshot.round.number or snapshot.round.expected)
-    alone = {name: getattr(snapshot, name) for name in PARTS} | {
-        "snapshot": snapshot,
-        "round": snapshot.round if has_rounds and is_open else None,
-        "timed_round": snapshot.last_round if has_rounds else None,
-    }
+    round_ = snapshot.round if snapshot.mode != "async" else None
+    is_open = round_ is not None and bool(round_.number or round_.expected)
     return {
-        **{name: {(): record} for name, record in alone.items() if record is not None},
         "broker": {(label_value(snapshot.version),): 1},
         "run": {tuple(map(label_value, about)): 1},
         "settings": {tuple(map(label_value, words)): 1},
         "states": _by_word(STATES, {snapshot.state: 1}),
+        "snapshot": {(): snapshot},
         "refused": _by_word(REASONS, _refused(snapshot.totals)),
+        "round": {(): round_} if is_open else {},
         "fragments": {(str(f.fragment),): f for f in snapshot.fragments[:MOST_FRAGMENTS]},
     }
 

@@ -137,19 +137,17 @@ def connect(proxy: DrillProxy) -> socket.socket:
 
 
 def receive(end: socket.socket, count: int) -> bytes:
-    """So many bytes, or fewer if the connection ends."""
+    """This many bytes, or fewer if the connection ends."""
     data = b""
-    while len(data) < count and (piece := end.recv(count - len(data))):
-        data += piece
+    with contextlib.suppress(ConnectionError):
+        while len(data) < count and (piece := end.recv(count - len(data))):
+            data += piece
     return data
 
 
 def ends(end: socket.socket) -> bool:
     """Whether the connection is over; waits for it."""
-    try:
-        return end.recv(1) == b""
-    except ConnectionError:
-        return True
+    return receive(end, 1) == b""
 
 
 def says(end: socket.socket, data: bytes) -> bool:
@@ -191,10 +189,10 @@ def test_proxy_outlives_what_is_behind_it() -> None:
         with socket.create_server(target) as server, connect(proxy) as again:
             server.settimeout(WITHIN_S)
             behind, _ = server.accept()
+            behind.settimeout(WITHIN_S)
             with behind:
                 again.sendall(b"z")
-                behind.settimeout(WITHIN_S)
-                assert behind.recv(1) == b"z"
+                assert receive(behind, 1) == b"z"
 
 
 # The disk.

@@ -97,42 +97,41 @@ def told_of(**keys: Any) -> dict[str, Any]:
     return status(workers=[worker("a", **one)], liveness={"heartbeat_timeout_s": 120.0})
 
 
-def estimate(after_s: float = 0.0, **keys: Any) -> int | None:
+def estimate(after_s: float = 0.0, timeout: float = 120.0, **keys: Any) -> int | None:
     model = FeedModel()
-    model.update(parse_snapshot(frame(told_of(**keys))), 100.0)
+    news = told_of(**keys) | {"liveness": {"heartbeat_timeout_s": timeout}}
+    model.update(parse_snapshot(frame(news)), 100.0)
     snapshot = model.at(100.0 + after_s)
     assert snapshot is not None
     return inner_step_now(snapshot, snapshot.workers[0], model.freshness(100.0 + after_s))
 
 
-def test_steps_are_the_report_and_what_the_pace_makes_since() -> None:
-    assert estimate() == 262
-    assert estimate(after_s=2.1) == 272, "time goes on between two snapshots"
-    assert estimate(steps_per_s=0.01) is None, "no step since: the report is as good"
-
-
-def test_estimate_never_passes_the_boundary() -> None:
-    assert estimate(steps_per_s=1000.0) == 500
-    assert estimate(inner_step=499, steps_per_s=1e308, inner_age_s=40.0) == 500
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, 262),
+        ({"after_s": 2.1}, 272),  # time goes on between two snapshots
+        ({"steps_per_s": 0.01}, None),  # no step since: the report is as good
+        ({"steps_per_s": 1000.0}, 500),  # never past the boundary
+        ({"inner_step": 499, "steps_per_s": 1e308, "inner_age_s": 40.0}, 500),
+    ],
+    ids=str,
+)
+def test_steps_are_the_report_and_what_the_pace_makes_since(
+    keys: dict[str, Any], expected: int | None
+) -> None:
+    assert estimate(**keys) == expected
 
 
 @pytest.mark.parametrize(
     "keys",
     [
-        {"state": "waiting"},
-        {"state": "pushing"},
-        {"health": "lost"},
-        {"health": "stalled"},
-        {"health": "slow"},
-        {"steps_per_s": None},
-        {"inner_age_s": None},
-        {"inner_age_s": -5.0},
-        {"inner_age_s": 46.0},
+        *({"state": state} for state in ("waiting", "pushing")),
+        *({"health": health} for health in ("lost", "stalled", "slow")),
+        *({"steps_per_s": pace} for pace in (None, float("inf"), float("nan"), -1.0)),
+        *({"inner_age_s": age} for age in (None, -5.0, 46.0)),
         {"beat_age_s": 46.0},
         {"sync_every": 0},
-        {"steps_per_s": float("inf")},
-        {"steps_per_s": float("nan")},
-        {"steps_per_s": -1.0},
     ],
     ids=str,
 )
@@ -149,11 +148,7 @@ def test_nothing_is_estimated_from_a_stale_feed() -> None:
 def test_silence_beyond_the_usual_interval_ends_the_estimate(timeout: float, silent: float) -> None:
     """Heartbeats come every 30 s, or every third of what the broker tolerates."""
     for age, is_known in ((silent - 1, True), (silent + 1, False)):
-        news = told_of(inner_age_s=age, steps_per_s=1.0)
-        snapshot = parse_snapshot(frame(news | {"liveness": {"heartbeat_timeout_s": timeout}}))
-        model = FeedModel()
-        model.update(snapshot, 0.0)
-        made = inner_step_now(snapshot, snapshot.workers[0], model.freshness(0.0))
+        made = estimate(timeout=timeout, inner_age_s=age, steps_per_s=1.0)
         assert (made is not None) == is_known
 
 

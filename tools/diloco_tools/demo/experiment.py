@@ -21,8 +21,8 @@ from diloco_tools.demo.display import Display
 from diloco_tools.demo.model import GPTConfig, build_model, validation_loss
 from diloco_tools.demo.results import Record, summary
 from diloco_tools.demo.settings import Settings
-from diloco_tools.processes import Child, Children, JsonLines, wait_for_line
-from diloco_worker import DiLoCoClient, GlobalParameters
+from diloco_tools.processes import Children, JsonLines, wait_for_line
+from diloco_worker import DiLoCoClient
 
 EVALUATIONS = 12  # points of each curve, about
 BROKER_START = 120.0  # seconds: a cold disk reads torch slowly
@@ -193,7 +193,12 @@ def train_diloco(
             training = any(worker.is_busy for worker in workers)
             finished = min(worker.step for worker in workers) // settings.sync_every
             if due and (finished >= due[0] or not training):
-                now = pull(observer, broker)
+                try:
+                    now = observer.pull()
+                except DilocoError as error:
+                    if broker.running:
+                        raise
+                    raise broker.failure() from error  # it says so and shows its log
                 pulled.append((now.version.counter, now.tensors))
                 due = [number for number in due if number > now.version.counter]
             time.sleep(TURN)
@@ -203,13 +208,3 @@ def train_diloco(
         raise broker.failure(f"finished round {pulled[-1][0]} instead of {settings.rounds}")
     broker.end()
     return workers, pulled
-
-
-def pull(observer: DiLoCoClient, broker: Child) -> GlobalParameters:
-    """The newest global parameters; if the broker has died, the error says so and shows its log."""
-    try:
-        return observer.pull()
-    except DilocoError as error:
-        if broker.running:
-            raise
-        raise broker.failure() from error

@@ -143,21 +143,6 @@ class Worker:
         fits = all(tensor.bfloat16().isfinite().all() for tensor in delta.values())
         return delta if fits else None
 
-    def push(self, delta: Mapping[str, Tensor]) -> bool:
-        """False if the broker refuses it, as it may where a run diverges."""
-        try:
-            self.client.push(delta)
-        except Refused:
-            return False
-        return True
-
-    def pull(self) -> tuple[GlobalParameters, bool]:
-        """The version with the push, or the newest where the push was refused after all: False."""
-        try:
-            return self.client.pull(), True
-        except Refused:
-            return self.client.pull(), False
-
 
 def turns(plan: Plan, *, synchronous: bool) -> Iterator[tuple[float, tuple[int, ...]]]:
     """Virtual seconds, and who has made H steps then and pushes before anybody pulls; without end.
@@ -222,12 +207,18 @@ def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
                 pushes += len(pushing)
                 for worker, delta in zip(pushing, deltas, strict=True):
                     assert delta is not None
-                    refused += not worker.push(delta)
+                    try:
+                        worker.client.push(delta)
+                    except Refused:  # as it may be where a run diverges
+                        refused += 1
                 for worker in pushing:
-                    base, (newest, is_in) = worker.base, worker.pull()
-                    refused += not is_in
-                    # The versions between the base and the one that contains the push.
-                    staleness.append(newest.version.counter - base.version.counter - 1)
+                    try:
+                        newest = worker.client.pull()  # the version that contains the push
+                    except Refused:  # after all
+                        refused += 1
+                        newest = worker.client.pull()
+                    # The versions between the base and that one.
+                    staleness.append(newest.version.counter - worker.base.version.counter - 1)
                     worker.start_from(newest, total)
                 if total % (plan.sync_every * len(workers)):
                     continue  # this round's steps have not all been made

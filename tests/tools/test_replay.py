@@ -40,8 +40,8 @@ def _is_finite(line: Any) -> bool:
 def past(folder: Path, *lines: Any) -> Sequence[Moment]:
     history = read_history(write(folder / "history.jsonl", *lines))
     assert history.skipped == 0
-    assert len(history.moments) == len(lines)
-    return history.moments
+    assert len(history) == len(lines)
+    return history
 
 
 def names(snapshot: Snapshot) -> list[str]:
@@ -213,14 +213,14 @@ class TestFiles:
         self, tmp_path: Path
     ) -> None:
         older = write(tmp_path / "history.1.jsonl", start(0.0), closed(5.0, 0, "a"))
-        assert len(read_history(tmp_path).moments) == 2, "a folder will do"
+        assert len(read_history(tmp_path)) == 2, "a folder will do"
         path = write(tmp_path / "history.jsonl", closed(9.0, 1, "a"))
-        moments = read_history(path).moments
+        moments = read_history(path)
         assert [moment.at for moment in moments] == [0.0, 5.0, 9.0]
         assert moments[2].snapshot.mode == "sync"
         older.unlink()
         os.link(path, older)
-        assert len(read_history(path).moments) == 1
+        assert len(read_history(path)) == 1
 
     @pytest.mark.parametrize(
         "damaged",
@@ -256,8 +256,8 @@ class TestFiles:
         )
         history = read_history(path)
         assert history.skipped == 1
-        assert [moment.at for moment in history.moments] == [0.0, 5.0, 6.0]
-        assert history.moments[-1].snapshot.last_round is not None
+        assert [moment.at for moment in history] == [0.0, 5.0, 6.0]
+        assert history[-1].snapshot.last_round is not None
 
     def test_a_cut_last_line_empty_ones_and_those_of_a_newer_broker_cost_nothing_else(
         self, tmp_path: Path
@@ -267,7 +267,7 @@ class TestFiles:
         path = write(tmp_path / "history.jsonl", *lines)
         path.write_bytes(path.read_bytes() + b'{"kind": "round", "at": 9')
         history = read_history(path)
-        assert (len(history.moments), history.skipped) == (2, 1)
+        assert (len(history), history.skipped) == (2, 1)
 
     def test_a_clock_that_was_set_back_makes_no_age_negative(self, tmp_path: Path) -> None:
         seen = past(tmp_path, start(100.0), closed(50.0, 0, "a"), event(20.0, "x"))[-1].snapshot
@@ -300,8 +300,8 @@ class TestFiles:
         else:
             line[key] = value
         history = read_history(write(tmp_path / "history.jsonl", start(0.0), line))
-        assert len(history.moments) + history.skipped == 2
-        seen = history.moments[-1].snapshot
+        assert len(history) + history.skipped == 2
+        seen = history[-1].snapshot
         again = feed.parse_snapshot(feed.TOPIC + json.dumps(seen.raw, allow_nan=False).encode())
         assert replace(again, raw={}) == replace(seen, raw={}) or not _is_finite(line)
 

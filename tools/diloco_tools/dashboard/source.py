@@ -92,13 +92,13 @@ class ReplaySource:
             FeedError: the file is missing, or no history.
         """
         history = read_history(path)
-        if not history.moments:
+        if not history:
             raise FeedError(f"{path} has no line of a run; give the history.jsonl of a save folder")
         return ReplaySource(history)
 
     def outline(self) -> str:
         """JSON: how many moments there are, when they were, and the plots of the whole run."""
-        moments = self.history.moments
+        moments = self.history
         first = moments[0].at
         series = RunSeries(points=REPLAY_POINTS + 1)
         stride = -(-len(moments) // REPLAY_POINTS)
@@ -116,9 +116,9 @@ class ReplaySource:
 
     def moment(self, index: int) -> str | None:
         """JSON of one moment as `FeedSource.state` has it, without series; None beyond the ends."""
-        if not 0 <= index < len(self.history.moments):
+        if not 0 <= index < len(self.history):
             return None
-        moment = self.history.moments[index]
+        moment = self.history[index]
         head = json.dumps({"index": index, "at": moment.at, "verdict": "healthy", "reasons": []})
         return f'{head[:-1]},"picture":{picture(moment.snapshot, RunSeries(points=1))}}}'
 

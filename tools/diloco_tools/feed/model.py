@@ -18,6 +18,9 @@ from diloco_protocol.feed import Checkpoint, Event, Rejection, Round, Snapshot, 
 LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
 STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news
 
+HEARTBEAT_S = 30.0  # between two heartbeats, unless the broker tolerates less than three of these
+SLACK = 1.5  # intervals after which a worker is silent
+
 
 class Freshness(Enum):
     LIVE = "LIVE"
@@ -160,3 +163,24 @@ def _ending(snapshot: Snapshot) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
+
+
+def inner_step_now(snapshot: Snapshot, worker: Worker, fresh: Freshness) -> int | None:
+    """Steps since the last boundary by now, at most H, by the worker's own pace: an estimate.
+
+    A worker tells how far it is every 30 s, and a display that showed no more would stand still in
+    between; the pace that it tells costs no further message. None where the report is all there is:
+    the worker does not train, is not well, has told no pace or no step since the broker last concluded
+    one, or is silent beyond its usual interval; or the feed is STALE.
+    """
+    age_s, pace = worker.inner_age_s, worker.steps_per_s
+    tolerated = snapshot.liveness.heartbeat_timeout_s
+    usual_silence_s = SLACK * (min(HEARTBEAT_S, tolerated / 3) if tolerated else HEARTBEAT_S)
+    if fresh is Freshness.STALE or worker.health != "ok" or worker.state != "training":
+        return None
+    if age_s is None or age_s < 0 or not 0 <= max(age_s, worker.beat_age_s) <= usual_silence_s:
+        return None
+    if pace is None or not (math.isfinite(pace) and pace > 0):
+        return None
+    steps = min(worker.inner_step + pace * age_s, worker.sync_every)
+    return int(steps) if int(steps) > worker.inner_step else None

@@ -36,46 +36,11 @@ class Moment:
     snapshot: Snapshot
 
 
-@dataclass(frozen=True)
-class History:
-    """The moments of a run in the order in which they were written.
+class History(Sequence[Moment]):
+    """The moments of a run in the order in which they were written, each made when somebody looks."""
 
-    `skipped` counts damaged lines.
-    """
-
-    moments: Sequence[Moment]
-    skipped: int = 0
-
-
-def read_history(path: Path) -> History:
-    """Read `path`, a history or the folder that has one, after the older file beside it.
-
-    Raises:
-        FeedError: the file is missing, cannot be read, or has no line of a history.
-    """
-    lines: list[Line] = []
-    skipped = 0
-    try:
-        if path.is_dir():
-            path = path / "history.jsonl"
-        for text in texts_of(path):
-            try:
-                line = line_of(text, lines[-1] if lines else None)
-            except feed.MalformedFeedError:
-                skipped += 1
-            else:
-                lines += [line] if line is not None else []
-    except OSError as error:
-        raise feed.FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
-    if not lines:
-        raise feed.FeedError(f"{path} has no history of a run ({skipped} damaged lines): {GIVE}")
-    return History(_Moments(lines), skipped)
-
-
-class _Moments(Sequence[Moment]):
-    """The lines of a history, each made a moment when somebody looks at it."""
-
-    def __init__(self, lines: Sequence[Line]) -> None:
+    def __init__(self, lines: Sequence[Line], skipped: int) -> None:
+        self.skipped = skipped  # damaged lines
         self._lines = lines
         self._rounds = [line for line in lines if line.kind == "round"]
         self._events = [line for line in lines if line.kind in ("event", "stop")]
@@ -154,3 +119,28 @@ class _Moments(Sequence[Moment]):
             "fragments": tuple(fragments[number] for number in sorted(fragments)),
             "workers": tuple(workers[name] for name in sorted(workers)),
         }
+
+
+def read_history(path: Path) -> History:
+    """Read `path`, a history or the folder that has one, after the older file beside it.
+
+    Raises:
+        FeedError: the file is missing, cannot be read, or has no line of a history.
+    """
+    lines: list[Line] = []
+    skipped = 0
+    try:
+        if path.is_dir():
+            path = path / "history.jsonl"
+        for text in texts_of(path):
+            try:
+                line = line_of(text, lines[-1] if lines else None)
+            except feed.MalformedFeedError:
+                skipped += 1
+            else:
+                lines += [line] if line is not None else []
+    except OSError as error:
+        raise feed.FeedError(f"{path} cannot be read ({error.strerror or error}): {GIVE}") from None
+    if not lines:
+        raise feed.FeedError(f"{path} has no history of a run ({skipped} damaged lines): {GIVE}")
+    return History(lines, skipped)

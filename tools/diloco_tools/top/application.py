@@ -272,21 +272,21 @@ class Top(App[None]):
 
     def _where(self) -> str | None:
         """The control address if this screen may steer the run; else why not is said."""
-        if self._player is not None:
-            self.say("This is a history: there is nothing to steer.", QUIET)
-            return None
-        if self._readonly:
-            self.say("diloco-top was started with --readonly: it changes nothing.", QUIET)
-            return None
-        if self._asking:
-            self.say(f"Still waiting for the answer to {self._asking}.", QUIET)
-            return None
-        if self._control is not None:
-            return self._control
-        if self.model.snapshot is None or not self.model.snapshot.control:
-            self.say("The feed has not named the control address yet: give --control ADDR.", UNEASY)
-            return None
-        return control_address(self.model.snapshot.control, self._address)
+        known = self.model.snapshot.control if self.model.snapshot is not None else ""
+        for holds, why_not, style in (
+            (self._player, "This is a history: there is nothing to steer.", QUIET),
+            (self._readonly, "diloco-top was started with --readonly: it changes nothing.", QUIET),
+            (self._asking, f"Still waiting for the answer to {self._asking}.", QUIET),
+            (
+                not (self._control or known),
+                "The feed has not named the control address yet: give --control ADDR.",
+                UNEASY,
+            ),
+        ):
+            if holds:
+                self.say(why_not, style)
+                return None
+        return self._control or control_address(known, self._address)
 
     def _request(self, action: str, **arguments: object) -> None:
         """Send a request in a thread: the screen goes on, and the answer comes as a message."""

@@ -15,9 +15,8 @@ import typer
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
 from diloco_protocol.feed import FeedError
-from diloco_tools.feed.estimate import inner_step_now
 from diloco_tools.feed.listener import FeedSubscriber
-from diloco_tools.feed.model import FeedModel, Freshness
+from diloco_tools.feed.model import FeedModel, Freshness, inner_step_now
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.series import RunSeries
 from diloco_tools.terminal import console, fail
@@ -112,7 +111,7 @@ def top(
             _full_screen(name, history, glyphs=glyphs, control=control, readonly=readonly)
             return
         if history is not None:
-            moments = history.moments if follow else history.moments[-1:]
+            moments = history if follow else history[-1:]
             shown = ((FeedModel(each.snapshot, each.at), each.at) for each in moments)
         else:
             shown = _of_feed(address, timeout, follow, tells_of_silence=not as_json)
@@ -203,7 +202,7 @@ def _full_screen(
         control=control,
         readonly=readonly,
         glyphs=glyphs,
-        player=None if history is None else Player(history.moments, time.monotonic),
+        player=None if history is None else Player(history, time.monotonic),
         colour="NO_COLOR" not in os.environ,
     )
     if history is not None and history.skipped:

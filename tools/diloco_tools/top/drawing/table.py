@@ -11,14 +11,14 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from diloco_protocol.feed import Snapshot, Worker
-from diloco_tools.feed.estimate import MARK, inner_step_now
-from diloco_tools.feed.model import Freshness
+from diloco_tools.feed.model import Freshness, inner_step_now
 from diloco_tools.feed.series import Rate, RunSeries
 from diloco_tools.top.drawing import notation
 from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs, byte_size, duration, scaled
 from diloco_tools.top.drawing.sheet import Sheet
 
 SPARK = 10  # columns of a worker's speed over time
+MARK = "~"  # before a number that nobody has told
 Shown = tuple[str, str]  # text and style
 Cell = str | Shown | None  # None: it is not known
 

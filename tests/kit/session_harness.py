@@ -24,6 +24,7 @@ from diloco_protocol.messages import (
     Welcome,
 )
 from diloco_worker.core.connection import LONGEST_BACKOFF_S
+from diloco_worker.core.downloads import Held
 from diloco_worker.core.effects import Effect, Open, Send, SendChunk
 from diloco_worker.core.events import Connected, Disconnected, Event, Received, Start, Tick
 from diloco_worker.core.session import Session
@@ -115,7 +116,7 @@ class Desk:
         return self.hears(*arrive, Released(fragment, what, ledger or Ledger()))
 
     def holds(self, what: VersionId, ledger: Ledger | None = None, fragment: int = 0) -> None:
-        self.session.downloads.hold(fragment, what, ledger or Ledger())
+        self.session.downloads.of(fragment).held = Held(what, ledger or Ledger())
         self.session.run = what.run
 
     def breaks(self) -> Desk:

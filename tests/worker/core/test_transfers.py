@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 
 import pytest
 
@@ -234,11 +235,12 @@ def test_command_that_cannot_be_meant_raises_and_changes_nothing(ready: Desk, ev
     before = (
         ready.session.phase,
         dict(ready.session.uploads.by_id),
-        dict(ready.session.downloads.held),
+        deepcopy(ready.session.downloads.by_fragment),
     )
     with pytest.raises(ValueError, match=r"fragment|only|once"):
         ready.session.handle(event, ready.now)
-    after = (ready.session.phase, ready.session.uploads.by_id, ready.session.downloads.held)
+    downloads = ready.session.downloads.by_fragment
+    after = (ready.session.phase, ready.session.uploads.by_id, downloads)
     assert after == before
 
 

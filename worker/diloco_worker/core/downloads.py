@@ -20,12 +20,22 @@ DOWNLOAD_WINDOW = 16
 CREDIT_BATCH = 4
 
 
+@dataclass(frozen=True)
+class Held:
+    """A version that is here whole, with its ledger."""
+
+    version: VersionId
+    ledger: Ledger
+    is_left_behind: bool = False  # the run has gone on without it: it is offered to no broker
+
+
 @dataclass
 class Download:
-    """The version of one fragment that is being assembled."""
+    """The version of one fragment that is being assembled, and the one that is held."""
 
     fragment: int
     size: int  # chunks of the fragment
+    held: Held | None = None  # the newest that is here whole, merged or not
     wanted: bool = False  # a `pull` is outstanding, or will be after the next welcome
     takes_any: bool = False  # deliver the next whole version even if it lacks the push in flight
     after: int = -1  # counter above which a version is asked for
@@ -59,15 +69,52 @@ class Download:
             held=self.arrived.to_bytes() if resume else None,
         )
 
-    def expects_unchanged(self, version: VersionId) -> None:
-        """Ask in a way that costs no chunk if `version`, which is held, is still the newest.
+    def resume(self, theirs: VersionId | None, *, in_flight: bool) -> bool:
+        """After a welcome that told the broker's version: whether one is to be asked for."""
+        held = self.held
+        if in_flight or held is None:
+            self.wanted = True
+        elif theirs is not None and theirs != held.version:
+            # A broker that is behind may be about to ask us for what we hold: keep it.
+            self.wanted |= theirs.counter >= held.version.counter
+        self.theirs = -1 if theirs is None else theirs.counter
+        if not self.wanted:
+            return False
+        if in_flight:
+            # Back, but older: what counts the push comes after the broker's own version.
+            self.after = min(self.after, self.theirs)
+        elif not self.takes_any:
+            self.after = -1
+        return True
+
+    def want_next(self) -> None:
+        """A push begins: a version newer than the newest seen is wanted, by the broker's counting."""
+        newest = self.seen or (self.held.version if self.held else None)
+        self.after = newest.counter if newest else -1
+        if self.theirs is not None:
+            self.after = min(self.after, self.theirs)
+        self.wanted = True
+
+    def want_newest(self, after: int | None) -> None:
+        """The newest version is wanted, whatever it contains, or the next above `after`."""
+        self.takes_any = True
+        if after is None:
+            self.want_current()
+        else:
+            self.after = after
+            self.wanted = True
+
+    def want_current(self) -> None:
+        """The newest version is wanted, at once; it costs no chunk where it is the one held.
 
         A broker that went back has an older one, which is then the newest there is.
         """
-        self.version = version
-        self.arrived = Bitmap.full(self.size)
-        self.released = None
-        self.after = -1
+        if self.held is not None and not (self.wanted and self.arrived):
+            self.version = self.held.version
+            self.arrived = Bitmap.full(self.size)
+            self.released = None
+        self.after = -1  # else what has arrived of a newer version stays
+        self.wanted = True
 
     def begins(self, version: VersionId) -> bool:
         """True when a chunk of this version is the first one: another version is forgotten.
@@ -97,17 +144,6 @@ class Download:
         return released
 
 
-@dataclass(frozen=True)
-class Held:
-    """A version that is here whole, with its ledger."""
-
-    version: VersionId
-    ledger: Ledger
-    is_left_behind: bool = (
-        False  # the run has gone on without it: it must not be offered to any broker
-    )
-
-
 class Downloads:
     """See the head of this module."""
 
@@ -115,7 +151,6 @@ class Downloads:
         self._connection = connection
         # The frozen one included; empty before the layout is known.
         self.by_fragment: dict[int, Download] = {}
-        self.held: dict[int, Held] = {}  # the newest that is here whole, merged or not
         self._observer = observer
         self._pull_at: dict[int, float] = {}
         self._owed = 0  # credits not yet given back
@@ -135,16 +170,14 @@ class Downloads:
     @property
     def has_all(self) -> bool:
         """Whether every fragment has been here whole; true before it is known which there are."""
-        return all(
-            not each.size or each.fragment in self.held for each in self.by_fragment.values()
-        )
+        return all(not each.size or each.held for each in self.by_fragment.values())
 
     @property
     def versions(self) -> tuple[VersionId | None, ...]:
         """What is held of each fragment, for joining; empty unless all of them have been here."""
-        if not (self.held and self.has_all):
+        held = [each.held for each in self.by_fragment.values()]
+        if not (any(held) and self.has_all):
             return ()
-        held = (self.held.get(fragment) for fragment in self.by_fragment)
         return tuple(each.version if each and not each.is_left_behind else None for each in held)
 
     @property
@@ -154,19 +187,17 @@ class Downloads:
 
     def is_part_of_another_run(self, run: str | None) -> bool:
         """Whether only a part of the fragments has been here, and that was of another run."""
-        return not self.has_all and any(held.version.run != run for held in self.held.values())
-
-    def hold(self, fragment: int, version: VersionId, ledger: Ledger) -> None:
-        self.of(fragment)
-        self.held[fragment] = Held(version, ledger)
+        held = (each.held for each in self.by_fragment.values())
+        return not self.has_all and any(each and each.version.run != run for each in held)
 
     def left_behind(self, fragment: int, theirs: VersionId | None) -> Iterator[effects.Effect]:
         """The run goes on from this version: one that is not behind it is of rounds that are lost."""
-        held = self.held.get(fragment)
+        download = self.by_fragment[fragment]
+        held = download.held
         if held is None or theirs is None or held.version == theirs:
             return
         if held.version.counter >= theirs.counter and not held.is_left_behind:
-            self.held[fragment] = replace(held, is_left_behind=True)
+            download.held = replace(held, is_left_behind=True)
             has_fragments = len(self.by_fragment) > 2  # one of them is the frozen one
             which = f" of fragment {fragment}" if has_fragments else ""
             yield effects.Say(
@@ -194,52 +225,6 @@ class Downloads:
         session = self._connection.live_token
         return effects.Send(self.by_fragment[fragment].pull(session, credit))
 
-    def resume(self, fragment: int, theirs: VersionId | None, *, in_flight: bool) -> bool:
-        """After a welcome that told the broker's version: whether one is to be asked for."""
-        download, held = self.by_fragment[fragment], self.held.get(fragment)
-        if in_flight or held is None:
-            download.wanted = True
-        elif theirs is not None and theirs != held.version:
-            # A broker that is behind may be about to ask us for what we hold: keep it.
-            download.wanted |= theirs.counter >= held.version.counter
-        download.theirs = -1 if theirs is None else theirs.counter
-        if not download.wanted:
-            return False
-        if in_flight:
-            # Back, but older: what counts the push comes after the broker's own version.
-            download.after = min(download.after, download.theirs)
-        elif not download.takes_any:
-            download.after = -1
-        return True
-
-    def want_next(self, fragment: int) -> None:
-        """A push begins: a version newer than the newest seen is wanted, by the broker's counting."""
-        download, held = self.by_fragment[fragment], self.held.get(fragment)
-        newest = download.seen or (held.version if held else None)
-        download.after = newest.counter if newest else -1
-        if download.theirs is not None:
-            download.after = min(download.after, download.theirs)
-        download.wanted = True
-
-    def want_newest(self, fragment: int, after: int | None) -> None:
-        """The newest version is wanted, whatever it contains, or the next above `after`."""
-        download = self.by_fragment[fragment]
-        download.takes_any = True
-        if after is None:
-            self.want_current(fragment)
-        else:
-            download.after = after
-            download.wanted = True
-
-    def want_current(self, fragment: int) -> None:
-        """The newest version is wanted, at once; it costs nothing where it is the one held."""
-        download, held = self.by_fragment[fragment], self.held.get(fragment)
-        if held is not None and not (download.wanted and download.arrived):
-            download.expects_unchanged(held.version)
-        else:
-            download.after = -1  # what has arrived of a newer version stays
-        download.wanted = True
-
     def chunk(self, chunk: messages.Chunk) -> Iterator[effects.Effect]:
         """A chunk has come: its credit goes back, and it is stored if it is waited for."""
         self._at_broker -= 1
@@ -266,7 +251,7 @@ class Downloads:
         if download is None or not download.wanted:
             return
         download.released = released
-        held = self.held.get(released.fragment)
+        held = download.held
         if held is not None and held.version == released.version:
             # Its chunks are here already; the broker sends none, and none of another version.
             download.version = released.version

@@ -57,13 +57,13 @@ class PreviousLife:
         never change.
         """
         fragment = part.fragment
-        held = downloads.held.get(fragment)
+        download = downloads.by_fragment[fragment]
+        held = download.held
         if held is None or fragment not in self._uncompared:
             return
         is_frozen = fragment == len(downloads.by_fragment) - 1
         if is_frozen or (theirs is not None and theirs.counter < held.version.counter):
             self._uncompared.discard(fragment)
-            download = downloads.by_fragment[fragment]
             download.wanted = download.takes_any = False
             released = Released(fragment, held.version, held.ledger)
             yield effects.Deliver(released, None, unchanged=True)

@@ -27,7 +27,7 @@ from diloco_worker.core import effects, events
 from diloco_worker.core.compatibility import Terms, changed, check_welcome, gives_way
 from diloco_worker.core.connection import RETRY_S, Connection, Phase
 from diloco_worker.core.control_requests import ControlRequests
-from diloco_worker.core.downloads import Downloads
+from diloco_worker.core.downloads import Downloads, Held
 from diloco_worker.core.effects import Effect
 from diloco_worker.core.previous_life import FORGOTTEN, PreviousLife
 from diloco_worker.core.uploads import Uploads
@@ -104,8 +104,7 @@ class Session:
             case events.Offer(push):
                 yield from self._offer(push)
             case events.RequestVersion(fragment, after):
-                self.downloads.of(fragment)
-                self.downloads.want_newest(fragment, after)
+                self.downloads.of(fragment).want_newest(after)
                 yield from self._pull(fragment)
             case events.Observe(terms):
                 self._set_terms(terms)
@@ -232,7 +231,8 @@ class Session:
             yield from self.connection.is_refused(Code.CONFIG_DIFFERS, str(error), now)
             return
         if self.downloads.is_part_of_another_run(welcome.run):
-            self.downloads.held.clear()
+            for download in self.downloads.by_fragment.values():
+                download.held = None
             yield effects.DropParts()
         self._set_terms(terms)
         again = self.connection.token is not None
@@ -253,18 +253,18 @@ class Session:
         brokers = dict(enumerate(welcome.versions))
         for part in layout.all:
             fragment = part.fragment
-            theirs = brokers.get(fragment)
+            download, theirs = self.downloads.by_fragment[fragment], brokers.get(fragment)
             yield from self.previous_life.keep(self.downloads, part, theirs)
             if welcome.run is not None:
                 yield from self.downloads.left_behind(fragment, theirs)
             # Frozen parameters never change, so they come once.
-            here = part is layout.frozen and fragment in self.downloads.held
+            here = part is layout.frozen and download.held is not None
             if not part.chunks or here:
                 continue
             in_flight = self.uploads.gradient(fragment) is not None
-            if self.downloads.resume(fragment, theirs, in_flight=in_flight):
+            if download.resume(theirs, in_flight=in_flight):
                 if in_flight and self.previous_life.is_unverified(fragment):
-                    self.downloads.want_current(fragment)
+                    download.want_current()
                 yield self.downloads.pull(fragment)
 
     def _set_terms(self, terms: Terms) -> None:
@@ -324,10 +324,11 @@ class Session:
     def _resume(self, event: events.Resume) -> None:
         self._set_terms(event.terms)
         for fragment, held in event.held.items():
-            self.downloads.hold(fragment, held.version, held.ledger)
+            download = self.downloads.of(fragment)
+            download.held = held
             self.run = held.version.run
             if fragment != event.terms.layout.frozen.fragment:
-                self.downloads.want_newest(fragment, None)
+                download.want_newest(None)
         self.previous_life = PreviousLife(event.held)
 
     def _forget(self, why: str) -> Iterator[Effect]:
@@ -341,7 +342,7 @@ class Session:
     # Up.
 
     def _offer(self, push: messages.Push) -> Iterator[Effect]:
-        self.downloads.of(push.fragment)
+        download = self.downloads.of(push.fragment)
         if push.push_id in self.uploads:
             raise ValueError(
                 f"push {push.push_id:#x} has been offered already; a push is offered once"
@@ -350,9 +351,9 @@ class Session:
             raise ValueError("only a worker that takes part pushes, and only pseudo-gradients")
         yield from self.uploads.begin(push)
         if self.previous_life.holds_back(push):
-            self.downloads.want_current(push.fragment)
+            download.want_current()
         else:
-            self.downloads.want_next(push.fragment)
+            download.want_next()
             yield from self.uploads.offer(push.push_id)
         yield from self._pull(push.fragment)
 
@@ -369,7 +370,7 @@ class Session:
                 f"The broker asks for fragment {fragment}, which is empty.", trouble=True
             )
             return
-        held = self.downloads.held.get(fragment)
+        held = self.downloads.by_fragment[fragment].held
         yield from self.uploads.donate(fragment, sizes[fragment], held, self._draw)
 
     # Down.
@@ -387,12 +388,12 @@ class Session:
         in_flight = self.uploads.gradient(fragment) is not None
         counted = self.uploads.counted(self.worker_id, fragment, released.ledger)
         if takes_any or not in_flight or counted is not None:
-            held = self.downloads.held.get(fragment)
+            held = download.held
             unchanged = held is not None and held.version == released.version
             superseding = self.previous_life.delivers(fragment)
             yield effects.Deliver(released, counted, unchanged, superseding)
             if not unchanged:
-                self.downloads.hold(fragment, released.version, released.ledger)
+                download.held = Held(released.version, released.ledger)
                 self.run = released.version.run
         if counted is not None:
             self.previous_life.is_verified(fragment)

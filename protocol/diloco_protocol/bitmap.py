@@ -41,9 +41,6 @@ class Bitmap:
     def discard(self, index: int) -> None:
         self._bits &= ~(1 << index)
 
-    def copy(self) -> Bitmap:
-        return Bitmap(self.size, self._bits)
-
     def missing(self) -> Iterator[int]:
         """The chunk numbers not in the set, in ascending order."""
         return (index for index in range(self.size) if not self._bits >> index & 1)
@@ -61,14 +58,8 @@ class Bitmap:
     def __len__(self) -> int:
         return self._bits.bit_count()
 
-    def __bool__(self) -> bool:
-        return self._bits != 0
-
     def __or__(self, other: Bitmap) -> Bitmap:
         return Bitmap(self.size, self._bits | other._bits)
-
-    def __sub__(self, other: Bitmap) -> Bitmap:
-        return Bitmap(self.size, self._bits & ~other._bits)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Bitmap) and (self.size, self._bits) == (other.size, other._bits)

@@ -46,10 +46,7 @@ class UsageError(DilocoError):
 
 
 class ProtocolError(DilocoError):
-    """The peer sent something that breaks the protocol.
-
-    `code` is for programs, `str(error)` is the sentence that is sent back to the peer.
-    """
+    """The peer sent something that breaks the protocol; the sentence is sent back to it."""
 
     def __init__(self, code: Code, sentence: str) -> None:
         # Sentences quote what the peer sent, which may be megabytes of it.

@@ -110,13 +110,11 @@ class Reducer:
 
 @dataclass(frozen=True)
 class Liveness:
-    """Seconds after which a worker counts as dead for its silence, as stalled without a step (0: never
-    either), and as gone after its connection broke. None: a broker that does not say.
-    """
+    """When a worker counts as gone; None: a broker that does not say."""
 
-    heartbeat_timeout_s: float | None = None
-    stall_timeout_s: float | None = None
-    disconnect_grace_s: float | None = None
+    heartbeat_timeout_s: float | None = None  # dead for its silence; 0: never
+    stall_timeout_s: float | None = None  # stalled without a step; 0: never
+    disconnect_grace_s: float | None = None  # after its connection broke
 
 
 @dataclass(frozen=True)
@@ -133,17 +131,14 @@ class Asynchronous:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The newest version of one fragment: counter and random tag (hex).
-
-    `buffered` of the gradients to its next momentum step are in.
-    """
+    """The newest version of one fragment."""
 
     fragment: int
-    version: int = 0
-    tag: str = ""
+    version: int = 0  # its counter
+    tag: str = ""  # random, in hexadecimal digits
     gradients: int = 0
     contributions: int = 0
-    buffered: int = 0
+    buffered: int = 0  # gradients to its next momentum step that are in
 
 
 @dataclass  # not frozen: that takes twice as long, and the broker fills one for each worker
@@ -193,34 +188,28 @@ class Totals:
 
 @dataclass(frozen=True)
 class LastRound:
-    """The round that closed last: wall seconds, workers and weight averaged, norm of the mean.
-
-    It made `version` of its fragment. `staleness` is that of its oldest push, in versions.
-    """
+    """The round that closed last."""
 
     number: int
     fragment: int = 0
-    version: int = 0
-    seconds: float = 0.0
-    averaged: int = 0
-    weight: float = 0.0
+    version: int = 0  # that it made of this fragment
+    seconds: float = 0.0  # by the clock on the wall
+    averaged: int = 0  # workers
+    weight: float = 0.0  # of them all
     loss: float | None = None
-    delta_norm: float | None = None
-    staleness: int = 0
+    delta_norm: float | None = None  # of the mean
+    staleness: int = 0  # of its oldest push, in versions
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where checkpoints go, the coming round of the newest, its age, and what is wrong if anything.
-
-    `durable`: each version is saved before anybody is told of it.
-    """
+    """Where checkpoints go, and how old the newest is."""
 
     folder: str = ""
-    round: int | None = None
+    round: int | None = None  # the coming one, of the newest
     age_s: float | None = None
-    error: str | None = None
-    durable: bool = False
+    error: str | None = None  # what is wrong, if anything
+    durable: bool = False  # each version is saved before anybody is told of it
 
 
 @dataclass(frozen=True)
@@ -254,23 +243,18 @@ class Loop:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything the broker says about itself at one moment.
-
-    `sequence` counts the snapshots of one `epoch` (one life of the broker). `waiting_for` completes
-    "the run waits". `raw` is the JSON object as it came, with keys that are unknown here, and null
-    for numbers that are not finite.
-    """
+    """Everything the broker says about itself at one moment."""
 
     feed: int
-    sequence: int
-    epoch: str
+    sequence: int  # counts the snapshots of one epoch
+    epoch: str  # one life of the broker
     run: str | None = None
     version: str = ""
     control: str = ""
     uptime_s: float = 0.0
     mode: str = ""
     state: str = ""
-    waiting_for: str | None = None
+    waiting_for: str | None = None  # completes "the run waits"
     ended: bool = False  # rounds were made, and all workers have left as done
     paused_for_s: float | None = None
     round: Round | None = None
@@ -301,6 +285,7 @@ class Snapshot:
     last_round: LastRound | None = None
     events: tuple[Event, ...] = ()
     loop: Loop = Loop()
+    # The JSON object as it came, with unknown keys, and null for numbers that are not finite.
     raw: Mapping[str, object] = field(
         default_factory=dict, repr=False, compare=False, metadata=NOT_SENT
     )
@@ -308,8 +293,6 @@ class Snapshot:
 
 def parse_snapshot(frame: bytes) -> Snapshot:
     """Read one frame of the feed, topic included.
-
-    An absent key, or null, takes its default; unknown keys are kept in `Snapshot.raw` only.
 
     Raises:
         FeedVersionError: a snapshot of another feed version.

@@ -116,11 +116,7 @@ class Leave(Message):
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """A sign of life. Carries the step count, so that a hung training loop is seen.
-
-    `merge_delay`: steps from a fragment's slot to the merge of its reply, of the last merge.
-    `warning`: what people should know of this worker, a sentence, as long as it holds.
-    """
+    """A sign of life. Carries the step count, so that a hung training loop is seen."""
 
     session: bytes
     step: int
@@ -129,16 +125,13 @@ class Heartbeat(Message):
     steps_per_s: float | None = None
     loss: float | None = None
     tokens: int = 0
-    merge_delay: int | None = None
-    warning: str | None = None
+    merge_delay: int | None = None  # steps from slot to merge, of the last merge
+    warning: str | None = None  # what people should know of this worker, as long as it holds
 
 
 @dataclass(frozen=True)
 class Push(Message):
-    """Offer a pseudo-gradient (or, as a donation, whole parameters); a `grant` answers.
-
-    `buffers` tells how its float buffers travel: `BUFFERS`.
-    """
+    """Offer a pseudo-gradient (or, as a donation, whole parameters); a `grant` answers."""
 
     session: bytes
     push_id: int
@@ -154,7 +147,7 @@ class Push(Message):
     norm: float | None = None
     purpose: Purpose = Purpose.GRADIENT
     ledger: Ledger | None = None
-    buffers: str = "differences"
+    buffers: str = "differences"  # how its float buffers travel: `BUFFERS`
 
 
 @dataclass(frozen=True)
@@ -179,18 +172,14 @@ class Commit(Message):
 
 @dataclass(frozen=True)
 class Pull(Message):
-    """Ask for the newest version of a fragment whose counter is above `after`.
-
-    `held_version` and `held` (bitmap) resume a download that broke off. `credit` is the number of
-    chunks the reader can take now. Open to readers that have not joined (session None).
-    """
+    """Ask for the newest version of a fragment whose counter is above `after`."""
 
     fragment: int
     after: int = -1
-    session: bytes | None = None
-    credit: int = 0
-    held_version: VersionId | None = None
-    held: bytes | None = None
+    session: bytes | None = None  # None: a reader that has not joined
+    credit: int = 0  # chunks that it can take now
+    held_version: VersionId | None = None  # goes on with a download that broke off
+    held: bytes | None = None  # bitmap of its chunks
 
 
 @dataclass(frozen=True)
@@ -220,10 +209,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Grant(Message):
-    """Answer to a push: what is held of it already and how many chunks may be sent now.
-
-    `round` is the one that the push will be part of; None where there are no common rounds.
-    """
+    """Answer to a push: what is held of it already and how many chunks may be sent now."""
 
     push_id: int
     fragment: int
@@ -231,7 +217,7 @@ class Grant(Message):
     held: bytes | None = None
     credit: int = 0
     text: str = ""
-    round: int | None = None
+    round: int | None = None  # that it will be part of; None where there are no common rounds
 
 
 @dataclass(frozen=True)
@@ -246,17 +232,16 @@ class Ack(Message):
 
 @dataclass(frozen=True)
 class Released(Message):
-    """A version is whole: its chunks may be used once all of them are here.
-
-    `staleness` is that of the reader's last push in it: versions between its base and this one.
-    """
+    """A version is whole: its chunks may be used once all of them are here."""
 
     fragment: int
     version: VersionId
     ledger: Ledger
     round: int = 0
     averaged: int = 0
-    staleness: int | None = None
+    staleness: int | None = (
+        None  # of the reader's last push in it: versions between its base and here
+    )
 
 
 @dataclass(frozen=True)

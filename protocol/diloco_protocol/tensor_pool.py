@@ -33,10 +33,8 @@ def mapped(elements: int, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """A mapping, or half of a longer piece."""
-
     memory: memoryview
-    whole: _Piece | None = None
+    whole: _Piece | None = None  # a longer piece that it is half of; None for a whole mapping
 
     def halves(self) -> tuple[_Piece, _Piece]:
         middle = self.memory.nbytes // 2

@@ -1,8 +1,4 @@
-"""Asking a broker to do something.
-
-The command line, the terminal and the page all steer a broker by the same few requests. They need
-neither the broker's packages nor the worker's for that, so it is here.
-"""
+"""Asking a broker to do something, as the command line, the terminal and the page do."""
 
 from __future__ import annotations
 

@@ -7,19 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from diloco_broker.config import BrokerConfig
-from diloco_broker.core import events
-from diloco_broker.core.effects import (
-    AggregateAndStep,
-    AtOnce,
-    Fold,
-    ForgetBuffer,
-    Inspect,
-    Revert,
-    SetOuterOptimizer,
-    Step,
-    StoreInitial,
-    TensorWork,
-)
+from diloco_broker.core import effects, events
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.model_source import Resumption
 from diloco_broker.shell.work_queue import WorkQueue
@@ -63,17 +51,17 @@ class TensorExecutor:
     def is_ready(self, layout: ModelLayout | None) -> bool:
         """Can the next piece of work be done at once? The first parameters may wait for memory."""
         work = next(iter(self._queue), None)
-        if isinstance(work, StoreInitial):
+        if isinstance(work, effects.StoreInitial):
             return self.of(layout).has_room(work.fragment, work.index)
         return work is not None
 
-    def add(self, work: TensorWork | AtOnce) -> None:
+    def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
         match work:
-            case SetOuterOptimizer(config, own):
+            case effects.SetOuterOptimizer(config, own):
                 self._tune(config, own)
-            case Revert(fragment):
+            case effects.Revert(fragment):
                 self._revert(fragment)
-            case ForgetBuffer(fragment):
+            case effects.ForgetBuffer(fragment):
                 assert self._parameters is not None
                 self._parameters.forget_buffer(fragment)
             case _:
@@ -81,7 +69,9 @@ class TensorExecutor:
 
     def _tune(self, config: BrokerConfig, own: Mapping[str, float]) -> None:
         """Go on with other settings of the outer optimizer; it keeps what it remembers."""
-        assert not any(isinstance(work, Step | AggregateAndStep) for work in self._queue)
+        assert not any(
+            isinstance(work, effects.Step | effects.AggregateAndStep) for work in self._queue
+        )
         self._config = config
         if not isinstance(self._outer, TorchOuter):
             self._outer = make_outer(config)
@@ -116,19 +106,19 @@ class TensorExecutor:
         """The next piece of work; of whole-tensor steps only the last chunk has results: all."""
         work, tensors = self._queue.take(), self.of(layout)
         match work:
-            case Fold(fragment, index, _, _, weight, dtype, payload):
+            case effects.Fold(fragment, index, _, _, weight, dtype, payload):
                 is_in = tensors.fold(fragment, index, payload, weight, dtype)
                 return [events.WorkDone(work) if is_in else events.WorkRefused(work)]
-            case Inspect(fragment, index, _, _, dtype, payload):
+            case effects.Inspect(fragment, index, _, _, dtype, payload):
                 squares = tensors.inspect(fragment, index, payload, dtype)
                 return [
                     events.WorkRefused(work) if squares is None else events.WorkDone(work, squares)
                 ]
-            case Step(fragment, index, weight, count):
+            case effects.Step(fragment, index, weight, count):
                 return [*tensors.step(fragment, index, weight, count)]
-            case AggregateAndStep(fragment, index, groups, count):
+            case effects.AggregateAndStep(fragment, index, groups, count):
                 return [*tensors.merge(fragment, index, groups, count)]
-            case StoreInitial(fragment, index, payload):
+            case effects.StoreInitial(fragment, index, payload):
                 wire = tensors.place(fragment, index, payload)
                 return [
                     events.InitialRefused(work)

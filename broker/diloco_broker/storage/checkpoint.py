@@ -113,7 +113,7 @@ def _retire(folder: Path, run: str, keep: int) -> None:
     left = keep
     for path in found(folder):
         try:
-            of_run = run_of(path)
+            of_run = str(read_manifest(path).get("run"))
         except Damaged:
             continue
         if of_run != run:
@@ -129,11 +129,6 @@ def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.rename(gone)
         shutil.rmtree(gone)
-
-
-def run_of(path: Path) -> str:
-    """The run that a checkpoint is of; raises Damaged."""
-    return str(read_manifest(path).get("run"))
 
 
 def life_of(path: Path) -> int:
@@ -200,7 +195,16 @@ def _as_damaged(path: Path) -> Iterator[None]:
 def check_files(path: Path, plain: Mapping[str, Any]) -> None:
     """Compare size and sum of each file with what a checkpoint's manifest says; raises Damaged."""
     for name, told in plain["files"].items():
-        _check_file(path / name, told)
+        total, size = hashlib.sha256(), 0
+        try:
+            with open(path / name, "rb") as file:
+                while piece := file.read(PIECE_BYTES):
+                    total.update(piece)
+                    size += len(piece)
+        except OSError as error:
+            raise _unreadable(path / name, error) from None
+        if (size, total.hexdigest()) != (told["bytes"], told["sha256"]):
+            raise Damaged(f"{path / name} is not what was written: its size or checksum differs.")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -274,16 +278,3 @@ def _newest_manifest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         with contextlib.suppress(Damaged):
             return path, read_manifest(path)
     return None
-
-
-def _check_file(path: Path, told: Mapping[str, Any]) -> None:
-    total, size = hashlib.sha256(), 0
-    try:
-        with open(path, "rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                total.update(piece)
-                size += len(piece)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    if (size, total.hexdigest()) != (told["bytes"], told["sha256"]):
-        raise Damaged(f"{path} is not what was written: its size or checksum differs.")

@@ -31,7 +31,7 @@ def load_model(path: Path) -> dict[str, Tensor]:
     if not path.exists():
         raise UsageError(f"--model {path} does not exist.")
     try:
-        tensors = _load_folder(path) if path.is_dir() else _load_file(path)
+        tensors = _load(path)
     except Exception as error:  # noqa: BLE001  a foreign file makes torch.load raise anything at all
         raise UsageError(
             f"--model {path} cannot be read: it must be a .safetensors file, a state dict of "
@@ -74,17 +74,13 @@ def describe(tensors: Mapping[str, Tensor] | None) -> InitialModel | None:
     return InitialModel(shapes, frozenset(infinite))
 
 
-def _load_file(path: Path) -> Any:
+def _load(path: Path) -> Any:
+    if path.is_dir():
+        files = safetensors_files(path)
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
     if path.suffix == ".safetensors":
         return load_file(path)
     return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _load_folder(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for file in safetensors_files(folder):
-        tensors.update(load_file(file))
-    return tensors
 
 
 def model_of(found: Checkpoint) -> dict[str, Tensor]:

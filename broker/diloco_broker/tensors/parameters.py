@@ -18,14 +18,7 @@ from diloco_broker.core.effects import WholePush
 from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
 from diloco_broker.tensors.blend import Blend
-from diloco_broker.tensors.outer.chunked import (
-    DELAYED,
-    ChunkOuter,
-    DelayedNesterovByGroup,
-    Nesterov,
-    State,
-    without_buffer,
-)
+from diloco_broker.tensors.outer import chunked
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_fragment import placed
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
@@ -91,7 +84,7 @@ class Parameters:
         spans = [span for part in layout.all for span in part.spans]
         self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0))
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
-        self._states: list[list[State]] = [[{} for _ in p.spans] for p in layout.all]
+        self._states: list[list[chunked.State]] = [[{} for _ in p.spans] for p in layout.all]
         self._wholes: dict[int, WholeTensors] = {}
         self._buffers.preallocate(preallocate)
 
@@ -198,7 +191,7 @@ class Parameters:
     def forget_buffer(self, fragment: int) -> None:
         """Throw away the gradients that the outer optimizer has collected of a fragment."""
         for index, state in enumerate(self._states[fragment]):
-            self._states[fragment][index] = without_buffer(state)
+            self._states[fragment][index] = chunked.without_buffer(state)
 
     def _advance(
         self, fragment: int, index: int, gradients: Iterable[Gradient | Blend | None], count: int
@@ -258,12 +251,12 @@ class Parameters:
         elif outer is None:
             largest = gradient.whole()
             updated = largest.clone() if self._is_round else torch.maximum(master, largest)
-        elif isinstance(outer, Nesterov):
+        elif isinstance(outer, chunked.Nesterov):
             pieces = gradient.pieces()
             updated, state = outer.step_by_pieces(master, pieces, state, new, reply.add)
         else:
             updated, state = outer.step(master, gradient.whole(), state, count, new)
-        total = state.get(DELAYED)
+        total = state.get(chunked.DELAYED)
         # An infinite momentum shows in the parameters at once; only the buffer has to be looked at.
         if total is not None and not is_finite(total):
             return None
@@ -280,21 +273,21 @@ class Parameters:
         the N gradients to come. A buffer that overflows even so is thrown away, and False returned.
         """
         state = self._states[fragment][span.index]
-        if DELAYED not in state or (count + 1) % self._outer.size:
+        if chunked.DELAYED not in state or (count + 1) % self._outer.size:
             return True
         nothing = Gradient.of(torch.zeros(span.elements))
         if self._apply(fragment, span, nothing, count) is not None:
             return True
-        self._states[fragment][span.index] = without_buffer(state)
+        self._states[fragment][span.index] = chunked.without_buffer(state)
         return False
 
-    def _outer_of(self, fragment: int, span: ChunkSpan) -> ChunkOuter:
+    def _outer_of(self, fragment: int, span: ChunkSpan) -> chunked.ChunkOuter:
         outer = self._outer
         if not isinstance(outer, TorchOuter):
             return outer
         # Only lr and momentum are the torch optimizer's; the step is made chunk by chunk.
         rates = self._wholes[fragment].fragment.rates(span.index)
-        return DelayedNesterovByGroup(rates, outer.size, outer.c)
+        return chunked.DelayedNesterovByGroup(rates, outer.size, outer.c)
 
     def _make_whole(self, fragment: int, index: int) -> None:
         """Give a fragment its torch optimizer once all its parameters are there."""

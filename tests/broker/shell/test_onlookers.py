@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_broker.core import feed
 from diloco_broker.core.feed import EventLog
 from diloco_broker.shell import loop, onlookers
 from diloco_broker.storage import history
@@ -54,10 +55,10 @@ def test_absurd_speeds_in_heartbeats_leave_a_broker_with_dynamic_local_updates_a
 @pytest.mark.parametrize(
     ("where", "name", "what"),
     [
-        (onlookers, "snapshot_and_line", "feed"),
-        (onlookers, "start_line", "feed"),
-        (onlookers, "round_line", "history of the round"),
-        (onlookers, "action_line", "log of actions"),
+        (feed, "snapshot_and_line", "feed"),
+        (feed, "start_line", "feed"),
+        (feed, "round_line", "history of the round"),
+        (feed, "action_line", "log of actions"),
         (EventLog, "add", "history of an event"),
         (AuditLog, "add", "audit"),
     ],

@@ -45,10 +45,6 @@ class Liveness:
     contested_at: float | None = None  # when another worker asked for its id
     is_stalled: bool = False  # it stands still, and the others do not wait for it
 
-    @classmethod
-    def since(cls, now: float) -> Liveness:
-        return cls(last_seen=now, probed_at=now, beat_at=now, moved_at=now)
-
     def hear(self, now: float) -> None:
         self.last_seen = now
         self.disconnected_at = None
@@ -226,7 +222,7 @@ class Membership:
             session,
             route,
             joined_at=now,
-            liveness=Liveness.since(now),
+            liveness=Liveness(now, now, now, now),
             sync_every=own_sync_every(join.wants),
             versions=join.versions,
             figures=Figures(printable(join.host, MAX_HOST_LENGTH), join.pid, join.extra),

@@ -14,6 +14,7 @@ from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.submissions import Submissions
 from diloco_broker.core.state.update import Barrier, Phase, Update
 from diloco_broker.core.state.versions import VersionStore
+from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.fragments import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
@@ -219,10 +220,10 @@ class RunState:
         self.versions.make(fragment, new, before + gradients)
         return before
 
-    def is_counted(self, member: Member, push: Push) -> bool:
-        """Does the current version contain all of this push?"""
+    def standing(self, member: Member, push: Push) -> Bitmap:
+        """The chunks of this push that the current version contains."""
         ledger = self.versions[push.fragment].ledger
-        return ledger.names_whole(member.worker_id, push.push_id)
+        return ledger.standing(member.worker_id, push.push_id, push.chunks)
 
     def weight_of(self, push: Push) -> float:
         by = {"equal": 1, "tokens": push.tokens, "samples": push.samples}

@@ -92,7 +92,7 @@ def _hand_out_slots(state: RunState) -> Effects:
                 member.uploads.begin(Upload(push))
                 key = (worker_id, push.push_id)
                 yield from grants.refuse(state, fragment, key, Code.STALE, text)
-            elif state.is_counted(member, push):
+            elif state.standing(member, push).is_full:
                 yield from grants.counted(member, push)
             else:
                 yield from _begin(state, member, push)

@@ -18,11 +18,8 @@ def begin(
     state: RunState, member: Member, push: Push, *, sharing: int, number: int | None = None
 ) -> Effects:
     """Give a new push its place in the pool of its fragment. Arguments are as in `grants.grant`."""
-    ledger = state.versions[push.fragment].ledger
-    before = ledger.standing(member.worker_id, push.push_id, push.chunks)
-    submission = Submission(
-        member.worker_id, push, before, state.weight_of(push), progress_at=state.now
-    )
+    before, weight = state.standing(member, push), state.weight_of(push)
+    submission = Submission(member.worker_id, push, before, weight, progress_at=state.now)
     state.submissions.pool(push.fragment)[submission.key] = submission
     member.begins(push, number)
     state.totals.pushes += 1
@@ -38,7 +35,7 @@ def comes_again(
         if known.is_chosen and number is not None and state.round is not None:
             number = state.round.number
         yield from grants.grant(member, known, sharing=sharing, number=number)
-    elif state.is_counted(member, push):
+    elif state.standing(member, push).is_full:
         abandon_others(state, member, push)
         yield from grants.counted(member, push)
     else:

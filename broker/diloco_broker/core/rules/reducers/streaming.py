@@ -37,19 +37,13 @@ def open_round(state: RunState, number: int) -> Effects:
     for member in state.members:
         push = member.take_deferred(fragment)
         if push is not None:
-            before = _standing(state, member, push)
+            before = state.standing(member, push)
             yield from _begin(state, round_, member, push, before)
-
-
-def _standing(state: RunState, member: Member, push: Push) -> Bitmap:
-    """Chunks of a push that earlier versions contain."""
-    ledger = state.versions[push.fragment].ledger
-    return ledger.standing(member.worker_id, push.push_id, push.chunks)
 
 
 def offer(state: RunState, member: Member, push: Push) -> Effects:
     """A worker offers a push: take it into the round, or tell it to wait for its own."""
-    round_, before = _round(state), _standing(state, member, push)
+    round_, before = _round(state), state.standing(member, push)
     known = round_.contributions.get((member.worker_id, push.push_id))
     if known is not None and known.ended in (Ended.VOIDED, Ended.ABANDONED):
         raise ProtocolError(

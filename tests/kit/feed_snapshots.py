@@ -110,13 +110,17 @@ LOST = status(
 class Publisher:
     """A broker's feed without a broker. Sends only once somebody has subscribed: no sleeps."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.XPUB)
         self._socket.linger = 0
         self._socket.setsockopt(zmq.XPUB_VERBOSE, 1)  # tells of each subscriber, not only the first
-        port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self.address = f"tcp://127.0.0.1:{port}"
+        self._socket.bind(address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def has_subscriber(self) -> bool:
+        return self._socket.poll(0) != 0
 
     def await_subscriber(self) -> None:
         while self._socket.poll(int(1000 * PATIENCE_S)):
@@ -127,6 +131,12 @@ class Publisher:
     def send(self, *payloads: bytes) -> None:
         for payload in payloads:
             self._socket.send(payload)
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self, deliver: bool = False) -> None:
         self._socket.close(linger=int(1000 * PATIENCE_S) if deliver else 0)

@@ -13,9 +13,8 @@ from kit.top_screen import ScreenPilot
 
 @pytest.fixture
 def publisher() -> Iterator[Publisher]:
-    made = Publisher()
-    yield made
-    made.close()
+    with Publisher() as made:
+        yield made
 
 
 @pytest.fixture

@@ -7,9 +7,12 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import IO
 
 import pytest
-import zmq
 
 from diloco_protocol.feed import FeedVersionError, Snapshot, parse_snapshot
 from diloco_tools.feed.listener import FeedSubscriber, Listener
@@ -18,77 +21,57 @@ from kit.top_screen import ScreenPilot
 from kit.top_text import top, top_of
 
 
-class Follower:
-    """diloco-top as a process of its own, whose output is a pipe."""
-
-    def __init__(self, *arguments: str) -> None:
-        clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "diloco_tools.top.cli", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            env=clean | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
-        )
+@contextmanager
+def following(*arguments: str) -> Iterator[IO[str]]:
+    """The output of diloco-top as a process of its own, for as long as the tests have patience."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    command = [sys.executable, "-m", "diloco_tools.top.cli", *arguments, "--follow"]
+    with subprocess.Popen(
+        [*command, "--timeout", str(PATIENCE_S)],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        encoding="utf-8",
+        env=clean | {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"},
+    ) as process:
         # A pipe that says nothing for ever must not hold the test up.
-        self.guard = threading.Timer(PATIENCE_S, self.process.kill)
-        self.guard.start()
-
-    def line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-    def until(self, wanted: str) -> str:
-        seen = ""
-        while wanted not in seen:
-            line = self.line()
-            assert line, f"the output ended: {seen}"
-            seen += line
-        return seen
-
-    def end(self) -> None:
-        self.guard.cancel()
-        self.process.kill()
-        self.process.communicate()
+        guard = threading.Timer(PATIENCE_S, process.kill)
+        guard.start()
+        try:
+            assert process.stdout is not None
+            yield process.stdout
+        finally:
+            guard.cancel()
+            process.kill()
 
 
 def test_json_follow_is_a_line_for_each_snapshot_and_again_after_a_restart(
     publisher: Publisher,
 ) -> None:
-    address = publisher.address
-    follower = Follower(address, "--json", "--follow", "--timeout", str(PATIENCE_S))
-    try:
+    with following(publisher.address, "--json") as lines:
         publisher.await_subscriber()
         publisher.send(frame(status(sequence=1)))
-        assert json.loads(follower.line())["sequence"] == 1
+        assert json.loads(next(lines))["sequence"] == 1
         publisher.send(frame(status(sequence=1)), frame(LOST | {"sequence": 2}))
-        second = json.loads(follower.line())
+        second = json.loads(next(lines))
         assert (second["sequence"], second["monitor"]["verdict"]) == (2, "degraded")
         publisher.close()
-        with zmq.Context() as context, context.socket(zmq.XPUB) as again:
-            again.linger = 0
-            again.bind(address)
-            assert again.poll(int(1000 * PATIENCE_S))
+        with Publisher(publisher.address) as again:
+            again.await_subscriber()
             again.send(frame(status(sequence=1, epoch="cd34")))
-            assert json.loads(follower.line())["epoch"] == "cd34"
-    finally:
-        follower.end()
+            assert json.loads(next(lines))["epoch"] == "cd34"
 
 
 def test_text_follow_is_a_screen_after_another_and_tells_of_silence(publisher: Publisher) -> None:
-    follower = Follower(publisher.address, "--once", "--follow", "--timeout", str(PATIENCE_S))
-    try:
+    def screen(lines: IO[str]) -> str:
+        return "".join(takewhile(lambda line: "round 20 closed" not in line, lines))
+
+    with following(publisher.address, "--once") as lines:
         publisher.await_subscriber()
         publisher.send(frame(status(sequence=1)))
-        assert "● LIVE" in follower.until("round 20 closed")
+        assert "● LIVE" in screen(lines)
         publisher.send(frame(LOST | {"sequence": 2}))
-        assert "◐ DEGRADED" in follower.until("round 20 closed")
-        late = follower.until("round 20 closed")
-        assert "◐ LATE" in late
-    finally:
-        follower.end()
+        assert "◐ DEGRADED" in screen(lines)
+        assert "◐ LATE" in screen(lines)
 
 
 def test_ascii_prints_no_other_sign(publisher: Publisher) -> None:
@@ -189,17 +172,15 @@ def test_full_screen_fills_again_when_the_broker_is_back(publisher: Publisher) -
     pilot = ScreenPilot(fill=False, address=address, feed=FeedSubscriber(address))
 
     async def script() -> None:
-        await pilot.until(lambda: publisher._socket.poll(0) != 0)
+        await pilot.until(lambda: publisher.has_subscriber)
         publisher.await_subscriber()
         publisher.send(frame(status()))
         await pilot.sees("run 3fa2c1d0", "● LIVE")
         publisher.close()
         await pilot.waits(30.0)
         assert "○ STALE 30s" in pilot.lines()[0]
-        with zmq.Context() as context, context.socket(zmq.XPUB) as again:
-            again.linger = 0
-            again.bind(address)
-            await pilot.until(lambda: again.poll(0) != 0)
+        with Publisher(address) as again:
+            await pilot.until(lambda: again.has_subscriber)
             again.send(frame(status(sequence=1, epoch="cd34", run="4444aaaa")))
             await pilot.sees("run 4444aaaa", "● LIVE", "1 restart")
 

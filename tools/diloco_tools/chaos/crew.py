@@ -98,12 +98,9 @@ class DrillProxy(TcpProxy):
 class Crew(Children):
     """Starts, kills, stops and cuts off. Everything has ended once its context is left.
 
-    Args:
-        folder: for logs, checkpoints, everything; empty.
-        disk: where checkpoints go, if that is not simply `folder / "disk"`.
-        texts: folder with the text of each worker, NAME.bin.
-        pause: seconds of sleep behind each inner step.
-        durable: checkpoints come before releases.
+    Everything is written to `folder`, which is empty, `disk` is where the checkpoints go, if that is not
+    simply `folder / "disk"`, and `texts` has NAME.bin for each worker. Each inner step is followed by a
+    `pause` in seconds.
     """
 
     def __init__(
@@ -187,7 +184,6 @@ class Crew(Children):
         return next(life for life in reversed(self.lives) if life.job.worker == worker)
 
     def kill_worker(self, worker: str) -> None:
-        """SIGKILL: it has no time for a last word."""
         life = self.life(worker)
         life.child.kill()
         life.ended_at, life.was_killed = time.monotonic(), True

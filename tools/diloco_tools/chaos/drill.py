@@ -163,18 +163,16 @@ def bring_to_an_end(watch: RunWatch, held_out: Windows) -> dict[str, Any]:
     hung = [name for name, code in exits.items() if code is None]
     if hung:
         raise Broken(f"{', '.join(hung)} did not end within {EXIT_WITHIN_S:g} s of leaving.")
-    results = {
-        life.job.name: json.loads(life.job.file(RESULT).read_text())
-        for life in staying
-        if life.job.pulls and life.job.file(RESULT).exists()
-    }
+    pulled = [life.job for life in staying if life.job.pulls and life.job.file(RESULT).exists()]
     began = time.monotonic()
     crew.broker.process.terminate()
     broker_exit = crew.broker.wait(BROKER_EXIT_WITHIN_S)
     return {
         "versions": named(final),
         "checksum": checksum(final),
-        "checksums": {name: result["checksum"] for name, result in results.items()},
+        "checksums": {
+            job.name: json.loads(job.file(RESULT).read_text())["checksum"] for job in pulled
+        },
         "loss": loss_of(final, held_out),
         "exits": exits,
         "broker_exit": broker_exit,

@@ -47,19 +47,16 @@ def a_text(tmp_path: Path, size: int) -> Path:
 # The text.
 
 
-def test_no_document_is_in_two_parts_and_none_is_lost() -> None:
+@pytest.mark.parametrize(("count", "sizes"), [(2, [95, 95]), (3, [64, 63, 63])])
+def test_a_twentieth_is_held_out_and_the_rest_is_in_shards_of_equal_size(
+    count: int, sizes: list[int]
+) -> None:
     given = documents(200)
-    held_out, shards = split_documents(given, 3)
-    parts = [held_out, *shards]
-    names = [document.name for part in parts for document in part]
-    assert sorted(names) == [document.name for document in given]
-
-
-def test_a_twentieth_is_held_out_whatever_the_shards_and_these_are_of_equal_size() -> None:
-    held_out, shards = split_documents(documents(200), 2)
-    assert len(held_out) == 10
-    assert [len(shard) for shard in shards] == [95, 95]
-    assert split_documents(documents(200), 4)[0] == held_out
+    held_out, shards = split_documents(given, count)
+    assert [len(shard) for shard in shards] == sizes
+    assert held_out == split_documents(given, 4)[0] and len(held_out) == 10
+    names = [document.name for part in (held_out, *shards) for document in part]
+    assert sorted(names) == [document.name for document in given], "none is lost or in two parts"
 
 
 def test_a_single_file_is_split_in_pieces_that_make_it_up_again() -> None:
@@ -241,37 +238,25 @@ def test_bad_options_give_one_sentence_and_exit_code_2(
     assert answer.stderr.count("\n") == 1
 
 
-def test_a_child_that_dies_is_named_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
-    script = "import sys; print('step 1'); sys.exit('the disk is full')"
-    with Children(tmp_path) as children:
-        child = children.start("worker-1", [sys.executable, "-c", script])
-        child.process.wait(20)
-        message = str(child.failure())
-    assert message.startswith("worker-1 died with exit code 1")
-    assert "step 1" in message
-    assert "the disk is full" in message
-
-
 def test_children_are_ended_when_something_goes_wrong(tmp_path: Path) -> None:
     forever = [sys.executable, "-c", "import time; print('ready now'); time.sleep(600)"]
-
-    def go_wrong(children: Children) -> None:
-        with children:
-            child = children.start("broker", forever)
-            assert wait_for_line(child, "ready", 20) == "now"
-            raise RuntimeError("anything")
-
-    children = Children(tmp_path)
-    with pytest.raises(RuntimeError, match="anything"):
-        go_wrong(children)
-    assert [child.running for child in children.all] == [False]
+    with (  # noqa: PT012  the children have to be there when it goes wrong
+        pytest.raises(RuntimeError, match="anything"),
+        Children(tmp_path) as children,
+    ):
+        child = children.start("broker", forever)
+        assert wait_for_line(child, "ready", 20) == "now"
+        raise RuntimeError("anything")
+    assert not child.running
 
 
-def test_a_child_that_ends_before_it_prints_its_address_has_failed(tmp_path: Path) -> None:
+def test_a_child_that_dies_is_named_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
+    script = "import sys; print('step 1'); sys.exit('port in use')"
     with Children(tmp_path) as children:
-        child = children.start("broker", [sys.executable, "-c", "print('port in use')"])
-        with pytest.raises(ChildFailed, match="port in use"):
+        child = children.start("broker", [sys.executable, "-c", script])
+        with pytest.raises(ChildFailed, match=r"^broker died with exit code 1") as failed:
             wait_for_line(child, "control", 20)
+    assert "step 1" in str(failed.value) and "port in use" in str(failed.value)
 
 
 def test_children_do_not_inherit_settings_of_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:

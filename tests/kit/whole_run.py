@@ -199,6 +199,24 @@ def check(
 
 
 @contextmanager
+def hooked(broker: Broker, workers: Sequence[Trainee]) -> Iterator[list[DiLoCoWorker]]:
+    """Hooks w0, w1, ... of what is trained, to be driven from one thread."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                DiLoCoWorker(
+                    each.model,
+                    each.optimizer,
+                    server=broker.address,
+                    worker_id=f"w{worker}",
+                    timeout=PATIENCE_S,
+                )
+            )
+            for worker, each in enumerate(workers)
+        ]
+
+
+@contextmanager
 def joined(broker: Broker, model: nn.Module, workers: int) -> Iterator[list[DiLoCoClient]]:
     """Clients w0, w1, ... that have joined with the same model, to be driven from one thread."""
     with ExitStack() as stack:

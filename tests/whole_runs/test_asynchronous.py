@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from diloco_broker import Broker
-from diloco_worker import DiLoCoClient, DiLoCoWorker
+from diloco_worker import DiLoCoClient
 from kit.reference import (
     Buffered,
     ByTorch,
@@ -41,6 +40,7 @@ from kit.whole_run import (
     an_mlp,
     assert_same,
     check,
+    hooked,
     joined,
     make_config,
     options_of,
@@ -92,14 +92,9 @@ def drive(
 ) -> list[int]:
     """Let a worker train, send a fragment and pull everything, again and again.
 
-    After each pull the global parameters, their versions and the staleness shown are compared.
-
-    Args:
-        order: (worker, fragment) of each push.
-        scale: from the staleness what a pseudo-gradient is multiplied with.
-
-    Returns:
-        The staleness of each push.
+    After each pull the global parameters, their versions and the staleness shown are compared. `order`
+    has (worker, fragment) of each push; `scale` gives from the staleness what a pseudo-gradient is
+    multiplied with. Returns the staleness of each push.
     """
     ours, twins = make_trainees(WORKERS), make_trainees(WORKERS)
     world = GlobalModel(twins[0].model, fragments, make_outer, share=1 / WORKERS)
@@ -165,12 +160,15 @@ NORMED = [
 ]
 
 
+def delayed(_: int) -> DelayedNesterov:
+    return DelayedNesterov(LR, MU, WORKERS)
+
+
 def test_fragments_have_a_buffer_and_a_staleness_each() -> None:
     """With `poly` a pseudo-gradient that is s versions old counts (1 + s)^-1/2."""
     weighted: dict[str, Any] = {"staleness_weight": "poly", **RATES}
     with Broker(make_config(mode="async", workers=WORKERS, num_fragments=2, **weighted)) as broker:
-        outer = lambda _: DelayedNesterov(LR, MU, WORKERS)  # noqa: E731
-        ages = drive(broker, alternating(2), NORMED, outer, normed, poly)
+        ages = drive(broker, alternating(2), NORMED, delayed, normed, poly)
     assert max(ages) >= 2
 
 
@@ -184,20 +182,11 @@ def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
     ours = trainees(WORKERS, adamw)
     histories: list[list[State]] = [[] for _ in ours]
     pushes: list[tuple[int, int, int]] = []
-    with Broker(config) as broker, ExitStack() as stack:
-        observer = stack.enter_context(DiLoCoClient(broker.address, timeout=PATIENCE_S))
-        hooks = [
-            stack.enter_context(
-                DiLoCoWorker(
-                    each.model,
-                    each.optimizer,
-                    server=broker.address,
-                    worker_id=f"w{worker}",
-                    timeout=PATIENCE_S,
-                )
-            )
-            for worker, each in enumerate(ours)
-        ]
+    with (
+        Broker(config) as broker,
+        DiLoCoClient(broker.address, timeout=PATIENCE_S) as observer,
+        hooked(broker, ours) as hooks,
+    ):
         versions = [0] * pieces
         for worker in order:
             ours[worker].step()
@@ -211,9 +200,7 @@ def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
         rounds = [hook.sync_metrics.rounds for hook in hooks]
     # The broker says which fragment each begins with.
     begins = [next(f for w, f, _ in pushes if w == worker) for worker in range(WORKERS)]
-    wanted, sent = asynchronous(
-        trainees(WORKERS, adamw), order, plan, lambda _: DelayedNesterov(LR, MU, WORKERS), begins
-    )
+    wanted, sent = asynchronous(trainees(WORKERS, adamw), order, plan, delayed, begins)
     assert pushes == sent
     assert rounds == [sum(w == worker for w, _, _ in sent) for worker in range(WORKERS)]
     assert max(staleness for _, _, staleness in sent) >= 3
@@ -223,14 +210,8 @@ def test_hooks_at_different_speeds_follow_the_formula_step_by_step() -> None:
 def test_one_asynchronous_worker_is_a_synchronous_one() -> None:
     """N = 1, so Delayed Nesterov is Nesterov; fragments, tau and alpha as in rounds."""
     plan = Plan(7, strided(3), delay=1, alpha=0.25)
-    check(
-        plan,
-        partial(an_mlp, make_optimizer=adamw),
-        workers=1,
-        steps=23,
-        exact=False,
-        config={"mode": "async"},
-    )
+    make = partial(an_mlp, make_optimizer=adamw)
+    check(plan, make, workers=1, steps=23, exact=False, config={"mode": "async"})
 
 
 Make = Callable[[int, dict[str, nn.Parameter]], Optimizer]  # from fragment and parameters

@@ -6,7 +6,8 @@ BatchNorm's variance is the reason: below zero it makes NaN of every evaluation.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -202,18 +203,23 @@ def entries() -> list[Header]:
     return [trained, {**trained, "name": "variance", "kind": "buffer"}]
 
 
-def test_buffers_of_a_push_are_values_whatever_its_base() -> None:
-    """As when a worker was stopped past its heartbeat timeout and comes back with an old delta."""
+@contextmanager
+def joined_raw(**options: Any) -> Iterator[tuple[RawWorker, Header]]:
+    """A worker that holds the first version of four weights and four variances, and its welcome."""
     with (
-        Broker(
-            make_config(workers=1, chunk_elements=4, outer_lr=1.0, outer_momentum=0.0)
-        ) as broker,
+        Broker(make_config(workers=1, chunk_elements=4, **options)) as broker,
         RawWorker(broker.address, "a") as worker,
     ):
         welcome = worker.join(entries())
-        assert welcome["config"]["buffers"] == "values"
         worker.donate(torch.ones(8))
         worker.pull(8)
+        yield worker, welcome
+
+
+def test_buffers_of_a_push_are_values_whatever_its_base() -> None:
+    """As when a worker was stopped past its heartbeat timeout and comes back with an old delta."""
+    with joined_raw(outer_lr=1.0, outer_momentum=0.0) as (worker, welcome):
+        assert welcome["config"]["buffers"] == "values"
         first = worker.version
         for push_id, value in enumerate((0.75, 0.25, 0.5)):
             worker.version = first
@@ -227,13 +233,7 @@ def test_buffers_of_a_push_are_values_whatever_its_base() -> None:
 def test_push_of_an_earlier_release_is_refused_where_there_are_float_buffers(
     mode: str, fields: dict[str, Any]
 ) -> None:
-    with (
-        Broker(make_config(mode=mode, workers=1, chunk_elements=4)) as broker,
-        RawWorker(broker.address, "a") as worker,
-    ):
-        worker.join(entries())
-        worker.donate(torch.ones(8))
-        worker.pull(8)
+    with joined_raw(mode=mode) as (worker, _):
         push = {"push_id": 1, "fragment": 0, "chunks": 2, "wire_dtype": "fp32", **fields}
         worker.send("push", session=worker.session, base=worker.version, **push)
         error = worker.receive("error")

@@ -168,6 +168,12 @@ def test_run_with_any_optimizer_and_recipe_is_the_loop_bit_for_bit(recipe: Recip
 # Loops of other shapes.
 
 
+def looped(model: nn.Module, optimizer: Optimizer, step: Callable[[int], None]) -> Trainee:
+    """What makes steps 0, 1, ..."""
+    numbers = itertools.count()
+    return Trainee(model, optimizer, lambda: step(next(numbers)))
+
+
 def loss_of(model: nn.Module, worker: int, number: int) -> Tensor:
     x = batch(worker, number)
     loss: Tensor = (model(x) - x.sum(1, keepdim=True).sin()).pow(2).mean()
@@ -179,23 +185,20 @@ def test_lbfgs_calls_its_closure_many_times_in_one_step(search: str | None) -> N
     calls: list[int] = []
 
     def make(worker: int) -> Trainee:
-        each, numbers = an_mlp(worker), itertools.count()
-        parameters = each.model.parameters()
-        optimizer = optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn=search)
+        model = an_mlp(worker).model
+        optimizer = optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
 
-        def step() -> None:
-            number = next(numbers)
-
+        def step(number: int) -> None:
             def closure() -> Tensor:
                 calls.append(worker)
                 optimizer.zero_grad()
-                loss = loss_of(each.model, worker, number)
+                loss = loss_of(model, worker, number)
                 loss.backward()  # type: ignore[no-untyped-call]
                 return loss
 
             optimizer.step(closure)  # type: ignore[no-untyped-call]
 
-        return Trainee(each.model, optimizer, step)
+        return looped(model, optimizer, step)
 
     equals_the_loop(make)
     assert len(calls) > 4 * 2 * 2 * ROUNDS  # run and loop, two workers, two steps a round
@@ -225,16 +228,16 @@ def test_of_two_optimizers_on_parts_of_a_model_the_one_that_was_given_counts() -
 def test_sparse_gradients_of_an_embedding() -> None:
     def make(worker: int) -> Trainee:
         torch.manual_seed(0)
-        model, numbers = nn.Sequential(nn.Embedding(30, 4, sparse=True)), itertools.count()
+        model = nn.Sequential(nn.Embedding(30, 4, sparse=True))
         optimizer = optim.SparseAdam(model.parameters(), lr=0.05)
 
-        def step() -> None:
-            tokens = (batch(worker, next(numbers)) * 10).long() % 30
+        def step(number: int) -> None:
+            tokens = (batch(worker, number) * 10).long() % 30
             optimizer.zero_grad()
             model(tokens).pow(2).sum().backward()
             optimizer.step()  # type: ignore[no-untyped-call]
 
-        return Trainee(model, optimizer, step)
+        return looped(model, optimizer, step)
 
     equals_the_loop(make, Plan(2, [["0.weight"]]))
 
@@ -252,18 +255,17 @@ def test_step_that_calls_the_step_of_its_parent_class_is_one_step() -> None:
     optim.SGD([torch.zeros(1)])
 
     def make(worker: int) -> Trainee:
-        model, numbers = an_mlp(worker).model, itertools.count()
+        model = an_mlp(worker).model
         optimizer = ClippedSGD(model.parameters(), lr=0.05)
 
-        def step() -> None:
+        def step(number: int) -> None:
             optimizer.zero_grad()
-            number = next(numbers)
             loss_of(model, worker, number).backward()  # type: ignore[no-untyped-call]
             if number == 3:  # a step that fails must not throw off the count of those that follow
                 with pytest.raises(ZeroDivisionError):
                     optimizer.step(lambda: 1 / 0)
             optimizer.step()
 
-        return Trainee(model, optimizer, step)
+        return looped(model, optimizer, step)
 
     equals_the_loop(make)

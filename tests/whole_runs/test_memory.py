@@ -196,14 +196,6 @@ class Town:
         self.stage.received.clear()
 
 
-def leaves(town: Town, puppet: Puppet) -> None:
-    puppet.leaves()
-
-
-def dies(town: Town, puppet: Puppet) -> None:
-    puppet.dies()
-
-
 def dies_in_an_upload(town: Town, puppet: Puppet) -> None:
     puppet.begins(7, fragment=town.fragment)
     puppet.delivers([0])
@@ -245,9 +237,9 @@ def is_watched(town: Town, puppet: Puppet) -> None:
     puppet.dies()
 
 
-WAYS = [
-    leaves,
-    dies,
+WAYS: list[Callable[[Town, Puppet], None]] = [
+    lambda _, puppet: puppet.leaves(),
+    lambda _, puppet: puppet.dies(),
     dies_in_an_upload,
     leaves_with_a_push_that_has_to_wait,
     dies_without_taking_what_it_asked_for,

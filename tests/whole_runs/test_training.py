@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from threading import Lock
 from typing import Any
 
@@ -25,6 +24,7 @@ from kit.whole_run import (
     an_mlp,
     assert_same,
     check,
+    hooked,
     make_config,
     run,
     strided,
@@ -107,20 +107,17 @@ def test_kicked_worker_is_told_and_does_not_come_back_by_itself(
     caplog.set_level(logging.INFO)
     made = trainees(2)
     config = make_config(workers=2, sync_every=4, **fields)
-    with Broker(config) as broker, ExitStack() as stack:
-        goes, stays = (
-            stack.enter_context(
-                DiLoCoWorker(each.model, each.optimizer, server=broker.address, worker_id=name)
-            )
-            for name, each in zip(("goes", "stays"), made, strict=True)
-        )
+    with (
+        Broker(config) as broker,
+        DiLoCoClient(broker.address, timeout=PATIENCE_S) as operator,
+        hooked(broker, made) as (goes, stays),
+    ):
         with ThreadPoolExecutor(2) as pool:
             for together in [pool.submit(make_steps, each, 12) for each in made]:
                 together.result(PATIENCE_S)
         sent = 3 * config.num_fragments
         assert min(goes.sync_count, stays.sync_count) >= sent - 1  # the last may be under way
-        operator = stack.enter_context(DiLoCoClient(broker.address, timeout=PATIENCE_S))
-        assert "goes was removed; 1 worker is left" in operator.control("kick", worker="goes").text
+        assert "w0 was removed; 1 worker is left" in operator.control("kick", worker="w0").text
         wait_for(lambda: goes.should_stop)
         for each in made:  # the loop of the one that went may go on, alone
             make_steps(each, 24)
@@ -128,7 +125,7 @@ def test_kicked_worker_is_told_and_does_not_come_back_by_itself(
         assert not stays.should_stop
         assert goes.sync_count <= sent
         assert goes.sync_metrics.reconnections == 0
-    assert sum("goes joins" in text for text in caplog.messages) == 1
+    assert sum("w0 joins" in text for text in caplog.messages) == 1
 
 
 def make_steps(each: Trainee, number: int) -> None:

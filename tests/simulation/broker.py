@@ -69,7 +69,6 @@ class BrokerHost:
 
     @property
     def is_stopping(self) -> bool:
-        """It was asked to end in an orderly way."""
         return self.core.state.stopping is not None
 
     # Connections.

@@ -174,7 +174,6 @@ class Lives:
     # What is said.
 
     def says(self, core: Core, message: Message) -> None:
-        """A message goes out."""
         match message:
             case Released(fragment=fragment, version=version):
                 versions = core.state.versions[fragment]
@@ -188,8 +187,6 @@ class Lives:
                 demand(inside, "{} is said to be counted in {}", key, versions.version)
                 if self.config.durable:
                     self._is_on_disk(versions)
-            case _:
-                pass
 
     def _is_on_disk(self, versions: FragmentVersions) -> None:
         """A durable run says nothing of a version that a crash could still take away."""

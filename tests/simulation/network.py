@@ -114,7 +114,6 @@ class Connection:
         self.is_up_at = self._up_at = self._down_at = at
 
     def up(self, message: Message, payload: Any = None) -> None:
-        """The worker sends something."""
         self._up_at = self._arrival(self._up_at, payload)
         self._arrives(self._up_at, lambda: self._to_broker(self, message, payload))
 
@@ -131,7 +130,6 @@ class Connection:
         self.is_severed = True
 
     def is_found_gone(self, seconds: float) -> None:
-        """After so long the broker knows."""
 
         def find_out() -> None:
             self.is_gone = True

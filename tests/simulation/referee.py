@@ -90,7 +90,6 @@ class Referee:
 
     @property
     def tensors(self) -> Tensors:
-        """Those of the broker at hand."""
         return self.lives.tensors
 
     # What workers do and hear.
@@ -102,7 +101,6 @@ class Referee:
         self.lives.keys[push.push_id] = (worker_id, push.push_id)
 
     def told(self, worker_id: str, push_id: int, ending: str) -> None:
-        """A worker has learnt how its push ended."""
         record = self.records[worker_id, push_id]
         demand(record.ending is None, "it ends twice, now with {}: {}", ending, record)
         record.ending = ending
@@ -174,7 +172,6 @@ class Referee:
         self.enough_since = self.now
 
     def audited(self, audit: effects.RecordVersion) -> None:
-        """The broker writes down what a version contains."""
         self._audit = audit
         if reducer_of(self.config).needs_whole:
             return
@@ -216,8 +213,6 @@ class Referee:
                 member = core.state.members.with_session(session)
                 if member is not None:
                     self._whole_if_staged(core, fragment, (member.worker_id, push_id))
-            case _:
-                pass
 
     def _whole_if_staged(self, core: Core, fragment: int, key: Key) -> None:
         submission = core.state.submissions.find(fragment, *key)
@@ -306,7 +301,6 @@ class Referee:
             demand(good, "counted although it was refused: {}", record)
 
     def _check_names(self, versions: FragmentVersions, added: Iterable[Key]) -> None:
-        """What is new in a version is in its ledger."""
         for worker_id, push_id in added:
             named = [each.push_id for each in versions.ledger.pushes.get(worker_id, ())]
             right = push_id in named or len(named) == PUSHES_REMEMBERED

@@ -29,9 +29,12 @@ from simulation.worker import Worker
 __all__ = ["NO_TROUBLES", "Scenario", "Simulation", "Troubles"]
 
 
+BUSY = {"forces": 0.01, "blunders": 0.01, "repeats": 0.02}
+
+
 @dataclass(frozen=True)
 class Scenario:
-    """What is simulated. `wants`, `timeouts`, `weights` ... are drawn from for each worker; `Habits`."""
+    """What is simulated. `speeds`, `wants` and `timeouts` are drawn from for each worker."""
 
     config: BrokerConfig
     workers: int = 4  # processes at the beginning; they come within the first seconds
@@ -40,15 +43,11 @@ class Scenario:
     steps_per_s: float = 4.0  # of a worker of speed 1
     speeds: tuple[float, float] = (0.3, 3.0)  # slowest and fastest worker, relative to that
     wants: tuple[dict[str, Any], ...] = ({},)
-    weights: tuple[float, ...] = (1.0, 1.0, 2.5)
-    forces: float = 0.01
-    blunders: float = 0.01
-    repeats: float = 0.02
     timeouts: tuple[float, ...] = (600.0, 20.0)
     goal: int = 2  # pushes of each fragment that each worker must see end when it is calm
     troubles: Troubles = field(default_factory=Troubles)
     weather: Weather = field(default_factory=Weather)
-    habits: dict[str, Any] = field(default_factory=dict)  # the same for all workers
+    habits: dict[str, float] = field(default_factory=lambda: dict(BUSY))  # the same for all workers
     work_s: float = 0.002  # longest time that a piece of tensor work takes at the broker
     save_s: float = 0.5  # longest time that a checkpoint takes
     tick_s: float = 0.2  # between two ticks; the loop's own are closer, which only costs more
@@ -77,7 +76,7 @@ class Scenario:
         if config.is_async:
             upload = self.chunks * self.weather.chunk_s[1]
             in_line = self.most * config.num_fragments * upload / config.staging_slots
-            waits += in_line * (config.num_fragments if self.forces else 1)
+            waits += in_line * (config.num_fragments if self.habits.get("forces") else 1)
         return waits
 
 
@@ -166,16 +165,11 @@ class Simulation:
         number = len(self.processes)
         worker_id = worker_id or f"w{number}"
         slowest, fastest = scenario.speeds
-        drawn = {
+        drawn: dict[str, Any] = {
             "speed": scenario.steps_per_s * slowest * (fastest / slowest) ** dice.random(),
             "first_step": dice.choice((0, dice.randrange(scenario.config.sync_every))),
             "wants": dice.choice(scenario.wants),
-            "weights": scenario.weights,
             "timeout": dice.choice(scenario.timeouts),
-            "forces": scenario.forces,
-            "blunders": scenario.blunders,
-            "repeats": scenario.repeats,
-            **scenario.habits,
         }
         process = Worker(
             self.world,
@@ -183,7 +177,7 @@ class Simulation:
             f"{worker_id}/{number}",
             worker_id,
             manifest=self._manifest,
-            habits=Habits(**{**drawn, **habits}),
+            habits=Habits(**drawn | scenario.habits | habits),
             connect=self._connect,
         )
         self.world.tell(process.name, f"begins: {process.habits}")
@@ -227,7 +221,6 @@ class Simulation:
             self.newcomer()
 
     def begin_anew(self) -> None:
-        """Another broker in the place of one that is gone."""
         if not self.broker.is_alive:
             self.broker = BrokerHost(self.world, self.scenario, self.referee, self.disk)
 

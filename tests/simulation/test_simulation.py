@@ -112,10 +112,8 @@ def calm(workers: int, pieces: int = 2, **fields: Any) -> Scenario:
         config,
         workers=0,
         speeds=(1.0, 1.0),
-        forces=0.0,
-        blunders=0.0,
-        repeats=0.0,
         timeouts=(600.0,),
+        habits={},
         troubles=NO_TROUBLES,
     )
 

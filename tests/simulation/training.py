@@ -35,7 +35,7 @@ class Habits:
     speed: float = 4.0  # optimizer steps per second
     first_step: int = 0  # it shifts the schedule, as a restart from a checkpoint does
     wants: dict[str, Any] = field(default_factory=dict)  # what it insists on, as in `RunConfig`
-    weights: tuple[float, ...] = (1.0,)  # of its pushes, drawn anew for each
+    weights: tuple[float, ...] = (1.0, 1.0, 2.5)  # of its pushes, drawn anew for each
     timeout: float = 600.0  # seconds of silence after which it trains on
     max_sync_retries: int = 3  # broken connections at one boundary after which it trains on
     forces: float = 0.0  # at a step, that it forces a synchronisation
@@ -83,7 +83,6 @@ class Training:
 
     @property
     def step(self) -> int:
-        """Optimizer steps so far."""
         return self.state.step if self.state else self.worker.habits.first_step
 
     @property
@@ -92,7 +91,6 @@ class Training:
 
     @property
     def oldest_flight(self) -> float | None:
-        """When the oldest delta in flight was frozen."""
         flying = [f.number for f in self.fragments if f.flight is not None]
         return min((self._frozen[number][1] for number in flying), default=None)
 

@@ -46,18 +46,8 @@ SILENCE_S = SILENT_BEATS * HEARTBEAT_S
 
 
 def troubles(days: float) -> Troubles:
-    """125 faults an hour, of all kinds."""
-    shares = {
-        "kills": 50.0,
-        "breaks": 40.0,
-        "outages": 8.0,
-        "hangs": 8.0,
-        "freezes": 4.0,
-        "leaves": 5.0,
-        "joins": 9.5,
-        "restarts": 0.2,
-        "fulls": 0.3,
-    }
+    shares = {"kills": 50.0, "breaks": 40.0, "outages": 8.0, "hangs": 8.0, "freezes": 4.0}
+    shares |= {"leaves": 5.0, "joins": 9.5, "restarts": 0.2, "fulls": 0.3}
     assert sum(shares.values()) == FAULTS_AN_HOUR
     return Troubles(
         seconds=days * DAY,
@@ -89,9 +79,6 @@ def a_week(mode: str, days: float = 7.0) -> Scenario:
         chunks=1,
         steps_per_s=1 / STEP_S,
         speeds=SPEEDS,
-        forces=0.0,
-        blunders=0.0,
-        repeats=0.0,
         timeouts=(HOUR,),
         goal=1,
         troubles=troubles(days),

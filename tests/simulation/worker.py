@@ -90,12 +90,10 @@ class Worker:
 
     @property
     def has_news(self) -> bool:
-        """Whether something has come for the training thread."""
         return bool(self.inbox.turns) or self.inbox.has_news
 
     @property
     def beat_s(self) -> float:
-        """Seconds between two heartbeats."""
         config = self.session.config
         return heartbeat_interval(config, self.habits.heartbeat_interval) if config else 0.0
 
@@ -139,7 +137,6 @@ class Worker:
             self.world.at(self.frozen_until, lambda: self._awake(action))
 
     def loses_touch(self, reason: str) -> None:
-        """It finds out that one of its connections is broken."""
 
         def find_out() -> None:
             if self.connections is not None:
@@ -150,7 +147,6 @@ class Worker:
     # The session.
 
     def command(self, event: events.Event) -> None:
-        """The training thread wants something of the session."""
         between = self.world.dice.uniform(0, BETWEEN_THREADS_S)
         self._command_at = max(self._command_at, self.world.now + between)
         self.world.at(self._command_at, lambda: self._awake(lambda: self._feed(event)))
@@ -293,7 +289,6 @@ class Worker:
         return self.session.layout.all[fragment]
 
     def _gradient(self, push_id: int, fragment: int, index: int) -> Delta:
-        """The payload of a chunk of a pseudo-gradient."""
         span = self._layout_of(fragment).spans[index]
         nbytes = span_bytes(span, self.training.wire_dtype())
         is_finite = (push_id, index) not in self.bad_chunks

@@ -32,10 +32,7 @@ def pack(message: Message, payload: Any = None) -> list[Any]:
 
 
 def unpack(frames: Sequence[Any]) -> tuple[Message, memoryview | None]:
-    """Read the frames of one message (bytes-like, without the ROUTER's routing id).
-
-    Returns:
-        The message, and the buffer of a `chunk` or None.
+    """The message, and the buffer of a `chunk` or None, of bytes-like frames without the routing id.
 
     Raises:
         ProtocolError: wrong number or sizes of frames, a header that is no message, or a chunk

@@ -14,11 +14,7 @@ from diloco_protocol.messages import Message
 
 
 class Dealer:
-    """See the head of this module.
-
-    Raises:
-        zmq.ZMQError: the address is none.
-    """
+    """See the head of this module. Raises zmq.ZMQError where the address is none."""
 
     def __init__(self, address: str) -> None:
         # A context of its own: `close` then never waits for what others have queued.
@@ -42,8 +38,7 @@ class Dealer:
     def receive(self, until: float) -> tuple[Message, Any] | None:
         """The next message and its payload; None when `time.monotonic()` has reached `until`.
 
-        Raises:
-            ProtocolError: something came that is no message.
+        Raises ProtocolError where something came that is no message.
         """
         left = until - time.monotonic()
         if left <= 0 or not self._socket.poll(math.ceil(1000 * left)):

@@ -38,12 +38,7 @@ class ReadModel:
 class Observer:
     """Asks a broker for its newest parameters. A context manager; not for several threads.
 
-    Args:
-        address: of the broker's control socket.
-        timeout: seconds without a word after which it is given up.
-
-    Raises:
-        UsageError: there is no broker, it has no model, or it goes silent.
+    Raises UsageError where there is no broker, it has no model, or says nothing for `timeout` seconds.
     """
 
     def __init__(self, address: str, timeout: float = 10.0) -> None:

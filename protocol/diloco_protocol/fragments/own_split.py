@@ -30,11 +30,7 @@ class OwnSplit:
 
     @classmethod
     def from_json(cls, text: str, source: str) -> OwnSplit:
-        """Read what a file holds.
-
-        Raises:
-            UsageError: it is no JSON object of whole numbers, 0 to P - 1 with none left out.
-        """
+        """Read a JSON object of whole numbers, 0 to P - 1 with none left out; raises UsageError."""
 
         def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             counts = Counter(name for name, _ in pairs)
@@ -78,11 +74,8 @@ class OwnSplit:
         return max(self.fragments.values()) + 1
 
     def plan(self, manifest: Manifest) -> FragmentPlan:
-        """Split a model by these patterns.
-
-        Raises:
-            UsageError: a parameter that no pattern matches, or more than one; a pattern that matches
-                none; a fragment without elements. The sentence names them.
+        """Split a model by these patterns; raises UsageError, which names them, for a parameter that no
+        pattern matches, or more than one, a pattern that matches none, a fragment without elements.
         """
         matching = {each.name: self._matching(each.name) for each in trainable_of(manifest)}
         missing = [name for name, patterns in matching.items() if not patterns]

@@ -128,8 +128,7 @@ class FragmentPlan:
     ) -> FragmentPlan:
         """Rebuild a plan from what `numbers` gave for the same manifest.
 
-        Raises:
-            ProtocolError: `numbers` do not fit the manifest, or leave a fragment without elements.
+        Raises ProtocolError where they do not fit it, or leave a fragment without elements.
         """
         if len(numbers) != len(manifest.entries):
             raise _misfit(f"there are {len(numbers)} for {len(manifest.entries)} tensors")
@@ -155,10 +154,8 @@ class FragmentPlan:
     def numbers(self, manifest: Manifest) -> tuple[int, ...]:
         """Fragment of each manifest entry, in order: the plan as it travels.
 
-        Buffers have P - 1 and frozen parameters P, as in `chunks.lay_out`.
-
-        Raises:
-            UsageError: the plan was made for a model with other trainable parameters.
+        Buffers have P - 1 and frozen parameters P, as in `chunks.lay_out`. Raises UsageError where the
+        plan was made for a model with other trainable parameters.
         """
         fragment_of = self.fragment_of
         strangers = sorted({e.name for e in trainable_of(manifest)} ^ set(fragment_of))

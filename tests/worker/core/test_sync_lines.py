@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_protocol import Ledger, RunConfig
 from diloco_protocol.messages import Push, Released
-from diloco_worker.core.sync.lines import SyncLines
+from diloco_worker.core.sync.metrics import SyncLines
 from diloco_worker.core.sync.news import Arrival
 from kit.boundary_harness import Trainer
 from kit.session_harness import version

@@ -262,7 +262,7 @@ def test_state_that_is_saved_while_a_merge_is_broken_off_holds_no_parameters(
     training.steps(2)
     assert training.metrics.unsynced_steps == H + 2
     assert training.worker.state_dict()["resume"] is None
-    assert "Save again" in caplog.text
+    assert "save again" in caplog.text
     training.steps(1)
     assert training.worker.state_dict()["resume"] is not None
     assert training.metrics.unsynced_steps == 0

@@ -11,7 +11,7 @@ from diloco_protocol import Bitmap, Ledger
 from diloco_protocol.messages import Chunk, Error, Join, Notice, Push, Rejoin, Released
 from diloco_worker.core.events import RequestVersion
 from diloco_worker.core.uploads import Uploads
-from diloco_worker.shell.repeated_lines import SENTENCES
+from diloco_worker.shell.link import SENTENCES
 from kit.scripted_broker import ScriptedBroker, version
 from kit.scripted_training import H, ScriptedTraining
 from kit.uniform_model import first, until

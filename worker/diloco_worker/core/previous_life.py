@@ -43,7 +43,9 @@ class PreviousLife:
         self._uncompared = set(
             held
         )  # fragments of a checkpoint, until the broker's version is known
-        self._known: dict[int, set[int]] = {}  # by unverified fragment, push ids
+        self.unverified: dict[
+            int, set[int]
+        ] = {}  # by fragment, the ids of the pushes that are known
         self._held_back: set[int] = set()  # push ids not offered on this connection
         # Fragments with an unknown push in the version under way.
         self._superseded: set[int] = set()
@@ -75,23 +77,11 @@ class PreviousLife:
         self._superseded.discard(fragment)
         return superseding
 
-    def is_unverified(self, fragment: int) -> bool:
-        """Whether a previous life may have sent what is in the model of this fragment."""
-        return fragment in self._known
-
-    def verify(self, fragment: int, known: Iterable[int]) -> None:
-        """From now on this fragment is unverified; only these pushes are known."""
-        self._known[fragment] = set(known)
-
-    def is_verified(self, fragment: int) -> None:
-        """Whatever the previous life has sent, a version has a push of this one."""
-        self._known.pop(fragment, None)
-
     def holds_back(self, push: Push) -> bool:
         """Whether a push that is about to be offered has to wait until `let_go`."""
-        if push.fragment not in self._known:
+        if push.fragment not in self.unverified:
             return False
-        self._known[push.fragment].add(push.push_id)
+        self.unverified[push.fragment].add(push.push_id)
         self._held_back.add(push.push_id)
         return True
 
@@ -107,14 +97,14 @@ class PreviousLife:
     ) -> Iterator[effects.Effect]:
         """The broker tells of a version: end what is under way if an unknown push is in it."""
         fragment, ledger = released.fragment, released.ledger
-        known = self._known.get(fragment)
+        known = self.unverified.get(fragment)
         if known is None or not downloads.of(fragment).wanted:
             return
         upload = uploads.gradient(fragment)
         counts = upload is not None and ledger.names_whole(worker_id, upload.push.push_id)
         if counts or not names_unknown_push(ledger, worker_id, known):
             return
-        del self._known[fragment]
+        del self.unverified[fragment]
         self._superseded.add(fragment)
         downloads.by_fragment[fragment].takes_any = True
         if upload is not None:

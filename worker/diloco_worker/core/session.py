@@ -113,7 +113,7 @@ class Session:
             case events.Prepared(push_id):
                 yield from self.uploads.prepared(push_id)
             case events.VerifyPushes(fragment, known):
-                self.previous_life.verify(fragment, known)
+                self.previous_life.unverified[fragment] = set(known)
             case events.Ask(control):
                 self.requests.add(control)
                 yield from self._send_requests()
@@ -263,7 +263,7 @@ class Session:
                 continue
             in_flight = self.uploads.gradient(fragment) is not None
             if download.resume(theirs, in_flight=in_flight):
-                if in_flight and self.previous_life.is_unverified(fragment):
+                if in_flight and fragment in self.previous_life.unverified:
                     download.want_current()
                 yield self.downloads.pull(fragment)
 
@@ -396,7 +396,7 @@ class Session:
                 download.held = Held(released.version, released.ledger)
                 self.run = released.version.run
         if counted is not None:
-            self.previous_life.is_verified(fragment)
+            self.previous_life.unverified.pop(fragment, None)
             yield effects.PushOver(counted)
         elif in_flight:
             download.wanted = True

@@ -35,7 +35,6 @@ from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.forks import inode_of, keep_from_children
 from diloco_worker.shell.fragment_buffers import FragmentBuffers, check_length
 from diloco_worker.shell.inbox import Inbox
-from diloco_worker.shell.repeated_lines import RepeatedLines
 
 logger = logging.getLogger("diloco.worker")
 
@@ -48,6 +47,32 @@ LEAVE_LINGER_MS = 1000
 # Unexpected exceptions in a row after which the thread gives up; each is followed by a pause.
 MAX_FAILURES = 20
 FAILURE_PAUSE_S = 0.5
+# The same sentence is not logged again within so many seconds, and so many are remembered for that.
+REPEAT_S = 30.0
+SENTENCES = 100
+
+
+class RepeatedLines:
+    """What has been logged lately, so that the same is not logged again and again."""
+
+    def __init__(self) -> None:
+        self._said_at: dict[str, float] = {}
+
+    def is_due(self, text: str, now: float) -> bool:
+        """Whether to log this sentence; it counts as logged then."""
+        if now - self._said_at.get(text, -REPEAT_S) < REPEAT_S:
+            return False
+        self._said_at.pop(text, None)  # the latest comes last
+        self._said_at[text] = now
+        while len(self._said_at) > SENTENCES:
+            del self._said_at[next(iter(self._said_at))]
+        return True
+
+    def __len__(self) -> int:
+        return len(self._said_at)
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._said_at
 
 
 class Link(Inbox):

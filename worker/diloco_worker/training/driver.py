@@ -117,13 +117,9 @@ class Driver:
         """
         state, terms = self.state, self.link.terms
         assert terms is not None
-        if state.is_torn:
-            logger.warning(
-                "A merge was interrupted, so the state does not contain the parameters: a worker that "
-                "resumes from it begins with the run's. Save again after the next step."
-            )
-            return None
         try:
+            if state.is_torn:
+                raise UsageError("A merge was interrupted; save again after the next step.")
             sums = checksums(self.tensors)
         except UsageError as error:  # a script that saves must not end by it
             logger.warning(

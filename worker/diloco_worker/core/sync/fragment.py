@@ -9,7 +9,7 @@ until the model is whole, and the next look goes on with the same landing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from enum import Enum
 
 from diloco_protocol import Ledger, RunConfig, VersionId
@@ -95,25 +95,27 @@ class TrainingBase:
     flight: Flight | None = None
 
 
+@dataclass
 class Fragment:
     """See the head of this module."""
 
-    def __init__(self, number: int, chunks: int, base: TrainingBase, done_before: Work) -> None:
-        self.number = number
-        self.chunks = chunks
-        self.version, self.ledger = base.version, base.ledger  # of the base
-        self.flight = base.flight
-        self.done_before = done_before  # up to its last freeze
-        self.reply: Arrival | None = None  # a version that has come and is not in the model yet
-        self.rejection: Rejection | None = None  # why the flight has ended without one
-        self.landing: Landing | None = None  # was broken off, or is being carried out
-        # A flight that has ended while the model was left as it is, on its base: a checkpoint written
-        # now goes on from there.
-        self.parting: Flight | None = None
-        self.staleness = 0  # versions between the last counted flight's base and where it went
-        self.zeros = 0  # pushes of zeros in a row
-        self.told_failure: str | None = None  # why the model could not take in a landing
-        self.told_carried: tuple[int, int | None] | None = None  # push id and round
+    number: int
+    chunks: int
+    base: InitVar[TrainingBase]  # what training stands on
+    done_before: Work  # up to its last freeze
+    reply: Arrival | None = None  # a version that has come and is not in the model yet
+    rejection: Rejection | None = None  # why the flight has ended without one
+    landing: Landing | None = None  # was broken off, or is being carried out
+    # A flight that has ended while the model was left as it is, on its base: a checkpoint written now
+    # goes on from there.
+    parting: Flight | None = None
+    staleness: int = 0  # versions between the last counted flight's base and where it went
+    zeros: int = 0  # pushes of zeros in a row
+    told_failure: str | None = None  # why the model could not take in a landing
+    told_carried: tuple[int, int | None] | None = None  # push id and round
+
+    def __post_init__(self, base: TrainingBase) -> None:
+        self.version, self.ledger, self.flight = base.version, base.ledger, base.flight
 
     @property
     def is_over(self) -> bool:

@@ -1,10 +1,17 @@
-"""What synchronising has cost and whether it works, as `sync_metrics` shows it."""
+"""What synchronising has cost and whether it works: as `sync_metrics` shows it, and lines in the log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from diloco_protocol.messages import Push
+from diloco_worker.core.sync.news import Arrival
+
+# Least seconds between two lines.
+LINE_S = 1.0
 
 
 @dataclass
@@ -36,3 +43,50 @@ class SyncMetrics(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(vars(self))
+
+
+@dataclass
+class SyncLines:
+    """The line in the log for each push that has counted; at a fast pace, for several at once."""
+
+    clock: Callable[[], float]  # seconds, monotonic
+    waited: float = 0.0  # seconds that training had stood still up to the last line
+    has_rounds: bool = True  # common to all workers
+    has_fragments: bool = False  # more than one
+    _said_at: float | None = None
+    _newest: str = ""
+    _unsaid: int = 0
+
+    def counted(self, push: Push, arrival: Arrival, staleness: int, delay: int) -> None:
+        """A push is in a version, and that in the model, `delay` optimizer steps behind its slot."""
+        made = [f"round {arrival.released.round}"] if self.has_rounds else []
+        made += [f"fragment {push.fragment}"] if self.has_fragments else []
+        where = f" ({', '.join(made)})" if made else ""
+        norm = "" if push.norm is None else f", norm {push.norm:.4g}"
+        after = f"{_steps(delay)} after the slot"
+        merged = f", merged {after}" if self.has_fragments or delay else ""
+        self._unsaid += 1
+        self._newest = (
+            f"version {arrival.version.counter}{where} has {_steps(push.steps)} of this worker{norm}, "
+            f"staleness {staleness}{merged}"
+        )
+
+    @property
+    def due_in(self) -> float:
+        """Seconds until `line` has something to say; infinite while there is nothing unsaid."""
+        if not self._unsaid:
+            return math.inf
+        return 0.0 if self._said_at is None else max(0.0, self._said_at + LINE_S - self.clock())
+
+    def line(self, waited: float, *, at_once: bool = False) -> str | None:
+        """The line, if there is something to say and the last one was long enough ago (or `at_once`)."""
+        if not self._unsaid or (self.due_in > 0 and not at_once):
+            return None
+        waited_now, others = waited - self.waited, self._unsaid - 1
+        more = f"; and {others} more since the last line" if others else ""
+        self._said_at, self._unsaid, self.waited = self.clock(), 0, waited
+        return f"Synchronised: {self._newest}; waited {waited_now:.1f} s{more}."
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'s'[: number != 1]}"

@@ -9,8 +9,7 @@ from diloco_protocol import Code
 from diloco_protocol.messages import Grant, Notice, Released, Welcome
 from diloco_worker.core.compatibility import sync_every
 from diloco_worker.core.sync.fragment import Fragment, TrainingBase
-from diloco_worker.core.sync.lines import SyncLines
-from diloco_worker.core.sync.metrics import SyncMetrics
+from diloco_worker.core.sync.metrics import SyncLines, SyncMetrics
 from diloco_worker.core.sync.news import LinkState, News, Sight, Work
 from diloco_worker.core.sync.patience import Leaving, Options
 from diloco_worker.core.sync.schedule import RoundSchedule

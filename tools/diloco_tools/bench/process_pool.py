@@ -7,10 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco_protocol.feed import Snapshot
 from diloco_tools.bench import machine
@@ -42,11 +41,7 @@ class RoleProcess(Child):
             raise self.failure() from None
 
     def hear(self, within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
-        """The answer to the first question that has none yet.
-
-        Raises:
-            ChildFailed: there is none within `within_s` seconds, or the process has died.
-        """
+        """The next answer; raises ChildFailed where there is none in time, or the process has died."""
         if not self._channel.poll(within_s):
             raise self.failure(f"did not answer within {within_s:g} s")
         try:
@@ -72,8 +67,7 @@ def ask_all(processes: Sequence[RoleProcess], do: str, **arguments: Any) -> list
     return [process.hear() for process in processes]
 
 
-@dataclass(frozen=True)
-class RawSample:
+class RawSample(NamedTuple):
     """One measurement of raw TCP: speed in GB/s, CPU seconds per GB of either end."""
 
     speed: float
@@ -81,8 +75,7 @@ class RawSample:
     receive_cpu: float
 
 
-@dataclass(frozen=True)
-class Ends:
+class Ends(NamedTuple):
     """Two processes with a plain TCP connection from one to the other.
 
     This is the limit that all is compared with on the wire: 1 MiB `sendall` on one side, `recv_into` on
@@ -115,11 +108,7 @@ class Ends:
 
 
 class BrokerProcess:
-    """`diloco-broker serve` on ports of its own, and what its feed says, until `close`.
-
-    Raises:
-        ChildFailed: it ended, or did not start in time.
-    """
+    """A `diloco-broker serve` and what its feed says, until `close`; may raise ChildFailed."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -151,11 +140,7 @@ class BrokerProcess:
         return max(each.loop.longest_turn_ms or 0.0 for each in self._snapshots)
 
     def wait_for(self, what: Callable[[Snapshot], bool], within_s: float = 60.0) -> Snapshot:
-        """The first snapshot from now on that is so.
-
-        Raises:
-            ChildFailed: there is none within `within_s` seconds.
-        """
+        """The first snapshot from now on that is so; raises ChildFailed where none is in time."""
         deadline, seen = time.monotonic() + within_s, len(self._snapshots)
         while time.monotonic() < deadline and self._child.running:
             for snapshot in self._snapshots[seen:]:
@@ -167,22 +152,13 @@ class BrokerProcess:
 
 
 class ProcessPool(Children):
-    """A context manager that starts processes and ends them all when it is left.
-
-    Args:
-        folder: for logs and checkpoints; it exists.
-        bytes_raw: that each measurement of raw TCP moves, or of the transport alone.
-
-    Attributes:
-        skipped: sentences on what could not be measured.
-        raw_samples: all measurements of raw TCP.
-    """
+    """Those of one benchmark, with its logs and checkpoints in a folder that exists."""
 
     def __init__(self, folder: Path, bytes_raw: int) -> None:
         super().__init__(folder)
-        self.skipped: list[str] = []
-        self.raw_samples: list[RawSample] = []
-        self.bytes_raw = bytes_raw
+        self.skipped: list[str] = []  # sentences on what could not be measured
+        self.raw_samples: list[RawSample] = []  # all of them
+        self.bytes_raw = bytes_raw  # that a measurement of raw TCP moves, or of the transport alone
         self._roles: dict[str, RoleProcess] = {}
         self._raw: Ends | None = None
 
@@ -214,15 +190,18 @@ class ProcessPool(Children):
             self.skipped.append(f"{row}: left out, {needs}")
         return free >= gigabytes
 
-    def raw(self) -> RawSample:
-        """Measure raw TCP between two processes."""
+    @property
+    def raw_ends(self) -> Ends:
         if self._raw is None:
             self._raw = Ends(self.role("raw", "raw-sender"), self.role("raw", "raw-receiver"))
             self._raw.connect()
             self._raw.move(self.bytes_raw)  # the first one lets the kernel's buffers grow
-        sample = self._raw.move(self.bytes_raw)
-        self.raw_samples.append(sample)
-        return sample
+        return self._raw
+
+    def raw(self) -> RawSample:
+        """Measure raw TCP between two processes."""
+        self.raw_samples.append(self.raw_ends.move(self.bytes_raw))
+        return self.raw_samples[-1]
 
     @contextlib.contextmanager
     def broker(self, **options: object) -> Iterator[BrokerProcess]:

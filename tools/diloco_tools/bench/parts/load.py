@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from diloco_tools.bench.options import Repeats, Size
-from diloco_tools.bench.process_pool import STATE_BYTES, Ends, ProcessPool, RoleProcess, ask_all
+from diloco_tools.bench.process_pool import STATE_BYTES, ProcessPool, RoleProcess, ask_all
 from diloco_tools.bench.report.arithmetic import against, in_turn, percentile
 from diloco_tools.bench.report.figures import Figure, figure
 
@@ -37,8 +37,7 @@ def heartbeat(
     back at the same time: with more processes than cores, everybody waits for a core now and then.
     """
     trainers, (heart,) = pool.roles("trainer", workers), pool.roles("fake-worker", 1)
-    pinger, echo = pool.role("raw", "pinger"), pool.role("raw", "echo")
-    Ends(pinger, echo).connect()
+    pinger, echo = pool.raw_ends
     busy: list[float] = []
     pings: list[float] = []
     with pool.training(trainers, size, workers=workers + 1) as broker:
@@ -60,7 +59,6 @@ def heartbeat(
                 busy += found
                 pings += raw
         heart.ask("leave")
-    pool.dismiss("pinger", "echo")
     rows = {
         "to an idle broker": idle,
         f"during a round of {size}, {workers} workers": busy,

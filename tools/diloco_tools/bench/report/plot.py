@@ -80,7 +80,8 @@ def _ratios(axes: Axes, figures: Sequence[Figure]) -> None:
             axes.plot([limit, limit], [place - 0.4, place + 0.4], color="black", linewidth=1.4)
     axes.axvline(1, color=QUIET, linewidth=1)
     axes.set_xlim(left=0)
-    _title(axes, "speed / raw TCP's: medians and spread; marks are targets (green met, red not)")
+    text = "speed / raw TCP's: medians and spread; marks are targets (green met, red not)"
+    axes.set_title(text, loc="left", fontsize=10)
 
 
 def _label(share: Figure) -> str:
@@ -102,7 +103,7 @@ def _phases(axes: Axes, figures: Sequence[Figure]) -> None:
         axes.text(1.01, place, f"{total:.0f} ms", va="center", fontsize=8, color=QUIET)
     axes.set_xlim(0, 1)
     axes.set_xticks([])
-    _title(axes, "where a round's time goes")
+    axes.set_title("where a round's time goes", loc="left", fontsize=10)
     axes.legend(
         ncols=len(PHASES), frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.99)
     )
@@ -126,7 +127,7 @@ def _growth(axes: Axes, figures: Sequence[Figure]) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     recede(axes)
-    _title(axes, "how a round grows: bf16 up, fp32 down")
+    axes.set_title("how a round grows: bf16 up, fp32 down", loc="left", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
 
 
@@ -136,7 +137,3 @@ def _bars(axes: Axes, labels: Sequence[str]) -> None:
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.invert_yaxis()
     axes.margins(y=0.02)
-
-
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=10)

@@ -317,7 +317,7 @@ def broker() -> Iterator[Broker]:
 def test_fake_worker_is_counted_like_any_worker(broker: Broker) -> None:
     parameters = 100 * CHUNK + 10  # many more chunks than credit, the last one short
     worker = fake_worker.FakeWorkers(lambda: True)
-    worker.join(broker.address, ["pretender"], parameters)
+    worker.join(broker.address, parameters)
     worker.learn_version()
     times = worker.push(pull=True)
     assert 0 < times["began"] <= times["up"] <= times["ended"]
@@ -334,7 +334,7 @@ def test_fake_worker_is_counted_like_any_worker(broker: Broker) -> None:
 def test_each_heartbeat_of_fake_workers_is_timed_from_when_it_was_due(broker: Broker) -> None:
     turns = iter([False] * 50 + [True])
     workers = fake_worker.FakeWorkers(lambda: next(turns))
-    workers.join(broker.address, ["one", "other"], 10)
+    workers.join(broker.address, 10, count=2)
     workers.learn_version()
     found = workers.beat(interval_s=0.002)
     workers.leave()

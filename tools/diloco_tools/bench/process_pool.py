@@ -20,6 +20,7 @@ from diloco_tools.processes import Child, Children, wait_for_line
 ANSWER_WITHIN_S = 120.0  # far above what any action takes: a hung process must not hang it all
 END_WITHIN_S = 3.0
 START_WITHIN_S = 60.0
+SAID_WITHIN_S = 60.0
 LOOK_EVERY_S = 0.02
 STATE_BYTES = 12  # per parameter at the broker: parameters, momentum, accumulator, each in fp32
 
@@ -139,9 +140,9 @@ class BrokerProcess:
         self.wait_for(lambda _: True)  # the turns since the last snapshot are in the next
         return max(each.loop.longest_turn_ms or 0.0 for each in self._snapshots)
 
-    def wait_for(self, what: Callable[[Snapshot], bool], within_s: float = 60.0) -> Snapshot:
+    def wait_for(self, what: Callable[[Snapshot], bool]) -> Snapshot:
         """The first snapshot from now on that is so; raises ChildFailed where none is in time."""
-        deadline, seen = time.monotonic() + within_s, len(self._snapshots)
+        deadline, seen = time.monotonic() + SAID_WITHIN_S, len(self._snapshots)
         while time.monotonic() < deadline and self._child.running:
             for snapshot in self._snapshots[seen:]:
                 if what(snapshot):
@@ -169,7 +170,7 @@ class ProcessPool(Children):
             self._roles[name] = self.add(RoleProcess(role, name, self.folder))
         return self._roles[name]
 
-    def roles(self, role: str, count: int) -> list[RoleProcess]:
+    def roles(self, role: str, count: int = 1) -> list[RoleProcess]:
         return [self.role(role, f"{role}-{i}") for i in range(count)]
 
     def dismiss(self, *starts: str) -> None:
@@ -227,10 +228,7 @@ class ProcessPool(Children):
         workers = options.pop("workers", len(trainers))
         with self.broker(workers=workers, sync_every=1, **options) as broker:
             ask_all(trainers, "build", size=size)
-            for i, trainer in enumerate(trainers):
-                trainer.tell("join", server=broker.address, worker_id=f"w{i}")
-            for trainer in trainers:
-                trainer.hear()
+            ask_all(trainers, "join", address=broker.address)
             yield broker
             ask_all(trainers, "leave")
 
@@ -241,10 +239,7 @@ class ProcessPool(Children):
         """A run of so many fake workers, who know its version, with a model of this size."""
         fakes = self.roles("fake-worker", workers)
         with self.broker(workers=workers, stall_timeout=0) as broker:
-            for i, each in enumerate(fakes):
-                each.ask(
-                    "join", address=broker.address, worker_ids=[f"p{i}"], parameters=parameters
-                )
+            ask_all(fakes, "join", address=broker.address, parameters=parameters)
             ask_all(fakes, "learn_version")
             yield broker, fakes
             ask_all(fakes, "leave")

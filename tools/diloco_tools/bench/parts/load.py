@@ -36,12 +36,12 @@ def heartbeat(
     system's scheduler has to do with it shows in a byte that goes over raw TCP to another process and
     back at the same time: with more processes than cores, everybody waits for a core now and then.
     """
-    trainers, (heart,) = pool.roles("trainer", workers), pool.roles("fake-worker", 1)
+    trainers, (heart,) = pool.roles("trainer", workers), pool.roles("fake-worker")
     pinger, echo = pool.raw_ends
     busy: list[float] = []
     pings: list[float] = []
     with pool.training(trainers, size, workers=workers + 1) as broker:
-        heart.ask("join", address=broker.address, worker_ids=["heart"], parameters=None)
+        heart.ask("join", address=broker.address, parameters=None)
         heart.ask("learn_version")
         heart.tell("beat", interval_s=INTERVAL_S)
         time.sleep(IDLE_S)
@@ -97,8 +97,7 @@ def idle(
     shares = []
     # Round one waits for one worker more, so nothing but heartbeats goes on.
     with pool.broker(workers=workers + 1, stall_timeout=0) as broker:
-        names = [f"idle-{i}" for i in range(workers)]
-        role.ask("join", address=broker.address, worker_ids=names, parameters=IDLE_PARAMETERS)
+        role.ask("join", address=broker.address, parameters=IDLE_PARAMETERS, count=workers)
         role.ask("learn_version")
         role.tell("beat", interval_s=1.0)
         time.sleep(SETTLE_S)

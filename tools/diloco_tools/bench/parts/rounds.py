@@ -25,12 +25,7 @@ from diloco_tools.bench.options import (
     whole_numbers,
     words,
 )
-from diloco_tools.bench.process_pool import (
-    BrokerProcess,
-    ProcessPool,
-    RoleProcess,
-    ask_all,
-)
+from diloco_tools.bench.process_pool import BrokerProcess, ProcessPool, RoleProcess, ask_all
 from diloco_tools.bench.report.arithmetic import PHASES, against, around, in_turn, is_a_line, slope
 from diloco_tools.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, Parts, figure
 from diloco_tools.bench.sizes import parameters_of
@@ -38,7 +33,6 @@ from diloco_tools.bench.sizes import parameters_of
 COST_PART = "what a round costs"
 GROWTH_PARTS = "memory, over workers", "time, over parameters"  # slopes of straight lines
 CHECKPOINT = "checkpoint"
-SAVED_WITHIN_S = 60.0
 # Rounds with the counters sampled, for their phases; the sampling costs a little, so they are apart.
 SAMPLED = 2
 FP32 = 4
@@ -199,13 +193,13 @@ def checkpoint(
     ):
         one_round(without, plain)
         one_round(saving, saver)
-        saver.wait_for(_is_saved, SAVED_WITHIN_S)
+        saver.wait_for(_is_saved)
         saver.forget_turns()
 
         def round_during_a_save() -> float:
             one_round(saving, saver)  # its checkpoint is written during the next
             seconds = one_round(saving, saver).seconds
-            saver.wait_for(_is_saved, SAVED_WITHIN_S)
+            saver.wait_for(_is_saved)
             return seconds
 
         limits, rounds = in_turn(

@@ -78,7 +78,7 @@ def streaming(
     already; the rest is held against the time of all steps. *Hidden* is what a delay of tau = 2 steps
     saves of the time that the hook takes with tau = 0, where training waits for each reply.
     """
-    trainer = pool.role("trainer", "trainer-0")
+    (trainer,) = pool.roles("trainer")
     fragments = {"num_fragments": FRAGMENTS, "fragment_pattern": "balanced"}
     a_run = partial(pool.broker, workers=1, sync_every=SYNC_EVERY, **fragments)
     with a_run(fragment_sync_delay=2) as overlapping, a_run(fragment_sync_delay=0) as waiting:
@@ -108,9 +108,9 @@ def streaming(
     ]
 
 
-def _train(trainer: RoleProcess, server: str, steps: int) -> dict[str, Any]:
+def _train(trainer: RoleProcess, address: str, steps: int) -> dict[str, Any]:
     trainer.ask("build", size=SIZE, trains=True)
-    trainer.ask("join", server=server, worker_id="streaming")
+    trainer.ask("join", address=address)
     trainer.ask("train", steps=SYNC_EVERY)  # everything happens for the first time
     found = trainer.ask("train", steps=steps)
     trainer.ask("leave")
@@ -125,8 +125,8 @@ def attached(
     Each step is held against the other one beside it; each part of the steps gives a median.
     """
     with pool.broker(workers=1, sync_every=FAR_AWAY) as broker:
-        trainer = pool.role("trainer", "trainer-0")
-        found = trainer.ask("compare", size=SIZE, server=broker.address, steps=steps)
+        (trainer,) = pool.roles("trainer")
+        found = trainer.ask("compare", size=SIZE, address=broker.address, steps=steps)
     without, hooked = found["without"], found["attached"]
     pairs = [ours / alone for ours, alone in zip(hooked, without, strict=True)]
     ratios = [statistics.median(pairs[i::ATTACHED_PARTS]) for i in range(ATTACHED_PARTS)]

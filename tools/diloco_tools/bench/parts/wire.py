@@ -165,7 +165,7 @@ def wan(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 3) -> list[
     all bytes from the first piece of a chunk to the last, against what it could have carried meanwhile,
     in either direction. Raw TCP goes through a link of its own.
     """
-    trainer = pool.role("trainer", "trainer-0")
+    (trainer,) = pool.roles("trainer")
     far = Ends(pool.role("raw", "far-sender"), pool.role("raw", "far-receiver"))
     receiver = f"tcp://{HOST}:{far.receiver.ask('port')['port']}"
     shape = BITS_PER_S / 8, ROUND_TRIP_S / 2
@@ -177,7 +177,7 @@ def wan(pool: ProcessPool, *, size: Size = "50M", repeats: Repeats = 3) -> list[
     ):
         far.connect(through=raw_link.port)
         trainer.ask("build", size=size)
-        trainer.ask("join", server=link.address, worker_id="w0")
+        trainer.ask("join", address=link.address)
         for _ in range(repeats):
             raw_link.forget()
             far.move(RAW_S * BITS_PER_S / 8)

@@ -1,10 +1,5 @@
 """Medians, ratios of what was measured in turn, and the phases of a round. Pure.
 
-Absolute figures do not hold on machines that are shared: they drift by a factor of two within
-minutes. So a limit and the product are measured in turn (limit, product, limit, ..., limit), each
-measurement of the product is divided by the mean of the two limits around it, and the median of
-these ratios counts.
-
 The phases of a round overlap: chunks come back while others are still being sent. What is told here
 is the time that each phase adds behind the one before it, seen from a worker by what its counters say,
 so that they sum up to the round:

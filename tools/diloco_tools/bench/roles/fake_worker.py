@@ -7,9 +7,10 @@ billion parameters, and what is measured is the broker. What they receive is cou
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -205,12 +206,15 @@ class FakeWorkers:
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._workers: list[FakeWorker] = []
 
-    def join(self, address: str, worker_ids: Sequence[str], parameters: int | None) -> None:
+    def join(self, address: str, parameters: int | None, count: int = 1) -> None:
         """Join a run; without a number of parameters the model is the run's."""
         manifest = None if parameters is None else flat_manifest(parameters)
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, SOCKETS)
-        self._workers = [FakeWorker(self._context, address, each, manifest) for each in worker_ids]
+        self._workers = [
+            FakeWorker(self._context, address, f"fake-{os.getpid()}-{i}", manifest)
+            for i in range(count)
+        ]
 
     def learn_version(self) -> None:
         """Wait until there are parameters; the first worker provides them where it is asked to."""

@@ -73,13 +73,11 @@ class Trainer:
         machine.forget_peak(os.getpid())
         self._resident = machine.resident(os.getpid())
 
-    def join(self, server: str, worker_id: str) -> None:
+    def join(self, address: str) -> None:
         """Join a run with the model at hand; it gets the run's parameters."""
         # Registered before the hook's own, so it is called before it.
         self._optimizer.register_step_post_hook(self._note)
-        self._diloco = DiLoCoWorker(
-            self._model, self._optimizer, server=server, worker_id=worker_id
-        )
+        self._diloco = DiLoCoWorker(self._model, self._optimizer, server=address)
         self._diloco.start()
 
     def leave(self) -> None:
@@ -156,10 +154,10 @@ class Trainer:
             hook.append(stepped - self._began)
         return {"steps": whole, "hook": hook, "copy": self._copy_seconds()}
 
-    def compare(self, size: str, server: str, steps: int) -> dict[str, Any]:
+    def compare(self, size: str, address: str, steps: int) -> dict[str, Any]:
         """Steps of one model without a hook and of another with it, in turn; seconds of each."""
         self.build(size, trains=True)
-        self.join(server, "attached")
+        self.join(address)
         ways = {
             "without": (*training_model(size), None),
             "attached": (self._model, self._optimizer, self._diloco),

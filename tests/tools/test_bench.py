@@ -62,7 +62,6 @@ def test_ratio_of_what_is_measured_in_turn_holds_when_both_drift() -> None:
         lambda: arithmetic.percentile([], 0.5),
         lambda: arithmetic.against([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
         lambda: arithmetic.against([1.0], [0.0, 0.0]),
-        lambda: arithmetic.slope([(2, 1.0), (2, 3.0)]),
         lambda: figure("p", "row", "name", [], "s"),
         lambda: figure("p", "row", "name", 1.0, "furlongs"),
         lambda: figure("p", "row", "name", 1.0, "s", target="turn"),

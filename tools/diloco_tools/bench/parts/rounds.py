@@ -16,22 +16,14 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from diloco_protocol.feed import Snapshot
-from diloco_tools.bench.options import (
-    Repeats,
-    ReplyDtypes,
-    Size,
-    Sizes,
-    Workers,
-    whole_numbers,
-    words,
-)
+from diloco_tools.bench import options
 from diloco_tools.bench.process_pool import BrokerProcess, ProcessPool, RoleProcess, ask_all
-from diloco_tools.bench.report.arithmetic import PHASES, against, around, in_turn, is_a_line, slope
+from diloco_tools.bench.report.arithmetic import PHASES, against, around, in_turn, slope
 from diloco_tools.bench.report.figures import PHASES_OF_ROUNDS, WHOLE_ROUND, Figure, Parts, figure
 from diloco_tools.bench.sizes import parameters_of
 
 COST_PART = "what a round costs"
-GROWTH_PARTS = "memory, over workers", "time, over parameters"  # slopes of straight lines
+OVER_WORKERS, OVER_PARAMETERS = "memory, over workers", "time, over parameters"
 CHECKPOINT = "checkpoint"
 # Rounds with the counters sampled, for their phases; the sampling costs a little, so they are apart.
 SAMPLED = 2
@@ -72,10 +64,10 @@ def one_round(trainers: Sequence[RoleProcess], broker: BrokerProcess) -> Round:
 
 def configurations(
     *,
-    sizes: Sizes = "125M",
-    workers: Workers = "2",
-    replies: ReplyDtypes = "fp32",
-    repeats: Repeats = 5,
+    sizes: options.Sizes = "125M",
+    workers: options.Workers = "2",
+    replies: options.ReplyDtypes = "fp32",
+    repeats: options.Repeats = 5,
 ) -> Parts:
     """Whole synchronous rounds with real workers: time, bytes, phases, CPU, memory.
 
@@ -85,9 +77,9 @@ def configurations(
         f"{WHOLE_ROUND}, {row_of(size, count, reply)}": partial(
             whole_round, size=size, workers=count, reply=reply, repeats=repeats
         )
-        for size in words(sizes)
-        for count in whole_numbers(workers)
-        for reply in words(replies)
+        for size in options.words(sizes)
+        for count in options.whole_numbers(workers)
+        for reply in options.words(replies)
     }
 
 
@@ -150,32 +142,31 @@ def _phases(row: str, sampled: Sequence[Sequence[dict[str, Any]]]) -> list[Figur
 
 def growth(figures: Sequence[Figure]) -> list[Figure]:
     """Slopes of straight lines: memory over numbers of workers, time over numbers of parameters."""
-    memory: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    seconds: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    lines: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for each in figures:
         if (each.part, each.name) == (COST_PART, "broker beyond state"):
             size, workers, reply = each.of.split(", ")
-            memory[f"{size}, {reply}"].append((float(workers.split()[0]), each.median))
+            lines[OVER_WORKERS, f"{size}, {reply}"].append((int(workers.split()[0]), each.median))
         elif (each.part, each.name) == (WHOLE_ROUND, "seconds"):
             size, row = each.of.split(", ", maxsplit=1)
-            seconds[row].append((parameters_of(size) / 1e8, each.median))
+            lines[OVER_PARAMETERS, row].append((parameters_of(size) / 1e8, each.median))
+    told = {
+        OVER_WORKERS: ("a worker", "MB", "broker growth"),
+        OVER_PARAMETERS: ("100M parameters", "s", None),
+    }
     return [
-        figure(GROWTH_PARTS[0], row, "a worker", slope(points), "MB", target="broker growth")
-        for row, points in memory.items()
-        if is_a_line(points)
-    ] + [
-        figure(GROWTH_PARTS[1], row, "100M parameters", slope(points), "s")
-        for row, points in seconds.items()
-        if is_a_line(points)
+        figure(part, row, told[part][0], line, told[part][1], target=told[part][2])
+        for (part, row), points in sorted(lines.items(), key=lambda each: each[0][0])
+        if (line := slope(points)) is not None
     ]
 
 
 def checkpoint(
     pool: ProcessPool,
     *,
-    size: Size = "50M",
+    size: options.Size = "50M",
     workers: Annotated[int, typer.Option(min=1, help="Of each of the two runs.")] = 2,
-    repeats: Repeats = 3,
+    repeats: options.Repeats = 3,
 ) -> list[Figure]:
     """A round while a checkpoint is written, against one without.
 

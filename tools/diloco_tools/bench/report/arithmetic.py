@@ -54,14 +54,11 @@ def against(products: Sequence[float], limits: Sequence[float]) -> list[float]:
     return [each / limit for each, limit in zip(products, around(limits), strict=True)]
 
 
-def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the straight line closest to the points (least squares), which differ in x."""
+def slope(points: Sequence[tuple[float, float]]) -> float | None:
+    """Of the straight line closest to the points (least squares); None where all have one x."""
+    if len({x for x, _ in points}) < 2:
+        return None
     return statistics.linear_regression(*zip(*points, strict=True)).slope
-
-
-def is_a_line(points: Sequence[tuple[float, float]]) -> bool:
-    """Whether some differ in x."""
-    return len({x for x, _ in points}) > 1
 
 
 def phases(

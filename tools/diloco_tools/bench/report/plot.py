@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from diloco_tools.bench.report.arithmetic import PHASES, is_a_line, slope
+from diloco_tools.bench.report.arithmetic import PHASES, slope
 from diloco_tools.bench.report.figures import (
     PHASES_OF_ROUNDS,
     TARGETS,
@@ -117,7 +117,8 @@ def _growth(axes: Axes, figures: Sequence[Figure]) -> None:
     for workers, points in lines.items():
         points.sort(key=lambda point: point[0])
         medians = [(x, each.median) for x, each in points]
-        more = f": {100 * slope(medians):.2f} s for 100M more" if is_a_line(medians) else ""
+        line = slope(medians)
+        more = "" if line is None else f": {100 * line:.2f} s for 100M more"
         xs, ys = zip(*medians, strict=True)
         axes.plot(xs, ys, marker="o", markersize=4, linewidth=1.8, label=workers + more)
         low, high = [each.low for _, each in points], [each.high for _, each in points]

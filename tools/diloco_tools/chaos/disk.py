@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import resource
@@ -22,7 +21,6 @@ from pathlib import Path
 TMPFS_BYTES = 48 << 20  # three checkpoints of the demo's model, the next one, and some room
 LIMIT_BYTES = 1 << 20  # less than a fragment of a checkpoint, more than a log
 PIECE = bytes(1 << 16)
-END_WITHIN_S = 5.0
 MOUNT = f'mount -t tmpfs -o size={TMPFS_BYTES} tmpfs "$0" && echo ready && exec cat'
 
 
@@ -66,11 +64,8 @@ def tmpfs(folder: Path) -> Disk | None:
                     raise
 
     def close() -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            holder.communicate(timeout=END_WITHIN_S)  # `cat` ends with its input
-        if holder.poll() is None:
-            holder.kill()
-            holder.wait()
+        holder.kill()
+        holder.communicate()
 
     assert holder.stdout is not None
     is_ready = holder.stdout.readline() == b"ready\n" and shutil.which("nsenter") is not None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from diloco_protocol.errors import DilocoError
-from diloco_tools.chaos.faults import Fault, Injected, Kind
+from diloco_tools.chaos.faults import WORKERS, Fault, Injected, Kind
 from diloco_tools.chaos.job import Life
 from diloco_tools.chaos.run_watch import RunWatch
 from diloco_worker import DiLoCoClient
@@ -35,30 +35,26 @@ def inject_all(watch: RunWatch, faults: Sequence[Fault], injected: list[Injected
 def inject(watch: RunWatch, entry: Injected) -> None:
     """Carry out one fault; what belongs to it later is put off."""
     fault, crew, worker = entry.fault, watch.crew, entry.fault.target
+    if worker in WORKERS:
+        life, proxy = watch.await_joined(worker), crew.proxies[worker]
     match fault.kind:
         case Kind.KILL_WORKER:
-            watch.await_joined(worker)
             crew.kill_worker(worker)
             watch.later(RESTART_AFTER_S, lambda: crew.start_worker(worker))
         case Kind.STOP_WORKER:
-            life = watch.await_joined(worker)
             life.child.process.send_signal(signal.SIGSTOP)
             # It counts as stopped until then; the end is known only when it goes on.
             life.stops.append((time.monotonic(), float("inf")))
             watch.later(fault.seconds, lambda: _go_on(life))
         case Kind.CUT:
-            watch.await_joined(worker)
-            crew.proxies[worker].cut()
+            proxy.cut()
         case Kind.CUT_WITHIN:
-            watch.await_joined(worker)
-            proxy = crew.proxies[worker]
             proxy.cut_within(fault.within)
             sentence = f"{worker} sent nothing."
             watch.wait_until(lambda: not proxy.is_armed, REPORT_WITHIN_S, sentence)
         case Kind.PARTITION:
-            watch.await_joined(worker)
-            crew.proxies[worker].shut()
-            watch.later(fault.seconds, crew.proxies[worker].open)
+            proxy.shut()
+            watch.later(fault.seconds, proxy.open)
         case Kind.KILL_BROKER:
             crew.broker.kill()
             watch.later(RESTART_AFTER_S, crew.start_broker)
@@ -109,24 +105,22 @@ def _fill_disk(watch: RunWatch, entry: Injected) -> None:
     crew, disk = watch.crew, watch.crew.disk
     assert disk is not None
     broker = crew.broker.pid
+
+    def wait(condition: Callable[[], bool], sentence: str) -> None:
+        watch.wait_until(condition, REPORT_WITHIN_S, sentence, STATUS_EVERY_S)
+
     disk.fill(broker)
     entry.at = time.monotonic()
     try:
-        watch.wait_until(
+        wait(
             lambda: bool(_error(watch)),
-            REPORT_WITHIN_S,
             "The checkpoint disk is full and the broker does not say so.",
-            STATUS_EVERY_S,
         )
         watch.wait_rounds(FULL_ROUNDS, "the checkpoint disk was full")
     finally:
         disk.make_room(broker)
-    watch.wait_until(
-        lambda: _error(watch) == "",
-        REPORT_WITHIN_S,
-        "There is room for checkpoints again and the broker writes none.",
-        STATUS_EVERY_S,
-    )
+    sentence = "There is room for checkpoints again and the broker writes none."
+    wait(lambda: _error(watch) == "", sentence)
     entry.is_over = True
 
 

@@ -150,7 +150,7 @@ def test_metrics_have_names_as_they_are(name: str) -> None:
 
 
 def test_no_console_reads_markup() -> None:
-    """Whoever prints for people takes `terminal.console`, and asks for styles with `Text`."""
+    """All that is printed for people goes through `terminal.console`, with styles from `Text`."""
     for path in MODULES.values():
         for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
             called = call.func.id if isinstance(call.func, ast.Name) else ""

@@ -37,7 +37,7 @@ P = TypeVar("P", bound="TcpProxy")
 class TcpProxy:
     """Forwards bytes both ways to `target`, each direction in a thread. A context manager.
 
-    Whoever connects has the address of the proxy for good; what is behind it may go and come back.
+    The address of the proxy stays; what is behind it may go and come back.
     Subclasses say in `gate` what passes.
     """
 

@@ -128,7 +128,7 @@ class Crew(Children):
         self._brokers = 0
 
     def __exit__(self, *error: object) -> None:
-        # Whoever is still here hangs, or the drill was broken off: no time for politeness.
+        # What still runs hangs, or the drill was broken off: no time for politeness.
         for child in self.all:
             child.kill()
         for proxy in self.proxies.values():

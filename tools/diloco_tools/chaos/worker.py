@@ -29,7 +29,7 @@ from diloco_worker import DiLoCoClient, DiLoCoWorker, GlobalParameters
 CONTEXT = 32  # bytes that the model sees at once: half of the demo's, so that rounds are short
 BATCH = 4
 LEARNING_RATE = 2e-3
-WARMUP = 10  # steps of each life: AdamW starts anew in it
+WARMUP = 10  # steps of each life: AdamW has no state in the beginning
 LOOK_EVERY_S = 0.05
 PULL_WITHIN_S = 60.0  # that a worker which has left waits for the others
 PATIENCE_S = 30.0  # without a sign of life of the broker

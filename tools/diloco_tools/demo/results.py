@@ -27,7 +27,7 @@ def summary(
         parameters: trainable ones of the model.
         workers, single: the last record of each log.
         diloco_curve, single_curve: of the global model and the single worker, `val_loss` in nats per
-            byte after so many inner steps (`step`) of each worker.
+            byte after `step` inner steps of each worker.
     """
     synced = [worker["sync_metrics"] for worker in workers]
     data_parallel, formula = data_parallel_bytes(settings, parameters)

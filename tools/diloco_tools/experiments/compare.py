@@ -4,8 +4,8 @@
 
 The broker and its four clients are the real ones, over TCP on loopback; only the clock is made up. A
 worker of v steps per virtual second needs H / v of them for its H inner steps, and communication takes
-none. Whoever is done next is trained next, so the order of the pushes follows from the speeds alone,
-not from the machine, and the same seed gives the same figures.
+none. The worker that is done next is trained next, so the order of the pushes follows from the speeds
+alone, not from the machine, and the same seed gives the same figures.
 
 Every variant makes the same total number of inner steps. In rounds each worker makes its quarter, and a
 round lasts as long as the slowest; asynchronously the fast ones make more of them, and nobody waits. The

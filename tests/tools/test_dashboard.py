@@ -233,7 +233,14 @@ class TestPage:
             assert not re.search(code, text), path
 
     def test_no_other_file_is_served(self, site: Site) -> None:
-        for path in ("/nothing", "/assets/../app.py", "/assets/%2e%2e/app.py", "/assets/", "/api/"):
+        for path in (
+            "/nothing",
+            "/assets/no.js",
+            "/assets/../app.py",
+            "/assets/%2e%2e/app.py",
+            "/assets/",
+            "/api/",
+        ):
             assert site.get(path).status == 404, path
 
     def test_every_answer_has_the_headers_that_protect_it(self, site: Site) -> None:

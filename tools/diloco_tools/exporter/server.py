@@ -82,13 +82,14 @@ class MetricsServer(ThreadingWSGIServer):
         """`serve_forever` calls this after each connection that comes, and all the time."""
         late = time.monotonic() - LONGEST_CONNECTION_S
         too_many = len(self._since) - MOST_CONNECTIONS
-        for number, (request, since) in enumerate(list(self._since.items())):
+        # A copy is made in one go; the threads of connections take theirs out meanwhile.
+        for number, (request, since) in enumerate(self._since.copy().items()):
             if number < too_many or since < late:
                 _end(request)
 
     def server_close(self) -> None:
         super().server_close()
-        for request in list(self._since):
+        for request in self._since.copy():
             _end(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -250,11 +250,21 @@ def test_children_are_ended_when_something_goes_wrong(tmp_path: Path) -> None:
     assert not child.running
 
 
-def test_a_child_that_dies_is_named_with_the_last_lines_of_its_log(tmp_path: Path) -> None:
-    script = "import sys; print('step 1'); sys.exit('port in use')"
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ("sys.exit('port in use')", "died with exit code 1"),
+        ("print('port in use')", "ended before its work was done"),
+        ("print('port in use', flush=True); os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+    ],
+)
+def test_a_child_that_ends_too_early_is_named_with_the_last_lines_of_its_log(
+    tmp_path: Path, last: str, told: str
+) -> None:
+    script = f"import os, sys; print('step 1'); {last}"
     with Children(tmp_path) as children:
         child = children.start("broker", [sys.executable, "-c", script])
-        with pytest.raises(ChildFailed, match=r"^broker died with exit code 1") as failed:
+        with pytest.raises(ChildFailed, match=rf"^broker {told}") as failed:
             wait_for_line(child, "control", 20)
     assert "step 1" in str(failed.value) and "port in use" in str(failed.value)
 

@@ -43,24 +43,18 @@ VARIABLES: dict[str, tuple[str, Any]] = {
 ALL = {f"DILOCO_{name.upper()}": text for name, (text, _) in VARIABLES.items()}
 
 
-def test_every_keyword_has_a_variable() -> None:
+def test_every_keyword_has_a_variable_over_which_it_wins() -> None:
     assert resolve({}, ALL) == Settings(**{name: value for name, (_, value) in VARIABLES.items()})
-
-
-def test_without_anything_the_broker_decides() -> None:
-    settings = resolve({}, {})
-    assert settings == Settings()
-    assert settings.wants == {}
-    assert (settings.max_sync_retries, settings.timeout) == (3, 600.0)
-
-
-def test_keyword_wins_over_its_variable() -> None:
     assert resolve({"sync_every": 5}, ALL).sync_every == 5
     assert resolve({"heartbeat_interval": 0}, ALL).heartbeat_interval == 0
 
 
-def test_empty_variable_counts_as_not_set() -> None:
-    assert resolve({}, {"DILOCO_SYNC_EVERY": " "}).sync_every is None
+@pytest.mark.parametrize("variables", [{}, {"DILOCO_SYNC_EVERY": " "}])
+def test_without_anything_the_broker_decides(variables: dict[str, str]) -> None:
+    settings = resolve({}, variables)
+    assert settings == Settings()
+    assert settings.wants == {}
+    assert (settings.max_sync_retries, settings.timeout) == (3, 600.0)
 
 
 def test_only_what_was_asked_for_is_insisted_on() -> None:

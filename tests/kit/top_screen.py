@@ -195,9 +195,6 @@ class ScreenPilot:
         await self.pilot.press(*keys)
         await self.pilot.pause()
 
-    async def types(self, text: str) -> None:
-        await self.press(*text)
-
     async def until(self, holds: Callable[[], bool]) -> None:
         """Let the screen work on what other threads tell it, until something holds."""
         for _ in range(int(PATIENCE_S / 0.01)):
@@ -218,12 +215,11 @@ class ScreenPilot:
         return "\n".join(self.lines())
 
     def shows(self, *parts: str) -> bool:
-        """All of this stands there now."""
-        return _all_in(self.text(), parts)
-
-    def asks(self, *parts: str) -> bool:
-        """The dialog says all of this, wherever its lines break."""
-        return _all_in(self.flat(), parts)
+        """All of this stands there now; in a dialog, wherever its lines break."""
+        text = self.text() + self.flat()
+        missing = [part for part in parts if part not in text]
+        assert not missing, f"{missing} not in\n{text}"
+        return True
 
     def flat(self) -> str:
         """The dialog, or if there is none the screen, in one line: sentences break anywhere."""
@@ -247,12 +243,6 @@ class ScreenPilot:
         if style is None or not style.reverse or style.color is None:
             return None
         return style.color.get_truecolor(palette.COLOURS).hex
-
-
-def _all_in(text: str, parts: tuple[str, ...]) -> bool:
-    missing = [part for part in parts if part not in text]
-    assert not missing, f"{missing} not in\n{text}"
-    return True
 
 
 def full_screen(

@@ -46,7 +46,7 @@ class TestKick:
         """The table changes only when the feed says so."""
         pilot.broker.answer = Answer(True, "rtx-home was removed; 3 workers are left.")
         await pilot.press("down", "down", "down", "k")
-        assert pilot.asks(
+        assert pilot.shows(
             "Kick rtx-home on desk?",
             "The round no longer waits for it.",
             "does not come back by itself.",
@@ -99,7 +99,7 @@ class TestOuterLearningRate:
         pilot.broker.answer = Answer(True, "Outer learning rate 0.7 -> 0.5 from version 413.")
         await pilot.press("l")
         assert "outer learning rate 0.7 → ?" in pilot.text()
-        await pilot.types("0.5")
+        await pilot.press(*"0.5")
         assert "outer learning rate 0.7 → 0.5" in pilot.text()
         assert not pilot.broker.requests
         await pilot.press("enter")
@@ -151,7 +151,7 @@ class TestShutdown:
     @pytest.mark.parametrize("key", ["S", "ctrl+x"])
     async def test_wants_the_name_of_the_run(self, pilot: ScreenPilot, key: str) -> None:
         await pilot.press(key)
-        assert pilot.asks("End the run?", "saves to /data/run", "Type 3fa2c1d0 and press")
+        assert pilot.shows("End the run?", "saves to /data/run", "Type 3fa2c1d0 and press")
         await pilot.press(*"yes", "enter")
         assert "That is not 3fa2c1d0: nothing was sent." in pilot.text()
         assert not pilot.broker.requests

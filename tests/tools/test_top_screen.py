@@ -137,7 +137,7 @@ class TestTable:
         await pilot.press("slash")
         assert "filter" in pilot.lines()[-1]
         assert "q Quit" in pilot.lines()[-2], "keys are still there, above the filter"
-        await pilot.types("CELL")
+        await pilot.press(*"CELL")
         assert pilot.workers() == ["a100-0", "a100-1"]
         assert "2 of 5 workers have 'CELL'" in pilot.text()
         await pilot.press("enter")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import zmq
-from torch.optim import SGD, Adagrad, Adam, Optimizer, RMSprop
+from torch.optim import SGD, Optimizer
 from typer.testing import CliRunner
 
 from diloco_broker import Broker, FragmentParameters
@@ -116,37 +116,6 @@ def test_settings_of_a_torch_optimizer_are_seen_and_set_in_all_its_groups() -> N
     assert "Outer learning rate 0.1, 0.7 -> 0.25; outer momentum 0.9 -> 0.5" in text
     assert "All 2 groups of the outer optimizer have it." in text
     assert (after["lr"], after["momentum"]) == (0.25, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("make", "setting", "is_there"),
-    [
-        (lambda parameters: Adam(parameters, lr=0.1), "outer_momentum", True),
-        (lambda parameters: RMSprop(parameters, lr=0.1, momentum=0.2), "outer_momentum", True),
-        (lambda parameters: Adagrad(parameters, lr=0.1), "outer_momentum", False),
-        (lambda parameters: Adagrad(parameters, lr=0.1), "outer_lr", True),
-    ],
-    ids=["Adam", "RMSprop", "Adagrad", "Adagrad's rate"],
-)
-def test_torch_optimizer_without_a_momentum_refuses_one(
-    make: Any, setting: str, is_there: bool
-) -> None:
-    results: list[Result] = []
-    broker = Broker(make_config(sync_every=4), outer_optimizer_factory=make)
-
-    def tune(hook: DiLoCoWorker, worker: int, step: int) -> None:
-        if step == 4:
-            with Operator(broker.address) as operator:
-                results.append(operator.ask("set", **{setting: 0.5}))
-                results.append(operator.ask("status"))
-
-    with broker:
-        run(broker, trainees(1), 8, before=tune)
-    assert results[0].ok is is_there
-    if is_there:
-        assert results[1].data["outer"][setting.removeprefix("outer_")] == 0.5
-    else:
-        assert "has no outer momentum" in results[0].text
 
 
 def test_new_h_holds_from_the_next_cycle_of_each_worker() -> None:

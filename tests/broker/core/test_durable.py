@@ -28,6 +28,11 @@ def a_run(mode: str = "streaming", **options: Any) -> tuple[Stage, Puppet, Puppe
     return stage, a, b
 
 
+def makes_a_version(stage: Stage, mode: str) -> None:
+    """The first one: a alone makes it in asynchronous mode, else a and b."""
+    stage.pushes(**({"a": 1} if mode == "async" else {"a": 1, "b": 2}))
+
+
 def released(puppet: Puppet) -> list[int]:
     return [message.version.counter for message in puppet.all(Released)]
 
@@ -44,9 +49,7 @@ def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None
     stage, a, b = a_run(mode, durable=True)
     a.pulls(after=0)
     b.pulls(after=0)
-    a.pushes(1)
-    if mode != "async":
-        b.pushes(2)
+    makes_a_version(stage, mode)
     assert stage.saves == [0, 1]
     eye = stage.worker("c").joins()
     eye.pulls()
@@ -64,10 +67,8 @@ def test_nobody_is_told_of_a_version_before_it_is_on_the_disk(mode: str) -> None
 
 @pytest.mark.parametrize("mode", MODES)
 def test_checkpoint_of_a_version_that_waits_has_it_and_its_ledger(mode: str) -> None:
-    stage, a, b = a_run(mode, durable=True)
-    a.pushes(1)
-    if mode != "async":
-        b.pushes(2)
+    stage, *_ = a_run(mode, durable=True)
+    makes_a_version(stage, mode)
     saved = stage.checkpoints[-1]
     assert (saved.number, versions(saved)) == (1, [1])
     each = saved.record.fragments[0]
@@ -92,10 +93,8 @@ def test_checkpoint_of_a_version_that_waits_has_the_other_fragments_as_they_are(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_broker_that_is_killed_while_a_version_waits_counts_it_when_it_was_saved(mode: str) -> None:
-    stage, a, b = a_run(mode, durable=True)
-    a.pushes(1)
-    if mode != "async":
-        b.pushes(2)
+    stage, *_ = a_run(mode, durable=True)
+    makes_a_version(stage, mode)
     before, after = stage.checkpoints[-2], stage.checkpoints[-1]
     held = stage.holdings()
     for saved, is_in in ((after, True), (before, False)):
@@ -118,10 +117,8 @@ def test_worker_that_dies_while_its_version_waits_is_in_it() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_release_is_tried_again_each_second_and_said_once_while_the_disk_is_full(mode: str) -> None:
-    stage, a, b = a_run(mode, durable=True)
-    a.pushes(1)
-    if mode != "async":
-        b.pushes(2)
+    stage, *_ = a_run(mode, durable=True)
+    makes_a_version(stage, mode)
     for _ in range(5):
         asked = len(stage.saves)
         stage.cannot_save()

@@ -8,18 +8,8 @@ from typing import Any
 import pytest
 
 from diloco_broker.cli.status_text import as_text
+from diloco_protocol import messages
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.messages import (
-    Grant,
-    Heartbeat,
-    Pull,
-    Rejoin,
-    Released,
-    Standing,
-    Welcome,
-    decode,
-    encode,
-)
 from kit.core_harness import Puppet, Stage, a_stage
 
 
@@ -49,15 +39,15 @@ def test_push_before_its_round_waits_and_is_told_its_number() -> None:
     stage, (a, b) = a_run("a", "b")
     a.pushes(1, fragment=0)
     grant = a.offers(2, fragment=1)
-    assert (grant.standing, grant.round) == (Standing.WAIT, 1)
+    assert (grant.standing, grant.round) == (messages.Standing.WAIT, 1)
     a.begins(3, fragment=2)
     b.pushes(4, fragment=0)
-    numbers = [(g.push_id, g.standing, g.round) for g in a.all(Grant) if g.push_id < 9]
+    numbers = [(g.push_id, g.standing, g.round) for g in a.all(messages.Grant) if g.push_id < 9]
     assert numbers == [
-        (1, Standing.NEW, 0),
-        (2, Standing.WAIT, 1),
-        (3, Standing.WAIT, 2),
-        (2, Standing.NEW, 1),
+        (1, messages.Standing.NEW, 0),
+        (2, messages.Standing.WAIT, 1),
+        (3, messages.Standing.WAIT, 2),
+        (2, messages.Standing.NEW, 1),
     ]
     assert stage.round.number == 1
 
@@ -77,7 +67,7 @@ def test_second_push_of_a_fragment_in_its_round_is_for_the_round_p_later() -> No
     _, (a, _) = a_run("a", "b")
     a.pushes(1, fragment=0)
     grant = a.offers(2, fragment=0)
-    assert (grant.standing, grant.round) == (Standing.WAIT, 3)
+    assert (grant.standing, grant.round) == (messages.Standing.WAIT, 3)
 
 
 def test_joiner_is_told_its_first_round_and_the_plan() -> None:
@@ -86,7 +76,7 @@ def test_joiner_is_told_its_first_round_and_the_plan() -> None:
         a.pushes(10 + number, fragment=number % 3)
         b.pushes(50 + number, fragment=number % 3)
     late = stage.worker("c").joins()
-    welcome = late.got(Welcome)
+    welcome = late.got(messages.Welcome)
     assert (welcome.config, welcome.epoch) == (stage.config.run_config, stage.state.epoch)
     assert (welcome.first_round, welcome.plan) == (5, (0, 1, 2))
     assert [v.counter for v in welcome.versions if v] == [2, 1, 1]
@@ -101,11 +91,11 @@ def test_version_of_one_fragment_is_pulled_while_another_is_being_made() -> None
     a.pushes(1, fragment=0)
     b.begins(2, fragment=0)
     b.delivers([0])
-    a.sends(Pull(1, -1, a.token()))
-    a.sends(Pull(0, 0, a.token()))
-    assert a.got(Released).fragment == 1
+    a.sends(messages.Pull(1, -1, a.token()))
+    a.sends(messages.Pull(0, 0, a.token()))
+    assert a.got(messages.Released).fragment == 1
     b.completes(1)
-    released = a.got(Released)
+    released = a.got(messages.Released)
     assert (released.fragment, released.version.counter) == (0, 1)
 
 
@@ -152,12 +142,12 @@ def test_round_that_falls_below_its_floor_needs_those_who_joined_before(
 ) -> None:
     stage, (a, b) = a_run("a", "b", pieces=2, **how)
     (c,) = stage.joined("c")
-    assert c.got(Welcome).first_round == 1
+    assert c.got(messages.Welcome).first_round == 1
     b.dies()
     assert stage.expected == {"a", "c"}
-    assert c.last(Rejoin) is not None
+    assert c.last(messages.Rejoin) is not None
     c.joins()
-    assert c.got(Welcome).first_round == 0
+    assert c.got(messages.Welcome).first_round == 0
     a.pushes(1, fragment=0)
     c.pushes(2, fragment=0)
     assert stage.round.number == 1
@@ -170,7 +160,7 @@ def test_feed_and_status_show_how_long_after_its_slot_each_worker_merges() -> No
     assert "at most 4" in before
     assert "last" not in fragments_in(before), "nobody has merged yet"
     for worker, told in ((a, 2), (b, 3), (a, None)):
-        worker.sends(Heartbeat(worker.token(), 5, merge_delay=told))
+        worker.sends(messages.Heartbeat(worker.token(), 5, merge_delay=told))
     shown = stage.shown()
     assert [each["merge_delay"] for each in shown["workers"]] == [2, 3, None]
     assert (shown["fragment_delay_auto"], shown["fragment_max_delay"]) == (True, 4)
@@ -181,7 +171,7 @@ def test_feed_and_status_show_how_long_after_its_slot_each_worker_merges() -> No
 @pytest.mark.parametrize(("told", "shown"), [(1 << 62, (1 << 53) - 1), (-5, 0)])
 def test_delay_that_makes_no_sense_is_shown_as_one_that_does(told: int, shown: int) -> None:
     stage, (a,) = a_run("a")
-    a.sends(decode(encode(Heartbeat(a.token(), 5, merge_delay=told))))
+    a.sends(messages.decode(messages.encode(messages.Heartbeat(a.token(), 5, merge_delay=told))))
     assert stage.shown()["workers"][0]["merge_delay"] == shown
 
 

@@ -11,22 +11,8 @@ from diloco_broker.core.events import Malformed, Received
 from diloco_broker.core.state.model_source import InitialModel
 from diloco_broker.core.state.uploads import first_window, upload_window
 from diloco_broker.core.state.versions import MAX_OBSERVERS
+from diloco_protocol import messages
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.messages import (
-    Control,
-    Credit,
-    Error,
-    Heartbeat,
-    Join,
-    Notice,
-    Pull,
-    Purpose,
-    Push,
-    Rejoin,
-    Released,
-    Result,
-    Welcome,
-)
 from diloco_protocol.version import Counted, Ledger, VersionId
 from kit.core_harness import RUN, Stage, a_config, a_manifest, a_stage, alone
 from kit.noted_tensors import CHUNK_ELEMENTS
@@ -49,11 +35,11 @@ def test_parameters_of_a_newcomer_are_never_taken_once_there_are_some() -> None:
     (a,) = stage.joined("a")
     before = stage.version()
     b = stage.worker("b").joins()
-    assert not b.all(Notice)
+    assert not b.all(messages.Notice)
     b.donates(indexes=[])
     assert b.error().code == "not_allowed"
     assert stage.version() == before
-    assert not a.all(Error)
+    assert not a.all(messages.Error)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +58,7 @@ def test_donation_that_is_unsound_is_refused_and_another_worker_asked(
 ) -> None:
     stage = a_stage(workers=1)
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
-    push = Push(a.token(), 7, 0, 3, "fp32", purpose=Purpose.DONATION)
+    push = messages.Push(a.token(), 7, 0, 3, "fp32", purpose=messages.Purpose.DONATION)
     a.sends(replace(push, **fields))
     assert words in a.error().text
     assert b.asked_for == [0]
@@ -87,13 +73,13 @@ def test_nobody_sees_parameters_of_a_donor_that_dies_between_two_fragments() -> 
     stage = Stage(a_config(1), a_manifest(3, table=FROZEN))
     a, b = stage.worker("a").joins(), stage.worker("b").joins()
     for fragment in (0, 1):
-        b.sends(Pull(fragment, -1, b.token()))
+        b.sends(messages.Pull(fragment, -1, b.token()))
     a.donates(1)
     assert not b.chunks
     a.leaves()
     stage.provide()
     assert len(b.chunks) == 6
-    assert {m.version.run for m in b.all(Released)} == {stage.state.model.run}
+    assert {m.version.run for m in b.all(messages.Released)} == {stage.state.model.run}
 
 
 def test_chunks_of_a_donor_that_left_are_never_placed() -> None:
@@ -144,7 +130,7 @@ def test_model_file_is_compared_with_the_first_worker() -> None:
     assert "the file has an extra other" in a.error().text
     stage = Stage(a_config(1), initial=InitialModel({"weight": (12,)}))
     a = stage.worker("a").joins()
-    assert not a.all(Notice), "nobody is asked for parameters"
+    assert not a.all(messages.Notice), "nobody is asked for parameters"
     assert stage.version().counter == 0
 
 
@@ -152,7 +138,7 @@ def test_second_worker_with_the_same_id_is_refused_once_the_first_shows_life() -
     stage, a = alone()
     twin = stage.worker("a").joins()
     assert (twin.error().code, twin.error().retry) == ("id_taken", True)
-    assert a.got(Notice).what == "ping"
+    assert a.got(messages.Notice).what == "ping"
     stage.passes(0.1)
     a.beats()
     twin.joins()
@@ -168,7 +154,7 @@ def test_restarted_worker_takes_its_place_when_the_first_is_gone() -> None:
     assert twin.error().retry
     stage.passes(1.2)
     twin.joins()
-    assert twin.last(Welcome) is not None
+    assert twin.last(messages.Welcome) is not None
     assert len(stage.state.members) == 1
 
 
@@ -176,8 +162,8 @@ def test_heartbeat_is_answered_and_its_figures_are_kept() -> None:
     stage = a_stage()
     (a,) = stage.joined("a")
     told: dict[str, Any] = {"step": 17, "inner_step": 3, "loss": 2.5, "steps_per_s": 4.0}
-    a.sends(Heartbeat(a.token(), **told))
-    assert a.got(Notice).what == "alive"
+    a.sends(messages.Heartbeat(a.token(), **told))
+    assert a.got(messages.Notice).what == "alive"
     assert vars(stage.state.members.named("a").figures).items() >= told.items()
 
 
@@ -185,8 +171,8 @@ def test_message_on_another_connection_than_the_session_s_is_answered_with_rejoi
     stage = a_stage()
     (a,) = stage.joined("a")
     elsewhere = stage.route()
-    a.sends(Heartbeat(a.token(), 1), on=elsewhere)
-    assert [type(m) for m in stage.inbox[elsewhere]] == [Rejoin]
+    a.sends(messages.Heartbeat(a.token(), 1), on=elsewhere)
+    assert [type(m) for m in stage.inbox[elsewhere]] == [messages.Rejoin]
 
 
 def test_unreadable_message_costs_its_sender_an_error_and_a_counter() -> None:
@@ -194,16 +180,16 @@ def test_unreadable_message_costs_its_sender_an_error_and_a_counter() -> None:
     route = stage.route()
     stage.happens(Malformed(route, "bad_header", "The header is not a msgpack map."))
     assert stage.state.totals.malformed == 1
-    assert stage.inbox[route] == [Error("bad_header", "The header is not a msgpack map.")]
+    assert stage.inbox[route] == [messages.Error("bad_header", "The header is not a msgpack map.")]
 
 
 def test_reader_gets_no_more_chunks_than_it_has_credit_for() -> None:
     stage = a_stage(chunks=10)
     stage.joined("a")
     eye = stage.route()
-    stage.happens(Received(eye, Pull(0, credit=3)))
+    stage.happens(Received(eye, messages.Pull(0, credit=3)))
     assert len(stage.received[eye]) == 3
-    stage.happens(Received(eye, Credit(2)))
+    stage.happens(Received(eye, messages.Credit(2)))
     assert [chunk.index for chunk, _ in stage.received[eye]] == [0, 1, 2, 3, 4]
 
 
@@ -212,22 +198,22 @@ def test_pull_that_overtakes_the_first_credit_is_served_after_it() -> None:
     stage.joined("a")
     b = stage.worker("b")
     b.control, b.bulk = stage.route(), stage.route()
-    b.sends(Join("b", stage.manifest))
-    b.session = b.got(Welcome).session
+    b.sends(messages.Join("b", stage.manifest))
+    b.session = b.got(messages.Welcome).session
     b.pulls()
     assert not b.chunks
-    b.sends(Credit(8, b.token()), on=b.bulk)
+    b.sends(messages.Credit(8, b.token()), on=b.bulk)
     assert b.holds() == stage.version()
 
 
 def test_observer_that_waits_gets_the_next_version() -> None:
     stage, a = alone()
     eye = stage.route()
-    stage.happens(Received(eye, Pull(0, after=0, credit=100)))
+    stage.happens(Received(eye, messages.Pull(0, after=0, credit=100)))
     assert eye not in stage.received
     a.pushes(1)
     (released,) = stage.inbox[eye]
-    assert isinstance(released, Released) and released.version.counter == 1
+    assert isinstance(released, messages.Released) and released.version.counter == 1
     assert len(stage.received[eye]) == 3
 
 
@@ -244,24 +230,24 @@ def test_reader_that_has_begun_gets_its_version_whole_however_many_are_released(
     """A link that is slower than the rounds would have none otherwise."""
     stage, a = alone()
     eye = stage.route()
-    stage.happens(Received(eye, Pull(0, credit=1)))
+    stage.happens(Received(eye, messages.Pull(0, credit=1)))
     for number in range(1, 6):
         a.pushes(number)
     assert kept(stage) == [0]
-    stage.happens(Received(eye, Credit(8)))
+    stage.happens(Received(eye, messages.Credit(8)))
     assert versions_read(stage, eye) == [0, 0, 0]
     assert kept(stage) == [], "nobody reads it any more"
-    stage.happens(Received(eye, Pull(0, after=0, credit=8)))
+    stage.happens(Received(eye, messages.Pull(0, after=0, credit=8)))
     assert versions_read(stage, eye)[3:] == [5, 5, 5]
 
 
 def test_reader_that_has_not_begun_is_moved_to_the_newer_version() -> None:
     stage, a = alone()
     eye = stage.route()
-    stage.happens(Received(eye, Pull(0)))
+    stage.happens(Received(eye, messages.Pull(0)))
     a.pushes(1)
     assert kept(stage) == []
-    stage.happens(Received(eye, Credit(8)))
+    stage.happens(Received(eye, messages.Credit(8)))
     assert versions_read(stage, eye) == [1, 1, 1]
 
 
@@ -270,19 +256,19 @@ def test_slow_readers_keep_no_more_than_two_old_versions_alive() -> None:
     stage, a = alone()
     eyes = [stage.route() for _ in range(4)]
     for number, eye in enumerate(eyes, start=1):
-        stage.happens(Received(eye, Pull(0, credit=1)))
+        stage.happens(Received(eye, messages.Pull(0, credit=1)))
         a.pushes(number)
     assert kept(stage) == [0, 1]
-    stage.happens(Received(eyes[0], Credit(8)))
+    stage.happens(Received(eyes[0], messages.Credit(8)))
     assert kept(stage) == [1]
     stage.core.state.versions.forget(eyes[1])
     assert kept(stage) == []
     for eye in eyes[2:]:
-        stage.happens(Received(eye, Credit(1)))
+        stage.happens(Received(eye, messages.Credit(1)))
     a.pushes(5)
     assert kept(stage) == [4], "both that were moved have begun with it"
     for eye in eyes[2:]:
-        stage.happens(Received(eye, Credit(8)))
+        stage.happens(Received(eye, messages.Credit(8)))
         assert versions_read(stage, eye)[-3:] == [4, 4, 4]
 
 
@@ -291,7 +277,7 @@ def test_broken_download_resumes_where_it_stopped() -> None:
     a.loses_connection()
     a.joins()
     held = bytes([0b011])
-    a.sends(Pull(0, -1, a.token(), held_version=stage.version(), held=held))
+    a.sends(messages.Pull(0, -1, a.token(), held_version=stage.version(), held=held))
     assert [chunk.index for chunk, _ in a.chunks] == [2]
 
 
@@ -299,12 +285,12 @@ def test_observers_that_are_gone_make_room() -> None:
     stage, a = alone()
     for _ in range(MAX_OBSERVERS):
         route = stage.route()
-        stage.happens(Received(route, Pull(0, credit=8)))
+        stage.happens(Received(route, messages.Pull(0, credit=8)))
         stage.gone.add(route)
     stage.passes(11.0)
     a.beats()
     late = stage.route()
-    stage.happens(Received(late, Pull(0, credit=8)))
+    stage.happens(Received(late, messages.Pull(0, credit=8)))
     assert len(stage.received[late]) == 3
 
 
@@ -313,22 +299,22 @@ def test_too_many_observers_are_refused() -> None:
     stage.joined("a")
     routes = [stage.route() for _ in range(MAX_OBSERVERS + 1)]
     for route in routes:
-        stage.happens(Received(route, Pull(0, after=0)))
-    assert isinstance(stage.inbox[routes[-1]][-1], Error)
+        stage.happens(Received(route, messages.Pull(0, after=0)))
+    assert isinstance(stage.inbox[routes[-1]][-1], messages.Error)
     assert routes[-2] not in stage.inbox
 
 
 def test_manifest_is_open_to_observers() -> None:
     stage = a_stage()
     eye = stage.route()
-    stage.happens(Received(eye, Control("manifest", 4)))
-    assert stage.inbox[eye][-1] == Result(
+    stage.happens(Received(eye, messages.Control("manifest", 4)))
+    assert stage.inbox[eye][-1] == messages.Result(
         4, False, "The broker has no model yet; the first worker that joins brings it."
     )
     stage.joined("a")
-    stage.happens(Received(eye, Control("manifest", 5)))
+    stage.happens(Received(eye, messages.Control("manifest", 5)))
     result = stage.inbox[eye][-1]
-    assert isinstance(result, Result)
+    assert isinstance(result, messages.Result)
     assert result.data["manifest"]["entries"][0]["name"] == "weight"
 
 

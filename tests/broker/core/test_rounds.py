@@ -12,17 +12,7 @@ from diloco_broker.core.effects import Finish
 from diloco_broker.core.events import Stop
 from diloco_broker.core.rules.reducers import REDUCERS, Reducer, streaming
 from diloco_broker.core.state.uploads import FIRST_WINDOW, UPLOAD_WINDOW
-from diloco_protocol.messages import (
-    Ack,
-    Error,
-    Grant,
-    Notice,
-    Push,
-    Rejoin,
-    Released,
-    Standing,
-    Welcome,
-)
+from diloco_protocol import messages
 from diloco_protocol.version import VersionId
 from kit.core_harness import Puppet, Stage, a_stage, alone
 
@@ -64,7 +54,7 @@ def test_newcomer_is_expected_in_an_open_round_that_lacks_workers() -> None:
     a.pushes(3)
     assert stage.round.number == 1, "the floor of two holds"
     (c,) = stage.joined("c")
-    assert c.got(Welcome).first_round == 1
+    assert c.got(messages.Welcome).first_round == 1
     c.pushes(4)
     assert stage.version().counter == 2
 
@@ -73,7 +63,7 @@ def test_newcomer_is_expected_from_the_next_round_otherwise_and_counts_in_this_o
     stage = a_stage(workers=1)
     stage.joined("a")
     (b,) = stage.joined("b")
-    assert b.got(Welcome).first_round == 1
+    assert b.got(messages.Welcome).first_round == 1
     b.pushes(5)
     assert stage.version().counter == 0
     stage.pushes(a=1)
@@ -147,7 +137,7 @@ def test_push_offered_again_resumes_at_the_missing_chunks() -> None:
     a.loses_connection()
     a.joins()
     grant = a.offers(1)
-    assert (grant.standing, grant.held) == (Standing.RESUME, bytes([0b101]))
+    assert (grant.standing, grant.held) == (messages.Standing.RESUME, bytes([0b101]))
     a.delivers([1])
     assert contents(stage) == ["a1"] * 3
 
@@ -161,7 +151,7 @@ def test_half_counted_push_sends_only_the_rest_into_the_next_round() -> None:
     assert stage.version().counter == 1
     b.joins(session=None)
     grant = b.offers(2)
-    assert (grant.standing, grant.held) == (Standing.RESUME, bytes([0b010]))
+    assert (grant.standing, grant.held) == (messages.Standing.RESUME, bytes([0b010]))
     b.delivers([0, 1, 2])  # chunk 1 comes again, though it is counted already
     a.pulls()
     a.pushes(3)
@@ -191,7 +181,7 @@ def test_worker_killed_in_its_upload_has_one_vote_on_each_chunk_of_the_round(
     a.dies()
     a = stage.worker("a").joins()
     grant = a.offers(2)  # the next life makes the same steps again
-    assert (grant.standing, grant.held) == (Standing.RESUME, bytes([0b101]))
+    assert (grant.standing, grant.held) == (messages.Standing.RESUME, bytes([0b101]))
     a.delivers([1])
     b.pushes(3)
     stage.work()
@@ -207,7 +197,7 @@ def test_push_that_is_here_whole_but_not_added_yet_is_the_vote_of_its_worker() -
     a.begins(1)
     a.delivers([0, 1, 2])
     a.dies()
-    assert stage.worker("a").joins().offers(2).standing is Standing.WAIT
+    assert stage.worker("a").joins().offers(2).standing is messages.Standing.WAIT
     b.pushes(3)
     stage.work()
     assert contents(stage) == ["a1 b3"] * 3
@@ -220,7 +210,7 @@ def test_push_abandoned_while_closing_does_not_hold_the_round() -> None:
     a.delivers([0])
     a.begins(2)  # a new life of the worker: what is missing of the old push will never come
     assert stage.version().counter == 1
-    assert a.got(Grant).standing is Standing.NEW
+    assert a.got(messages.Grant).standing is messages.Standing.NEW
     assert contents(stage) == ["a1 b3", "b3", "b3"]
 
 
@@ -233,16 +223,16 @@ def test_chunk_of_an_abandoned_push_that_was_under_way_is_ignored() -> None:
     a.delivers([0])
     b.delivers([0, 1, 2])
     assert contents(stage) == ["b3"] * 3
-    assert not a.all(Error)
+    assert not a.all(messages.Error)
 
 
 def test_second_whole_push_of_a_worker_waits_for_the_next_round() -> None:
     stage, a, b = two()
     a.pushes(1)
-    assert a.offers(2).standing is Standing.WAIT
+    assert a.offers(2).standing is messages.Standing.WAIT
     b.pushes(3)
     assert stage.version().counter == 1
-    assert a.got(Grant).standing is Standing.NEW
+    assert a.got(messages.Grant).standing is messages.Standing.NEW
     a.delivers([0, 1, 2])
     b.pulls()
     b.pushes(4)
@@ -254,10 +244,10 @@ def test_push_during_closing_waits_for_the_next_round() -> None:
     a.begins(1)
     b.begins(2)
     (c,) = stage.joined("c")
-    assert c.offers(3).standing is Standing.WAIT
+    assert c.offers(3).standing is messages.Standing.WAIT
     a.delivers([0, 1, 2])
     b.delivers([0, 1, 2])
-    assert c.got(Grant).standing is Standing.NEW
+    assert c.got(messages.Grant).standing is messages.Standing.NEW
     assert [push[0] for push in stage.round.contributions] == ["c"]
 
 
@@ -271,7 +261,7 @@ def test_chunks_are_handed_out_while_later_ones_still_arrive() -> None:
     b.delivers([0])
     assert [chunk.index for chunk, _ in a.chunks[already:]] == [0]
     assert stage.version().counter == 0, "the version is not whole yet"
-    assert all(m.version.counter == 0 for m in a.all(Released))
+    assert all(m.version.counter == 0 for m in a.all(messages.Released))
     a.delivers([1, 2])
     b.delivers([1, 2])
     assert a.holds() == stage.version()
@@ -330,7 +320,7 @@ def test_bad_push_gets_a_sentence_and_changes_nothing(fields: dict[str, Any], wo
 def test_push_from_another_run_or_from_nowhere_is_refused() -> None:
     stage, a = alone()
     for wrong in (VersionId("f" * 16, 0, stage.version().tag), None):
-        a.sends(Push(a.token(), 1, 0, 3, "fp32", wrong))
+        a.sends(messages.Push(a.token(), 1, 0, 3, "fp32", wrong))
         assert "pull the current parameters first" in a.error().text
     assert not stage.round.contributions
 
@@ -348,7 +338,7 @@ def test_sender_without_a_session_has_no_effect() -> None:
     stranger = stage.worker("a")
     stranger.session, stranger.control, stranger.base = b"x" * 16, stage.route(), a.base
     stranger.begins(1)
-    assert stranger.last(Rejoin) is not None
+    assert stranger.last(messages.Rejoin) is not None
     assert not stage.round.contributions
 
 
@@ -370,17 +360,17 @@ def test_chunk_without_credit_is_refused() -> None:
     stage, a = alone(chunks=20, by_hand=True)
     credit = a.offers(1).credit
     a.delivers(range(credit))
-    assert not a.all(Error)
+    assert not a.all(messages.Error)
     a.delivers([credit])
     assert "without credit" in a.error().text
     stage.work(1)
     a.delivers([credit])
-    assert len(a.all(Error)) == 1
+    assert len(a.all(messages.Error)) == 1
 
 
 def on_top(worker: Puppet) -> list[int]:
     """What each acknowledgement of pushes 1 and 2 gave besides the credit of its chunks."""
-    return [ack.credit for ack in worker.all(Ack) if ack.push_id in (1, 2)]
+    return [ack.credit for ack in worker.all(messages.Ack) if ack.push_id in (1, 2)]
 
 
 def test_window_is_doubled_where_chunks_never_wait_and_the_next_push_begins_with_it() -> None:
@@ -444,7 +434,7 @@ def test_worker_that_comes_back_to_a_broker_that_stops_is_told_which_it_is(
     stage.happens(Stop("it was asked to", restarting=restarting))
     a.joins()
     assert a.error().code == "stopping"
-    assert [notice.what for notice in a.all(Notice)] == [what]
+    assert [notice.what for notice in a.all(messages.Notice)] == [what]
 
 
 def test_stop_abandons_an_open_round() -> None:

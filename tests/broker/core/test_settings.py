@@ -9,6 +9,7 @@ import pytest
 from diloco_broker.core.effects import End
 from diloco_broker.core.events import Stop
 from diloco_broker.core.state.update import Phase
+from diloco_protocol.feed import OuterGroup
 from diloco_protocol.messages import Notice
 from kit.core_harness import Puppet, Stage, a_run, a_stage
 
@@ -100,6 +101,17 @@ def test_setting_what_is_set_already_is_no_action() -> None:
     result = stage.asks("set", outer_lr=0.7)
     assert (result.ok, "it is set to that already" in result.text) == (True, True)
     assert not stage.acts
+
+
+@pytest.mark.parametrize(("momentum", "ok"), [(0.9, True), (None, False)])
+def test_torch_optimizer_without_a_momentum_refuses_one(momentum: float | None, ok: bool) -> None:
+    stage, _ = a_run("a")
+    stage.state.has_own_optimizer = True
+    stage.state.outer_groups = (OuterGroup(0.1, 0.9), OuterGroup(0.1, momentum))
+    result = stage.asks("set", outer_momentum=0.5)
+    assert (result.ok, "no outer momentum: 1 of its 2 groups" in result.text) == (ok, not ok)
+    assert stage.asks("set", outer_lr=0.5).ok
+    assert [group.lr for group in stage.state.outer_groups] == [0.5, 0.5]
 
 
 def test_fewer_workers_let_round_one_begin_to_close() -> None:

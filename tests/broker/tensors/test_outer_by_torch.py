@@ -17,6 +17,7 @@ from diloco_broker.tensors.outer.torch_fragment import FragmentParameters
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_protocol.codecs import as_bytes
 from diloco_protocol.errors import UsageError
+from diloco_protocol.feed import OuterGroup
 from kit.chunked_model import MANIFEST, ChunkedModel, same
 from kit.outers import EVERY, N, adamw, in_torch
 from kit.reference import ByTorch
@@ -234,6 +235,22 @@ def test_paper_s_form_names_the_group_that_has_no_momentum() -> None:
     with pytest.raises(UsageError, match="Group 0 of Adagrad of fragment 0 has neither momentum"):
         ChunkedModel(TorchOuter(factory, "paper", N))
     ChunkedModel(TorchOuter(factory, "direct", N))  # it needs the learning rate only
+
+
+@pytest.mark.parametrize(
+    ("make", "groups"),
+    [
+        (lambda p: torch.optim.Adam(p, lr=0.1), OuterGroup(0.5, 0.25)),
+        (lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.2), OuterGroup(0.5, 0.25)),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1), OuterGroup(0.5, None)),
+    ],
+    ids=["Adam", "RMSprop", "Adagrad"],
+)
+def test_groups_have_what_is_set_and_say_what_they_have(make: Any, groups: OuterGroup) -> None:
+    model = ChunkedModel(TorchOuter(make))
+    own = {"lr": 0.5} if groups.momentum is None else {"lr": 0.5, "momentum": 0.25}
+    model.tensors.tune(TorchOuter(make), 1.0, own)
+    assert model.tensors.outer_groups() == (groups,)
 
 
 # Choosing one.

@@ -176,11 +176,7 @@ def save_tensors(path: Path, layout: FragmentLayout, fragment: FragmentTensors) 
     for name, chunks in tensors.items():
         dtype, elements = chunks[0].dtype, sum(chunk.numel() for chunk in chunks)
         end = offset + elements * dtype.itemsize
-        header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": [elements],
-            "data_offsets": [offset, end],
-        }
+        header[name] = {"dtype": _NAMES[dtype], "shape": [elements], "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin on a multiple of eight bytes

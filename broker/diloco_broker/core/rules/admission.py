@@ -39,7 +39,7 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
             yield effects.warning(
                 f"{len(state.members)} workers are here, the run is planned for {config.workers}: "
                 f"the outer optimizer counts on {config.workers}. Start it with --workers "
-                f"{len(state.members)}.",
+                f"{len(state.members)}."
             )
     else:
         state.versions.forget(member.bulk)

@@ -112,7 +112,7 @@ def abandon(state: RunState, why: str = "") -> effects.Effects:
             if why and intake.push is not None:
                 push_id = intake.push.push_id
                 yield donor.tell(
-                    messages.Error(Code.NOT_ALLOWED, why, push_id=push_id, about="push"),
+                    messages.Error(Code.NOT_ALLOWED, why, push_id=push_id, about="push")
                 )
     over = [f for f in state.model.donation.intakes if f in state.model.restored]
     state.model.abandon()

@@ -25,7 +25,7 @@ def grant(
     standing = messages.Standing.RESUME if held else messages.Standing.NEW
     have = held.to_bytes() if held else None
     yield member.tell(
-        messages.Grant(push.push_id, push.fragment, standing, have, credit, round=number),
+        messages.Grant(push.push_id, push.fragment, standing, have, credit, round=number)
     )
 
 
@@ -37,9 +37,7 @@ def wait(member: Member, push: messages.Push, text: str, number: int | None) -> 
     """Another grant follows; the push is kept until then."""
     member.defer(push)
     yield member.tell(
-        messages.Grant(
-            push.push_id, push.fragment, messages.Standing.WAIT, text=text, round=number
-        ),
+        messages.Grant(push.push_id, push.fragment, messages.Standing.WAIT, text=text, round=number)
     )
 
 

@@ -254,7 +254,7 @@ def _adopt(state: RunState, donor: str) -> effects.Effects:
         since = f" since {model.checkpoint}" if model.checkpoint else ""
         yield effects.warning(
             f"Recovered the parameters from {donor}. What the outer optimizer remembered of the rounds"
-            f"{since} is lost: {', '.join(rounds)}.",
+            f"{since} is lost: {', '.join(rounds)}."
         )
     yield from seek(state)
 
@@ -299,7 +299,7 @@ def tell_of_branches(
             yield effects.warning(
                 f"{worker_id} holds version {held}{which}, but this broker went on from an older copy "
                 f"and is at {ours}. The rounds that only {worker_id} has are lost, except for what "
-                "workers offer again.",
+                "workers offer again."
             )
         elif each.is_of_another_branch(held):
             yield effects.warning(
@@ -307,7 +307,7 @@ def tell_of_branches(
                 f"{ours.run}: this broker, now at {ours}, has version {each.name_of(held.counter)} "
                 f"instead, because a broker went on from an older copy. The rounds that only "
                 f"{worker_id} has are lost; it goes on with this broker's parameters, and offers "
-                "again what it has not seen counted.",
+                "again what it has not seen counted."
             )
 
 
@@ -336,7 +336,7 @@ def _tell_of_room(state: RunState) -> effects.Effects:
     many, whose, size = reducer.room_needed(config, sizes)
     yield effects.info(
         f"{reducer.asked_for_by(config)} needs whole submissions: up to {many} "
-        f"{whose}{'s'[: many != 1]} x {_megabytes(size)} of memory beyond parameters and momentum.",
+        f"{whose}{'s'[: many != 1]} x {_megabytes(size)} of memory beyond parameters and momentum."
     )
 
 

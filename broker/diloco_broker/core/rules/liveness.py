@@ -34,7 +34,7 @@ def beat(state: RunState, member: Member, beat: messages.Heartbeat) -> effects.E
         life.stall()
         yield effects.warning(
             f"{member.worker_id} has stood at step {figures.step} for {life.stood_still():.0f} s "
-            "though it sends heartbeats; the others do not wait for it until it goes on.",
+            "though it sends heartbeats; the others do not wait for it until it goes on."
         )
         yield from rounds.stall(state, member.worker_id)
     number = state.round.number if state.round else 0
@@ -69,7 +69,7 @@ def stood_still(state: RunState, event: events.StoodStill) -> effects.Effects:
     yield effects.warning(
         f"The broker stood still for {event.seconds:.0f} s: its process was stopped, or its machine "
         f"slept or was overloaded{own}. That time counts against no worker; workers whose connections "
-        f"broke meanwhile have {BACK_WITHIN_S:g} s to come back.",
+        f"broke meanwhile have {BACK_WITHIN_S:g} s to come back."
     )
 
 

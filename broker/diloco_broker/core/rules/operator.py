@@ -93,7 +93,7 @@ def _kick(state: RunState, request: Request) -> effects.Effects:
     left = len(state.members)
     yield request.yes(
         f"{member.worker_id} was removed; {left} {'worker is' if left == 1 else 'workers are'} left. "
-        "It trains on alone, or stops, and may join again when it is started again.",
+        "It trains on alone, or stops, and may join again when it is started again."
     )
 
 
@@ -129,7 +129,7 @@ def _pause(state: RunState, request: Request) -> effects.Effects:
     first = f"Round {closing.number} is being finished; then n" if closing else "N"
     yield request.yes(
         f"{first}o round closes: workers train to their next boundary and wait there. Go on with: "
-        "diloco-broker resume",
+        "diloco-broker resume"
     )
 
 

@@ -37,7 +37,7 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
         yield effects.warning(
             f"{member.worker_id} has sent a pseudo-gradient of all zeros {whose}twice in a row, the "
             f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
-            "0 (a scheduler), frozen parameters, or an optimizer over other parameters.",
+            "0 (a scheduler), frozen parameters, or an optimizer over other parameters."
         )
     yield from rules_of(state).offer(state, member, push)
     yield from rounds.close_if_due(state)

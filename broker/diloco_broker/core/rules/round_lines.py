@@ -26,7 +26,7 @@ def closed(state: RunState, ended: Update, pushes: Sequence[CountedPush]) -> Eff
     which = f" (fragment {ended.fragment})" if state.config.num_fragments > 1 else ""
     yield info(
         f"Round {ended.number}{which} closed in {state.now - ended.opened_at:.1f} s: "
-        f"{ended.averaged} of {len(expected)} expected workers averaged{names}.",
+        f"{ended.averaged} of {len(expected)} expected workers averaged{names}."
     )
 
 

@@ -121,10 +121,7 @@ class RunModel:
         """This is the run's model from now on; `plan` is the fragment of each of its tensors."""
         self.manifest, self.plan = manifest, plan
         self.layout = lay_out_plan(
-            manifest,
-            plan,
-            num_fragments=config.num_fragments,
-            chunk_elements=config.chunk_elements,
+            manifest, plan, num_fragments=config.num_fragments, chunk_elements=config.chunk_elements
         )
         return self.layout
 

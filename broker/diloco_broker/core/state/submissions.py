@@ -39,11 +39,7 @@ class Submission(PushInProgress):
 
     def work(self, index: int, payload: Any) -> Inspect:
         return Inspect(
-            self.push.fragment,
-            index,
-            *self.key,
-            wire_dtype=self.push.wire_dtype,
-            payload=payload,
+            self.push.fragment, index, *self.key, wire_dtype=self.push.wire_dtype, payload=payload
         )
 
     def take(self, index: int, payload: Any, squares: float, now: float) -> None:

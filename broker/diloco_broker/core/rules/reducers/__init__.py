@@ -87,11 +87,7 @@ REDUCERS: dict[str, Reducer] = {
         has_rounds=False,
         takes_any_number=lambda config: config.grace > 0,
     ),
-    "staged": Reducer(
-        staged,
-        asked_for_by=staged.asked_for_by,
-        room_needed=staged.room_needed,
-    ),
+    "staged": Reducer(staged, asked_for_by=staged.asked_for_by, room_needed=staged.room_needed),
     "streaming": Reducer(streaming),
 }
 

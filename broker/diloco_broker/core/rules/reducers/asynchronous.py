@@ -136,7 +136,7 @@ def _take_back_slots(state: RunState) -> Effects:
         worker_id, push = submission.worker_id, submission.push
         yield warning(
             f"The push of {worker_id} made no progress for {silent:.0f} s while others wait; it "
-            "starts again when it is its turn.",
+            "starts again when it is its turn."
         )
         member = state.members.named(worker_id)
         if member is not None:

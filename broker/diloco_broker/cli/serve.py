@@ -125,17 +125,15 @@ def _broker(options: dict[str, Any], model: Path | None) -> Broker:
 
 
 def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
-    """Say where the broker listens and what it waits for."""
     workers, resume = options["workers"], options["resume"]
     if broker.resumes:
         folder = options["save_dir"] if resume == "auto" else resume
         waiting = f"The run in {folder} goes on when its workers are back."
         if model:
-            logging.getLogger("diloco.broker").warning(
-                "--model %s is not used: the run in %s goes on. (--resume none begins a new run.)",
-                model,
-                folder,
+            text = (
+                "--model %s is not used: the run in %s goes on. (--resume none begins a new run.)"
             )
+            logging.getLogger("diloco.broker").warning(text, model, folder)
     else:
         source = "" if model else "; the first one provides the parameters"
         waiting = f"Waiting for {workers} worker{'s'[: workers != 1]}{source}."

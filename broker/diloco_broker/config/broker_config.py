@@ -118,53 +118,34 @@ def _check_saving(options: Options) -> None:
 
 def _check_fragments(options: Options) -> None:
     pieces, steps, delay = options.num_fragments, options.sync_every, options.least_delay
-    _require(
-        options,
-        "sync_every",
-        steps >= pieces,
-        f"at least --num-fragments, which is {pieces}: each fragment has a step of its own",
-    )
+    least = f"at least --num-fragments, which is {pieces}: each fragment has a step of its own"
+    _require(options, "sync_every", steps >= pieces, least)
     if options.fragment_plan is not None:
         file = options.fragment_plan
         why = f" with --fragment-plan {file}, which says where each parameter goes"
         _require_unset(options, "fragment_pattern", why)
-    interval = steps // pieces
-    _require(
-        options,
-        "fragment_sync_delay",
-        delay < interval,
-        f"below {interval}, the steps between two fragments (--sync-every {steps} over "
-        f"--num-fragments {pieces})",
-    )
-    _require(
-        options,
-        "fragment_sync_delay",
-        not (options.deterministic and options.has_auto_delay),
-        "a number with --deterministic: when a reply comes differs from run to run",
-    )
+    interval, over = steps // pieces, f"--sync-every {steps} over --num-fragments {pieces}"
+    below = f"below {interval}, the steps between two fragments ({over})"
+    _require(options, "fragment_sync_delay", delay < interval, below)
+    is_fixed = not (options.deterministic and options.has_auto_delay)
+    number = "a number with --deterministic: when a reply comes differs from run to run"
+    _require(options, "fragment_sync_delay", is_fixed, number)
     if options.fragment_merge != "alpha":
         why = f" with --fragment-merge {options.fragment_merge}, which keeps all local steps"
         _require_unset(options, "fragment_update_alpha", why)
     longest = options.fragment_max_delay
-    _require(
-        options,
-        "fragment_max_delay",
-        longest is None or delay <= longest < steps,
-        f"from --fragment-sync-delay, which is {delay}, to below --sync-every, {steps}",
-    )
+    fits = longest is None or delay <= longest < steps
+    between = f"from --fragment-sync-delay, which is {delay}, to below --sync-every, {steps}"
+    _require(options, "fragment_max_delay", fits, between)
 
 
 def _check_dylu(options: Options) -> None:
     if not options.dylu:
         _require_unset(options, "dylu_min_steps", ", or --dylu given")
     fit, steps = options.fewest_steps, options.sync_every
-    _require(
-        options,
-        "dylu_min_steps",
-        fit <= options.least_steps <= steps,
-        f"from {fit} ({options.num_fragments} fragments x (delay {options.least_delay} + 1)) to "
-        f"--sync-every, which is {steps}",
-    )
+    least = f"{fit} ({options.num_fragments} fragments x (delay {options.least_delay} + 1))"
+    between = f"from {least} to --sync-every, which is {steps}"
+    _require(options, "dylu_min_steps", fit <= options.least_steps <= steps, between)
 
 
 def _check_outer(options: Options) -> None:

@@ -129,9 +129,8 @@ class Core:
             return pulls.observe(state, route, message)
         on_bulk = isinstance(message, messages.Chunk | messages.Credit)
         if not on_bulk and type(message) not in OF_MEMBERS:
-            raise ProtocolError(
-                Code.NOT_ALLOWED, f"A {message.kind} message goes from the broker to others."
-            )
+            text = f"A {message.kind} message goes from the broker to others."
+            raise ProtocolError(Code.NOT_ALLOWED, text)
         member = state.members.with_session(getattr(message, "session", None) or b"")
         if member is None or (not on_bulk and member.control != route):
             text = "This session is not known on this connection; join again."

@@ -231,7 +231,6 @@ class Loop:
             self._executor.feed(events.Malformed(route, Code.BAD_HEADER, text))
 
     def _work(self) -> None:
-        """Tensor work, for one slice of time."""
         until, state = time.perf_counter() + WORK_SLICE_S, self.core.state
         while self.tensors.is_ready(state.model.layout) and time.perf_counter() < until:
             if state.has_own_optimizer:  # its step may take long
@@ -280,7 +279,6 @@ class Loop:
             self._executor.feed(self._writer.results.popleft())
 
     def _await_the_last_save(self) -> None:
-        """At an orderly end: the last checkpoint may still be being written."""
         if self._writer is None:
             return
         if not self._writer.finish(SAVE_WITHIN_S):

@@ -97,11 +97,9 @@ def _with_fitting_buffer(config: BrokerConfig, found: Checkpoint, path: Path) ->
     if before == config.dn_size or not collected:
         return found
     logger.warning(
-        "The buffer of the outer optimizer took %d gradients in %s and takes %d now (--dn-buffer): "
-        "those that were in it are left out of the next momentum step.",
-        before,
-        path,
-        config.dn_size,
+        f"The buffer of the outer optimizer took {before} gradients in {path} and takes "
+        f"{config.dn_size} now (--dn-buffer): those that were in it are left out of the next momentum "
+        "step."
     )
     emptied = {
         f: replace(each, outer={name: s for name, s in each.outer.items() if name != DELAYED})

@@ -66,9 +66,7 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         state.model.holder_lost_at = None
         donor = state.members.named(state.model.donation.donor or "")
         is_new_run = donor is not None and not any(donor.versions)
-        if (
-            is_new_run or state.model.donation.is_loading
-        ):  # a run that exists comes before a new one
+        if is_new_run or state.model.donation.is_loading:  # one that exists comes first
             why = f"{join.worker_id} holds a version of a run, which goes on instead of a new one."
             yield from initial_model.abandon_donation(state, why)
             return
@@ -108,9 +106,8 @@ def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
         )
     for name, pairs in (("extra", join.extra), ("wants", join.wants)):
         if not all(isinstance(value, Scalar) for value in pairs.values()):
-            raise ProtocolError(
-                Code.BAD_HEADER, f"`{name}` may hold texts, numbers, true, false and nil only."
-            )
+            text = f"`{name}` may hold texts, numbers, true, false and nil only."
+            raise ProtocolError(Code.BAD_HEADER, text)
     if len(join.host) > MAX_HOST_LENGTH or len(str(dict(join.extra))) > MAX_EXTRA_LENGTH:
         raise ProtocolError(
             Code.BAD_HEADER,
@@ -119,9 +116,8 @@ def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
         )
     problems = join.manifest.problems()
     if problems:
-        raise ProtocolError(
-            Code.MODEL_DIFFERS, f"The model cannot be trained: {summarise(problems)}."
-        )
+        text = f"The model cannot be trained: {summarise(problems)}."
+        raise ProtocolError(Code.MODEL_DIFFERS, text)
     compatibility.check_wants(state.config, join)
     run = state.model.run if _run_is_settled(state) else None
     if join.run is not None and run is not None and join.run != run:
@@ -146,25 +142,17 @@ def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...]:
 
 def _check_manifest(state: RunState, manifest: Manifest) -> None:
     model = state.model
-    nobody_yet = (
-        not len(state.members)
-        and not model.is_done
-        and not model.donation.is_loading
-        and not model.restored
-    )
-    if model.manifest is not None and model.manifest != manifest and not nobody_yet:
+    is_under_way = model.is_done or model.donation.is_loading or bool(model.restored)
+    is_settled = len(state.members) or is_under_way
+    if model.manifest is not None and model.manifest != manifest and is_settled:
         clauses = differences(model.manifest, manifest)
         source = f" (it goes on from {model.checkpoint})" if model.checkpoint else ""
-        raise ProtocolError(
-            Code.MODEL_DIFFERS,
-            f"The worker's model differs from the run's{source}: {summarise(clauses)}.",
-        )
+        text = f"The worker's model differs from the run's{source}: {summarise(clauses)}."
+        raise ProtocolError(Code.MODEL_DIFFERS, text)
     clauses = model.mismatches(manifest)
     if clauses:
-        raise ProtocolError(
-            Code.MODEL_DIFFERS,
-            f"The worker's model differs from the broker's model file: {summarise(clauses)}.",
-        )
+        text = f"The worker's model differs from the broker's model file: {summarise(clauses)}."
+        raise ProtocolError(Code.MODEL_DIFFERS, text)
 
 
 def _contest(member: Member, route: effects.Route, now: float) -> effects.Effects:

@@ -30,9 +30,8 @@ def begin(state: RunState, member: Member, push: messages.Push) -> effects.Effec
         )
     _check_provenance(push)
     if push.fragment not in model.donation.wanted:
-        raise ProtocolError(
-            Code.NOT_ALLOWED, f"Fragment {push.fragment} is not wanted: the broker has it."
-        )
+        text = f"Fragment {push.fragment} is not wanted: the broker has it."
+        raise ProtocolError(Code.NOT_ALLOWED, text)
     run = push.base.run if push.base else model.run
     if model.run is not None and model.run != run:
         raise ProtocolError(Code.BAD_PUSH, "The fragments donated are of different runs.")

@@ -109,12 +109,9 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
 
 def _is_given_up(state: RunState, member: Member) -> bool:
     """Has its connection been broken for longer than it may be?"""
-    broken = member.liveness.disconnected_at
-    return (
-        broken is not None
-        and state.now >= broken + state.config.disconnect_grace
-        and not _may_be_on_its_way(state)
-    )
+    broken, grace = member.liveness.disconnected_at, state.config.disconnect_grace
+    is_over = broken is not None and state.now >= broken + grace
+    return is_over and not _may_be_on_its_way(state)
 
 
 def _may_be_on_its_way(state: RunState) -> bool:

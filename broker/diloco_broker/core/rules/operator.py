@@ -158,11 +158,9 @@ def _shutdown(state: RunState, request: Request) -> effects.Effects:
     saves = f"saves to {state.config.save_dir}, " if state.config.save_dir else "saves nothing, "
     what = "the broker restarts" if restarting else "the run is over, the broker stops"
     yield request.noted("restart" if restarting else "shutdown", what)
-    then = (
-        "Workers train on and come back to the broker that is started next."
-        if restarting
-        else "The run is over: the workers' scripts are told to end."
-    )
+    then = "The run is over: the workers' scripts are told to end."
+    if restarting:
+        then = "Workers train on and come back to the broker that is started next."
     yield request.yes(f"The broker {finish}{saves}tells its workers and stops. {then}")
     yield effects.End(f"{request.who} asked for it", restarting)
 

@@ -45,9 +45,8 @@ def observe(
         return
     _check(state, message)
     if route not in versions.readers and len(versions.observers) >= MAX_OBSERVERS:
-        raise ProtocolError(
-            Code.NOT_ALLOWED, f"There are {MAX_OBSERVERS} observers already; try later."
-        )
+        text = f"There are {MAX_OBSERVERS} observers already; try later."
+        raise ProtocolError(Code.NOT_ALLOWED, text)
     yield from _read(state, versions.reader(route, route), message)
 
 
@@ -60,9 +59,8 @@ def _check(state: RunState, pull: messages.Pull) -> None:
     if not fragments:
         raise ProtocolError(Code.NO_MODEL, "The broker has no model yet; try again later.")
     if not 0 <= pull.fragment < len(fragments) or not fragments[pull.fragment].layout.chunks:
-        raise ProtocolError(
-            Code.BAD_HEADER, f"There is no fragment {pull.fragment} to pull in this run."
-        )
+        text = f"There is no fragment {pull.fragment} to pull in this run."
+        raise ProtocolError(Code.BAD_HEADER, text)
     if pull.held is not None:
         Bitmap.from_bytes(pull.held, fragments[pull.fragment].layout.chunks)
 

@@ -59,9 +59,8 @@ def chunk(state: RunState, member: Member, chunk: messages.Chunk, payload: Any) 
     layout = state.versions[push.fragment].layout
     size = _check_chunk(chunk, payload, layout, push.wire_dtype)
     if upload.credit <= 0:
-        raise ProtocolError(
-            Code.BAD_CHUNK, f"Chunk {chunk.index} came without credit; wait for an ack."
-        )
+        text = f"Chunk {chunk.index} came without credit; wait for an ack."
+        raise ProtocolError(Code.BAD_CHUNK, text)
     found = None if is_donation else rules_of(state).find(state, member.worker_id, push)
     arrived = donation.arrived(state, push) if is_donation else None
     if found is not None:
@@ -108,10 +107,8 @@ def _check_push(state: RunState, push: messages.Push) -> None:
     layout = fragments[push.fragment].layout
     chunks = layout.chunks
     if push.chunks != chunks or not chunks:
-        raise ProtocolError(
-            Code.BAD_PUSH,
-            f"The push has {push.chunks} chunks, fragment {push.fragment} has {chunks}.",
-        )
+        text = f"The push has {push.chunks} chunks, fragment {push.fragment} has {chunks}."
+        raise ProtocolError(Code.BAD_PUSH, text)
     is_gradient = push.purpose is messages.Purpose.GRADIENT
     if is_gradient and layout.lengths[Segment.BUFFERS] and push.buffers != messages.BUFFERS:
         raise ProtocolError(
@@ -123,10 +120,8 @@ def _check_push(state: RunState, push: messages.Push) -> None:
     # frozen before a restart keeps its.
     allowed = ("fp32",) if push.purpose is messages.Purpose.DONATION else WIRE_DTYPES
     if push.wire_dtype not in allowed:
-        raise ProtocolError(
-            Code.BAD_PUSH,
-            f"The push is in {push.wire_dtype:.20}, it must be in {' or '.join(allowed)}.",
-        )
+        text = f"The push is in {push.wire_dtype:.20}, it must be in {' or '.join(allowed)}."
+        raise ProtocolError(Code.BAD_PUSH, text)
     _check_weight(state, push)
 
 
@@ -142,10 +137,8 @@ def _check_weight(state: RunState, push: messages.Push) -> None:
         )
     weight = state.weight_of(push)
     if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= MAX_WEIGHT):
-        raise ProtocolError(
-            Code.BAD_PUSH,
-            f"The weight is {weight}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}.",
-        )
+        text = f"The weight is {weight}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}."
+        raise ProtocolError(Code.BAD_PUSH, text)
 
 
 def _check_base(state: RunState, push: messages.Push) -> None:
@@ -170,10 +163,8 @@ def _check_base(state: RunState, push: messages.Push) -> None:
 def _check_chunk(chunk: messages.Chunk, payload: Any, layout: FragmentLayout, wire: str) -> int:
     """Bytes of the chunk, which are as many as they must be."""
     if not 0 <= chunk.index < layout.chunks:
-        raise ProtocolError(
-            Code.BAD_CHUNK,
-            f"There is no chunk {chunk.index}; fragment {layout.fragment} has {layout.chunks}.",
-        )
+        text = f"There is no chunk {chunk.index}; fragment {layout.fragment} has {layout.chunks}."
+        raise ProtocolError(Code.BAD_CHUNK, text)
     span = layout.spans[chunk.index]
     wanted = span_bytes(span, wire)
     size = int(payload.nbytes)

@@ -36,11 +36,8 @@ def refuse(
             member.figures.rejected += not retry
             who = f" of {member.worker_id}"
             route = member.control
-        if (
-            isinstance(message, messages.Push)
-            and message.purpose is messages.Purpose.DONATION
-            and member
-        ):
+        is_donation = getattr(message, "purpose", None) is messages.Purpose.DONATION
+        if is_donation and member:
             yield from initial_model.reject_donor(state, member)
     if isinstance(message, messages.Push) and not retry and error.code != Code.LATE:
         yield from _skip_this_round(state, message)

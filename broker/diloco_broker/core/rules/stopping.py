@@ -13,11 +13,8 @@ from diloco_protocol.messages import Notice
 def stop(state: RunState, event: Stop) -> Effects:
     """From now on no round closes any more; one that is closing has until the deadline."""
     state.stopping = Stopping(event.reason, event.restarting, state.now + event.within_s)
-    then = (
-        "Workers train on until a broker is back."
-        if event.restarting
-        else "The run is over, and workers are told so."
-    )
+    is_over = "The run is over, and workers are told so."
+    then = "Workers train on until a broker is back." if event.restarting else is_over
     yield effects.info(f"Stopping: {event.reason}. {then}")
     for member in state.members:
         yield member.tell(farewell(state.stopping))
@@ -39,11 +36,7 @@ def finish_if_due(state: RunState, stopping: Stopping) -> Effects:
             return
         text = "The closing round could not be finished in time."
         yield effects.warning(text, is_listed=False)
-    elif (
-        round_ is not None
-        and state.config.save_dir is not None
-        and state.saving.number != round_.number
-    ):
+    elif round_ is not None and state.config.save_dir and state.saving.number != round_.number:
         save = checkpoints.save(state, round_.number)
     stopping.is_finished = True
     yield effects.Finish(save)

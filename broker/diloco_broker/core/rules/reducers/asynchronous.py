@@ -62,17 +62,13 @@ def offer(state: RunState, member: Member, push: Push) -> Effects:
     collect.abandon_others(state, member, push)
     queue = state.submissions.queue
     if _may_send(state, member, push) and not queue:
-        yield from _begin(state, member, push)
+        yield from collect.begin(state, member, push, sharing=sharing)
     else:
         place = (member.worker_id, push.fragment)
         if place not in queue:
             queue.append(place)
         yield from grants.wait(member, push, WAIT_TEXT, None)
         yield from _hand_out_slots(state)
-
-
-def _begin(state: RunState, member: Member, push: Push) -> Effects:
-    yield from collect.begin(state, member, push, sharing=state.config.staging_slots)
 
 
 def _hand_out_slots(state: RunState) -> Effects:
@@ -95,7 +91,7 @@ def _hand_out_slots(state: RunState) -> Effects:
             elif state.standing(member, push).is_full:
                 yield from grants.counted(member, push)
             else:
-                yield from _begin(state, member, push)
+                yield from collect.begin(state, member, push, sharing=state.config.staging_slots)
 
 
 def _may_send(state: RunState, member: Member, push: Push) -> bool:
@@ -166,11 +162,9 @@ def close_if_due(state: RunState) -> Effects:
     together = [s for s in whole if s.push.fragment == fragment]
     chosen = tuple(together if state.config.grace > 0 else together[:1])
     update.apply(chosen, state.versions[fragment].layout.chunks)
+    power = -0.5 if state.config.staleness_weight == "poly" else 0.0
     groups = [[each] for each in chosen]
-    if state.config.staleness_weight == "poly":
-        yield from collect.merge(state, fragment, groups, lambda staleness: (1 + staleness) ** -0.5)
-    else:
-        yield from collect.merge(state, fragment, groups)
+    yield from collect.merge(state, fragment, groups, lambda staleness: (1 + staleness) ** power)
 
 
 def _too_old(state: RunState, worker_id: str, push: Push) -> str | None:

@@ -46,9 +46,8 @@ def offer(state: RunState, member: Member, push: Push) -> Effects:
     round_, before = _round(state), state.standing(member, push)
     known = round_.contributions.get((member.worker_id, push.push_id))
     if known is not None and known.ended in (Ended.VOIDED, Ended.ABANDONED):
-        raise ProtocolError(
-            Code.BAD_PUSH, f"This push was {known.ended.value} in round {round_.number}; drop it."
-        )
+        text = f"This push was {known.ended.value} in round {round_.number}; drop it."
+        raise ProtocolError(Code.BAD_PUSH, text)
     if known is None:
         yield from _abandon_others(state, round_, member.worker_id, push)
     if before.is_full:

@@ -319,6 +319,28 @@ def equal_states(model: nn.Module, tensors: Any) -> bool:
     return all(torch.equal(tensor, tensors[name]) for name, tensor in state_of(model).items())
 
 
+def test_worker_gives_what_it_goes_on_from_to_a_broker_that_has_lost_its_memory() -> None:
+    """Without momentum at the broker nothing is lost at all."""
+    options: dict[str, Any] = {"sync_every": 5, "outer_momentum": 0.0, "disconnect_grace": 0.05}
+    wanted = lived([plain(STEPS)], **options)
+    with Broker(make_config(**options)) as broker:
+        life = Script(0, broker).starts()
+        life.hook.start()
+        life.trains(7)
+        saved = life.saves()
+        life.dies()
+    with (
+        Broker(make_config(**options)) as broker,
+        DiLoCoClient(broker.address, timeout=20) as observer,
+    ):
+        again = Script(0, broker).starts(saved)
+        with one_thread(), again.hook:
+            assert observer.pull().version.counter == 1
+            again.trains(STEPS - 7)
+        history = {step: s for step, s in life.history.items() if step <= 7} | again.history
+        assert_same_bits(([history], dict(observer.pull().tensors)), wanted)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_push_of_an_earlier_life_that_still_waits_for_its_round_counts_once(
     deterministic: bool, caplog: pytest.LogCaptureFixture

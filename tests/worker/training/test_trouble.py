@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -52,6 +53,22 @@ def test_what_a_worker_says_of_itself_is_what_it_said_at_first(training: Scripte
     about["model"] = {"no message": "changes"}
     training.broker.restart()
     assert training.broker.welcomes(version(0)).extra == {"gpu": "a100"}
+
+
+def test_boundary_waits_for_as_long_as_the_broker_shows_signs_of_life(
+    training: ScriptedTraining, broker: ScriptedBroker
+) -> None:
+    training.begins(timeout=0.3)
+    training.trains(H)
+    push, _ = training.takes()
+    end = time.monotonic() + 0.7
+    while time.monotonic() < end:
+        broker.says(Notice("alive"))
+        threading.Event().wait(0.05)
+        assert training.stands
+    training.serves(5, 1, push)
+    training.done()
+    assert training.values == 5
 
 
 def test_training_goes_on_without_a_sign_of_life_and_is_rebased_later(

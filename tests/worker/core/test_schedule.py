@@ -128,6 +128,8 @@ def test_no_second_delta_of_a_fragment_is_pushed_over_a_first() -> None:
         (3, "push, granted 0 new 9, made 9, landed 0", 10),
         (1, "push, carried 0 5, made 5, landed 0", 6),
         (3, "push, carried 0 3", 1),
+        (3, "push, carried 0 3, push, push, granted 1 new 1, skip, landed 0, landed 1", 4),
+        (3, "push, push, push, granted 0 wait 6, skip", 4),  # over without this worker
         # Landed before its round was named: an earlier one may have taken it, and this one want a push.
         (3, "welcomed 5, push, push, landed 2", 5),
         # No round is given back that a version has shown to be over.
@@ -170,6 +172,7 @@ def test_cursor_passes_no_round_that_may_still_need_this_worker(
         ),
         (3, "push, push, push, granted 0 wait 6", TurnState.PAST),
         (3, "push, push, dropped 0, push", TurnState.TAKEN),
+        (3, "push, push, granted 0 new 0, dropped 0, push", TurnState.TAKEN),
         (3, "welcomed 5, push, push, landed 2", TurnState.FREE),
         (4, "push, push, push, welcomed 4", TurnState.FREE),
         (4, "push, welcomed 4, granted 0 counted -", TurnState.BUSY),
@@ -189,6 +192,7 @@ def test_turn_is_that_of_what_is_under_way_for_the_round_at_the_cursor(
         (3, "push, push, granted 0 wait 3", {1}),  # rounds 0 and 1, and then one beyond the cursor
         (3, "push, push, granted 0 wait 3, push", {0, 1, 2}),  # a push in each round before it
         (3, "push, push, dropped 0", set()),  # round 1 waits for our round 0
+        (3, "push, push, granted 0 new 0, dropped 0", set()),
         (3, "push, granted 0 new 9", set()),
         (1, "push, carried 0 5", {0}),
         (4, "push, push, push, landed 0, welcomed 6, granted 1 wait 9", {2}),

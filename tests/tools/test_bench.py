@@ -56,19 +56,29 @@ def test_ratio_of_what_is_measured_in_turn_holds_when_both_drift() -> None:
     assert arithmetic.against(products, limits) == [0.5, 0.5]
 
 
+NO_FIGURE = "no values, an unknown unit, or a target in another: .*"
+
+
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "error", "words"),
     [
-        lambda: arithmetic.percentile([], 0.5),
-        lambda: arithmetic.against([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]),
-        lambda: arithmetic.against([1.0], [0.0, 0.0]),
-        lambda: figure("p", "row", "name", [], "s"),
-        lambda: figure("p", "row", "name", 1.0, "furlongs"),
-        lambda: figure("p", "row", "name", 1.0, "s", target="turn"),
+        (lambda: arithmetic.percentile([], 0.5), IndexError, "out of range"),
+        (lambda: arithmetic.percentile([1.0], 1.5), IndexError, "out of range"),
+        (lambda: arithmetic.against([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), ValueError, "is shorter"),
+        (lambda: arithmetic.against([1.0], [0.0, 0.0]), ZeroDivisionError, "division by zero"),
+        (lambda: figure("p", "row", "name", [], "s"), ValueError, rf"{NO_FIGURE}values=\(\)"),
+        (lambda: figure("p", "row", "name", 1.0, "furlongs"), ValueError, f"{NO_FIGURE}furlongs"),
+        (
+            lambda: figure("p", "row", "name", 1.0, "s", target="turn"),
+            ValueError,
+            f"{NO_FIGURE}'s', target='turn'",
+        ),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong: Callable[[], object]) -> None:
-    with pytest.raises((ValueError, IndexError, ZeroDivisionError)):
+def test_what_makes_no_sense_is_refused(
+    wrong: Callable[[], object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
         wrong()
 
 
@@ -136,6 +146,7 @@ def test_tables_figures_and_picture_are_written_beside_each_other(tmp_path: Path
         figure(WHOLE_ROUND, "10M", "seconds", [0.1, 0.2, 0.3], "s", note="one thread"),
         figure(WHOLE_ROUND, "10M", "/ raw", [0.5, 0.58, 0.7], "x", target="round"),
         figure(WHOLE_ROUND, "50M", "seconds", 1.0, "s"),
+        figure("p", "better", "/ raw", 0.9, "x", target="round"),
         *(figure("p", f"turn {ms}", "turn", ms, "ms", target="turn") for ms in (2.0, 3.0, 1.0)),
         skipped=("the largest: left out",),
     )

@@ -22,12 +22,14 @@ import torch
 from rich.console import Console
 
 from diloco_protocol import Ledger, VersionId
+from diloco_tools.chaos import drill as drill_module
 from diloco_tools.chaos import run_watch as watch_module
+from diloco_tools.chaos.__main__ import REMARKS
 from diloco_tools.chaos.audit import BROKER_LOG, Findings
 from diloco_tools.chaos.crew import MODES, Crew, DrillProxy
 from diloco_tools.chaos.disk import size_limit, tmpfs
 from diloco_tools.chaos.drill import empty
-from diloco_tools.chaos.faults import Kind
+from diloco_tools.chaos.faults import SHORT, Kind
 from diloco_tools.chaos.job import AUDIT, STEPS, Job, Life
 from diloco_tools.chaos.report import audited, new_report, problems, rows, work
 from diloco_tools.chaos.run_watch import Broken, RunWatch
@@ -76,6 +78,7 @@ KEPT = new_report("sync", 8, "tmpfs") | {
 
 def test_run_that_kept_every_promise_has_no_problem() -> None:
     assert list(problems(KEPT, 40)) == []
+    assert [KEPT["audit"][name] for name in REMARKS] == [["d"], ["i"], ["f"]]
     json.dumps(KEPT, allow_nan=False)
 
 
@@ -100,6 +103,19 @@ def test_broken_promise_is_one_sentence_with_its_values(key: str, change: Any, w
     changed = KEPT[key] | change if isinstance(change, dict) else change
     (sentence,) = problems(KEPT | {key: changed}, 40)
     assert words in sentence
+
+
+def test_drill_that_breaks_off_says_why_and_in_which_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks_off(_: RunWatch) -> None:
+        raise Broken("w0 did not join.")
+
+    monkeypatch.setattr(drill_module, "open_run", breaks_off)
+    nothing = (torch.empty(0), torch.empty(0))
+    asked = drill_module.Options(tmp_path, SHORT, 0, 0.0, durable=False, with_calm=True)
+    report = drill_module.drill("sync", nothing, asked, print)
+    assert report["problems"] == ["sync: w0 did not join."]
 
 
 def test_tables_show_every_mode_also_one_that_broke_off() -> None:

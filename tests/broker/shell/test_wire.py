@@ -21,8 +21,9 @@ from torch import Tensor
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core import machine
-from diloco_protocol.errors import UsageError
+from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Control
+from diloco_worker import DiLoCoClient
 from kit.raw_worker import DTYPES, RawWorker, one_tensor
 
 ELEMENTS = 50  # seven chunks of 8, the last one shorter
@@ -389,6 +390,17 @@ def test_broker_that_ends_by_an_error_tells_workers_and_whoever_stops_it(
         broker.stop()
     broker.stop()
     assert "The broker ends because of an error" in caplog.text
+
+
+def test_factory_that_cannot_be_used_ends_the_broker_with_its_sentence() -> None:
+    broker = Broker(
+        BrokerConfig(bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*"),
+        outer_optimizer_factory=lambda parameters: torch.optim.SGD(parameters[:1], lr=0.1),
+    ).start()
+    with DiLoCoClient(broker.address, timeout=3) as client, pytest.raises(Unreachable):
+        client.join(torch.nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="outer_optimizer_factory left 1 of 2 parameters"):
+        broker.stop()
 
 
 def test_broker_that_never_ran_can_be_stopped() -> None:

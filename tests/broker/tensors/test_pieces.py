@@ -82,7 +82,7 @@ def test_contributions_to_one_mean_may_differ_in_wire_dtype(
 
 @pytest.mark.parametrize("held", [0, 100])
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("reply", ["fp32", "bf16"])
+@pytest.mark.parametrize("reply", ["fp32", "bf16", "fp16"])
 def test_rounds_of_long_chunks_are_those_of_torch_sgd_bit_for_bit(
     reply: str, nesterov: bool, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

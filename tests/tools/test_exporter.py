@@ -234,8 +234,10 @@ class TestLabels:
 
 # What `promtool check metrics` has against names, written from its documentation.
 OTHER_UNIT = re.compile(
-    "minutes|hours|days|weeks|bits|celsius|meters|grams|s|ms|us|ns|sec|b|kb|mb|gb|tb|m|h|d|"
-    "(?:nano|micro|milli|kilo|kibi|mega|mebi|giga|gibi)(?:seconds|bytes)"
+    "minutes|hours|days|weeks|bits|inches|miles|pounds|calories|celsius|meters|grams|joules|volts|"
+    "amperes|s|ms|us|ns|sec|b|kb|mb|gb|tb|pb|m|h|d|"
+    "(?:pico|nano|micro|milli|centi|dec[ai]|hecto|kilo|kibi|mega|mebi|giga|gibi|tera|tebi|peta|pebi)"
+    "(?:seconds|bytes|minutes|hours|days|weeks|bits)"
 )
 TYPES = {"counter", "gauge", "histogram", "summary", "untyped", "count", "sum", "bucket", "created"}
 
@@ -268,6 +270,7 @@ class TestNames:
             *("diloco_age_ms", "diloco_age_milliseconds", "diloco_age_hours", "diloco_age_gauge"),
             *("diloco_sent_kilobytes_total", "diloco_seconds_of_age", "diloco_counter_of_rounds"),
             *("diloco:age", "diloco_roundAge", "diloco_worker_count", "diloco_total_rounds"),
+            *("diloco_heat_joules", "diloco_age_centiseconds", "diloco_sent_terabytes_total"),
         ],
     )
     def test_the_check_finds_what_is_wrong(self, name: str) -> None:

@@ -217,6 +217,7 @@ class TestFiles:
         path = write(tmp_path / "history.jsonl", closed(9.0, 1, "a"))
         moments = read_history(path)
         assert [moment.at for moment in moments] == [0.0, 5.0, 9.0]
+        assert [*read_history(tmp_path)] == [*moments]
         assert moments[2].snapshot.mode == "sync"
         older.unlink()
         os.link(path, older)

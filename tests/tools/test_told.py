@@ -164,6 +164,7 @@ def test_status_of_an_asynchronous_run_says_what_it_was_told() -> None:
     text = as_text(a_run("a", "b", **DYLU)[0].shown())
     assert "pushes      2 applied, 0 under way" in text
     assert "DyLU from 8 steps, staleness up to 6, not weighed, 2 slots of 30 s" in text
+    assert "dead, no step 600 s: stalled, " in text
     assert "round  " not in text
 
 

@@ -163,7 +163,9 @@ def test_listener_hands_on_what_it_hears_and_what_it_cannot_read(
 def test_subscriber_connects_again_after_silence(publisher: Publisher) -> None:
     with FeedSubscriber(publisher.address, renew_after_s=0.0) as feed:
         publisher.await_subscriber()
+        before = feed._socket
         assert feed.receive(0.0) is None
+        assert before.closed, "what it had is not left open"
         publisher.await_subscriber()
 
 

@@ -51,6 +51,11 @@ class TestCommand:
         assert result.exit_code == 0, result.output
         assert "● HEALTHY" in result.stdout
 
+    def test_json_exits_0_for_a_healthy_run(self, publisher: Publisher) -> None:
+        result = top_of(publisher, status(), "--json")
+        monitor = {"verdict": "healthy", "reasons": [], "inner_steps": {}}
+        assert (result.exit_code, json.loads(result.stdout)["monitor"]) == (0, monitor)
+
     def test_json_is_the_snapshot_with_the_verdict_beside_it(self, publisher: Publisher) -> None:
         result = top_of(publisher, LOST | {"weather": "fine"}, "--json")
         assert result.exit_code == 1, result.output
@@ -159,6 +164,12 @@ class TestScreen:
     def test_every_worker_is_shown(self) -> None:
         text = drawn(status(workers=[worker(f"w{n:02}") for n in range(60)]))
         assert len(re.findall(r"^w\d\d ", text, re.MULTILINE)) == 60
+
+    def test_ages_and_header_turn_with_time(self) -> None:
+        assert "◐ LATE 4.0s" in drawn(status(), later_s=4.0)
+        stale = drawn(status(), later_s=30.0)
+        for text in ("○ STALE 30s", "the broker has sent nothing for 30 s", "412 open 42s"):
+            assert text in stale
 
     def test_before_the_first_snapshot_there_is_a_screen(self) -> None:
         text = screen(scene(FeedModel(), 0.0), 80, UTF8).plain

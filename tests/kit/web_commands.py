@@ -25,6 +25,7 @@ def started(module: str, *options: str, **env: str) -> Iterator[tuple[subprocess
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
+            assert line.startswith(("dashboard http://", "diloco-exporter: http://")), line
             (address,) = (word for word in line.split() if word.startswith("http://"))
             yield process, address
         finally:

@@ -215,6 +215,7 @@ def test_picture_shows_rounds_phases_and_growth(tmp_path: Path) -> None:
         (["transport", "--chunk-kib", "8192"], "from 1 to 4096"),
         (["transport", "--window", ""], "--window ''"),
         (["heartbeat", "--parameters", "10M,50M"], "'10M,50M'"),
+        (["heartbeat", "--parameters", "huge"], "'huge' is unknown here"),
     ],
 )
 def test_bad_option_is_refused_with_one_sentence(

@@ -193,7 +193,7 @@ class LastRound:
     number: int
     fragment: int = 0
     version: int = 0  # that it made of this fragment
-    seconds: float = 0.0  # by the clock on the wall
+    seconds: float = 0.0  # by the broker's clock
     averaged: int = 0  # workers
     weight: float = 0.0  # of them all
     loss: float | None = None

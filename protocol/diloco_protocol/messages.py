@@ -50,9 +50,8 @@ class RunConfig:
     # Inner steps after which a worker waits for a late reply; None = tau, and with `fragment_delay_auto`
     # what `fragments.longest_delay` says.
     fragment_max_delay: int | None = None
-    fragment_delay_auto: bool = (
-        False  # merged at the first step at which all of it is here; tau is 0
-    )
+    # merged at the first step at which all of it is here; tau is 0
+    fragment_delay_auto: bool = False
     dylu: bool = False  # the answers to heartbeats carry an H for each worker
     weight_by: str = "equal"  # what a contribution weighs; or its "tokens" or "samples"
     wire_dtype: str = "bf16"  # of pseudo-gradients, worker to broker
@@ -239,9 +238,8 @@ class Released(Message):
     ledger: Ledger
     round: int = 0
     averaged: int = 0
-    staleness: int | None = (
-        None  # of the reader's last push in it: versions between its base and here
-    )
+    # of the reader's last push in it: versions between its base and here
+    staleness: int | None = None
 
 
 @dataclass(frozen=True)

@@ -233,12 +233,12 @@ class DiLoCoWorker:
     def _undo_start(self) -> None:
         """As if it had never been started, except that it cannot be started again."""
         self._steps.stop()
-        self._lets_go("it did not start training")
+        self._release("it did not start training")
 
-    def _lets_go(
+    def _release(
         self, reason: str, patience: float = LINK_PATIENCE_S, *, trained: bool = False
     ) -> None:
-        """Of all that outlives it otherwise, in a process that goes on."""
+        """Let go of what would outlive the worker: signal handler, model, link, log of pushes."""
         self._termination.restore()
         start.vacate(self._model, self)
         try:
@@ -279,7 +279,7 @@ class DiLoCoWorker:
             patience = 0.0 if hasty else patience  # the second one waits for nothing
             raise
         finally:
-            self._lets_go(reason, patience, trained=True)
+            self._release(reason, patience, trained=True)
 
     # During training.
 

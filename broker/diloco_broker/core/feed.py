@@ -363,7 +363,9 @@ def round_line(
         "alive": len(state.members),
         "bytes_up": state.totals.bytes_up - state.totals_before.bytes_up,
         "bytes_down": state.versions.bytes_down,
-        **asdict(figures.use),
+        "cpu_s": figures.use.cpu_s,
+        "rss_bytes": figures.use.rss_bytes,
+        "longest_turn_ms": figures.use.longest_turn_ms,
         "workers": [
             {
                 "id": member.worker_id,

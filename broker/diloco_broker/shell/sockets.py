@@ -21,10 +21,10 @@ NOW = int(zmq.NOBLOCK)
 
 
 class Sockets:
-    """All of them, bound: ROUTER to `address`, PUB to `feed_address`; port 0 or * picks a free one.
+    """All of them, bound: the ROUTER to `bind`, the PUB to `feed`; port 0 or * picks a free one.
 
-    Only `wake` may be called from another thread. Raises UsageError for an address that cannot be
-    bound.
+    `address` and `feed_address` say where they are. Only `wake` may be called from another thread.
+    Raises UsageError for an address that cannot be bound.
     """
 
     def __init__(self, bind: str, feed: str) -> None:

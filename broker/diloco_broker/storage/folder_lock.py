@@ -65,8 +65,11 @@ class FolderLock:
                     f"Another broker (process {holder}) saves to {self.folder}; give this one another "
                     "--save-dir."
                 ) from None
-            text = "is on a file system without locks (%s): make sure that no other broker saves there."
-            logger.warning(f"%s {text}", self.folder, error.strerror)
+            logger.warning(
+                "%s is on a file system without locks (%s): make sure that no other broker saves there.",
+                self.folder,
+                error.strerror,
+            )
         # For the sentence above; a full disk takes nothing from the lock.
         with contextlib.suppress(OSError):
             os.ftruncate(file.fileno(), 0)

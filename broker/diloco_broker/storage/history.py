@@ -40,9 +40,8 @@ class HistoryWriter:
     """
 
     def __init__(self, folder: Path, epoch: str) -> None:
-        self.error: str | None = (
-            None  # what was wrong with the last attempt; None while all is well
-        )
+        # what was wrong with the last attempt; None while all is well
+        self.error: str | None = None
         self.lost = 0  # lines that could not be written
         self._folder, self._epoch = folder, epoch
         self._lines: deque[tuple[str, dict[str, Any]]] = deque()

@@ -292,12 +292,14 @@ class Parameters:
     def _make_whole(self, fragment: int, index: int) -> None:
         """Give a fragment its torch optimizer once all its parameters are there."""
         layout, masters = self._layouts[fragment], self._masters[fragment]
-        stepped = [s.index for s in layout.spans if s.segment is Segment.PARAMETERS]
-        if not isinstance(self._outer, TorchOuter) or index not in stepped:
+        is_stepped = layout.spans[index].segment is Segment.PARAMETERS
+        if not isinstance(self._outer, TorchOuter) or not is_stepped:
             return
         if fragment in self._wholes:
             self._wholes[fragment].fragment.load(masters, [index])
-        elif all(masters[each] is not None for each in stepped):
+        elif all(
+            masters[s.index] is not None for s in layout.spans if s.segment is Segment.PARAMETERS
+        ):
             self._wholes[fragment] = WholeTensors(
                 self._outer, layout, masters, self._states[fragment], self._fits
             )

@@ -98,9 +98,8 @@ class Connection:
         self.reconnections = 0  # welcomes after the first
         self.last_heard: float | None = None  # when the broker last said anything
         self.bulk = BulkWatch()
-        self._asked_interval = (
-            asked_interval  # between heartbeats; None = what fits the broker; 0 = none
-        )
+        # between heartbeats; None = what fits the broker; 0 = none
+        self._asked_interval = asked_interval
         self._interval = 0.0
         self._backoff = FIRST_BACKOFF_S
         self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)

@@ -45,9 +45,8 @@ class Session:
         draw: Callable[[], int],
         heartbeat_interval: float | None = None,
     ) -> None:
-        self.join = (
-            join  # how it asks to take part; None for an observer, which only asks and pulls
-        )
+        # how it asks to take part; None for an observer, which only asks and pulls
+        self.join = join
         self.worker_id = "" if join is None else join.worker_id
         self.connection = Connection(heartbeat_interval)
         self.terms: Terms | None = None  # how the run is trained and the model is cut

@@ -43,7 +43,7 @@ class Delta:
     bad: str | None  # a tensor that has NaN or infinity after encoding
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class ModelTensors:
     """The tensors of a model, by the manifest's names."""
 

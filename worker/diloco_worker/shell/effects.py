@@ -87,7 +87,7 @@ class Memory(Protocol):
     def drop(self, push_id: int) -> None: ...
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Executor:
     """See the head of this module."""
 

@@ -33,7 +33,7 @@ def check_length(
         raise ProtocolError(Code.BAD_CHUNK, text)
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class FragmentBuffers:
     """See the head of this module, and `Memory` of `shell.effects`. Belongs to the I/O thread.
 

@@ -20,7 +20,7 @@ class Inbox:
     """See the head of this module.
 
     Attributes are to be read under `condition`, or where a moment's lag does no harm. Counters and
-    `last_heard` wake nobody who waits. Where nobody `follows_rounds`, `turns` would pile up for ever.
+    `last_heard` wake nobody who waits. `turns` are kept only where somebody `follows_rounds`.
     """
 
     def __init__(self, session: Session, *, follows_rounds: bool = True) -> None:
@@ -83,7 +83,14 @@ class Inbox:
             self.rejections.clear()
             return news
 
-    def state(self, **more: Any) -> LinkState:
+    def state(
+        self,
+        *,
+        silence: float | None,
+        asked_to_stop: str | None = None,
+        address: str = "",
+        description: str = "",
+    ) -> LinkState:
         """How things stand now; what is known elsewhere is handed in."""
         assert self.config is not None
         return LinkState(
@@ -98,7 +105,10 @@ class Inbox:
             is_restarting=self.restarting is not None,
             refusal=None if self.refusal is None else str(self.refusal),
             last_error=self.last_error,
-            **more,
+            silence=silence,
+            asked_to_stop=asked_to_stop,
+            address=address,
+            description=description,
         )
 
     def take_rejection(self, push_id: int) -> Rejection | None:

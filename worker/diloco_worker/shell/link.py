@@ -143,11 +143,14 @@ class Link(Inbox):
         """Nobody waits for the answer to this control action any more."""
         self._call(self._withdraw, request)
 
-    def state(self, **more: Any) -> LinkState:
-        """How things stand now; what the link does not know is handed in."""
-        silence = None if self.last_heard is None else self.now() - self.last_heard
-        about = {"address": self.address, "description": self.describe()}
-        return super().state(silence=silence, **about, **more)
+    def described(self, asked_to_stop: str | None = None) -> LinkState:
+        """How things stand now; why this process is asked to stop is handed in."""
+        return self.state(
+            silence=None if self.last_heard is None else self.now() - self.last_heard,
+            asked_to_stop=asked_to_stop,
+            address=self.address,
+            description=self.describe(),
+        )
 
     def describe(self) -> str:
         """What the link is at, as the end of a sentence."""

@@ -33,7 +33,7 @@ CAPTURED = (
 )
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class CountedSteps:
     """See the head of this module. Looks from `start` to `stop`."""
 

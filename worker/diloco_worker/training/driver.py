@@ -43,7 +43,7 @@ NO_NEWS = News()
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Driver:
     """See the head of this module. The layout's fragments have all arrived at the link."""
 
@@ -118,14 +118,15 @@ class Driver:
         state, terms = self.state, self.link.terms
         assert terms is not None
         try:
-            if state.is_torn:
-                raise UsageError("A merge was interrupted; save again after the next step.")
-            sums = checksums(self.tensors)
+            problem = "A merge was interrupted; save again after the next step."
+            sums = None if state.is_torn else checksums(self.tensors)
         except UsageError as error:  # a script that saves must not end by it
+            problem, sums = str(error), None
+        if sums is None:
             logger.warning(
                 "%s Until then the worker's state does not contain the parameters: a worker that "
                 "resumes from it begins with the run's.",
-                error,
+                problem,
             )
             return None
         fragments = tuple(
@@ -242,7 +243,7 @@ class Driver:
         return self.link.has_news or bool(self.link.turns)
 
     def _link_state(self) -> LinkState:
-        return self.link.state(asked_to_stop=self.termination.reason)
+        return self.link.described(self.termination.reason)
 
 
 def _take_frozen(link: Link, part: FragmentLayout, tensors: ModelTensors) -> Held | None:

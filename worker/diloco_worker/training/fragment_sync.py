@@ -27,7 +27,7 @@ from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class DeltaValues:
     """The values of a delta under way; see the head of this module."""
 
@@ -36,7 +36,7 @@ class DeltaValues:
     anchor: FlatState | None = None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class FragmentSync:
     """See the head of this module. Belongs to the training thread."""
 

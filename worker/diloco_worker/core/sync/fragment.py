@@ -95,7 +95,7 @@ class TrainingBase:
     flight: Flight | None = None
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Fragment:
     """See the head of this module."""
 

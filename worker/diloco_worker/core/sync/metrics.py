@@ -35,6 +35,10 @@ class SyncMetrics(Mapping[str, Any]):
     model_change: str | None = None
     last_error: str | None = None  # the last thing that went wrong, a sentence
 
+    def plain(self) -> dict[str, Any]:
+        """A copy of all of it, by name."""
+        return dict(self)
+
     def __getitem__(self, name: str) -> Any:
         return vars(self)[name]
 

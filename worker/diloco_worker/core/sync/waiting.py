@@ -91,7 +91,10 @@ def _stop_waiting(
 
 
 def why_not(state: SyncState, fragment: Fragment | None = None) -> str | None:
-    """Why a boundary waits no longer (for a flight of this fragment), as a part of a sentence."""
+    """Why a boundary waits no longer (for a flight of this fragment), as a part of a sentence.
+
+    None while it waits.
+    """
     link, options, is_leaving = state.link, state.options, state.leaving is not None
     flight = fragment.flight if fragment is not None else None
     if link.asked_to_stop is not None and not is_leaving:

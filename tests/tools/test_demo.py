@@ -89,6 +89,22 @@ def test_a_folder_gives_its_text_files_in_order_without_hidden_and_binary_ones(
     assert [document.name for document in read_documents(tmp_path)] == ["a.md", "b/one.txt"]
 
 
+def test_no_more_is_read_than_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_bytes(b"x" * 6)
+    read: list[str] = []
+    read_bytes = Path.read_bytes
+
+    def noted(path: Path) -> bytes:
+        read.append(path.name)
+        return read_bytes(path)
+
+    monkeypatch.setattr("diloco_tools.demo.data.MOST_BYTES", 10)
+    monkeypatch.setattr(Path, "read_bytes", noted)
+    assert [len(document.text) for document in read_documents(tmp_path)] == [6, 4]
+    assert read == ["a", "b"]
+
+
 def test_missing_empty_and_small_text_each_get_one_sentence(tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()

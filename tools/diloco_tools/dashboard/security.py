@@ -84,8 +84,10 @@ class Policy:
     def of_api(self, headers: Mapping[str, str]) -> Refusal | None:
         """Further rules for whatever holds figures or changes something."""
         host = headers.get("host", "").lower()
-        site, origin = headers.get("sec-fetch-site", "none"), headers.get("origin", "").lower()
-        if site not in OWN_SITE or origin not in ("", f"http://{host}", f"https://{host}"):
+        own = (f"http://{host}", f"https://{host}")
+        origin = headers.get("origin")
+        is_own = origin is None or origin.lower() in own
+        if headers.get("sec-fetch-site", "none") not in OWN_SITE or not is_own:
             return Refusal(403, "A page of another site asked for this; only the own page may.")
         return None
 

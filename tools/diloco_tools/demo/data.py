@@ -83,6 +83,8 @@ def read_documents(path: Path | None = None) -> list[Document]:
     documents: list[Document] = []
     left = MOST_BYTES
     for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
+        if not left:
+            break
         try:
             text = file.read_bytes()
         except OSError as error:
@@ -90,7 +92,7 @@ def read_documents(path: Path | None = None) -> list[Document]:
                 f"{file} cannot be read ({error.strerror}); "
                 "make it readable or name other text with --data"
             ) from error
-        if text and left and b"\0" not in text:  # a NUL byte: not text
+        if text and b"\0" not in text:  # a NUL byte: not text
             documents.append(Document(file.relative_to(root).as_posix(), text[:left]))
             left -= len(documents[-1].text)
     if not documents:

@@ -80,7 +80,7 @@ class FeedSubscriber:
             FeedVersionError: the broker is too new or too old for this program.
         """
         began = time.monotonic()
-        if began - self._heard_at >= self._renew_after_s:
+        if began - self._heard_at >= self._renew_after_s and not self._socket.poll(0):
             self._socket.close()
             self._connect()
         left_s = max(0.0, timeout_s)

@@ -177,6 +177,8 @@ def test_cursor_passes_no_round_that_may_still_need_this_worker(
         (4, "push, push, push, welcomed 4", TurnState.FREE),
         (4, "push, welcomed 4, granted 0 counted -", TurnState.BUSY),
         (4, "push, welcomed 4, granted 0 counted -, landed 0", TurnState.FREE),
+        # What has ended is in no round after the welcome, whichever it was named for.
+        (4, "push, granted 0 wait 8, welcomed 4 over 0", TurnState.BUSY),
         (4, "push, welcomed 4 over 0, landed 0", TurnState.FREE),
     ],
 )

@@ -356,7 +356,11 @@ def test_command_writes_its_results_and_goes_on_where_it_ended(
         (["--seeds", "0"], "--seeds is 0"),
         (["--speeds", "fast"], "could not convert string to float: 'fast'"),
         (["--outers", "0.7"], "--outers are pairs ETA:MU"),
-        (["--speeds", "1,0"], "must be above 0"),
+        (["--speeds", "1,0"], "each must be finite and above 0"),
+        (["--speeds", "nan"], "each must be finite and above 0"),
+        (["--lr", "-1"], "--lr -1.0; both must be above 0"),
+        (["--outers", "0.7:0.9,0:0.5"], "each ETA must be above 0"),
+        (["--outers", "0.7:1"], "each MU in [0, 1)"),
         (["--data", "/nonexistent"], "does not exist"),
     ],
 )

@@ -30,7 +30,8 @@ class Display:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        if not self._progress.disable:  # some versions of Rich print an empty line then
+            self._progress.stop()
 
     def say(self, text: str) -> None:
         """A line that stays."""

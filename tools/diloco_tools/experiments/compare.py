@@ -76,8 +76,10 @@ class Plan:
 
     def complaint(self) -> str | None:
         """One sentence about the first setting that cannot work, or None."""
-        if min(self.speeds) <= 0 or self.windows < 1:
-            return "--speeds and --windows must be above 0"
+        if not all(0 < speed < math.inf for speed in self.speeds):
+            return f"--speeds are {self.speeds}; each must be finite and above 0"
+        if self.windows < 1 or not 0 < self.lr < math.inf:
+            return f"--windows is {self.windows} and --lr {self.lr}; both must be above 0"
         return Settings(
             steps=self.steps,
             workers=len(self.speeds),
@@ -299,6 +301,8 @@ def compare(
         plan = Plan(**given, speeds=tuple(map(float, speeds.split(","))), data=path)
     except ValueError as error:
         wrong(f"--speeds are numbers and --outers are pairs ETA:MU, with commas between; {error}")
+    if not all(0 < eta < math.inf and 0 <= mu < 1 for eta, mu in settings):
+        wrong(f"--outers are {outers}; each ETA must be above 0, each MU in [0, 1)")
     names = [name.strip() for name in variants.split(",")]
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
@@ -320,8 +324,10 @@ def compare(
         wrong(str(error))
     command = (
         f"python -m diloco_tools.experiments.compare --seeds {seeds} --steps {plan.steps} "
-        f"--sync-every {plan.sync_every} --batch {plan.batch} --lr {plan.lr} --outers {outers} "
-        f"--speeds {speeds} --windows {plan.windows} --variants {','.join(names)}"
+        f"--sync-every {plan.sync_every} --batch {plan.batch} --lr {plan.lr} "
+        f"--outers {','.join(f'{eta:g}:{mu:g}' for eta, mu in settings)} "
+        f"--speeds {','.join(f'{speed:g}' for speed in plan.speeds)} "
+        f"--windows {plan.windows} --variants {','.join(names)}"
         + (f" --data {data}" if data is not None else "")
     )
     report["commands"] += [command] if command not in report["commands"] else []

@@ -80,7 +80,7 @@ class Player:
         self.step(len(self.moments))
 
     def faster(self, by: int) -> None:
-        """By so many of the speeds; slower if it is negative."""
+        """Up the list of speeds by this many; down if it is negative."""
         self._speed = max(0, min(len(SPEEDS) - 1, self._speed + by))
         self._since = self._clock()
 

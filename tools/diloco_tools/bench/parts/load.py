@@ -81,8 +81,8 @@ def _milliseconds(role: RoleProcess) -> list[float]:
     """How long the heartbeats or pings took that end now."""
     role.tell("rest")
     found = role.hear()
-    if len(found["seconds"]) != found["sent"]:
-        raise role.failure("got no answer to some of its heartbeats")
+    if found["answered"] != found["sent"]:
+        raise role.failure("got an answer too few or too many to its heartbeats")
     return [1e3 * seconds for seconds in found["seconds"]]
 
 
@@ -110,7 +110,7 @@ def idle(
         growth = broker.beyond_state(0)
     pool.dismiss("idle_workers")
     of_it = partial(figure, IDLE, f"{workers} workers, a heartbeat a second")
-    note = f"{len(found['seconds'])} of {found['sent']} heartbeats answered"
+    note = f"{found['answered']} of {found['sent']} heartbeats answered"
     target = "idle" if workers == 500 else None
     return [
         of_it("of a core", shares, "%", target=target, note=note),

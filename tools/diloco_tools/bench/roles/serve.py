@@ -10,7 +10,6 @@ standard input is the socket for both; what it prints goes to its log.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -36,13 +35,15 @@ def main(name: str) -> None:
     channel = Connection(os.dup(0))
     # `poll` is for actions that go on until the next request is there.
     role = resolve_name(f"diloco_tools.bench.roles.{ROLES[name]}")(channel.poll)
-    with contextlib.suppress(EOFError):
-        while True:
+    while True:
+        try:
             request = json.loads(channel.recv_bytes())
-            action = request.pop("do")
-            if action != "rest":
-                answer = getattr(role, action)(**request)
-                channel.send_bytes(json.dumps(answer).encode())
+        except EOFError:
+            return
+        action = request.pop("do")
+        if action != "rest":
+            answer = getattr(role, action)(**request)
+            channel.send_bytes(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

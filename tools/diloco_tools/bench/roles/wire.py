@@ -73,7 +73,7 @@ class RawEnd:
             found.append(time.monotonic() - next_at)
             next_at += interval_s
         self._socket.sendall(b"\0")
-        return {"sent": len(found), "seconds": found}
+        return {"sent": len(found), "answered": len(found), "seconds": found}
 
 
 class TransportEnd:
@@ -94,6 +94,7 @@ class TransportEnd:
             each.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
     def bind(self) -> dict[str, str]:
+        self._router.set(zmq.ROUTER_MANDATORY, 1)  # or what goes to nobody is dropped in silence
         self._router.bind("tcp://127.0.0.1:*")
         return {"address": self._router.get_string(zmq.LAST_ENDPOINT)}
 

@@ -214,7 +214,7 @@ def events(snapshot: Snapshot, sheet: Sheet, room: int, most: int) -> list[Text]
 
 
 def happened(event: Event, sheet: Sheet, most: int | None = None) -> list[Text]:
-    """One event, with its level where that is more than news, on at most so many lines."""
+    """One event, with its level where that is more than news, on at most `most` lines."""
     text = event.text if event.level == "info" else f"{event.level}: {event.text}"
     style = notation.LEVEL_STYLES.get(event.level, "")
     if most == 1 or (most and cell_len(sheet.glyphs.printable(text)) <= sheet.width - LABEL):

@@ -23,6 +23,8 @@ UNMEASURED = [
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A test of minutes that comes last keeps one process busy, and all the others wait for it.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.pluginmanager.hasplugin("_cov"):
         for item in items:
             if any(Path(item.path).is_relative_to(folder) for folder in UNMEASURED):

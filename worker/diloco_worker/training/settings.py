@@ -29,8 +29,8 @@ DEFAULT_TIMEOUT_S = 600.0
 AUTO = "auto"  # fragment_sync_delay: replies are merged as soon as they are here
 
 PREFIX = "DILOCO_"
-# Variables of this project that are no keyword of a worker: of displays, the demo's tuning, tests.
-OTHER_VARIABLES = ("DILOCO_FEED", "DILOCO_GRID", "DILOCO_UPDATE_SNAPSHOTS")
+# Variables of this project that are no keyword of a worker: of displays, tests.
+OTHER_VARIABLES = ("DILOCO_FEED", "DILOCO_UPDATE_SNAPSHOTS")
 # What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 

@@ -149,6 +149,8 @@ def test_push_sends_the_delta_and_pull_waits_for_the_version_that_contains_it(ta
     assert the_value(result.tensors["weight"]) == 9
     for counter in (3, 4):
         talk.pulls(counter - 1)
+        while talk.broker.hears_pull().after != counter - 1:
+            pass
         talk.serves(100 + counter, counter)
         talk.done()
     assert the_value(earlier.tensors["weight"]) == 8, "results are the caller's own"

@@ -22,6 +22,15 @@ UNMEASURED = [
 ]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # In each process of xdist pytest-cov starts a measurement that it never reads, then its own. While
+    # its own is paused, which is what `no_cover` asks for, the first would go on, at the same cost.
+    plugin = session.config.pluginmanager.getplugin("_cov")
+    if plugin is not None and hasattr(session.config, "workerinput") and plugin.cov_controller:
+        plugin.cov_controller.pause()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # A test of minutes that comes last keeps one process busy, and all the others wait for it.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

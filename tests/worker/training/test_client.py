@@ -363,7 +363,8 @@ def test_observer_learns_the_plan_of_the_fragments(talk: Talk) -> None:
     broker.layout = cut(manifest, broker.config, plan)
     talk.pulls()
     talk.tells_manifest(plan)
-    broker.hears(Pull)
+    for fragment in range(3):
+        broker.hears_pull(fragment)
     for fragment in range(3):
         talk.serves(fragment, fragment, fragment=fragment)
     result = talk.done()

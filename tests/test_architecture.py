@@ -57,7 +57,7 @@ PURE = {
     "diloco_protocol": NO_SHELL,
     "diloco_broker.core": NO_SHELL,
     "diloco_worker.core": NO_SHELL,
-    # A pool of memory, `diloco_protocol.tensor_pool`, has a lock.
+    # A pool of memory, `diloco_protocol.tensors.tensor_pool`, has a lock.
     "diloco_worker.model": NO_SHELL - {"torch", "numpy", "threading"},
     "diloco_broker.tensors": NO_SHELL - {"torch", "numpy", "threading"},
 }
@@ -66,9 +66,7 @@ PURE = {
 UNTOUCHED = {"pathlib", "io", "importlib", "open", "__import__", "exec", "eval", "print", "input"}
 CORES = ("diloco_broker.core", "diloco_worker.core")
 # What is not pure within those, and must not be reached from the rest of them.
-NOT_PURE = tuple(
-    f"diloco_protocol.{name}" for name in ("clients", "codecs", "state_dict", "tensor_pool")
-)
+NOT_PURE = ("diloco_protocol.clients", "diloco_protocol.tensors")
 # What no file of ours ever imports: a file or a message must never run code.
 BANNED = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 # Of the broker's state, the one module of `core` that changes each of these: whoever looks for what may
@@ -97,7 +95,7 @@ CHANGED_BY = {
     "is_asked": "rules.checkpoints",  # a checkpoint
     "retry_at": "rules.checkpoints",
     "to_probe": "rules.liveness",
-    "departed": "rules.admission",
+    "departed": "rules.joining.admission",
     "config": "rules.settings",
     "paused_at": "rules.operator",
     "stopping": "rules.stopping",

@@ -179,6 +179,7 @@ class Totals:
     pushes: int = 0
     rejected: int = 0
     malformed: int = 0
+    ended_connections: int = 0  # of peers that cost the broker too much
     contributions: int = 0  # whole ones, in versions
     bytes_up: int = 0
     deaths: int = 0

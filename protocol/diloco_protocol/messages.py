@@ -7,13 +7,14 @@ codec of `records` writes them. The meaning of each is in protocol/SPECIFICATION
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar
 
 import msgpack
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS
+from diloco_protocol.description import describe
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.records import from_plain, plain_fields
@@ -30,6 +31,7 @@ MERGES = ("alpha", "rebase")
 WEIGHTS = ("equal", "tokens", "samples")
 
 LONGEST_WORKER_ID = 64  # characters
+LONGEST_JOIN = 60 << 10  # bytes of its header; in a longer one the manifest is only named
 
 
 def is_worker_id(text: str) -> bool:
@@ -94,10 +96,13 @@ class Message:
 
 @dataclass(frozen=True)
 class Join(Message):
-    """Ask to take part. `wants` names only what the worker insists on, by RunConfig field."""
+    """Ask to take part. `wants` names only what the worker insists on, by RunConfig field.
+
+    A manifest that is too long for a header is left out; `digest` and `size` name its description.
+    """
 
     worker_id: str
-    manifest: Manifest
+    manifest: Manifest | None = None
     run: str | None = None
     session: bytes | None = None
     versions: tuple[VersionId | None, ...] = ()
@@ -105,6 +110,15 @@ class Join(Message):
     host: str = ""
     pid: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    digest: bytes | None = None
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Describe(Message):
+    """The next piece of the description that this connection's join has named, as it was asked for."""
+
+    piece: bytes
 
 
 @dataclass(frozen=True)
@@ -244,7 +258,7 @@ class Released(Message):
 
 @dataclass(frozen=True)
 class Notice(Message):
-    """Something the worker should know: `alive`, `donate`, `carried`, `shutdown`, ..."""
+    """Something the worker should know: `alive`, `describe`, `donate`, `carried`, `shutdown`, ..."""
 
     what: str
     text: str = ""
@@ -321,3 +335,11 @@ def decode(header: bytes | memoryview) -> Message:
     if record is None:
         raise ProtocolError(Code.BAD_HEADER, f"There is no message kind {kind!r:.60}.")
     return from_plain(record, plain, str(kind))
+
+
+def in_a_header(join: Join) -> Join:
+    """The same, with its manifest only named where a header has no room for it."""
+    if join.manifest is None or len(encode(join)) <= LONGEST_JOIN:
+        return join
+    found = describe(join.manifest)
+    return replace(join, manifest=None, digest=found.digest, size=len(found.packed))

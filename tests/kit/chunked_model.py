@@ -14,8 +14,8 @@ from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.parameters import FragmentTensors, Parameters
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment, lay_out
-from diloco_protocol.codecs import as_bytes, segment_dtype
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 
 SHAPES = {
     0: {"embedding": (3, 5), "bias": (4,)},

@@ -188,6 +188,9 @@ class Stage:
     def end(self, end: effects.End) -> None:
         self.ends.append(end)
 
+    def disconnect(self, route: bytes) -> None:
+        self.gone.add(route)
+
     def finish(self, save: effects.Save | None) -> None:
         self.finishes.append(effects.Finish(save))
 

@@ -23,7 +23,6 @@ from diloco_protocol import (
     unpack,
 )
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import encode_chunk, segment_dtype
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.messages import (
     Ack,
@@ -39,6 +38,7 @@ from diloco_protocol.messages import (
     Standing,
     Welcome,
 )
+from diloco_protocol.tensors.codecs import encode_chunk, segment_dtype
 from diloco_worker.core.compatibility import cut
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
@@ -152,6 +152,7 @@ class ScriptedBroker:
         """Take in a worker on new connections."""
         self.control, join, _ = self.hears_from(Join)
         fragments = self.config.num_fragments
+        assert join.manifest is not None
         if fragments > 1:
             self.plan = FragmentPlan.of(join.manifest, fragments).numbers(join.manifest)
         self.layout = cut(join.manifest, self.config, self.plan)

@@ -19,6 +19,7 @@ from diloco_protocol.messages import (
     Commit,
     Control,
     Credit,
+    Describe,
     Error,
     Grant,
     Heartbeat,
@@ -52,6 +53,7 @@ EVERY_KIND: list[Message] = [
     Join(
         "a", MANIFEST, "0" * 16, b"s" * 16, (VERSION, None), {"sync_every": 5}, "host", 7, {"x": 1}
     ),
+    Describe(b"piece"),
     Leave(b"s", "done"),
     Heartbeat(b"s", 10, 3, "waiting", 4.5, 2.25, 100),
     Push(b"s", 2**64 - 1, 0, 3, "fp32", VERSION, 2.0, 5, 9, 4, 1.5, 0.1, Purpose.DONATION, LEDGER),

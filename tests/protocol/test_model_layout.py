@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import Segment, lay_out
-from diloco_protocol.codecs import as_bytes
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import pack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, differences, summarise
 from diloco_protocol.messages import Chunk
+from diloco_protocol.tensors.codecs import as_bytes
 from diloco_protocol.version import ABSENT_REMEMBERED, PUSHES_REMEMBERED, Ledger
 from kit.paths import ROOT
 

@@ -141,6 +141,9 @@ class BrokerHost:
     def _ends_a_turn(self) -> bool:
         return isinstance(self._handled, events.Tick) or self.world.dice.random() < TURN_ENDS
 
+    def disconnect(self, route: bytes) -> None:
+        raise AssertionError("a simulated worker sends nothing that cannot be read")
+
     def finish(self, save: effects.Save | None) -> None:
         self._finish = effects.Finish(save)
 

@@ -46,7 +46,7 @@ def train(processes: Processes, address: str, broker: Child, steps: int, width: 
 
 
 # 19,600 parameters: a version is 78 kB in fp32, a delta 39 kB in bf16. That is enough for chunks whose
-# memory is used again (`diloco_protocol.tensor_pool`), which smaller ones leave to the allocator.
+# memory is used again (`tensor_pool` of the protocol), which smaller ones leave to the allocator.
 SMALL = 70
 ROUNDS = 500
 # From the median of rounds 100 to 200 to that of the last third are 267 rounds: a leak of 10 kB a round

@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from diloco_protocol.errors import Refused, Unreachable, UsageError
 from diloco_protocol.messages import BUFFERS, Control, Heartbeat, Push, Result
 from diloco_protocol.messages import encode as encode_message
 from diloco_protocol.records import from_plain
+from diloco_protocol.roles import Role
 from diloco_worker.core.compatibility import Terms, cut
 from diloco_worker.core.connection import Phase
 from diloco_worker.core.events import Ask, BeatNow, Observe, RequestVersion
@@ -37,7 +39,7 @@ from diloco_worker.model.model_tensors import ModelTensors, encode
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.link import Link
 from diloco_worker.training.pulled_model import GlobalParameters, PulledModel
-from diloco_worker.training.settings import ADDRESS, check, default_worker_id
+from diloco_worker.training.settings import ADDRESS, check, default_worker_id, worker_keys
 from diloco_worker.training.start import new_session
 
 # Seconds between two questions for the model while the broker has none.
@@ -69,8 +71,10 @@ class DiLoCoClient:
         heartbeat_interval: float | None = None,
         wants: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
+        keys: str | Path | None = None,
     ) -> None:
         check(server, ADDRESS, "server")
+        self._keys, worker_id = worker_keys(keys, worker_id, Role.OPERATOR, Role.MONITOR)
         self.server = with_scheme(server)
         self.worker_id = worker_id or default_worker_id()
         self.timeout = timeout
@@ -319,7 +323,7 @@ class DiLoCoClient:
 
     def _begin(self, session: Session, **options: Any) -> Link:
         # Whose turn it is, the caller knows.
-        self._link = Link(self.server, session, follows_rounds=False, **options)
+        self._link = Link(self.server, session, follows_rounds=False, keys=self._keys, **options)
         self._link.start()
         return self._link
 

@@ -43,7 +43,13 @@ from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.saved_state import Saved
-from diloco_worker.training.settings import Settings, default_worker_id, resolve, warn_of_silence
+from diloco_worker.training.settings import (
+    Settings,
+    default_worker_id,
+    resolve,
+    warn_of_silence,
+    worker_keys,
+)
 
 logger = logging.getLogger("diloco.worker")
 
@@ -80,7 +86,8 @@ class DiLoCoWorker:
             again before training goes on with the delta in flight. Default 3.
         timeout: seconds without a sign of life from the broker, after which a boundary waits no
             longer. Default 600.
-        keys: CURVE keys; not in this release.
+        keys: the key file that `diloco-broker keygen` made for this worker. Its name is the default of
+            worker_id, and the only one that a broker with keys takes.
         process_group: not in this release.
         extra: a small dict, shown in displays.
         handle_signals: False leaves SIGTERM alone; see `signals` for what becomes of it otherwise.
@@ -110,7 +117,7 @@ class DiLoCoWorker:
         heartbeat_interval: float | None = None,
         max_sync_retries: int | None = None,
         timeout: float | None = None,
-        keys: str | None = None,
+        keys: str | Path | None = None,
         process_group: object | None = None,
         extra: Mapping[str, Any] | None = None,
         handle_signals: bool | None = None,
@@ -122,7 +129,11 @@ class DiLoCoWorker:
                 "leave it out and give each process a DiLoCoWorker of its own."
             )
         self._settings: Settings = resolve(locals())  # its fields have the names of arguments
-        self.worker_id: str = self._settings.worker_id or default_worker_id()
+        self._keys, chosen_id = None, self._settings.worker_id
+        if self._settings.server is not None:
+            self._keys, chosen_id = worker_keys(self._settings.keys, chosen_id)
+        self._chosen_id = chosen_id
+        self.worker_id: str = chosen_id or default_worker_id()
         counted = start.check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
@@ -204,6 +215,7 @@ class DiLoCoWorker:
             pinned=tensors.is_on_cuda,
             states=resumption.states if resumption is not None else None,
             welcomed=audit.joined,
+            keys=self._keys,
         )
         self._publish(waiting=True)
         link.start()
@@ -433,7 +445,7 @@ class DiLoCoWorker:
         self._counters, self._carried = saved.counters, saved.plain
         self._step, self._cycle_start = saved.step, saved.cycle_start
         self._reports.counts = dict(saved.counts)
-        self._resumption = saved.resumption_of(self._settings.worker_id)
+        self._resumption = saved.resumption_of(self._chosen_id)
         if self._resumption is not None:
             self.worker_id = self._resumption.worker_id
 

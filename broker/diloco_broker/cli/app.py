@@ -7,6 +7,7 @@ from collections.abc import Callable
 import typer
 
 from diloco_broker.cli import checkpoints, operator
+from diloco_broker.cli.keygen import keygen
 from diloco_broker.cli.plan import plan
 from diloco_broker.cli.serve import WithPort, serve
 
@@ -22,6 +23,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     checkpoints.export,
     checkpoints.inspect,
     plan,
+    keygen,
 )
 for command in COMMANDS:
     app.command(command.__name__.rstrip("_"))(command)

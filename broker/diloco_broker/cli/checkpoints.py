@@ -9,8 +9,11 @@ from typing import Annotated
 import typer
 
 from diloco_broker.cli.failures import fail, failing_in_a_sentence
+from diloco_broker.cli.operator import KeyFile
 from diloco_protocol.addresses import with_scheme
+from diloco_protocol.clients import find_keys
 from diloco_protocol.errors import UsageError
+from diloco_protocol.roles import Role
 
 # What reads checkpoints imports torch, which takes seconds that other commands have not.
 
@@ -27,6 +30,7 @@ def export(
         Path, typer.Option(help="File to write; load it with safetensors.torch.load_file.")
     ] = Path("model.safetensors"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    keys: KeyFile = None,
 ) -> None:
     """Write the global parameters as plain safetensors that load into the original model."""
     from diloco_broker.cli.checkpoint_report import newest_sound
@@ -41,7 +45,7 @@ def export(
             raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
         address = source if Path(source).exists() else with_scheme(source)
         if "://" in address:
-            with Observer(address) as observer:
+            with Observer(address, keys=find_keys(keys, Role.OPERATOR, Role.WORKER)) as observer:
                 read = observer.read()
             versions = ", ".join(map(str, read.versions))
             model, what = read.tensors, f"version{'s'[: len(read.versions) != 1]} {versions}"

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from inspect import signature
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import Annotated, Any, NoReturn, cast
 
@@ -19,9 +20,11 @@ from diloco_broker.cli.failures import FAILED, fail
 from diloco_broker.cli.status_text import as_text
 from diloco_broker.core.rules.settings import SETTINGS
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
-from diloco_protocol.clients import Operator
+from diloco_protocol.clients import Operator, find_keys
+from diloco_protocol.clients.keys import VARIABLE
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Result
+from diloco_protocol.roles import Role
 
 REFUSED, GIVEN_UP = 1, 130
 
@@ -32,6 +35,15 @@ Address = Annotated[
         metavar="ADDR",
         envvar="DILOCO_SERVER",
         help="Control address that diloco-broker serve printed.",
+    ),
+]
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys",
+        metavar="FILE",
+        envvar=VARIABLE,
+        help="Your key, where the broker asks for one; diloco-broker keygen makes it.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
@@ -51,20 +63,24 @@ def _control(command: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         address: Address = DEFAULT_CONTROL_ADDRESS,
         as_json: AsJson = False,
         timeout: Timeout = 5.0,
+        keys: KeyFile = None,
         **options: Any,
     ) -> None:
         arguments = command(**options)
-        _finish(_ask(address, timeout, action, as_json, **arguments), as_json)
+        _finish(_ask(address, timeout, action, as_json, keys, **arguments), as_json)
 
     ask.__name__, ask.__doc__ = command.__name__, command.__doc__
     return cast(Callable[..., None], ask)
 
 
 def status(
-    address: Address = DEFAULT_CONTROL_ADDRESS, as_json: AsJson = False, timeout: Timeout = 5.0
+    address: Address = DEFAULT_CONTROL_ADDRESS,
+    as_json: AsJson = False,
+    timeout: Timeout = 5.0,
+    keys: KeyFile = None,
 ) -> None:
     """Show how a running broker is doing. For a display that keeps running: diloco-top."""
-    result = _ask(address, timeout, "status", as_json)
+    result = _ask(address, timeout, "status", as_json, keys)
     if not result.ok:
         _finish(result, as_json)
     elif as_json:
@@ -135,9 +151,12 @@ def shutdown(
 COMMANDS: tuple[Callable[..., None], ...] = (status, save, kick, set_, pause, resume, shutdown)
 
 
-def _ask(address: str, timeout: float, action: str, as_json: bool, **arguments: Any) -> Result:
+def _ask(
+    address: str, timeout: float, action: str, as_json: bool, keys: Path | None, **arguments: Any
+) -> Result:
     try:
-        with Operator(address, timeout=timeout) as operator:
+        key = find_keys(keys, Role.OPERATOR)
+        with Operator(address, timeout=timeout, keys=key) as operator:
             return operator.ask(action, **arguments)
     except (UsageError, Unreachable) as error:
         _fail(str(error), as_json)

@@ -12,15 +12,17 @@ import typer
 
 from diloco_broker.cli.config_options import DEFAULTS, parameter, with_options
 from diloco_broker.cli.failures import failing_in_a_sentence
+from diloco_broker.cli.operator import KeyFile
 from diloco_broker.cli.plan_report import Planned, as_json, as_text
 from diloco_broker.storage.model_header import read_header
 from diloco_broker.storage.own_plan import read_split
 from diloco_protocol.addresses import with_scheme
-from diloco_protocol.clients import Operator
+from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.errors import UsageError
 from diloco_protocol.fragments import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.records import from_plain
+from diloco_protocol.roles import Role
 
 OPTIONS = {
     "num_fragments": "P. Default: the run's, or what --fragment-plan has, or 1.",
@@ -72,6 +74,7 @@ def plan(
         bool, typer.Option("--parameters", help="Name every parameter, not only the layers.")
     ] = False,
     as_json_: Annotated[bool, typer.Option("--json", help="One JSON object for programs.")] = False,
+    keys: KeyFile = None,
     **options: Any,
 ) -> None:
     """Show how a model is split into fragments: which parameters, how many bytes, due when.
@@ -80,7 +83,7 @@ def plan(
     """
     asked = {name: options[name] for name in USED if options[name] is not None}
     with failing_in_a_sentence():
-        source = _source(model, frozen or [])
+        source = _source(model, frozen or [], keys)
         split, pattern = _split(source, *(options[name] for name in SPLIT))
         view = split.view(source.manifest, **{name: source.options[name] for name in USED} | asked)
     planned = Planned(source.name, source.manifest, split, pattern, view, source.notes)
@@ -115,7 +118,7 @@ def _split(
     return FragmentPlan.of(source.manifest, pieces, pattern), pattern
 
 
-def _source(model: str, frozen: Sequence[str]) -> Source:
+def _source(model: str, frozen: Sequence[str], keys: Path | None) -> Source:
     path = Path(model)
     manifests = (path / "checkpoint.json", *path.glob("checkpoint-*/checkpoint.json"))
     is_checkpoint = path.name == "checkpoint.json" or any(each.exists() for each in manifests)
@@ -126,11 +129,11 @@ def _source(model: str, frozen: Sequence[str]) -> Source:
         return Source(path.name, manifest, notes=notes)
     if frozen:
         raise UsageError(f"--frozen is for model files; {model} knows what is trained.")
-    return _of_broker(model) if is_address else _of_checkpoint(path)
+    return _of_broker(model, keys) if is_address else _of_checkpoint(path)
 
 
-def _of_broker(address: str) -> Source:
-    with Operator(address) as operator:
+def _of_broker(address: str, keys: Path | None) -> Source:
+    with Operator(address, keys=find_keys(keys, Role.OPERATOR, Role.WORKER)) as operator:
         answer = operator.ask("manifest")
     if not answer.ok:
         raise UsageError(f"{operator.address}: {answer.text}")

@@ -165,14 +165,14 @@ def _check_outer(options: Options) -> None:
 
 
 def _check_reach(options: Options, name: str) -> None:
-    """Refuse an address that others can reach, unless the operator has said that they may."""
+    """Refuse an address that others can reach without keys, unless that is what is wanted."""
     address = getattr(options, name)
     host = address.partition("://")[2].rpartition(":")[0].strip("[]")
-    if not options.insecure and not _is_loopback(host):
+    if not (options.insecure or options.keys or _is_loopback(host)):
         raise UsageError(
-            f"--{name} {address} can be reached from other machines, and there is no "
-            "authentication: anyone who reaches it could change the model. Bind to 127.0.0.1 and "
-            "use an SSH tunnel, or give --insecure if you trust everyone on that network."
+            f"--{name} {address} can be reached from other machines, and without keys everybody there "
+            "could change the model. Give --keys DIR (make them with: diloco-broker keygen DIR), or "
+            "--insecure if you trust everyone on that network."
         )
 
 

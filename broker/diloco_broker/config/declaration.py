@@ -223,8 +223,14 @@ class Options:
         NOT_NEGATIVE,
         "Seconds to wait after the start for workers that may hold the run, or newer rounds of it.",
     )
+    keys: str | None = WIRE.option(
+        None,
+        path_of("folder"),
+        "Folder of keys that diloco-broker keygen made: only who has one of them may connect.",
+        reads=Path,
+    )
     insecure: bool = WIRE.option(
-        False, SWITCH, "Allow an address other machines reach, without authentication."
+        False, SWITCH, "Allow an address other machines reach, without keys: everybody may steer."
     )
     # Smaller chunks are slower, larger ones are refused by the limits of frames.
     chunk_elements: int = NOT_ON_THE_COMMAND_LINE.option(

@@ -29,6 +29,13 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Disconnect:
+    """End this connection; nothing that is on its way matters."""
+
+    route: Route
+
+
+@dataclass(frozen=True)
 class Fold:
     """Add one chunk of a push, times its weight, to what the fragment's open round has of it."""
 
@@ -231,7 +238,7 @@ def warning(text: str, *, is_listed: bool = True) -> Log:
 TensorWork = Fold | Step | Inspect | AggregateAndStep | StoreInitial  # queued
 AtOnce = DropInitial | Revert | ForgetBuffer | SetOuterOptimizer  # asked of the tensors besides
 Record = Log | RecordAction | RoundReport | RecordVersion  # written down, for people
-Effect = Send | TensorWork | AtOnce | Record | Save | End | Finish
+Effect = Send | Disconnect | TensorWork | AtOnce | Record | Save | End | Finish
 Effects = Iterator[Effect]  # what a rule asks for, in order
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from diloco_broker.core import effects
 from diloco_broker.core.effects import Route
 from diloco_protocol.messages import Message
+from diloco_protocol.roles import Peer
 
 # How long a closing round may take to be finished once the broker is to stop.
 FINISH_WITHIN_S = 5.0
@@ -19,11 +20,16 @@ FINISH_WITHIN_S = 5.0
 
 @dataclass(frozen=True)
 class Received:
-    """A well-formed message came in; `payload` is the buffer of a chunk (it has `nbytes`)."""
+    """A well-formed message came in.
+
+    `payload` is the buffer of a chunk (it has `nbytes`), `peer` whose key it came under, if keys are
+    asked for.
+    """
 
     route: Route
     message: Message
     payload: Any = None
+    peer: Peer | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,20 @@ class Malformed:
     route: Route
     code: str
     sentence: str
+
+
+@dataclass(frozen=True)
+class KeysRevoked:
+    """These keys are good for nothing any more, and their connections have been ended."""
+
+    peers: frozenset[Peer]
+
+
+@dataclass(frozen=True)
+class ConnectionEnded:
+    """The shell has ended the connection of a peer that cost too much; `why` is what it had cost."""
+
+    why: str
 
 
 @dataclass(frozen=True)
@@ -126,6 +146,8 @@ class Stop:
 Event = (
     Received
     | Malformed
+    | KeysRevoked
+    | ConnectionEnded
     | PeerGone
     | WorkDone
     | WorkRefused

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules.compatibility import sync_every_of
+from diloco_broker.core.rules.joining.compatibility import sync_every_of
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState

@@ -17,7 +17,6 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects, events
 from diloco_broker.core.effects import Effects
 from diloco_broker.core.rules import (
-    admission,
     checkpoints,
     initial_model,
     liveness,
@@ -28,6 +27,7 @@ from diloco_broker.core.rules import (
     rounds,
     stopping,
 )
+from diloco_broker.core.rules.joining import admission, descriptions, permissions
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
 from diloco_broker.core.state.run import RunState
@@ -39,6 +39,8 @@ from diloco_protocol.errors import Code, ProtocolError
 # What becomes of what happens; what comes in as a message has tables of its own.
 RULES: dict[type, Callable[[RunState, Any], Effects]] = {
     events.Malformed: refusals.malformed,
+    events.KeysRevoked: admission.revoked,
+    events.ConnectionEnded: refusals.connection_ended,
     events.PeerGone: liveness.peer_gone,
     events.Tick: liveness.tick,
     events.StoodStill: liveness.stood_still,
@@ -53,7 +55,8 @@ RULES: dict[type, Callable[[RunState, Any], Effects]] = {
 }
 # Of what anybody may send, and of what only those may who have joined.
 OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {
-    messages.Join: admission.join,
+    messages.Join: descriptions.join,
+    messages.Describe: descriptions.describe_on,
     messages.Control: operator.control,
 }
 OF_MEMBERS: dict[type, Callable[[RunState, Member, Any], Effects]] = {
@@ -123,6 +126,9 @@ class Core:
 
     def _message(self, received: events.Received) -> Effects:
         state, route, message = self.state, received.route, received.message
+        permissions.check(received.peer, message)
+        if isinstance(message, messages.Control):
+            message = permissions.signed(received.peer, message)
         if type(message) in OF_ANYBODY:
             return OF_ANYBODY[type(message)](state, route, message)
         if isinstance(message, messages.Pull | messages.Credit) and message.session is None:
@@ -135,6 +141,7 @@ class Core:
         if member is None or (not on_bulk and member.control != route):
             text = "This session is not known on this connection; join again."
             return iter([effects.Send(route, messages.Rejoin(state.epoch, text))])
+        permissions.check_member(received.peer, member)
         member.liveness.hear(state.now)
         match message:
             case messages.Chunk():

@@ -41,6 +41,9 @@ class Ports(Protocol):
     def send(self, send: Send) -> bool:
         """Send a message; False when the connection does not exist any more."""
 
+    def disconnect(self, route: Route) -> None:
+        """End a connection."""
+
     def write(self, record: effects.Record) -> None:
         """Put something into the log, the history or the audit."""
 
@@ -122,6 +125,8 @@ class Executor:
                 if effect.payload is None:  # chunks go over a connection of their own
                     self._send_acks()
                 self._send(effect)
+            case effects.Disconnect(route):
+                ports.disconnect(route)
             case effects.Save():
                 ports.save(effect)
             case effects.End():

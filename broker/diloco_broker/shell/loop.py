@@ -28,16 +28,17 @@ from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import rss_bytes
 from diloco_broker.shell.served_time import ServedTime
-from diloco_broker.shell.sockets import Sockets
+from diloco_broker.shell.sockets import Incoming, Sockets
 from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_broker.storage import model_file, own_plan, resume, writer
 from diloco_broker.storage.folder_lock import FolderLock
+from diloco_broker.storage.key_folder import KeyFolder
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.fragments import Choose
-from diloco_protocol.frames import MAX_FRAMES, pack, unpack
+from diloco_protocol.frames import pack, unpack
 from diloco_protocol.messages import Control, Heartbeat, Notice, Result
 
 logger = logging.getLogger("diloco.broker")
@@ -99,7 +100,8 @@ class Loop:
             self.core = Core(
                 config, draw, self.now(), model_file.describe(initial), self.tensors.resumption
             )
-            self.sockets = Sockets(config.bind, config.feed)
+            keys = KeyFolder(Path(config.keys)) if config.keys else None
+            self.sockets = Sockets(config.bind, config.feed, keys)
             opened.callback(self.sockets.close)
             self._writer = (
                 None
@@ -177,17 +179,22 @@ class Loop:
         if self._rests and not self.tensors and now > self._busy_at + QUIET_S:
             time.sleep(REST_S)
             now += REST_S
-        timeout_s = min(self._next_tick, self._next_feed) - now
+        timeout_s = min(self._next_tick, self._next_feed, self.sockets.next_look) - now
         if self.tensors:
             timeout_s = 0.0 if self.tensors.is_ready(self.core.state.model.layout) else MEMORY_S
         has_messages = self.sockets.wait(timeout_s)
-        self._rests = has_messages and self._receive()
+        is_all = not has_messages or self._receive()
+        self._rests = has_messages and is_all
         self._report_saves()
         self._work()
         self._executor.acknowledge()
         now = self.now()
+        if is_all and now >= self.sockets.next_look:
+            for why in self.sockets.look(self.core.state.members.routes(), now):
+                self._executor.feed(events.ConnectionEnded(why))
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
+            self._see_changed_keys(now)
             if stood_still := self.now.stood_still():
                 self._executor.feed(events.StoodStill(stood_still))
             self._executor.feed(events.Tick(self.sockets.lost_a_connection()))
@@ -198,6 +205,15 @@ class Loop:
         began, self._used_s = self._used_s, time.thread_time()
         self._longest_turn_s = max(self._longest_turn_s, self._used_s - began)
 
+    def _see_changed_keys(self, now: float) -> None:
+        changes = self.sockets.changed_keys(now)
+        if changes is None:
+            return
+        for complaint in changes.complaints:
+            logger.warning(complaint)
+        if changes.revoked:
+            self._executor.feed(events.KeysRevoked(changes.revoked))
+
     def _receive(self) -> bool:
         """Take in what is there, for one slice of time at most. Returns whether that was all."""
         until = time.perf_counter() + WORK_SLICE_S
@@ -205,16 +221,17 @@ class Loop:
             message = self.sockets.receive()
             if message is None:
                 return True
-            route, *frames = message
-            self._take(route.bytes, [frame.buffer for frame in frames[: MAX_FRAMES + 1]])
+            if message.route:
+                self._take(message)
             if time.perf_counter() > until:
                 return False
         return False
 
-    def _take(self, route: bytes, frames: list[Any]) -> None:
+    def _take(self, incoming: Incoming) -> None:
         """One message. Whatever is wrong with it, it costs its sender an error, never the broker."""
+        route, peer = incoming.route, incoming.peer
         try:
-            message, payload = unpack(frames)
+            message, payload = unpack(incoming.frames)
             if not isinstance(message, Heartbeat):
                 self._busy_at = self.now()
             if isinstance(message, Control):
@@ -222,7 +239,7 @@ class Loop:
             if isinstance(message, Control) and message.action == "status":
                 self._answer_status(route, message)
             else:
-                self._executor.feed(events.Received(route, message, payload))
+                self._executor.feed(events.Received(route, message, payload, peer))
         except ProtocolError as error:
             self._executor.feed(events.Malformed(route, error.code, str(error)))
         except Exception:
@@ -251,6 +268,9 @@ class Loop:
             frames = self._alive[1]
         # Chunks are never written again, so they are sent from where they lie.
         return self.sockets.send(send.route, frames, copy=send.payload is None)
+
+    def disconnect(self, route: bytes) -> None:
+        self.sockets.shut(route)
 
     def write(self, record: effects.Record) -> None:
         self.onlookers.write(record)

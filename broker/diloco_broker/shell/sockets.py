@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Container
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
+from diloco_broker.shell.authentication import Changes, Doorkeeper, peer_of
+from diloco_broker.shell.connection_watch import ConnectionWatch, on_the_wire
+from diloco_broker.shell.tcp_figures import Descriptor
+from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.errors import UsageError
-from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
+from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES, MAX_FRAMES
+from diloco_protocol.roles import Peer
 
 # How long the last messages may take to get out.
 LINGER_MS = 1000
@@ -18,33 +26,60 @@ SNAPSHOTS_KEPT = 10
 MORE = int(zmq.SNDMORE)
 ROUTE_FLAGS = int(zmq.SNDMORE | zmq.NOBLOCK)
 NOW = int(zmq.NOBLOCK)
+# Frames past those of a message that are dropped before others get their turn: 0.2 ms.
+SURPLUS_A_TURN = 256
+CHANGES = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A message, or some of the rest of one that has too many frames.
+
+    Attributes:
+        frames: bytes-like; at most one more than a message may have, and none of such a rest.
+        peer: whose key it is, where keys are asked for.
+    """
+
+    route: bytes
+    frames: list[Any]
+    peer: Peer | None = None
 
 
 class Sockets:
     """All of them, bound: the ROUTER to `bind`, the PUB to `feed`; port 0 or * picks a free one.
 
-    `address` and `feed_address` say where they are. Only `wake` may be called from another thread.
-    Raises UsageError for an address that cannot be bound.
+    `address` and `feed_address` say where they are. `keys` says who may connect; None: everybody.
+    Only `wake` may be called from another thread. Raises UsageError for an address that cannot be
+    bound.
     """
 
-    def __init__(self, bind: str, feed: str) -> None:
+    def __init__(self, bind: str, feed: str, keys: KeyFolder | None = None) -> None:
         self._context = zmq.Context()
+        self._doorkeeper = None if keys is None else Doorkeeper(self._context, keys)
         try:
-            self._router = _bind(self._context, zmq.ROUTER, bind, "bind")
-            self._pub = _bind(self._context, zmq.PUB, feed, "feed")
+            self._router = self._bound(zmq.ROUTER, bind, "bind")
+            self._pub = self._bound(zmq.PUB, feed, "feed")
         except UsageError:
             self._context.destroy(linger=0)
             raise
         self.address = self._router.get_string(zmq.LAST_ENDPOINT)
         self.feed_address = self._pub.get_string(zmq.LAST_ENDPOINT)
+        self._watch, self._readers = ConnectionWatch(), ConnectionWatch()
         # A worker that was killed shows as a closed connection long before its heartbeats are missed.
-        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitors = [
+            (self._router.get_monitor_socket(CHANGES), self._watch),
+            (self._pub.get_monitor_socket(CHANGES), self._readers),
+        ]
+        self._has_lost = False
+        self._has_surplus = False  # frames of a message that has too many are still to come
         self._alarm, self._bell = socket.socketpair()
         self._alarm.setblocking(False)
         self._bell.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._alarm, zmq.POLLIN)
+        if self._doorkeeper is not None:
+            self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
 
     def wait(self, seconds: float) -> bool:
         """Wait for a message or for `wake`, at most so long. Returns whether there is a message."""
@@ -52,6 +87,8 @@ class Sockets:
         if self._alarm.fileno() in found:
             with contextlib.suppress(BlockingIOError):
                 self._alarm.recv(4096)
+        if self._doorkeeper is not None and self._doorkeeper.socket in found:
+            self._doorkeeper.answer()
         return self._router in found
 
     def wake(self) -> None:
@@ -59,12 +96,38 @@ class Sockets:
         with contextlib.suppress(OSError):  # full: it wakes anyway; closed: nobody waits
             self._bell.send(b"!")
 
-    def receive(self) -> list[zmq.Frame] | None:
-        """The route and the frames of the next message; None when there is none."""
+    def receive(self) -> Incoming | None:
+        """The next message; None when there is none.
+
+        Of one with too many frames the first too many come. The rest is dropped, some in each call,
+        which then returns no frames: the frames of one message come before all other messages.
+        """
+        if self._has_surplus:
+            return self._drop_surplus()
         try:
-            return self._router.recv_multipart(NOW, copy=False)
+            first = last = self._router.recv(NOW, copy=False)
         except zmq.Again:
             return None
+        frames: list[zmq.Frame] = []
+        while last.more and len(frames) <= MAX_FRAMES:
+            last = self._router.recv(NOW, copy=False)
+            frames.append(last)
+        self._has_surplus = last.more
+        route = first.bytes
+        connection = self._watch.of(route)
+        if connection is None:  # what is asked here takes longer than the rest of this
+            peer = None if self._doorkeeper is None else peer_of(last)
+            connection = self._watch.name(route, last.get(zmq.SRCFD), peer)
+        buffers = [each.buffer for each in frames]
+        connection.heard += self._on_the_wire(buffers)
+        return Incoming(route, buffers, connection.peer)
+
+    def _drop_surplus(self) -> Incoming:
+        for _ in range(SURPLUS_A_TURN):
+            if not self._router.recv(NOW, copy=False).more:
+                self._has_surplus = False
+                break
+        return Incoming(b"", [])
 
     def send(self, route: bytes, frames: list[Any], *, copy: bool) -> bool:
         """False when the connection does not exist any more."""
@@ -75,51 +138,100 @@ class Sockets:
             self._router.send(frames[-1], copy=copy)
         except (zmq.Again, zmq.ZMQError):
             return False
+        connection = self._watch.of(route)
+        if connection is not None:
+            connection.sent += self._on_the_wire(frames)
         return True
+
+    def _on_the_wire(self, frames: list[Any]) -> int:
+        encrypted = self._doorkeeper is not None
+        return sum(on_the_wire(memoryview(each).nbytes, encrypted=encrypted) for each in frames)
 
     def publish(self, message: bytes) -> None:
         """To all subscribers."""
         self._pub.send(message)
 
+    # Connections.
+
     def lost_a_connection(self) -> bool:
         """Has a connection of the ROUTER been closed since this was asked last?"""
-        lost = False
-        while self._monitor.poll(0):
-            self._monitor.recv_multipart()
-            lost = True
+        lost, self._has_lost = self._has_lost, False
         return lost
+
+    @property
+    def next_look(self) -> float:
+        """When `look` wants to be called, on its clock."""
+        return min(self._watch.next_look, self._readers.next_look)
+
+    def look(self, members: Container[bytes], now: float) -> list[str]:
+        """End the connections that cost too much; returns a sentence for each.
+
+        To be called when every message that is there was received, with the routes of all members.
+        """
+        for monitor, watch in self._monitors:
+            while monitor.poll(0):
+                event: Any = parse_monitor_message(monitor.recv_multipart())
+                if event["event"] == zmq.EVENT_ACCEPTED:
+                    with contextlib.suppress(OSError):  # it is gone again
+                        watch.opened(event["value"], Descriptor(event["value"]), now)
+                else:
+                    watch.closed(event["value"])
+                    self._has_lost |= watch is self._watch
+        return [*self._watch.look(members, now), *self._readers.look((), now)]
+
+    def shut(self, route: bytes) -> None:
+        """End a connection of the ROUTER."""
+        connection = self._watch.of(route)
+        if connection is not None:
+            connection.shut()
+
+    def changed_keys(self, now: float) -> Changes | None:
+        """What became of the keys; None where none are asked for, or nothing has changed.
+
+        Whose key is revoked is not connected any more when this returns.
+        """
+        changes = None if self._doorkeeper is None else self._doorkeeper.look(now)
+        if changes is not None and changes.revoked:
+            self._watch.shut_those_of(changes.revoked)
+            self._readers.shut_those_of(changes.revoked)
+        return changes
 
     def close(self) -> None:
         """Send what is left, for at most a second, and close."""
         self._router.disable_monitor()
+        self._pub.disable_monitor()
         self._alarm.close()
         self._bell.close()
         self._context.destroy(linger=LINGER_MS)
 
-
-def _bind(context: zmq.Context[Any], kind: int, address: str, option: str) -> zmq.Socket[Any]:
-    socket: zmq.Socket[Any] = context.socket(kind)
-    socket.linger = LINGER_MS
-    socket.set(zmq.TCP_KEEPALIVE, 1)
-    socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
-    if kind == zmq.PUB:
-        # What is kept for a subscriber that does not read: whole snapshots, of 150 kB with 500 workers.
-        socket.set(zmq.SNDHWM, SNAPSHOTS_KEPT)
-    if kind == zmq.ROUTER:
-        # Without it a message to a peer that is gone or full is dropped in silence.
-        socket.set(zmq.ROUTER_MANDATORY, 1)
-        socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-    try:
-        scheme, _, rest = address.partition("://")
-        host, _, port = rest.rpartition(":")
-        host = "127.0.0.1" if host == "localhost" else host  # ZeroMQ resolves no names to bind to
-        socket.ipv6 = host.startswith("[")
-        socket.bind(f"{scheme}://{host}:{'*' if port == '0' else port}")
-    except zmq.ZMQError as error:
-        socket.close(linger=0)
-        if error.errno == zmq.EADDRINUSE:
-            why = "something else listens there; stop it or choose another port (* picks one)"
-        else:
-            why = str(error)
-        raise UsageError(f"--{option} {address} cannot be bound: {why}.") from None
-    return socket
+    def _bound(self, kind: int, address: str, option: str) -> zmq.Socket[Any]:
+        """A new socket of this kind that listens there."""
+        made: zmq.Socket[Any] = self._context.socket(kind)
+        made.linger = LINGER_MS
+        made.set(zmq.TCP_KEEPALIVE, 1)
+        made.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        if self._doorkeeper is not None:
+            self._doorkeeper.guard(made)
+        if kind == zmq.PUB:
+            # Kept for a subscriber that does not read: snapshots, of 150 kB with 500 workers.
+            made.set(zmq.SNDHWM, SNAPSHOTS_KEPT)
+        if kind == zmq.ROUTER:
+            # Without it a message to a peer that is gone or full is dropped in silence.
+            made.set(zmq.ROUTER_MANDATORY, 1)
+            made.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        try:
+            scheme, _, rest = address.partition("://")
+            host, _, port = rest.rpartition(":")
+            host = (
+                "127.0.0.1" if host == "localhost" else host
+            )  # ZeroMQ resolves no names to bind to
+            made.ipv6 = host.startswith("[")
+            made.bind(f"{scheme}://{host}:{'*' if port == '0' else port}")
+        except zmq.ZMQError as error:
+            made.close(linger=0)
+            if error.errno == zmq.EADDRINUSE:
+                why = "something else listens there; stop it or choose another port (* picks one)"
+            else:
+                why = str(error)
+            raise UsageError(f"--{option} {address} cannot be bound: {why}.") from None
+        return made

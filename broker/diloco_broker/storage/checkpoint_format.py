@@ -22,9 +22,9 @@ from torch import Tensor
 from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out_plan
-from diloco_protocol.codecs import as_bytes
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.records import from_plain, to_plain
+from diloco_protocol.tensors.codecs import as_bytes
 from diloco_protocol.version import Ledger, VersionId
 
 FORMAT = 1

@@ -18,9 +18,9 @@ from torch import Tensor
 from diloco_broker.core.state.model_source import InitialModel
 from diloco_broker.storage.checkpoint_format import Checkpoint
 from diloco_broker.storage.model_header import safetensors_files
-from diloco_protocol.codecs import has_nan, is_finite
 from diloco_protocol.errors import UsageError
-from diloco_protocol.state_dict import assemble
+from diloco_protocol.tensors.codecs import has_nan, is_finite
+from diloco_protocol.tensors.state_dict import assemble
 
 
 def load_model(path: Path) -> dict[str, Tensor]:

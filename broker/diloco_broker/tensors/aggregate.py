@@ -18,8 +18,8 @@ from torch import Tensor
 from diloco_broker.core.effects import WholePush
 from diloco_broker.tensors.blend import Blend
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
-from diloco_protocol.codecs import decode_chunk, is_finite
-from diloco_protocol.tensor_pool import TensorPool
+from diloco_protocol.tensors.codecs import decode_chunk, is_finite
+from diloco_protocol.tensors.tensor_pool import TensorPool
 
 # Elements that are worked on at a time: a few fp32 pieces of this size stay in the cache of a core.
 PIECE_ELEMENTS = 1 << 16

@@ -24,10 +24,10 @@ from diloco_broker.tensors.outer.torch_fragment import placed
 from diloco_broker.tensors.outer.torch_optim import TorchOuter, WholeTensors
 from diloco_broker.tensors.reply_chunk import Reply
 from diloco_protocol.chunks import ChunkSpan, ModelLayout, Segment
-from diloco_protocol.codecs import decode_chunk, encode_chunk, is_finite, segment_dtype
 from diloco_protocol.feed import OuterGroup
-from diloco_protocol.state_dict import cut_chunk
-from diloco_protocol.tensor_pool import TensorPool
+from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, is_finite, segment_dtype
+from diloco_protocol.tensors.state_dict import cut_chunk
+from diloco_protocol.tensors.tensor_pool import TensorPool
 
 # Chunks of memory that are between two uses.
 BETWEEN = 4

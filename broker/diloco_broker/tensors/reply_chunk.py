@@ -7,8 +7,8 @@ import math
 from torch import Tensor
 
 from diloco_protocol.chunks import ChunkSpan, Segment
-from diloco_protocol.codecs import has_nan, is_finite, segment_dtype
-from diloco_protocol.tensor_pool import TensorPool
+from diloco_protocol.tensors.codecs import has_nan, is_finite, segment_dtype
+from diloco_protocol.tensors.tensor_pool import TensorPool
 
 
 class Reply:

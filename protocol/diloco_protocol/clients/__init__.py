@@ -4,6 +4,7 @@
 sooner without.
 """
 
+from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.clients.operator import Answer, Ask, Operator, ask_once
 
-__all__ = ["Answer", "Ask", "Operator", "ask_once"]
+__all__ = ["Answer", "Ask", "Keys", "Operator", "ask_once", "find_keys"]

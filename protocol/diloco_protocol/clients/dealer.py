@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any
 
 import zmq
 
 from diloco_protocol.addresses import can_be_reached
+from diloco_protocol.clients.handshake import HandshakeMonitor
+from diloco_protocol.clients.keys import Keys
+from diloco_protocol.errors import UsageError
 from diloco_protocol.frames import MAX_FRAME_BYTES, pack, unpack
 from diloco_protocol.messages import Message
 
@@ -16,13 +18,16 @@ from diloco_protocol.messages import Message
 class Dealer:
     """See the head of this module. Raises zmq.ZMQError where the address is none."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
         # A context of its own: `close` then never waits for what others have queued.
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.IPV6, int("[" in address))
+        if keys is not None:
+            keys.lock(self._socket)
+        self._monitor = HandshakeMonitor(self._socket, has_keys=keys is not None)
         try:
             if not can_be_reached(address):
                 raise zmq.ZMQError(zmq.EINVAL)
@@ -38,14 +43,21 @@ class Dealer:
     def receive(self, until: float) -> tuple[Message, Any] | None:
         """The next message and its payload; None when `time.monotonic()` has reached `until`.
 
-        Raises ProtocolError where something came that is no message.
+        Raises ProtocolError where something came that is no message, and UsageError where the broker
+        wants a key, or another one.
         """
-        left = until - time.monotonic()
-        if left <= 0 or not self._socket.poll(math.ceil(1000 * left)):
+        while (left := until - time.monotonic()) > 0:
+            ready = zmq.select([self._socket, self._monitor.socket], [], [], left)[0]
+            if self._socket in ready:
+                break
+            if self._monitor.socket in ready and self._monitor.look():
+                raise UsageError(str(self._monitor.failure))
+        else:
             return None
         return unpack([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
 
     def close(self) -> None:
         """Close the socket; what has not been sent is dropped. Again does no harm."""
+        self._monitor.close()
         self._socket.close(linger=0)
         self._context.term()

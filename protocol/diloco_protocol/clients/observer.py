@@ -14,13 +14,14 @@ from torch import Tensor
 from diloco_protocol import messages
 from diloco_protocol.chunks import FragmentLayout, lay_out_plan
 from diloco_protocol.clients.dealer import Dealer
-from diloco_protocol.codecs import decode_chunk, segment_dtype
+from diloco_protocol.clients.keys import Keys
 from diloco_protocol.dtypes import check_wire_dtype
 from diloco_protocol.errors import ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import Message, RunConfig
 from diloco_protocol.records import from_plain
-from diloco_protocol.state_dict import assemble
+from diloco_protocol.tensors.codecs import decode_chunk, segment_dtype
+from diloco_protocol.tensors.state_dict import assemble
 from diloco_protocol.version import VersionId
 
 # Chunks asked for at a time.
@@ -38,13 +39,14 @@ class ReadModel:
 class Observer:
     """Asks a broker for its newest parameters. A context manager; not for several threads.
 
-    Raises UsageError where there is no broker, it has no model, or says nothing for `timeout` seconds.
+    `keys` are those of a worker or an operator, where the broker asks for some. Raises UsageError where
+    there is no broker, it has no model, or says nothing for `timeout` seconds.
     """
 
-    def __init__(self, address: str, timeout: float = 10.0) -> None:
+    def __init__(self, address: str, timeout: float = 10.0, keys: Keys | None = None) -> None:
         self._address, self._timeout = address, timeout
         try:
-            self._dealer = Dealer(address)
+            self._dealer = Dealer(address, keys)
         except zmq.ZMQError as error:
             raise UsageError(f"{address} is no address of a broker: {error}.") from None
 

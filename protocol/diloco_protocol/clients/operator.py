@@ -14,6 +14,7 @@ import zmq
 
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, with_scheme
 from diloco_protocol.clients.dealer import Dealer
+from diloco_protocol.clients.keys import Keys
 from diloco_protocol.errors import DilocoError, ProtocolError, Unreachable, UsageError
 from diloco_protocol.messages import Control, Error, Result
 
@@ -41,10 +42,11 @@ def ask_once(
     *,
     timeout: float = ANSWER_WITHIN_S,
     who: str | None = None,
+    keys: Keys | None = None,
 ) -> Answer:
     """Connect, ask, and wait for the answer, in a thread that may wait; raises nothing of ours."""
     try:
-        with Operator(address, timeout=timeout, who=who) as operator:
+        with Operator(address, timeout=timeout, who=who, keys=keys) as operator:
             result = operator.ask(action, **arguments)
     except DilocoError as error:
         return Answer(False, str(error), error)
@@ -61,7 +63,8 @@ class Operator:
         address: the control address that `diloco-broker serve` printed; tcp:// may be left out.
         timeout: seconds to wait for an answer.
         who: written into the log of control actions; the user and host of this process by default. It
-            is what the asker says of itself, not a proof.
+            is what the asker says of itself; with a key its name is written, which is proven.
+        keys: the key of an operator, where the broker asks for one (`find_keys`).
 
     Raises:
         UsageError: the address is none.
@@ -73,6 +76,7 @@ class Operator:
         *,
         timeout: float = ANSWER_WITHIN_S,
         who: str | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.address = address = with_scheme(address)
         self.timeout = timeout
@@ -81,7 +85,7 @@ class Operator:
         if not (timeout > 0 and math.isfinite(timeout)):
             raise UsageError(f"A timeout of {timeout:g} s is no time to wait; give more than 0.")
         try:
-            self._dealer = Dealer(address)
+            self._dealer = Dealer(address, keys)
         except zmq.ZMQError:
             raise UsageError(
                 f"{address!a} is not a control address; write tcp://HOST:PORT as diloco-broker serve "
@@ -93,7 +97,7 @@ class Operator:
 
         Raises:
             Unreachable: no answer in time. The action may have been carried out, or may still be.
-            UsageError: an argument that cannot be sent.
+            UsageError: an argument that cannot be sent, or the broker wants a key, or another one.
         """
         self._request += 1
         try:

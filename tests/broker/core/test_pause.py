@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.events import Received, Tick
-from diloco_broker.core.rules.admission import CONTEST_S
+from diloco_broker.core.rules.joining.admission import CONTEST_S
 from diloco_broker.core.rules.liveness import BACK_WITHIN_S
 from diloco_broker.core.state.model_source import DONOR_PATIENCE_S
 from diloco_broker.shell.served_time import COUNTED_S, LONGEST_S, WORTH_SAYING_S, ServedTime

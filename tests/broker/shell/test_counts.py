@@ -16,7 +16,7 @@ from diloco_broker.core.state.uploads import UPLOAD_WINDOW
 from diloco_broker.tensors.outer.make import make_outer
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol import Kind, Manifest, Segment, TensorEntry, lay_out
-from diloco_protocol.codecs import as_bytes, segment_dtype
+from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 from diloco_worker import DiLoCoClient, DiLoCoWorker
 from diloco_worker.core.downloads import CREDIT_BATCH, DOWNLOAD_WINDOW
 from kit.proxy import MessageProxy, Seen

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_broker import Broker
-from diloco_protocol.tensor_pool import SMALLEST
+from diloco_protocol.tensors.tensor_pool import SMALLEST
 from diloco_worker import DiLoCoClient, GlobalParameters
 from kit.whole_run import joined, make_config
 

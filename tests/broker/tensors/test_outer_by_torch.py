@@ -15,9 +15,9 @@ from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Neste
 from diloco_broker.tensors.outer.make import Outer, make_outer
 from diloco_broker.tensors.outer.torch_fragment import FragmentParameters
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
-from diloco_protocol.codecs import as_bytes
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import OuterGroup
+from diloco_protocol.tensors.codecs import as_bytes
 from kit.chunked_model import MANIFEST, ChunkedModel, same
 from kit.outers import EVERY, N, adamw, in_torch
 from kit.reference import ByTorch

@@ -12,7 +12,7 @@ from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.outer.chunked import Buffered, DelayedNesterov, Nesterov
 from diloco_broker.tensors.outer.make import Outer
 from diloco_broker.tensors.outer.torch_optim import TorchOuter
-from diloco_protocol.codecs import as_bytes
+from diloco_protocol.tensors.codecs import as_bytes
 from kit.chunked_model import ChunkedModel, read, same, wire
 from kit.outers import BUFFERED, BY_FACTORY, BY_GROUP, CASES, ETA, EVERY, MU, N, sgd
 from kit.reference import nesterov

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from diloco_protocol import Kind, Manifest, Segment, TensorEntry, UsageError, lay_out
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import segment_dtype
 from diloco_protocol.dtypes import span_bytes
+from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_worker.model import model_tensors
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change

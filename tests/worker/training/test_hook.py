@@ -78,6 +78,7 @@ def test_buffers_ties_and_dtypes_survive_the_whole_way(
     training.makes(Net())
     theirs, descent = Descent(Net()), training.descent
     join = training.joins(version(0))
+    assert join.manifest is not None
     assert {e.kind for e in join.manifest.entries} == set(Kind)
     zero = theirs.values(0, chunk_elements)
     broker.serves(zero, version(0))

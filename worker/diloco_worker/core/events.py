@@ -38,6 +38,13 @@ class Disconnected(Event):
 
 
 @dataclass(frozen=True)
+class LockedOut(Event):
+    """The broker has no connection with this worker's key, or with a worker that has none."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Received(Event):
     """A message from the broker. Of a chunk, the shell keeps the buffer (already of the right size)."""
 

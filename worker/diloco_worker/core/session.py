@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, messages
+from diloco_protocol.description import describe
+from diloco_protocol.messages import in_a_header
 from diloco_worker.core import effects, events
 from diloco_worker.core.compatibility import Terms, changed, check_welcome, gives_way
 from diloco_worker.core.connection import RETRY_S, Connection, Phase
@@ -48,6 +50,7 @@ class Session:
         # how it asks to take part; None for an observer, which only asks and pulls
         self.join = join
         self.worker_id = "" if join is None else join.worker_id
+        self.manifest = None if join is None else join.manifest
         self.connection = Connection(heartbeat_interval)
         self.terms: Terms | None = None  # how the run is trained and the model is cut
         self.run: str | None = None
@@ -97,6 +100,8 @@ class Session:
                 yield from self._connected(now)
             case events.Disconnected(reason):
                 yield from self._disconnected(reason, now)
+            case events.LockedOut(reason):
+                yield from self._locked_out(reason, now)
             case events.Received(message):
                 self.connection.last_heard = now
                 yield from self._received(message, now)
@@ -149,7 +154,17 @@ class Session:
             # a worker that has never had a whole one belongs to no run.
             self.run = None
         token, versions = self.connection.token, self.downloads.versions
-        return effects.Send(replace(self.join, run=self.run, session=token, versions=versions))
+        join = replace(self.join, run=self.run, session=token, versions=versions)
+        return effects.Send(in_a_header(join))
+
+    def _locked_out(self, reason: str, now: float) -> Iterator[Effect]:
+        """A worker that was never in is refused for good. Another comes back: keys may, too."""
+        if self.connection.token is None:
+            yield effects.Close()
+            yield from self.connection.is_refused(Code.NOT_ALLOWED, reason, now)
+        else:
+            yield effects.Say(reason, trouble=True)
+            yield from self._disconnected(reason, now)
 
     def _disconnected(self, reason: str, now: float) -> Iterator[Effect]:
         if self.connection.can_break:
@@ -210,7 +225,7 @@ class Session:
                 )
 
     def _welcomed(self, welcome: messages.Welcome, now: float) -> Iterator[Effect]:
-        assert self.join is not None
+        assert self.join is not None and self.manifest is not None
         if self.terms is not None and self._is_resumed:
             misfit = changed(self.terms, welcome.config, welcome.plan)
             if misfit is not None:
@@ -219,7 +234,7 @@ class Session:
         own = asked if isinstance(asked, int) else None
         try:
             terms = check_welcome(
-                self.join.manifest,
+                self.manifest,
                 welcome,
                 self.terms,
                 asked_interval=self._asked_interval,
@@ -298,6 +313,9 @@ class Session:
         match notice.what:
             case "ping":
                 yield from self._beat(now)
+            case "describe" if self.manifest is not None and self.phase is Phase.JOINING:
+                for piece in describe(self.manifest).pieces():
+                    yield effects.Send(messages.Describe(piece))
             case "donate":
                 yield from self._donate(notice.fragment)
             case "shutdown" | "restarting" | "carried":

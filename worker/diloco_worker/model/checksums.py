@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from diloco_protocol import Kind
-from diloco_protocol.codecs import as_bytes
+from diloco_protocol.tensors.codecs import as_bytes
 from diloco_worker.model.model_tensors import ModelTensors
 
 # Narrower dtypes that a script may save a model in.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from diloco_protocol import Segment, TensorEntry
 from diloco_protocol.chunks import FragmentLayout, Place
-from diloco_protocol.codecs import decode_chunk, encode_chunk, segment_dtype
-from diloco_protocol.tensor_pool import mapped
+from diloco_protocol.tensors.codecs import decode_chunk, encode_chunk, segment_dtype
+from diloco_protocol.tensors.tensor_pool import mapped
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from diloco_protocol import Manifest, Segment, TensorEntry, UsageError
 from diloco_protocol.chunks import FragmentLayout, Place
-from diloco_protocol.codecs import is_finite, segment_dtype
-from diloco_protocol.tensor_pool import TensorPool, mapped
+from diloco_protocol.tensors.codecs import is_finite, segment_dtype
+from diloco_protocol.tensors.tensor_pool import TensorPool, mapped
 from diloco_worker.model.flat_state import FlatState, held
 from diloco_worker.model.merging import Change, wait_for_copies
 from diloco_worker.model.model_manifest import (

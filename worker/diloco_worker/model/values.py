@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from diloco_protocol import Kind, UsageError
-from diloco_protocol.codecs import has_nan, is_finite
+from diloco_protocol.tensors.codecs import has_nan, is_finite
 from diloco_worker.model.model_tensors import ModelTensors
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from diloco_protocol.clients.handshake import FAILURES, failure
+from diloco_protocol.clients.keys import Keys
 from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES
 from diloco_worker.shell.forks import inode_of
 
@@ -22,7 +25,24 @@ CONNECT_WITHIN_MS = 3000
 NOW = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
 
-_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILURES
+
+
+@dataclass
+class Changes:
+    """What has become of the connections.
+
+    Attributes:
+        connected: control came up.
+        broken: which connection broke, as a sentence.
+        refused: why the broker and this worker do not come together, as a sentence.
+        is_final: the broker has said so itself. Otherwise it may have been killed in that moment.
+    """
+
+    connected: bool = False
+    broken: str | None = None
+    refused: str | None = None
+    is_final: bool = False
 
 
 class Connections:
@@ -31,7 +51,10 @@ class Connections:
     Connecting to a broker that is not there yet is no error: ZeroMQ goes on trying.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: Keys | None = None
+    ) -> None:
+        self._keys = keys
         self._sockets: list[zmq.Socket[bytes]] = []
         # Of the connections that are up, by name: ZeroMQ's own descriptor, for a forked child to close,
         # and its inode.
@@ -52,6 +75,8 @@ class Connections:
         socket.setsockopt(zmq.IPV6, int("[" in address))
         socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        if self._keys is not None:
+            self._keys.lock(socket)
         monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
         self._sockets.append(monitor)
         monitor.setsockopt(zmq.LINGER, 0)
@@ -80,9 +105,9 @@ class Connections:
         """Whether a monitor is among the sockets with something to read."""
         return self._control_monitor in ready or self._bulk_monitor in ready
 
-    def changes(self) -> tuple[bool, str | None]:
-        """What the monitors have seen: whether control came up, and which connection broke."""
-        connected, broken = False, None
+    def changes(self) -> Changes:
+        """What the monitors have seen since the last call."""
+        changes = Changes()
         for name, monitor in (("control", self._control_monitor), ("bulk", self._bulk_monitor)):
             while monitor.poll(0):
                 event: Any = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
@@ -90,10 +115,13 @@ class Connections:
                     self.descriptors[name] = (event["value"], inode_of(event["value"]))
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self.descriptors.pop(name, None)
-                    broken = f"The {name} connection to the broker broke."
-                elif name == "control":
-                    connected = True
-        return connected, broken
+                    changes.broken = f"The {name} connection to the broker broke."
+                elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    changes.connected |= name == "control"
+                else:
+                    changes.refused = failure(event["event"], has_keys=self._keys is not None)
+                    changes.is_final |= event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        return changes
 
     def close(self, linger_ms: int = 0) -> None:
         """Close everything. What is queued on control gets so long to leave in the background."""

@@ -24,6 +24,7 @@ import zmq
 
 from diloco_protocol import ProtocolError, pack, unpack
 from diloco_protocol.chunks import FragmentLayout
+from diloco_protocol.clients.keys import Keys
 from diloco_protocol.messages import Heartbeat, Message, Push
 from diloco_worker.core import events
 from diloco_worker.core.connection import Phase
@@ -80,7 +81,7 @@ class Link(Inbox):
 
     Only the I/O thread touches the session from now on. It calls `welcomed` with the broker's epoch,
     whenever it takes this worker in. `capture`, `pinned` and `states` are those of `FragmentBuffers`,
-    `follows_rounds` is that of `Inbox`.
+    `follows_rounds` is that of `Inbox`. By its `keys` it proves itself where the broker asks for it.
 
     """
 
@@ -94,10 +95,13 @@ class Link(Inbox):
         states: Mapping[int, FlatState] | None = None,
         welcomed: Callable[[str], object] = lambda _: None,
         follows_rounds: bool = True,
+        keys: Keys | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(session, follows_rounds=follows_rounds)
         self.address = address
+        self.refused_key: str | None = None  # why the broker does not speak to us
+        self._keys = keys
         self.session = session
         self.progress = Heartbeat(b"", 0)  # how training stands, for the next heartbeat
         self.said = RepeatedLines()  # what was logged lately
@@ -157,7 +161,7 @@ class Link(Inbox):
         match self.phase:
             case Phase.NEW | Phase.CONNECTING | Phase.AWAY:
                 away = ", which restarts" if self.restarting else ""
-                return f"no broker answers at {self.address}{away}"
+                return self.refused_key or f"no broker answers at {self.address}{away}"
             case Phase.JOINING:
                 return self.last_error or "the broker has not answered the join"
             case Phase.JOINED:
@@ -280,11 +284,14 @@ class Link(Inbox):
                     self._receive(each)
             # After the messages, so that what a peer said before it died is heard.
             if self._connections is connections and connections.may_have_changed(ready):
-                connected, broken = connections.changes()
-                if connected:
+                changes = connections.changes()
+                self.refused_key = None if changes.connected else changes.refused
+                if changes.connected:
                     self._executor.feed(events.Connected())
-                if broken is not None:
-                    self._executor.feed(events.Disconnected(broken))
+                if changes.refused is not None and changes.is_final:
+                    self._executor.feed(events.LockedOut(changes.refused))
+                elif changes.broken is not None:
+                    self._executor.feed(events.Disconnected(changes.broken))
         self._executor.feed(events.Tick())
 
     def _drain_wake_ups(self) -> None:
@@ -319,7 +326,7 @@ class Link(Inbox):
 
     def connect(self) -> None:
         assert self._context is not None and self._connections is None
-        self._connections = Connections(self._context, self.address)
+        self._connections = Connections(self._context, self.address, self._keys)
         for each in self._connections.pollable:
             self._poller.register(each, zmq.POLLIN)
 

@@ -26,9 +26,9 @@ from diloco_protocol import (
     VersionId,
 )
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.codecs import segment_dtype
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
+from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_protocol.version import as_hex, from_hex
 from diloco_worker.core.compatibility import Terms, cut
 from diloco_worker.core.downloads import Held

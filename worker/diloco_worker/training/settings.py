@@ -19,8 +19,10 @@ from typing import Any
 
 from diloco_protocol import UsageError
 from diloco_protocol.addresses import with_scheme
+from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
+from diloco_protocol.roles import Role
 
 logger = logging.getLogger("diloco.worker")
 
@@ -114,7 +116,6 @@ _DELAY = Kind(
     f"{whole(0).what}, or 'auto'",
     lambda value: value == AUTO or whole(0).holds(value),
 )
-_KEYS = Kind(str, "left out: this release has no encryption with CURVE keys", lambda value: False)
 # Displays show it.
 _EXTRA = Kind(
     _pairs,
@@ -140,7 +141,7 @@ class Settings:
     heartbeat_interval: float | None = keyword(number())
     max_sync_retries: int = keyword(whole(0), DEFAULT_RETRIES)
     timeout: float = keyword(number(), DEFAULT_TIMEOUT_S)
-    keys: str | None = keyword(_KEYS)
+    keys: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as above
     extra: Mapping[str, Any] | None = keyword(_EXTRA)
     handle_signals: bool | None = keyword(SWITCH)
     audit: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as above
@@ -227,6 +228,32 @@ def check(value: object, kind: Kind, source: str) -> None:
 
 def _wrong(source: str, value: object, kind: Kind) -> UsageError:
     return UsageError(f"{source} is {value!r:.80}; it must be {kind.what}.")
+
+
+def worker_keys(
+    given: str | Path | None, chosen_id: str | None, *others: Role
+) -> tuple[Keys | None, str | None]:
+    """The key that was given, and the worker id that goes with it.
+
+    Args:
+        chosen_id: what the script says.
+        others: roles besides that of a worker that may do what is to be done.
+
+    Raises:
+        UsageError: a key that cannot be read, is no key of these, or belongs to another worker.
+    """
+    keys = find_keys(given, Role.WORKER, *others)
+    if keys is None:
+        return None, chosen_id
+    role, name = keys.peer.role, keys.peer.name
+    if role not in (Role.WORKER, *others):
+        raise UsageError(f"The key is that of {keys.peer}; training takes the key of a worker.")
+    if role is Role.WORKER and chosen_id not in (None, name):
+        raise UsageError(
+            f"worker_id is {chosen_id!r:.80}, but the key is that of {keys.peer}; leave worker_id out, "
+            "or take the other key."
+        )
+    return keys, name if role is Role.WORKER else chosen_id
 
 
 def default_worker_id() -> str:

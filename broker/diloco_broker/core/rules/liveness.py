@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import admission, compatibility, initial_model, rounds
+from diloco_broker.core.rules import initial_model, rounds
+from diloco_broker.core.rules.joining import admission, compatibility
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages

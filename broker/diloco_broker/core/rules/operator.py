@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from diloco_broker.core import effects
-from diloco_broker.core.rules import admission, checkpoints, rounds, settings
+from diloco_broker.core.rules import checkpoints, rounds, settings
+from diloco_broker.core.rules.joining import admission
 from diloco_broker.core.state.members import printable
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages

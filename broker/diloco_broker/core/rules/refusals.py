@@ -9,6 +9,9 @@ from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
 
+# Messages that cannot be read, after which the connection of somebody who has not joined is ended.
+NOISE_OF_A_STRANGER = 20
+CONNECTIONS_REMEMBERED = 1000
 # What a refusal may be worth trying again for.
 WORTH_A_RETRY = frozenset({Code.STOPPING, Code.NO_MODEL})
 
@@ -17,7 +20,21 @@ def malformed(state: RunState, event: events.Malformed) -> effects.Effects:
     state.totals.malformed += 1
     yield effects.Send(event.route, messages.Error(event.code, event.sentence))
     text = f"A message that cannot be read was refused: {event.sentence}"
-    yield effects.warning(text)
+    yield from _say(state, event.code, text, is_listed=False)
+    if state.members.on_route(event.route) is None:
+        noisy = state.refusals.noisy
+        noisy[event.route] += 1
+        if noisy[event.route] >= NOISE_OF_A_STRANGER:
+            del noisy[event.route]
+            yield effects.Disconnect(event.route)
+        elif len(noisy) > CONNECTIONS_REMEMBERED:
+            noisy.clear()
+
+
+def connection_ended(state: RunState, event: events.ConnectionEnded) -> effects.Effects:
+    state.totals.ended_connections += 1
+    # Figures differ each time, so the cause is what comes without them.
+    yield from _say(state, "connection", f"A connection was ended: {event.why}.", is_listed=False)
 
 
 def refuse(
@@ -47,7 +64,17 @@ def refuse(
         yield effects.Send(route, stopping.farewell(state.stopping))
     yield effects.Send(route, messages.Error(error.code, str(error), retry, push_id, message.kind))
     if not retry:
-        yield effects.warning(f"Refused a {message.kind}{who}: {error}")
+        cause = f"{message.kind}{who} {error.code.value}"
+        yield from _say(
+            state, cause, f"Refused a {message.kind}{who}: {error}", is_listed=bool(who)
+        )
+
+
+def _say(state: RunState, cause: str, text: str, *, is_listed: bool) -> effects.Effects:
+    """Warn of it, if it was not done just now."""
+    said = state.refusals.to_say(cause, text, state.now)
+    if said is not None:
+        yield effects.warning(said, is_listed=is_listed)
 
 
 def _skip_this_round(state: RunState, push: messages.Push) -> effects.Effects:

@@ -211,6 +211,10 @@ class Membership:
     def with_session(self, session: bytes) -> Member | None:
         return self._by_session.get(session)
 
+    def routes(self) -> set[effects.Route]:
+        """The connections of all members."""
+        return {route for m in self._by_id.values() for route in (m.control, m.bulk) if route}
+
     def on_route(self, route: effects.Route) -> Member | None:
         return next((m for m in self._by_id.values() if route in (m.control, m.bulk)), None)
 

@@ -15,13 +15,19 @@ from diloco_broker.core.state.submissions import Submissions
 from diloco_broker.core.state.update import Barrier, Phase, Update
 from diloco_broker.core.state.versions import VersionStore
 from diloco_protocol.bitmap import Bitmap
+from diloco_protocol.description import DescriptionInProgress
 from diloco_protocol.feed import OuterGroup
 from diloco_protocol.fragments import OWN, FragmentPlan
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Notice, Push, RunConfig
+from diloco_protocol.messages import Join, Notice, Push, RunConfig
 from diloco_protocol.version import VersionId
 
 REJECTIONS_KEPT = 10
+
+
+# Seconds after which the same cause is said again, and causes of which it is known when they were said.
+SAID_AGAIN_AFTER_S = 60.0
+CAUSES_KEPT = 1000
 
 
 @dataclass
@@ -32,6 +38,7 @@ class Totals:
     pushes: int = 0
     rejected: int = 0
     malformed: int = 0
+    ended_connections: int = 0  # that cost too much
     contributions: int = 0
     bytes_up: int = 0
     deaths: int = 0
@@ -97,6 +104,39 @@ class UnreleasedVersion:
 
 
 @dataclass
+class Refusals:
+    """What was refused, and when that was last said: of each cause once a minute, or logs would fill.
+
+    Attributes:
+        noisy: of those who have not joined, by connection, messages that could not be read.
+    """
+
+    said_at: dict[str, float] = field(default_factory=dict)
+    unsaid: Counter[str] = field(default_factory=Counter)
+    noisy: Counter[bytes] = field(default_factory=Counter)
+
+    def to_say(self, cause: str, text: str, now: float) -> str | None:
+        """The sentence, with how many like it were not said; None where it is not to be said now."""
+        if now - self.said_at.get(cause, -SAID_AGAIN_AFTER_S) < SAID_AGAIN_AFTER_S:
+            self.unsaid[cause] += 1
+            return None
+        if len(self.said_at) >= CAUSES_KEPT:
+            self.said_at.pop(next(iter(self.said_at)))
+        self.said_at[cause] = now
+        more = self.unsaid.pop(cause, 0)
+        return f"{text} ({more} more like this in the meantime.)" if more else text
+
+
+@dataclass
+class Described:
+    """A worker that describes its model, to join."""
+
+    join: Join
+    progress: DescriptionInProgress
+    heard_at: float  # when it was asked, or the last piece came
+
+
+@dataclass
 class RunState:
     """Everything the broker knows, except tensors."""
 
@@ -108,6 +148,8 @@ class RunState:
     epoch: str  # this life of the broker, 16 hexadecimal digits
     model: RunModel
     members: Membership = field(default_factory=Membership)
+    # By connection, those who are about to join and have to describe their models.
+    descriptions: dict[effects.Route, Described] = field(default_factory=dict)
     versions: VersionStore = field(default_factory=VersionStore)
     # The round going on, in asynchronous mode the update; None until there are parameters.
     round: Update | None = None
@@ -139,6 +181,7 @@ class RunState:
     # Workers to send a word, since a connection was closed and nobody knows whose.
     to_probe: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)  # work that was refused, by code
+    refusals: Refusals = field(default_factory=Refusals)
     rejections: deque[Rejection] = field(default_factory=lambda: deque(maxlen=REJECTIONS_KEPT))
     feed_address: str | None = None
     has_own_optimizer: bool = False  # the outer optimizer is one of torch's, made by a factory

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 from diloco_broker.tensors.outer.chunked import Rate
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Place, Segment
-from diloco_protocol.codecs import is_finite
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import OuterGroup
+from diloco_protocol.tensors.codecs import is_finite
 
 WANTED = "it must return a torch.optim.Optimizer over all parameters that it is given"
 

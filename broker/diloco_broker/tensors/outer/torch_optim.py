@@ -18,7 +18,7 @@ from torch import Tensor
 from diloco_broker.tensors.outer.chunked import DELAYED, State, added
 from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory, TorchFragment, placed
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout
-from diloco_protocol.codecs import is_finite
+from diloco_protocol.tensors.codecs import is_finite
 
 # Settings of the optimizer's groups that the steps of Delayed Nesterov read.
 READ = {"direct": ("lr",), "paper": ("lr", "momentum")}

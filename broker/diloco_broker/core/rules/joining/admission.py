@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from diloco_broker.core import effects
-from diloco_broker.core.rules import compatibility, initial_model, rounds
+from diloco_broker.core import effects, events
+from diloco_broker.core.rules import initial_model, rounds
+from diloco_broker.core.rules.joining import compatibility
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member, printable
 from diloco_broker.core.state.run import Departure, RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.manifest import Manifest, differences, summarise
+from diloco_protocol.roles import Role
 
 Scalar = str | int | float | None
 MAX_EXTRA_LENGTH = 2000  # as text: it is published once a second for each worker
@@ -17,9 +19,11 @@ MAX_EXTRA_LENGTH = 2000  # as text: it is published once a second for each worke
 CONTEST_S = 30.0
 
 
-def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.Effects:
+def join(
+    state: RunState, route: effects.Route, join: messages.Join, manifest: Manifest
+) -> effects.Effects:
     """A worker asks to take part, for the first time or again on new connections."""
-    plan = _check_join(state, join)
+    plan = _check_join(state, join, manifest)
     member = state.members.named(join.worker_id)
     if member is not None and member.session != join.session:
         yield from _contest(member, route, state.now)
@@ -45,8 +49,8 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         state.versions.forget(member.bulk)
         state.members.renew(member, join, session, route, state.now)
         yield effects.info(f"{join.worker_id} is back on a new connection.")
-    if state.model.manifest != join.manifest:
-        layout = state.model.settle_manifest(join.manifest, plan, state.run_config)
+    if state.model.manifest != manifest:
+        layout = state.model.settle_manifest(manifest, plan, state.run_config)
         state.versions.set_layout(layout.all)
     first_round = _first_round(state, member)
     versions = tuple(each.version for each in state.versions.trained)
@@ -93,7 +97,7 @@ def _first_round(state: RunState, member: Member) -> int:
     return round_.number + (member.worker_id not in round_.barrier.expected)
 
 
-def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
+def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tuple[int, ...]:
     """Raise ProtocolError unless the worker can take part; returns the fragment of each tensor."""
     if state.stopping is not None:
         what = "restarts" if state.stopping.restarting else "is stopping because the run is over"
@@ -114,7 +118,7 @@ def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
             f"`host` may have {MAX_HOST_LENGTH} characters and `extra`, which displays show, "
             f"{MAX_EXTRA_LENGTH}; send less.",
         )
-    problems = join.manifest.problems()
+    problems = manifest.problems()
     if problems:
         text = f"The model cannot be trained: {summarise(problems)}."
         raise ProtocolError(Code.MODEL_DIFFERS, text)
@@ -126,8 +130,8 @@ def _check_join(state: RunState, join: messages.Join) -> tuple[int, ...]:
             f"The worker belongs to run {join.run}, this broker serves run {run}; restart the "
             "worker to begin from this run's parameters.",
         )
-    _check_manifest(state, join.manifest)
-    return _plan(state, join.manifest)
+    _check_manifest(state, manifest)
+    return _plan(state, manifest)
 
 
 def _plan(state: RunState, manifest: Manifest) -> tuple[int, ...]:
@@ -189,6 +193,15 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     if state.model.donation.donor == member.worker_id:
         yield from initial_model.abandon_donation(state)
     yield from rounds.leave(state, member.worker_id)
+
+
+def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
+    """Keys were taken back: those who trained under them are gone at once."""
+    for peer in sorted(event.peers, key=str):
+        yield effects.warning(f"The key of {peer} was revoked.")
+        member = state.members.named(peer.name) if peer.role is Role.WORKER else None
+        if member is not None:
+            yield from remove(state, member, "its key was revoked")
 
 
 def leave(state: RunState, member: Member, message: messages.Leave) -> effects.Effects:

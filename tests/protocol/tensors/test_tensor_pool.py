@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from diloco_protocol.codecs import as_bytes
-from diloco_protocol.tensor_pool import SMALLEST, TensorPool
+from diloco_protocol.tensors.codecs import as_bytes
+from diloco_protocol.tensors.tensor_pool import SMALLEST, TensorPool
 
 ELEMENTS = SMALLEST // 4
 

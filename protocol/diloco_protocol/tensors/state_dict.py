@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, ModelLayout, Segment
-from diloco_protocol.codecs import segment_dtype
+from diloco_protocol.tensors.codecs import segment_dtype
 
 
 def assemble(layout: ModelLayout, chunks: Mapping[int, Sequence[Tensor]]) -> dict[str, Tensor]:

@@ -14,7 +14,11 @@ from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol import dtypes
 from diloco_protocol.chunks import ChunkSpan, Segment, lay_out
 from diloco_protocol.clients import observer
-from diloco_protocol.codecs import (
+from diloco_protocol.dtypes import SIZES, WIRE_DTYPES, WireSize, span_bytes
+from diloco_protocol.errors import UsageError
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.records import from_plain
+from diloco_protocol.tensors.codecs import (
     CODECS,
     Codec,
     as_bytes,
@@ -23,10 +27,6 @@ from diloco_protocol.codecs import (
     is_finite,
     segment_dtype,
 )
-from diloco_protocol.dtypes import SIZES, WIRE_DTYPES, WireSize, span_bytes
-from diloco_protocol.errors import UsageError
-from diloco_protocol.manifest import Kind, Manifest, TensorEntry
-from diloco_protocol.records import from_plain
 from diloco_worker import DiLoCoClient
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import encode

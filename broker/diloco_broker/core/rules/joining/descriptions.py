@@ -1,0 +1,66 @@
+"""Workers whose manifest is too long for a header: the broker asks for it, if it does not know it.
+
+A few at a time, so that those who do not go on cost no more than that.
+"""
+
+from __future__ import annotations
+
+from diloco_broker.core import effects
+from diloco_broker.core.rules.joining import admission
+from diloco_broker.core.state.run import Described, RunState
+from diloco_protocol import messages
+from diloco_protocol.description import DescriptionInProgress, describe
+from diloco_protocol.errors import Code, ProtocolError
+
+# Descriptions that may be on their way at a time; each takes 8 MiB at most.
+AT_A_TIME = 4
+# Seconds after which one that does not go on is given up.
+GOES_ON_WITHIN_S = 10.0
+# A model that differs from the run's is described for the sake of a sentence that names the differences.
+# To read a larger one takes the broker longer than it may be away, so that sentence names none.
+LONGEST_TO_COMPARE = 128 << 10
+
+
+def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.Effects:
+    """A worker asks to take part; its manifest may have to be asked for first."""
+    if join.manifest is not None:
+        return admission.join(state, route, join, join.manifest)
+    if join.digest is None:
+        raise ProtocolError(Code.BAD_HEADER, "A join has a manifest, or the digest of one.")
+    run = state.model.manifest
+    if run is not None and describe(run).digest == join.digest:
+        return admission.join(state, route, join, run)
+    if run is not None and join.size > LONGEST_TO_COMPARE:
+        raise ProtocolError(
+            Code.MODEL_DIFFERS,
+            "The model is not that of the run: its tensors differ in names, shapes, dtypes or order. "
+            "Compare what diloco-broker plan shows of both.",
+        )
+    for other, each in list(state.descriptions.items()):
+        if state.now - each.heard_at > GOES_ON_WITHIN_S or other == route:
+            del state.descriptions[other]
+    if len(state.descriptions) >= AT_A_TIME:
+        text = "Other workers are describing their models; the next ones can in a moment."
+        raise ProtocolError(Code.NO_MODEL, text)
+    progress = DescriptionInProgress(join.digest, join.size)
+    state.descriptions[route] = Described(join, progress, state.now)
+    return iter([effects.Send(route, messages.Notice("describe"))])
+
+
+def describe_on(
+    state: RunState, route: effects.Route, message: messages.Describe
+) -> effects.Effects:
+    """A piece of what was asked for."""
+    described = state.descriptions.get(route)
+    if described is None:
+        raise ProtocolError(Code.NOT_ALLOWED, "Nobody asked this connection to describe its model.")
+    try:
+        manifest = described.progress.add(message.piece)
+    except ProtocolError:
+        del state.descriptions[route]
+        raise
+    described.heard_at = state.now
+    if manifest is None:
+        return effects.nothing(state)
+    del state.descriptions[route]
+    return admission.join(state, route, described.join, manifest)

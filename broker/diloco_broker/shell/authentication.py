@@ -1,0 +1,107 @@
+"""Who may connect: answers to ZeroMQ's questions about keys, in the one thread of the loop.
+
+Before a connection is made ZeroMQ asks, on a socket inside the process (ZAP, RFC 27), whether it wants
+the key that the other side has proved to own (CURVE, RFC 26). Until it is answered nothing of that
+connection reaches the ROUTER or the PUB socket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from diloco_broker.storage.key_folder import Guests, KeyFolder
+from diloco_protocol.roles import Peer, Role
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"
+ZAP_VERSION = b"1.0"
+# Which of our sockets is meant; ZeroMQ asks about none that has no domain.
+DOMAIN = b"diloco"
+# Questions answered in one turn of the loop: a flood of connections must not hold it.
+ANSWERS_A_TURN = 32
+LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What has become of the keys since the last look.
+
+    Attributes:
+        revoked: whom the broker lets in no longer, or under another key.
+        complaints: a sentence for each file that is no key, where that is new.
+    """
+
+    revoked: frozenset[Peer]
+    complaints: tuple[str, ...]
+
+
+class Doorkeeper:
+    """See the head of this module. To be made before the sockets that it guards are bound.
+
+    Attributes:
+        socket: to be polled; `answer` when it has something.
+        refused: how many connections were refused.
+    """
+
+    def __init__(self, context: zmq.Context[Any], keys: KeyFolder) -> None:
+        self._keys = keys
+        self._guests = Guests({})
+        self._seen: object = None
+        self._looks_at = 0.0
+        self.refused = 0
+        self.socket: zmq.Socket[Any] = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(ZAP_ADDRESS)
+
+    def guard(self, socket: zmq.Socket[Any]) -> None:
+        """Let this socket, before it is bound, speak to those only who are let in."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+
+    def answer(self) -> None:
+        """Answer the questions that are there."""
+        for _ in range(ANSWERS_A_TURN):
+            try:
+                question = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            version, request = (*question, b"", b"")[:2]
+            # version, request, domain, address, identity, mechanism, key
+            key = z85.encode(question[6]) if len(question) == 7 and len(question[6]) == 32 else b""
+            peer = self._guests.by_key.get(key)
+            if version != ZAP_VERSION or peer is None:
+                self.refused += 1
+                self.socket.send_multipart([version, request, b"400", b"no such key", b"", b""])
+            else:
+                self.socket.send_multipart([version, request, b"200", b"", user_id(peer), b""])
+
+    def look(self, now: float) -> Changes | None:
+        """See, once a second, whether keys were added or removed. None where all is as it was."""
+        if now < self._looks_at:
+            return None
+        self._looks_at = now + LOOK_EVERY_S
+        seen = self._keys.fingerprint()
+        if seen == self._seen:
+            return None
+        self._seen = seen
+        before, self._guests = self._guests, self._keys.guests()
+        now_in = self._guests.by_key
+        revoked = {peer for key, peer in before.by_key.items() if now_in.get(key) != peer}
+        new = tuple(each for each in self._guests.complaints if each not in before.complaints)
+        return Changes(frozenset(revoked), new)
+
+
+def user_id(peer: Peer) -> bytes:
+    """What ZeroMQ then says of each message of this peer."""
+    return f"{peer.role.value}/{peer.name}".encode()
+
+
+def peer_of(frame: zmq.Frame) -> Peer:
+    """Whose key this message came under."""
+    role, _, name = str(frame.get("User-Id")).partition("/")
+    return Peer(Role(role), name)

@@ -1,0 +1,161 @@
+"""The folder of keys that a broker goes by: its own, and the public halves of those it lets in.
+
+broker.key                    the broker's secret; it never leaves its machine
+allowed/worker/gpu-0.pub      gpu-0 may train; without this file it may not
+allowed/operator/anna.pub
+allowed/monitor/display.pub
+clients/worker-gpu-0.key      to be moved to that machine: its secret, and the broker's public half
+README.txt                    says this
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from diloco_protocol.clients.keys import HANDED_OUT, Keys, key_of, plain_of, read_secret
+from diloco_protocol.errors import UsageError
+from diloco_protocol.roles import Peer, Role, check_name
+
+BROKER_KEY = "broker.key"
+ALLOWED = "allowed"
+LARGEST_PUBLIC = 1024  # bytes; such a file has about 80
+MOST_KEYS = 10_000
+
+_README = """\
+The keys of one DiLoCo broker, made by `diloco-broker keygen`.
+
+broker.key        The broker's secret. It stays on this machine:
+                    diloco-broker serve --keys {folder}
+clients/          One file for each machine or person, to be moved there (scp, then delete it here):
+                    worker-NAME.key    a training script: export DILOCO_KEYS=worker-NAME.key
+                    operator-NAME.key  steers: diloco-broker status --keys operator-NAME.key
+                    monitor-NAME.key   only looks: diloco-top --keys monitor-NAME.key
+allowed/          The public halves, which the broker goes by. To let somebody in no longer, remove the
+                  file: a broker that runs notices within seconds and closes the connections.
+                    rm allowed/worker/NAME.pub
+
+More keys: diloco-broker keygen {folder} NAME ...
+"""
+
+
+@dataclass(frozen=True)
+class Guests:
+    """Whom a broker lets in.
+
+    Attributes:
+        by_key: by public key, in Z85.
+        complaints: a sentence for each file that is no public key.
+    """
+
+    by_key: dict[bytes, Peer]
+    complaints: tuple[str, ...] = ()
+
+
+class KeyFolder:
+    """See the head of this module.
+
+    Raises:
+        UsageError: there is no such folder, or its broker.key is none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        file = path / BROKER_KEY
+        try:
+            plain = plain_of(read_secret(file))
+            self.public, self.secret = key_of(plain, "public"), key_of(plain, "secret")
+        except OSError as error:
+            raise UsageError(
+                f"{file} cannot be read: {error.strerror}. Make keys with: diloco-broker keygen {path}"
+            ) from None
+        except ValueError as error:
+            raise UsageError(f"{file} is no key of a broker: {error}.") from None
+
+    @classmethod
+    def make(cls, path: Path) -> KeyFolder:
+        """Make the folder with a new key of a broker, unless it has one."""
+        if not (path / BROKER_KEY).exists():
+            for each in (path, path / HANDED_OUT, *(path / ALLOWED / role.value for role in Role)):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (path / "README.txt").write_text(_README.format(folder=path))
+            public, secret = zmq.curve_keypair()
+            pair = {"public": public.decode(), "secret": secret.decode()}
+            _write(path / BROKER_KEY, {"diloco_key": 1, "role": "broker", **pair})
+        return cls(path)
+
+    def add_all(self, peers: Iterable[Peer]) -> dict[Peer, Path]:
+        """Make keys for these and let them in; returns the file to hand out to each.
+
+        Raises:
+            UsageError: one of them has a key already, or a name that cannot be. No key is made then.
+        """
+        files = {peer: self._files(peer) for peer in peers}
+        for peer, both in files.items():
+            for each in both:
+                if each.exists():
+                    raise UsageError(
+                        f"{each} is there already; remove it to make {peer} a new key."
+                    )
+        for peer, (allowed, handed_out) in files.items():
+            keys = Keys(peer, *zmq.curve_keypair(), broker=self.public)
+            _write(handed_out, keys.as_plain())
+            _write(allowed, {"diloco_key": 1, "public": keys.public.decode()})
+        return {peer: handed_out for peer, (_, handed_out) in files.items()}
+
+    def _files(self, peer: Peer) -> tuple[Path, Path]:
+        """The public half that the broker goes by, and the key to hand out."""
+        name = check_name(peer.name)
+        handed_out = self.path / HANDED_OUT / f"{peer.role.value}-{name}.key"
+        return self.path / ALLOWED / peer.role.value / f"{name}.pub", handed_out
+
+    def guests(self) -> Guests:
+        """Read the public halves that are there now."""
+        found: dict[bytes, Peer] = {}
+        complaints = []
+        for role, entry in self._entries():
+            try:
+                name = check_name(entry.name.removesuffix(".pub"))
+                with open(entry.path, "rb") as file:
+                    public = key_of(plain_of(file.read(LARGEST_PUBLIC)), "public")
+                if public in found:
+                    raise ValueError(f"it is the same as that of {found[public]}")
+                found[public] = Peer(role, name)
+            except (OSError, ValueError, UsageError) as error:
+                complaints.append(f"{entry.path} lets nobody in: {error}.")
+        return Guests(found, tuple(complaints))
+
+    def fingerprint(self) -> tuple[tuple[str, int, int], ...]:
+        """It differs where a file was added, removed or written since."""
+        seen = []
+        for _, entry in self._entries():
+            try:
+                now = entry.stat()
+            except OSError:  # removed in this moment
+                continue
+            seen.append((entry.path, now.st_mtime_ns, now.st_ino))
+        return tuple(sorted(seen))
+
+    def _entries(self) -> Iterator[tuple[Role, os.DirEntry[str]]]:
+        count = 0
+        for role in Role:
+            try:
+                found = os.scandir(self.path / ALLOWED / role.value)
+            except OSError:  # the folder was removed: nobody of this role
+                continue
+            for entry in sorted(found, key=lambda each: each.name):
+                if entry.name.endswith(".pub") and count < MOST_KEYS:
+                    count += 1
+                    yield role, entry
+
+
+def _write(path: Path, plain: dict[str, object]) -> None:
+    """A new file that only its owner may read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(plain, indent=2) + "\n")

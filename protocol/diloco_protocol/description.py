@@ -1,0 +1,85 @@
+"""The description of a model: its manifest, packed, for a model that is too large for a header.
+
+A `join` then names the description by its digest. A broker that knows one with this digest takes the
+worker in as if the manifest had been there; another asks for it, and it comes in pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import msgpack
+
+from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.records import from_plain, to_plain
+
+# What a header has room for, and the whole. 50,000 tensors take about 5 MB.
+PIECE_BYTES = 48 << 10
+MOST_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Description:
+    """A packed manifest."""
+
+    packed: bytes = field(repr=False)
+    digest: bytes
+
+    def pieces(self) -> Iterator[bytes]:
+        for start in range(0, len(self.packed), PIECE_BYTES):
+            yield self.packed[start : start + PIECE_BYTES]
+
+
+@lru_cache(maxsize=2)  # a broker asks at each join
+def describe(manifest: Manifest) -> Description:
+    """Pack a manifest."""
+    packed = bytes(msgpack.packb(to_plain(manifest)))
+    return Description(packed, hashlib.sha256(packed).digest())
+
+
+class DescriptionInProgress:
+    """A packed manifest of so many bytes, of which the pieces come one after the other.
+
+    Raises:
+        ProtocolError: it is too long.
+    """
+
+    def __init__(self, digest: bytes, size: int) -> None:
+        if not 0 < size <= MOST_BYTES:
+            raise ProtocolError(
+                Code.MODEL_DIFFERS,
+                f"The description of the model has {size} bytes; it may have {MOST_BYTES}.",
+            )
+        self.digest, self.size = digest, size
+        self._packed = bytearray()
+
+    def add(self, piece: bytes) -> Manifest | None:
+        """Take in the next piece; returns the manifest when it was the last.
+
+        Raises:
+            ProtocolError: the pieces are not what was announced.
+        """
+        self._packed += piece
+        if not piece or len(self._packed) > self.size:
+            raise _wrong(f"{len(self._packed)} of {self.size} bytes came")
+        if len(self._packed) < self.size:
+            return None
+        packed = bytes(self._packed)
+        if hashlib.sha256(packed).digest() != self.digest:
+            raise _wrong("its digest is another one")
+        try:
+            plain: Any = msgpack.unpackb(packed, use_list=False, strict_map_key=True)
+        except (ValueError, RecursionError, msgpack.exceptions.UnpackException):
+            raise _wrong("it is not msgpack") from None
+        return from_plain(Manifest, plain, "manifest")
+
+
+def _wrong(why: str) -> ProtocolError:
+    return ProtocolError(
+        Code.BAD_HEADER, f"The description of the model is not what the join named: {why}."
+    )

@@ -1,0 +1,136 @@
+"""Workers whose manifest is too long for a header describe their model when they are asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.events import Received
+from diloco_broker.core.rules.joining.descriptions import AT_A_TIME, GOES_ON_WITHIN_S
+from diloco_protocol.description import describe
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.messages import (
+    LONGEST_JOIN,
+    Describe,
+    Error,
+    Join,
+    Message,
+    Notice,
+    Welcome,
+    encode,
+    in_a_header,
+)
+from kit.core_harness import Stage, layered
+
+LARGE = layered(2000)
+PIECES = list(describe(LARGE).pieces())
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage(BrokerConfig(workers=1))
+
+
+def asks(stage: Stage, worker_id: str, manifest: Manifest = LARGE) -> bytes:
+    """A worker asks to join; returns its connection."""
+    route = stage.route()
+    stage.happens(Received(route, in_a_header(Join(worker_id, manifest))))
+    return route
+
+
+def told(stage: Stage, route: bytes) -> Message:
+    return stage.inbox[route][-1]
+
+
+def describes(stage: Stage, route: bytes, *pieces: bytes) -> None:
+    for piece in pieces:
+        stage.happens(Received(route, Describe(piece)))
+
+
+def test_join_of_a_large_model_fits_into_a_header() -> None:
+    assert len(encode(Join("a", LARGE))) > LONGEST_JOIN
+    assert len(encode(in_a_header(Join("a", LARGE)))) < 200
+    assert max(len(encode(Describe(piece))) for piece in PIECES) < LONGEST_JOIN
+    small = Join("a", layered(10))
+    assert in_a_header(small) == small
+
+
+def test_first_worker_describes_its_model_and_the_next_need_not(stage: Stage) -> None:
+    first = asks(stage, "a")
+    assert told(stage, first) == Notice("describe")
+    describes(stage, first, *PIECES[:-1])
+    assert told(stage, first) == Notice("describe")
+    describes(stage, first, PIECES[-1])
+    assert any(isinstance(each, Welcome) for each in stage.inbox[first])
+    assert stage.state.model.manifest == LARGE
+    second = asks(stage, "b")
+    assert isinstance(stage.inbox[second][0], Welcome)
+    assert not stage.state.descriptions
+
+
+def test_other_model_is_refused_before_it_is_described(stage: Stage) -> None:
+    describes(stage, asks(stage, "a"), *PIECES)
+    other = asks(stage, "b", layered(3000))
+    refused = told(stage, other)
+    assert isinstance(refused, Error) and refused.code == "model_differs"
+    assert not stage.state.descriptions
+
+
+@pytest.mark.parametrize(
+    ("pieces", "sentence"),
+    [
+        ([*PIECES[:-1], PIECES[-1] + b"x"], "bytes came"),
+        ([*PIECES[:-1], PIECES[-1][:-1] + b"x"], "its digest is another one"),
+        ([b""], "bytes came"),
+    ],
+    ids=["too long", "damaged", "empty"],
+)
+def test_wrong_description_is_refused_and_forgotten(
+    stage: Stage, pieces: list[bytes], sentence: str
+) -> None:
+    route = asks(stage, "a")
+    describes(stage, route, *pieces)
+    refused = told(stage, route)
+    assert isinstance(refused, Error) and sentence in refused.text
+    assert not stage.state.descriptions
+
+
+def test_description_that_is_no_manifest_is_refused(stage: Stage) -> None:
+    import hashlib
+
+    packed = b"\xc1" * 10
+    named = Join("a", None, digest=hashlib.sha256(packed).digest(), size=len(packed))
+    route = stage.route()
+    stage.happens(Received(route, named))
+    describes(stage, route, packed)
+    refused = told(stage, route)
+    assert isinstance(refused, Error) and "not msgpack" in refused.text
+
+
+def test_description_is_taken_from_those_only_who_were_asked(stage: Stage) -> None:
+    asks(stage, "a")
+    other = stage.route()
+    describes(stage, other, PIECES[0])
+    refused = told(stage, other)
+    assert isinstance(refused, Error) and refused.code == "not_allowed"
+
+
+def test_those_who_do_not_go_on_take_nobodys_place(stage: Stage) -> None:
+    for number in range(AT_A_TIME):
+        asks(stage, f"w{number}")
+    late = asks(stage, "late")
+    refused = told(stage, late)
+    assert isinstance(refused, Error) and refused.retry
+    stage.now += GOES_ON_WITHIN_S + 1
+    stage.happens(Received(late, in_a_header(Join("late", LARGE))))
+    assert told(stage, late) == Notice("describe")
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 40])
+def test_claim_of_a_size_that_cannot_be_is_refused(stage: Stage, size: int) -> None:
+    route = stage.route()
+    stage.happens(Received(route, replace(in_a_header(Join("a", LARGE)), size=size)))
+    refused = told(stage, route)
+    assert isinstance(refused, Error) and "it may have 8388608" in refused.text

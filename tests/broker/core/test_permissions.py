@@ -1,0 +1,83 @@
+"""What a key is good for, where a broker asks for keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_broker.config import BrokerConfig
+from diloco_broker.core.events import KeysRevoked, Received
+from diloco_protocol.messages import Control, Error, Heartbeat, Join, Message, Pull, Result, Welcome
+from diloco_protocol.roles import Peer, Role
+from kit.core_harness import Stage, a_manifest
+
+W0, W1 = Peer(Role.WORKER, "w0"), Peer(Role.WORKER, "w1")
+ANNA, DISPLAY = Peer(Role.OPERATOR, "anna"), Peer(Role.MONITOR, "display")
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage(BrokerConfig(workers=1, save_dir="run"))
+
+
+def answers(stage: Stage, message: Message, peer: Peer) -> list[Message]:
+    """What somebody is told on a connection of their own."""
+    route = stage.route()
+    stage.happens(Received(route, message, peer=peer))
+    return stage.inbox.get(route, [])
+
+
+@pytest.mark.parametrize(
+    ("message", "allowed"),
+    [
+        (Join("w0", a_manifest()), {W0}),
+        (Join("w1", a_manifest()), {W1}),
+        (Join("anna", a_manifest()), set()),
+        (Control("save", 1), {ANNA}),
+        (Control("set", 1, {"outer_lr": 0.1}), {ANNA}),
+        (Control("kick", 1, {"worker": "w0"}), {ANNA}),
+        (Control("shutdown", 1), {ANNA}),
+        (Control("nonsense", 1), {ANNA}),
+        (Control("manifest", 1), {ANNA, W0, W1}),
+        (Pull(0, credit=1), {ANNA, W0, W1}),
+    ],
+    ids=lambda value: (
+        f"{value.kind} {getattr(value, 'action', '')}" if isinstance(value, Message) else ""
+    ),
+)
+def test_each_role_may_do_what_it_is_for(
+    stage: Stage, message: Message, allowed: set[Peer]
+) -> None:
+    for peer in (W0, W1, ANNA, DISPLAY):
+        told = answers(stage, message, peer)
+        refused = [each for each in told if isinstance(each, Error) and each.code == "not_allowed"]
+        assert bool(refused) == (peer not in allowed), f"{peer}: {told}"
+        assert all(peer.name in each.text for each in refused)
+
+
+def test_session_token_is_worth_nothing_under_another_key(stage: Stage) -> None:
+    welcome = next(
+        each for each in answers(stage, Join("w0", a_manifest()), W0) if isinstance(each, Welcome)
+    )
+    control = stage.state.members.named("w0").control
+    before = stage.state.members.named("w0").liveness.last_seen
+    stage.now += 5
+    stage.happens(Received(control, Heartbeat(welcome.session, 7), peer=W1))
+    assert stage.state.members.named("w0").liveness.last_seen == before
+    assert stage.inbox[control][-1] == Error(
+        "not_allowed",
+        "The worker w1 may not use a session that is not its own.",
+        about="heartbeat",
+    )
+
+
+def test_log_of_actions_has_the_name_that_the_key_proves(stage: Stage) -> None:
+    told = answers(stage, Control("pause", 1, {"who": "somebody else"}), ANNA)
+    assert isinstance(told[-1], Result) and told[-1].ok
+    assert [act.who for act in stage.acts] == ["anna"]
+
+
+def test_worker_whose_key_is_revoked_is_gone_at_once(stage: Stage) -> None:
+    answers(stage, Join("w0", a_manifest()), W0)
+    stage.happens(KeysRevoked(frozenset({W0, DISPLAY})))
+    assert "w0" not in stage.state.members
+    assert "The key of the worker w0 was revoked." in "\n".join(stage.logs)

@@ -1,0 +1,176 @@
+"""Connections that cost more than they may are ended; those that work are left alone, for ever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from diloco_broker.shell.connection_watch import (
+    MEMBERS_MAY_OWE,
+    MOST_STRANGERS,
+    READS_WITHIN_S,
+    STRANGERS_MAY_LEAVE,
+    STRANGERS_MAY_OWE,
+    Connection,
+    ConnectionWatch,
+)
+from diloco_broker.shell.tcp_figures import TcpFigures
+from diloco_protocol.roles import Peer, Role
+
+A = b"route of a"
+
+
+@dataclass
+class Wire:
+    """A connection of the system whose counters a test sets."""
+
+    taken: int = 0
+    delivered: int = 1  # Linux counts the first packet of a connection
+    unsent: int = 0
+    is_shut: bool = False
+
+    def figures(self) -> TcpFigures:
+        return TcpFigures(self.taken, self.delivered, self.unsent)
+
+    def shut(self) -> None:
+        self.is_shut = True
+
+
+@dataclass
+class Watching:
+    """A watch on one connection, with a clock."""
+
+    wire: Wire = field(default_factory=Wire)
+    now: float = 100.0
+    watch: ConnectionWatch = field(default_factory=ConnectionWatch)
+
+    def __post_init__(self) -> None:
+        self.watch.opened(7, self.wire, self.now)
+
+    def named(self) -> Connection:
+        return self.watch.of(A) or self.watch.name(A, 7, None)
+
+    def looks(self, *members: bytes) -> list[str]:
+        self.now += 0.1
+        return self.watch.look(members, self.now)
+
+
+@pytest.fixture
+def on() -> Watching:
+    return Watching()
+
+
+def test_message_of_a_stranger_that_does_not_end_is_cut_off(on: Watching) -> None:
+    on.wire.taken = STRANGERS_MAY_OWE
+    assert on.looks() == []
+    on.wire.taken += 1
+    assert on.looks() == ["128 KiB of a message that has not ended"]
+    assert on.wire.is_shut
+
+
+def test_members_have_room_for_a_chunk(on: Watching) -> None:
+    on.named().heard = on.wire.taken = 1000
+    assert on.looks(A) == []
+    on.wire.taken += MEMBERS_MAY_OWE
+    assert on.looks(A) == []
+    on.wire.taken += 1
+    assert len(on.looks(A)) == 1
+
+
+def test_connection_that_sends_whole_messages_may_send_any_number(on: Watching) -> None:
+    for _ in range(10_000):
+        on.wire.taken += 10 * STRANGERS_MAY_OWE
+        on.named().heard += 10 * STRANGERS_MAY_OWE
+        assert on.looks() == []
+
+
+def test_message_that_does_not_end_counts_from_where_it_can_have_begun(on: Watching) -> None:
+    on.wire.taken = on.named().heard = STRANGERS_MAY_OWE
+    assert on.looks() == []
+    for _ in range(2):  # behind a message that was whole
+        on.wire.taken += STRANGERS_MAY_OWE // 2
+        assert on.looks() == []
+    on.wire.taken += 1
+    assert len(on.looks()) == 1
+
+
+def test_reader_that_does_not_read_is_cut_off(on: Watching) -> None:
+    on.named()
+    on.looks()
+    on.named().sent += 100
+    on.wire.unsent = 100
+    on.looks()
+    on.now += READS_WITHIN_S
+    assert on.looks() == ["answers that were not read for 10 s"]
+
+
+def test_slow_reader_may_take_its_time_but_not_any_amount(on: Watching) -> None:
+    on.named()
+    on.looks()
+    on.named().sent += STRANGERS_MAY_LEAVE
+    on.wire.unsent = 4000
+    for _ in range(1000):
+        on.wire.delivered += 1
+        assert on.looks() == []
+    on.named().sent += 2000
+    assert on.looks() == ["8 MiB of answers that were not read"]
+
+
+def test_bytes_that_nobody_counts_do_not_add_up(on: Watching) -> None:
+    for _ in range(100_000):
+        on.wire.taken += 70
+        on.named().heard += 60
+        assert on.looks() == []
+
+
+def test_bytes_of_zeromq_itself_do_not_add_up(on: Watching) -> None:
+    on.named()
+    for _ in range(100_000):
+        on.named().sent += 1000
+        on.wire.delivered += 1009
+        on.looks()
+        on.looks()
+    assert not on.wire.is_shut
+    on.named().sent += 1000
+    on.wire.unsent = 1009
+    on.looks()
+    on.now += READS_WITHIN_S
+    assert len(on.looks()) == 1
+
+
+def test_members_are_not_ended_for_what_they_have_not_read(on: Watching) -> None:
+    on.named().sent += 10 * STRANGERS_MAY_LEAVE
+    on.wire.unsent = 4000
+    on.now += 1000
+    assert on.looks(A) == on.looks(A) == []
+
+
+def test_of_too_many_strangers_the_oldest_goes() -> None:
+    watch, wires = ConnectionWatch(), [Wire() for _ in range(MOST_STRANGERS + 2)]
+    for number, wire in enumerate(wires):
+        watch.opened(number, wire, 0.0)
+    watch.name(A, 0, None)
+    assert len(watch.look({A}, 1.0)) == 1
+    assert [number for number, wire in enumerate(wires) if wire.is_shut] == [1]
+
+
+def test_revoked_key_ends_its_connections_and_those_that_nobody_knows() -> None:
+    watch, wires = ConnectionWatch(), [Wire() for _ in range(3)]
+    for number, wire in enumerate(wires):
+        watch.opened(number, wire, 0.0)
+    w0, w1 = Peer(Role.WORKER, "w0"), Peer(Role.WORKER, "w1")
+    watch.name(b"0", 0, w0)
+    watch.name(b"1", 1, w1)
+    watch.shut_those_of({w0})
+    assert [wire.is_shut for wire in wires] == [True, False, True]
+
+
+def test_message_that_was_left_by_a_connection_that_is_gone_belongs_to_no_other(
+    on: Watching,
+) -> None:
+    on.named()
+    assert on.watch.name(b"older", 7, None).transport is None  # the number is in use again
+    on.watch.closed(7)
+    assert on.watch.of(A) is None
+    assert on.watch.name(A, 7, None).too_much(False, on.now) is None

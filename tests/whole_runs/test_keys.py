@@ -1,0 +1,182 @@
+"""Keys, over real sockets: who is let in, what they may do, and how it ends when a key is taken back."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import pytest
+import zmq
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.storage.key_folder import KeyFolder
+from diloco_protocol.clients import Keys, Operator, find_keys
+from diloco_protocol.errors import Refused, UsageError
+from diloco_protocol.feed import TOPIC
+from diloco_protocol.roles import Peer, Role
+from diloco_worker import DiLoCoClient
+from kit.layers import Layers, delta, name_of
+from kit.process_kit import LOCAL, PATIENCE_S, wait_for
+
+GUESTS = {
+    "w0": Peer(Role.WORKER, "w0"),
+    "w1": Peer(Role.WORKER, "w1"),
+    "anna": Peer(Role.OPERATOR, "anna"),
+    "display": Peer(Role.MONITOR, "display"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> KeyFolder:
+    made = KeyFolder.make(tmp_path / "keys")
+    made.add_all(GUESTS.values())
+    return made
+
+
+@pytest.fixture
+def broker(folder: KeyFolder) -> Iterator[Broker]:
+    with Broker(BrokerConfig(keys=str(folder.path), workers=2, **LOCAL)) as running:
+        yield running
+
+
+def file_of(folder: KeyFolder, name: str) -> Path:
+    return folder.path / "clients" / f"{GUESTS[name].role.value}-{name}.key"
+
+
+def key(folder: KeyFolder, name: str) -> Keys:
+    found = find_keys(file_of(folder, name))
+    assert found is not None
+    return found
+
+
+def a_worker(broker: Broker, folder: KeyFolder, name: str) -> DiLoCoClient:
+    return DiLoCoClient(broker.address, keys=file_of(folder, name), timeout=PATIENCE_S)
+
+
+def test_workers_train_under_the_names_of_their_keys(broker: Broker, folder: KeyFolder) -> None:
+    with a_worker(broker, folder, "w0") as one, a_worker(broker, folder, "w1") as other:
+        for each in (one, other):
+            each.join(Layers(1))
+        for each in (one, other):
+            each.push({name_of(0): delta(0, 0)}, steps=1)
+        assert one.pull().versions == other.pull().versions
+        assert one.status()["round"]["number"] == 1
+        assert [each["id"] for each in one.status()["workers"]] == ["w0", "w1"]
+
+
+@pytest.mark.parametrize(
+    ("who", "sentence"),
+    [
+        ("nobody", "The broker asks for a key"),
+        ("somebody else's", "The broker does not let this key in"),
+        ("display", "display may not train"),
+    ],
+)
+def test_others_are_refused_at_once_with_a_sentence(
+    broker: Broker, folder: KeyFolder, tmp_path: Path, who: str, sentence: str
+) -> None:
+    keys = None if who == "nobody" else tmp_path / "other.key"
+    if who == "display":
+        keys = file_of(folder, "display")
+    elif who != "nobody":
+        stranger = Keys(Peer(Role.WORKER, "w0"), *zmq.curve_keypair(), broker=folder.public)
+        tmp_path.joinpath("other.key").touch(mode=0o600)
+        tmp_path.joinpath("other.key").write_text(json.dumps(stranger.as_plain()))
+    client = DiLoCoClient(broker.address, keys=keys, timeout=PATIENCE_S)
+    with pytest.raises(Refused, match=sentence), client:
+        client.join(Layers(1))
+
+
+def test_worker_may_not_take_another_name_than_its_key_has(folder: KeyFolder) -> None:
+    with pytest.raises(UsageError, match="'w1', but the key is that of the worker w0"):
+        DiLoCoClient("tcp://127.0.0.1:1", worker_id="w1", keys=file_of(folder, "w0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "action", "is_done"),
+    [
+        ("anna", "pause", True),
+        ("w0", "pause", False),
+        ("display", "pause", False),
+        ("display", "manifest", False),
+        ("display", "status", True),
+        ("w0", "status", True),
+    ],
+)
+def test_operators_steer_and_others_read(
+    broker: Broker, folder: KeyFolder, name: str, action: str, is_done: bool
+) -> None:
+    with Operator(broker.address, timeout=PATIENCE_S, keys=key(folder, name)) as operator:
+        result = operator.ask(action)
+    assert result.ok == is_done, result.text
+    assert is_done or name in result.text
+
+
+@pytest.mark.parametrize("given", [None, "other"])
+def test_steering_without_the_right_key_is_refused_at_once(
+    broker: Broker, folder: KeyFolder, given: str | None
+) -> None:
+    keys = None
+    if given:
+        keys = Keys(GUESTS["anna"], *zmq.curve_keypair(), broker=folder.public)
+    with (
+        Operator(broker.address, timeout=PATIENCE_S, keys=keys) as operator,
+        pytest.raises(UsageError, match=r"The broker (asks for a key|does not let this key in)"),
+    ):
+        operator.ask("pause")
+
+
+def test_token_of_a_session_is_worth_nothing_on_the_connection_of_another(
+    broker: Broker, folder: KeyFolder
+) -> None:
+    with a_worker(broker, folder, "w0") as worker, zmq.Context() as context:
+        worker.join(Layers(1))
+        link = worker._link
+        assert link is not None
+        token = link.session.connection.token
+        with context.socket(zmq.DEALER) as thief:
+            thief.linger = 0
+            key(folder, "w1").lock(thief)
+            thief.connect(broker.address)
+            thief.send(msgpack.packb({"v": 1, "kind": "leave", "session": token, "reason": ""}))
+            assert thief.poll(int(1000 * PATIENCE_S))
+            assert msgpack.unpackb(thief.recv())["kind"] in ("error", "rejoin")
+        assert worker.status()["counts"]["alive"] == 1
+
+
+def test_feed_is_for_those_with_a_key(broker: Broker, folder: KeyFolder) -> None:
+    with zmq.Context() as context:
+        readers = {}
+        for name in ("display", "nobody"):
+            reader = readers[name] = context.socket(zmq.SUB)
+            reader.linger = 0
+            reader.subscribe(TOPIC)
+            if name != "nobody":
+                key(folder, name).lock(reader)
+            reader.connect(broker.feed_address)
+        assert readers["display"].poll(int(1000 * PATIENCE_S))
+        assert not readers["nobody"].poll(100)
+        context.destroy(linger=0)
+
+
+def test_revoked_key_ends_the_session_and_a_new_one_lets_the_worker_back_in(
+    broker: Broker, folder: KeyFolder
+) -> None:
+    public = folder.path / "allowed" / "worker" / "w0.pub"
+    with a_worker(broker, folder, "w0") as revoked, a_worker(broker, folder, "w1") as other:
+        for each in (revoked, other):
+            each.join(Layers(1))
+        kept = public.read_text()
+        began = time.monotonic()
+        public.unlink()
+        wait_for(lambda: other.status()["counts"]["alive"] == 1)
+        assert time.monotonic() - began < 10
+        link = revoked._link
+        assert link is not None
+        wait_for(lambda: "does not let this key in" in str(link.last_error))
+        assert other.status()["counts"]["alive"] == 1
+        public.write_text(kept)
+        wait_for(lambda: other.status()["counts"]["alive"] == 2)

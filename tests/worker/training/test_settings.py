@@ -82,7 +82,6 @@ def test_only_what_was_asked_for_is_insisted_on() -> None:
         ("DILOCO_SERVER", "tcp://host:99999", "tcp://"),
         ("DILOCO_DYLU", "maybe", "1 or 0"),
         ("DILOCO_FRAGMENT_UPDATE_ALPHA", "1.5", "from 0 to 1"),
-        ("DILOCO_KEYS", "/keys", "CURVE"),
         ("DILOCO_EXTRA", "gpu", "gpu=a100"),
         ("DILOCO_WORKER_ID", "x" * 65, "64 printable"),
         (
@@ -108,7 +107,6 @@ def test_value_that_cannot_work_is_named_with_its_variable(
         ({"sync_every": "5"}, "sync_every is '5'"),
         ({"sync_every": True}, "it must be a whole number"),
         ({"timeout": float("inf")}, "timeout is inf"),
-        ({"keys": "folder"}, "keys is 'folder'"),
         ({"dylu": 1}, "dylu is 1"),
         ({"fragment_update_alpha": -0.1}, "fragment_update_alpha is -0.1"),
         (
@@ -138,6 +136,12 @@ def test_keyword_that_cannot_work_is_one_sentence(keywords: dict[str, Any], word
 def a_worker(**keywords: Any) -> DiLoCoWorker:
     model = nn.Linear(2, 2)
     return DiLoCoWorker(model, optim.SGD(model.parameters(), lr=1.0), **keywords)
+
+
+def test_key_that_is_not_there_is_one_sentence() -> None:
+    with pytest.raises(UsageError, match="The key /nowhere cannot be read: No such file"):
+        a_worker(server="tcp://127.0.0.1:1", keys="/nowhere")
+    a_worker(keys="/nowhere")  # alone, no key is needed
 
 
 def test_server_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,9 +173,9 @@ class Stage:
         match record:
             case effects.Log(text=text):
                 self.logs.append(text)
-            case effects.RecordAction(who=who, text=text):
+            case effects.RecordAction(by=by, text=text):
                 self.acts.append(record)
-                self.logs.append(f"{who}: {text}.")
+                self.logs.append(f"{by}: {text}.")
             case effects.RoundReport():
                 self.reports.append(record)
             case effects.RecordVersion():

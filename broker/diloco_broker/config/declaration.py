@@ -9,13 +9,13 @@ from diloco_broker.config.option import (
     ADDRESS,
     BELOW_ONE,
     FINITE,
-    NOT_NEGATIVE,
-    POSITIVE,
     SWITCH,
     UP_TO_ONE,
     Panel,
+    above_0_up_to,
     one_of,
     path_of,
+    up_to,
     whole,
     whole_or,
 )
@@ -27,6 +27,16 @@ from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 
 AGGREGATES = ("mean", "clip-median-norm")
 AUTO = "auto"
+
+# What no run has use for. Whoever may steer may change some of these while the run goes on, and beyond
+# this the change alone would end the training: parameters overflow, a boundary never comes.
+MOST_WORKERS = 10_000
+MOST_STEPS = 1_000_000  # H
+MOST_ROUNDS = 1_000_000  # between two checkpoints
+HIGHEST_LR = 10.0
+LONGEST_GRACE_S = 86_400.0  # a day
+LONGEST_S = 30 * 86_400.0
+
 USUAL_OUTERS = {"sync": "nesterov", "async": "dn"}  # by mode, where none is named
 
 RUN = Panel("The run")
@@ -56,12 +66,16 @@ class Options:
     )
     workers: int = RUN.option(
         1,
-        whole(1),
+        whole(1, MOST_WORKERS),
         "Round one waits for this number of workers; in async mode, how many are planned.",
     )
-    min_workers: int = RUN.option(1, whole(1), "A round never closes with fewer contributions.")
+    min_workers: int = RUN.option(
+        1, whole(1, MOST_WORKERS), "A round never closes with fewer contributions."
+    )
     sync_every: int = RUN.option(
-        500, whole(1), "H: optimizer steps of a worker between two pushes of a fragment."
+        500,
+        whole(1, MOST_STEPS),
+        "H: optimizer steps of a worker between two pushes of a fragment.",
     )
 
     outer: str | None = OUTER.option(
@@ -71,14 +85,16 @@ class Options:
         "or sgd (no momentum).",
         if_none="nesterov in sync, dn in async",
     )
-    outer_lr: float = OUTER.option(0.7, POSITIVE, "Learning rate of the outer optimizer.")
+    outer_lr: float = OUTER.option(
+        0.7, above_0_up_to(HIGHEST_LR), "Learning rate of the outer optimizer."
+    )
     outer_momentum: float = OUTER.option(0.9, BELOW_ONE, "Momentum of the outer optimizer.")
     nesterov: bool = OUTER.option(
         True, SWITCH, "Nesterov's form of the momentum, as in the paper; else the classical form."
     )
     dn_buffer: int | None = OUTER.option(
         None,
-        whole(1),
+        whole(1, MOST_WORKERS),
         "N of dn and fedbuff: gradients to a momentum step.",
         if_none="the workers in async, 1 in sync",
     )
@@ -102,13 +118,17 @@ class Options:
     dylu_min_steps: int | None = ASYNC.option(
         None, whole(1), "Least steps of a slow worker.", if_none="as few as fit"
     )
-    staging_slots: int = ASYNC.option(2, whole(1), "Submissions under way at a time.")
+    staging_slots: int = ASYNC.option(2, whole(1, MOST_WORKERS), "Submissions under way at a time.")
     staging_deadline: float = ASYNC.option(
-        30.0, POSITIVE, "Seconds without progress after which one loses its slot to others."
+        30.0,
+        above_0_up_to(LONGEST_S, " seconds"),
+        "Seconds without progress after which one loses its slot to others.",
     )
 
     num_fragments: int = FRAGMENTS.option(
-        1, whole(1), "P: parts that the model travels in, one after the other within H steps."
+        1,
+        whole(1, 10_000),
+        "P: parts that the model travels in, one after the other within H steps.",
     )
     fragment_pattern: str = FRAGMENTS.option(
         "strided",
@@ -145,13 +165,13 @@ class Options:
 
     quorum: int | None = REDUCING.option(
         None,
-        whole(1),
+        whole(1, MOST_WORKERS),
         "Close a round --grace seconds after this number of contributions is in.",
         if_none="all",
     )
     grace: float = REDUCING.option(
         0.0,
-        NOT_NEGATIVE,
+        up_to(LONGEST_GRACE_S, " seconds"),
         "Seconds to wait for the rest after the quorum; in async mode, for more pushes after the "
         "first: they are applied together.",
     )
@@ -174,7 +194,9 @@ class Options:
         None, path_of("folder"), "Folder for checkpoints; a run found in it goes on.", reads=Path
     )
     save_every: int = SAVING.option(
-        1, whole(1), "Rounds, or applied pushes in async mode, between two checkpoints."
+        1,
+        whole(1, MOST_ROUNDS),
+        "Rounds, or applied pushes in async mode, between two checkpoints.",
     )
     keep: int = SAVING.option(3, whole(1), "Checkpoints that are kept.")
     durable: bool = SAVING.option(
@@ -208,19 +230,23 @@ class Options:
         "fp32", one_of(*WIRE_DTYPES), "Dtype of parameters on the way down: fp32, bf16, fp16."
     )
     heartbeat_timeout: float = WIRE.option(
-        120.0, NOT_NEGATIVE, "Seconds of silence after which a worker counts as dead; 0: never."
+        120.0,
+        up_to(LONGEST_S, " seconds"),
+        "Seconds of silence after which a worker counts as dead; 0: never.",
     )
     stall_timeout: float = WIRE.option(
         600.0,
-        NOT_NEGATIVE,
+        up_to(LONGEST_S, " seconds"),
         "Seconds without a step after which the others do not wait for a worker; 0: never.",
     )
     disconnect_grace: float = WIRE.option(
-        1.0, NOT_NEGATIVE, "Seconds a worker has to come back after its connection broke."
+        1.0,
+        up_to(LONGEST_S, " seconds"),
+        "Seconds a worker has to come back after its connection broke.",
     )
     recover_wait: float = WIRE.option(
         10.0,
-        NOT_NEGATIVE,
+        up_to(LONGEST_S, " seconds"),
         "Seconds to wait after the start for workers that may hold the run, or newer rounds of it.",
     )
     keys: str | None = WIRE.option(

@@ -94,9 +94,17 @@ def _number(what: str, fits: Callable[[float], bool]) -> Rule:
     return Rule(what, holds)
 
 
+def up_to(most: float, unit: str = "") -> Rule:
+    """A number from 0 to this one, both included."""
+    return _number(f"from 0 to {most:.12g}{unit}", lambda value: 0 <= value <= most)
+
+
+def above_0_up_to(most: float, unit: str = "") -> Rule:
+    """A number above 0 and not above this one."""
+    return _number(f"above 0, at most {most:.12g}{unit}", lambda value: 0 < value <= most)
+
+
 FINITE = _number("a finite number", lambda _: True)
-NOT_NEGATIVE = _number("a finite number, at least 0", lambda value: value >= 0)
-POSITIVE = _number("a finite number above 0", lambda value: value > 0)
 BELOW_ONE = _number("in [0, 1)", lambda value: 0 <= value < 1)
 UP_TO_ONE = _number("in [0, 1]", lambda value: 0 <= value <= 1)
 SWITCH = Rule("True or False", lambda value: isinstance(value, bool), repr)

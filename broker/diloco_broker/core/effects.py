@@ -165,11 +165,17 @@ class RoundReport:
 class RecordAction:
     """Write down what an operator did; `before` and `after` are a setting's, else None."""
 
-    who: str  # as the operator calls itself
+    who: str  # whom their key proves; without keys as they call themselves
     what: str  # the action, for `set` with the name of the setting
     before: Any
     after: Any
     text: str  # the sentence that states the effect
+    is_proven: bool = False  # `who` is
+
+    @property
+    def by(self) -> str:
+        """Who it was, for people."""
+        return self.who if self.is_proven else f"{self.who} (unproven)"
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ class Onlookers:
         match record:
             case Log():
                 self._tell(record)
-            case RecordAction(who=who, text=text):
-                self._tell(Log("warning", f"{who}: {text}."))
+            case RecordAction(by=by, text=text):
+                self._tell(Log("warning", f"{by}: {text}."))
                 with self.failures.caught("log of actions"):
                     if self._history is not None:
                         self._history.act(feed.action_line(self._state, record))

@@ -14,9 +14,9 @@ from diloco_protocol.fragments import PATTERNS
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "both"}, "--mode is both; it must be sync or async."),
-    ({"workers": 0}, "--workers is 0; it must be a whole number, at least 1."),
-    ({"workers": 2.5}, "--workers is 2.5; it must be a whole number, at least 1."),
-    ({"workers": True}, "--workers is True; it must be a whole number, at least 1."),
+    ({"workers": 0}, "--workers is 0; it must be a whole number, from 1 to 10000."),
+    ({"workers": 2.5}, "--workers is 2.5; it must be a whole number, from 1 to 10000."),
+    ({"workers": True}, "--workers is True; it must be a whole number, from 1 to 10000."),
     ({"bind": "localhost"}, "--bind is 'localhost'; it must be an address like"),
     ({"bind": "tcp://127.0.0.1:99999"}, "--bind is 'tcp://127.0.0.1:99999'; it must be an address"),
     ({"bind": "tcp://[::1:5"}, "--bind is 'tcp://[::1:5'; it must be an address like"),
@@ -25,22 +25,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"workers": 2, "min_workers": 3},
         "--min-workers is 3; it must be at most --workers, which is",
     ),
-    ({"outer_lr": float("nan")}, "--outer-lr is nan; it must be a finite number above 0."),
+    ({"outer_lr": float("nan")}, "--outer-lr is nan; it must be above 0, at most 10."),
     ({"wire_dtype": "int3"}, "--wire-dtype is int3; it must be fp32, bf16 or fp16."),
     (
         {"heartbeat_timeout": -1},
-        "--heartbeat-timeout is -1; it must be a finite number, at least 0.",
+        "--heartbeat-timeout is -1; it must be from 0 to 2592000 seconds.",
     ),
     ({"workers": 2, "quorum": 3}, "--quorum is 3; it must be at most --workers, which is 2."),
     (
         {"workers": 3, "quorum": 1, "min_workers": 2},
         "--quorum is 1; it must be at least --min-workers, which is 2.",
     ),
-    ({"quorum": 0}, "--quorum is 0; it must be a whole number, at least 1."),
+    ({"quorum": 0}, "--quorum is 0; it must be a whole number, from 1 to 10000."),
     ({"grace": 3.0}, "--grace is 3.0; it must be left out, or --quorum given"),
     ({"late": "drop"}, "--late is drop; it must be left out, or --quorum given"),
     ({"late": "forget"}, "--late is forget; it must be carry or drop."),
-    ({"grace": float("inf")}, "--grace is inf; it must be a finite number, at least 0."),
+    ({"grace": float("inf")}, "--grace is inf; it must be from 0 to 86400 seconds."),
     (
         {"sync_every": 3, "num_fragments": 4},
         "--sync-every is 3; it must be at least --num-fragments, which is 4",
@@ -107,7 +107,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"outer": "adam"}, "--outer is adam; it must be nesterov, dn, fedbuff or sgd."),
     ({"outer_momentum": 1.0}, "--outer-momentum is 1.0; it must be in [0, 1)."),
     ({"outer_momentum": float("nan")}, "--outer-momentum is nan; it must be in [0, 1)."),
-    ({"outer_lr": 0.0}, "--outer-lr is 0.0; it must be a finite number above 0."),
+    ({"outer_lr": 0.0}, "--outer-lr is 0.0; it must be above 0, at most 10."),
     (
         {"dn_buffer": 4},
         "--dn-buffer is 4; it must be left out, or 1: --outer nesterov has no buffer",
@@ -137,8 +137,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"save_dir": ""}, "--save-dir is ''; it must be the path of a folder."),
     ({"resume": None}, "--resume is None; it must be the path of a checkpoint, auto or none."),
     ({"deterministic": "false"}, "--deterministic is 'false'; it must be True or False."),
-    ({"staging_slots": 0}, "--staging-slots is 0; it must be a whole number, at least 1."),
-    ({"staging_deadline": 0.0}, "--staging-deadline is 0.0; it must be a finite number above 0."),
+    ({"staging_slots": 0}, "--staging-slots is 0; it must be a whole number, from 1 to 10000."),
+    (
+        {"staging_deadline": 0.0},
+        "--staging-deadline is 0.0; it must be above 0, at most 2592000 seconds.",
+    ),
+    ({"outer_lr": 1e308}, "--outer-lr is 1e+308; it must be above 0, at most 10."),
+    ({"workers": 10**9}, "--workers is 1000000000; it must be a whole number, from 1 to 10000."),
+    (
+        {"sync_every": 2**62},
+        "--sync-every is 4611686018427387904; it must be a whole number, from 1",
+    ),
+    ({"quorum": 1, "grace": 1e308}, "--grace is 1e+308; it must be from 0 to 86400 seconds."),
+    ({"save_every": 10**12}, "--save-every is 1000000000000; it must be a whole number, from 1 to"),
 ]
 
 

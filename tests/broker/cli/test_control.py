@@ -176,7 +176,7 @@ def test_every_action_is_in_the_log_of_actions_and_in_the_history(broker: Broker
         operator.ask("resume")
         operator.ask("set", outer_lr=-1)  # refused: no action
         data = operator.ask("status").data
-    assert any("ann@desk: workers 2 -> 3" in event["text"] for event in data["events"])
+    assert any("ann@desk (unproven): workers 2 -> 3" in event["text"] for event in data["events"])
     until(lambda: len(lines_of(broker, ACTIONS)) == 4)
     first = lines_of(broker, ACTIONS)[0]
     assert (first["who"], first["what"]) == ("ann@desk", "set outer_lr")

@@ -25,7 +25,7 @@ def test_worker_may_have_a_smaller_h_of_its_own(mode: str) -> None:
     assert steps_shown(stage) == {"a": 8, "b": 100}
     c = stage.worker("c").joins(wants={"sync_every": 7})
     assert "sync_every=7" in c.error().text
-    assert "at least 8" in c.error().text
+    assert "from 8 to 1000000" in c.error().text
 
 
 def test_larger_h_is_refused_where_the_others_would_wait() -> None:
@@ -38,7 +38,7 @@ def test_larger_h_is_refused_where_the_others_would_wait() -> None:
     assert steps_shown(free) == {"a": 101}
 
 
-@pytest.mark.parametrize("asked", [0, -1, 2.5, True, "8", 1e300])
+@pytest.mark.parametrize("asked", [0, -1, 2.5, True, "8", 1e300, 2**62])
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_h_that_is_no_number_of_steps_is_refused(mode: str, asked: Any) -> None:
     stage = a_stage(workers=2, mode=mode, sync_every=100)

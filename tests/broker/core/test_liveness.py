@@ -293,7 +293,7 @@ def test_worker_that_is_kicked_is_told_and_not_waited_for() -> None:
     assert b.got(Notice).what == "kicked"
     assert stage.version().counter == 2
     assert stage.expected == {"a"}
-    assert stage.logs.count("an operator: b removed from the run.") == 1
+    assert stage.logs.count("an operator (unproven): b removed from the run.") == 1
     b.beats()
     assert b.last(Rejoin) is not None
 

@@ -16,7 +16,7 @@ ANNA, DISPLAY = Peer(Role.OPERATOR, "anna"), Peer(Role.MONITOR, "display")
 
 @pytest.fixture
 def stage() -> Stage:
-    return Stage(BrokerConfig(workers=1, save_dir="run"))
+    return Stage(BrokerConfig(workers=1, save_dir="run", keys="keys"))
 
 
 def answers(stage: Stage, message: Message, peer: Peer) -> list[Message]:
@@ -73,7 +73,8 @@ def test_session_token_is_worth_nothing_under_another_key(stage: Stage) -> None:
 def test_log_of_actions_has_the_name_that_the_key_proves(stage: Stage) -> None:
     told = answers(stage, Control("pause", 1, {"who": "somebody else"}), ANNA)
     assert isinstance(told[-1], Result) and told[-1].ok
-    assert [act.who for act in stage.acts] == ["anna"]
+    assert [(act.who, act.is_proven) for act in stage.acts] == [("the operator anna", True)]
+    assert stage.logs[-1] == "the operator anna: the run is paused."
 
 
 def test_worker_whose_key_is_revoked_is_gone_at_once(stage: Stage) -> None:

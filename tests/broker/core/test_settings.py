@@ -37,7 +37,7 @@ def test_set_says_what_changes_and_from_which_version() -> None:
     assert [config.outer_lr for config in stage.tensors.tunes] == [0.5]
     (act,) = stage.acts
     assert (act.who, act.what, act.before, act.after) == ("ann@desk", "set outer_lr", 0.7, 0.5)
-    assert stage.logs[-1] == "ann@desk: outer learning rate 0.7 -> 0.5 from version 2."
+    assert stage.logs[-1] == "ann@desk (unproven): outer learning rate 0.7 -> 0.5 from version 2."
 
 
 def test_version_that_is_being_made_is_finished_with_the_old_setting() -> None:
@@ -65,7 +65,13 @@ def test_changes_asked_for_while_a_version_is_made_add_up() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"outer_lr": -1.0}, "--outer-lr is -1.0; it must be a finite number above 0."),
+        ({"outer_lr": -1.0}, "--outer-lr is -1.0; it must be above 0, at most 10."),
+        ({"outer_lr": 1e308}, "--outer-lr is 1e+308; it must be above 0, at most 10."),
+        ({"sync_every": 10**9}, "--sync-every is 1000000000; it must be a whole number, from 1 to"),
+        (
+            {"workers": 10**9},
+            "--workers is 1000000000; it must be a whole number, from 1 to 10000.",
+        ),
         ({"outer_lr": float("nan")}, "--outer-lr is nan"),
         ({"outer_lr": "fast"}, "--outer-lr is fast"),
         ({"outer_lr": True}, "--outer-lr is True"),
@@ -221,7 +227,7 @@ def test_pausing_twice_and_resuming_twice_say_so() -> None:
 def test_shutdown_is_handed_on_with_who_asked_and_whether_the_run_is_over(restarting: bool) -> None:
     stage, (a,) = a_run("a")
     result = stage.asks("shutdown", who="ann@desk", **({"restarting": True} if restarting else {}))
-    assert (result.ok, stage.ends) == (True, [End("ann@desk asked for it", restarting)])
+    assert (result.ok, stage.ends) == (True, [End("ann@desk (unproven) asked for it", restarting)])
     assert "saves nothing" in result.text
     assert ("The run is over" in result.text) is not restarting
     assert stage.acts[-1].what == ("restart" if restarting else "shutdown")

@@ -22,18 +22,21 @@ WHO = "who"  # the argument in which operators name themselves
 
 @dataclass(frozen=True)
 class Request:
-    """What an operator asks for, and on which connection."""
+    """What an operator asks for, and on which connection. `is_proven`: a key says who they are."""
 
     route: effects.Route
     control: messages.Control
+    is_proven: bool
 
     @property
     def who(self) -> str:
         who = self.control.arguments.get(WHO)
         return printable(who if isinstance(who, str) and who else "an operator", 100)
 
-    def noted(self, what: str, text: str, before: Any = None) -> effects.RecordAction:
-        return effects.RecordAction(self.who, what, before, None, text)
+    def noted(
+        self, what: str, text: str, before: Any = None, after: Any = None
+    ) -> effects.RecordAction:
+        return effects.RecordAction(self.who, what, before, after, text, self.is_proven)
 
     def yes(self, text: str, **data: Any) -> effects.Send:
         return effects.Send(self.route, messages.Result(self.control.request, True, text, data))
@@ -43,7 +46,7 @@ class Request:
 
 
 def control(state: RunState, route: effects.Route, control: messages.Control) -> effects.Effects:
-    request = Request(route, control)
+    request = Request(route, control, is_proven=state.config.keys is not None)
     if control.action in REQUESTS:
         yield from REQUESTS[control.action](state, request)
         return
@@ -109,7 +112,10 @@ def _set(state: RunState, request: Request) -> effects.Effects:
         yield request.yes("Nothing changes: it is set to that already.")
         return
     when, remark = settings.first_use(state), settings.remark(state, changes)
-    yield from settings.want(state, request.who, changes)
+    for change in changes:
+        text, what = f"{change.text}{when}", f"set {change.name}"
+        yield request.noted(what, text, change.before, change.after)
+    settings.want(state, changes)
     if not state.closing:
         yield from settings.take_effect(state)
         yield from rounds.expect_all(state)  # more workers may be needed than were
@@ -158,12 +164,13 @@ def _shutdown(state: RunState, request: Request) -> effects.Effects:
     finish = f"finishes round {state.closing.number}, " if state.closing else ""
     saves = f"saves to {state.config.save_dir}, " if state.config.save_dir else "saves nothing, "
     what = "the broker restarts" if restarting else "the run is over, the broker stops"
-    yield request.noted("restart" if restarting else "shutdown", what)
+    noted = request.noted("restart" if restarting else "shutdown", what)
+    yield noted
     then = "The run is over: the workers' scripts are told to end."
     if restarting:
         then = "Workers train on and come back to the broker that is started next."
     yield request.yes(f"The broker {finish}{saves}tells its workers and stops. {then}")
-    yield effects.End(f"{request.who} asked for it", restarting)
+    yield effects.End(f"{noted.by} asked for it", restarting)
 
 
 REQUESTS = {

@@ -116,17 +116,13 @@ def _with(config: BrokerConfig, arguments: Mapping[str, Any]) -> BrokerConfig:
     return after
 
 
-def want(state: RunState, who: str, planned: Sequence[Change]) -> effects.Effects:
+def want(state: RunState, planned: Sequence[Change]) -> None:
     """Take down what `changes` has found; `take_effect` carries it out."""
     values = {each.name: each.after for each in planned}
     if state.has_own_optimizer:
         own = {name: values.pop(name) for name in _OF_THE_OPTIMIZER if name in values}
         state.wanted_outer = state.wanted_outer | own
     state.wanted = _with(state.wanted or state.config, values)
-    when = first_use(state)
-    for each in planned:
-        text = f"{each.text}{when}"
-        yield effects.RecordAction(who, f"set {each.name}", each.before, each.after, text)
 
 
 def remark(state: RunState, planned: Sequence[Change]) -> str:

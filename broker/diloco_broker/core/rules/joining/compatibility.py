@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_broker.config import BrokerConfig
+from diloco_broker.config.declaration import MOST_STEPS
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state import dylu
 from diloco_broker.core.state.members import Member, own_sync_every
@@ -32,8 +33,8 @@ def check_wants(config: BrokerConfig, join: Join) -> None:
             continue
         raise ProtocolError(
             Code.CONFIG_DIFFERS,
-            f"The worker asks for {name}={asked}, the run has {name}={runs}; leave it out to "
-            "take the run's, or start the broker with the other.",
+            f"The worker asks for {name:.40}={asked!s:.60}, the run has {name:.40}={runs}; leave it out "
+            "to take the run's, or start the broker with the other.",
         )
 
 
@@ -46,11 +47,11 @@ def _as_run(config: BrokerConfig, name: str) -> object:
 
 def _check_steps(config: BrokerConfig, join: Join, asked: Any) -> None:
     least, runs = config.fewest_steps, config.sync_every
-    if own_sync_every(join.wants) is None or asked < least:
+    if own_sync_every(join.wants) is None or not least <= asked <= MOST_STEPS:
         raise ProtocolError(
             Code.CONFIG_DIFFERS,
-            f"The worker asks for sync_every={asked}; with {config.num_fragments} fragment(s) "
-            f"and a delay of {config.fragment_sync_delay} it must be at least {least}.",
+            f"The worker asks for sync_every={asked!s:.60}; with {config.num_fragments} fragment(s) and "
+            f"a delay of {config.fragment_sync_delay} it must be from {least} to {MOST_STEPS}.",
         )
     # Who has been in the run takes the smaller of the two: an operator may have changed the run's.
     is_new = join.run is None and join.session is None

@@ -42,7 +42,7 @@ def signed(peer: Peer | None, control: messages.Control) -> messages.Control:
     """What an operator asks for, under the name that their key proves."""
     if peer is None:
         return control
-    return replace(control, arguments={**control.arguments, "who": peer.name})
+    return replace(control, arguments={**control.arguments, "who": str(peer)})
 
 
 def check_member(peer: Peer | None, member: Member) -> None:

@@ -13,7 +13,7 @@ AT_LEAST ?= 0
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos bench test test-all test-browser mutants chromium lint format check clean
+.PHONY: help setup demo chaos bench test test-all test-browser mutants chromium lint format check release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -24,8 +24,9 @@ help:
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
 	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
-	@echo "make lint      ruff and mypy --strict"
+	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
 	@echo "make check     lint and test-all, as CI does"
+	@echo "make release   wheel and source archive of the last commit, made twice and compared, in dist/"
 	@echo "make clean     remove .venv and the results of runs"
 
 $(STAMP): pyproject.toml Makefile
@@ -71,12 +72,16 @@ lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m diloco_tools.release.vulnerabilities
 
 format: $(STAMP)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
 check: lint test-all
+
+release: $(STAMP)
+	@$(BIN)/python -m diloco_tools.release.packages
 
 clean:
 	rm -rf $(VENV) runs

@@ -99,6 +99,7 @@ class Reducer:
 
     staged: bool = False
     aggregate: str = "mean"
+    trim: float | None = None  # of trimmed-mean: what is left out at each end
     deterministic: bool = False
     weight_by: str = "equal"
     quorum: int | None = None

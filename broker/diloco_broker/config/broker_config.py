@@ -27,7 +27,7 @@ _ONLY_ASYNC = {
     "staging_slots": "rounds have no slots",
     "staging_deadline": "rounds have no slots",
 }
-_ONLY_ROUNDS = ("min_workers", "quorum", "deterministic", "aggregate", "weight_by", "late")
+_ONLY_ROUNDS = ("min_workers", "quorum", "deterministic", "aggregate", "trim", "weight_by", "late")
 _ONLY_QUORUM = ("grace", "late")
 
 
@@ -65,6 +65,7 @@ def _check(options: Options) -> None:
     else:
         _check_sync(options)
     _check_rounds(options)
+    _check_aggregate(options)
     _check_saving(options)
     _check_fragments(options)
     _check_dylu(options)
@@ -105,6 +106,14 @@ def _check_rounds(options: Options) -> None:
     if quorum is not None:
         _require(options, "quorum", quorum <= planned, at_most)
         _require(options, "quorum", quorum >= floor, f"at least --min-workers, which is {floor}")
+
+
+def _check_aggregate(options: Options) -> None:
+    if options.aggregate != "trimmed-mean":
+        _require_unset(options, "trim", ", or --aggregate trimmed-mean given")
+    if options.aggregate in ("trimmed-mean", "coordinate-median"):
+        why = f" with --aggregate {options.aggregate}, which counts each worker once"
+        _require_unset(options, "weight_by", why)
 
 
 def _check_saving(options: Options) -> None:

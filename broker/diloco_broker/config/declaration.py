@@ -7,6 +7,7 @@ from pathlib import Path
 
 from diloco_broker.config.option import (
     ADDRESS,
+    BELOW_HALF,
     BELOW_ONE,
     FINITE,
     SWITCH,
@@ -25,7 +26,7 @@ from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.fragments import PATTERNS, longest_delay
 from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 
-AGGREGATES = ("mean", "clip-median-norm")
+AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median")
 AUTO = "auto"
 
 # What no run has use for. Whoever may steer may change some of these while the run goes on, and beyond
@@ -187,7 +188,13 @@ class Options:
     aggregate: str = REDUCING.option(
         "mean",
         one_of(*AGGREGATES),
-        "mean, or clip-median-norm: none counts longer than the median.",
+        "mean; clip-median-norm: none counts longer than the median; trimmed-mean or "
+        "coordinate-median: of each number, without its extremes.",
+    )
+    trim: float = REDUCING.option(
+        0.2,
+        BELOW_HALF,
+        "Of trimmed-mean: part of the workers left out at each end, rounded up.",
     )
 
     save_dir: str | None = SAVING.option(

@@ -106,6 +106,7 @@ def above_0_up_to(most: float, unit: str = "") -> Rule:
 
 FINITE = _number("a finite number", lambda _: True)
 BELOW_ONE = _number("in [0, 1)", lambda value: 0 <= value < 1)
+BELOW_HALF = _number("in [0, 0.5)", lambda value: 0 <= value < 0.5)
 UP_TO_ONE = _number("in [0, 1]", lambda value: 0 <= value <= 1)
 SWITCH = Rule("True or False", lambda value: isinstance(value, bool), repr)
 

@@ -119,6 +119,7 @@ def _snapshot(
             feed.Reducer,
             config,
             staged=reducer_of(config).needs_whole,
+            trim=config.trim if config.aggregate == "trimmed-mean" else None,
             grace_s=config.grace,
             submissions=sum(1 for _ in state.submissions),
             waiting=len(state.submissions.queue),

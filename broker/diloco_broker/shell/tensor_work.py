@@ -95,6 +95,7 @@ class TensorExecutor:
                 wire=config.wire_dtype,
                 reply=config.reply_dtype,
                 aggregate=config.aggregate,
+                trim=config.trim,
                 share=share_of(config),
                 preallocate=self._pool_sizes(layout),
                 is_round=reducer_of(config).has_rounds,

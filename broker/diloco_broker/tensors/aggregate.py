@@ -2,14 +2,13 @@
 
 The streaming mean holds the few chunks that came last and adds all others to one accumulator, so memory
 does not depend on the number of workers. The staged reducer has the chunks of whole submissions before
-it, in a given order, and makes a gradient of them with one of `AGGREGATES`. What reached a chunk, and
-with which weight, is the core's business; here are only the tensors.
+it, in a given order, and makes a gradient of them with one of `robust.AGGREGATES`. What reached a chunk,
+and with which weight, is the core's business; here are only the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,11 @@ from torch import Tensor
 
 from diloco_broker.core.effects import WholePush
 from diloco_broker.tensors.blend import Blend
+from diloco_broker.tensors.robust import (
+    AGGREGATES,
+    BY_COORDINATE,
+    largest_of_the_middle,
+)
 from diloco_protocol.chunks import ChunkSpan, FragmentLayout, Segment
 from diloco_protocol.tensors.codecs import decode_chunk, is_finite
 from diloco_protocol.tensors.tensor_pool import TensorPool
@@ -25,49 +29,6 @@ from diloco_protocol.tensors.tensor_pool import TensorPool
 PIECE_ELEMENTS = 1 << 16
 # Contributions that are held as they came: 1 MiB each in bf16, 2 MiB in fp32.
 HELD = 6
-
-Aggregate = Callable[[Iterable[Tensor], Sequence[WholePush]], Tensor]
-"""Makes a gradient of the same chunk of several submissions.
-
-The chunks come one at a time, fp32, in the order of the parts; each may be read until the next one is
-asked for, and must not be changed. The result is a new fp32 tensor.
-"""
-
-
-def mean(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> Tensor:
-    """sum(w_i s_i x_i) / sum(w_i), with weight w_i, scale s_i and chunk x_i of part i.
-
-    The same operations in the same order as `StreamingMean`: where scales are 1, the same bits.
-    """
-    return _weighted_mean(chunks, parts, [1.0] * len(parts))
-
-
-def clip_median_norm(chunks: Iterable[Tensor], parts: Sequence[WholePush]) -> Tensor:
-    """The mean of x_i min(1, median/|x_i|): none counts longer than the median submission.
-
-    |x_i| is the length of the whole submission, so its direction stays as it was.
-    """
-    middle = median(part.norm for part in parts)
-    return _weighted_mean(
-        chunks, parts, [min(1.0, middle / part.norm) if part.norm else 1.0 for part in parts]
-    )
-
-
-AGGREGATES: dict[str, Aggregate] = {"mean": mean, "clip-median-norm": clip_median_norm}
-
-
-def _weighted_mean(
-    chunks: Iterable[Tensor], parts: Sequence[WholePush], factors: Sequence[float]
-) -> Tensor:
-    total: Tensor | None = None
-    for chunk, part, factor in zip(chunks, parts, factors, strict=True):
-        weight = part.weight * part.scale * factor
-        if total is None:
-            total = torch.mul(chunk, weight)
-        else:
-            total.add_(chunk, alpha=weight)
-    assert total is not None, "a group without parts has no mean"
-    return total.div_(sum(part.weight for part in parts))
 
 
 def pieces_of(values: Tensor) -> list[Tensor]:
@@ -242,13 +203,16 @@ class StagedReducer:
     """Looks at chunks of whole submissions, and makes gradients of them.
 
     Args:
-        aggregate: what parameters are merged with, one of `AGGREGATES`. Buffers are always blended,
+        aggregate: what parameters are merged with, one of `AGGREGATES`. Where that goes by coordinate,
+            so are float buffers, and integers take the upper median; else buffers are blended, and
             integers take the maximum.
         longest: elements of the largest chunk.
+        trim: what `trimmed-mean` leaves out at each end.
     """
 
-    def __init__(self, aggregate: str, longest: int) -> None:
-        self._aggregate = AGGREGATES[aggregate]
+    def __init__(self, aggregate: str, longest: int, trim: float = 0.2) -> None:
+        self._aggregate = AGGREGATES[aggregate](trim)
+        self._by_coordinate = aggregate in BY_COORDINATE
         self._scratch = torch.empty(longest, dtype=torch.float32)
 
     def squares(self, span: ChunkSpan, payload: Any, dtype: str) -> float | None:
@@ -272,6 +236,8 @@ class StagedReducer:
             return None
         chunks = (self._decode(span, each.payloads[span.index], each.wire_dtype) for each in parts)
         match span.segment:
+            case Segment.INTEGERS if self._by_coordinate:
+                return Gradient.of(largest_of_the_middle([chunk.clone() for chunk in chunks]))
             case Segment.INTEGERS:
                 largest = next(chunks).clone()
                 for chunk in chunks:
@@ -279,6 +245,9 @@ class StagedReducer:
                 return Gradient.of(largest)
             case Segment.BUFFERS:
                 blend = Blend()
+                if self._by_coordinate:
+                    blend.add(self._aggregate(chunks, parts), 1.0)
+                    return blend
                 for chunk, part in zip(chunks, parts, strict=True):
                     blend.add(chunk, part.weight, part.scale)
                 return blend

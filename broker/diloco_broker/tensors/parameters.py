@@ -50,7 +50,8 @@ class Parameters:
         outer: the outer optimizer, shared by all fragments; its state is kept for each chunk.
         wire: dtype of streamed pseudo-gradients of which nothing else is said.
         reply: dtype of parameters on their way down.
-        aggregate: what whole submissions are merged with, one of `aggregate.AGGREGATES`.
+        aggregate: what whole submissions are merged with, one of `robust.AGGREGATES`.
+        trim: what `trimmed-mean` leaves out at each end.
         is_round: whether a gradient is a round's. The maximum of its integers then replaces their
             value, which otherwise only grows: a single submission may be behind the others.
         share: how far a buffer of the model moves to the values that were sent: 1, all the way, where
@@ -67,6 +68,7 @@ class Parameters:
         wire: str,
         reply: str,
         aggregate: str = "mean",
+        trim: float = 0.2,
         is_round: bool = True,
         share: float = 1.0,
         initial: Mapping[str, Tensor] | None = None,
@@ -82,7 +84,7 @@ class Parameters:
         self._buffers = buffers = TensorPool()
         self._means = [StreamingMean(part, wire, buffers) for part in layout.fragments]
         spans = [span for part in layout.all for span in part.spans]
-        self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0))
+        self._staged = StagedReducer(aggregate, max((s.elements for s in spans), default=0), trim)
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
         self._states: list[list[chunked.State]] = [[{} for _ in p.spans] for p in layout.all]
         self._wholes: dict[int, WholeTensors] = {}

@@ -102,7 +102,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "async", "deterministic": True}, "--deterministic is on; it must be left out"),
     ({"mode": "async", "aggregate": "clip-median-norm"}, "--aggregate is clip-median-norm; it"),
     ({"mode": "async", "weight_by": "tokens"}, "--weight-by is tokens; it must be left out with"),
-    ({"aggregate": "max"}, "--aggregate is max; it must be mean or clip-median-norm."),
+    (
+        {"mode": "async", "aggregate": "trimmed-mean"},
+        "--aggregate is trimmed-mean; it must be left",
+    ),
+    (
+        {"aggregate": "max"},
+        "--aggregate is max; it must be mean, clip-median-norm, trimmed-mean or",
+    ),
+    ({"trim": 0.1}, "--trim is 0.1; it must be left out, or --aggregate trimmed-mean given."),
+    ({"aggregate": "trimmed-mean", "trim": 0.5}, "--trim is 0.5; it must be in [0, 0.5)."),
+    (
+        {"aggregate": "coordinate-median", "weight_by": "tokens"},
+        "--weight-by is tokens; it must be left out with --aggregate coordinate-median, which counts",
+    ),
     ({"weight_by": "age"}, "--weight-by is age; it must be equal, tokens or samples."),
     ({"outer": "adam"}, "--outer is adam; it must be nesterov, dn, fedbuff or sgd."),
     ({"outer_momentum": 1.0}, "--outer-momentum is 1.0; it must be in [0, 1)."),

@@ -146,6 +146,7 @@ def reducing(snapshot: Snapshot) -> Parts:
     return (
         quorum if told.quorum is not None else "",
         told.aggregate if told.aggregate != "mean" else "",
+        f"without {told.trim:.0%} at each end" if told.trim is not None else "",
         "deterministic" if told.deterministic else "",
         f"weights by {told.weight_by}" if told.weight_by != "equal" else "",
     )

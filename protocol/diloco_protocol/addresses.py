@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 DEFAULT_CONTROL_ADDRESS = "tcp://127.0.0.1:8512"
 DEFAULT_FEED_ADDRESS = "tcp://127.0.0.1:8513"
 # What a socket is bound to where all addresses of its machine are meant, and nobody connects to.
@@ -17,6 +19,16 @@ def with_scheme(address: str) -> str:
     is_host = bool(host) and "/" not in host and (":" not in host or host[0] + host[-1] == "[]")
     is_bare = is_host and (port == "*" or (port.isascii() and port.isdigit()))
     return f"tcp://{address}" if is_bare else address
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`, a number or a name; no port."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def can_be_reached(address: str) -> bool:

@@ -18,6 +18,10 @@ from diloco_protocol.errors import ProtocolError
 from diloco_protocol.records import NOT_SENT, from_plain
 
 FEED_VERSION = 1
+# What `Snapshot.security` says of who may connect to the broker.
+KEYS = "keys"  # whoever has one of its keys
+LOOPBACK = "loopback"  # whoever is on its machine: it listens to no other, and asks for no keys
+INSECURE = "INSECURE"  # whoever reaches it from any machine
 TOPIC = b"status "  # first bytes of a frame: what a SUB socket filters on
 MAX_SNAPSHOT_BYTES = 16 << 20  # 16 MiB: tens of thousands of workers fit
 MAX_DEPTH = 32  # levels of nesting: a snapshot has four, `extra` may add some
@@ -33,6 +37,10 @@ class MalformedFeedError(FeedError):
 
 class FeedVersionError(FeedError):
     """The broker publishes a feed version that this program cannot read."""
+
+
+class FeedRefusedError(FeedError):
+    """The broker wants a key, or another one; the sentence says what to do."""
 
 
 class FeedAddressError(FeedError):
@@ -253,6 +261,7 @@ class Snapshot:
     run: str | None = None
     version: str = ""
     control: str = ""
+    security: str = ""  # KEYS, LOOPBACK or INSECURE; empty: a broker that does not say
     uptime_s: float = 0.0
     mode: str = ""
     state: str = ""

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.cli.app import app as broker_app
-from diloco_protocol.addresses import control_address, with_scheme
+from diloco_protocol.addresses import control_address, is_loopback, with_scheme
 from diloco_protocol.clients import Operator
 from diloco_tools.dashboard.source import FeedSource
 from diloco_tools.feed.listener import FeedSubscriber
@@ -102,3 +102,10 @@ def test_a_broker_that_listens_everywhere_is_asked_where_its_feed_is(
     control: str, feed: str, expected: str
 ) -> None:
     assert control_address(control, feed) == expected
+
+
+def test_loopback_is_what_no_other_machine_reaches() -> None:
+    here = ("localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]")
+    elsewhere = ("0.0.0.0", "*", "", "10.0.0.5", "::", "[::]", "gpu-box", "localhost.evil.example")
+    assert [is_loopback(host) for host in here] == [True] * len(here)
+    assert [is_loopback(host) for host in elsewhere] == [False] * len(elsewhere)

@@ -268,7 +268,7 @@ class TestCommand:
         self, option: str, values: tuple[str, ...], said: str
     ) -> None:
         for value in values:
-            sentence = refusal(app, "--port=0", f"--{option}={value}")
+            sentence = refusal(app, "--port=0", "--insecure", f"--{option}={value}")
             assert sentence.startswith("diloco-exporter: ")
             assert said.format(value) in sentence
 

@@ -215,14 +215,12 @@ class TestSubscriber:
     def test_a_slow_reader_gets_the_newest_and_only_that(self, publisher: Publisher) -> None:
         with FeedSubscriber(publisher.address) as feed:
             publisher.await_subscriber()
-            arrived = feed._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            try:
+            feed._socket.monitor("inproc://ended", zmq.EVENT_DISCONNECTED)  # in place of its own
+            with feed._context.socket(zmq.PAIR) as ended:
+                ended.connect("inproc://ended")
                 publisher.send(*(frame(status(sequence=n)) for n in range(1, 101)))
                 publisher.close(deliver=True)
-                assert arrived.poll(int(1000 * PATIENCE_S)), "the connection ends after the last"
-            finally:
-                feed._socket.disable_monitor()
-                arrived.close()
+                assert ended.poll(int(1000 * PATIENCE_S)), "the connection ends after the last"
             newest = feed.receive(timeout_s=PATIENCE_S)
             assert newest is not None
             assert newest.sequence == 100
@@ -234,8 +232,8 @@ class TestSubscriber:
         class Flood:
             frames = 0
 
-            def poll(self, _timeout_ms: int) -> int:
-                return zmq.POLLIN
+            def poll(self, _timeout_ms: int) -> list[tuple["Flood", int]]:
+                return [(self, zmq.POLLIN)]
 
             def recv(self) -> bytes:
                 self.frames += 1
@@ -244,7 +242,9 @@ class TestSubscriber:
 
         with FeedSubscriber("tcp://127.0.0.1:1") as feed:
             with monkeypatch.context() as flooded:
-                flooded.setattr(feed, "_socket", Flood())
+                flood = Flood()
+                flooded.setattr(feed, "_socket", flood)
+                flooded.setattr(feed, "_poller", flood)
                 assert feed.receive(timeout_s=0.01) is None
             assert feed.malformed > 0
 

@@ -4,10 +4,15 @@ Rich takes what stands in square brackets for its markup, and words between colo
 workers and the names of extras have both, so nothing here reads either.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+
+from diloco_protocol.clients import Keys, find_keys
+from diloco_protocol.clients.keys import VARIABLE
+from diloco_protocol.roles import Role
 
 FeedOption = Annotated[
     str,
@@ -17,6 +22,27 @@ FeedOption = Annotated[
         help="Feed address that diloco-broker serve printed.",
     ),
 ]
+
+KeysOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--keys",
+        metavar="FILE",
+        envvar=VARIABLE,
+        help="Your key, where the broker asks for one; diloco-broker keygen makes it.",
+    ),
+]
+
+
+def keys_of(given: Path | None, *, steers: bool) -> Keys | None:
+    """The key of a display; of a folder that of an operator where the display also steers.
+
+    Raises:
+        UsageError: what is wrong with it.
+    """
+    first, second = Role.OPERATOR, Role.MONITOR
+    order = (first, second) if steers else (second, first)
+    return find_keys(given, *order, Role.WORKER)
 
 
 def console(**options: Any) -> Console:

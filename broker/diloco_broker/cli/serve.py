@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from diloco_broker.cli.config_options import DECLARED, DEFAULTS, as_declared, with_options
-from diloco_broker.cli.dashboard_process import Dashboard
+from diloco_broker.cli.dashboard_process import Dashboard, key_of_page
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.config.declaration import RUN, SAVING, WIRE
 from diloco_protocol.errors import UsageError
@@ -89,6 +90,8 @@ def serve(
     with failing_in_a_sentence():
         if no_save:
             _save_nothing(options)
+        keys: Path | None = options["keys"]
+        key = key_of_page(keys) if keys is not None and dashboard is not None else None
         broker = _broker(options, model)
     keep_freed_memory()
     keep_what_is_there()
@@ -96,7 +99,7 @@ def serve(
     _greet(broker, options, model)
     page = None
     if dashboard is not None:
-        page = Dashboard(broker.feed_address, broker.address, dashboard)
+        page = Dashboard(broker.feed_address, broker.address, dashboard, key)
     try:
         broker.run()
     finally:
@@ -139,7 +142,8 @@ def _greet(broker: Broker, options: dict[str, Any], model: Path | None) -> None:
         waiting = f"Waiting for {workers} worker{'s'[: workers != 1]}{source}."
     typer.echo(f"control {broker.address}")
     typer.echo(f"feed {broker.feed_address}")
-    typer.echo(f"{waiting} Watch with: diloco-top {broker.feed_address}")
+    keys = f" --keys {shlex.quote(broker.config.keys)}" if broker.config.keys else ""
+    typer.echo(f"{waiting} Watch with: diloco-top {broker.feed_address}{keys}")
     sys.stdout.flush()
 
 

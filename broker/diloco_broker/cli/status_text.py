@@ -8,11 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
+
 Data = Mapping[str, Any]
 NAMES = 8  # of missing workers
 LEAST_WORKERS = 3  # lines of the table, however small the window
 LONGEST_ID, LONGEST_HOST = 24, 16  # columns
 TITLES = ("worker", "host", "health", "doing", "step", "inner", "steps/s", "loss", "stale", "heard")
+_SECURITY = {
+    KEYS: "keys: whoever has none is not let in",
+    LOOPBACK: "loopback: no other machine reaches it",
+    INSECURE: "INSECURE: whoever reaches it may train, steer and read; serve --keys DIR asks for keys",
+}
 LEFT = 4  # columns of words; the others are figures
 
 
@@ -21,6 +28,7 @@ def as_text(data: Data, room: int | None = None) -> str:
     rows = (
         ("run", _run(data)),
         ("state", [_state(data)]),
+        ("security", [_SECURITY.get(data.get("security", ""), "")]),
         ("pushes" if data["mode"] == "async" else "round", _round(data)),
         ("last", _last(data)),
         ("workers", _workers(data)),

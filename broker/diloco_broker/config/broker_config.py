@@ -7,14 +7,14 @@ refused.
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, fields
 from pathlib import PurePath
 
 from diloco_broker.config.declaration import AUTO, Options
 from diloco_broker.config.option import check_alone, refusal
-from diloco_protocol.addresses import with_scheme
+from diloco_protocol.addresses import is_loopback, with_scheme
 from diloco_protocol.errors import UsageError
+from diloco_protocol.feed import INSECURE, KEYS, LOOPBACK
 from diloco_protocol.messages import BUFFERS, RunConfig
 
 _ONE_VERSION = "a round's contributions start from one version"
@@ -54,6 +54,13 @@ class BrokerConfig(Options):
         values = {name: getattr(self, name) for name in told}
         values |= {"fragment_sync_delay": self.least_delay, "buffers": BUFFERS}
         return RunConfig(**values, fragment_delay_auto=self.has_auto_delay)
+
+    @property
+    def security(self) -> str:
+        """Who may connect, in the word of the feed."""
+        if self.keys:
+            return KEYS
+        return LOOPBACK if _stays_here(self.bind) and _stays_here(self.feed) else INSECURE
 
 
 def _check(options: Options) -> None:
@@ -176,8 +183,7 @@ def _check_outer(options: Options) -> None:
 def _check_reach(options: Options, name: str) -> None:
     """Refuse an address that others can reach without keys, unless that is what is wanted."""
     address = getattr(options, name)
-    host = address.partition("://")[2].rpartition(":")[0].strip("[]")
-    if not (options.insecure or options.keys or _is_loopback(host)):
+    if not (options.insecure or options.keys or _stays_here(address)):
         raise UsageError(
             f"--{name} {address} can be reached from other machines, and without keys everybody there "
             "could change the model. Give --keys DIR (make them with: diloco-broker keygen DIR), or "
@@ -185,10 +191,6 @@ def _check_reach(options: Options, name: str) -> None:
         )
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+def _stays_here(address: str) -> bool:
+    """Whether no other machine reaches what is bound to this address."""
+    return is_loopback(address.partition("://")[2].rpartition(":")[0])

@@ -59,6 +59,10 @@ QUIET_S = 0.5
 FEED_EVERY_S = 1.0
 # How long the last checkpoint may take, after the closing round is finished.
 SAVE_WITHIN_S = 60.0
+_INSECURE = (
+    "INSECURE: whoever reaches this broker may train, steer and read. To ask for keys: diloco-broker "
+    "keygen DIR, and serve --keys DIR."
+)
 
 
 def _machine_clock() -> Callable[[], float]:
@@ -103,6 +107,8 @@ class Loop:
             keys = KeyFolder(Path(config.keys)) if config.keys else None
             self.sockets = Sockets(config.bind, config.feed, keys)
             opened.callback(self.sockets.close)
+            if config.security == feed.INSECURE:
+                logger.warning(_INSECURE)
             self._writer = (
                 None
                 if lock is None

@@ -1,6 +1,7 @@
 """The folder of keys that a broker goes by: its own, and the public halves of those it lets in.
 
 broker.key                    the broker's secret; it never leaves its machine
+dashboard.key                 that of the page of `serve --dashboard`: a monitor's, which stays, too
 allowed/worker/gpu-0.pub      gpu-0 may train; without this file it may not
 allowed/operator/anna.pub
 allowed/monitor/display.pub
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from diloco_protocol.clients.keys import HANDED_OUT, Keys, key_of, plain_of, rea
 from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Peer, Role, check_name
 
-BROKER_KEY = "broker.key"
+BROKER_KEY, DASHBOARD_KEY = "broker.key", "dashboard.key"
 ALLOWED = "allowed"
 LARGEST_PUBLIC = 1024  # bytes; such a file has about 80
 MOST_KEYS = 10_000
@@ -32,6 +33,7 @@ The keys of one DiLoCo broker, made by `diloco-broker keygen`.
 
 broker.key        The broker's secret. It stays on this machine:
                     diloco-broker serve --keys {folder}
+dashboard.key     The key of the page that serve --dashboard starts, made by it. It stays here, too.
 clients/          One file for each machine or person, to be moved there (scp, then delete it here):
                     worker-NAME.key    a training script: export DILOCO_KEYS=worker-NAME.key
                     operator-NAME.key  steers: diloco-broker status --keys operator-NAME.key
@@ -95,24 +97,39 @@ class KeyFolder:
         Raises:
             UsageError: one of them has a key already, or a name that cannot be. No key is made then.
         """
-        files = {peer: self._files(peer) for peer in peers}
-        for peer, both in files.items():
-            for each in both:
+        files = {
+            peer: self.path / HANDED_OUT / f"{peer.role.value}-{check_name(peer.name)}.key"
+            for peer in peers
+        }
+        self._add(files)
+        return files
+
+    def for_dashboard(self) -> Path:
+        """The key of the broker's own web page, made where there is none.
+
+        Raises:
+            UsageError: its public half is there, but not the key. OSError: it cannot be written.
+        """
+        file = self.path / DASHBOARD_KEY
+        if not file.exists():
+            self._add({Peer(Role.MONITOR, file.stem): file})
+        return file
+
+    def _add(self, files: Mapping[Peer, Path]) -> None:
+        """Make the keys in these files, and the public halves that the broker goes by."""
+        allowed = {
+            peer: self.path / ALLOWED / peer.role.value / f"{peer.name}.pub" for peer in files
+        }
+        for peer, file in files.items():
+            for each in (allowed[peer], file):
                 if each.exists():
                     raise UsageError(
                         f"{each} is there already; remove it to make {peer} a new key."
                     )
-        for peer, (allowed, handed_out) in files.items():
+        for peer, file in files.items():
             keys = Keys(peer, *zmq.curve_keypair(), broker=self.public)
-            _write(handed_out, keys.as_plain())
-            _write(allowed, {"diloco_key": 1, "public": keys.public.decode()})
-        return {peer: handed_out for peer, (_, handed_out) in files.items()}
-
-    def _files(self, peer: Peer) -> tuple[Path, Path]:
-        """The public half that the broker goes by, and the key to hand out."""
-        name = check_name(peer.name)
-        handed_out = self.path / HANDED_OUT / f"{peer.role.value}-{name}.key"
-        return self.path / ALLOWED / peer.role.value / f"{name}.pub", handed_out
+            _write(file, keys.as_plain())
+            _write(allowed[peer], {"diloco_key": 1, "public": keys.public.decode()})
 
     def guests(self) -> Guests:
         """Read the public halves that are there now."""

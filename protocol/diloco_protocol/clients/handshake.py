@@ -26,7 +26,10 @@ def failure(event: int, *, has_keys: bool) -> str | None:
     if not event & FAILURES:
         return None
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return "The broker does not let this key in; it was revoked, or made for another broker."
+        return (
+            "The broker does not let this key in: it was revoked, or made for another broker; "
+            "diloco-broker keygen makes a new one."
+        )
     if not has_keys:
         return (
             "The broker asks for a key; give the file that diloco-broker keygen made for you "

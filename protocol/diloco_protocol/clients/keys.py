@@ -101,10 +101,16 @@ def read_keys(file: Path) -> Keys:
     """
     try:
         plain = plain_of(read_secret(file))
-        peer = Peer(Role(plain.get("role")), check_name(str(plain.get("name"))))
+        role = plain.get("role")
+        if role not in list(Role):
+            raise ValueError("it is the broker's own" if role == "broker" else "it names no role")
+        peer = Peer(Role(role), check_name(str(plain.get("name"))))
         keys = Keys(peer, *(key_of(plain, which) for which in ("public", "secret", "broker")))
     except OSError as error:
-        raise UsageError(f"The key {file} cannot be read: {error.strerror}.") from None
+        raise UsageError(
+            f"The key {file} cannot be read: {error.strerror}; give the key file that diloco-broker "
+            "keygen made."
+        ) from None
     except ValueError as error:
         raise UsageError(
             f"{file} is no key of a worker, operator or monitor: {error}. diloco-broker keygen makes "

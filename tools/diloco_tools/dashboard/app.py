@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from diloco_protocol.clients import Keys
 from diloco_protocol.clients.operator import ask_once, this_user
 from diloco_protocol.errors import Unreachable
 from diloco_tools.dashboard.orders import read_order, steering_address
@@ -44,7 +45,9 @@ KINDS = {
 
 
 class Dashboard:
-    """A feed or a recorded run, served to whom `policy` lets in; `control` is where it is steered."""
+    """A feed or a recorded run, served to whom `policy` lets in; `control` is where it is steered, and
+    `keys` what it shows there.
+    """
 
     def __init__(
         self,
@@ -52,8 +55,10 @@ class Dashboard:
         streams: Streams | None = None,
         replay: ReplaySource | None = None,
         control: str | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.policy, self.streams, self.replay, self.control = policy, streams, replay, control
+        self._keys = keys
         self.feed = streams.source if streams is not None else None
         self._assets = _assets()
         self._orders = asyncio.Semaphore(MOST_ORDERS)
@@ -134,7 +139,9 @@ class Dashboard:
                 text = "The broker has not said yet where it is steered; wait for its feed."
                 raise Refusal(503, text)
             who = f"{this_user()}, dashboard"
-            answer = await run_in_threadpool(ask_once, address, action, arguments, who=who)
+            answer = await run_in_threadpool(
+                ask_once, address, action, arguments, who=who, keys=self._keys
+            )
         status = 200 if answer.error is None else 400
         if isinstance(answer.error, Unreachable):
             status = 504

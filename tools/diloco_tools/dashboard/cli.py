@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, is_loopback
+from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
-from diloco_tools.dashboard.security import EVERYWHERE, Policy, is_loopback, new_token
-from diloco_tools.terminal import FeedOption, fail
+from diloco_protocol.roles import Role
+from diloco_tools.dashboard.security import EVERYWHERE, Policy, new_token
+from diloco_tools.terminal import FeedOption, KeysOption, fail, keys_of
 
 if TYPE_CHECKING:
     from uvicorn import Server
@@ -55,6 +57,7 @@ def dashboard(
             "figures cross the network unencrypted; an SSH tunnel is the better way.",
         ),
     ] = False,
+    keys: KeysOption = None,
     lifeline: Annotated[
         bool,
         typer.Option(
@@ -91,14 +94,17 @@ def dashboard(
     # While uvicorn serves, it has handlers of its own.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
-    # Elsewhere than on loopback the token is for looking, too.
-    token = None if is_loopback(host) and (readonly or replay is not None) else new_token()
     try:
+        key = None if replay is not None else keys_of(keys, steers=not readonly)
         past = ReplaySource.of_file(replay) if replay is not None else None
-        streams = serving.Streams(FeedSource(feed)) if past is None else None
-    except FeedError as error:
+        streams = serving.Streams(FeedSource(feed, key)) if past is None else None
+    except (FeedError, UsageError) as error:
         _fail(str(error))
-    page = Dashboard(Policy(host, token, readonly), streams, past, control)
+    reader = None if key is None or key.peer.role is Role.OPERATOR else key.peer
+    only_shows = readonly or replay is not None or reader is not None
+    # Elsewhere than on loopback the token is for looking, too.
+    token = None if is_loopback(host) and only_shows else new_token()
+    page = Dashboard(Policy(host, token, readonly, reader), streams, past, control, key)
     with page.feed or nullcontext():
         try:
             listening = serving.listen(host, port)

@@ -17,6 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from diloco_protocol.addresses import is_loopback
+from diloco_protocol.roles import Peer
+
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 EVERYWHERE = frozenset({"0.0.0.0", "::"})  # addresses that mean all of this machine's
 OWN_SITE = frozenset({"same-origin", "none"})  # "none": typed into the address bar
@@ -47,12 +50,6 @@ def new_token() -> str:
     return secrets.token_urlsafe(32)  # 256 bits: nobody guesses it, so nobody counts the guesses
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that is bound to `host`."""
-    address = _address(host)
-    return host == "localhost" or (address is not None and address.is_loopback)
-
-
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(text)
@@ -62,11 +59,19 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @dataclass(frozen=True)
 class Policy:
-    """What this dashboard lets through. `host` is what it is bound to; nobody has a token of None."""
+    """What this dashboard lets through.
+
+    Attributes:
+        host: what it is bound to.
+        token: nobody has one of None.
+        readonly: nobody may steer.
+        reader: whose key it shows to the broker, where that is none that steers.
+    """
 
     host: str
     token: str | None = None
     readonly: bool = False
+    reader: Peer | None = None
 
     def of_request(self, headers: Mapping[str, str]) -> Refusal | None:
         """Rules for every request; `headers` by lower-case name."""
@@ -105,6 +110,12 @@ class Policy:
         """Whether these headers may change the run."""
         if self.readonly:
             return Refusal(403, "This dashboard only shows: it was started with --readonly.")
+        if self.reader is not None:
+            return Refusal(
+                403,
+                f"This dashboard only shows: it has the key of {self.reader}. To steer from a page, "
+                "start one with an operator's: diloco-dashboard --keys FILE.",
+            )
         if self._has_token(headers):
             return None
         text = (

@@ -17,7 +17,8 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from diloco_protocol.feed import MAX_DEPTH, FeedError, Snapshot, json_safe
+from diloco_protocol.clients import Keys
+from diloco_protocol.feed import MAX_DEPTH, FeedError, FeedRefusedError, Snapshot, json_safe
 from diloco_protocol.records import to_plain
 from diloco_tools.feed.listener import FeedWatcher
 from diloco_tools.feed.replay import History, read_history
@@ -34,8 +35,8 @@ P = TypeVar("P")
 class FeedSource(FeedWatcher):
     """Watches one broker's feed, and keeps its figures over time. For any thread."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(address, self._cannot_read, self._note)
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
+        super().__init__(address, self._cannot_read, self._note, keys)
         self._series = RunSeries(points=POINTS)
         self._problem: str | None = None
         self._encoded = (0, "null")  # `received` and JSON of the newest picture that was asked for
@@ -68,6 +69,7 @@ class FeedSource(FeedWatcher):
             "restarts": self.model.restarts,
             "malformed": self.listener.feed.malformed,
             "problem": self._problem,
+            "refusal": self.model.refusal,
         }
 
     def _note(self, snapshot: Snapshot, now: float) -> None:
@@ -75,7 +77,8 @@ class FeedSource(FeedWatcher):
         self._problem = None
 
     def _cannot_read(self, error: FeedError) -> None:
-        self._problem = str(error)
+        if not isinstance(error, FeedRefusedError):
+            self._problem = str(error)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from diloco_protocol.feed import INSECURE
+
 Value = Callable[[Any], float | None]  # of a record; None where it is not known
 
 # fmt: off
@@ -78,6 +80,9 @@ TABLES: dict[str, dict[str, tuple[str | Value, str]]] = {
             "Staleness above which work is refused; absent without a limit."),
         "submission_slots": ("asynchronous.slots",
             "Submissions under way at a time; absent in a run with rounds."),
+        "broker_insecure": (lambda of: of.security == INSECURE if of.security else None,
+            "1 if other machines reach the broker and it asks for no keys, so that anybody may steer, "
+            "else 0."),
         "broker_cpu_seconds_total": ("loop.cpu_s", "CPU time of the broker's own thread."),
         "broker_resident_memory_bytes": ("loop.rss_bytes", "Resident memory of the broker."),
         "broker_longest_turn_seconds": (

@@ -10,10 +10,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS
-from diloco_protocol.feed import FeedError, FeedVersionError
+from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, is_loopback
+from diloco_protocol.errors import UsageError
+from diloco_protocol.feed import FeedError, FeedRefusedError, FeedVersionError, Snapshot
 from diloco_tools.feed.listener import FeedWatcher
-from diloco_tools.terminal import FeedOption, fail
+from diloco_tools.terminal import FeedOption, KeysOption, fail, keys_of
 
 CANNOT_START = 2
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -39,14 +40,23 @@ def _signals_held() -> Iterator[None]:
 )
 @_signals_held()
 def exporter(
+    *,
     feed: FeedOption = DEFAULT_FEED_ADDRESS,
     port: Annotated[int, typer.Option(help="Port for Prometheus; 0 takes a free one.")] = 9512,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Whoever reaches it can read the metrics.")
+        str, typer.Option(help="Address to listen on; any but loopback needs --insecure.")
     ] = "127.0.0.1",
     max_workers: Annotated[
         int, typer.Option(help="Workers with series of their own; the others are counted only.")
     ] = 200,
+    keys: KeysOption = None,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Listen on an address that other machines reach: all of them can read the metrics.",
+        ),
+    ] = False,
 ) -> None:
     """Offer the state of a DiLoCo run to Prometheus.
 
@@ -66,18 +76,28 @@ def exporter(
         _fail(f"--port {port} is no port: give a number from 0 to 65535, 0 for a free one")
     if max_workers < 0:
         _fail(f"--max-workers {max_workers} is no number of workers: give 0 or more")
+    if not is_loopback(host) and not insecure:
+        _fail(
+            f"{host!a} can be reached from other machines, and whoever reaches it can read the metrics: "
+            "have Prometheus ask through an SSH tunnel (ssh -L 9512:127.0.0.1:9512 HOST), or add "
+            "--insecure"
+        )
     said = ""
 
     def complain(error: FeedError) -> None:
         """Once, though the connection is made again: the broker may be replaced meanwhile."""
         nonlocal said
-        if isinstance(error, FeedVersionError) and str(error) != said:
+        if isinstance(error, FeedVersionError | FeedRefusedError) and str(error) != said:
             said = str(error)
             print(f"diloco-exporter: {said}", file=sys.stderr, flush=True)
 
+    def note(_snapshot: Snapshot, _now: float) -> None:
+        nonlocal said
+        said = ""
+
     try:
-        watcher = FeedWatcher(feed, complain)
-    except FeedError as error:
+        watcher = FeedWatcher(feed, complain, note, keys_of(keys, steers=False))
+    except (FeedError, UsageError) as error:
         _fail(str(error))
     collector = RunCollector(watcher.read, importlib.metadata.version("diloco-broker"), max_workers)
     with watcher:

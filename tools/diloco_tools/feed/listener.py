@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 import zmq
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, can_be_reached, with_scheme
+from diloco_protocol.clients import Keys
+from diloco_protocol.clients.handshake import HandshakeMonitor
 from diloco_protocol.feed import (
     TOPIC,
     FeedAddressError,
     FeedError,
+    FeedRefusedError,
     MalformedFeedError,
     Snapshot,
     parse_snapshot,
@@ -21,6 +24,7 @@ from diloco_tools.feed.model import FeedModel, Freshness
 
 POLL_S = 0.25  # how long the end of the program may have to wait
 RENEW_AFTER_S = 15.0  # of silence; the feed speaks once a second
+KNOCK_AGAIN_S = 2.0  # after the broker has refused us: the key may be let in again
 
 
 class FeedSubscriber:
@@ -28,7 +32,8 @@ class FeedSubscriber:
 
     ZeroMQ connects again by itself when a connection breaks. It does not notice a host that vanished
     without a word, nor a name that has another address by now: after `renew_after_s` of silence the
-    socket is made anew.
+    socket is made anew. So it is `KNOCK_AGAIN_S` after the broker has refused us for our key, since
+    ZeroMQ tries no more then.
 
     Only the newest snapshot is kept for a reader that is slow: what it did not read is gone, and
     `FeedModel.missed` counts it. Frames that are no snapshots are counted in `malformed`, with the
@@ -39,9 +44,13 @@ class FeedSubscriber:
     """
 
     def __init__(
-        self, address: str = DEFAULT_FEED_ADDRESS, renew_after_s: float = RENEW_AFTER_S
+        self,
+        address: str = DEFAULT_FEED_ADDRESS,
+        renew_after_s: float = RENEW_AFTER_S,
+        *,
+        keys: Keys | None = None,
     ) -> None:
-        """Connect in the background. `tcp://` may be left out of the address.
+        """Connect in the background. `tcp://` may be left out of the address; `keys` say who we are.
 
         Raises:
             FeedAddressError: the address is not one; whether somebody is there shows in `receive`.
@@ -50,6 +59,7 @@ class FeedSubscriber:
         self.malformed = 0
         self.last_error = ""
         self._renew_after_s = renew_after_s
+        self._keys = keys
         self._context = zmq.Context()
         try:
             if not can_be_reached(self.address):
@@ -63,7 +73,7 @@ class FeedSubscriber:
             ) from None
 
     def _connect(self) -> None:
-        self._heard_at = time.monotonic()
+        self._renew_at = time.monotonic() + self._renew_after_s
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.SUB)
         self._socket.linger = 0
         # No MAXMSGSIZE: libzmq does not reconnect after it, and the feed would be dead for good.
@@ -71,35 +81,56 @@ class FeedSubscriber:
         self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
         if "[" in self.address:  # IPv6 literals only: "localhost" goes on meaning 127.0.0.1
             self._socket.setsockopt(zmq.IPV6, 1)
+        if self._keys is not None:
+            self._keys.lock(self._socket)
+        self._handshake = HandshakeMonitor(self._socket, has_keys=self._keys is not None)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._handshake.socket, zmq.POLLIN)
         self._socket.connect(self.address)
+
+    def _disconnect(self) -> None:
+        self._poller = zmq.Poller()  # of nothing: it only waits
+        if not self._socket.closed:
+            self._handshake.close()
+            self._socket.close()
 
     def receive(self, timeout_s: float) -> Snapshot | None:
         """Wait at most `timeout_s` seconds for the next snapshot; None when there was none.
 
         Raises:
             FeedVersionError: the broker is too new or too old for this program.
+            FeedRefusedError: the broker wants a key, or another one. It is asked again later.
         """
         began = time.monotonic()
-        if began - self._heard_at >= self._renew_after_s and not self._socket.poll(0):
-            self._socket.close()
+        if began >= self._renew_at and (self._socket.closed or not self._socket.poll(0)):
+            self._disconnect()
             self._connect()
         left_s = max(0.0, timeout_s)
         # A flood of garbage does not hold the caller for longer.
-        while left_s >= 0 and self._socket.poll(math.ceil(1000 * left_s)):
-            try:
-                snapshot = parse_snapshot(self._socket.recv())
-            except MalformedFeedError as error:
-                self.malformed += 1
-                self.last_error = str(error)
-            else:
-                self._heard_at = time.monotonic()
-                return snapshot
+        while left_s >= 0 and (ready := dict(self._poller.poll(math.ceil(1000 * left_s)))):
+            if self._socket in ready:
+                try:
+                    snapshot = parse_snapshot(self._socket.recv())
+                except MalformedFeedError as error:
+                    self.malformed += 1
+                    self.last_error = str(error)
+                else:
+                    self._renew_at = time.monotonic() + self._renew_after_s
+                    return snapshot
+            elif self._handshake.look():
+                refusal = FeedRefusedError(str(self._handshake.failure))
+                self._disconnect()
+                self._renew_at = time.monotonic() + KNOCK_AGAIN_S
+                raise refusal
             left_s = began + timeout_s - time.monotonic()
         return None
 
     def close(self) -> None:
         """Close the socket and its context; again does no harm."""
-        self._context.destroy(linger=0)
+        if not self._context.closed:
+            self._disconnect()
+            self._context.term()
 
     def __enter__(self) -> "FeedSubscriber":
         return self
@@ -111,7 +142,8 @@ class FeedSubscriber:
 class Listener(threading.Thread):
     """Hands each snapshot to `take`, and what cannot be read to `complain`, both called in this thread.
 
-    The same sentence is complained of again after `RENEW_AFTER_S`, or when another came between.
+    The same sentence is complained of again after `RENEW_AFTER_S`, or when another or a snapshot came
+    between.
     """
 
     def __init__(
@@ -135,6 +167,9 @@ class Listener(threading.Thread):
                 try:
                     if (snapshot := feed.receive(POLL_S)) is not None:
                         self._take(snapshot)
+                        said = ""
+                except FeedRefusedError as error:
+                    complaint = error
                 except FeedError as error:  # a version that is not ours: the next broker's may be
                     complaint = error
                     self.other_versions += 1
@@ -190,13 +225,14 @@ class FeedWatcher:
         address: str,
         complain: Callable[[FeedError], None],
         note: Callable[[Snapshot, float], None] = lambda snapshot, now: None,
+        keys: Keys | None = None,
     ) -> None:
         self.address = with_scheme(address)
         self.lock = threading.Lock()
         self.model = FeedModel()
         self.received = 0
-        self._note = note
-        self.listener = Listener(FeedSubscriber(address), self._take, complain)
+        self._note, self._complain = note, complain
+        self.listener = Listener(FeedSubscriber(address, keys=keys), self._take, self._cannot_take)
 
     def __enter__(self) -> "FeedWatcher":
         self.listener.start()
@@ -217,3 +253,8 @@ class FeedWatcher:
             if self.model.update(snapshot, now):
                 self.received += 1
                 self._note(snapshot, now)
+
+    def _cannot_take(self, error: FeedError) -> None:
+        with self.lock:
+            self.model.cannot_read(error)
+        self._complain(error)

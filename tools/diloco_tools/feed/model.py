@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
 
-from diloco_protocol.feed import Checkpoint, Event, Rejection, Round, Snapshot, Worker
+from diloco_protocol.feed import (
+    Checkpoint,
+    Event,
+    FeedError,
+    FeedRefusedError,
+    Rejection,
+    Round,
+    Snapshot,
+    Worker,
+)
 
 LIVE_BELOW_S = 3.0  # two snapshots of one a second may be lost before it shows
 STALE_ABOVE_S = 10.0  # the broker is gone, or the network is: nothing on the screen is news
@@ -53,9 +62,11 @@ class FeedModel:
     received_at: float = -math.inf
     missed: int = 0  # snapshots of the running broker that never arrived
     restarts: int = 0  # how often another life of the broker took over
+    refusal: str = ""  # why the broker does not let us in, a sentence; empty once it does
 
     def update(self, snapshot: Snapshot, now: float) -> bool:
         """Take a snapshot received at `now` (seconds). False if it is not newer than the last."""
+        self.refusal = ""
         last = self.snapshot
         if last is not None and last.epoch == snapshot.epoch:
             if snapshot.sequence <= last.sequence:
@@ -66,6 +77,11 @@ class FeedModel:
         self.snapshot = snapshot
         self.received_at = now
         return True
+
+    def cannot_read(self, error: FeedError) -> None:
+        """Take what came instead of a snapshot."""
+        if isinstance(error, FeedRefusedError):
+            self.refusal = str(error)
 
     def age_s(self, now: float) -> float:
         """Seconds since the newest snapshot arrived; infinite before the first."""
@@ -101,8 +117,8 @@ class FeedModel:
         """How the run is, and the reasons: feed, broker, round, then workers by id."""
         snapshot = self.at(now)
         if snapshot is None:
-            return Verdict(("no snapshot has arrived yet",), "degraded")
-        reasons = []
+            return Verdict((self.refusal or "no snapshot has arrived yet",), "degraded")
+        reasons = [self.refusal] if self.refusal else []
         if self.freshness(now) is Freshness.STALE:
             reasons.append(f"the broker has sent nothing for {self.age_s(now):.0f} s")
         reasons += _broker_reasons(snapshot)

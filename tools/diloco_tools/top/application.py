@@ -121,7 +121,14 @@ class Top(App[None]):
 
     def cannot_read(self, error: FeedError) -> None:
         """The feed cannot be read; any thread may say so."""
-        self.call_later(self.say, str(error), UNEASY)
+        self.call_later(self._complain, error)
+
+    def _complain(self, error: FeedError) -> None:
+        self.model.cannot_read(error)
+        if self.model.refusal:  # which the picture has as long as it holds
+            self.redraw()
+        else:
+            self.say(str(error), UNEASY)
 
     def _take(self, snapshot: Snapshot, at: float) -> None:
         if self.model.update(snapshot, at):
@@ -159,6 +166,9 @@ class Top(App[None]):
         if player is not None:
             (feed, series), now = player.picture(), player.moment.at
         model, series, at = self._frozen or (feed, series, now)
+        said = self.said
+        if not said.text and self.model.snapshot is not None:
+            said = Said(self.model.refusal, BAD)
         return Scene(
             model=model,
             series=series,
@@ -169,7 +179,7 @@ class Top(App[None]):
             frozen_s=None if self._frozen is None else now - at,
             replay=player,
             readonly=self._readonly,
-            said=self.said,
+            said=said,
         )
 
     def _tick(self) -> None:

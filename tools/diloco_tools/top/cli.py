@@ -14,12 +14,14 @@ from typing import Annotated, NoReturn
 import typer
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
+from diloco_protocol.clients import Keys, ask_once
+from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
 from diloco_tools.feed.listener import FeedSubscriber
 from diloco_tools.feed.model import FeedModel, Freshness, inner_step_now
 from diloco_tools.feed.replay import History, read_history
 from diloco_tools.feed.series import RunSeries
-from diloco_tools.terminal import console, fail
+from diloco_tools.terminal import KeysOption, console, fail, keys_of
 from diloco_tools.top.drawing.notation import Glyphs
 from diloco_tools.top.drawing.scene import Scene
 from diloco_tools.top.drawing.text_screen import screen
@@ -90,6 +92,7 @@ def top(
         float,
         typer.Option(metavar="SECONDS", help="How long text and JSON wait for the broker."),
     ] = 5.0,
+    keys: KeysOption = None,
 ) -> None:
     """Show a DiLoCo run in the terminal: its round, its workers, its traffic; and steer it.
 
@@ -107,19 +110,22 @@ def top(
     try:
         history = None if replay is None else read_history(replay)
         name = address if replay is None else str(replay)
-        if not (once or as_json or follow) and _is_terminal():
-            _full_screen(name, history, glyphs=glyphs, control=control, readonly=readonly)
+        is_screen = not (once or as_json or follow) and _is_terminal()
+        key = None if replay is not None else keys_of(keys, steers=is_screen and not readonly)
+        if is_screen:
+            _full_screen(name, history, glyphs=glyphs, control=control, readonly=readonly, keys=key)
             return
         if history is not None:
             moments = history if follow else history[-1:]
             shown = ((FeedModel(each.snapshot, each.at), each.at) for each in moments)
         else:
-            shown = _of_feed(address, timeout, follow, tells_of_silence=not as_json)
+            feed = FeedSubscriber(address, keys=key)
+            shown = _of_feed(feed, timeout, follow, tells_of_silence=not as_json)
         for number, (model, now) in enumerate(shown):
             if number and replay is None and not as_json:
                 print()
             healthy = show(name, model, now)
-    except FeedError as error:
+    except (FeedError, UsageError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
@@ -127,12 +133,12 @@ def top(
 
 
 def _of_feed(
-    address: str, timeout: float, follow: bool, *, tells_of_silence: bool
+    feed: FeedSubscriber, timeout: float, follow: bool, *, tells_of_silence: bool
 ) -> Iterator[tuple[FeedModel, float]]:
     """What arrives, the first or all, as of a time of our clock."""
     model = FeedModel()
     told: Freshness | None = None
-    with FeedSubscriber(address) as feed:
+    with feed:
         while True:
             snapshot = feed.receive(timeout if told is None else LOOK_S)
             now = time.monotonic()
@@ -185,7 +191,13 @@ def _has_textual() -> bool:
 
 
 def _full_screen(
-    name: str, history: History | None, *, glyphs: Glyphs, control: str | None, readonly: bool
+    name: str,
+    history: History | None,
+    *,
+    glyphs: Glyphs,
+    control: str | None,
+    readonly: bool,
+    keys: Keys | None,
 ) -> None:
     if not _has_textual():
         _fail(
@@ -198,7 +210,8 @@ def _full_screen(
 
     shown = Top(
         name,
-        feed=None if history is not None else FeedSubscriber(name),
+        feed=None if history is not None else FeedSubscriber(name, keys=keys),
+        ask=partial(ask_once, keys=keys),
         control=control,
         readonly=readonly,
         glyphs=glyphs,

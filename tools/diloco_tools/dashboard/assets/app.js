@@ -17,7 +17,7 @@ const REFRESH_KEY = "diloco-refresh";
 const view = {
   session: null,
   picture: null, // {snapshot, rates}
-  pulse: { missed: 0, restarts: 0, malformed: 0, problem: null },
+  pulse: { missed: 0, restarts: 0, malformed: 0, problem: null, refusal: "" },
   verdict: "healthy",
   reasons: [],
   madeAt: null, // second of this page's clock at which the snapshot shown left the broker
@@ -119,6 +119,7 @@ function render() {
   $("arrived").hidden = snapshot.mode === "async" || !round?.expected.length;
   $("arrived").max = Math.max(1, round?.expected.length ?? 1);
   $("arrived").value = round?.arrived.length ?? 0;
+  $("insecure").hidden = snapshot.security !== "INSECURE";
   say($("epoch"), `broker ${snapshot.version}, life ${snapshot.epoch.slice(0, 8)}`);
   return tick();
 }
@@ -163,10 +164,13 @@ function tick() {
 function notice(word, age) {
   const sentences = [];
   if (view.loss) sentences.push(`${view.loss} Trying again.`);
+  const { problem, refusal } = view.pulse;
+  if (refusal && !view.loss) sentences.push(refusal);
   if (word === "STALE" && !view.loss) {
-    sentences.push(age === null ? `No snapshot has come from ${view.session.feed} yet; is this the feed of a diloco-broker that runs?` : `The broker has sent nothing for ${duration(age)}. This is how things were then.`);
+    if (age !== null) sentences.push(`The broker has sent nothing for ${duration(age)}. This is how things were then.`);
+    else if (!refusal) sentences.push(`No snapshot has come from ${view.session.feed} yet; is this the feed of a diloco-broker that runs?`);
   }
-  if (view.pulse.problem && word !== "LIVE") sentences.push(view.pulse.problem);
+  if (problem && word !== "LIVE") sentences.push(problem);
   if (!view.loss) sentences.push(...view.reasons.slice(0, 6));
   if (view.reasons.length > 6) sentences.push(`and ${view.reasons.length - 6} more`);
   const box = $("notice");

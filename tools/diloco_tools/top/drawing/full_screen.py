@@ -54,7 +54,7 @@ def picture(scene: Scene, view: View, width: int, height: int, glyphs: Glyphs) -
     foot = footer(keys, wide, glyphs, paused=paused, frozen=scene.frozen_s is not None)
     head = panes.header(scene, sheet)
     if snapshot is None:
-        words = sheet.words(SILENCE.format(scene.address))
+        words = sheet.words(scene.model.refusal or SILENCE.format(scene.address))
         body = _inset(sheet.flow(Text(), words, indent=0, gap=1))
         status = _status(scene, "", sheet)
         gap = max(0, height - len(body) - 3 - len(status))

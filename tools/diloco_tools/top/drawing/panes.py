@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.cells import cell_len
 from rich.text import Text
 
-from diloco_protocol.feed import Event, LastRound, Snapshot
+from diloco_protocol.feed import INSECURE, Event, LastRound, Snapshot
 from diloco_tools.feed.model import Freshness
 from diloco_tools.feed.series import recent_scale
 from diloco_tools.top.drawing import facts, notation
@@ -64,6 +64,7 @@ def _feed(scene: Scene, sheet: Sheet) -> Text:
         place = f"{replay.index + 1}/{len(replay.moments)} {pace}"
         return Text(f"REPLAY {replay.time_of_day}  {place}", UNEASY)
     text = Text()
+    text.append_text(insecure(scene))
     if scene.readonly:
         text.append("readonly  ", QUIET)
     if scene.frozen_s is not None:
@@ -75,6 +76,13 @@ def _feed(scene: Scene, sheet: Sheet) -> Text:
     age = freshness(scene, sheet)
     age.stylize("bold")
     return text.append_text(age)
+
+
+def insecure(scene: Scene) -> Text:
+    """A word where anybody may steer the run; it is never left out for want of room."""
+    snapshot = scene.model.snapshot
+    is_open = snapshot is not None and snapshot.security == INSECURE
+    return Text(f"{INSECURE}  " if is_open else "", f"bold {BAD}")
 
 
 def freshness(scene: Scene, sheet: Sheet) -> Text:

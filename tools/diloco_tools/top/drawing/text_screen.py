@@ -25,7 +25,8 @@ def screen(scene: Scene, width: int, glyphs: Glyphs) -> Text:
     sheet = Sheet(max(width, MIN_WIDTH), glyphs)
     snapshot = scene.snapshot()
     words = [facts.run_title(snapshot), snapshot.mode] if snapshot is not None else []
-    header = panes.title(scene.address, words, panes.freshness(scene, sheet), sheet)
+    right = panes.insecure(scene) + panes.freshness(scene, sheet)
+    header = panes.title(scene.address, words, right, sheet)
     header.stylize("bold")
     lines = [header, *_verdict(scene, sheet)]
     if snapshot is None:

@@ -14,7 +14,7 @@ from diloco_broker.cli.failures import fail, failing_in_a_sentence
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients.keys import VARIABLE
 from diloco_protocol.errors import UsageError
-from diloco_protocol.roles import Peer, Role
+from diloco_protocol.roles import Peer, Role, check_name
 
 MONITOR = "display"
 
@@ -49,6 +49,8 @@ def keygen(
     if not wanted:
         fail(f"There is no key to make; name a worker: diloco-broker keygen {folder} gpu-0")
     with failing_in_a_sentence():
+        for _, name in wanted:  # before anything is made
+            check_name(name)
         try:
             keys = KeyFolder.make(folder)
             made = keys.add_all(Peer(role, name) for role, name in wanted)

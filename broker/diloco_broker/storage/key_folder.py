@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Peer, Role, check_name
 
 BROKER_KEY, DASHBOARD_KEY = "broker.key", "dashboard.key"
+README = "README.txt"
 ALLOWED = "allowed"
 LARGEST_PUBLIC = 1024  # bytes; such a file has about 80
 MOST_KEYS = 10_000
@@ -34,7 +36,8 @@ The keys of one DiLoCo broker, made by `diloco-broker keygen`.
 broker.key        The broker's secret. It stays on this machine:
                     diloco-broker serve --keys {folder}
 dashboard.key     The key of the page that serve --dashboard starts, made by it. It stays here, too.
-clients/          One file for each machine or person, to be moved there (scp, then delete it here):
+clients/          One file for each machine or person, to be moved there (scp, then delete it here). All
+                  processes of one worker use the same file.
                     worker-NAME.key    a training script: export DILOCO_KEYS=worker-NAME.key
                     operator-NAME.key  steers: diloco-broker status --keys operator-NAME.key
                     monitor-NAME.key   only looks: diloco-top --keys monitor-NAME.key
@@ -42,7 +45,10 @@ allowed/          The public halves, which the broker goes by. To let somebody i
                   file: a broker that runs notices within seconds and closes the connections.
                     rm allowed/worker/NAME.pub
 
-More keys: diloco-broker keygen {folder} NAME ...
+More keys:        diloco-broker keygen {folder} NAME ...
+A new key for one who had one:
+                  rm allowed/worker/NAME.pub clients/worker-NAME.key, then keygen as above
+A new broker.key: a new folder, and new keys for all: each of their files names the broker's.
 """
 
 
@@ -63,11 +69,12 @@ class KeyFolder:
     """See the head of this module.
 
     Raises:
-        UsageError: there is no such folder, or its broker.key is none.
+        UsageError: there is no such folder, its broker.key is none, or others may write there.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        _check_writers(_folders(path))
         file = path / BROKER_KEY
         try:
             plain = plain_of(read_secret(file))
@@ -81,14 +88,25 @@ class KeyFolder:
 
     @classmethod
     def make(cls, path: Path) -> KeyFolder:
-        """Make the folder with a new key of a broker, unless it has one."""
+        """Make the folder with a new key of a broker, unless it has one.
+
+        Raises:
+            UsageError: its broker.key is gone, or see the class. OSError: it cannot be written.
+        """
         if not (path / BROKER_KEY).exists():
-            for each in (path, path / HANDED_OUT, *(path / ALLOWED / role.value for role in Role)):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (path / "README.txt").write_text(_README.format(folder=path))
+            if any(path.glob(f"{HANDED_OUT}/*.key")) or any(path.glob(f"{ALLOWED}/*/*.pub")):
+                raise UsageError(
+                    f"{path} has keys that were made for a broker.key which is gone, and are worth "
+                    "nothing without it. Put it back, or remove the folder to make all of them anew."
+                )
+            for each in (*reversed(path.parents), *_folders(path), path / HANDED_OUT):
+                each.mkdir(mode=0o700, exist_ok=True)
+            _check_writers(_folders(path))
+            if not (path / README).exists():
+                _write(path / README, _README.format(folder=shlex.quote(str(path.resolve()))))
             public, secret = zmq.curve_keypair()
             pair = {"public": public.decode(), "secret": secret.decode()}
-            _write(path / BROKER_KEY, {"diloco_key": 1, "role": "broker", **pair})
+            _write(path / BROKER_KEY, _as_json({"diloco_key": 1, "role": "broker", **pair}))
         return cls(path)
 
     def add_all(self, peers: Iterable[Peer]) -> dict[Peer, Path]:
@@ -121,15 +139,16 @@ class KeyFolder:
             peer: self.path / ALLOWED / peer.role.value / f"{peer.name}.pub" for peer in files
         }
         for peer, file in files.items():
-            for each in (allowed[peer], file):
-                if each.exists():
-                    raise UsageError(
-                        f"{each} is there already; remove it to make {peer} a new key."
-                    )
+            there = shlex.join(str(each) for each in (allowed[peer], file) if os.path.lexists(each))
+            if there:
+                raise UsageError(
+                    f"There is a key of {peer} already. To take it back and make a new one, first: "
+                    f"rm {there}"
+                )
         for peer, file in files.items():
             keys = Keys(peer, *zmq.curve_keypair(), broker=self.public)
-            _write(file, keys.as_plain())
-            _write(allowed[peer], {"diloco_key": 1, "public": keys.public.decode()})
+            _write(file, _as_json(keys.as_plain()))
+            _write(allowed[peer], _as_json({"diloco_key": 1, "public": keys.public.decode()}))
 
     def guests(self) -> Guests:
         """Read the public halves that are there now."""
@@ -138,6 +157,8 @@ class KeyFolder:
         for role, entry in self._entries():
             try:
                 name = check_name(entry.name.removesuffix(".pub"))
+                if not entry.is_file():  # to open a pipe would stop the loop
+                    raise ValueError("it is not a file")
                 with open(entry.path, "rb") as file:
                     public = key_of(plain_of(file.read(LARGEST_PUBLIC)), "public")
                 if public in found:
@@ -147,7 +168,7 @@ class KeyFolder:
                 complaints.append(f"{entry.path} lets nobody in: {error}.")
         return Guests(found, tuple(complaints))
 
-    def fingerprint(self) -> tuple[tuple[str, int, int], ...]:
+    def fingerprint(self) -> tuple[tuple[object, ...], ...]:
         """It differs where a file was added, removed or written since."""
         seen = []
         for _, entry in self._entries():
@@ -155,8 +176,8 @@ class KeyFolder:
                 now = entry.stat()
             except OSError:  # removed in this moment
                 continue
-            seen.append((entry.path, now.st_mtime_ns, now.st_ino))
-        return tuple(sorted(seen))
+            seen.append((entry.path, now.st_mtime_ns, now.st_ino, now.st_size))
+        return tuple(seen)
 
     def _entries(self) -> Iterator[tuple[Role, os.DirEntry[str]]]:
         count = 0
@@ -171,8 +192,31 @@ class KeyFolder:
                     yield role, entry
 
 
-def _write(path: Path, plain: dict[str, object]) -> None:
+def _folders(path: Path) -> tuple[Path, ...]:
+    """Those that say who is let in."""
+    return (path, path / ALLOWED, *(path / ALLOWED / role.value for role in Role))
+
+
+def _check_writers(folders: Iterable[Path]) -> None:
+    """Raise UsageError where others may write: they could let themselves in."""
+    for each in folders:
+        try:
+            mode = each.stat().st_mode
+        except OSError:  # it is missing, so it lets nobody in
+            continue
+        if os.name == "posix" and mode & 0o022:
+            raise UsageError(
+                f"Other users of this machine may write to {each}, and let themselves in; run: "
+                f"chmod go-w {shlex.quote(str(each))}"
+            )
+
+
+def _write(path: Path, text: str) -> None:
     """A new file that only its owner may read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(json.dumps(plain, indent=2) + "\n")
+        file.write(text)
+
+
+def _as_json(plain: dict[str, object]) -> str:
+    return json.dumps(plain, indent=2) + "\n"

@@ -155,7 +155,7 @@ function tick() {
   } else {
     document.title = `${word} – DiLoCo`;
   }
-  const silence = word === "STALE" ? "The broker is silent, so it cannot be asked for anything." : view.loss;
+  const silence = view.pulse.refusal || (word === "STALE" ? "The broker is silent, so it cannot be asked for anything." : view.loss);
   control.show(view.session, snapshot, isRecorded ? "" : silence);
   table.allow(control.isAllowed);
   notice(word, age);
@@ -171,15 +171,16 @@ function notice(word, age) {
     else if (!refusal) sentences.push(`No snapshot has come from ${view.session.feed} yet; is this the feed of a diloco-broker that runs?`);
   }
   if (problem && word !== "LIVE") sentences.push(problem);
-  if (!view.loss) sentences.push(...view.reasons.slice(0, 6));
-  if (view.reasons.length > 6) sentences.push(`and ${view.reasons.length - 6} more`);
+  const reasons = view.reasons.filter((reason) => reason !== refusal);
+  if (!view.loss) sentences.push(...reasons.slice(0, 6));
+  if (reasons.length > 6) sentences.push(`and ${reasons.length - 6} more`);
   const box = $("notice");
   box.hidden = sentences.length === 0;
   const isSilent = word === "STALE" || Boolean(view.loss);
-  const tone = isSilent ? "bad" : view.verdict === "ended" ? "good" : "uneasy";
+  const tone = isSilent || refusal ? "bad" : view.verdict === "ended" ? "good" : "uneasy";
   box.dataset.tone = tone;
   say(box.querySelector(".sign"), SIGNS[tone]);
-  say($("notice-word"), view.loss ? "NO ANSWER" : word === "STALE" ? "STALE" : VERDICTS[view.verdict] ?? "DEGRADED");
+  say($("notice-word"), view.loss ? "NO ANSWER" : refusal ? "REFUSED" : word === "STALE" ? "STALE" : VERDICTS[view.verdict] ?? "DEGRADED");
   const list = $("reasons");
   sentences.forEach((sentence, index) => {
     if (!list.children[index]) list.append(make("li"));

@@ -6,6 +6,12 @@ const MOST_EVENTS = 200;
 // Rows of the server panel of which the history of a run says nothing.
 const UNRECORDED = new Set(["Deaths", "Rejected", "Malformed messages", "Checkpoint", "Fragment submissions"]);
 
+const SECURITY = {
+  keys: "keys",
+  loopback: "loopback only",
+  INSECURE: "INSECURE: whoever reaches the broker may train, steer and read; serve --keys DIR asks for keys",
+};
+
 /** The same for a moment of a recorded run: what nobody wrote down is not shown as nothing. */
 export function recordedMetrics(snapshot) {
   return metrics(snapshot, 0, null).filter(([title]) => !UNRECORDED.has(title));
@@ -23,6 +29,7 @@ export function metrics(snapshot, elapsed, cpuShare) {
     ["Pending submissions", pending(snapshot)],
     ["DN buffer", outer.buffer > 1 ? `${snapshot.fragments.map((part) => `${part.buffered}/${outer.buffer}`).join(", ") || `0/${outer.buffer}`} gradients` : "none"],
     ["Steps to a boundary (H)", dylu(snapshot)],
+    ...(snapshot.security ? [["Security", SECURITY[snapshot.security] ?? snapshot.security, snapshot.security === "INSECURE" ? "bad" : ""]] : []),
     ["Workers", `${counts.alive} alive, ${counts.participating} participating, ${counts.averaged} averaged`],
     ["Deaths", String(totals.deaths), totals.deaths ? "bad" : ""],
     ["Fragment submissions", fragments(snapshot)],

@@ -2,54 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
 import pytest
 import zmq
 
-from diloco_broker import Broker, BrokerConfig
+from diloco_broker import Broker
 from diloco_broker.storage.key_folder import KeyFolder
-from diloco_protocol.clients import Keys, Operator, find_keys
+from diloco_protocol.clients import Operator
 from diloco_protocol.errors import Refused, UsageError
 from diloco_protocol.feed import TOPIC
-from diloco_protocol.roles import Peer, Role
 from diloco_worker import DiLoCoClient
+from kit.keyed_broker import file_of, forged, key, public_of, written
 from kit.layers import Layers, delta, name_of
-from kit.process_kit import LOCAL, PATIENCE_S, wait_for
+from kit.process_kit import PATIENCE_S, wait_for
 
-GUESTS = {
-    "w0": Peer(Role.WORKER, "w0"),
-    "w1": Peer(Role.WORKER, "w1"),
-    "anna": Peer(Role.OPERATOR, "anna"),
-    "display": Peer(Role.MONITOR, "display"),
-}
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> KeyFolder:
-    made = KeyFolder.make(tmp_path / "keys")
-    made.add_all(GUESTS.values())
-    return made
-
-
-@pytest.fixture
-def broker(folder: KeyFolder) -> Iterator[Broker]:
-    with Broker(BrokerConfig(keys=str(folder.path), workers=2, **LOCAL)) as running:
-        yield running
-
-
-def file_of(folder: KeyFolder, name: str) -> Path:
-    return folder.path / "clients" / f"{GUESTS[name].role.value}-{name}.key"
-
-
-def key(folder: KeyFolder, name: str) -> Keys:
-    found = find_keys(file_of(folder, name))
-    assert found is not None
-    return found
+pytest_plugins = ("kit.key_fixtures",)
 
 
 def a_worker(broker: Broker, folder: KeyFolder, name: str) -> DiLoCoClient:
@@ -78,13 +48,9 @@ def test_workers_train_under_the_names_of_their_keys(broker: Broker, folder: Key
 def test_others_are_refused_at_once_with_a_sentence(
     broker: Broker, folder: KeyFolder, tmp_path: Path, who: str, sentence: str
 ) -> None:
-    keys = None if who == "nobody" else tmp_path / "other.key"
-    if who == "display":
-        keys = file_of(folder, "display")
-    elif who != "nobody":
-        stranger = Keys(Peer(Role.WORKER, "w0"), *zmq.curve_keypair(), broker=folder.public)
-        tmp_path.joinpath("other.key").touch(mode=0o600)
-        tmp_path.joinpath("other.key").write_text(json.dumps(stranger.as_plain()))
+    keys = None if who == "nobody" else file_of(folder, "display")
+    if who == "somebody else's":
+        keys = written(forged(folder, "w0"), tmp_path / "other.key")
     client = DiLoCoClient(broker.address, keys=keys, timeout=PATIENCE_S)
     with pytest.raises(Refused, match=sentence), client:
         client.join(Layers(1))
@@ -119,9 +85,7 @@ def test_operators_steer_and_others_read(
 def test_steering_without_the_right_key_is_refused_at_once(
     broker: Broker, folder: KeyFolder, given: str | None
 ) -> None:
-    keys = None
-    if given:
-        keys = Keys(GUESTS["anna"], *zmq.curve_keypair(), broker=folder.public)
+    keys = forged(folder, "anna") if given else None
     with (
         Operator(broker.address, timeout=PATIENCE_S, keys=keys) as operator,
         pytest.raises(UsageError, match=r"The broker (asks for a key|does not let this key in)"),
@@ -165,7 +129,7 @@ def test_feed_is_for_those_with_a_key(broker: Broker, folder: KeyFolder) -> None
 def test_revoked_key_ends_the_session_and_a_new_one_lets_the_worker_back_in(
     broker: Broker, folder: KeyFolder
 ) -> None:
-    public = folder.path / "allowed" / "worker" / "w0.pub"
+    public = public_of(folder, "w0")
     with a_worker(broker, folder, "w0") as revoked, a_worker(broker, folder, "w1") as other:
         for each in (revoked, other):
             each.join(Layers(1))

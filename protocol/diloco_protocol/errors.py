@@ -29,6 +29,7 @@ class Code(str, Enum):
     BAD_PUSH = "bad_push"  # a push that cannot belong to this run
     BAD_CHUNK = "bad_chunk"  # wrong index, length, fragment or push
     NON_FINITE = "non_finite"  # NaN or infinity in a pseudo-gradient
+    TOO_LARGE = "too_large"  # a pseudo-gradient that is longer than the run takes
     LATE = "late"  # the round closed without this push, and late work is dropped
     STALE = "stale"  # the push started from parameters that are too old
     NO_MODEL = "no_model"  # nobody has provided parameters yet

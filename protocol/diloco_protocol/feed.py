@@ -109,6 +109,9 @@ class Reducer:
     aggregate: str = "mean"
     trim: float | None = None  # of trimmed-mean: what is left out at each end
     deterministic: bool = False
+    # Longer pushes are refused: than this, or (auto) than 5 times `usual_norm` of the fragment.
+    max_delta_norm: float | None = None
+    max_delta_norm_auto: bool = False
     weight_by: str = "equal"
     quorum: int | None = None
     grace_s: float = 0.0
@@ -148,6 +151,9 @@ class Fragment:
     gradients: int = 0
     contributions: int = 0
     buffered: int = 0  # gradients to its next momentum step that are in
+    usual_norm: float | None = (
+        None  # of pushes, median over the workers; None with fewer than three
+    )
 
 
 @dataclass  # not frozen: that takes twice as long, and the broker fills one for each worker
@@ -177,6 +183,8 @@ class Worker:
     bytes_down: int = 0
     pushes: int = 0
     rejected: int = 0
+    delta_norm: float | None = None  # of its last whole push, as the broker measured it
+    times_usual: float | None = None  # that over `usual_norm` of the fragment
     extra: Mapping[str, object] = field(default_factory=dict)
 
 

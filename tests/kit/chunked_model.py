@@ -132,7 +132,7 @@ class ChunkedModel:
         done = []
         for span in self.spans(fragment):
             payload = wire(gradient[span.start : span.stop], segment_dtype(span.segment, self.wire))
-            assert self.tensors.fold(fragment, span.index, payload, 1.0)
+            assert self.tensors.fold(fragment, span.index, payload, 1.0) is not None
             done += self.tensors.step(fragment, span.index, 1.0, turn)
         return self._took(fragment, done, 1 if count is None else 0)
 

@@ -32,6 +32,8 @@ def worker(name: str, **keys: Any) -> dict[str, Any]:
         "bytes_down": 76_400_000,
         "pushes": 411,
         "rejected": 0,
+        "delta_norm": 1.25,
+        "times_usual": 1.0,
         "extra": {},
         **keys,
     }

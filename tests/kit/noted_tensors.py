@@ -102,7 +102,7 @@ class NotedTensors:
                 if not payload.is_finite:
                     return events.WorkRefused(work)
                 self._sums.setdefault((fragment, index), []).append((worker, push_id, weight))
-                return events.WorkDone(work)
+                return events.WorkDone(work, payload.squares)
             case effects.Step(fragment, index, weight):
                 self.steps.append(work)
                 parts = self._sums.pop((fragment, index), [])

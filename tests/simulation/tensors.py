@@ -173,7 +173,7 @@ class Tensors:
                 sums = self._sums.setdefault(spot, {})
                 demand(key not in sums, "{} is added twice to chunk {}", key, spot)
                 sums[key] = weight
-                return events.WorkDone(work)
+                return events.WorkDone(work, payload.squares)
             case effects.Step(weight=weight, count=count):
                 parts = self._sums.pop(spot, {})
                 total = sum(parts.values())

@@ -49,6 +49,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "deterministic": (True, {}),
     "weight_by": ("tokens", {}),
     "aggregate": ("clip-median-norm", {}),
+    "max_delta_norm": (5.0, {}),
     "trim": (0.3, {"aggregate": "trimmed-mean"}),
     "quorum": (1, {}),
     "grace": (4.0, QUORUM),

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from diloco_tools.top.drawing.notation import UNEASY
 from kit.feed_snapshots import LOST, status, worker
+from kit.top_screen import document, full_screen
 from kit.top_text import drawn, matches
 
 SPLIT = status(fragments=[{"fragment": n, "version": 7 - n, "buffered": n} for n in range(3)])
@@ -67,3 +69,12 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_text_is_the_stored_one(name: str) -> None:
     matches(f"once_{name}.txt", drawn(DOCUMENTS[name]))
+
+
+def test_norm_of_a_worker_that_stands_out_is_marked() -> None:
+    workers = [worker("a"), worker("b", delta_norm=75.0, times_usual=60.0)]
+    lines = full_screen(document(1, workers=workers), 160, 40).lines
+    (line,) = [line for line in lines if " 75.000" in line.plain]
+    (usual,) = [line for line in lines if " 1.250" in line.plain]
+    assert any(span.style == UNEASY for span in line.spans)
+    assert not any(span.style == UNEASY for span in usual.spans)

@@ -76,7 +76,7 @@ def test_mean_of_a_round_stays_in_the_range_of_what_reached_the_chunk(
 ) -> None:
     tensors = the_tensors(old)
     for each, weight, _ in sent:
-        assert tensors.fold(0, BUFFERS, wire(each), weight)
+        assert tensors.fold(0, BUFFERS, wire(each), weight) is not None
     (done,) = tensors.step(0, BUFFERS, sum(weight for _, weight, _ in sent), 0)
     assert_between(read(done.wire), [each for each, _, _ in sent])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -124,6 +125,8 @@ def _broker(options: dict[str, Any], model: Path | None) -> Broker:
     delay = options["fragment_sync_delay"]
     if delay is not None and delay.isdecimal():  # the configuration refuses other texts than auto
         options["fragment_sync_delay"] = int(delay)
+    with contextlib.suppress(TypeError, ValueError):  # None, or a text, as above
+        options["max_delta_norm"] = float(options["max_delta_norm"])
     return Broker(BrokerConfig(**options), load_model(model) if model else None)
 
 

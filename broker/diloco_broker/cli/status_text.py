@@ -146,6 +146,8 @@ def _reducing(reducer: Data) -> Iterable[str]:
         f"quorum {reducer['quorum']} and {reducer['grace_s']:g} s" if has_quorum else "",
         f"late work: {reducer['late']}" if has_quorum else "",
         reducer["aggregate"] if reducer.get("aggregate", "mean") != "mean" else "",
+        f"norm to {reducer['max_delta_norm']:g}" if reducer.get("max_delta_norm") else "",
+        "norm to 5 times the median" if reducer.get("max_delta_norm_auto") else "",
         f"without {reducer['trim']:.0%} at each end" if reducer.get("trim") is not None else "",
         "deterministic" if reducer.get("deterministic") else "",
         f"weights by {reducer['weight_by']}"

@@ -121,6 +121,12 @@ def _check_aggregate(options: Options) -> None:
     if options.aggregate in ("trimmed-mean", "coordinate-median"):
         why = f" with --aggregate {options.aggregate}, which counts each worker once"
         _require_unset(options, "weight_by", why)
+    if options.max_delta_norm is not None:
+        why = " with --max-delta-norm: a worker says itself what its work weighs"
+        _require_unset(options, "weight_by", why)
+    if options.max_delta_norm == AUTO:
+        number = f"a number with --workers {options.workers}: auto compares three workers or more"
+        _require(options, "max_delta_norm", options.workers >= 3, number)
 
 
 def _check_saving(options: Options) -> None:

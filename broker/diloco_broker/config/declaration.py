@@ -18,7 +18,7 @@ from diloco_broker.config.option import (
     path_of,
     up_to,
     whole,
-    whole_or,
+    word_or,
 )
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
 from diloco_protocol.chunks import CHUNK_ELEMENTS
@@ -28,6 +28,7 @@ from diloco_protocol.messages import MERGES, MODES, WEIGHTS
 
 AGGREGATES = ("mean", "clip-median-norm", "trimmed-mean", "coordinate-median")
 AUTO = "auto"
+MOST_DELTA_NORM = 1e30
 
 # What no run has use for. Whoever may steer may change some of these while the run goes on, and beyond
 # this the change alone would end the training: parameters overflow, a boundary never comes.
@@ -145,7 +146,7 @@ class Options:
     )
     fragment_sync_delay: int | str | None = FRAGMENTS.option(
         None,
-        whole_or(AUTO, 0),
+        word_or(AUTO, whole(0)),
         "tau: steps between sending a fragment and merging the reply; or auto: merge it at the "
         "first step at which it is all there.",
         if_none="auto with several fragments (0 with --deterministic), else 0",
@@ -195,6 +196,14 @@ class Options:
         0.2,
         BELOW_HALF,
         "Of trimmed-mean: part of the workers left out at each end, rounded up.",
+    )
+    max_delta_norm: float | str | None = REDUCING.option(
+        None,
+        word_or(AUTO, above_0_up_to(MOST_DELTA_NORM)),
+        "Refuse pushes whose Euclidean norm is above this; auto: above 5 times the median of the "
+        "workers'.",
+        if_none="none is too long",
+        reads=str,
     )
 
     save_dir: str | None = SAVING.option(

@@ -80,10 +80,9 @@ def whole(least: int, most: float = math.inf) -> Rule:
     return Rule(f"a whole number, {limits}", holds)
 
 
-def whole_or(word: str, least: int) -> Rule:
-    """A whole number, or one word."""
-    number = whole(least)
-    return Rule(f"{word}, or {number.what}", lambda value: value == word or number.holds(value))
+def word_or(word: str, rule: Rule) -> Rule:
+    """One word, or what another rule takes."""
+    return Rule(f"{word}, or {rule.what}", lambda value: value == word or rule.holds(value))
 
 
 def _number(what: str, fits: Callable[[float], bool]) -> Rule:

@@ -132,6 +132,8 @@ class CountedPush:
     added: Bitmap  # those of which its values are in this version, and in no version before it
     weight: float  # their share
     staleness: int  # versions between the push's base and the one that it goes into
+    # Euclidean length of its parameters, as they came; None where some were counted before.
+    norm: float | None = None
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class WorkDone:
     """A `Fold` or an `Inspect` was carried out: the chunk is finite."""
 
     work: effects.Fold | effects.Inspect
-    squares: float = 0.0  # of an `Inspect`: the sum of its squared values; 0 unless parameters
+    squares: float = 0.0  # the sum of its squared values; 0 unless they are parameters
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
+from diloco_broker.config.declaration import AUTO
 from diloco_broker.core import effects
+from diloco_broker.core.rules import norms
 from diloco_broker.core.rules.joining.compatibility import sync_every_of
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import Member
@@ -86,7 +88,8 @@ def snapshot_and_line(
 def _snapshot(
     state: RunState, events: EventLog, figures: LoopFigures, sequence: int, now: float
 ) -> feed.Snapshot:
-    config = state.config
+    config, is_auto = state.config, state.config.max_delta_norm == AUTO
+    usual = {number: norms.usual(state, number) for number in range(config.num_fragments)}
     waiting_for, report = _waiting_for(state), state.last_report
     return _filled(
         feed.Snapshot,
@@ -119,6 +122,8 @@ def _snapshot(
             feed.Reducer,
             config,
             staged=reducer_of(config).needs_whole,
+            max_delta_norm=None if is_auto else config.max_delta_norm,
+            max_delta_norm_auto=is_auto,
             trim=config.trim if config.aggregate == "trimmed-mean" else None,
             grace_s=config.grace,
             submissions=sum(1 for _ in state.submissions),
@@ -139,11 +144,12 @@ def _snapshot(
                 version=each.version.counter,
                 tag=as_hex(each.version.tag),
                 buffered=each.gradients % config.dn_size if _has_buffer(state) else 0,
+                usual_norm=usual[each.layout.fragment],
             )
             for each in state.versions.trained
             if each.version
         ),
-        workers=tuple(_worker(state, member, now) for member in state.members),
+        workers=tuple(_worker(state, member, usual, now) for member in state.members),
         totals=_totals(state),
         rejections=tuple(
             feed.Rejection(_age(each.at, now), each.worker_id, each.code, each.text[:LONGEST_EVENT])
@@ -287,9 +293,13 @@ def _has_buffer(state: RunState) -> bool:
     return name in ("dn", "fedbuff")
 
 
-def _worker(state: RunState, member: Member, now: float) -> feed.Worker:
+def _worker(
+    state: RunState, member: Member, usual: Mapping[int, float | None], now: float
+) -> feed.Worker:
     # Written out, since there may be hundreds of them.
     figures = member.figures
+    fragment, norm = next(reversed(figures.norms.items()), (0, None))
+    middle = usual.get(fragment)
     return feed.Worker(
         id=member.worker_id,
         host=figures.host,
@@ -314,6 +324,8 @@ def _worker(state: RunState, member: Member, now: float) -> feed.Worker:
         bytes_down=member.account.bytes_down,
         pushes=figures.pushes,
         rejected=figures.rejected,
+        delta_norm=norm,
+        times_usual=None if norm is None or middle is None else norm / middle,
         extra=dict(figures.extra),
     )
 
@@ -374,6 +386,7 @@ def round_line(
                 "step": member.figures.step,
                 "steps_per_s": member.figures.steps_per_s,
                 "loss": member.figures.loss,
+                "delta_norm": next(reversed(member.figures.norms.values()), None),
                 "staleness": member.figures.staleness,
                 "bytes_up": member.account.bytes_up,
                 "bytes_down": member.account.bytes_down,

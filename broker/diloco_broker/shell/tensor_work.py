@@ -108,13 +108,10 @@ class TensorExecutor:
         work, tensors = self._queue.take(), self.of(layout)
         match work:
             case effects.Fold(fragment, index, _, _, weight, dtype, payload):
-                is_in = tensors.fold(fragment, index, payload, weight, dtype)
-                return [events.WorkDone(work) if is_in else events.WorkRefused(work)]
+                squares = tensors.fold(fragment, index, payload, weight, dtype)
+                return [_looked_at(work, squares)]
             case effects.Inspect(fragment, index, _, _, dtype, payload):
-                squares = tensors.inspect(fragment, index, payload, dtype)
-                return [
-                    events.WorkRefused(work) if squares is None else events.WorkDone(work, squares)
-                ]
+                return [_looked_at(work, tensors.inspect(fragment, index, payload, dtype))]
             case effects.Step(fragment, index, weight, count):
                 return [*tensors.step(fragment, index, weight, count)]
             case effects.AggregateAndStep(fragment, index, groups, count):
@@ -152,3 +149,7 @@ class TensorExecutor:
         if self.initial is not None and self._parameters is not None:
             self.initial = None
             self._parameters.forget_initial()
+
+
+def _looked_at(work: effects.Fold | effects.Inspect, squares: float | None) -> events.Event:
+    return events.WorkRefused(work) if squares is None else events.WorkDone(work, squares)

@@ -125,8 +125,8 @@ class Parameters:
 
     def fold(
         self, fragment: int, index: int, payload: Any, weight: float, wire: str | None = None
-    ) -> bool:
-        """Add a chunk of a push, in its own wire dtype or the run's; False when it is not finite."""
+    ) -> float | None:
+        """Add a chunk of a push, in its own wire dtype or the run's; as `StreamingMean.fold`."""
         return self._means[fragment].fold(index, payload, weight, wire)
 
     def inspect(self, fragment: int, index: int, payload: Any, wire_dtype: str) -> float | None:

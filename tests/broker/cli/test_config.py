@@ -110,6 +110,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"aggregate": "max"},
         "--aggregate is max; it must be mean, clip-median-norm, trimmed-mean or",
     ),
+    (
+        {"max_delta_norm": 0.0},
+        "--max-delta-norm is 0.0; it must be auto, or above 0, at most 1e+30.",
+    ),
+    ({"max_delta_norm": "ten"}, "--max-delta-norm is ten; it must be auto, or above 0"),
+    (
+        {"max_delta_norm": "auto", "workers": 2},
+        "--max-delta-norm is auto; it must be a number with",
+    ),
+    (
+        {"max_delta_norm": 3, "weight_by": "samples"},
+        "--weight-by is samples; it must be left out with --max-delta-norm: a worker says itself",
+    ),
     ({"trim": 0.1}, "--trim is 0.1; it must be left out, or --aggregate trimmed-mean given."),
     ({"aggregate": "trimmed-mean", "trim": 0.5}, "--trim is 0.5; it must be in [0, 0.5)."),
     (
@@ -291,6 +304,8 @@ def test_training_waits_for_a_reply_after_the_distance_to_the_next_slot(
         ({"deterministic": True}, "--deterministic"),
         ({"aggregate": "clip-median-norm"}, "--aggregate clip-median-norm"),
         ({"weight_by": "tokens"}, ""),
+        ({"max_delta_norm": 2.0}, "--max-delta-norm"),
+        ({"max_delta_norm": 2.0, "mode": "async"}, "--mode async"),
     ],
 )
 def test_whole_submissions_are_kept_only_where_an_option_needs_them(

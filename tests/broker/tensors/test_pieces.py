@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diloco_broker.tensors import aggregate
-from diloco_broker.tensors.aggregate import PIECE_ELEMENTS, Gradient, StreamingMean
+from diloco_broker.tensors.aggregate import PIECE_ELEMENTS, Gradient, StreamingMean, squares_of
 from diloco_broker.tensors.outer.chunked import Nesterov
 from diloco_broker.tensors.parameters import Parameters
 from diloco_protocol import Kind, Manifest, TensorEntry, lay_out
@@ -50,7 +50,7 @@ def test_mean_has_the_same_bits_however_many_contributions_are_held(
     dice.shuffle(comes)
     order: list[list[int]] = [[] for _ in range(CHUNKS)]
     for index, n in comes:
-        assert mean.fold(index, wire(deltas[index][n], DTYPES[name]), weights[n])
+        assert mean.fold(index, wire(deltas[index][n], DTYPES[name]), weights[n]) is not None
         order[index].append(n)
         assert mean.held <= held
     for index in range(CHUNKS):
@@ -74,7 +74,7 @@ def test_contributions_to_one_mean_may_differ_in_wire_dtype(
     weights = [1.0, 0.3, 7.0]
     deltas = [torch.randn(ELEMENTS).to(DTYPES[name]) for name in order]
     for name, delta, weight in zip(order, deltas, weights, strict=True):
-        assert mean.fold(0, wire(delta, delta.dtype), weight, name)
+        assert mean.fold(0, wire(delta, delta.dtype), weight, name) is not None
     gradient = mean.take(0, sum(weights))
     assert gradient is not None
     assert torch.equal(gradient.whole(), added_up(deltas, weights))
@@ -104,7 +104,7 @@ def test_rounds_of_long_chunks_are_those_of_torch_sgd_bit_for_bit(
         for index in range(CHUNKS):
             for delta in deltas:
                 part = delta[index * ELEMENTS : (index + 1) * ELEMENTS]
-                assert tensors.fold(0, index, wire(part, torch.bfloat16), 1.0)
+                assert tensors.fold(0, index, wire(part, torch.bfloat16), 1.0) is not None
         sent = [tensors.step(0, index, 2.0, count)[0].wire for index in range(CHUNKS)]
         parameter.grad = added_up(deltas, [1.0, 1.0])
         sgd.step()
@@ -125,7 +125,7 @@ def test_overflow_in_any_piece_leaves_no_trace_of_the_others(reply: str, place: 
     )
     for index in range(CHUNKS):
         tensors.place(0, index)
-    assert tensors.fold(0, 0, wire(torch.randn(ELEMENTS)), 1.0)
+    assert tensors.fold(0, 0, wire(torch.randn(ELEMENTS)), 1.0) is not None
     tensors.step(0, 0, 1.0, 0)
     now = tensors.fragment_tensors(0)
     before, remembered = now.chunks[0], now.outer["momentum"][0]
@@ -133,7 +133,8 @@ def test_overflow_in_any_piece_leaves_no_trace_of_the_others(reply: str, place: 
     kept = before.clone(), remembered.clone()
     huge = torch.randn(ELEMENTS)
     huge[place] = 3.4e38
-    assert tensors.fold(0, 0, wire(huge), 1.0), "it is finite, and still too large to step with"
+    squares = tensors.fold(0, 0, wire(huge), 1.0)
+    assert squares is not None, "it is finite, and still too large to step with"
     (done,) = tensors.step(0, 0, 1.0, 1)
     assert done.overflow
     assert torch.equal(read(done.wire, DTYPES[reply]), kept[0].to(DTYPES[reply]))
@@ -152,10 +153,25 @@ def test_contribution_with_a_bad_value_anywhere_leaves_the_mean_as_it_was(
     good = torch.randn(ELEMENTS).to(DTYPES[name])
     poison = good.clone()
     poison[place] = bad
-    assert not mean.fold(0, wire(poison, DTYPES[name]), 1.0)
+    assert mean.fold(0, wire(poison, DTYPES[name]), 1.0) is None
     assert mean.take(0, 1.0) is None
-    assert mean.fold(0, wire(good, DTYPES[name]), 1.0)
-    assert not mean.fold(0, wire(poison, DTYPES[name]), 1.0)
+    assert mean.fold(0, wire(good, DTYPES[name]), 1.0) is not None
+    assert mean.fold(0, wire(poison, DTYPES[name]), 1.0) is None
     assert mean.held == 1
     gradient = mean.take(0, 1.0)
     assert gradient is not None and torch.equal(gradient.whole(), good.float())
+
+
+@pytest.mark.parametrize(("name", "within"), [("fp32", 1e-5), ("bf16", 0.01), ("fp16", 1e-3)])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 300.0])
+def test_adding_a_chunk_tells_how_long_it_is(name: str, within: float, size: float) -> None:
+    values = (torch.randn(ELEMENTS) * size).to(DTYPES[name])
+    mean = StreamingMean(a_layout().fragments[0], "fp32")
+    squares = mean.fold(0, wire(values, DTYPES[name]), 2.0, name)
+    assert squares == pytest.approx(float(values.double().square().sum()), rel=within)
+
+
+def test_length_of_values_whose_squares_overflow_is_known() -> None:
+    squares = squares_of(torch.full((4,), 1e30))
+    assert squares == pytest.approx(4e60)
+    assert squares_of(torch.tensor([1.0, float("inf")])) is None

@@ -103,7 +103,7 @@ def test_codec_with_a_scale_in_each_chunk_is_two_rows(monkeypatch: pytest.Monkey
         assert broker.place(0, span.index, bytearray(as_bytes(chunk))) is not None
         payload = bytearray(sent.chunk(span.index))
         assert len(payload) == span_bytes(span, "int8") == 4 + span.elements
-        assert broker.fold(0, span.index, payload, 1.0)
+        assert broker.fold(0, span.index, payload, 1.0) is not None
         (done,) = broker.step(0, span.index, 1.0, 0)
         arrived.store(span.index, memoryview(bytearray(done.wire)), "int8")
     steps = 2 * max(float(t.abs().max()) for t in (model, delta, model - delta)) / 127

@@ -59,7 +59,9 @@ def refuse(state: RunState, fragment: int, key: PushKey, code: Code, text: str) 
     """A push is over without being counted: say so to its worker, if it is at it, and to everybody."""
     worker_id, push_id = key
     state.reject(worker_id, code.value, text)
-    yield effects.warning(text)
+    said = state.refusals.to_say(f"push of {worker_id} {code.value}", text, state.now)
+    if said is not None:
+        yield effects.warning(said)
     member = state.members.named(worker_id)
     if member and member.uploads.void(fragment, push_id):
         member.figures.rejected += 1

@@ -139,6 +139,10 @@ def _check_weight(state: RunState, push: messages.Push) -> None:
     if not (math.isfinite(weight) and MIN_WEIGHT <= weight <= MAX_WEIGHT):
         text = f"The weight is {weight}; it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}."
         raise ProtocolError(Code.BAD_PUSH, text)
+    if weight != 1 and state.config.max_delta_norm is not None:
+        # A heavy push would need no length to outweigh all others.
+        text = f"The weight is {weight:g}; it must be 1 in a run with --max-delta-norm."
+        raise ProtocolError(Code.BAD_PUSH, text)
 
 
 def _check_base(state: RunState, push: messages.Push) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import checkpoints, settings
+from diloco_broker.core.rules import checkpoints, norms, settings
 from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
 from diloco_broker.core.state.run_record import FragmentRecord
@@ -162,6 +162,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     yield state.last_report
     rules = rules_of(state)
     yield from rules.tell(state, ended, unreleased.pushes)
+    yield from norms.counted(state, unreleased.pushes)
     yield from state.versions.release(fragment, unreleased.record)
     if ended.barrier is not None:
         ended.barrier.end()

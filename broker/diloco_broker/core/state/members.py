@@ -94,6 +94,9 @@ class Figures:
     merge_delay: int | None = None  # steps from slot to merge, of the last merge it told of
     pushes: int = 0  # taken in
     rejected: int = 0
+    # Euclidean length of its last whole push of each fragment, as the broker found it; the last push is
+    # the last entry.
+    norms: dict[int, float] = field(default_factory=dict)
     staleness: int = 0
     last_round: int | None = None
     # When a version last took in work of this worker; `staleness` is that work's.
@@ -131,6 +134,10 @@ class Figures:
             self.inner_step, self.told_at = 0, None
         self.state = "training"
         self.staleness, self.counted_at = staleness, now
+
+    def is_measured(self, fragment: int, norm: float) -> None:
+        self.norms.pop(fragment, None)
+        self.norms[fragment] = norm
 
 
 @dataclass

@@ -222,7 +222,13 @@ class RunState:
     @property
     def floor(self) -> int:
         """Contributions that a round needs."""
-        return self.config.workers if self.first_round_pending else self.config.min_workers
+        config, round_ = self.config, self.round
+        if not self.first_round_pending:
+            return config.min_workers
+        needed = config.workers
+        if config.max_delta_norm is not None and round_ is not None and round_.barrier is not None:
+            needed -= len(round_.barrier.skipped)  # they are here, though their work is refused
+        return max(config.min_workers, needed)
 
     @property
     def below_floor(self) -> bool:

@@ -12,6 +12,7 @@ Of a staged round:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diloco_broker.core.state.submissions import Pool, Submission, Submissions
@@ -83,18 +84,19 @@ class StagedRound(StagedUpdate):
                 first[submission.worker_id] = submission
         return [first[worker_id] for worker_id in sorted(first)]
 
-    def close_if_due(
-        self, now: float, *, floor: int, quorum: int | None, grace: float
-    ) -> tuple[Submission, ...]:
-        """Begin to close if it is time to; returns what is merged then, nothing before."""
+    def due(self, now: float, *, floor: int, quorum: int | None, grace: float) -> list[Submission]:
+        """What is merged if it closes now; nothing while it is not time to."""
         if quorum != self.quorum:
             self.quorum, self.quorum_at = quorum, None
         whole = self.whole() if self.phase is Phase.OPEN else []
         if not whole or len(whole) < floor or not self._is_time(whole, now, floor, grace):
-            return ()
+            return []
+        return whole
+
+    def close(self, chosen: Iterable[Submission]) -> None:
+        """Begin to close, with these."""
         self.phase = Phase.CLOSING
-        self.chosen = tuple(whole)
-        return self.chosen
+        self.chosen = tuple(chosen)
 
     def _is_time(self, whole: list[Submission], now: float, floor: int, grace: float) -> bool:
         here = {s.worker_id for s in whole}

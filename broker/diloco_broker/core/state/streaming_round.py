@@ -121,10 +121,11 @@ class StreamingRound(Update):
             raise AssertionError(f"{worker_id} begins a push in closing round {self.number}")
         return contribution
 
-    def folded(self, key: PushKey, index: int) -> list[int]:
+    def folded(self, key: PushKey, index: int, squares: float) -> list[int]:
         """A chunk has been added. Returns the chunks that are ready through it."""
         contribution = self.contributions[key]
         contribution.taken.add(index)
+        contribution.squares += squares
         self.reached[index] += contribution.weight
         return self._settle([index])
 

@@ -8,7 +8,6 @@ there for the next.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ class Submission(PushInProgress):
 
     progress_at: float  # when the last chunk came
     payloads: list[Any] = field(init=False)  # the chunks taken, None where one is missing
-    squares: float = 0.0  # sum of the squared parameters so far
     committed: bool = False
     whole_at: float | None = None  # when it became whole; None before
     is_chosen: bool = False  # it is part of the update that is being made
@@ -64,7 +62,7 @@ class Submission(PushInProgress):
             push_id=self.push.push_id,
             weight=self.weight,
             scale=scale,
-            norm=math.sqrt(self.squares),
+            norm=self.norm,
             wire_dtype=self.push.wire_dtype,
             payloads=self.payloads,
         )

@@ -6,6 +6,7 @@ pushes that are ready.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class PushInProgress(ABC):
     staleness: int = field(default=0, kw_only=True)
     arrived: Bitmap = field(init=False)  # chunks received, taken or waiting to be
     taken: Bitmap = field(init=False)  # chunks received and found finite
+    squares: float = field(default=0.0, init=False)  # sum of the squared parameters in these
 
     def __post_init__(self) -> None:
         self.arrived = Bitmap(self.push.chunks)
@@ -58,6 +60,11 @@ class PushInProgress(ABC):
     @property
     def held(self) -> Bitmap:
         return self.before | self.arrived
+
+    @property
+    def norm(self) -> float:
+        """Euclidean length of the parameters taken; what its worker says of it is in the push."""
+        return math.sqrt(self.squares)
 
     @property
     @abstractmethod
@@ -148,6 +155,7 @@ class Update(ABC):
                 added=each.taken,
                 weight=each.weight,
                 staleness=each.staleness,
+                norm=each.norm if each.taken.is_full else None,
             )
             for each in self.pushes
         )

@@ -6,6 +6,7 @@ import { NONE, SIGNS, duration, healthTone, make, number, rate, say, scaled } fr
 const lost = (worker) => worker.health === "lost"; // of those nobody knows what they do
 
 const HEARTBEAT_S = 30; // between two heartbeats, unless the broker tolerates less than three of these
+const STANDS_OUT = 5; // times the usual norm of a push, after which the broker warns of it
 const SLACK = 1.5; // intervals after which a worker is silent
 
 /** Seconds without a report that are nothing to wonder at. */
@@ -32,7 +33,7 @@ const COLUMNS = [
   { title: "Round", key: "round", text: (w) => (w.round === null ? NONE : String(w.round)), sort: (w) => w.round ?? -1 },
   { title: "Inner step", key: "inner", moves: true, text: (w) => (lost(w) ? NONE : `${w.inner_step}/${w.sync_every}`), sort: (w) => w.inner_step / (w.sync_every || 1) },
   { title: "Steps/s", key: "speed", text: (w) => (lost(w) ? NONE : scaled(w.steps_per_s)), sort: (w) => w.steps_per_s ?? -1 },
-  { title: "Loss", key: "loss", text: (w) => (w.loss_is_finite ? number(w.loss) : "not finite"), tone: (w) => (w.loss_is_finite ? "" : "bad"), sort: (w) => w.loss ?? Infinity },
+  { title: "Loss", key: "loss", text: (w) => (w.loss_is_finite ? number(w.loss) : "not finite"), more: (w) => (w.delta_norm == null ? "" : `norm ${number(w.delta_norm)}`), tone: (w) => (!w.loss_is_finite ? "bad" : w.times_usual > STANDS_OUT ? "uneasy" : ""), sort: (w) => w.loss ?? Infinity },
   { title: "Last sync", key: "sync", age: (w) => w.sync_age_s, sort: (w) => w.sync_age_s ?? Infinity },
   { title: "Heartbeat", key: "beat", age: (w) => w.beat_age_s, sort: (w) => w.beat_age_s ?? Infinity },
   { title: "Staleness", key: "staleness", text: (w) => String(w.staleness), sort: (w) => w.staleness },

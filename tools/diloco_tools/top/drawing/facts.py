@@ -146,6 +146,8 @@ def reducing(snapshot: Snapshot) -> Parts:
     return (
         quorum if told.quorum is not None else "",
         told.aggregate if told.aggregate != "mean" else "",
+        f"norm to {told.max_delta_norm:g}" if told.max_delta_norm is not None else "",
+        "norm to 5 times the median" if told.max_delta_norm_auto else "",
         f"without {told.trim:.0%} at each end" if told.trim is not None else "",
         "deterministic" if told.deterministic else "",
         f"weights by {told.weight_by}" if told.weight_by != "equal" else "",

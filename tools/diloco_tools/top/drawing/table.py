@@ -18,6 +18,7 @@ from diloco_tools.top.drawing.notation import QUIET, UNEASY, Glyphs, byte_size, 
 from diloco_tools.top.drawing.sheet import Sheet
 
 SPARK = 10  # columns of a worker's speed over time
+STANDS_OUT = 5.0  # times the usual norm, after which the broker warns of a push
 MARK = "~"  # before a number that nobody has told
 Shown = tuple[str, str]  # text and style
 Cell = str | Shown | None  # None: it is not known
@@ -146,6 +147,14 @@ def _loss(row: Row, glyphs: Glyphs) -> Cell:
     return notation.number(worker.loss, glyphs.none) if worker.loss_is_finite else ("nan", UNEASY)
 
 
+def _norm(row: Row, glyphs: Glyphs) -> Cell:
+    """How long its last push was; marked where that is many times what the others send."""
+    worker = row.worker
+    stands_out = worker.times_usual is not None and worker.times_usual > STANDS_OUT
+    text = notation.number(worker.delta_norm, glyphs.none)
+    return (text, UNEASY) if stands_out else text
+
+
 def _synced(row: Row, _: Glyphs) -> Cell:
     age_s = row.worker.sync_age_s
     return None if age_s is None else duration(age_s)
@@ -167,11 +176,12 @@ PUSHES = Column("PUSHES", lambda r, _: str(r.worker.pushes), rank=4)
 REJECTED = Column(
     "REJ", lambda r, _: (str(r.worker.rejected), UNEASY if r.worker.rejected else ""), rank=3
 )
+NORM = Column("NORM", _norm, rank=7)
 TOKENS = Column("TOKENS", lambda r, _: scaled(r.worker.tokens), rank=5)
 
 ONE_SCREEN = (
     *(NAME, HEALTH, STATE, ROUND, INNER, SPEED, LOSS, BEAT, STALE, UP, DOWN, PUSHES, REJECTED),
-    *(TOKENS, replace(HOST, rank=6)),
+    *(TOKENS, replace(HOST, rank=6), NORM),
 )
 FULL_SCREEN = (
     replace(NAME, most=32),
@@ -193,5 +203,6 @@ FULL_SCREEN = (
     replace(PUSHES, rank=5),
     replace(REJECTED, rank=2),
     Column("STEP", lambda r, _: scaled(r.worker.step), rank=7, size=5),
+    replace(NORM, rank=8),
     replace(TOKENS, rank=8),
 )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Effects, warning
 from diloco_broker.core.events import WorkRefused
-from diloco_broker.core.rules import grants, round_lines
+from diloco_broker.core.rules import grants, norms, round_lines
 from diloco_broker.core.rules.reducers import collect, staged
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -161,6 +161,11 @@ def close_if_due(state: RunState) -> Effects:
     fragment = whole[0].push.fragment
     together = [s for s in whole if s.push.fragment == fragment]
     chosen = tuple(together if state.config.grace > 0 else together[:1])
+    kept = yield from norms.refuse_too_large(state, chosen)
+    if len(kept) < len(chosen):
+        yield from _hand_out_slots(state)
+        yield from close_if_due(state)  # with those that are left, or with the next in line
+        return
     update.apply(chosen, state.versions[fragment].layout.chunks)
     power = -0.5 if state.config.staleness_weight == "poly" else 0.0
     groups = [[each] for each in chosen]

@@ -1,8 +1,9 @@
 """The staged reducer: submissions are kept until whole, and merged together, a round at a time.
 
-Used with a quorum, in deterministic order, or where an aggregate needs whole submissions. A worker may
-send before its round is open; what is not whole when a round closes is carried into the next round of
-the fragment, or dropped, as the run has it (`--late`), and its worker is told either way.
+Used with a quorum, in deterministic order, with a bound on how long a push may be, or where an
+aggregate needs whole submissions. A worker may send before its round is open; what is not whole when a
+round closes is carried into the next round of the fragment, or dropped, as the run has it (`--late`),
+and its worker is told either way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.effects import Effects, info, nothing
 from diloco_broker.core.events import WorkRefused
-from diloco_broker.core.rules import grants, round_lines
+from diloco_broker.core.rules import grants, norms, round_lines
 from diloco_broker.core.rules.reducers import collect
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -32,6 +33,8 @@ def asked_for_by(config: BrokerConfig) -> str:
         return "--quorum"
     if config.deterministic:
         return "--deterministic"
+    if config.max_delta_norm is not None:
+        return "--max-delta-norm"
     return f"--aggregate {config.aggregate}" if config.aggregate != "mean" else ""
 
 
@@ -103,12 +106,16 @@ def refused(state: RunState, event: WorkRefused) -> Effects:
 def close_if_due(state: RunState) -> Effects:
     """Merge what is whole if it is time to; what is not is carried or dropped."""
     config, round_ = state.config, _round(state)
-    chosen = round_.close_if_due(
+    while whole := round_.due(
         state.now, floor=state.floor, quorum=config.quorum, grace=config.grace
-    )
-    if chosen:
-        yield from collect.merge(state, round_.fragment, [chosen])
-        yield from _tell_the_late(state, round_)
+    ):
+        # Without those that are refused it may not be time any more.
+        kept = yield from norms.refuse_too_large(state, whole)
+        if len(kept) == len(whole):
+            round_.close(kept)
+            yield from collect.merge(state, round_.fragment, [kept])
+            yield from _tell_the_late(state, round_)
+            return
 
 
 def _tell_the_late(state: RunState, round_: StagedRound) -> Effects:

@@ -108,7 +108,7 @@ def find(state: RunState, worker_id: str, push: Push) -> Contribution | None:
 def done(state: RunState, event: WorkDone) -> Effects:
     work, round_ = event.work, _round(state)
     assert round_.fragment == work.fragment
-    ready = round_.folded((work.worker_id, work.push_id), work.index)
+    ready = round_.folded((work.worker_id, work.push_id), work.index, event.squares)
     yield from grants.acknowledge_work(state, work)
     yield from step(state, ready)
 

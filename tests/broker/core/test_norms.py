@@ -1,0 +1,207 @@
+"""How long pushes are: what the feed says of it, and what becomes of those that are too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diloco_protocol.messages import Error
+from kit.core_harness import Puppet, Stage, a_stage
+
+FIVE = ("a", "b", "c", "d", "e")
+CHUNKS = 4  # of norm n each, so that a push has norm 2 n
+
+
+def a_run_of(*names: str, **options: Any) -> tuple[Stage, list[Puppet]]:
+    stage = a_stage(**{"workers": len(names), "chunks": CHUNKS, **options})
+    return stage, stage.joined(*names)
+
+
+def of_norm(puppet: Puppet, push_id: int, length: float, **fields: Any) -> None:
+    """A whole push of this length."""
+    puppet.pushes(push_id, squares=length**2 / CHUNKS, **fields)
+
+
+def a_round_of(puppets: list[Puppet], number: int, *norms: float) -> None:
+    for place, (puppet, norm) in enumerate(zip(puppets, norms, strict=True)):
+        of_norm(puppet, 10 * number + place, norm)
+
+
+def shown(stage: Stage) -> dict[str, dict[str, Any]]:
+    return {each["id"]: each for each in stage.shown()["workers"]}
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"quorum": 5}])
+def test_feed_has_what_the_broker_measured_and_not_what_the_worker_says(
+    options: dict[str, Any],
+) -> None:
+    stage, puppets = a_run_of(*FIVE, **options)
+    for place, puppet in enumerate(puppets):
+        of_norm(puppet, place, 2.0 + place, norm=1e-9)
+    assert [w["delta_norm"] for w in shown(stage).values()] == [2, 3, 4, 5, 6]
+    assert [w["times_usual"] for w in shown(stage).values()] == [0.5, 0.75, 1, 1.25, 1.5]
+    assert stage.shown()["fragments"][0]["usual_norm"] == 4
+
+
+def test_norms_of_fragments_are_compared_with_those_of_the_same_fragment() -> None:
+    stage, puppets = a_run_of("a", "b", "c", num_fragments=2)
+    for fragment, norm in ((0, 1.0), (1, 50.0)):
+        for place, puppet in enumerate(puppets):
+            of_norm(puppet, 10 * fragment + place, norm, fragment=fragment)
+    assert [part["usual_norm"] for part in stage.shown()["fragments"]] == [1, 50]
+    assert {worker["times_usual"] for worker in shown(stage).values()} == {1}
+    assert not stage.said("times the workers' median")
+
+
+def test_nothing_is_usual_of_two() -> None:
+    stage, puppets = a_run_of("a", "b")
+    a_round_of(puppets, 0, 1, 100)
+    assert stage.shown()["fragments"][0]["usual_norm"] is None
+    assert shown(stage)["b"]["delta_norm"] == 100
+    assert shown(stage)["b"]["times_usual"] is None
+
+
+def test_one_that_stands_out_is_named_once_a_minute() -> None:
+    stage, puppets = a_run_of(*FIVE)
+    for number in range(3):
+        a_round_of(puppets, number, 1, 1, 60, 1, 1)
+    (line,) = stage.said(
+        "pseudo-gradient of c has norm 60", "60 times the workers' median", "in full"
+    )
+    stage.passes(61)
+    a_round_of(puppets, 3, 1, 1, 60, 1, 1)
+    assert len(stage.said("pseudo-gradient of c has norm 60")) == 2
+    assert "2 more like this" in stage.logs[-1] + stage.logs[-2], line
+
+
+def test_round_goes_on_without_a_push_that_is_too_large_and_only_its_sender_is_told() -> None:
+    stage, puppets = a_run_of("a", "b", "c", max_delta_norm=10.0)
+    a_round_of(puppets, 0, 1, 9.9, 10.1)
+    c = puppets[2]
+    assert (c.error().code, c.error().push_id, c.error().retry) == ("too_large", 2, False)
+    assert "has norm 10.1; this run takes at most 10, --max-delta-norm" in c.error().text
+    assert stage.counted() == [{("a", 0): 1, ("b", 1): 1}] * CHUNKS
+    assert not puppets[0].last(Error) and not puppets[1].last(Error)
+    assert stage.shown()["totals"]["refused"] == {"too_large": 1}
+    assert shown(stage)["c"]["rejected"] == 1
+    assert shown(stage)["c"]["delta_norm"] == pytest.approx(10.1)
+    of_norm(c, 12, 5)  # it takes part again
+    for place, puppet in enumerate(puppets[:2]):
+        of_norm(puppet, 10 + place, 1)
+    assert ("c", 12) in stage.counted()[0]
+
+
+def test_auto_refuses_in_round_one_already_whoever_comes_first() -> None:
+    for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)):
+        stage, puppets = a_run_of(*FIVE, max_delta_norm="auto")
+        for place in order:
+            of_norm(puppets[place], place, 100 if place == 4 else 1)
+        assert puppets[4].error().code == "too_large"
+        assert "5, 5 times the workers' median" in puppets[4].error().text
+        assert stage.counters == [1]
+        assert {who for who, _ in stage.counted()[0]} == {"a", "b", "c", "d"}
+
+
+def test_bound_follows_when_everybody_makes_longer_steps() -> None:
+    stage, puppets = a_run_of("a", "b", "c", max_delta_norm="auto")
+    for number, norm in enumerate((1, 1, 30, 30, 900, 0.1)):
+        a_round_of(puppets, number, norm, norm, norm)
+    assert stage.counters == [6]
+    assert stage.state.totals.rejected == 0
+
+
+def test_bound_follows_in_asynchronous_mode_once_most_have_longer_steps() -> None:
+    stage, puppets = a_run_of("a", "b", "c", "d", "e", mode="async", max_delta_norm="auto")
+    a_round_of(puppets, 0, 1, 1, 1, 1, 1)
+    assert stage.counters == [5]
+    a_round_of(puppets, 1, 30, 30, 30, 30, 30)
+    # Of the first two the median is still 1; the third makes it 30.
+    assert stage.state.totals.rejected == 2
+    assert [bool(p.last(Error)) for p in puppets] == [True, True, False, False, False]
+    assert stage.counters == [8]
+
+
+def test_asynchronous_push_that_is_too_large_frees_its_slot_for_the_next_in_line() -> None:
+    stage, (a, b, c) = a_run_of("a", "b", "c", mode="async", max_delta_norm=10.0, staging_slots=1)
+    assert a.offers(1).standing.value == "new"
+    assert b.offers(2).standing.value == "wait"
+    a.delivers(range(CHUNKS), squares=1e6)
+    a.commits()
+    assert a.error().code == "too_large"
+    assert b.offers(2).standing.value == "new"
+    b.completes()
+    of_norm(c, 3, 2)
+    assert stage.counters == [2]
+
+
+def test_window_of_asynchronous_mode_applies_what_is_left() -> None:
+    stage, (a, b, c) = a_run_of("a", "b", "c", mode="async", max_delta_norm=10.0, grace=1.0)
+    of_norm(a, 1, 100)
+    of_norm(b, 2, 2)
+    stage.passes(1.5)
+    assert a.error().code == "too_large"
+    assert stage.counters == [1]
+    assert stage.counted() == [{("b", 2): 1}] * CHUNKS
+    assert c.last(Error) is None
+
+
+def test_quorum_without_the_refused_waits_for_the_next() -> None:
+    stage, puppets = a_run_of("a", "b", "c", "d", quorum=3, max_delta_norm=10.0)
+    a_round_of(puppets, 0, 1, 1, 1, 1)  # round one waits for all
+    for place, norm in ((0, 1), (1, 100), (2, 1)):
+        of_norm(puppets[place], 10 + place, norm)
+    assert stage.counters == [1]
+    of_norm(puppets[3], 13, 1)
+    assert stage.counters == [2]
+
+
+def test_floor_holds_also_for_what_was_refused() -> None:
+    stage, puppets = a_run_of("a", "b", max_delta_norm=10.0, min_workers=2)
+    a_round_of(puppets, 0, 1, 100)
+    assert stage.counters == [0], "--min-workers 2 asks for two contributions"
+    of_norm(puppets[1], 2, 1)
+    assert stage.counters == [1]
+
+
+def test_all_refused_leave_the_round_open_for_their_next_pushes() -> None:
+    stage, puppets = a_run_of("a", "b", max_delta_norm=10.0)
+    a_round_of(puppets, 0, 100, 100)
+    assert stage.counters == [0]
+    a_round_of(puppets, 1, 1, 1)
+    assert stage.counters == [1]
+
+
+def test_zeros_are_no_vote_and_do_not_make_others_too_large() -> None:
+    stage, puppets = a_run_of(*FIVE, max_delta_norm="auto")
+    a_round_of(puppets, 0, 0, 0, 1, 1, 1)
+    assert stage.counters == [1]
+    assert stage.state.totals.rejected == 0
+
+
+def test_many_tiny_pushes_of_one_worker_have_one_vote() -> None:
+    stage, puppets = a_run_of("a", "b", "c", mode="async", max_delta_norm="auto")
+    a_round_of(puppets, 0, 1, 1, 1)
+    for number in range(20):
+        of_norm(puppets[0], 100 + number, 1e-6)
+    of_norm(puppets[1], 200, 2)
+    assert puppets[1].last(Error) is None
+    assert stage.counters == [24]
+
+
+def test_weight_of_its_own_is_refused_where_length_is_bounded() -> None:
+    stage, (a, b) = a_run_of("a", "b", max_delta_norm=10.0)
+    a.begins(1, weight=1e12)
+    assert "The weight is 1e+12; it must be 1 in a run with --max-delta-norm." in a.error().text
+    of_norm(b, 2, 1)
+    assert stage.counters == [1], "the others do not wait for it"
+
+
+def test_broker_that_comes_back_bounds_as_before_once_everybody_has_pushed() -> None:
+    stage, puppets = a_run_of("a", "b", "c", max_delta_norm="auto", save_dir="run")
+    a_round_of(puppets, 0, 1, 1, 1)
+    again = stage.restarted()
+    puppets = [again.worker(name).comes_with(stage.holdings()) for name in ("a", "b", "c")]
+    a_round_of(puppets, 1, 1, 100, 1)
+    assert again.counters == [2]
+    assert puppets[1].error().code == "too_large"

@@ -67,8 +67,11 @@ class NotedTensors:
 
     def add(self, work: effects.TensorWork | effects.AtOnce) -> None:
         match work:
-            case effects.DropInitial():
+            case effects.DropInitial(fragments):
                 self.queue = deque(w for w in self.queue if not isinstance(w, effects.StoreInitial))
+                self.chunks = {
+                    at: each for at, each in self.chunks.items() if at[0] not in fragments
+                }
             case effects.SetOuterOptimizer(config):
                 steps = effects.Step | effects.AggregateAndStep
                 assert not any(isinstance(each, steps) for each in self.queue)

@@ -69,7 +69,7 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
 # as the pattern, and its test is where its file is.
 ELSEWHERE = {
     "bind", "feed", "insecure", "keys", "resume", "recover", "recover_wait", "keep", "audit",
-    "chunk_elements", "fragment_plan",
+    "chunk_elements", "fragment_plan", "max_workers", "max_parameters",
 }  # fmt: skip
 
 

@@ -110,6 +110,8 @@ def _check_rounds(options: Options) -> None:
     floor, planned, quorum = options.min_workers, options.workers, options.quorum
     at_most = f"at most --workers, which is {planned}"
     _require(options, "min_workers", floor <= planned, at_most)
+    most = options.max_workers
+    _require(options, "workers", planned <= most, f"at most --max-workers, which is {most}")
     if quorum is not None:
         _require(options, "quorum", quorum <= planned, at_most)
         _require(options, "quorum", quorum >= floor, f"at least --min-workers, which is {floor}")

@@ -80,6 +80,16 @@ class Options:
         "H: optimizer steps of a worker between two pushes of a fragment.",
     )
 
+    max_workers: int = RUN.option(
+        1000, whole(1, MOST_WORKERS), "Workers that may be here at a time; more are refused."
+    )
+    max_parameters: int | None = RUN.option(
+        None,
+        whole(0),
+        "Refuse a worker whose model has more elements, of all its tensors; 0: any number.",
+        if_none="as many as the machine, or its container, has memory for",
+    )
+
     outer: str | None = OUTER.option(
         None,
         one_of("nesterov", "dn", "fedbuff", "sgd"),

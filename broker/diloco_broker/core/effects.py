@@ -119,7 +119,10 @@ class StoreInitial:
 
 @dataclass(frozen=True)
 class DropInitial:
-    """Forget every `StoreInitial` that has not been carried out: its donation was abandoned."""
+    """Forget what was placed of these fragments, and every `StoreInitial` that has not been carried out:
+    its donation was abandoned."""
+
+    fragments: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from diloco_broker.core.feed import LoopFigures
 from diloco_broker.core.machine import Core
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
-from diloco_broker.shell.process_memory import rss_bytes
+from diloco_broker.shell.process_memory import memory_bytes, rss_bytes
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import Incoming, Sockets
 from diloco_broker.shell.tensor_work import TensorExecutor
@@ -118,6 +118,7 @@ class Loop:
                 opened.callback(self._writer.close)
             state = self.core.state
             state.feed_address = self.sockets.feed_address
+            state.memory_bytes = memory_bytes()
             state.has_own_optimizer = has_own
             state.own_split = split
             self.onlookers = Onlookers(state, self.now, self._figures, self.sockets.publish)

@@ -8,10 +8,14 @@ handful of sizes and live for one round, so the heap does not grow beyond what o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import os
 import resource
 import sys
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 # Of <malloc.h>. 32 MiB is the most that glibc allows for the first (HEAP_MAX_SIZE / 2 on 64 bits).
 M_MMAP_THRESHOLD, MOST_FROM_HEAP = -3, 32 << 20
@@ -51,3 +55,29 @@ def rss_bytes() -> int:
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_bytes() -> int | None:
+    """Memory that this process may use: the machine's, or less where its control group has less.
+
+    None where the system does not say.
+    """
+    found = list(_limits_of_control_groups())
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found, default=None)
+
+
+def _limits_of_control_groups() -> Iterator[int]:
+    """Of the groups that this process is in, and those that these are in: cgroups(7), both versions."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                root, name = Path("/sys/fs/cgroup"), "memory.max"
+                if controllers:
+                    root, name = root / controllers, "memory.limit_in_bytes"
+                own = PurePosixPath(path.lstrip("/"))
+                for group in (own, *own.parents):
+                    with contextlib.suppress(OSError, ValueError):  # "max", or not there
+                        yield int((root / group / name).read_text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -61,6 +61,9 @@ class TensorExecutor:
                 self._tune(config, own)
             case effects.Revert(fragment):
                 self._revert(fragment)
+            case effects.DropInitial(fragments):
+                self._queue.add(work)
+                self._drop(fragments)
             case effects.ForgetBuffer(fragment):
                 assert self._parameters is not None
                 self._parameters.forget_buffer(fragment)
@@ -134,6 +137,13 @@ class TensorExecutor:
     def close(self) -> None:
         if self._parameters is not None:
             self._parameters.close()
+
+    def _drop(self, fragments: Sequence[int]) -> None:
+        """Give back the memory of what was placed; what a checkpoint has is put back afterwards."""
+        if self._parameters is None or self._parameters.drop(fragments):
+            return
+        self._parameters.close()
+        self._parameters = None
 
     def _revert(self, fragment: int) -> None:
         """Put a fragment back to what the checkpoint has, if there is one."""

@@ -7,6 +7,7 @@ again: a step makes a new tensor, and the old one is freed when the last reader 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,9 @@ from diloco_protocol.tensors.tensor_pool import TensorPool
 
 # Chunks of memory that are between two uses.
 BETWEEN = 4
+# Bytes that are made ready before the first parameters come, of a worker that may never send them: twice
+# the chunks that may be on their way.
+AHEAD_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ class Parameters:
         share: how far a buffer of the model moves to the values that were sent: 1, all the way, where
             they are a round's mean, 1/workers where each submission is applied by itself.
         initial: tensors of the model file by name, or None.
-        preallocate: bytes of buffers to have at hand.
+        preallocate: bytes of buffers to have at hand. Where the parameters are a worker's, they are
+            made as these come.
     """
 
     def __init__(
@@ -88,7 +93,11 @@ class Parameters:
         self._masters: list[list[Tensor | None]] = [[None] * p.chunks for p in layout.all]
         self._states: list[list[chunked.State]] = [[{} for _ in p.spans] for p in layout.all]
         self._wholes: dict[int, WholeTensors] = {}
-        self._buffers.preallocate(preallocate)
+        model_bytes = sum(bytes_of(span) for span in spans)
+        # Bytes to make ready for each byte of parameters that comes.
+        self._pace = sum(preallocate) / max(1, model_bytes)
+        ahead = AHEAD_BYTES if initial is None else math.inf
+        self._buffers.preallocate(preallocate, ahead=ahead)
 
     def close(self) -> None:
         self._buffers.close()
@@ -110,6 +119,7 @@ class Parameters:
             values = self._buffers.take(span.elements, segment_dtype(span.segment))
             cut_chunk(self._initial, self._layouts[fragment], span, values)
         else:
+            self._buffers.allow(bytes_of(span) * self._pace)
             sent = decode_chunk(span, payload, "fp32")
             values = self._buffers.like(sent).copy_(sent)
         reply = self._in_wire_form(fragment, span, values)
@@ -118,6 +128,14 @@ class Parameters:
         self._masters[fragment][index] = values
         self._make_whole(fragment, index)
         return encode_chunk(span, reply, self._reply)
+
+    def drop(self, fragments: Iterable[int]) -> bool:
+        """Forget what was placed of these fragments. Returns whether anything is left."""
+        for fragment in fragments:
+            self._masters[fragment] = [None] * len(self._masters[fragment])
+            self._states[fragment] = [{} for _ in self._states[fragment]]
+            self._wholes.pop(fragment, None)
+        return any(value is not None for masters in self._masters for value in masters)
 
     def forget_initial(self) -> None:
         """Let go of the model file's tensors: every chunk has been placed."""

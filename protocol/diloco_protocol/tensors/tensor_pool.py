@@ -9,6 +9,7 @@ pages of 2 MiB, where the system has them, and handed out again when nothing ref
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import threading
 import weakref
@@ -55,6 +56,9 @@ class TensorPool:
         self._free: dict[int, list[_Piece]] = defaultdict(list)
         self._counting = threading.Lock()
         self._filling: threading.Thread | None = None
+        self._changed = threading.Condition()  # one of the next three has changed
+        self._allowed = 0.0  # `mapped_bytes` that `preallocate` may reach now
+        self._is_idle = False  # it waits for more to be allowed
         self._is_closed = False
         self.mapped_bytes = 0  # memory that has been mapped, in use or not
 
@@ -98,37 +102,50 @@ class TensorPool:
         halves += seen.values()
         return joined
 
-    def preallocate(self, sizes: Sequence[int]) -> threading.Thread | None:
+    def preallocate(
+        self, sizes: Sequence[int], *, ahead: float = math.inf
+    ) -> threading.Thread | None:
         """Have a thread of its own map and touch memory that will be needed; None if it is too little.
 
         The first touch of a page costs more than all that is done with it later, on a virtual machine a
         hundred times as much: whoever has to be quick should not be the one who does it. `sizes` are
-        bytes of each buffer; what is mapped by others meanwhile counts as part of them.
+        bytes of each buffer; what is mapped by others meanwhile counts as part of them. No more than
+        `ahead` bytes are mapped before `allow` says so: what somebody has only announced may never come.
         """
         wanted = [size for size in sizes if size >= SMALLEST]
         if not wanted:
             return None
         limit = self.mapped_bytes + sum(wanted)
+        self._allowed = self.mapped_bytes + ahead
         self._filling = threading.Thread(
             target=self._touch, args=(wanted, limit), name="diloco-memory", daemon=True
         )
         self._filling.start()
         return self._filling
 
+    def allow(self, more: float) -> None:
+        """Let `preallocate` go on for so many bytes."""
+        with self._changed:
+            self._allowed += more
+            self._changed.notify()
+
     def is_worth_waiting(self, size: int) -> bool:
         """Is none free of so many bytes, though `preallocate` is still at work?"""
         if size < SMALLEST or self._free[size]:
             return False
-        return self._filling is not None and self._filling.is_alive()
+        return self._filling is not None and self._filling.is_alive() and not self._is_idle
 
     def close(self) -> None:
         """End `preallocate`, which takes as long as to touch one buffer. Nothing else changes."""
-        self._is_closed = True
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
         if self._filling is not None:
             self._filling.join()
 
     def _touch(self, sizes: Sequence[int], limit: int) -> None:
         for size in sizes:
+            self._wait_until_allowed(size, limit)
             if self._is_closed or self.mapped_bytes + size > limit:
                 return
             try:
@@ -139,6 +156,13 @@ class TensorPool:
             # thread is in there is aborted.
             np.frombuffer(piece.memory, dtype=np.uint8)[:: mmap.PAGESIZE] = 0
             self._free[size].append(piece)
+
+    def _wait_until_allowed(self, size: int, limit: int) -> None:
+        with self._changed:
+            while not self._is_closed and self._allowed < self.mapped_bytes + size <= limit:
+                self._is_idle = True
+                self._changed.wait()
+            self._is_idle = False
 
     def _new(self, size: int) -> _Piece:
         buffer = _map(size)

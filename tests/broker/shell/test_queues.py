@@ -85,7 +85,7 @@ def test_places_are_forgotten_and_nothing_else() -> None:
     queue = WorkQueue()
     for work in (StoreInitial(0, 0), fold(0), step(1), StoreInitial(0, 1)):
         queue.add(work)
-    queue.add(DropInitial())
+    queue.add(DropInitial((0,)))
     assert list(queue) == [step(1), fold(0)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import time
 from typing import Any
 
 import torch
@@ -140,4 +141,39 @@ def test_small_buffers_are_left_to_the_allocator() -> None:
     pool = TensorPool()
     assert pool.preallocate([SMALLEST - 1] * 100) is None
     pool.take(10, torch.float32)
+    assert pool.mapped_bytes == 0
+
+
+def test_what_is_only_announced_is_made_ready_as_it_comes() -> None:
+    pool = TensorPool()
+    thread = pool.preallocate([SMALLEST] * 6, ahead=2 * SMALLEST)
+    assert thread is not None
+
+    def has_mapped(pieces: int) -> bool:
+        until = time.monotonic() + 20
+        while pool.mapped_bytes < pieces * SMALLEST and time.monotonic() < until:
+            thread.join(0.001)
+        return pool.mapped_bytes == pieces * SMALLEST
+
+    assert has_mapped(2)
+    taken = [pool.take(ELEMENTS, torch.float32) for _ in range(2)]
+    until = time.monotonic() + 20
+    while pool.is_worth_waiting(SMALLEST) and time.monotonic() < until:
+        thread.join(0.001)
+    assert not pool.is_worth_waiting(SMALLEST), "it waits for word to go on"
+    pool.allow(1.5 * SMALLEST)
+    assert has_mapped(3)
+    pool.allow(9 * SMALLEST)
+    assert has_mapped(6)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(taken) == 2
+
+
+def test_filling_up_that_waits_for_word_ends_when_it_is_told_to() -> None:
+    pool = TensorPool()
+    thread = pool.preallocate([SMALLEST] * 3, ahead=0)
+    assert thread is not None
+    pool.close()
+    assert not thread.is_alive()
     assert pool.mapped_bytes == 0

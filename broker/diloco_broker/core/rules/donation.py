@@ -113,9 +113,10 @@ def abandon(state: RunState, why: str = "") -> effects.Effects:
                 yield donor.tell(
                     messages.Error(Code.NOT_ALLOWED, why, push_id=push_id, about="push")
                 )
-    over = [f for f in state.model.donation.intakes if f in state.model.restored]
+    begun = tuple(state.model.donation.intakes)
+    over = [fragment for fragment in begun if fragment in state.model.restored]
     state.model.abandon()
-    yield effects.DropInitial()
+    yield effects.DropInitial(begun)
     for fragment in over:
         state.model.revert(fragment)
         yield effects.Revert(fragment)

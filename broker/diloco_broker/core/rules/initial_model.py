@@ -100,9 +100,10 @@ def _seek_run(state: RunState) -> effects.Effects:
     if model.is_restored:
         yield from _go_on(state)
     else:
+        over = tuple(model.restored)
         model.restored.clear()  # nobody has the rest: a new run begins with the next donor
         model.abandon()
-        yield effects.DropInitial()
+        yield effects.DropInitial(over)
 
 
 def _wait_for_others(state: RunState) -> Generator[effects.Effect, None, bool]:

@@ -125,6 +125,14 @@ class RunModel:
         )
         return self.layout
 
+    def forget_claim(self) -> bool:
+        """Everybody is gone. What the run's model would have been is open again if nothing of it is
+        here; returns whether that is so."""
+        is_here = self.is_done or self.donation.is_loading or self.restored or self.saved
+        if not is_here:
+            self.manifest, self.plan, self.layout = None, (), None
+        return not is_here
+
     def resume(self, resumption: Resumption) -> None:
         record = resumption.record
         self.manifest, self.plan, self.layout = record.manifest, record.plan, resumption.layout
@@ -168,7 +176,7 @@ class RunModel:
         return [member for member in members if member.worker_id not in left_out]
 
     def forgive(self, worker_id: str) -> None:
-        """A worker joins: what was wrong with its parameters, or with their way, may not be now."""
+        """A worker joins, or is gone: what was wrong with its parameters may not be now."""
         self.rejected_donors.discard(worker_id)
         self.passed_over.discard(worker_id)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import initial_model, rounds
-from diloco_broker.core.rules.joining import compatibility
+from diloco_broker.core.rules.joining import compatibility, room
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member, printable
 from diloco_broker.core.state.run import Departure, RunState
@@ -118,6 +118,7 @@ def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tup
             f"`host` may have {MAX_HOST_LENGTH} characters and `extra`, which displays show, "
             f"{MAX_EXTRA_LENGTH}; send less.",
         )
+    room.check_number(state, join)
     problems = manifest.problems()
     if problems:
         text = f"The model cannot be trained: {summarise(problems)}."
@@ -157,6 +158,8 @@ def _check_manifest(state: RunState, manifest: Manifest) -> None:
     if clauses:
         text = f"The worker's model differs from the broker's model file: {summarise(clauses)}."
         raise ProtocolError(Code.MODEL_DIFFERS, text)
+    if model.manifest != manifest:
+        room.check_size(state, manifest)
 
 
 def _contest(member: Member, route: effects.Route, now: float) -> effects.Effects:
@@ -192,6 +195,9 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     state.versions.forget(member.bulk)
     if state.model.donation.donor == member.worker_id:
         yield from initial_model.abandon_donation(state)
+    state.model.forgive(member.worker_id)
+    if not len(state.members) and state.model.forget_claim():
+        state.versions.set_layout(())
     yield from rounds.leave(state, member.worker_id)
 
 

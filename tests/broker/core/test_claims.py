@@ -59,7 +59,7 @@ def test_model_may_be_as_large_as_there_is_memory_for() -> None:
 
 @pytest.mark.parametrize("memory", [None, 1])
 def test_any_model_is_taken_where_nobody_bounds_it(memory: int | None) -> None:
-    stage = a_stage(**({} if memory is None else {"max_parameters": 0}))
+    stage = a_stage(max_parameters=None if memory is None else 0)
     stage.state.memory_bytes = memory
     assert is_taken(stage, 500)
 

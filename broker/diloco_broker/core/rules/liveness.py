@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import initial_model, rounds
+from diloco_broker.core.rules import initial_model, pulls, rounds
 from diloco_broker.core.rules.joining import admission, compatibility
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -101,6 +101,7 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
             member.liveness.probed_at = now
             yield member.tell(messages.Notice("alive"))
     yield from rounds.tick(state)
+    yield from pulls.give_up(state)
     for reader in state.versions.observers:
         if now - reader.probed_at > PROBE_OBSERVERS_S:
             reader.probed_at = now

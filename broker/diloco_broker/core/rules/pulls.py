@@ -29,7 +29,7 @@ def credit(
         member.bulk = route
     if member.bulk is not None:
         reader = _reader_of(state, member, member.bulk)
-        yield from state.versions.add_credit(reader, credit.chunks)
+        yield from state.versions.add_credit(reader, credit.chunks, state.now)
         while member.early_pulls:
             yield from _read(state, reader, member.early_pulls.popitem()[1])
 
@@ -41,17 +41,17 @@ def observe(
     versions = state.versions
     if isinstance(message, messages.Credit):
         if route in versions.readers:
-            yield from versions.add_credit(versions.readers[route], message.chunks)
+            yield from versions.add_credit(versions.readers[route], message.chunks, state.now)
         return
     _check(state, message)
     if route not in versions.readers and len(versions.observers) >= MAX_OBSERVERS:
         text = f"There are {MAX_OBSERVERS} observers already; try later."
         raise ProtocolError(Code.NOT_ALLOWED, text)
-    yield from _read(state, versions.reader(route, route), message)
+    yield from _read(state, versions.reader(route, route, state.now), message)
 
 
 def _reader_of(state: RunState, member: Member, bulk: effects.Route) -> Reader:
-    return state.versions.reader(bulk, member.control, member.account)
+    return state.versions.reader(bulk, member.control, state.now, member.account)
 
 
 def _check(state: RunState, pull: messages.Pull) -> None:
@@ -68,4 +68,11 @@ def _check(state: RunState, pull: messages.Pull) -> None:
 def _read(state: RunState, reader: Reader, pull: messages.Pull) -> effects.Effects:
     held = (pull.held_version, pull.held) if pull.held_version and pull.held else None
     yield from state.versions.pull(reader, pull.fragment, pull.after, held)
-    yield from state.versions.add_credit(reader, pull.credit)
+    yield from state.versions.add_credit(reader, pull.credit, state.now)
+
+
+def give_up(state: RunState) -> effects.Effects:
+    """End the connections of those who have begun with a version, which is kept for them, and stop."""
+    for reader in state.versions.given_up(state.now):
+        state.versions.forget(reader.route)
+        yield effects.Disconnect(reader.route)

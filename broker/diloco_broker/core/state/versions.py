@@ -24,9 +24,15 @@ from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.messages import Chunk, Push, Released
 from diloco_protocol.version import Ledger, VersionId
 
-# More credit than this is not believed. It must stay below ZeroMQ's high-water mark of 1000 messages,
-# past which sends to a reader that is merely slow would fail.
-MAX_READER_CREDIT = 256
+# More credit than this is not believed, of a worker and of a reader that has not joined: chunks that
+# were sent and not read are memory, also when newer versions have taken their place. Ours use 16,
+# enough for 1 Gb/s with a round trip of 100 ms. (ZeroMQ's high-water mark is 1000 messages.)
+MAX_READER_CREDIT = 64
+MAX_OBSERVER_CREDIT = 16
+# Seconds after which a reader in the middle of a version is given up, if it has used up its credit and
+# asks for nothing: one that has not joined, and a worker. A chunk is 2 MiB, so that is 0.6 Mb/s.
+OBSERVER_GOES_ON_WITHIN_S = 30.0
+WORKER_GOES_ON_WITHIN_S = 300.0
 # Old versions of a fragment that are kept until their readers are done.
 OLD_VERSIONS_KEPT = 2
 # Names of versions that are remembered, of each fragment: two numbers each.
@@ -54,10 +60,17 @@ class Reader:
     announce: effects.Route
     account: Account
     joined: bool
+    heard_at: float  # when it last asked for something
     credit: int = 0
     probed_at: float = 0.0
     downloads: dict[int, Download] = field(default_factory=dict)  # by fragment
     waiting: dict[int, int] = field(default_factory=dict)  # fragment -> counter that it has
+
+    def has_stopped(self, now: float) -> bool:
+        """It does not go on with a version that it has begun."""
+        within = WORKER_GOES_ON_WITHIN_S if self.joined else OBSERVER_GOES_ON_WITHIN_S
+        lacks_credit = not self.credit and any(each.ready for each in self.downloads.values())
+        return lacks_credit and now - self.heard_at > within
 
 
 @dataclass(frozen=True)
@@ -224,17 +237,27 @@ class VersionStore:
     # Readers.
 
     def reader(
-        self, route: effects.Route, announce: effects.Route, account: Account | None = None
+        self,
+        route: effects.Route,
+        announce: effects.Route,
+        now: float,
+        account: Account | None = None,
     ) -> Reader:
         """The reader on a connection, made if it is new; the account is that of one that has joined."""
         if route not in self.readers:
             joined = account is not None
-            self.readers[route] = Reader(route, announce, account or Account(), joined)
+            self.readers[route] = Reader(route, announce, account or Account(), joined, now)
         return self.readers[route]
 
-    def add_credit(self, reader: Reader, chunks: int) -> effects.Effects:
-        reader.credit = min(reader.credit + max(0, chunks), MAX_READER_CREDIT)
+    def add_credit(self, reader: Reader, chunks: int, now: float) -> effects.Effects:
+        most = MAX_READER_CREDIT if reader.joined else MAX_OBSERVER_CREDIT
+        reader.credit = min(reader.credit + max(0, chunks), most)
+        reader.heard_at = now
         yield from self.pump(reader)
+
+    def given_up(self, now: float) -> list[Reader]:
+        """Those that have begun with a version, have had what they had credit for, and ask no more."""
+        return [reader for reader in self.readers.values() if reader.has_stopped(now)]
 
     def forget(self, route: effects.Route | None) -> None:
         if route is not None and self.readers.pop(route, None) is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from diloco_protocol.clients import Keys
 from diloco_tools.dashboard.app import Dashboard, application
 from diloco_tools.dashboard.security import Policy
 from diloco_tools.dashboard.serving import Streams, listen, server_of
@@ -160,10 +161,11 @@ def serving(
     control: str | None = None,
     replay: ReplaySource | None = None,
     most_streams: int = 16,
+    keys: Keys | None = None,
 ) -> Iterator[Site]:
     """The dashboard as the command serves it, in a thread and on a free port."""
-    streams = Streams(FeedSource(feed), most_streams) if feed is not None else None
-    page = Dashboard(policy or Policy("127.0.0.1", TOKEN), streams, replay, control)
+    streams = Streams(FeedSource(feed, keys), most_streams) if feed is not None else None
+    page = Dashboard(policy or Policy("127.0.0.1", TOKEN), streams, replay, control, keys)
     server = server_of(application(page), streams)
     with page.feed or nullcontext(), listen("127.0.0.1", 0) as listening:
         thread = threading.Thread(target=server.run, args=([listening],), daemon=True)

@@ -170,10 +170,12 @@ class Processes:
         """A broker on a free port, unless `bind` says otherwise."""
         return self.start(serve, {**LOCAL, **options})
 
-    def serve(self, *options: str, bind: str = "tcp://127.0.0.1:*") -> tuple[Child, str]:
+    def serve(
+        self, *options: str, bind: str = "tcp://127.0.0.1:*", **env: str
+    ) -> tuple[Child, str]:
         """The daemon with these options of its command line, and its address."""
-        feed = "tcp://127.0.0.1:*"
-        made = self.run("-m", "diloco_broker", "serve", "--bind", bind, "--feed", feed, *options)
+        words = ("serve", "--bind", bind, "--feed", "tcp://127.0.0.1:*", *options)
+        made = self.run("-m", "diloco_broker", *words, **env)
         return made, made.address()
 
     def train(self, name: str, address: str, steps: int, pause: float = 0.0) -> Child:

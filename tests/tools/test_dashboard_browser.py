@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from diloco_broker import Broker
+from diloco_protocol.feed import FeedRefusedError
 from diloco_tools.dashboard import app
 from diloco_tools.dashboard import serving as streams
 from diloco_tools.dashboard.security import Policy
@@ -497,6 +498,37 @@ class TestLook:
         sees(page, "#mode", "sync")
         assert page.get_by_label("Refresh").input_value() == "30"
         assert asked == [1.0, 30.0, 30.0]
+
+
+class TestKeys:
+    def test_open_broker_is_called_insecure_in_the_header_and_a_locked_one_is_not(
+        self, page: Page, publisher: Publisher
+    ) -> None:
+        for sequence, word in enumerate(("INSECURE", "keys", "loopback"), 10):
+            publisher.says(sequence=sequence, security=word)
+            row = page.locator("#metrics > div", has=page.get_by_text("Security", exact=True))
+            said = re.compile(f"^(○ )?{word}")
+            playwright.expect(row.locator("dd")).to_have_text(said, timeout=PATIENCE_MS)
+            assert page.locator("#insecure").is_visible() == (word == "INSECURE")
+
+    def test_page_that_the_broker_refuses_says_why_and_fills_when_it_is_let_in(
+        self, page: Page, publisher: Publisher, site: Site
+    ) -> None:
+        publisher.says()
+        sees(page, "#fresh-word", "LIVE")
+        assert site.streams is not None
+        source, said = site.streams.source, "The broker does not let this key in: it was revoked."
+        source._cannot_take(FeedRefusedError(said))
+        sees(page, "#notice-word", "REFUSED")
+        sees(page, "#reasons", said)
+        sees(page, "#control-reason", said)
+        assert page.locator("#pause").is_disabled()
+        page.reload()
+        sees(page, "#notice-word", "REFUSED")
+        assert page.locator("#reasons li", has_text=said).count() == 1
+        publisher.says(sequence=60)
+        playwright.expect(page.locator("#notice-word")).not_to_have_text("REFUSED")
+        playwright.expect(page.locator("#pause")).to_be_enabled()
 
 
 class TestOthers:

@@ -30,7 +30,12 @@ def logging_as_it_was() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--bind", "tcp://0.0.0.0:8512"], "--insecure"),
+        (
+            ["--bind", "tcp://0.0.0.0:8512"],
+            "Give --keys DIR (make them with: diloco-broker keygen DIR)",
+        ),
+        (["--feed", "tcp://0.0.0.0:8513"], "or --insecure if you trust everyone"),
+        (["--keys", "/nowhere", "--dashboard"], "Make keys with: diloco-broker keygen /nowhere"),
         (["--workers", "2", "--quorum", "3"], "--quorum is 3; it must be at most --workers"),
         (
             ["--sync-every", "10", "--num-fragments", "3", "--fragment-sync-delay", "3"],
@@ -78,6 +83,7 @@ def test_other_addresses_are_refused_unless_insecure(bind: str) -> None:
         with pytest.raises(UsageError, match="--insecure"):
             BrokerConfig(**{option: bind})  # type: ignore[arg-type]
         BrokerConfig(**{option: bind}, insecure=True)  # type: ignore[arg-type]
+        BrokerConfig(**{option: bind}, keys="keys")  # type: ignore[arg-type]
 
 
 def test_collector_passes_over_what_was_there_when_serving_begins() -> None:

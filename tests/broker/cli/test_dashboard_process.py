@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import urllib.error
 import urllib.request
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from diloco_broker.cli.app import app
+from diloco_broker.storage.key_folder import KeyFolder
+from diloco_protocol.roles import Peer, Role
 from kit.process_kit import Processes
 from kit.uniform_model import until
 
 pytest_plugins = ("kit.process_fixtures",)
 pytest.importorskip("uvicorn", reason="the extra `dashboard` is not installed")
+
+
+def read(address: str) -> Any:
+    with urllib.request.urlopen(address, timeout=5) as answer:
+        return json.loads(answer.read())
+
+
+def descendants(pid: int) -> list[str]:
+    """Processes that this one has started, and those that they have."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return found + [each for child in found for each in descendants(int(child))]
 
 
 def answers(address: str) -> bool:
@@ -33,6 +51,46 @@ def test_page_is_there_and_ends_with_the_broker(processes: Processes, end: signa
     broker.gets(end)
     broker.ends(20)
     until(lambda: not answers(address))
+
+
+def test_page_of_a_broker_with_keys_has_one_that_only_looks(
+    processes: Processes, tmp_path: Path
+) -> None:
+    folder = KeyFolder.make(tmp_path / "keys")
+    broker, _ = processes.serve("--dashboard", "0", "--no-save", "--keys", str(folder.path))
+    said = broker.says("The dashboard only shows, with a monitor's key of its own")
+    assert f"--keys {folder.path}" in said
+    address = broker.says("Dashboard: ").split()[-1]
+    assert address.endswith("/"), "no token, since nobody steers by it"
+    until(lambda: read(f"{address}api/state")["picture"] is not None)
+    state, session = read(f"{address}api/state"), read(f"{address}api/session")
+    assert state["picture"]["snapshot"]["security"] == "keys"
+    assert "the key of the monitor dashboard" in session["reason"]
+    secret = json.loads(folder.for_dashboard().read_text())["secret"]
+    lines = [Path(f"/proc/{each}/cmdline").read_text() for each in descendants(broker.pid)]
+    assert any("dashboard.key" in line for line in lines)
+    seen = (*lines, json.dumps([state, session]), broker.output)
+    assert not any(secret in text for text in seen)
+    peers = KeyFolder(folder.path).guests().by_key.values()
+    assert list(peers) == [Peer(Role.MONITOR, "dashboard")]
+
+
+def test_page_of_a_broker_without_keys_shows_it_none(processes: Processes, tmp_path: Path) -> None:
+    other = KeyFolder.make(tmp_path / "keys").for_dashboard()
+    broker, _ = processes.serve("--dashboard", "0", "--no-save", DILOCO_KEYS=str(other))
+    address = broker.says("Dashboard: ").split()[-1].partition("?")[0]
+    until(lambda: read(f"{address}api/state")["picture"] is not None)
+
+
+def test_page_without_its_key_is_one_sentence(tmp_path: Path) -> None:
+    folder = KeyFolder.make(tmp_path / "keys")
+    folder.for_dashboard().unlink()
+    options = ["--dashboard", "--no-save", "--keys", str(folder.path)]
+    result = CliRunner().invoke(app, ["serve", *options])
+    assert result.exit_code == 2
+    assert "There is a key of the monitor dashboard already" in result.output
+    assert "dashboard.pub" in result.output
+    assert result.output.count("\n") == 1
 
 
 def test_port_in_use_costs_the_page_and_nothing_else(processes: Processes) -> None:

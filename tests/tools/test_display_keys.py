@@ -1,0 +1,230 @@
+"""Displays at a broker that asks for keys: who may look, who may steer, and what the others read."""
+
+from __future__ import annotations
+
+import re
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.storage.key_folder import KeyFolder
+from diloco_protocol.clients import Keys, ask_once
+from diloco_protocol.feed import FeedError, FeedRefusedError
+from diloco_protocol.roles import Role
+from diloco_tools.dashboard.cli import app as dashboard_app
+from diloco_tools.dashboard.security import Policy
+from diloco_tools.exporter.cli import app as exporter_app
+from diloco_tools.feed import listener
+from diloco_tools.feed.listener import FeedSubscriber, FeedWatcher
+from diloco_tools.terminal import keys_of
+from kit.dashboard_server import TOKEN, serving
+from kit.exporter_scrapes import until
+from kit.feed_snapshots import PATIENCE_S
+from kit.keyed_broker import GUESTS, file_of, forged, key, public_of
+from kit.process_kit import LOCAL, wait_for
+from kit.top_screen import ScreenPilot, snapshot
+from kit.top_text import top
+from kit.web_commands import refusal, started
+
+pytest_plugins = ("kit.key_fixtures",)
+
+WANTED = r"The broker asks for a key; give the file that diloco-broker keygen made"
+REVOKED = r"The broker does not let this key in: it was revoked, or made for another broker"
+OTHER = r"The broker asks for no key, or has another key than the key file says"
+
+
+def other_broker_s(folder: KeyFolder, path: Path) -> Keys:
+    """The display's key for a broker that is not this one."""
+    other = KeyFolder.make(path)
+    other.add_all([GUESTS["display"]])
+    return key(other, "display")
+
+
+@pytest.mark.parametrize(
+    ("whose", "sentence"),
+    [("nobody's", WANTED), ("a stranger's", REVOKED), ("another broker's", OTHER)],
+)
+def test_feed_is_refused_at_once_with_a_sentence(
+    broker: Broker, folder: KeyFolder, tmp_path: Path, whose: str, sentence: str
+) -> None:
+    keys = None if whose == "nobody's" else forged(folder, "display")
+    if whose == "another broker's":
+        keys = other_broker_s(folder, tmp_path / "other")
+    with FeedSubscriber(broker.feed_address, keys=keys) as feed:
+        with pytest.raises(FeedRefusedError, match=sentence):
+            feed.receive(PATIENCE_S)
+        assert feed.receive(0.0) is None, "it is refused once for each time that it asks"
+
+
+def test_key_is_refused_by_a_broker_that_asks_for_none(folder: KeyFolder) -> None:
+    keys = key(folder, "display")
+    with (
+        Broker(BrokerConfig(**LOCAL)) as broker,
+        FeedSubscriber(broker.feed_address, keys=keys) as feed,
+        pytest.raises(FeedRefusedError, match=OTHER),
+    ):
+        feed.receive(PATIENCE_S)
+
+
+def test_everybody_with_a_key_reads_the_feed(broker: Broker, folder: KeyFolder) -> None:
+    with ExitStack() as opened:
+        for feed in [
+            opened.enter_context(FeedSubscriber(broker.feed_address, keys=key(folder, name)))
+            for name in GUESTS
+        ]:
+            snapshot = feed.receive(PATIENCE_S)
+            assert snapshot is not None
+            assert snapshot.security == "keys"
+
+
+def test_display_says_that_its_key_was_revoked_and_comes_back_when_it_is_let_in(
+    broker: Broker, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "KNOCK_AGAIN_S", 0.1)
+    public = public_of(folder, "display")
+    complaints: list[FeedError] = []
+    with FeedWatcher(
+        broker.feed_address, complaints.append, keys=key(folder, "display")
+    ) as watcher:
+        for _ in range(2):
+            wait_for(lambda: watcher.model.snapshot and not watcher.model.refusal)
+            complaints.clear()
+            kept = public.read_text()
+            public.unlink()
+            wait_for(lambda: watcher.model.refusal)
+            read = watcher.read()
+            assert read.model.verdict(read.now).reasons[0] == watcher.model.refusal
+            assert re.match(REVOKED, watcher.model.refusal)
+            wait_for(lambda: complaints)
+            assert [str(each) for each in complaints] == [watcher.model.refusal], "once"
+            assert read.unreadable == 0
+            public.write_text(kept)
+
+
+class TestCommands:
+    @pytest.mark.parametrize("options", [("--once",), ("--json",), ("--once", "--follow")])
+    def test_top_ends_with_the_sentence_long_before_its_timeout(
+        self, broker: Broker, options: tuple[str, ...]
+    ) -> None:
+        result = top(broker.feed_address, *options, "--timeout", "500", DILOCO_KEYS="")
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert re.match(f"diloco-top: {WANTED}", result.stderr)
+
+    def test_top_takes_a_key_file_or_the_folder_or_the_variable(
+        self, broker: Broker, folder: KeyFolder
+    ) -> None:
+        file = str(file_of(folder, "display"))
+        for options, variable in (
+            (("--keys", file), ""),
+            (("--keys", str(folder.path)), ""),
+            ((), file),
+        ):
+            result = top(broker.feed_address, "--once", *options, DILOCO_KEYS=variable)
+            assert "round one needs 2" in result.stdout, result.stderr
+
+    def test_a_folder_has_an_operator_s_key_for_those_that_steer(self, folder: KeyFolder) -> None:
+        for steers, role in ((True, Role.OPERATOR), (False, Role.MONITOR)):
+            found = keys_of(folder.path, steers=steers)
+            assert found is not None
+            assert found.peer.role is role
+
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("nowhere.key", "cannot be read: No such file or directory; give the key file that"),
+            ("broker.key", "is no key of a worker, operator or monitor: it is the broker's own"),
+            ("allowed/monitor/display.pub", "is no key of a worker, operator or monitor"),
+            ("allowed", "is a folder without the key of a"),
+        ],
+    )
+    def test_what_is_no_key_is_one_sentence_of_each_command(
+        self, folder: KeyFolder, name: str, said: str
+    ) -> None:
+        file = str(folder.path / name)
+        assert said in refusal(dashboard_app, "--port", "0", "--keys", file)
+        assert said in refusal(exporter_app, "--port", "0", "--keys", file)
+        assert said in top("--once", "--keys", file).stderr
+
+    def test_exporter_says_why_it_has_nothing(self, broker: Broker) -> None:
+        options = ("--feed", broker.feed_address)
+        with started("diloco_tools.exporter.cli", *options) as (process, url):
+            assert process.stderr is not None
+            assert re.match(f"diloco-exporter: {WANTED}", process.stderr.readline())
+            assert until(url, "diloco_feed_up", 0)["diloco_run_healthy", ()] == 0
+            process.terminate()
+            assert process.communicate(timeout=PATIENCE_S) == ("", "")
+
+
+class TestScreen:
+    @pytest.mark.parametrize(
+        ("name", "said"),
+        [
+            ("anna", "No round closes: workers train"),
+            ("display", "The monitor display may not ask for 'pause'; that takes the key of an"),
+        ],
+    )
+    def test_key_that_pauses_the_run_is_an_operator_s(
+        self, broker: Broker, folder: KeyFolder, name: str, said: str
+    ) -> None:
+        keys = key(folder, name)
+        feed = FeedSubscriber(broker.feed_address, keys=keys)
+        address, ask = broker.feed_address, partial(ask_once, keys=keys)
+        pilot = ScreenPilot(fill=False, address=address, feed=feed, ask=ask, clock=time.monotonic)
+
+        async def script() -> None:
+            await pilot.sees("no workers yet")
+            await pilot.press("p", "y")
+            await pilot.sees(said)
+
+        pilot.play(script)
+
+    def test_refusal_stands_where_the_run_would_until_it_is_taken_back(self) -> None:
+        pilot = ScreenPilot(fill=False)
+        said = "The broker asks for a key; give the file."
+
+        async def script() -> None:
+            pilot.app.cannot_read(FeedRefusedError(said))
+            await pilot.sees(said)
+            await pilot.waits(100)
+            assert pilot.text().count(said) == 1, "it stays, and once"
+            assert "Start diloco-broker serve" not in pilot.text()
+            await pilot.hears(snapshot(1))
+            assert said not in pilot.text()
+            pilot.app.cannot_read(FeedRefusedError(said))
+            await pilot.waits(100)
+            assert said in pilot.lines()[-2], "in the status line, beside what is known"
+            await pilot.hears(snapshot(2))
+            assert said not in pilot.text()
+
+        pilot.play(script)
+
+
+class TestPage:
+    def test_page_with_an_operator_s_key_steers(self, broker: Broker, folder: KeyFolder) -> None:
+        with serving(broker.feed_address, keys=key(folder, "anna")) as site:
+            site.await_state(security="keys")
+            answer = site.orders({"action": "pause"})
+            assert (answer.status, answer.json["ok"]) == (200, True), answer.json
+            site.await_state(state="paused")
+
+    def test_page_with_another_key_says_why_it_only_shows(
+        self, broker: Broker, folder: KeyFolder
+    ) -> None:
+        policy = Policy("127.0.0.1", TOKEN, reader=GUESTS["display"])
+        with serving(broker.feed_address, policy=policy, keys=key(folder, "display")) as site:
+            site.await_state(security="keys")
+            session = site.get("/api/session", Authorization=f"Bearer {TOKEN}").json
+            assert (session["steering"], session["needs_token"]) == (False, False)
+            assert "it has the key of the monitor display. To steer" in session["reason"]
+            assert site.orders({"action": "pause"}).status == 403
+
+    def test_page_that_is_refused_says_so_with_each_pulse(self, broker: Broker) -> None:
+        with serving(broker.feed_address) as site, site.events() as events:
+            while not (said := events.next("pulse")["refusal"]):
+                pass
+            assert re.match(WANTED, said)
+            assert site.get("/api/state").json["reasons"] == [said]

@@ -13,8 +13,12 @@ from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Chunk, Message, decode, encode
 
-# A header: the manifest of 50,000 tensors takes about 6 MB, a chunk's header 120 bytes.
+# A header from the broker: what it knows of a manifest of 50,000 tensors takes about 6 MB.
 MAX_HEADER_BYTES = 8 << 20
+# A header to the broker: the longest `join`, which takes 2 ms to read. A member may have to send a
+# ledger: of 500 workers it takes 100 kB.
+LONGEST_OF_A_STRANGER = 64 << 10
+LONGEST_OF_A_MEMBER = 1 << 20
 # A chunk of integers is the largest buffer: 8 bytes an element.
 MAX_BUFFER_BYTES = CHUNK_ELEMENTS * 8
 # What ZeroMQ itself refuses to receive in one frame (it drops the connection).
@@ -31,7 +35,9 @@ def pack(message: Message, payload: Any = None) -> list[Any]:
     return [header] if payload is None else [header, payload]
 
 
-def unpack(frames: Sequence[Any]) -> tuple[Message, memoryview | None]:
+def unpack(
+    frames: Sequence[Any], longest_header: int = MAX_HEADER_BYTES
+) -> tuple[Message, memoryview | None]:
     """The message, and the buffer of a `chunk` or None, of bytes-like frames without the routing id.
 
     Raises:
@@ -43,8 +49,8 @@ def unpack(frames: Sequence[Any]) -> tuple[Message, memoryview | None]:
             f"A message has a header and at most one buffer, this one has {len(frames)} frames."
         )
     header = memoryview(frames[0])
-    if header.nbytes > MAX_HEADER_BYTES:
-        raise _misfit(f"The header has {header.nbytes} bytes, the limit is {MAX_HEADER_BYTES}.")
+    if header.nbytes > longest_header:
+        raise _misfit(f"The header has {header.nbytes} bytes, the limit is {longest_header}.")
     message = decode(header)
     payload = memoryview(frames[1]) if len(frames) > 1 else None
     if isinstance(message, Chunk):

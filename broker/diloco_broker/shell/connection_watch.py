@@ -2,37 +2,53 @@
 
 ZeroMQ limits the size of a frame and the number of messages, and nothing else: a message that never
 ends grows in its memory, and answers that nobody reads pile up there, where we see neither. The system
-counts the bytes of every connection (`tcp_figures`). What ZeroMQ has read and we have not seen is part
-of a message that has not ended; what we have sent and the other side has not acknowledged waits in
-ZeroMQ or in the system.
+counts the bytes of every connection (`tcp_figures`). What we have sent and the other side has not
+acknowledged waits in ZeroMQ or in the system. What ZeroMQ had read at a look, and we have not received
+by the next one although everybody had their turn, is part of a message that has not ended: so somebody
+who sends whole messages is never ended for their number, however busy the loop is.
 
-An empty frame of two bytes takes 64 in ZeroMQ, so memory may be 32 times what is counted here.
+An empty frame of two bytes takes 64 in ZeroMQ, so memory may be 32 times what is counted here. ZeroMQ
+reads 17,000 of them in a millisecond, and we drop 2,500 (`surplus`). So a look comes a millisecond after
+the first bytes of somebody who has not joined: a message of 60,000 empty frames takes the loop 20 ms.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+import time
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from diloco_broker.shell.tcp_figures import TcpFigures
+from diloco_protocol.chunks import CHUNK_ELEMENTS
+from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_OF_A_STRANGER, MAX_BUFFER_BYTES
 from diloco_protocol.roles import Peer
 
-# Of somebody who has not joined, bytes: their longest message (a header of 64 kB and a piece of a
-# manifest) and what may have come of the next one. All of it in empty frames are 65,000 of them, which
-# take 40 ms to read and 4 MiB.
-STRANGERS_MAY_OWE = 128 << 10
-# Of a member, who sends chunks: one of them whole (8 bytes an element at most), and its header.
-MEMBERS_MAY_OWE = (4 << 20) + STRANGERS_MAY_OWE
-# Answers that are on their way to somebody who has not joined.
+# Room for what ZeroMQ itself says on a connection: its handshake.
+HANDSHAKE_BYTES = 1 << 10
+# Of a message that has not ended, bytes: of somebody who has not joined, and of a member.
+STRANGERS_MAY_OWE = LONGEST_OF_A_STRANGER + HANDSHAKE_BYTES
+MEMBERS_MAY_OWE = MAX_BUFFER_BYTES + LONGEST_OF_A_MEMBER
+# Of all together who have not joined. In empty frames it takes 64 MiB of memory.
+ALL_STRANGERS_MAY_OWE = 2 << 20
+# A subscriber of the feed says nothing but that, and ZeroMQ remembers every word.
+READERS_MAY_OWE = 4 << 10
+# Answers that are on their way: to somebody who has not joined, to all of them, and to a member, whose
+# chunks are bound by credit (`MAX_READER_CREDIT` of them).
 STRANGERS_MAY_LEAVE = 8 << 20
-# After which somebody who reads nothing of what waits for them is given up, seconds.
+ALL_STRANGERS_MAY_LEAVE = 48 << 20
+MEMBERS_MAY_LEAVE = (32 << 20) + 256 * 4 * CHUNK_ELEMENTS
+# Seconds after which somebody who has not joined, and reads nothing of what waits, is given up.
 READS_WITHIN_S = 10.0
 # Connections of those who have not joined; of more than that the oldest is closed.
 MOST_STRANGERS = 256
-# Seconds between two looks at strangers, who are few, and at members, whom credits bind.
-STRANGERS_EVERY_S = 0.01
-MEMBERS_EVERY_S = 0.1
+# Seconds between two looks: at strangers of whom bytes have come, and at everybody. A look at many takes
+# long, so that there is a share of the time that looks may take.
+STRANGERS_EVERY_S = 0.001
+EVERYBODY_EVERY_S = 0.1
+SHARE_OF_LOOKS = 0.1
+# More turns than there are connections.
+EVERYBODY = 1 << 30
 
 
 def on_the_wire(size: int, *, encrypted: bool) -> int:
@@ -61,82 +77,110 @@ class Connection:
         route: what the ROUTER calls it; None until a message of it has come.
         peer: whose key it is; None where that is not known.
         sent: bytes that we handed to ZeroMQ for it (`on_the_wire`).
-        heard: bytes of the messages that have come of it since the last look.
+        heard: bytes of the messages that have come of it since `owed` was reckoned.
+        owed: bytes of a message that had not ended at the last look but one.
+        left: bytes that wait for the other side to read them.
     """
 
     transport: Transport | None  # None where it ended before its last message was received
-    moved_at: float  # when the other side has last read something, or had nothing to read
     route: bytes | None = None
     peer: Peer | None = None
     sent: int = 0
     heard: int = 0
+    owed: int = 0
+    left: int = 0
+    is_settled: bool = True  # nothing has come that is not in `owed` yet
+    is_ended: bool = False
     _taken: int = 0  # as of the last look
-    _owed: int = 0  # as of the last look
+    _came: int = 0  # between the last two looks
+    _seen_at: int = -EVERYBODY  # turns that others had had then
     _delivered: int = 0  # as of the last look
     _offset: int = 0  # of what is delivered to what was sent, when nothing was on its way
+    _moved_at: float | None = None  # when the other side has last read something, or had nothing to
 
     def shut(self) -> None:
+        self.is_ended = True
         if self.transport is not None:
             self.transport.shut()
 
-    def too_much(self, is_member: bool, now: float) -> str | None:
-        """Why this connection costs too much; None while it does not."""
-        figures = None if self.transport is None else self.transport.figures()
+    def see(self, now: float, turns: int, everybody: int) -> None:
+        """Look at what the system has counted; `everybody` is how many turns all have had theirs in."""
+        figures = None if self.transport is None or self.is_ended else self.transport.figures()
         if figures is None:
-            return None
-        owed, left = self._owes(figures), self._left(figures, now)
-        if owed > (MEMBERS_MAY_OWE if is_member else STRANGERS_MAY_OWE):
-            return f"{owed >> 10} KiB of a message that has not ended"
-        if is_member:
-            return None
-        if left > STRANGERS_MAY_LEAVE:
-            return f"{left >> 20} MiB of answers that were not read"
-        if left and now - self.moved_at > READS_WITHIN_S:
-            return f"answers that were not read for {READS_WITHIN_S:g} s"
-        return None
-
-    def _owes(self, figures: TcpFigures) -> int:
-        """Bytes of a message that has not ended."""
-        came = figures.taken - self._taken
-        self._owed += came - self.heard
-        if self.heard:  # so what has not ended began after the last look
-            self._owed = max(0, min(self._owed, came))
+            self.owed, self.left, self.is_settled = 0, 0, True
+            return
+        self._see_sent(figures, now)
+        if turns - self._seen_at < everybody:
+            return
+        self.owed += self._came - self.heard
+        if self.heard:  # so what has not ended began after the look before
+            self.owed = min(self.owed, self._came)
         self.heard = 0
-        self._taken = figures.taken
-        return self._owed
+        self._came, self._taken = figures.taken - self._taken, figures.taken
+        self._seen_at = turns
+        self.is_settled = not self._came
 
-    def _left(self, figures: TcpFigures, now: float) -> int:
-        """Bytes that wait for the other side to read them."""
+    def _see_sent(self, figures: TcpFigures, now: float) -> None:
         has_moved = figures.delivered != self._delivered
-        if has_moved or not figures.unsent:
-            self.moved_at = now
+        if has_moved or not figures.unsent or self._moved_at is None:
+            self._moved_at = now
         self._delivered = figures.delivered
         if not has_moved and not figures.unsent:
             # Nothing is on its way. What differs was there before the first message: the handshake.
             self._offset = figures.delivered - self.sent
-        return max(0, self.sent - (figures.delivered - self._offset))
+        self.left = max(0, self.sent - (figures.delivered - self._offset), figures.unsent)
+
+    def too_much(self, *, is_member: bool, may_owe: int, now: float) -> str | None:
+        """Why this connection costs too much, as it was seen last; None while it does not."""
+        if self.owed > may_owe:
+            return f"{self.owed >> 10} KiB of a message that has not ended"
+        if self.left > (MEMBERS_MAY_LEAVE if is_member else STRANGERS_MAY_LEAVE):
+            return f"{self.left >> 20} MiB of answers that were not read"
+        if is_member or not self.left or self._moved_at is None:  # heartbeats tell of members
+            return None
+        if now - self._moved_at > READS_WITHIN_S:
+            return f"answers that were not read for {READS_WITHIN_S:g} s"
+        return None
 
 
 class ConnectionWatch:
     """The connections of one socket.
 
+    `arm` is called with the descriptor of a connection of which `stirred` is to tell the next bytes.
+
     Attributes:
         next_look: when `look` wants to be called again.
+        turns: messages received, and `EVERYBODY` more whenever there was none left.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        strangers_may_owe: int = STRANGERS_MAY_OWE,
+        arm: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._strangers_may_owe = strangers_may_owe
+        self._arm = arm
         self.next_look = 0.0
-        self._next_members = 0.0
+        self.turns = 0
+        self._next_at_all = 0.0
+        self._members = 0  # connections of members, as of the last look at all
+        self._unsettled: dict[
+            int, None
+        ] = {}  # numbers of strangers of whom bytes have come, in order
         self._by_number: dict[int, Connection] = {}
         self._by_route: dict[bytes, Connection] = {}
 
-    def opened(self, number: int, transport: Transport, now: float) -> None:
+    def opened(self, number: int, transport: Transport) -> None:
         """A connection was made, with this file descriptor."""
         self.closed(number)
-        self._by_number[number] = Connection(transport, moved_at=now)
+        self._by_number[number] = Connection(transport)
+        self._arm(number)
+        if len(self._by_number) - self._members > MOST_STRANGERS:
+            self.next_look = self._next_at_all = 0.0
 
     def closed(self, number: int) -> None:
         """The connection with this file descriptor has ended."""
+        self._unsettled.pop(number, None)
         connection = self._by_number.pop(number, None)
         if connection is not None and connection.route is not None:
             self._by_route.pop(connection.route, None)
@@ -148,10 +192,19 @@ class ConnectionWatch:
         """The connection with this descriptor is called so, and belongs to this key."""
         connection = self._by_number.get(number)
         if connection is None or connection.route is not None:  # it has ended already
-            return Connection(None, 0.0, route, peer)
+            return Connection(None, route, peer)
         connection.route, connection.peer = route, peer
         self._by_route[route] = connection
         return connection
+
+    def stirred(self, numbers: Iterable[int], now: float) -> None:
+        """Bytes have come of these connections of strangers."""
+        for number in numbers:
+            if number in self._by_number:
+                self._by_number[number].is_settled = False
+                self._unsettled[number] = None
+        if self._unsettled:
+            self.next_look = min(self.next_look, now + STRANGERS_EVERY_S)
 
     def shut_those_of(self, peers: Container[Peer]) -> None:
         """End the connections of these keys, and those of which nobody knows whose they are.
@@ -166,24 +219,52 @@ class ConnectionWatch:
         """End the connections that cost too much; returns a sentence for each."""
         if now < self.next_look:
             return []
-        look_at_members = now >= self._next_members
-        if look_at_members:
-            self._next_members = now + MEMBERS_EVERY_S
-        ended = []
-        strangers = []
-        for connection in self._by_number.values():
+        began = time.thread_time()
+        is_at_all = now >= self._next_at_all
+        numbers = list(self._by_number if is_at_all else self._unsettled)
+        strangers: list[Connection] = []
+        ended: list[str] = []
+        everybody = 2 * len(self._by_number) + 2  # ZeroMQ takes one of each in turn
+        for number in numbers:
+            connection = self._by_number[number]
             is_member = connection.route in members
-            if not is_member:
+            connection.see(now, self.turns, everybody)
+            if is_member or connection.is_settled:
+                self._unsettled.pop(number, None)
+            if not is_member and not connection.is_ended:
                 strangers.append(connection)
-            if look_at_members or not is_member:
-                why = connection.too_much(is_member, now)
-                if why is not None:
-                    connection.shut()
-                    ended.append(why)
-        for connection in strangers[: max(0, len(strangers) - MOST_STRANGERS)]:  # the oldest
-            connection.shut()
-            ended.append(
-                f"there were more than {MOST_STRANGERS} connections of nobody who had joined"
-            )
-        self.next_look = now + STRANGERS_EVERY_S if strangers else self._next_members
+                if connection.is_settled:
+                    self._arm(number)
+            may_owe = MEMBERS_MAY_OWE if is_member else self._strangers_may_owe
+            why = connection.too_much(is_member=is_member, may_owe=may_owe, now=now)
+            if why is not None:
+                connection.shut()
+                ended.append(why)
+        ended += _bound_together(strangers)
+        if is_at_all:
+            self._members = len(self._by_number) - len(strangers)
+            self._next_at_all = now + EVERYBODY_EVERY_S
+        pause = max(STRANGERS_EVERY_S, (time.thread_time() - began) / SHARE_OF_LOOKS)
+        self.next_look = (
+            min(self._next_at_all, now + pause) if self._unsettled else self._next_at_all
+        )
         return ended
+
+
+def _bound_together(strangers: list[Connection]) -> list[str]:
+    """End those of these, the oldest first, without whom the others cost no more than all may."""
+    ended = []
+    owed, left = sum(max(0, c.owed) for c in strangers), sum(c.left for c in strangers)
+    for number, connection in enumerate(strangers):
+        why = None
+        if number < len(strangers) - MOST_STRANGERS:
+            why = f"there were more than {MOST_STRANGERS} connections of nobody who had joined"
+        elif owed > ALL_STRANGERS_MAY_OWE and connection.owed > HANDSHAKE_BYTES:
+            why = f"{owed >> 10} KiB of messages that have not ended, of those who have not joined"
+        elif left > ALL_STRANGERS_MAY_LEAVE and connection.left:
+            why = f"{left >> 20} MiB of answers to those who have not joined that were not read"
+        if why is not None and not connection.is_ended:
+            owed, left = owed - max(0, connection.owed), left - connection.left
+            connection.shut()
+            ended.append(why)
+    return ended

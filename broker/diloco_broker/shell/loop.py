@@ -28,7 +28,7 @@ from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import memory_bytes, rss_bytes
 from diloco_broker.shell.served_time import ServedTime
-from diloco_broker.shell.sockets import Incoming, Sockets
+from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
 from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_broker.storage import model_file, own_plan, resume, writer
 from diloco_broker.storage.folder_lock import FolderLock
@@ -38,7 +38,12 @@ from diloco_broker.tensors.outer.torch_fragment import OuterOptimizerFactory
 from diloco_protocol import feed
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.fragments import Choose
-from diloco_protocol.frames import pack, unpack
+from diloco_protocol.frames import (
+    LONGEST_OF_A_MEMBER,
+    LONGEST_OF_A_STRANGER,
+    pack,
+    unpack,
+)
 from diloco_protocol.messages import Control, Heartbeat, Notice, Result
 
 logger = logging.getLogger("diloco.broker")
@@ -189,14 +194,13 @@ class Loop:
         timeout_s = min(self._next_tick, self._next_feed, self.sockets.next_look) - now
         if self.tensors:
             timeout_s = 0.0 if self.tensors.is_ready(self.core.state.model.layout) else MEMORY_S
-        has_messages = self.sockets.wait(timeout_s)
-        is_all = not has_messages or self._receive()
-        self._rests = has_messages and is_all
+        has_messages = self.sockets.wait(timeout_s, self.now)
+        self._rests = has_messages and self._receive()
         self._report_saves()
         self._work()
         self._executor.acknowledge()
         now = self.now()
-        if is_all and now >= self.sockets.next_look:
+        if now >= self.sockets.next_look:
             for why in self.sockets.look(self.core.state.members.routes(), now):
                 self._executor.feed(events.ConnectionEnded(why))
         if now >= self._next_tick:
@@ -222,12 +226,15 @@ class Loop:
             self._executor.feed(events.KeysRevoked(changes.revoked))
 
     def _receive(self) -> bool:
-        """Take in what is there, for one slice of time at most. Returns whether that was all."""
+        """Take in what is there, for one slice of time at most. Returns whether that was all.
+
+        Of a connection of which ZeroMQ takes no more until half is received, more is to come.
+        """
         until = time.perf_counter() + WORK_SLICE_S
-        for _ in range(MESSAGES_A_TURN):
+        for number in range(MESSAGES_A_TURN):
             message = self.sockets.receive()
             if message is None:
-                return True
+                return number < UNREAD_KEPT // 2
             if message.route:
                 self._take(message)
             if time.perf_counter() > until:
@@ -238,7 +245,7 @@ class Loop:
         """One message. Whatever is wrong with it, it costs its sender an error, never the broker."""
         route, peer = incoming.route, incoming.peer
         try:
-            message, payload = unpack(incoming.frames)
+            message, payload = unpack(incoming.frames, self._longest_header(incoming))
             if not isinstance(message, Heartbeat):
                 self._busy_at = self.now()
             if isinstance(message, Control):
@@ -253,6 +260,14 @@ class Loop:
             logger.exception("A message could not be handled; its sender is told, the run goes on.")
             text = "The broker could not handle this message; its log has more."
             self._executor.feed(events.Malformed(route, Code.BAD_HEADER, text))
+
+    def _longest_header(self, incoming: Incoming) -> int:
+        is_long = any(
+            memoryview(each).nbytes > LONGEST_OF_A_STRANGER for each in incoming.frames[:1]
+        )
+        if is_long and self.core.state.members.on_route(incoming.route) is not None:
+            return LONGEST_OF_A_MEMBER
+        return LONGEST_OF_A_STRANGER
 
     def _work(self) -> None:
         until, state = time.perf_counter() + WORK_SLICE_S, self.core.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,22 +12,41 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diloco_broker.shell.authentication import Changes, Doorkeeper, peer_of
-from diloco_broker.shell.connection_watch import ConnectionWatch, on_the_wire
-from diloco_broker.shell.tcp_figures import Descriptor
+from diloco_broker.shell.connection_watch import (
+    EVERYBODY,
+    READERS_MAY_OWE,
+    Connection,
+    ConnectionWatch,
+    on_the_wire,
+)
+from diloco_broker.shell.surplus import dropper
+from diloco_broker.shell.tcp_figures import Arrivals, Descriptor
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.errors import UsageError
-from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_FRAME_BYTES, MAX_FRAMES
+from diloco_protocol.frames import KEEPALIVE_IDLE_S, MAX_BUFFER_BYTES, MAX_FRAMES
 from diloco_protocol.roles import Peer
 
 # How long the last messages may take to get out.
 LINGER_MS = 1000
 SNAPSHOTS_KEPT = 10
+# Messages of a connection that ZeroMQ takes before we do, where its default is 1000: each may have a buffer
+# of 4 MiB. With less than this many small ones would be taken in little by little.
+UNREAD_KEPT = 128
+# Answers of a connection that wait in ZeroMQ: 256 chunks by credit, and what is said meanwhile. Whoever
+# has more is as good as gone, and is ended; of their bytes `ConnectionWatch` keeps account.
+ANSWERS_KEPT = 1000
+# Of what a subscriber of the feed says, which is a subscription or part of a handshake, bytes.
+LONGEST_SUBSCRIPTION = 1024
+# For a handshake: a few packets each way, and one answer of ours.
+HANDSHAKE_WITHIN_MS = 10_000
+# Connections that the system keeps until ZeroMQ takes them.
+BACKLOG = 512
+# Connections that came or went, of which one turn of the loop takes notice: 10 ms.
+CHANGES_A_TURN = 512
 # As plain numbers: the sums of enum members cost more than the sends.
 MORE = int(zmq.SNDMORE)
 ROUTE_FLAGS = int(zmq.SNDMORE | zmq.NOBLOCK)
 NOW = int(zmq.NOBLOCK)
-# Frames past those of a message that are dropped before others get their turn: 0.2 ms.
-SURPLUS_A_TURN = 256
 CHANGES = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 
 
@@ -64,31 +83,47 @@ class Sockets:
             raise
         self.address = self._router.get_string(zmq.LAST_ENDPOINT)
         self.feed_address = self._pub.get_string(zmq.LAST_ENDPOINT)
-        self._watch, self._readers = ConnectionWatch(), ConnectionWatch()
+        self._arrivals = Arrivals()
+        self._watch = ConnectionWatch(arm=self._arrivals.arm)
+        self._readers = ConnectionWatch(READERS_MAY_OWE)
         # A worker that was killed shows as a closed connection long before its heartbeats are missed.
         self._monitors = [
             (self._router.get_monitor_socket(CHANGES), self._watch),
             (self._pub.get_monitor_socket(CHANGES), self._readers),
         ]
         self._has_lost = False
-        self._has_surplus = False  # frames of a message that has too many are still to come
+        self._drop = dropper(self._router)
+        self._surplus_of: Connection | None = (
+            None  # of whose message frames are still to be dropped
+        )
         self._alarm, self._bell = socket.socketpair()
         self._alarm.setblocking(False)
         self._bell.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._alarm, zmq.POLLIN)
+        for monitor, _ in self._monitors:
+            self._poller.register(monitor, zmq.POLLIN)
+        if self._arrivals.descriptor is not None:
+            self._poller.register(self._arrivals.descriptor, zmq.POLLIN)
         if self._doorkeeper is not None:
             self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for a message or for `wake`, at most so long. Returns whether there is a message."""
+    def wait(self, seconds: float, now: Callable[[], float]) -> bool:
+        """Wait for a message or for `wake`, at most so long. Returns whether there is a message.
+
+        `now` is the clock that `look` runs on.
+        """
         found = dict(self._poller.poll(max(0, int(seconds * 1000)) + (seconds > 0)))
         if self._alarm.fileno() in found:
             with contextlib.suppress(BlockingIOError):
                 self._alarm.recv(4096)
         if self._doorkeeper is not None and self._doorkeeper.socket in found:
             self._doorkeeper.answer()
+        if any(monitor in found for monitor, _ in self._monitors):
+            self._see_changes()
+        if self._arrivals.descriptor in found:
+            self._watch.stirred(self._arrivals.take(), now())
         return self._router in found
 
     def wake(self) -> None:
@@ -102,32 +137,34 @@ class Sockets:
         Of one with too many frames the first too many come. The rest is dropped, some in each call,
         which then returns no frames: the frames of one message come before all other messages.
         """
-        if self._has_surplus:
-            return self._drop_surplus()
+        if self._surplus_of is not None:
+            if self._drop():
+                self._surplus_of.shut()  # so many are no mistake
+            else:
+                self._surplus_of = None
+            return Incoming(b"", [])
         try:
             first = last = self._router.recv(NOW, copy=False)
         except zmq.Again:
+            self._watch.turns += EVERYBODY
             return None
+        self._watch.turns += 1
         frames: list[zmq.Frame] = []
         while last.more and len(frames) <= MAX_FRAMES:
             last = self._router.recv(NOW, copy=False)
             frames.append(last)
-        self._has_surplus = last.more
         route = first.bytes
-        connection = self._watch.of(route)
-        if connection is None:  # what is asked here takes longer than the rest of this
-            peer = None if self._doorkeeper is None else peer_of(last)
-            connection = self._watch.name(route, last.get(zmq.SRCFD), peer)
+        connection = self._watch.of(route) or self._named(route, last)
+        self._surplus_of = connection if last.more else None
         buffers = [each.buffer for each in frames]
         connection.heard += self._on_the_wire(buffers)
         return Incoming(route, buffers, connection.peer)
 
-    def _drop_surplus(self) -> Incoming:
-        for _ in range(SURPLUS_A_TURN):
-            if not self._router.recv(NOW, copy=False).more:
-                self._has_surplus = False
-                break
-        return Incoming(b"", [])
+    def _named(self, route: bytes, frame: zmq.Frame) -> Connection:
+        """The connection of this frame, of which nothing had come. This takes longer than the rest."""
+        self._see_changes()  # it may be news that there is one
+        peer = None if self._doorkeeper is None else peer_of(frame)
+        return self._watch.name(route, frame.get(zmq.SRCFD), peer)
 
     def send(self, route: bytes, frames: list[Any], *, copy: bool) -> bool:
         """False when the connection does not exist any more."""
@@ -136,7 +173,10 @@ class Sockets:
             for frame in frames[:-1]:
                 self._router.send(frame, MORE)
             self._router.send(frames[-1], copy=copy)
-        except (zmq.Again, zmq.ZMQError):
+        except zmq.Again:  # it reads nothing
+            self.shut(route)
+            return False
+        except zmq.ZMQError:
             return False
         connection = self._watch.of(route)
         if connection is not None:
@@ -166,18 +206,23 @@ class Sockets:
     def look(self, members: Container[bytes], now: float) -> list[str]:
         """End the connections that cost too much; returns a sentence for each.
 
-        To be called when every message that is there was received, with the routes of all members.
+        `members` has the routes of all who have joined.
         """
+        self._readers.turns += EVERYBODY  # ZeroMQ itself reads what they say
+        return [*self._watch.look(members, now), *self._readers.look((), now)]
+
+    def _see_changes(self) -> None:
         for monitor, watch in self._monitors:
-            while monitor.poll(0):
+            for _ in range(CHANGES_A_TURN):
+                if not monitor.poll(0):
+                    break
                 event: Any = parse_monitor_message(monitor.recv_multipart())
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     with contextlib.suppress(OSError):  # it is gone again
-                        watch.opened(event["value"], Descriptor(event["value"]), now)
+                        watch.opened(event["value"], Descriptor(event["value"]))
                 else:
                     watch.closed(event["value"])
                     self._has_lost |= watch is self._watch
-        return [*self._watch.look(members, now), *self._readers.look((), now)]
 
     def shut(self, route: bytes) -> None:
         """End a connection of the ROUTER."""
@@ -202,6 +247,7 @@ class Sockets:
         self._pub.disable_monitor()
         self._alarm.close()
         self._bell.close()
+        self._arrivals.close()
         self._context.destroy(linger=LINGER_MS)
 
     def _bound(self, kind: int, address: str, option: str) -> zmq.Socket[Any]:
@@ -210,15 +256,20 @@ class Sockets:
         made.linger = LINGER_MS
         made.set(zmq.TCP_KEEPALIVE, 1)
         made.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        made.set(zmq.HANDSHAKE_IVL, HANDSHAKE_WITHIN_MS)
+        made.set(zmq.BACKLOG, BACKLOG)
+        made.set(zmq.RCVHWM, UNREAD_KEPT)
         if self._doorkeeper is not None:
             self._doorkeeper.guard(made)
         if kind == zmq.PUB:
             # Kept for a subscriber that does not read: snapshots, of 150 kB with 500 workers.
             made.set(zmq.SNDHWM, SNAPSHOTS_KEPT)
+            made.set(zmq.MAXMSGSIZE, LONGEST_SUBSCRIPTION)
         if kind == zmq.ROUTER:
             # Without it a message to a peer that is gone or full is dropped in silence.
             made.set(zmq.ROUTER_MANDATORY, 1)
-            made.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+            made.set(zmq.SNDHWM, ANSWERS_KEPT)
+            made.set(zmq.MAXMSGSIZE, MAX_BUFFER_BYTES)
         try:
             scheme, _, rest = address.partition("://")
             host, _, port = rest.rpartition(":")

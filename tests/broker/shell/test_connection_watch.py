@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 import pytest
 
 from diloco_broker.shell.connection_watch import (
+    ALL_STRANGERS_MAY_LEAVE,
+    ALL_STRANGERS_MAY_OWE,
+    EVERYBODY,
+    EVERYBODY_EVERY_S,
+    MEMBERS_MAY_LEAVE,
     MEMBERS_MAY_OWE,
     MOST_STRANGERS,
+    READERS_MAY_OWE,
     READS_WITHIN_S,
+    STRANGERS_EVERY_S,
     STRANGERS_MAY_LEAVE,
     STRANGERS_MAY_OWE,
     Connection,
@@ -46,13 +53,18 @@ class Watching:
     watch: ConnectionWatch = field(default_factory=ConnectionWatch)
 
     def __post_init__(self) -> None:
-        self.watch.opened(7, self.wire, self.now)
+        self.watch.opened(7, self.wire)
 
     def named(self) -> Connection:
         return self.watch.of(A) or self.watch.name(A, 7, None)
 
     def looks(self, *members: bytes) -> list[str]:
-        self.now += 0.1
+        """Two looks; between them everybody has had their turn, so the second sees what is there."""
+        return [*self.look(*members), *self.look(*members)]
+
+    def look(self, *members: bytes, turns: int = EVERYBODY) -> list[str]:
+        self.now += EVERYBODY_EVERY_S
+        self.watch.turns += turns
         return self.watch.look(members, self.now)
 
 
@@ -65,7 +77,7 @@ def test_message_of_a_stranger_that_does_not_end_is_cut_off(on: Watching) -> Non
     on.wire.taken = STRANGERS_MAY_OWE
     assert on.looks() == []
     on.wire.taken += 1
-    assert on.looks() == ["128 KiB of a message that has not ended"]
+    assert on.looks() == ["65 KiB of a message that has not ended"]
     assert on.wire.is_shut
 
 
@@ -79,7 +91,7 @@ def test_members_have_room_for_a_chunk(on: Watching) -> None:
 
 
 def test_connection_that_sends_whole_messages_may_send_any_number(on: Watching) -> None:
-    for _ in range(10_000):
+    for _ in range(2_000):
         on.wire.taken += 10 * STRANGERS_MAY_OWE
         on.named().heard += 10 * STRANGERS_MAY_OWE
         assert on.looks() == []
@@ -118,7 +130,7 @@ def test_slow_reader_may_take_its_time_but_not_any_amount(on: Watching) -> None:
 
 
 def test_bytes_that_nobody_counts_do_not_add_up(on: Watching) -> None:
-    for _ in range(100_000):
+    for _ in range(10_000):
         on.wire.taken += 70
         on.named().heard += 60
         assert on.looks() == []
@@ -126,7 +138,7 @@ def test_bytes_that_nobody_counts_do_not_add_up(on: Watching) -> None:
 
 def test_bytes_of_zeromq_itself_do_not_add_up(on: Watching) -> None:
     on.named()
-    for _ in range(100_000):
+    for _ in range(10_000):
         on.named().sent += 1000
         on.wire.delivered += 1009
         on.looks()
@@ -139,17 +151,116 @@ def test_bytes_of_zeromq_itself_do_not_add_up(on: Watching) -> None:
     assert len(on.looks()) == 1
 
 
-def test_members_are_not_ended_for_what_they_have_not_read(on: Watching) -> None:
-    on.named().sent += 10 * STRANGERS_MAY_LEAVE
+def test_members_may_leave_more_and_take_their_time(on: Watching) -> None:
+    on.named().sent += MEMBERS_MAY_LEAVE
     on.wire.unsent = 4000
     on.now += 1000
     assert on.looks(A) == on.looks(A) == []
+    on.named().sent += 4000
+    assert len(on.looks(A)) == 1
+
+
+def test_message_that_waits_for_its_turn_is_not_taken_for_one_that_has_not_ended(
+    on: Watching,
+) -> None:
+    on.named()
+    for _ in range(100):  # the loop is busy with something else
+        on.wire.taken += STRANGERS_MAY_OWE
+        assert on.look(turns=0) == []
+    on.named().heard += on.wire.taken
+    assert on.looks() == []
+
+
+def test_message_that_does_not_end_is_seen_while_others_send_without_a_pause(on: Watching) -> None:
+    on.named()
+    on.wire.taken += STRANGERS_MAY_OWE + 1
+    found = [why for _ in range(10) for why in on.look(turns=1)]
+    assert len(found) == 1
+
+
+def test_somebody_of_whom_bytes_come_is_looked_at_in_a_millisecond(on: Watching) -> None:
+    on.looks()
+    assert on.watch.next_look > on.now + 10 * STRANGERS_EVERY_S
+    on.watch.stirred([7], on.now)
+    found: list[str] = []
+    while not found:
+        on.wire.taken += STRANGERS_MAY_OWE // 2
+        on.now = on.watch.next_look
+        on.watch.turns += EVERYBODY
+        found = on.watch.look((), on.now)
+    assert on.now < 100.3 + 5 * STRANGERS_EVERY_S
+
+
+def test_news_of_somebody_is_asked_for_again_once_nothing_comes() -> None:
+    armed: list[int] = []
+    watch, wire = ConnectionWatch(arm=armed.append), Wire()
+    watch.opened(7, wire)
+    assert armed == [7]
+    watch.stirred([7], 0.0)
+    for number, taken in enumerate((10, 20, 20, 20)):
+        wire.taken = taken
+        watch.turns += EVERYBODY
+        watch.look((), (number + 1) * STRANGERS_EVERY_S)
+    assert armed == [7, 7]
+
+
+def test_subscriber_of_the_feed_has_little_to_say() -> None:
+    watch, wire = ConnectionWatch(READERS_MAY_OWE), Wire(taken=READERS_MAY_OWE + 1)
+    watch.opened(7, wire)
+    watch.turns = EVERYBODY
+    assert watch.look((), 1.0) == []
+    watch.turns += EVERYBODY
+    assert len(watch.look((), 2.0)) == 1
+
+
+def test_subscriber_of_the_feed_that_does_not_read_is_ended_after_a_while() -> None:
+    watch, wire = ConnectionWatch(READERS_MAY_OWE), Wire(unsent=1)
+    watch.opened(7, wire)
+    assert watch.look((), 1.0) == watch.look((), 1.0 + READS_WITHIN_S) == []
+    wire.delivered += 1  # slow, but it reads
+    assert watch.look((), 2.0 + READS_WITHIN_S) == []
+    assert len(watch.look((), 3.0 + 2 * READS_WITHIN_S)) == 1
+
+
+@dataclass
+class Crowd:
+    """Strangers, each of whom costs less than they may."""
+
+    wires: list[Wire]
+    watch: ConnectionWatch = field(default_factory=ConnectionWatch)
+
+    def __post_init__(self) -> None:
+        for number, wire in enumerate(self.wires):
+            self.watch.opened(number, wire)
+
+    def looks(self) -> list[str]:
+        ended = []
+        for second in (1.0, 2.0):
+            self.watch.turns += EVERYBODY
+            ended += self.watch.look((), second)
+        return ended
+
+
+def test_strangers_may_owe_so_much_together() -> None:
+    each = STRANGERS_MAY_OWE
+    crowd = Crowd([Wire(taken=each) for _ in range(ALL_STRANGERS_MAY_OWE // each + 3)])
+    assert len(crowd.looks()) == 3
+    ended = [wire.is_shut for wire in crowd.wires]
+    assert ended == sorted(ended, reverse=True), "the oldest go first"
+    assert ended.count(True) == 3
+
+
+def test_strangers_may_leave_so_much_together() -> None:
+    each = STRANGERS_MAY_LEAVE
+    crowd = Crowd([Wire(unsent=each) for _ in range(ALL_STRANGERS_MAY_LEAVE // each + 2)])
+    crowd.looks()
+    assert [wire.is_shut for wire in crowd.wires].count(True) == 2
 
 
 def test_of_too_many_strangers_the_oldest_goes() -> None:
     watch, wires = ConnectionWatch(), [Wire() for _ in range(MOST_STRANGERS + 2)]
     for number, wire in enumerate(wires):
-        watch.opened(number, wire, 0.0)
+        watch.opened(number, wire)
     watch.name(A, 0, None)
     assert len(watch.look({A}, 1.0)) == 1
     assert [number for number, wire in enumerate(wires) if wire.is_shut] == [1]
@@ -158,7 +269,7 @@ def test_of_too_many_strangers_the_oldest_goes() -> None:
 def test_revoked_key_ends_its_connections_and_those_that_nobody_knows() -> None:
     watch, wires = ConnectionWatch(), [Wire() for _ in range(3)]
     for number, wire in enumerate(wires):
-        watch.opened(number, wire, 0.0)
+        watch.opened(number, wire)
     w0, w1 = Peer(Role.WORKER, "w0"), Peer(Role.WORKER, "w1")
     watch.name(b"0", 0, w0)
     watch.name(b"1", 1, w1)
@@ -173,4 +284,6 @@ def test_message_that_was_left_by_a_connection_that_is_gone_belongs_to_no_other(
     assert on.watch.name(b"older", 7, None).transport is None  # the number is in use again
     on.watch.closed(7)
     assert on.watch.of(A) is None
-    assert on.watch.name(A, 7, None).too_much(False, on.now) is None
+    late = on.watch.name(A, 7, None)
+    late.see(on.now, EVERYBODY, 2)
+    assert late.too_much(is_member=False, may_owe=0, now=on.now) is None

@@ -29,7 +29,7 @@ from diloco_protocol.roles import Peer
 # How long the last messages may take to get out.
 LINGER_MS = 1000
 SNAPSHOTS_KEPT = 10
-# Messages of a connection that ZeroMQ takes before we do, where its default is 1000: each may have a buffer
+# Messages of a connection that ZeroMQ takes before we do; it would take 1000. Each may have a buffer
 # of 4 MiB. With less than this many small ones would be taken in little by little.
 UNREAD_KEPT = 128
 # Answers of a connection that wait in ZeroMQ: 256 chunks by credit, and what is said meanwhile. Whoever

@@ -2,7 +2,8 @@
 
 A record is a map with one key for each field, nested records are maps as well. Unknown keys are
 ignored, so that fields can be added; a missing key takes the field's default, and is an error where
-there is none. Types are checked, and numbers are brought into the ranges of `ranges`.
+there is none. Types are checked, numbers are brought into the ranges of `ranges`, and texts are made
+printable.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from diloco_protocol.errors import Code, ProtocolError
+from diloco_protocol.printable import printable, printable_all
 from diloco_protocol.ranges import fit_of
 
 R = TypeVar("R")
@@ -24,6 +26,7 @@ LONGEST_QUOTED = 40  # characters of a text in a sentence
 
 # What goes over the wire as it is. Most fields are such, and heartbeats of hundreds of workers add up.
 _SCALARS = frozenset({str, int, float, bool, bytes})
+_AS_THEY_ARE = _SCALARS - {str}  # what is read as it is, too
 
 
 def to_plain(value: Any, *, with_none: bool = False) -> Any:
@@ -101,7 +104,7 @@ def _reader(annotation: Any, *, lenient: bool) -> Reader:  # noqa: PLR0911  one 
     """A function that turns a plain value into the annotated type or raises ProtocolError."""
     origin = get_origin(annotation)
     if annotation in (Any, object):
-        return lambda value, where: value
+        return _anything
     if origin in (Union, types.UnionType):
         read = _reader(_without_none(annotation), lenient=lenient)
         return lambda value, where: None if value is None else read(value, where)
@@ -110,7 +113,7 @@ def _reader(annotation: Any, *, lenient: bool) -> Reader:  # noqa: PLR0911  one 
     if origin is not None and issubclass(origin, Mapping):
         read = _reader(get_args(annotation)[1], lenient=lenient)
         return lambda value, where: {
-            _expect(key, str, where): read(item, where)
+            printable(_expect(key, str, where)): read(item, where)
             for key, item in _expect(value, dict, where).items()
         }
     if is_dataclass(annotation):
@@ -120,6 +123,8 @@ def _reader(annotation: Any, *, lenient: bool) -> Reader:  # noqa: PLR0911  one 
         return lambda value, where: _member(annotation, value, where)
     if annotation is int and lenient:
         return _whole
+    if annotation is str:
+        return lambda value, where: printable(_expect(value, str, where))
     if annotation is float:
         return _number if lenient else lambda value, where: float(_expect(value, _NUMBERS, where))
     return lambda value, where: _expect(value, annotation, where)
@@ -127,7 +132,7 @@ def _reader(annotation: Any, *, lenient: bool) -> Reader:  # noqa: PLR0911  one 
 
 def _array_reader(element: Any, *, lenient: bool) -> Reader:
     read = _reader(element, lenient=lenient)
-    exact = element if element in _SCALARS and not (element is int and lenient) else None
+    exact = element if element in _AS_THEY_ARE and not (element is int and lenient) else None
 
     def read_all(value: Any, where: str) -> tuple[Any, ...]:
         items = _expect(value, _ARRAYS, where)
@@ -145,10 +150,11 @@ def _record_reader(record: type[Any], *, lenient: bool) -> Reader:
         hint = hints[each.name]
         bare = _without_none(hint)
         fit = None
-        if bare in (int, float) and not lenient:
-            fit = fit_of(record, each.name, is_whole=bare is int)
+        if bare in (int, float, str) and not lenient:
+            fit = fit_of(record, each.name, bare)
         # A value of just this type needs no look, and no place to name.
-        exact = bare if bare in _SCALARS and not (bare is int and lenient) else None
+        is_exact = bare in _AS_THEY_ARE or (bare is str and fit is not None)
+        exact = bare if is_exact and not (bare is int and lenient) else None
         readers[each.name] = (exact, _reader(hint, lenient=lenient), fit)
     required = [each.name for each in _sent(record) if _is_required(each)]
 
@@ -205,6 +211,13 @@ def _misfit(value: Any, wanted: str, where: str) -> ProtocolError:
     )
     shown = repr(value) if is_short else f"of type {type(value).__name__}"
     return ProtocolError(Code.BAD_HEADER, f"{where} is {shown:.80}; it must be {wanted}.")
+
+
+def _anything(value: Any, where: str) -> Any:
+    try:
+        return printable_all(value)
+    except ValueError as error:
+        raise ProtocolError(Code.BAD_HEADER, f"{where} cannot be read: {error}.") from None
 
 
 def _number(value: Any, where: str) -> float:

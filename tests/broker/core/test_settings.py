@@ -268,12 +268,11 @@ def test_unknown_action_names_those_there_are() -> None:
     assert "set, pause, resume and shutdown" in result.text
 
 
-def test_name_of_an_operator_cannot_forge_lines_of_the_log() -> None:
+def test_name_of_an_operator_is_short() -> None:
     stage, _ = a_run("a")
-    stage.asks("pause", who="x\n12:00:00 INFO all is well" + "y" * 500)
+    stage.asks("pause", who="y" * 500)
     (act,) = stage.acts
-    assert "\n" not in act.who
-    assert len(act.who) <= 100
+    assert act.who == "y" * 100
 
 
 def test_round_that_has_ended_is_reported_with_its_workers() -> None:
@@ -317,9 +316,3 @@ def test_more_workers_needed_makes_a_late_joiner_expected_in_the_open_round() ->
 def test_what_workers_do_not_change_is_said(options: dict[str, Any], sentence: str) -> None:
     stage, _ = a_run("a", "b", **options)
     assert sentence in stage.asks("set", workers=5).text
-
-
-def test_what_a_worker_says_of_itself_is_fit_for_a_terminal() -> None:
-    stage, (a,) = a_run("a")
-    a.beats(state="\x1b[31mtraining")
-    assert stage.state.members.named("a").figures.state == "?[31mtraining"

@@ -11,7 +11,6 @@ from typing import Any
 from diloco_broker.core import effects
 from diloco_broker.core.rules import checkpoints, rounds, settings
 from diloco_broker.core.rules.joining import admission
-from diloco_broker.core.state.members import printable
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import UsageError
@@ -31,7 +30,7 @@ class Request:
     @property
     def who(self) -> str:
         who = self.control.arguments.get(WHO)
-        return printable(who if isinstance(who, str) and who else "an operator", 100)
+        return (who if isinstance(who, str) and who else "an operator")[:100]
 
     def noted(
         self, what: str, text: str, before: Any = None, after: Any = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import initial_model, rounds, stopping
-from diloco_broker.core.state.members import printable
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError
@@ -42,7 +41,7 @@ def refuse(
 ) -> effects.Effects:
     """A message cannot be accepted: its sender is told why, and others only of what concerns them."""
     push_id = None
-    who = f" of {printable(message.worker_id, 64)}" if isinstance(message, messages.Join) else ""
+    who = f" of {message.worker_id[:64]}" if isinstance(message, messages.Join) else ""
     retry = error.code in WORTH_A_RETRY
     if isinstance(message, messages.Push | messages.Chunk | messages.Commit):
         push_id = message.push_id

@@ -22,11 +22,6 @@ MAX_WARNING_LENGTH = 300
 MAX_STATE_LENGTH = 20  # of what a worker says it is doing: displays show it
 
 
-def printable(text: str, longest: int) -> str:
-    """What a peer says of itself, fit for a line of the log and for a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text[:longest])
-
-
 def own_sync_every(wants: Mapping[str, Any]) -> int | None:
     """H that a worker has asked for; None where it takes what the broker says."""
     asked = wants.get("sync_every")
@@ -108,12 +103,12 @@ class Figures:
         self.told_at = now
         self.step = beat.step
         self.inner_step = beat.inner_step
-        self.state = printable(beat.state, MAX_STATE_LENGTH)
+        self.state = beat.state[:MAX_STATE_LENGTH]
         self.steps_per_s = beat.steps_per_s
         self.speed = average_speed(self.speed, beat.steps_per_s)
         self.loss = beat.loss if beat.loss is not None else self.loss
         self.tokens = max(self.tokens, beat.tokens)
-        self.warning = printable(beat.warning, MAX_WARNING_LENGTH) if beat.warning else None
+        self.warning = beat.warning[:MAX_WARNING_LENGTH] if beat.warning else None
         if beat.merge_delay is not None:
             self.merge_delay = beat.merge_delay
         return has_moved
@@ -236,7 +231,7 @@ class Membership:
             liveness=Liveness(now, now, now, now),
             sync_every=own_sync_every(join.wants),
             versions=join.versions,
-            figures=Figures(printable(join.host, MAX_HOST_LENGTH), join.pid, join.extra),
+            figures=Figures(join.host[:MAX_HOST_LENGTH], join.pid, join.extra),
         )
         self._by_session[session] = member
         self._by_id[join.worker_id] = member

@@ -6,7 +6,7 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.rules import initial_model, rounds
 from diloco_broker.core.rules.joining import compatibility, room
 from diloco_broker.core.rules.reducers import reducer_of
-from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member, printable
+from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member
 from diloco_broker.core.state.run import Departure, RunState
 from diloco_protocol import messages
 from diloco_protocol.errors import Code, ProtocolError, UsageError
@@ -211,6 +211,6 @@ def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:
 
 
 def leave(state: RunState, member: Member, message: messages.Leave) -> effects.Effects:
-    why = printable(message.reason, 200)
+    why = message.reason[:200]
     yield effects.info(f"{member.worker_id} leaves: {why or 'it is done'}.")
     yield from remove(state, member, why)

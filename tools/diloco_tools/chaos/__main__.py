@@ -1,4 +1,4 @@
-"""`python -m diloco_tools.chaos`: the drill in every mode, its tables, and what is broken."""
+"""`diloco-chaos`: the drill in every mode, its tables, and what is broken; and `attack`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 
+from diloco_tools.chaos.attacks.cli import attack
 from diloco_tools.chaos.crew import MODES
 from diloco_tools.chaos.drill import Options, drill, prepare_text
 from diloco_tools.chaos.faults import SHORT, WHOLE
@@ -19,15 +21,16 @@ from diloco_tools.demo.data import DataError
 from diloco_tools.processes import end_like_an_error_on_signals
 from diloco_tools.terminal import console_for_tables, fail
 
-COMMAND = "diloco chaos"
+COMMAND = "diloco-chaos"
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 WIDTH = 120  # of the tables where there is no terminal
 REMARKS = ("dropped", "in_flight", "forgotten")  # pushes in no final version for a reason
 MOST_REMARKS = 10  # of each mode; the audit prints all of them
 
 
-@app.command()
+@app.callback(invoke_without_command=True)
 def main(
+    context: typer.Context,
     *,
     modes: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(MODES),
     out: Annotated[Path, typer.Option(help="Folder for results and logs.")] = Path("runs/chaos"),
@@ -44,8 +47,11 @@ def main(
 
     Everything runs on this machine. Prints what was survived and how much of
     the work is in the final parameters; ends with exit code 1 and a sentence
-    for each broken promise.
+    for each broken promise. With `attack`: strangers and holders of keys attack
+    a run instead.
     """
+    if context.invoked_subcommand is not None:
+        return
     deadline = time.monotonic() + 60 * minutes
     chosen = [mode.strip() for mode in modes.split(",") if mode.strip()]
     if not chosen or not MODES.keys() >= set(chosen):
@@ -75,21 +81,28 @@ def main(
         fail(COMMAND, f"cannot work in {out} ({error}); name another folder with --out", 2)
     except KeyboardInterrupt:
         fail(COMMAND, "interrupted; the broker and the workers have been ended", 130)
-    shown.print(faults_table(reports))
-    shown.print(figures_table(reports))
-    for note in NOTES:
-        say(note)
-    for report in reports:
-        audit = report["audit"] or {}
-        remarks = [each for name in REMARKS for each in audit.get(name, ())]
-        for sentence in remarks[:MOST_REMARKS]:
-            say(f"note    {report['mode']}: {sentence}")
-    problems = [sentence for report in reports for sentence in report["problems"]]
-    for sentence in problems:
-        say(f"BROKEN  {sentence}")
+    problems = _show(reports, shown)
     say(f"{', '.join(f'{mode}.json' for mode in chosen)} are in {out}")
     if problems:
         raise typer.Exit(1)
+
+
+def _show(reports: list[Report], shown: Console) -> list[str]:
+    """Print what came of it; returns a sentence for each broken promise."""
+    shown.print(faults_table(reports))
+    shown.print(figures_table(reports))
+    said = list(NOTES)
+    for report in reports:
+        audit = report["audit"] or {}
+        remarks = [each for name in REMARKS for each in audit.get(name, ())]
+        said += [f"note    {report['mode']}: {each}" for each in remarks[:MOST_REMARKS]]
+    problems = [sentence for report in reports for sentence in report["problems"]]
+    for sentence in [*said, *(f"BROKEN  {each}" for each in problems)]:
+        shown.print(sentence, soft_wrap=True)
+    return problems
+
+
+app.command()(attack)
 
 
 if __name__ == "__main__":

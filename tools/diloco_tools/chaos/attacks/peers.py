@@ -1,0 +1,270 @@
+"""How attackers speak to a broker: by bytes of their own making, or through ZeroMQ with a key.
+
+Only a connection without keys can be written byte by byte here (ZMTP 3, RFC 23, mechanism NULL): CURVE
+would have to be made again. With a key ZeroMQ itself sends, so a message has to have an end, which the
+broker does not know before it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import zmq
+
+from diloco_protocol import messages
+from diloco_protocol.clients import Keys
+from diloco_protocol.clients.handshake import FAILURES
+from diloco_protocol.frames import MAX_FRAME_BYTES
+
+ANSWERS_WITHIN_S = 2.0  # an attacker that hears nothing for so long goes on
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00"
+GONE = zmq.EVENT_DISCONNECTED | FAILURES
+
+Header = dict[str, Any]
+
+
+def greeting(mechanism: bytes) -> bytes:
+    """The first 64 bytes of a ZMTP connection."""
+    return SIGNATURE + mechanism.ljust(20, b"\0") + b"\0" + bytes(31)
+
+
+def _command(name: bytes, **properties: bytes) -> bytes:
+    body = bytes([len(name)]) + name
+    for key, value in properties.items():
+        called = key.replace("_", "-").encode()
+        body += bytes([len(called)]) + called + struct.pack(">I", len(value)) + value
+    return b"\x04" + bytes([len(body)]) + body
+
+
+READY = _command(b"READY", Socket_Type=b"DEALER", Identity=b"")
+
+
+def frame(body: bytes, *, more: bool) -> bytes:
+    """A frame of a message as ZMTP sends it."""
+    if len(body) <= 255:
+        return bytes([more, len(body)]) + body
+    return bytes([2 | more]) + struct.pack(">Q", len(body)) + body
+
+
+@dataclass
+class Tally:
+    """What an attacker has done, and what came of it.
+
+    Attributes:
+        ended: connections that the broker has ended.
+        refused: requests that it has refused.
+        through: a sentence for each thing that should not have worked.
+    """
+
+    messages: int = 0
+    connections: int = 0
+    bytes: int = 0
+    ended: int = 0
+    refused: int = 0
+    through: list[str] = field(default_factory=list)
+
+    def got_through(self, sentence: str) -> None:
+        if sentence not in self.through:
+            self.through.append(sentence)
+
+
+class RawPeer:
+    """A TCP connection on which we write what we like. Raises OSError once the broker has ended it."""
+
+    def __init__(self, address: str, tally: Tally, *, mechanism: bytes = b"NULL") -> None:
+        host, port = address.removeprefix("tcp://").rsplit(":", 1)
+        self._tally = tally
+        self.socket = socket.create_connection((host, int(port)), ANSWERS_WITHIN_S)
+        tally.connections += 1
+        self.write(greeting(mechanism))
+        self._read(64)
+
+    def greet(self) -> None:
+        """Finish the handshake without keys."""
+        self.write(READY)
+        flags, size = self._read(2)
+        self._read(size)
+        if flags & 4 == 0:
+            raise ConnectionError("the handshake did not end with a command")
+
+    def write(self, data: bytes) -> None:
+        self.socket.sendall(data)
+        self._tally.bytes += len(data)
+
+    def is_ended(self, within_s: float) -> bool:
+        """Whether the broker ends the connection in time; what it says is dropped."""
+        until = time.monotonic() + within_s
+        while (left := until - time.monotonic()) > 0:
+            self.socket.settimeout(left)
+            try:
+                if not self.socket.recv(1 << 16):
+                    return True
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+        return False
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            # Nothing stays in the system: thousands of these are opened.
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+    def _read(self, size: int) -> bytes:
+        found = b""
+        while len(found) < size:
+            came = self.socket.recv(size - len(found))
+            if not came:
+                raise ConnectionError("the broker has ended the connection")
+            found += came
+        return found
+
+
+class Peer:
+    """A DEALER with a key or without, which never connects again by itself."""
+
+    def __init__(
+        self, address: str, context: zmq.Context[Any], tally: Tally, keys: Keys | None = None
+    ) -> None:
+        self._tally = tally
+        self.socket: zmq.Socket[Any] = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.set(zmq.RECONNECT_IVL, -1)
+        self.socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.set(zmq.SNDTIMEO, 1000)
+        if keys is not None:
+            keys.lock(self.socket)
+        self._monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(GONE)
+        self._address = address
+
+    def connect(self, *, reads: bool = True) -> Peer:
+        """Connect; who does not read takes in no more than the system does by itself."""
+        if not reads:
+            self.socket.set(zmq.RCVHWM, 1)
+            self.socket.set(zmq.RCVBUF, 4096)
+        self.socket.connect(self._address)
+        self._tally.connections += 1
+        return self
+
+    def send(self, *frames: bytes) -> bool:
+        """Whether it could be sent: not on a connection that has ended."""
+        try:
+            self.socket.send_multipart(frames)
+        except zmq.ZMQError:
+            return False
+        self._tally.messages += 1
+        self._tally.bytes += sum(map(len, frames))
+        return True
+
+    def say(self, message: messages.Message) -> bool:
+        return self.send(messages.encode(message))
+
+    def hear(self, *kinds: str, within_s: float = ANSWERS_WITHIN_S) -> Header | None:
+        """The next message of one of these kinds, or of any; None where none comes, or the end."""
+        until = time.monotonic() + within_s
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while (left := until - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(1000 * left) + 1))
+            if self.socket in ready:
+                header: Header = msgpack.unpackb(self.socket.recv_multipart()[0])
+                if not kinds or header["kind"] in kinds:
+                    return header
+            elif self._monitor in ready:
+                return None
+        return None
+
+    def asks(self, action: str, **arguments: Any) -> Header | None:
+        """What becomes of a control request: a `result`, an `error`, or nothing."""
+        self.say(messages.Control(action, 1, arguments))
+        return self.hear("result", "error")
+
+    def is_ended(self, within_s: float) -> bool:
+        """Whether the broker has ended the connection, or ends it in time."""
+        return bool(self._monitor.poll(int(1000 * within_s)))
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+
+class Scene:
+    """Where an attacker stands: whom it attacks, as whom, and for how long.
+
+    Attributes:
+        keys: the key that it has; None: it has none.
+        folder: the broker's folder of keys, where it asks for them: some attacks take others from it.
+        description: the packed manifest of the run's model.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        seconds: float,
+        seed: int = 0,
+        keys: Keys | None = None,
+        folder: str | None = None,
+        description: bytes = b"",
+        feed: str = "",
+    ) -> None:
+        self.address, self.keys, self.folder = address, keys, folder
+        self.description, self.seed, self.feed = description, seed, feed
+        self.seconds = seconds
+        self.tally = Tally()
+        self.context: zmq.Context[Any] = zmq.Context()
+        self._until = time.monotonic() + seconds
+
+    @property
+    def goes_on(self) -> bool:
+        return time.monotonic() < self._until
+
+    @property
+    def worker_id(self) -> str:
+        """The name under which it may join."""
+        return "stranger" if self.keys is None else self.keys.peer.name
+
+    def peer(self, *, reads: bool = True) -> contextlib.AbstractContextManager[Peer]:
+        """A connection through ZeroMQ with our key."""
+        return self.peer_with(self.keys, reads=reads)
+
+    @contextlib.contextmanager
+    def peer_with(self, keys: Keys | None, *, reads: bool = True) -> Iterator[Peer]:
+        peer = Peer(self.address, self.context, self.tally, keys)
+        try:
+            yield peer.connect(reads=reads)
+        finally:
+            peer.close()
+
+    @contextlib.contextmanager
+    def raw(self) -> Iterator[RawPeer]:
+        """A connection without a key that is ready for messages."""
+        peer = RawPeer(self.address, self.tally)
+        try:
+            peer.greet()
+            yield peer
+        finally:
+            peer.close()
+
+    def repeat(self, attempt: Callable[[], None]) -> None:
+        """As often as there is time for, and once at least; the broker may end each attempt."""
+        while True:
+            try:
+                attempt()
+            except (OSError, zmq.ZMQError):
+                self.tally.ended += 1
+            if not self.goes_on:
+                return
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)

@@ -1,0 +1,111 @@
+"""What an attack came to, which bounds it broke, and the table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+LEAST_PACE = 0.8  # of the calm one just before
+MOST_MEMORY_MIB = 64.0
+SLOWEST_ANSWER_MS = 50.0
+MOST_WRITTEN_KIB = 64.0  # to the log and the history, in one attack
+MIB = 1 << 20
+
+NOTES = (
+    "Pace: rounds per second beside the attack / without, just before it. All of it shares the processors of "
+    "this machine. Workers rest behind each step, as if they computed elsewhere, so that the attacker finds "
+    "a processor; it has the lowest priority (nice 19). The calm pace is measured with nothing beside "
+    "it: what the attacker takes from the others counts against the broker.",
+    "Answer: the longest wait of a status request on another connection, and in brackets that in the calm "
+    "window, which this machine does by itself. RSS: at the peak, and a moment after the attack. Written: "
+    "to log and history, beyond what the rounds closed meanwhile write.",
+    "A row with a broken bound is measured once more, and has a star: its figures are the second ones, "
+    "and the JSON has both.",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attack. A pace or an answer that is None was not measured: nobody trained there."""
+
+    attack: str
+    by: str
+    attempts: dict[str, int]  # messages, connections, bytes, ended, refused
+    through: list[str]
+    calm: float | None = None  # rounds per second
+    beside: float | None = None
+    rise_mib: float = 0.0
+    after_mib: float = 0.0
+    answer_ms: float | None = None
+    calm_answer_ms: float | None = None
+    written_kib: float = 0.0
+    seconds: float = 0.0
+    attacker_cpu: float = 0.0
+    again: bool = False  # it is the second measurement
+    first: dict[str, Any] | None = field(default=None)  # the first one, whose bounds were broken
+
+    @property
+    def kept(self) -> float | None:
+        """Part of the calm pace."""
+        if self.calm is None or self.beside is None:
+            return None
+        return self.beside / self.calm if self.calm else 0.0
+
+    def broken(self) -> list[str]:
+        """A sentence for each bound that does not hold."""
+        who = f"{self.attack}, {self.by}"
+        found = [f"{who}: GOT THROUGH: {each}" for each in self.through]
+        if self.kept is not None and self.kept < LEAST_PACE:
+            found.append(f"{who}: rounds closed at {self.kept:.2f} of their pace")
+        if self.rise_mib > MOST_MEMORY_MIB:
+            found.append(f"{who}: the broker's memory rose by {self.rise_mib:.0f} MiB")
+        if self.answer_ms is not None and self.answer_ms > SLOWEST_ANSWER_MS:
+            found.append(f"{who}: a status request took {self.answer_ms:.0f} ms")
+        if self.written_kib > MOST_WRITTEN_KIB:
+            found.append(f"{who}: {self.written_kib:.0f} KiB went to the log and the history")
+        return found
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"kept": self.kept, "broken": self.broken()}
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """All rows."""
+    shown = Table(title="attacks, and what they cost", title_justify="left")
+    shown.add_column("attack")
+    shown.add_column("by", no_wrap=True)
+    for name in (
+        "messages\nconnections",
+        "MiB sent\nended",
+        "through",
+        "pace kept\nof rounds/s",
+        "RSS MiB\npeak, after",
+        "answer ms\n(calm)",
+        "KiB\nwritten",
+        "its CPU\nof s",
+    ):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        did = row.attempts
+        is_bad = bool(row.broken())
+        shown.add_row(
+            row.attack + " *" * row.again,
+            row.by,
+            f"{did['messages']:,}\n{did['connections']:,}",
+            f"{did['bytes'] / MIB:.1f}\n{did['ended']:,}",
+            Text(f"{len(row.through)}" if row.through else "nothing"),
+            "-" if row.kept is None else f"{row.kept:.2f}\n{row.calm:.1f}",
+            f"{row.rise_mib:+.0f}, {row.after_mib:+.0f}",
+            "-"
+            if row.answer_ms is None
+            else f"{row.answer_ms:.0f} ({row.calm_answer_ms or 0:.0f})",
+            f"{row.written_kib:.0f}",
+            f"{row.attacker_cpu:.1f}\n{row.seconds:.1f}",
+            style="bold red" if is_bad else "",
+        )
+    return shown

@@ -1,0 +1,145 @@
+"""What is measured of a broker and its run: memory, files, rounds, how soon a question is answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from diloco_protocol.clients import Keys, Operator
+from diloco_protocol.errors import DilocoError
+from diloco_tools.chaos.attacks.worker import TIME
+
+MEMORY_EVERY_S = 0.01
+PROBE_EVERY_S = 0.02
+ANSWERS_WITHIN_S = 30.0
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+Sample = tuple[float, float]  # time of the monotonic clock, value
+
+
+class Watch:
+    """Looks at one broker from entering to leaving, in two threads; any window can be asked for later.
+
+    Args:
+        pid: the broker's.
+        address, keys: where and with which key a `status` is asked for again and again, on a
+            connection of its own. Its time counts from when it is sent until it is answered.
+    """
+
+    def __init__(self, pid: int, address: str, keys: Keys | None) -> None:
+        self._memory_file = Path(f"/proc/{pid}/statm")
+        self._operator = Operator(address, timeout=ANSWERS_WITHIN_S, keys=keys)
+        self.memory: list[Sample] = []  # bytes
+        self.answers: list[Sample] = []  # seconds, by when they were asked for
+        self.trouble = ""  # why a question was not answered
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=each, daemon=True) for each in (self._look, self._ask)
+        ]
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(ANSWERS_WITHIN_S)
+        self._operator.close()
+
+    def resident(self) -> float:
+        return float(self._memory_file.read_text().split()[1]) * _PAGE
+
+    def _look(self) -> None:
+        while not self._is_over.wait(MEMORY_EVERY_S):
+            try:
+                self.memory.append((time.monotonic(), self.resident()))
+            except (OSError, IndexError):  # the process has ended; the drill says so
+                return
+
+    def _ask(self) -> None:
+        while not self._is_over.wait(PROBE_EVERY_S):
+            began = time.monotonic()
+            try:
+                self._operator.ask("status")
+            except DilocoError as error:
+                self.trouble = str(error)
+            self.answers.append((began, time.monotonic() - began))
+
+
+def within(samples: Iterable[Sample], start: float, end: float) -> list[float]:
+    """The values of a window; of the questions those that were asked in it."""
+    return [value for at, value in list(samples) if start <= at <= end]
+
+
+def read_times(path: Path) -> list[float]:
+    """When the rounds of a worker ended, as it writes them down."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = len(data) - len(data) % TIME.size
+    return [each for (each,) in TIME.iter_unpack(data[:whole])]
+
+
+def pace(times: list[float], start: float, end: float) -> float:
+    """Rounds per second in a window; of the rounds that it cuts, the part that lies in it.
+
+    `times` should have one before the window and one behind it: a round that has not ended then counts
+    as long as it lasted until `end`, so it is nothing.
+    """
+    return (_progress(times, end) - _progress(times, start)) / (end - start)
+
+
+def _progress(times: list[float], at: float) -> float:
+    """Rounds until then, with the part of the one that is under way."""
+    done = bisect_right(times, at)
+    if done == 0 or done == len(times):
+        return float(done)
+    before, behind = times[done - 1], times[done]
+    return done + (at - before) / (behind - before)
+
+
+def size_of(files: Iterable[Path]) -> int:
+    """Bytes of those that exist."""
+    return sum(each.stat().st_size for each in files if each.exists())
+
+
+def unprintable(text: str) -> bool:
+    """Whether it would do something to a terminal, or begin a line of its own."""
+    return any(not char.isprintable() for char in text)
+
+
+def texts(plain: Any) -> Iterable[str]:
+    """All strings of a document."""
+    if isinstance(plain, str):
+        yield plain
+    elif isinstance(plain, dict):
+        for key, value in plain.items():
+            yield from texts(key)
+            yield from texts(value)
+    elif isinstance(plain, list | tuple):
+        for each in plain:
+            yield from texts(each)
+
+
+def forged(log: Path, history: Iterable[Path], mark: str) -> list[str]:
+    """Sentences on what an attacker could write into the log and the history of a broker."""
+    found = []
+    for line in log.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if unprintable(line):
+            found.append(f"the log has an unprintable line: {line!a:.120}")
+        elif mark in line.split(" ", 3)[-1][: len(mark)]:
+            found.append(f"a line of the log is forged: {line:.120}")
+    for file in history:
+        if file.exists():
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            said = (text for line in lines for text in texts(json.loads(line)))
+            found += [f"{file.name} has {text!a:.120}" for text in said if unprintable(text)]
+    return found

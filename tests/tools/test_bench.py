@@ -227,15 +227,19 @@ def test_bad_option_is_refused_with_one_sentence(
     assert not list(tmp_path.iterdir())
 
 
+OF_ROUNDS = (WHOLE_ROUND, rounds.WITH_KEYS)
+
+
 @pytest.mark.parametrize(("commands", "left_out"), [(ALL, set()), (QUICK, {"largest model"})])
 def test_every_part_is_measured_once(commands: str, left_out: set[str]) -> None:
     names = list(parts_of(commands))
-    measured = {"round" if name.startswith(WHOLE_ROUND) else name for name in names}
+    measured = {"round" if name.startswith(OF_ROUNDS) else name for name in names}
     assert measured == {name for name, _ in COMMANDS.values()} - left_out
     if commands is ALL:  # the rounds that targets are about
         wanted = {f"{WHOLE_ROUND}, {rounds.row_of('125M', n, 'fp32')}" for n in (2, 4)}
         assert wanted <= set(names)
         assert sum(name.startswith(WHOLE_ROUND) for name in names) == 3 * 3 * 2
+    assert any(name.startswith(rounds.WITH_KEYS) for name in names)
 
 
 def test_still_model_has_the_tensors_of_the_real_one() -> None:
@@ -364,3 +368,16 @@ def test_tiny_run_moves_exactly_the_bytes_of_the_model(pool: ProcessPool) -> Non
     assert by_name["broker CPU"] > 0
     assert by_name["longest turn"] > 0
     assert {each.name for each in found if each.part == PHASES_OF_ROUNDS} >= {"delta", "apply"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+def test_round_with_keys_is_measured_against_one_without(pool: ProcessPool) -> None:
+    found = rounds.round_with_keys(pool, size="0.4M", workers=1, reply="fp32", repeats=1)
+    by_name = {each.name: each.median for each in found}
+    assert min(by_name.values()) > 0
+    assert by_name["ratio"] == pytest.approx(
+        by_name["with keys"] / by_name["without keys"], rel=0.9
+    )
+    assert any("--keys" in str(each.process.args) for each in pool.all), "a broker has keys"
+    assert not (pool.folder / "keys").exists(), "no secret is left behind"

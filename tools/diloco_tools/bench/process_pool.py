@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.feed import Snapshot
+from diloco_protocol.roles import Role
 from diloco_tools.bench import machine
 from diloco_tools.bench.roles.wire import CALL_BYTES
 from diloco_tools.feed.listener import FeedSubscriber, Listener
@@ -111,14 +114,14 @@ class Ends(NamedTuple):
 class BrokerProcess:
     """A `diloco-broker serve` and what its feed says, until `close`; may raise ChildFailed."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Child, keys: Keys | None = None) -> None:
         self._child = child
         self.address = wait_for_line(child, "control", START_WITHIN_S)
         feed = wait_for_line(child, "feed", START_WITHIN_S)
         self._idle = machine.resident(child.pid)  # before it had a model
         self._snapshots: list[Snapshot] = []  # since the last `forget_turns`
         take = self._snapshots.append
-        self._listener = Listener(FeedSubscriber(feed), take, lambda _: None)
+        self._listener = Listener(FeedSubscriber(feed, keys=keys), take, lambda _: None)
         self._listener.start()
         self.close = self._listener.close
 
@@ -152,6 +155,11 @@ class BrokerProcess:
         raise self._child.failure()
 
 
+def key_file(options: Mapping[str, object], name: str) -> str | None:
+    """That of a worker of a broker with these options; None where it asks for none."""
+    return f"{options['keys']}/clients/worker-{name}.key" if "keys" in options else None
+
+
 class ProcessPool(Children):
     """Those of one benchmark, with its logs and checkpoints in a folder that exists."""
 
@@ -172,6 +180,16 @@ class ProcessPool(Children):
 
     def roles(self, role: str, count: int = 1) -> list[RoleProcess]:
         return [self.role(role, f"{role}-{i}") for i in range(count)]
+
+    def make_keys(self, trainers: Sequence[RoleProcess]) -> Path:
+        """A new folder of keys for these, and a monitor's."""
+        folder = self.folder / "keys"
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "diloco_broker", "keygen", str(folder)]
+        keygen = self.start("keygen", [*command, *(each.name for each in trainers)])
+        if keygen.wait(START_WITHIN_S) != 0:
+            raise keygen.failure()
+        return folder
 
     def dismiss(self, *starts: str) -> None:
         """End the roles whose names start so, and with them their memory."""
@@ -213,9 +231,10 @@ class ProcessPool(Children):
             command += ["--" + name.replace("_", "-"), str(value)]
         if "save_dir" not in options:
             command.append("--no-save")
+        keys = find_keys(str(options["keys"]), Role.MONITOR) if "keys" in options else None
         child = self.start(f"broker-{len(self.all) + 1}", command)
         try:
-            with contextlib.closing(BrokerProcess(child)) as broker:
+            with contextlib.closing(BrokerProcess(child, keys)) as broker:
                 yield broker
         finally:
             child.end()
@@ -224,11 +243,17 @@ class ProcessPool(Children):
     def training(
         self, trainers: Sequence[RoleProcess], size: str, **options: object
     ) -> Iterator[BrokerProcess]:
-        """A run of these roles, with a boundary behind each step and a model of this size."""
+        """A run of these roles, with a boundary behind each step and a model of this size.
+
+        With the option `keys`, a folder of `make_keys`, each has the key of its name.
+        """
         workers = options.pop("workers", len(trainers))
         with self.broker(workers=workers, sync_every=1, **options) as broker:
             ask_all(trainers, "build", size=size)
-            ask_all(trainers, "join", address=broker.address)
+            for trainer in trainers:  # all of them before any answers: they wait for each other
+                trainer.tell("join", address=broker.address, keys=key_file(options, trainer.name))
+            for trainer in trainers:
+                trainer.hear()
             yield broker
             ask_all(trainers, "leave")
 

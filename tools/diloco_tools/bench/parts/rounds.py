@@ -25,6 +25,7 @@ from diloco_tools.bench.sizes import parameters_of
 COST_PART = "what a round costs"
 OVER_WORKERS, OVER_PARAMETERS = "memory, over workers", "time, over parameters"
 CHECKPOINT = "checkpoint"
+WITH_KEYS = "round with keys"
 # Rounds with the counters sampled, for their phases; the sampling costs a little, so they are apart.
 SAMPLED = 2
 FP32 = 4
@@ -71,16 +72,24 @@ def configurations(
 ) -> Parts:
     """Whole synchronous rounds with real workers: time, bytes, phases, CPU, memory.
 
-    A part for each configuration.
+    A part for each configuration, and one with keys for each size.
     """
-    return {
+    counts, dtypes = options.whole_numbers(workers), options.words(replies)
+    with_keys: Parts = {
+        f"{WITH_KEYS}, {row_of(size, counts[0], dtypes[0])}": partial(
+            round_with_keys, size=size, workers=counts[0], reply=dtypes[0], repeats=repeats
+        )
+        for size in options.words(sizes)
+    }
+    plain: Parts = {
         f"{WHOLE_ROUND}, {row_of(size, count, reply)}": partial(
             whole_round, size=size, workers=count, reply=reply, repeats=repeats
         )
         for size in options.words(sizes)
-        for count in options.whole_numbers(workers)
-        for reply in options.words(replies)
+        for count in counts
+        for reply in dtypes
     }
+    return plain | with_keys
 
 
 def whole_round(
@@ -123,6 +132,45 @@ def whole_round(
         cost("broker beyond state", beyond, "MB", target=memory_target),
         cost("worker / fp32", held, "x", target="worker memory"),
         *_phases(row, sampled),
+    ]
+
+
+def round_with_keys(
+    pool: ProcessPool, *, size: str, workers: int, reply: str, repeats: int
+) -> list[Figure]:
+    """A round with a broker that asks for keys, so all of it is encrypted, against one without.
+
+    Two runs live side by side, and make rounds in turn.
+    """
+    row = row_of(size, workers, reply)
+    copies = 2 * (workers * WORKER_HOLDS + BROKER_HOLDS)
+    if not pool.has_memory(copies * FP32 * parameters_of(size) / 1e9, f"{WITH_KEYS}, {row}"):
+        return []
+    both = pool.roles("trainer", 2 * workers)
+    without, locked = both[:workers], both[workers:]
+    folder = pool.make_keys(locked)
+    with (
+        pool.training(without, size, reply_dtype=reply) as plain,
+        pool.training(locked, size, reply_dtype=reply, keys=folder) as keyed,
+    ):
+        one_round(without, plain)
+        one_round(locked, keyed)
+        limits, rounds = in_turn(
+            lambda: one_round(without, plain), lambda: one_round(locked, keyed), repeats
+        )
+    shutil.rmtree(folder)
+    of_it = partial(figure, WITH_KEYS, row)
+    seconds, with_keys = ([each.seconds for each in of] for of in (limits, rounds))
+    cpu, cpu_with_keys = (
+        [each.cpu / (each.up + each.down) for each in of] for of in (limits, rounds)
+    )
+    return [
+        of_it("without keys", seconds, "s"),
+        of_it("with keys", with_keys, "s"),
+        of_it("ratio", against(with_keys, seconds), "x"),
+        of_it("CPU without", cpu, "s/GB"),
+        of_it("CPU with", cpu_with_keys, "s/GB"),
+        of_it("CPU ratio", against(cpu_with_keys, cpu), "x"),
     ]
 
 

@@ -73,11 +73,11 @@ class Trainer:
         machine.forget_peak(os.getpid())
         self._resident = machine.resident(os.getpid())
 
-    def join(self, address: str) -> None:
-        """Join a run with the model at hand; it gets the run's parameters."""
+    def join(self, address: str, keys: str | None = None) -> None:
+        """Join a run with the model at hand; it gets the run's parameters. `keys` is a key file."""
         # Registered before the hook's own, so it is called before it.
         self._optimizer.register_step_post_hook(self._note)
-        self._diloco = DiLoCoWorker(self._model, self._optimizer, server=address)
+        self._diloco = DiLoCoWorker(self._model, self._optimizer, server=address, keys=keys)
         self._diloco.start()
 
     def leave(self) -> None:

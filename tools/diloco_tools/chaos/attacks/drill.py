@@ -16,6 +16,7 @@ from diloco_protocol.roles import Peer as Owner
 from diloco_tools.chaos.attacks import keyed, watch
 from diloco_tools.chaos.attacks.attacker import Job, Result
 from diloco_tools.chaos.attacks.floods import READS_AFTER_S
+from diloco_tools.chaos.attacks.peers import Tally
 from diloco_tools.chaos.attacks.report import MIB, Row
 from diloco_tools.chaos.attacks.table import ATTACKS, Attack
 from diloco_tools.chaos.attacks.words import MARK
@@ -181,11 +182,16 @@ class Stage(Children):
         file.write_text(json.dumps(asdict(job)))
         module = "diloco_tools.chaos.attacks.attacker"
         child = self.start(f"attack-{number}", [sys.executable, "-m", module, str(file)])
-        if child.wait(seconds + ENDS_LATE_S) != 0:
-            child.kill()
-            self.check()
-            raise child.failure()
-        return Result(**json.loads(result.read_text()))
+        began = time.monotonic()
+        code = child.wait(seconds + ENDS_LATE_S)
+        self.check()
+        if code == 0:
+            return Result(**json.loads(result.read_text()))
+        failed = child.failure()
+        child.kill()
+        # It tells nothing of the broker, but nobody may take it for an attack that was withstood.
+        tally = Tally(through=[f"it was not tried to its end: {failed}"])
+        return Result(began, time.monotonic(), 0.0, asdict(tally))
 
 
 def drill(options: Options, say: Callable[[str], None]) -> tuple[list[Row], list[str]]:
@@ -197,14 +203,13 @@ def drill(options: Options, say: Callable[[str], None]) -> tuple[list[Row], list
         stages = [
             [each for each in wanted if each.on_empty == on_empty] for on_empty in (False, True)
         ]
-        try:
-            for measure, attacks in zip((_beside_training, _on_empty), stages, strict=True):
-                if attacks:
-                    for row in measure(options, attacks, has_keys=has_keys):
-                        say(_line(row))
-                        rows.append(row)
-        except ChildFailed as error:
-            problems.append(str(error))
+        for measure, attacks in zip((_beside_training, _on_empty), stages, strict=True):
+            try:
+                for row in measure(options, attacks, has_keys=has_keys) if attacks else ():
+                    say(_line(row))
+                    rows.append(row)
+            except ChildFailed as error:
+                problems.append(str(error))
     return rows, problems
 
 

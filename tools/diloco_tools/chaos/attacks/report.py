@@ -16,15 +16,16 @@ MOST_WRITTEN_KIB = 64.0  # to the log and the history, in one attack
 MIB = 1 << 20
 
 NOTES = (
-    "Pace: rounds per second beside the attack / without, just before it. All of it shares the processors of "
-    "this machine. Workers rest behind each step, as if they computed elsewhere, so that the attacker finds "
-    "a processor; it has the lowest priority (nice 19). The calm pace is measured with nothing beside "
-    "it: what the attacker takes from the others counts against the broker.",
-    "Answer: the longest wait of a status request on another connection, and in brackets that in the calm "
-    "window, which this machine does by itself. RSS: at the peak, and a moment after the attack. Written: "
-    "to log and history, beyond what the rounds closed meanwhile write.",
-    "A row with a broken bound is measured once more, and has a star: its figures are the second ones, "
-    "and the JSON has both.",
+    "Pace: rounds per second beside the attack / without, just before it. All of it shares the "
+    "processors of this machine. Workers rest behind each step, as if they computed elsewhere, so"
+    " that the attacker finds a processor; it has a low priority (nice 5). The calm pace is"
+    " measured with nothing beside it: what the attacker takes from the others counts against the"
+    " broker.",
+    "Answer: the longest wait of a status request on another connection, and in brackets that in "
+    "the calm window, which this machine does by itself. RSS: at the peak, and a moment after the"
+    " attack. Written: to log and history, beyond what the rounds closed meanwhile write.",
+    "A row with a broken bound is measured once more, and has a star: its figures are the second "
+    "ones, and the JSON has both.",
 )
 
 

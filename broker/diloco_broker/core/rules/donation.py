@@ -53,6 +53,15 @@ def begin(state: RunState, member: Member, push: messages.Push) -> effects.Effec
     yield member.tell(messages.Grant(push.push_id, push.fragment, standing, held, window))
 
 
+def is_sound(version: VersionId) -> bool:
+    """Can this be the name of a version of a run?"""
+    return (
+        RUN_PATTERN.fullmatch(version.run) is not None
+        and 0 <= version.counter <= MAX_COUNTER
+        and 0 <= version.tag < 1 << 64
+    )
+
+
 def _check_promise(member: Member, push: messages.Push) -> None:
     """A worker was asked for what it said it holds: no other version takes the place of ours."""
     said = dict(enumerate(member.versions)).get(push.fragment)
@@ -66,12 +75,7 @@ def _check_promise(member: Member, push: messages.Push) -> None:
 
 def _check_provenance(push: messages.Push) -> None:
     """Version and ledger of a donation become the run's own: they must be sound."""
-    base = push.base
-    if base is not None and not (
-        RUN_PATTERN.fullmatch(base.run)
-        and 0 <= base.counter <= MAX_COUNTER
-        and 0 <= base.tag < 1 << 64
-    ):
+    if push.base is not None and not is_sound(push.base):
         raise ProtocolError(Code.BAD_PUSH, "The donated version has no valid name.")
     for pushes in (push.ledger or Ledger()).pushes.values():
         for counted in pushes:

@@ -39,8 +39,8 @@ def resume(state: RunState, resumption: Resumption) -> None:
     record = resumption.record
     state.model.resume(resumption)
     state.versions.set_layout(resumption.layout.all)
-    for name, value in record.totals.items():
-        setattr(state.totals, name, value)
+    known = {n: count for n, count in record.totals.items() if n in vars(state.totals)}
+    state.totals = replace(state.totals, **known)
     state.totals_before = replace(state.totals)
     state.is_resumed = True
 
@@ -100,8 +100,10 @@ def _seek_run(state: RunState) -> effects.Effects:
     if model.is_restored:
         yield from _go_on(state)
     else:
+        # Nobody has the rest: a new run begins with the next donor, and not again with a part of this.
+        model.rejected_donors |= {m.worker_id for m in state.members if any(m.versions)}
         over = tuple(model.restored)
-        model.restored.clear()  # nobody has the rest: a new run begins with the next donor
+        model.restored.clear()
         model.abandon()
         yield effects.DropInitial(over)
 

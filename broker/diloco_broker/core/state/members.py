@@ -186,9 +186,10 @@ class Member:
 
     def goes_on_from(self, counters: Mapping[str, int]) -> None:
         """Count on from what a checkpoint has of this worker."""
-        self.figures.pushes, self.figures.rejected = counters["pushes"], counters["rejected"]
-        self.account.bytes_up = counters["bytes_up"]
-        self.account.bytes_down = counters["bytes_down"]
+        self.figures.pushes = counters.get("pushes", 0)
+        self.figures.rejected = counters.get("rejected", 0)
+        self.account.bytes_up = counters.get("bytes_up", 0)
+        self.account.bytes_down = counters.get("bytes_down", 0)
 
 
 class Membership:

@@ -219,8 +219,11 @@ class RunModel:
         """By fragment, the worker that holds the newest version, where it is newer than ours."""
         best: dict[int, Member] = {}
         newest = {fragment: each.version.counter for fragment, each in self.restored.items()}
+        there = set(self.all_fragments)
         for member in self.candidates(members):
             for fragment, held in enumerate(member.versions):
+                if fragment not in there:
+                    continue
                 of_the_run = held is not None and held.run == self.run
                 if held and of_the_run and held.counter > newest.get(fragment, -1):
                     best[fragment] = member

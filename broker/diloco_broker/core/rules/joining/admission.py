@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_broker.core import effects, events
-from diloco_broker.core.rules import initial_model, rounds
+from diloco_broker.core.rules import donation, initial_model, rounds
 from diloco_broker.core.rules.joining import compatibility, room
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member
@@ -46,6 +46,8 @@ def join(
                 f"{len(state.members)}."
             )
     else:
+        if state.model.donation.donor == member.worker_id and member.versions != join.versions:
+            yield from donation.abandon(state)  # it was asked for what it said that it held
         state.versions.forget(member.bulk)
         state.members.renew(member, join, session, route, state.now)
         yield effects.info(f"{join.worker_id} is back on a new connection.")
@@ -119,6 +121,10 @@ def _check_join(state: RunState, join: messages.Join, manifest: Manifest) -> tup
             f"{MAX_EXTRA_LENGTH}; send less.",
         )
     room.check_number(state, join)
+    unsound = [version for version in join.versions if version and not donation.is_sound(version)]
+    if unsound:
+        text = f"The worker says that it holds {unsound[0]!r:.200}, which cannot name a version."
+        raise ProtocolError(Code.BAD_HEADER, text)
     problems = manifest.problems()
     if problems:
         text = f"The model cannot be trained: {summarise(problems)}."
@@ -191,6 +197,7 @@ def _contest(member: Member, route: effects.Route, now: float) -> effects.Effect
 def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     state.members.remove(member)
+    state.model.forgive(member.worker_id)  # or the names of all that ever came would be kept
     state.departed = Departure(member.worker_id, why)
     state.versions.forget(member.bulk)
     if state.model.donation.donor == member.worker_id:

@@ -24,6 +24,9 @@ from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 # Elements of a chunk: 1 MiB in bf16, 2 MiB in fp32. At 1 MiB and a window of 4 to 16, ZeroMQ moves
 # about as much as a raw TCP connection; at 256 KiB two thirds of it.
 CHUNK_ELEMENTS = 524_288
+# Chunks of a model, of each of which both ends keep books: more than any model has at the usual size.
+# Where somebody else says how small they are, this bounds what that costs.
+MOST_CHUNKS = 1_000_000
 
 
 class Segment(str, Enum):

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_protocol import Code, Manifest, ModelLayout, ProtocolError, RunConfig, Segment
-from diloco_protocol.chunks import lay_out_plan
+from diloco_protocol.chunks import CHUNK_ELEMENTS, MOST_CHUNKS, lay_out_plan
+from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.fragments import FragmentPlan
-from diloco_protocol.messages import BUFFERS, MERGES, MODES, Welcome
+from diloco_protocol.messages import BUFFERS, MERGES, MODES, WEIGHTS, Welcome
 
 # Seconds between heartbeats where neither the worker nor the broker asks for something else.
 HEARTBEAT_S = 30.0
+# A broker may ask for more often than any needs, by mistake or on purpose.
+LEAST_HEARTBEAT_S = 0.005
 # What must be the same when a broker comes back: chunks in flight are numbered by it, and deltas in
 # flight are merged by it.
 FIXED = (
@@ -55,6 +58,7 @@ def check_welcome(
     config, plan = welcome.config, welcome.plan
     problem = (
         _why_silence_fails(config, asked_interval)
+        or why_unsound(config, manifest)
         or _why_incompatible(config, earlier, asked_sync_every)
         or (OTHER_PLAN if earlier is not None and plan != earlier.plan else None)
     )
@@ -84,6 +88,26 @@ def _why_silence_fails(config: RunConfig, asked_interval: float | None) -> str |
             f"heartbeat_interval is {asked_interval:g} s, but the broker drops workers that are "
             f"silent for {tolerated:g} s; choose at most a third of that."
         )
+    return None
+
+
+def why_unsound(config: RunConfig, manifest: Manifest) -> str | None:
+    """What no broker of this release says, as a sentence; None where all of it can be followed."""
+    known = {
+        "wire_dtype": config.wire_dtype in WIRE_DTYPES,
+        "reply_dtype": config.reply_dtype in WIRE_DTYPES,
+        "weight_by": config.weight_by in WEIGHTS,
+        "fragment_update_alpha": 0 <= config.fragment_update_alpha <= 1,
+        "chunk_elements": 0 < config.chunk_elements <= CHUNK_ELEMENTS
+        and sum(entry.elements for entry in manifest.entries)
+        <= MOST_CHUNKS * config.chunk_elements,
+    }
+    for name, is_known in known.items():
+        if not is_known:
+            return (
+                f"The run has {name} {getattr(config, name)!r:.40}, which this release of the worker "
+                "cannot follow; install the release that the broker has."
+            )
     return None
 
 
@@ -173,5 +197,5 @@ def heartbeat_interval(config: RunConfig, asked: float | None) -> float:
     if asked is not None:
         return asked
     if config.heartbeat_timeout > 0:
-        return min(HEARTBEAT_S, config.heartbeat_timeout / 3)
+        return max(LEAST_HEARTBEAT_S, min(HEARTBEAT_S, config.heartbeat_timeout / 3))
     return HEARTBEAT_S

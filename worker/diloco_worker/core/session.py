@@ -169,9 +169,13 @@ class Session:
     def _disconnected(self, reason: str, now: float) -> Iterator[Effect]:
         if self.connection.can_break:
             yield from self.connection.breaks(reason, now)
-            self.downloads.disconnected()
-            yield from self.uploads.disconnected()
-            yield from self.requests.disconnected()
+            yield from self._void()
+
+    def _void(self) -> Iterator[Effect]:
+        """What was under way on the connection at hand is void."""
+        self.downloads.disconnected()
+        yield from self.uploads.disconnected()
+        yield from self.requests.disconnected()
 
     def _tick(self, now: float) -> Iterator[Effect]:
         if self.connection.wakes(now):
@@ -322,6 +326,7 @@ class Session:
                 yield effects.Told(notice)
             case "kicked":
                 yield from self.connection.is_removed(notice, now)
+                yield from self._void()
             case "waiting":
                 yield effects.Say(notice.text)
             case "sync_every" if notice.sync_every and self.terms is not None:

@@ -200,8 +200,8 @@ class Uploads:
 
     def granted(self, grant: messages.Grant) -> Iterator[effects.Effect]:
         upload = self.by_id.get(grant.push_id)
-        if upload is None:
-            return
+        if upload is None or not self._connection.is_joined:
+            return  # nothing was offered on this connection
         try:
             upload.granted(grant)
         except ProtocolError as error:
@@ -213,7 +213,7 @@ class Uploads:
 
     def acknowledged(self, ack: messages.Ack) -> Iterator[effects.Effect]:
         upload = self.by_id.get(ack.push_id)
-        if upload is not None:
+        if upload is not None and self._connection.is_joined:
             upload.acknowledged(ack.chunks, ack.credit)
             yield from self._send(upload)
 

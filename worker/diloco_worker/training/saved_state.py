@@ -18,7 +18,6 @@ from diloco_protocol import (
     Kind,
     Ledger,
     Manifest,
-    ProtocolError,
     RunConfig,
     Segment,
     TensorEntry,
@@ -28,9 +27,10 @@ from diloco_protocol import (
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.manifest import differences, summarise
 from diloco_protocol.messages import BUFFERS, Push
+from diloco_protocol.records import from_plain as record_of
 from diloco_protocol.tensors.codecs import segment_dtype
 from diloco_protocol.version import as_hex, from_hex
-from diloco_worker.core.compatibility import Terms, cut
+from diloco_worker.core.compatibility import Terms, cut, why_unsound
 from diloco_worker.core.downloads import Held
 from diloco_worker.core.sync.fragment import Flight, TrainingBase
 from diloco_worker.core.sync.metrics import SyncMetrics
@@ -74,7 +74,7 @@ class Saved:
             step, cycle_start = int(state["local_step"]), int(state.get("cycle_start", 0))
             counts = {"tokens": int(state["tokens"]), "samples": int(state.get("samples", 0))}
             plain = state.get("resume")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(f"This is not the state of a DiLoCoWorker: {error!r}.") from None
         resumption = None
         if plain is not None and tensors is not None:
@@ -177,8 +177,10 @@ def from_plain(plain: object, tensors: ModelTensors) -> Resumption:
         return _resumption(_dict(plain), tensors)
     except KeyError as error:
         raise UsageError(f"This is not the state of a DiLoCoWorker: it lacks {error}.") from None
-    except (TypeError, ValueError, AttributeError, ProtocolError) as error:
-        raise UsageError(f"This is not the state of a DiLoCoWorker: {error}.") from None
+    except UsageError:
+        raise
+    except Exception as error:  # noqa: BLE001  tensors of all kinds raise all kinds of errors
+        raise UsageError(f"This is not the state of a DiLoCoWorker: {error!s:.300}.") from None
 
 
 def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
@@ -189,7 +191,11 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
             "with the release that wrote it."
         )
     _check_model(_manifest(plain["model"]), tensors.manifest)
-    config = RunConfig(**_dict(plain["config"]))
+    told = asdict(RunConfig(**_dict(plain["config"])))  # what a newer release has told is unknown
+    config = record_of(RunConfig, told, "config")
+    unsound = why_unsound(config, tensors.manifest)
+    if unsound is not None:
+        raise ValueError(unsound.removesuffix("."))
     plan = tuple(_whole(number) for number in plain["plan"])
     layout = cut(tensors.manifest, config, plan)
     place = SchedulePlace(**{name: _whole(value) for name, value in _dict(plain["place"]).items()})

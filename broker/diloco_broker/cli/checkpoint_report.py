@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import typer
 
 from diloco_broker.cli.status_text import span
-from diloco_broker.storage import checkpoint
+from diloco_broker.storage import checkpoint, checkpoint_format
 from diloco_broker.storage.checkpoint import Damaged
 from diloco_protocol.errors import UsageError
 from diloco_protocol.manifest import Kind
@@ -38,11 +38,17 @@ def newest_sound(folder: Path, read: Callable[[Path], T]) -> tuple[Path, T]:
 def describe(path: Path, *, quick: bool) -> dict[str, Any]:
     """Everything that a checkpoint says of its run; `quick` trusts the files to be whole."""
     try:
-        plain = checkpoint.read_manifest(path)
-        if not quick:
-            checkpoint.check_files(path, plain)
+        with checkpoint.as_damaged(path):
+            return _described(path, quick=quick)
     except Damaged as error:
         return {"path": str(path), "sound": False, "problem": str(error)}
+
+
+def _described(path: Path, *, quick: bool) -> dict[str, Any]:
+    plain = checkpoint.read_manifest(path)
+    checkpoint_format.without_tensors(plain)
+    if not quick:
+        checkpoint.check_files(path, plain)
     entries = plain["manifest"]["entries"]
     fragments = [plain["fragments"][key] for key in sorted(plain["fragments"], key=int)]
     return {

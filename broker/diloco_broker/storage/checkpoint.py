@@ -22,27 +22,29 @@ chunk by chunk, so no copy of the model is made for it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
+from typing import Any, BinaryIO
 
 from diloco_broker.storage import checkpoint_format
 from diloco_broker.storage.checkpoint_format import FORMAT, Checkpoint
-from diloco_protocol.errors import ProtocolError, UsageError
+from diloco_protocol.errors import UsageError
 from diloco_protocol.records import to_plain
 
 MANIFEST = "checkpoint.json"
 PIECE_BYTES = 1 << 20  # read at a time for a checksum
 NAME = re.compile(r"checkpoint-(\d{4,})-(\d{12,})(?:-(\d+))?")
-UNREADABLE = (KeyError, TypeError, ValueError, ProtocolError, UsageError, SafetensorError)
+FILE = re.compile(r"fragment-\d+\.safetensors")
+# A model of 50,000 tensors takes 20 MB.
+MOST_JSON_BYTES = 64 << 20
 
 
 class Damaged(Exception):
@@ -160,7 +162,7 @@ def found(folder: Path) -> list[Path]:
 def load(path: Path) -> Checkpoint:
     """Read a checkpoint and check every byte of it; raises Damaged."""
     plain = read_manifest(path)
-    with _as_damaged(path):
+    with as_damaged(path):
         found = checkpoint_format.without_tensors(plain)
         check_files(path, plain)
         parts = [part for part in found.layout.all if part.chunks]
@@ -179,50 +181,72 @@ def load(path: Path) -> Checkpoint:
 def load_record(path: Path) -> Checkpoint:
     """A checkpoint without its tensors; raises Damaged."""
     plain = read_manifest(path)
-    with _as_damaged(path):
+    with as_damaged(path):
         return checkpoint_format.without_tensors(plain)
 
 
 @contextlib.contextmanager
-def _as_damaged(path: Path) -> Iterator[None]:
+def as_damaged(path: Path) -> Iterator[None]:
     """Within it, what a file that is not ours raises when it is read becomes Damaged."""
     try:
         yield
-    except UNREADABLE as error:
+    except Damaged:
+        raise
+    except Exception as error:  # noqa: BLE001  a foreign file makes its readers raise anything at all
         raise Damaged(f"{path} cannot be read: {error!r:.200}.") from None
 
 
 def check_files(path: Path, plain: Mapping[str, Any]) -> None:
     """Compare size and sum of each file with what a checkpoint's manifest says; raises Damaged."""
     for name, told in plain["files"].items():
-        total, size = hashlib.sha256(), 0
+        if not FILE.fullmatch(name):
+            raise Damaged(
+                f"{path / MANIFEST} names {name!r:.80}, which is no file of a checkpoint."
+            )
+        total = hashlib.sha256()
         try:
-            with open(path / name, "rb") as file:
-                while piece := file.read(PIECE_BYTES):
+            with _opened(path / name) as file:
+                is_so_long = os.fstat(file.fileno()).st_size == told["bytes"]
+                while is_so_long and (piece := file.read(PIECE_BYTES)):
                     total.update(piece)
-                    size += len(piece)
         except OSError as error:
             raise _unreadable(path / name, error) from None
-        if (size, total.hexdigest()) != (told["bytes"], told["sha256"]):
+        if not is_so_long or total.hexdigest() != told["sha256"]:
             raise Damaged(f"{path / name} is not what was written: its size or checksum differs.")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The JSON of a checkpoint, its own sum checked; raises Damaged."""
     try:
-        whole = json.loads((path / MANIFEST).read_text())
+        with _opened(path / MANIFEST) as file:
+            text = file.read(MOST_JSON_BYTES + 1)
+        if len(text) > MOST_JSON_BYTES:
+            raise ValueError(f"more than {MOST_JSON_BYTES} bytes")
+        whole = json.loads(text)
         body, told = whole["checkpoint"], whole["sha256"]
+        body.items()
     except FileNotFoundError:
         raise Damaged(f"{path} has no {MANIFEST}.") from None
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{path / MANIFEST} cannot be understood ({error!r:.200}).") from None
     if _sum_of(body) != told:
         raise Damaged(f"{path / MANIFEST} is not what was written: its checksum differs.")
     if body.get("format") != FORMAT:
         raise Damaged(f"{path} has format {body.get('format')}, this release reads {FORMAT}.")
     return dict(body)
+
+
+def _opened(path: Path) -> BinaryIO:
+    """A file to read. Raises OSError where it is none: a pipe or a device would be read for ever."""
+    descriptor = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a file")
+    return open(descriptor, "rb")
 
 
 # Writing.
@@ -239,10 +263,10 @@ def _save_fragment(
     name = _file_name(fragment)
     if before is not None:
         path, plain = before
-        version = plain["fragments"].get(str(fragment), {}).get("version")
         # What an earlier life has written may have come to harm since.
-        is_ours = plain["life"] == checkpoint.life
-        if is_ours and version == to_plain(checkpoint.record.fragments[fragment].version):
+        is_ours = plain.get("life") == checkpoint.life
+        version = to_plain(checkpoint.record.fragments[fragment].version)
+        if is_ours and version == plain["fragments"].get(str(fragment), {}).get("version"):
             with contextlib.suppress(OSError):  # another file system, or none that links
                 os.link(path / name, to / name)
                 return dict(plain["files"][name])

@@ -19,12 +19,22 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from diloco_broker.core.rules.donation import is_sound
 from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.tensors.parameters import FragmentTensors
-from diloco_protocol.chunks import FragmentLayout, ModelLayout, Segment, lay_out_plan
-from diloco_protocol.manifest import Manifest
+from diloco_protocol.chunks import (
+    CHUNK_ELEMENTS,
+    MOST_CHUNKS,
+    FragmentLayout,
+    ModelLayout,
+    Segment,
+    lay_out_plan,
+)
+from diloco_protocol.fragments import FragmentPlan
+from diloco_protocol.manifest import Manifest, summarise
+from diloco_protocol.messages import is_worker_id
 from diloco_protocol.records import from_plain, to_plain
-from diloco_protocol.tensors.codecs import as_bytes
+from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 from diloco_protocol.version import Ledger, VersionId
 
 FORMAT = 1
@@ -109,8 +119,8 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
-    """What `checkpoint.json` says; raises KeyError, TypeError, ValueError or ProtocolError."""
-    return Checkpoint(
+    """What `checkpoint.json` says. Raises ValueError, or whatever reading what is not ours may raise."""
+    found = Checkpoint(
         record=RunRecord(
             run=str(plain["run"]),
             number=int(plain["number"]),
@@ -121,16 +131,53 @@ def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
                 int(fragment): _fragment_record(each)
                 for fragment, each in plain["fragments"].items()
             },
-            workers=plain["workers"],
-            totals=plain["totals"],
+            workers={name: _counts(each) for name, each in plain["workers"].items()},
+            totals=_counts(plain["totals"]),
         ),
         life=int(plain["life"]),
         num_fragments=int(plain["num_fragments"]),
         chunk_elements=int(plain["chunk_elements"]),
         outer=str(plain["outer"]),
-        config=plain["config"],
+        config=dict(plain["config"]),
         tensors={},
     )
+    _check(found)
+    return found
+
+
+def _counts(plain: Mapping[str, Any]) -> dict[str, int]:
+    found = dict(plain)
+    for name, count in found.items():
+        if type(count) is not int or not 0 <= count < 1 << 63:
+            raise ValueError(f"{name} is {count!r:.40}, which is no count")
+    return found
+
+
+def _check(found: Checkpoint) -> None:
+    """Raise ValueError, or ProtocolError, for what no broker has written: nothing is made by it then."""
+    record, pieces = found.record, found.num_fragments
+    problems = record.manifest.problems()
+    if problems:
+        raise ValueError(summarise(problems))
+    elements = sum(entry.elements for entry in record.manifest.entries)
+    if not 0 < found.chunk_elements <= CHUNK_ELEMENTS:
+        raise ValueError(f"chunks of {found.chunk_elements} elements")
+    if elements > MOST_CHUNKS * found.chunk_elements:
+        raise ValueError(f"{elements} elements in chunks of {found.chunk_elements}")
+    if pieces > 1:
+        FragmentPlan.from_numbers(record.manifest, record.plan, pieces)
+    elif pieces != 1:
+        raise ValueError(f"{pieces} fragments")
+    numbers = {record.number, found.life}
+    for each in record.fragments.values():
+        if not is_sound(each.version) or each.version.run != record.run:
+            raise ValueError(f"{each.version!r:.100} is no version of run {record.run!r:.40}")
+        numbers |= {each.gradients, each.round + 1, each.averaged, *each.tags, *each.tags.values()}
+    if not all(0 <= number < 1 << 64 for number in numbers):
+        raise ValueError("a count that no run comes to")
+    wrong = [name for name in record.workers if not is_worker_id(name)]
+    if wrong:
+        raise ValueError(f"a worker named {wrong[0]!r:.80}")
 
 
 def _fragment_record(plain: Mapping[str, Any]) -> FragmentRecord:
@@ -221,13 +268,15 @@ def _tensors_of_file(
 def load_tensors(path: Path, layout: FragmentLayout, plain: Mapping[str, Any]) -> FragmentTensors:
     """Read the file of one fragment, each chunk into memory of its own; `plain` is its part of the JSON.
 
-    Raises ValueError, KeyError or SafetensorError where it does not hold what the layout says.
+    Raises ValueError, or what the library raises, where it does not hold what the layout says.
     """
     with safe_open(path, framework="pt") as file:
         segments = {s: file.get_tensor(s.value) for s in Segment if layout.lengths[s]}
         for segment, tensor in segments.items():
-            if tensor.numel() != layout.lengths[segment]:
-                raise ValueError(f"{tensor.numel()} {segment.value} in {path.name}")
+            if tensor.numel() != layout.lengths[segment] or tensor.dtype != segment_dtype(segment):
+                raise ValueError(
+                    f"{tensor.numel()} {segment.value} of {tensor.dtype} in {path.name}"
+                )
         chunks = [segments[s.segment][s.start : s.stop].clone() for s in layout.spans]
         outer = {}
         for name, known in plain["outer"].items():
@@ -245,6 +294,8 @@ def _split(whole: Tensor, layout: FragmentLayout, known: Sequence[bool]) -> list
         stop = start + span.elements if is_known else start
         found.append(whole[start:stop].clone() if is_known else None)
         start = stop
+    if whole.numel() != start or whole.dtype != torch.float32:
+        raise ValueError(f"{whole.numel()} of {start} elements of the outer state")
     return found
 
 
@@ -258,6 +309,8 @@ def _load_optimizer(file: Any, told: Mapping[str, Any] | None) -> dict[str, Any]
             if "shape" in value:
                 flat = file.get_tensor(f"optimizer.{number}.{name}")
                 dtype = getattr(torch, value["dtype"])
+                if not isinstance(dtype, torch.dtype):
+                    raise ValueError(f"{value['dtype']!r:.40} is no dtype")
                 state[int(number)][name] = flat.reshape(value["shape"]).to(dtype).clone()
             else:
                 state[int(number)][name] = value["value"]

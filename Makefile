@@ -10,10 +10,12 @@ STAMP := $(VENV)/.ready
 SPREAD := -n auto --maxprocesses=8 --dist=worksteal
 MUTANTS ?= 300
 AT_LEAST ?= 0
+SECONDS ?= 60
+SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos bench test test-all test-browser mutants chromium lint format check release clean
+.PHONY: help setup demo chaos bench fuzz test test-all test-browser mutants chromium lint format check release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -24,8 +26,9 @@ help:
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
 	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
+	@echo "make fuzz      look for inputs that break something: a minute, or SECONDS=3600 SEED=7"
 	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
-	@echo "make check     lint and test-all, as CI does"
+	@echo "make check     lint, fuzz and test-all, as CI does"
 	@echo "make release   wheel and source archive of the last commit, made twice and compared, in dist/"
 	@echo "make clean     remove .venv and the results of runs"
 
@@ -68,6 +71,9 @@ test-browser: $(STAMP) chromium
 mutants: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m mutation.drill --mutants $(MUTANTS) --at-least $(AT_LEAST)
 
+fuzz: $(STAMP)
+	@PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(SECONDS) --seed $(SEED)
+
 lint: $(STAMP)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -78,7 +84,7 @@ format: $(STAMP)
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-check: lint test-all
+check: lint fuzz test-all
 
 release: $(STAMP)
 	@$(BIN)/python -m diloco_tools.release.packages

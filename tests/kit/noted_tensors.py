@@ -110,7 +110,9 @@ class NotedTensors:
                 self.steps.append(work)
                 parts = self._sums.pop((fragment, index), [])
                 total = sum(part[2] for part in parts)
-                assert abs(total - weight) < 1e-9, "the mean is divided by what was not added"
+                assert abs(total - weight) <= 1e-9 * max(1.0, weight), (
+                    "the mean is divided by what was not added"
+                )
                 added = tuple((worker, push_id) for worker, push_id, _ in parts)
                 return self._added(fragment, index, added)
             case effects.Inspect(payload=payload):

@@ -36,20 +36,13 @@ from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
-from diloco_worker.training import start
+from diloco_worker.training import settings, start
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import Driver
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.saved_state import Saved
-from diloco_worker.training.settings import (
-    Settings,
-    default_worker_id,
-    resolve,
-    warn_of_silence,
-    worker_keys,
-)
 
 logger = logging.getLogger("diloco.worker")
 
@@ -128,12 +121,14 @@ class DiLoCoWorker:
                 "process_group is set, but this release has no workers of several processes; "
                 "leave it out and give each process a DiLoCoWorker of its own."
             )
-        self._settings: Settings = resolve(locals())  # its fields have the names of arguments
+        self._settings: settings.Settings = settings.resolve(
+            locals()
+        )  # its fields have the names of arguments
         self._keys, chosen_id = None, self._settings.worker_id
         if self._settings.server is not None:
-            self._keys, chosen_id = worker_keys(self._settings.keys, chosen_id)
+            self._keys, chosen_id = settings.worker_keys(self._settings.keys, chosen_id)
         self._chosen_id = chosen_id
-        self.worker_id: str = chosen_id or default_worker_id()
+        self.worker_id: str = chosen_id or settings.default_worker_id()
         counted = start.check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
@@ -181,7 +176,7 @@ class DiLoCoWorker:
                 is not the one that the loaded state belongs to, or holds values that no run can begin
                 with.
         """
-        warn_of_silence(self._settings.server)
+        settings.warn_of_silence(self._settings.server)
         if self._settings.server is None or self._tensors is None:
             return self
         if self._link is not None:
@@ -189,22 +184,23 @@ class DiLoCoWorker:
         try:
             return self._start(self._settings.server, self._tensors)
         except BaseException:
-            self._undo_start()
+            self._steps.stop()
+            self._release("it did not start training")
             raise
 
     def _start(self, server: str, tensors: ModelTensors) -> DiLoCoWorker:
         start.occupy(self._model, self, self.worker_id)
-        settings, resumption = self._settings, self._resumption
+        own, resumption = self._settings, self._resumption
         check_values(tensors)
         if resumption is not None:
             resumption.check_model(tensors)
-        audit = self._audit = PushLog(settings.audit, self.worker_id)
+        audit = self._audit = PushLog(own.audit, self.worker_id)
         session = start.new_session(
             self.worker_id,
             tensors.manifest,
-            wants=settings.wants,
-            heartbeat_interval=settings.heartbeat_interval,
-            extra=settings.extra,
+            wants=own.wants,
+            heartbeat_interval=own.heartbeat_interval,
+            extra=own.extra,
         )
         if resumption is not None:
             session.handle(Resume(resumption.terms, resumption.held), self._clock())
@@ -219,14 +215,14 @@ class DiLoCoWorker:
         )
         self._publish(waiting=True)
         link.start()
-        if settings.handle_signals is not False:
+        if own.handle_signals is not False:
             self._termination.install()
         start.await_model(link, Patience(self._clock, first=FIRST_WORD_S))
         self._driver = Driver(
             worker_id=self.worker_id,
             tensors=tensors,
             link=link,
-            settings=settings,
+            settings=own,
             reports=self._reports,
             metrics=self._counters,
             publish=self._publish,
@@ -241,11 +237,6 @@ class DiLoCoWorker:
         self._steps.start()
         self._pace.resume(self._clock())
         return self
-
-    def _undo_start(self) -> None:
-        """As if it had never been started, except that it cannot be started again."""
-        self._steps.stop()
-        self._release("it did not start training")
 
     def _release(
         self, reason: str, patience: float = LINK_PATIENCE_S, *, trained: bool = False

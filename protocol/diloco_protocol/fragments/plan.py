@@ -15,9 +15,10 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from diloco_protocol.dtypes import SIZES, check_wire_dtype
 from diloco_protocol.errors import Code, ProtocolError, UsageError
 from diloco_protocol.fragments.patterns import PATTERNS
-from diloco_protocol.fragments.view import PlanView, view_of
+from diloco_protocol.fragments.view import FragmentView, ParameterView, PlanView, buffer_bytes
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry, summarise
 
 OWN = "own"  # what the pattern of a user's own split is called
@@ -218,14 +219,25 @@ class FragmentPlan:
         """
         self.numbers(manifest)  # raises where it is another model's
         due = slots(sync_every, self.num_fragments)
-        return view_of(
-            self.fragments,
-            manifest,
-            due=due,
-            sync_every=sync_every,
-            wire_dtype=wire_dtype,
-            reply_dtype=reply_dtype,
-        )
+        for name in (wire_dtype, reply_dtype):
+            check_wire_dtype(name)
+        up, down = SIZES[wire_dtype].element, SIZES[reply_dtype].element
+        sizes = {entry.name: (entry.shape, entry.elements) for entry in manifest.entries}
+        buffers = sum(map(buffer_bytes, manifest.entries))
+        views = []
+        for number, names in enumerate(self.fragments):
+            parameters = tuple(
+                ParameterView(name, shape, elements, up * elements, down * elements)
+                for name in names
+                for shape, elements in [sizes[name]]
+            )
+            elements = sum(each.elements for each in parameters)
+            more = buffers if number == self.num_fragments - 1 else 0
+            bytes_up, bytes_down = up * elements + more, down * elements + more
+            views.append(
+                FragmentView(number, due[number], parameters, elements, bytes_up, bytes_down)
+            )
+        return PlanView(sync_every, wire_dtype, reply_dtype, tuple(views))
 
 
 def slots(sync_every: int, num_fragments: int) -> tuple[int, ...]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from diloco_protocol.dtypes import BUFFERS_DTYPE, INTEGERS_DTYPE, SIZES, check_wire_dtype
-from diloco_protocol.manifest import Kind, Manifest, TensorEntry
+from diloco_protocol.dtypes import BUFFERS_DTYPE, INTEGERS_DTYPE, SIZES
+from diloco_protocol.manifest import Kind, TensorEntry
 
 
 @dataclass(frozen=True)
@@ -48,37 +47,8 @@ class PlanView:
         return max(sizes) * len(sizes) / sum(sizes)
 
 
-def view_of(
-    fragments: Sequence[Sequence[str]],
-    manifest: Manifest,
-    *,
-    due: Sequence[int],
-    sync_every: int,
-    wire_dtype: str,
-    reply_dtype: str,
-) -> PlanView:
-    """See `FragmentPlan.view`; the names in each fragment, and the step after which it is due."""
-    for name in (wire_dtype, reply_dtype):
-        check_wire_dtype(name)
-    up, down = SIZES[wire_dtype].element, SIZES[reply_dtype].element
-    entries = {entry.name: entry for entry in manifest.entries}
-    buffers = sum(map(_buffer_bytes, manifest.entries))
-    views = []
-    for number, names in enumerate(fragments):
-        parameters = tuple(_parameter(entries[name], up, down) for name in names)
-        elements = sum(each.elements for each in parameters)
-        more = buffers if number == len(fragments) - 1 else 0
-        sizes = {"bytes_up": up * elements + more, "bytes_down": down * elements + more}
-        views.append(FragmentView(number, due[number], parameters, elements, **sizes))
-    return PlanView(sync_every, wire_dtype, reply_dtype, tuple(views))
-
-
-def _parameter(entry: TensorEntry, up: int, down: int) -> ParameterView:
-    elements = entry.elements
-    return ParameterView(entry.name, entry.shape, elements, up * elements, down * elements)
-
-
-def _buffer_bytes(entry: TensorEntry) -> int:
+def buffer_bytes(entry: TensorEntry) -> int:
+    """Bytes that a buffer takes in each push and reply of the last fragment; 0 for what is none."""
     if entry.kind is not Kind.BUFFER:
         return 0
     dtype = BUFFERS_DTYPE if entry.is_floating_point else INTEGERS_DTYPE

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
@@ -13,9 +14,7 @@ from diloco_tools.bench.sizes import SIZES
 COMMAND = "diloco-bench"
 
 
-def refuse(sentence: str) -> NoReturn:
-    """End with a sentence and exit code 2."""
-    terminal.fail(COMMAND, sentence, 2)
+refuse = partial(terminal.fail, COMMAND, code=2)  # ends with a sentence
 
 
 def words(text: str) -> list[str]:

@@ -13,18 +13,9 @@ import time
 from pathlib import Path
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
+from diloco_tools.demo import model as gpt
 from diloco_tools.demo.data import DataError, batch_seed, load_text, training_batches
-from diloco_tools.demo.model import (
-    LARGEST_GRADIENT,
-    GPTConfig,
-    Recipe,
-    build_model,
-    build_optimizer,
-    build_schedule,
-    validation_loss,
-)
 from diloco_worker import DiLoCoWorker
 
 LOG_EVERY = 5  # steps
@@ -50,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def train(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # several of these share one machine
-    recipe = Recipe(
+    recipe = gpt.Recipe(
         arguments.steps, arguments.batch, arguments.context, arguments.lr, arguments.schedule
     )
     shard, shards = arguments.shard, arguments.shards
@@ -59,9 +50,9 @@ def train(arguments: argparse.Namespace) -> None:
     text = load_text(arguments.data, shards, recipe.context)
     seed = batch_seed(arguments.seed, shard)
     batches = training_batches(text.shards[shard], recipe.batch, recipe.context, seed)
-    model = build_model(arguments.seed, GPTConfig(context=recipe.context))
-    optimizer = build_optimizer(model, recipe)
-    schedule = build_schedule(optimizer, recipe)
+    model = gpt.build_model(arguments.seed, gpt.GPTConfig(context=recipe.context))
+    optimizer = gpt.build_optimizer(model, recipe)
+    schedule = gpt.build_schedule(optimizer, recipe)
 
     step = 0
     seconds = 0.0  # of training and synchronising, without validation
@@ -73,11 +64,7 @@ def train(arguments: argparse.Namespace) -> None:
     ):
         started = time.perf_counter()
         for step, (tokens, targets) in zip(range(1, recipe.steps + 1), batches, strict=False):
-            loss = model.loss(tokens, targets)
-            loss.backward()  # type: ignore[no-untyped-call]
-            clip_grad_norm_(model.parameters(), LARGEST_GRADIENT)
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = gpt.inner_step(model, optimizer, tokens, targets)
             schedule.step()
             diloco.report(loss=loss, tokens=tokens.numel())
             last = step == recipe.steps or diloco.should_stop
@@ -86,7 +73,7 @@ def train(arguments: argparse.Namespace) -> None:
                 seconds += time.perf_counter() - started
                 record = {"step": step, "loss": loss.item(), "seconds": round(seconds, 3)}
                 if validate:
-                    record["val_loss"] = validation_loss(model, *text.validation)
+                    record["val_loss"] = gpt.validation_loss(model, *text.validation)
                 log.write(json.dumps(record) + "\n")
                 started = time.perf_counter()
             if last:

@@ -37,9 +37,8 @@ class Terms:
     """On which terms a worker trains."""
 
     config: RunConfig
-    plan: tuple[
-        int, ...
-    ]  # the fragment of each manifest entry, as the broker told it; () if P is 1
+    # The fragment of each manifest entry, as the broker told it; () if P is 1.
+    plan: tuple[int, ...]
     layout: ModelLayout
 
 

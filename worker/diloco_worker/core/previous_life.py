@@ -40,12 +40,10 @@ class PreviousLife:
     """See the head of this module."""
 
     def __init__(self, held: Iterable[int] = ()) -> None:
-        self._uncompared = set(
-            held
-        )  # fragments of a checkpoint, until the broker's version is known
-        self.unverified: dict[
-            int, set[int]
-        ] = {}  # by fragment, the ids of the pushes that are known
+        # Fragments of a checkpoint, until the broker's version is known.
+        self._uncompared = set(held)
+        # By fragment, the ids of the pushes that are known.
+        self.unverified: dict[int, set[int]] = {}
         self._held_back: set[int] = set()  # push ids not offered on this connection
         # Fragments with an unknown push in the version under way.
         self._superseded: set[int] = set()

@@ -128,9 +128,7 @@ def _beside(values: Tensor, other: Tensor) -> Tensor:
 
 
 def _copy_in(tensor: Tensor, values: Tensor) -> None:
-    if tensor.is_cuda:
-        values = values.to(tensor.device, non_blocking=True)
-    tensor.copy_(values)
+    tensor.copy_(values.to(tensor.device, non_blocking=True))
 
 
 def wait_for_copies(tensors: Mapping[str, Tensor]) -> None:

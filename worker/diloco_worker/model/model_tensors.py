@@ -80,7 +80,12 @@ class ModelTensors:
         """Copy a fragment's values to the host; raises UsageError as `_checked` does."""
         live = self._live(layout)
         state = FlatState.empty(layout, pinned=_on_cuda(live.values()))
-        self._copy_out(live, state)
+        for place in state.layout.places:
+            tensor, target = live[place.entry.name].detach(), state.of(place)
+            # Converted on its device, so that the copy to the host can be queued.
+            source = tensor.to(target.dtype) if tensor.is_cuda else tensor
+            target.copy_(source, non_blocking=tensor.is_cuda)
+        wait_for_copies(live)
         return state
 
     @torch.no_grad()
@@ -136,17 +141,6 @@ class ModelTensors:
                 )
             found[entry.name] = tensor
         return found
-
-    @staticmethod
-    def _copy_out(live: Mapping[str, Tensor], state: FlatState) -> None:
-        for place in state.layout.places:
-            tensor, target = live[place.entry.name].detach(), state.of(place)
-            if tensor.is_cuda:
-                # Convert on the device, so that the copy to the host can be queued.
-                target.copy_(tensor.to(target.dtype), non_blocking=True)
-            else:
-                target.copy_(tensor)
-        wait_for_copies(live)
 
 
 @torch.no_grad()

@@ -30,18 +30,12 @@ _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCO
 
 @dataclass
 class Changes:
-    """What has become of the connections.
+    """What has become of the connections."""
 
-    Attributes:
-        connected: control came up.
-        broken: which connection broke, as a sentence.
-        refused: why the broker and this worker do not come together, as a sentence.
-        is_final: the broker has said so itself. Otherwise it may have been killed in that moment.
-    """
-
-    connected: bool = False
-    broken: str | None = None
-    refused: str | None = None
+    connected: bool = False  # control came up
+    broken: str | None = None  # which connection broke, a sentence
+    refused: str | None = None  # why the broker and this worker do not come together, a sentence
+    # The broker has said so itself. Otherwise it may have been killed in that moment.
     is_final: bool = False
 
 

@@ -83,15 +83,8 @@ class Inbox:
             self.rejections.clear()
             return news
 
-    def state(
-        self,
-        *,
-        silence: float | None,
-        asked_to_stop: str | None = None,
-        address: str = "",
-        description: str = "",
-    ) -> LinkState:
-        """How things stand now; what is known elsewhere is handed in."""
+    def state(self, silence: float | None) -> LinkState:
+        """How things stand now, as far as it is known here."""
         assert self.config is not None
         return LinkState(
             config=self.config,
@@ -106,9 +99,6 @@ class Inbox:
             refusal=None if self.refusal is None else str(self.refusal),
             last_error=self.last_error,
             silence=silence,
-            asked_to_stop=asked_to_stop,
-            address=address,
-            description=description,
         )
 
     def take_rejection(self, push_id: int) -> Rejection | None:

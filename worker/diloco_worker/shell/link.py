@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,27 +54,18 @@ REPEAT_S = 30.0
 SENTENCES = 100
 
 
-class RepeatedLines:
-    """What has been logged lately, so that the same is not logged again and again."""
-
-    def __init__(self) -> None:
-        self._said_at: dict[str, float] = {}
+class RepeatedLines(dict[str, float]):
+    """When each sentence was logged last, so that the same is not logged again and again."""
 
     def is_due(self, text: str, now: float) -> bool:
         """Whether to log this sentence; it counts as logged then."""
-        if now - self._said_at.get(text, -REPEAT_S) < REPEAT_S:
+        if now - self.get(text, -REPEAT_S) < REPEAT_S:
             return False
-        self._said_at.pop(text, None)  # the latest comes last
-        self._said_at[text] = now
-        while len(self._said_at) > SENTENCES:
-            del self._said_at[next(iter(self._said_at))]
+        self.pop(text, None)  # the latest comes last
+        self[text] = now
+        while len(self) > SENTENCES:
+            del self[next(iter(self))]
         return True
-
-    def __len__(self) -> int:
-        return len(self._said_at)
-
-    def __contains__(self, text: str) -> bool:
-        return text in self._said_at
 
 
 class Link(Inbox):
@@ -149,8 +141,8 @@ class Link(Inbox):
 
     def described(self, asked_to_stop: str | None = None) -> LinkState:
         """How things stand now; why this process is asked to stop is handed in."""
-        return self.state(
-            silence=None if self.last_heard is None else self.now() - self.last_heard,
+        return replace(
+            self.state(None if self.last_heard is None else self.now() - self.last_heard),
             asked_to_stop=asked_to_stop,
             address=self.address,
             description=self.describe(),

@@ -21,7 +21,6 @@ from diloco_protocol import RunConfig, Segment
 from diloco_protocol.chunks import FragmentLayout
 from diloco_worker.core.sync.effects import NonFinite
 from diloco_worker.core.sync.fragment import Flight, Landing, Outcome, overlaps
-from diloco_worker.core.sync.news import Arrival
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.merging import Change
 from diloco_worker.model.model_tensors import ModelTensors
@@ -44,9 +43,8 @@ class FragmentSync:
     tensors: ModelTensors
     config: RunConfig
     base: FlatState  # what deltas are measured from
-    delta: (
-        DeltaValues | None
-    )  # of the flight, or of one that ended while the model was left as it is
+    # Of the flight, or of one that ended while the model was left as it is.
+    delta: DeltaValues | None
     # Told of each new base; the memory of the former one may be overwritten then.
     set_base: Callable[[int, FlatState], None]
     _change: Change | None = None  # of a landing that was broken off
@@ -116,7 +114,7 @@ class FragmentSync:
                 is_now = step == flight.began
                 return Change(self.base, origin=None if is_now else self._at_freeze())
         assert arrival is not None
-        new = self._values(arrival)
+        new = self.base if arrival.values is None else arrival.values
         if landing.outcome is Outcome.MOVED:
             return Change(new, origin=self.base)
         if landing.outcome is Outcome.COUNTED and not landing.is_load:
@@ -158,7 +156,3 @@ class FragmentSync:
         if delta.anchor is not None and not overlaps(self.config):
             return delta.anchor
         return delta.wire.taken_from(self.base)
-
-    def _values(self, arrival: Arrival) -> FlatState:
-        values: FlatState | None = arrival.values
-        return self.base if values is None else values

@@ -42,24 +42,28 @@ class Reports:
         extra: dict[str, Any],
     ) -> None:
         """Take up a report; raises UsageError for a tensor that is not a single value."""
-        for name, value in (("loss", loss), ("tokens", tokens), ("samples", samples)):
+        given = {"loss": loss, "tokens": tokens, "samples": samples}
+        for name, value in given.items():
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise UsageError(
                     f"report({name}=...) got a tensor of shape {list(value.shape)}; "
                     "give a single value, such as its mean or sum."
                 )
-        if isinstance(loss, Tensor) and loss.device.type != "cpu":
-            self._pending["loss"] = loss.detach().clone()
-        elif loss is not None:
-            self._pending.pop("loss", None)
-            self.loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
-        for name, count in (("tokens", tokens), ("samples", samples)):
-            if isinstance(count, Tensor) and count.device.type != "cpu":
-                earlier = self._pending.get(name)
-                self._pending[name] = count.detach().clone() if earlier is None else earlier + count
-            elif count is not None:
-                self.counts[name] += int(count)
+        if loss is not None:
+            self._pending.pop("loss", None)  # counts add up, of losses the last one stays
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                new, earlier = value.detach(), self._pending.get(name)
+                self._pending[name] = new.clone() if earlier is None else earlier + new
+            elif value is not None:
+                self._take(name, value)
         self.extra.update(extra)
+
+    def _take(self, name: str, value: float | Tensor) -> None:
+        if name == "loss":
+            self.loss = float(value.detach() if isinstance(value, Tensor) else value)
+        else:
+            self.counts[name] += int(value)
 
     def read(self, now: float, *, at_once: bool = False) -> None:
         """Bring loss and counts up to date if it is time to."""
@@ -67,10 +71,7 @@ class Reports:
             return
         self._read_at = now
         for name, value in self._pending.items():
-            if name == "loss":
-                self.loss = float(value)
-            else:
-                self.counts[name] += int(value)
+            self._take(name, value)
         self._pending.clear()
 
 

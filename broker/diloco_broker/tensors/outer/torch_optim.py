@@ -26,24 +26,20 @@ READ = {"direct": ("lr",), "paper": ("lr", "momentum")}
 
 @dataclass(frozen=True)
 class TorchOuter:
-    """An outer optimizer made by a factory, and what it is used for.
+    """An outer optimizer made by a factory, and by which rule it is used.
 
-    Attributes:
-        factory: called once for each fragment.
-        rule: "each" gradient goes through `optimizer.step()`; "fedbuff": the mean of each `size`
-            does; "direct": that, and between them theta <- theta - lr g (see `chunked.Buffered`);
-            "paper": the optimizer is never stepped, its groups say lr and momentum of Delayed
-            Nesterov (see `chunked.DelayedNesterov`), and its parameters keep their first values.
-        size: N, gradients in a buffer.
-        c: c of Delayed Nesterov.
+    "each": each gradient goes through `optimizer.step()`; "fedbuff": the mean of each `size` does;
+    "direct": that, and between them theta <- theta - lr g (see `chunked.Buffered`); "paper": the
+    optimizer is never stepped, its groups say lr and momentum of Delayed Nesterov (see
+    `chunked.DelayedNesterov`), and its parameters keep their first values.
     """
 
     remembers: ClassVar[int] = 0  # in chunks; its optimizers have memory of their own
 
-    factory: OuterOptimizerFactory
+    factory: OuterOptimizerFactory  # called once for each fragment
     rule: str = "each"
-    size: int = 1
-    c: float = 0.0
+    size: int = 1  # N, gradients in a buffer
+    c: float = 0.0  # of Delayed Nesterov
 
 
 class WholeTensors:

@@ -242,9 +242,8 @@ class FakeWorkers:
         for worker in itertools.cycle(self._workers):
             while (left := next_at - time.monotonic()) > 0:
                 worker.listen(left)
-                if (
-                    len(self._workers) > 1
-                ):  # their time is not measured, and the broker needs the core
+                # The time of many is not measured, and the broker needs the core.
+                if len(self._workers) > 1:
                     time.sleep(max(0.0, next_at - time.monotonic()))
             if self._is_asked():
                 break

@@ -40,8 +40,12 @@ ALL_STRANGERS_MAY_LEAVE = 48 << 20
 MEMBERS_MAY_LEAVE = (32 << 20) + 256 * 4 * CHUNK_ELEMENTS
 # Seconds after which somebody who has not joined, and reads nothing of what waits, is given up.
 READS_WITHIN_S = 10.0
-# Connections of those who have not joined; of more than that the oldest is closed.
+# Connections of those who have not joined; of more than that the oldest is closed, of those first that
+# have not been let in: otherwise who has no key could close the displays of those who have one.
 MOST_STRANGERS = 256
+# What ZeroMQ says before it lets anybody in: its greeting, and that of CURVE to whoever knows our public
+# key (RFC 26). Who has been sent more is somebody, and not only a connection.
+SAID_TO_ANYBODY = 256
 # Seconds between two looks: at strangers of whom bytes have come, and at everybody. A look at many takes
 # long, so that there is a share of the time that looks may take.
 STRANGERS_EVERY_S = 0.001
@@ -102,6 +106,11 @@ class Connection:
         self.is_ended = True
         if self.transport is not None:
             self.transport.shut()
+
+    @property
+    def was_let_in(self) -> bool:
+        """Has it been sent more than the handshake, as of the last look?"""
+        return self._delivered > SAID_TO_ANYBODY
 
     def see(self, now: float, turns: int, everybody: int) -> None:
         """Look at what the system has counted; `everybody` is how many turns all have had theirs in."""
@@ -240,6 +249,7 @@ class ConnectionWatch:
             if why is not None:
                 connection.shut()
                 ended.append(why)
+        strangers.sort(key=lambda each: each.was_let_in)
         ended += _bound_together(strangers)
         if is_at_all:
             self._members = len(self._by_number) - len(strangers)
@@ -252,7 +262,7 @@ class ConnectionWatch:
 
 
 def _bound_together(strangers: list[Connection]) -> list[str]:
-    """End those of these, the oldest first, without whom the others cost no more than all may."""
+    """End those of these, the first first, without whom the others cost no more than all may."""
     ended = []
     owed, left = sum(max(0, c.owed) for c in strangers), sum(c.left for c in strangers)
     for number, connection in enumerate(strangers):

@@ -266,6 +266,16 @@ def test_of_too_many_strangers_the_oldest_goes() -> None:
     assert [number for number, wire in enumerate(wires) if wire.is_shut] == [1]
 
 
+def test_of_too_many_strangers_those_go_first_that_were_not_let_in() -> None:
+    watch, wires = ConnectionWatch(), [Wire() for _ in range(MOST_STRANGERS + 2)]
+    for number, wire in enumerate(wires):
+        watch.opened(number, wire)
+    wires[0].delivered = 64 + 170 + 100  # greeting, CURVE's welcome, its end: whose key is let in
+    wires[1].delivered = 64 + 170  # who knows the broker's public key, and has none itself
+    assert len(watch.look((), 1.0)) == 2
+    assert [number for number, wire in enumerate(wires) if wire.is_shut] == [1, 2]
+
+
 def test_revoked_key_ends_its_connections_and_those_that_nobody_knows() -> None:
     watch, wires = ConnectionWatch(), [Wire() for _ in range(3)]
     for number, wire in enumerate(wires):

@@ -215,7 +215,7 @@ class LastRound:
     averaged: int = 0  # workers
     weight: float = 0.0  # of them all
     loss: float | None = None
-    delta_norm: float | None = None  # of the mean
+    delta_norm: float | None = None  # mean of those of its pushes, as the broker measured them
     staleness: int = 0  # of its oldest push, in versions
 
 

@@ -161,7 +161,7 @@ class RoundReport:
     averaged: int  # contributions counted whole
     weight: float  # sum of their weights
     loss: float | None  # mean of the losses they reported, None without any
-    delta_norm: float | None  # mean Euclidean norm of their pseudo-gradients, None without any
+    delta_norm: float | None  # mean Euclidean norm of their pseudo-gradients, as measured here
     staleness: int  # largest number of versions between a base and the version it went into
     workers: tuple[str, ...] = ()  # those whose contributions are in it
 

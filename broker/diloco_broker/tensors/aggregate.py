@@ -119,7 +119,7 @@ def squares_of(values: Tensor) -> float | None:
     """The sum of squared floats; None when one is NaN or infinite.
 
     It takes the place of a look whether all are finite, which reads them as well: a sum of squares is
-    finite only if they are. Three digits of it are right in bf16, five in fp16 and fp32.
+    finite only if they are. Two digits of it are right in bf16, five in fp16 and fp32.
     """
     if values.dtype is torch.float32:
         squares = float(torch.dot(values, values))

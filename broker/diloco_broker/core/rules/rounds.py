@@ -176,7 +176,7 @@ def _report(
 ) -> effects.RoundReport:
     whole = [each for each in pushes if each.chunks.is_full]
     losses = [each.push.loss for each in whole if each.push.loss is not None]
-    norms = [each.push.norm for each in whole if each.push.norm is not None]
+    lengths = [each.norm for each in whole if each.norm is not None]
     return effects.RoundReport(
         number=ended.number,
         fragment=ended.fragment,
@@ -185,7 +185,7 @@ def _report(
         averaged=ended.averaged,
         weight=sum(each.weight for each in whole),
         loss=sum(losses) / len(losses) if losses else None,
-        delta_norm=sum(norms) / len(norms) if norms else None,
+        delta_norm=sum(lengths) / len(lengths) if lengths else None,
         staleness=max((each.staleness for each in whole), default=0),
         workers=tuple(each.worker_id for each in pushes),
     )

@@ -333,7 +333,12 @@ def decode(header: bytes | memoryview) -> Message:
     kind = plain.get("kind")
     record = KINDS.get(kind) if isinstance(kind, str) else None
     if record is None:
-        raise ProtocolError(Code.BAD_HEADER, f"There is no message kind {kind!r:.60}.")
+        raise ProtocolError(
+            Code.BAD_HEADER,
+            f"There is no message kind {kind!r:.60}."
+            if not isinstance(kind, str)
+            else f"There is no message kind {kind[:60]!r}.",
+        )
     return from_plain(record, plain, str(kind))
 
 

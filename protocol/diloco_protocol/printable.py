@@ -28,7 +28,7 @@ def printable_all(value: Any, depth: int = 0) -> Any:
     kind = type(value)
     if kind is str:
         return printable(value)
-    if kind is not dict and kind is not tuple and kind is not list:
+    if (kind is not dict and kind is not tuple and kind is not list) or not value:
         return value
     if depth == DEEPEST:
         raise ValueError(f"more than {DEEPEST} levels")
@@ -37,4 +37,4 @@ def printable_all(value: Any, depth: int = 0) -> Any:
             printable(key) if type(key) is str else key: printable_all(item, depth + 1)
             for key, item in value.items()
         }
-    return kind(printable_all(item, depth + 1) for item in value)
+    return kind([printable_all(item, depth + 1) for item in value])

@@ -84,6 +84,8 @@ class Connection:
         heard: bytes of the messages that have come of it since `owed` was reckoned.
         owed: bytes of a message that had not ended at the last look but one.
         left: bytes that wait for the other side to read them.
+        is_settled: nothing has come that is not in `owed` yet.
+        is_member: of somebody who had joined at the last look.
     """
 
     transport: Transport | None  # None where it ended before its last message was received
@@ -93,7 +95,8 @@ class Connection:
     heard: int = 0
     owed: int = 0
     left: int = 0
-    is_settled: bool = True  # nothing has come that is not in `owed` yet
+    is_settled: bool = True
+    is_member: bool = False
     is_ended: bool = False
     _taken: int = 0  # as of the last look
     _came: int = 0  # between the last two looks
@@ -236,7 +239,7 @@ class ConnectionWatch:
         everybody = 2 * len(self._by_number) + 2  # ZeroMQ takes one of each in turn
         for number in numbers:
             connection = self._by_number[number]
-            is_member = connection.route in members
+            is_member = connection.is_member = connection.route in members
             connection.see(now, self.turns, everybody)
             if is_member or connection.is_settled:
                 self._unsettled.pop(number, None)

@@ -29,6 +29,7 @@ from diloco_broker.shell.onlookers import Onlookers
 from diloco_broker.shell.process_memory import memory_bytes, rss_bytes
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
+from diloco_broker.shell.strangers import Strangers
 from diloco_broker.shell.tensor_work import TensorExecutor
 from diloco_broker.storage import model_file, own_plan, resume, writer
 from diloco_broker.storage.folder_lock import FolderLock
@@ -41,6 +42,8 @@ from diloco_protocol.fragments import Choose
 from diloco_protocol.frames import (
     LONGEST_OF_A_MEMBER,
     LONGEST_OF_A_STRANGER,
+    MAY_BE_LONG,
+    SHORT,
     pack,
     unpack,
 )
@@ -129,6 +132,7 @@ class Loop:
             self.onlookers = Onlookers(state, self.now, self._figures, self.sockets.publish)
             opened.callback(self._close_onlookers)
             self._opened = opened.pop_all()
+        self._strangers = Strangers()
         self._executor = Executor(self.core, self.now, self)
         self._is_finished = False  # the core has nothing left to do
         self._next_tick = self._next_feed = 0.0
@@ -192,12 +196,15 @@ class Loop:
             time.sleep(REST_S)
             now += REST_S
         timeout_s = min(self._next_tick, self._next_feed, self.sockets.next_look) - now
-        if self.tensors:
+        if self._strangers:
+            timeout_s = 0.0
+        elif self.tensors:
             timeout_s = 0.0 if self.tensors.is_ready(self.core.state.model.layout) else MEMORY_S
         has_messages = self.sockets.wait(timeout_s, self.now)
         self._rests = has_messages and self._receive()
         self._report_saves()
         self._work()
+        self._catch_up(is_idle=not self.tensors and (self._rests or not has_messages))
         self._executor.acknowledge()
         now = self.now()
         if now >= self.sockets.next_look:
@@ -236,10 +243,34 @@ class Loop:
             if message is None:
                 return number < UNREAD_KEPT // 2
             if message.route:
-                self._take(message)
+                self._take_in_turn(message)
             if time.perf_counter() > until:
                 return False
         return False
+
+    def _take_in_turn(self, incoming: Incoming) -> None:
+        if self._strangers.comes_later(incoming, self.now()):
+            if not self._strangers.put_off(incoming):
+                self.sockets.shut(incoming.route)
+                why = "more messages of those who have not joined than there was time for"
+                self._executor.feed(events.ConnectionEnded(why))
+        elif incoming.is_of_stranger:
+            self._take_of_stranger(incoming)
+        else:
+            self._take(incoming)
+
+    def _take_of_stranger(self, incoming: Incoming) -> None:
+        began = time.thread_time()
+        self._take(incoming)
+        self._strangers.spend(time.thread_time() - began)
+
+    def _catch_up(self, *, is_idle: bool) -> None:
+        """Take what waits of those who have not joined, as long as there is time for it."""
+        until = time.perf_counter() + WORK_SLICE_S
+        while self._strangers and (is_idle or self._strangers.has_time(self.now())):
+            self._take_of_stranger(self._strangers.next())
+            if time.perf_counter() > until:
+                return
 
     def _take(self, incoming: Incoming) -> None:
         """One message. Whatever is wrong with it, it costs its sender an error, never the broker."""
@@ -262,12 +293,13 @@ class Loop:
             self._executor.feed(events.Malformed(route, Code.BAD_HEADER, text))
 
     def _longest_header(self, incoming: Incoming) -> int:
-        is_long = any(
-            memoryview(each).nbytes > LONGEST_OF_A_STRANGER for each in incoming.frames[:1]
-        )
-        if is_long and self.core.state.members.on_route(incoming.route) is not None:
+        header = memoryview(incoming.frames[0] if incoming.frames else b"")
+        if header.nbytes <= SHORT:
+            return SHORT
+        if self.core.state.members.on_route(incoming.route) is not None:
             return LONGEST_OF_A_MEMBER
-        return LONGEST_OF_A_STRANGER
+        beginning = bytes(header[:32])
+        return LONGEST_OF_A_STRANGER if any(kind in beginning for kind in MAY_BE_LONG) else SHORT
 
     def _work(self) -> None:
         until, state = time.perf_counter() + WORK_SLICE_S, self.core.state

@@ -57,11 +57,13 @@ class Incoming:
     Attributes:
         frames: bytes-like; at most one more than a message may have, and none of such a rest.
         peer: whose key it is, where keys are asked for.
+        is_of_stranger: of somebody who had not joined at the last look.
     """
 
     route: bytes
     frames: list[Any]
     peer: Peer | None = None
+    is_of_stranger: bool = True
 
 
 class Sockets:
@@ -124,6 +126,8 @@ class Sockets:
             self._see_changes()
         if self._arrivals.descriptor in found:
             self._watch.stirred(self._arrivals.take(), now())
+        if self._router not in found:
+            self._watch.turns += EVERYBODY
         return self._router in found
 
     def wake(self) -> None:
@@ -158,7 +162,7 @@ class Sockets:
         self._surplus_of = connection if last.more else None
         buffers = [each.buffer for each in frames]
         connection.heard += self._on_the_wire(buffers)
-        return Incoming(route, buffers, connection.peer)
+        return Incoming(route, buffers, connection.peer, not connection.is_member)
 
     def _named(self, route: bytes, frame: zmq.Frame) -> Connection:
         """The connection of this frame, of which nothing had come. This takes longer than the rest."""

@@ -1,0 +1,227 @@
+"""What anybody who reaches the port may send, over real sockets: it costs little, and nothing stays."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_broker.shell.connection_watch import MOST_STRANGERS
+from diloco_broker.shell.process_memory import rss_bytes
+from diloco_broker.storage.history import HISTORY
+from diloco_protocol.clients.operator import Operator
+from diloco_tools.feed.listener import FeedSubscriber
+from kit.raw_worker import RawWorker, one_tensor
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux counts the bytes of a connection"
+)
+MORE, LONG = 1, 2
+READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
+EMPTY = bytes([MORE, 0])  # a frame of ZMTP 3 (RFC 23)
+MIB = bytes([MORE | LONG]) + struct.pack(">Q", 1 << 20) + bytes(1 << 20)
+PATIENCE_S = 30.0
+# A message of 3 million empty frames takes 2.7 s of a loop that receives them.
+CPU_S = 0.5
+GROWTH_BYTES = 64 << 20
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[Broker]:
+    config = BrokerConfig(
+        workers=1, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=str(tmp_path)
+    )
+    with Broker(config) as running:
+        yield running
+
+
+def connected(address: str) -> socket.socket:
+    """A connection that says nothing yet."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+
+
+def greeted(address: str) -> socket.socket:
+    """A connection to a ROUTER that may send frames now."""
+    made = connected(address)
+    made.sendall(
+        b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
+    )
+    made.recv(64, socket.MSG_WAITALL)
+    made.sendall(bytes([4, len(READY)]) + READY)
+    return made
+
+
+def sends_until_ended(made: socket.socket, block: bytes) -> None:
+    """Send this again and again, until the other side ends the connection."""
+    until = time.monotonic() + PATIENCE_S
+    with contextlib.suppress(OSError):
+        while time.monotonic() < until:
+            made.sendall(block)
+    assert time.monotonic() < until, "it was never ended"
+
+
+def is_ended(made: socket.socket) -> bool:
+    made.settimeout(PATIENCE_S)
+    try:
+        while made.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def status(broker: Broker) -> dict[str, Any]:
+    with Operator(broker.address, timeout=PATIENCE_S) as operator:
+        return dict(operator.ask("status").data)
+
+
+def cpu_s(broker: Broker) -> float:
+    """Seconds of the loop's own work until now."""
+    return float(status(broker)["loop"]["cpu_s"])
+
+
+def test_message_of_millions_of_empty_frames_is_cut_off(broker: Broker) -> None:
+    before, memory = cpu_s(broker), rss_bytes()
+    with contextlib.closing(greeted(broker.address)) as made:
+        with contextlib.suppress(OSError):
+            made.sendall(EMPTY * 3_000_000 + bytes(2))
+        assert is_ended(made)
+    assert cpu_s(broker) - before < CPU_S
+    assert rss_bytes() - memory < GROWTH_BYTES
+
+
+def test_message_of_many_empty_frames_is_dropped_and_its_sender_with_it(broker: Broker) -> None:
+    before = cpu_s(broker)
+    with contextlib.closing(greeted(broker.address)) as made:
+        made.sendall(EMPTY * 30_000 + bytes(2))
+        assert is_ended(made)
+    assert cpu_s(broker) - before < CPU_S
+
+
+@pytest.mark.parametrize("block", [EMPTY * (1 << 15), MIB], ids=["empty", "MiB"])
+def test_message_that_never_ends_is_cut_off(broker: Broker, block: bytes) -> None:
+    memory = rss_bytes()
+    with contextlib.closing(greeted(broker.address)) as made:
+        sends_until_ended(made, block)
+    assert rss_bytes() - memory < GROWTH_BYTES
+    assert status(broker)["totals"]["rounds"] == 0
+
+
+def test_large_frames_of_strangers_take_no_memory(broker: Broker) -> None:
+    memory = rss_bytes()
+    with contextlib.ExitStack() as stack:
+        crowd = [
+            stack.enter_context(contextlib.closing(greeted(broker.address))) for _ in range(60)
+        ]
+        for made, announced in zip(crowd, [7 << 20, 4 << 20] * 30, strict=True):
+            with contextlib.suppress(OSError):  # nearly all of it
+                made.sendall(bytes([LONG]) + struct.pack(">Q", announced) + bytes(3 << 20))
+        assert all(is_ended(made) for made in crowd)
+    assert rss_bytes() - memory < GROWTH_BYTES
+
+
+def test_crowd_that_says_nothing_leaves_room_for_workers_and_displays(broker: Broker) -> None:
+    with contextlib.ExitStack() as stack, RawWorker(broker.address, "w0") as worker:
+        worker.join(one_tensor(8))
+        for address in (broker.address, broker.feed_address):
+            crowd = [
+                stack.enter_context(contextlib.closing(connected(address)))
+                for _ in range(MOST_STRANGERS + 40)
+            ]
+            # A greeting comes to each; the oldest are ended.
+            assert all(is_ended(made) for made in crowd[:20])
+        worker.send("heartbeat", session=worker.session, step=1)
+        worker.receive("notice")
+        with FeedSubscriber(broker.feed_address) as listener:
+            assert listener.receive(PATIENCE_S) is not None
+
+
+def test_subscriptions_without_end_are_cut_off(broker: Broker) -> None:
+    with contextlib.closing(greeted(broker.feed_address)) as made:
+        subscription = b"\x01" + b"x" * 20
+        sends_until_ended(made, bytes([0, len(subscription)]) + subscription)
+
+
+def test_texts_of_a_peer_forge_no_line_of_log_or_history(
+    broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nasty = "x\n12:00:00 INFO forged\r\x1b[2J\u202e"
+    entry = {"name": nasty, "shape": [8], "dtype": "float32", "kind": "trainable"}
+    forged: list[dict[str, Any]] = [
+        {"kind": "join", "worker_id": nasty, "manifest": {"entries": []}},
+        {"kind": "join", "worker_id": "a", "manifest": {"entries": [entry]}},
+        {"kind": "join", "worker_id": "a", "manifest": {"entries": []}, "wants": {nasty: nasty}},
+        {"kind": "join", "worker_id": "a", "manifest": {"entries": []}, "run": nasty},
+        {"kind": "control", "action": nasty, "request": 1},
+        {"kind": "control", "action": "set", "request": 1, "arguments": {"who": nasty, nasty: 1}},
+        {"kind": "control", "action": "save", "request": 1, "arguments": {"who": nasty}},
+        {"kind": nasty},
+    ]  # fmt: skip
+    with caplog.at_level(logging.DEBUG), RawWorker(broker.address, "w0") as worker:
+        worker.join(one_tensor(8), host=nasty, extra={nasty: nasty})
+        worker.send("heartbeat", session=worker.session, step=1, state=nasty, warning=nasty)
+        for message in forged:
+            worker.bulk.send(msgpack.packb({"v": 1} | message))
+            assert worker.bulk.poll(int(PATIENCE_S * 1000))
+            answer = msgpack.unpackb(worker.bulk.recv())
+            assert str(answer.get("text", "")).isprintable()
+        worker.send("leave", session=worker.session, reason=nasty)
+        deadline = time.monotonic() + PATIENCE_S
+        while status(broker)["counts"]["alive"] and time.monotonic() < deadline:
+            pass
+        broker.stop()
+    assert "forged" in caplog.text, "the test has sent something"
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+    history = (tmp_path / HISTORY).read_text()
+    assert "x?12:00:00" in history
+    assert not any(sign in history for sign in ("\\u202e", "\\u001b", "forged\\r", "\\n"))
+
+
+def test_noise_of_one_who_comes_again_and_again_is_said_once(
+    broker: Broker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    noisy = context.socket(zmq.DEALER)
+    noisy.linger = 0
+    noisy.set(zmq.RECONNECT_IVL, 1)
+    noisy.set(zmq.SNDHWM, 10)
+    noisy.connect(broker.address)
+    stop = threading.Event()
+
+    def make_noise() -> None:
+        while not stop.is_set():
+            if noisy.poll(10, zmq.POLLOUT):
+                noisy.send(b"x")
+
+    thread = threading.Thread(target=make_noise)
+    with caplog.at_level(logging.DEBUG, "diloco.broker"):
+        thread.start()
+        try:
+            until = time.monotonic() + PATIENCE_S
+            while status(broker)["totals"]["malformed"] < 200 and time.monotonic() < until:
+                pass
+        finally:
+            stop.set()
+            thread.join()
+            context.destroy(linger=0)
+        assert status(broker)["totals"]["malformed"] >= 200
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("cannot be read" in text for text in said) == 1
+    assert sum(map(len, said)) < 4000
+    broker.stop()
+    assert "cannot be read" not in (tmp_path / HISTORY).read_text()

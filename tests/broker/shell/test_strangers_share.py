@@ -1,0 +1,51 @@
+"""Those who have not joined get a share of the loop's time; above it they wait, in order."""
+
+from __future__ import annotations
+
+from diloco_broker.shell.sockets import Incoming
+from diloco_broker.shell.strangers import ROOM, SAVED_AT_MOST_S, SHARE, Strangers
+
+
+def message(route: bytes, *, is_of_stranger: bool = True) -> Incoming:
+    return Incoming(route, [b""], None, is_of_stranger)
+
+
+def spent() -> Strangers:
+    """Strangers who have used up what was saved for them, at 0 s."""
+    strangers = Strangers()
+    assert strangers.has_time(0.0)
+    strangers.spend(SAVED_AT_MOST_S)
+    return strangers
+
+
+def test_strangers_get_their_share_of_the_time() -> None:
+    strangers, used = spent(), 0.0
+    for millisecond in range(10_000):
+        while strangers.has_time(millisecond / 1000):
+            strangers.spend(0.005)
+            used += 0.005
+    assert abs(used - 10 * SHARE) < 0.01
+
+
+def test_members_never_wait_for_strangers() -> None:
+    strangers = spent()
+    assert strangers.comes_later(message(b"a"), 0.0)
+    assert strangers.put_off(message(b"a"))
+    assert not strangers.comes_later(message(b"b", is_of_stranger=False), 0.0)
+
+
+def test_messages_of_one_connection_stay_in_order() -> None:
+    strangers = spent()
+    strangers.put_off(message(b"a"))
+    assert strangers.comes_later(message(b"a", is_of_stranger=False), 100.0), "it has joined since"
+    assert strangers.comes_later(message(b"b"), 100.0), "there is time, but one came before"
+    strangers.put_off(message(b"b"))
+    assert [strangers.next().route, strangers.next().route] == [b"a", b"b"]
+    assert not strangers
+    assert not strangers.comes_later(message(b"a"), 100.0)
+
+
+def test_room_for_those_that_wait_is_bounded() -> None:
+    strangers = spent()
+    assert all(strangers.put_off(message(b"a")) for _ in range(ROOM))
+    assert not strangers.put_off(message(b"a"))

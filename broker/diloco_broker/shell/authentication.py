@@ -49,6 +49,7 @@ class Doorkeeper:
     def __init__(self, context: zmq.Context[Any], keys: KeyFolder) -> None:
         self._keys = keys
         self._guests = Guests({})
+        self._peers: frozenset[Peer] = frozenset()
         self._seen: object = None
         self._looks_at = 0.0
         self.refused = 0
@@ -80,6 +81,10 @@ class Doorkeeper:
             else:
                 self.socket.send_multipart([version, request, b"200", b"", user_id(peer), b""])
 
+    def lets_in(self, peer: Peer) -> bool:
+        """Has this one a key, as of the last look?"""
+        return peer in self._peers
+
     def look(self, now: float) -> Changes | None:
         """See, once a second, whether keys were added or removed. None where all is as it was."""
         if now < self._looks_at:
@@ -91,6 +96,7 @@ class Doorkeeper:
         self._seen = seen
         before, self._guests = self._guests, self._keys.guests()
         now_in = self._guests.by_key
+        self._peers = frozenset(now_in.values())
         revoked = {peer for key, peer in before.by_key.items() if now_in.get(key) != peer}
         new = tuple(each for each in self._guests.complaints if each not in before.complaints)
         return Changes(frozenset(revoked), new)

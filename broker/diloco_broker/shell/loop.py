@@ -275,6 +275,8 @@ class Loop:
     def _take(self, incoming: Incoming) -> None:
         """One message. Whatever is wrong with it, it costs its sender an error, never the broker."""
         route, peer = incoming.route, incoming.peer
+        if not self.sockets.lets_in(peer):
+            return
         try:
             message, payload = unpack(incoming.frames, self._longest_header(incoming))
             if not isinstance(message, Heartbeat):

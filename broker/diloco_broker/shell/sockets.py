@@ -234,6 +234,10 @@ class Sockets:
         if connection is not None:
             connection.shut()
 
+    def lets_in(self, peer: Peer | None) -> bool:
+        """May whoever sent a message still do so? It may have waited while its key was taken back."""
+        return self._doorkeeper is None or (peer is not None and self._doorkeeper.lets_in(peer))
+
     def changed_keys(self, now: float) -> Changes | None:
         """What became of the keys; None where none are asked for, or nothing has changed.
 

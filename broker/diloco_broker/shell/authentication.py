@@ -48,8 +48,10 @@ class Doorkeeper:
 
     def __init__(self, context: zmq.Context[Any], keys: KeyFolder) -> None:
         self._keys = keys
-        self._guests = Guests({})
-        self._peers: frozenset[Peer] = frozenset()
+        # Who waited for the broker asks before its first turn, and takes a refusal for final. What is no
+        # key is told by the first look.
+        self._guests = Guests(keys.guests().by_key)
+        self._peers = frozenset(self._guests.by_key.values())
         self._seen: object = None
         self._looks_at = 0.0
         self.refused = 0

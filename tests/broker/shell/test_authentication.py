@@ -36,6 +36,22 @@ def control(action: str) -> bytes:
     return bytes(msgpack.packb({"v": 1, "kind": "control", "action": action, "request": 1}))
 
 
+def test_whoever_was_there_before_the_broker_is_let_in_at_its_first_turn(
+    loop: Loop, folder: KeyFolder
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as operator:
+        operator.linger = 0
+        key(folder, "anna").lock(operator)
+        with operator.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) as refusals:
+            operator.connect(loop.sockets.address)
+            operator.send(control("status"))
+            doorkeeper = loop.sockets._doorkeeper
+            assert doorkeeper and doorkeeper.socket.poll(int(1000 * PATIENCE_S))
+            turn_until(loop, lambda: operator.poll(0) or refusals.poll(0))
+            assert not refusals.poll(0)
+            operator.disable_monitor()
+
+
 @pytest.mark.parametrize("is_revoked", [True, False])
 def test_message_that_waited_while_its_key_was_taken_back_is_dropped(
     loop: Loop, folder: KeyFolder, is_revoked: bool

@@ -15,12 +15,17 @@ the first bytes of somebody who has not joined: a message of 60,000 empty frames
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from diloco_broker.core.state.versions import (
+    MAX_OBSERVER_CREDIT,
+    MAX_READER_CREDIT,
+    WORKER_GOES_ON_WITHIN_S,
+)
 from diloco_broker.shell.tcp_figures import TcpFigures
-from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_OF_A_STRANGER, MAX_BUFFER_BYTES
 from diloco_protocol.roles import Peer
 
@@ -33,13 +38,17 @@ MEMBERS_MAY_OWE = MAX_BUFFER_BYTES + LONGEST_OF_A_MEMBER
 ALL_STRANGERS_MAY_OWE = 2 << 20
 # A subscriber of the feed says nothing but that, and ZeroMQ remembers every word.
 READERS_MAY_OWE = 4 << 10
-# Answers that are on their way: to somebody who has not joined, to all of them, and to a member, whose
-# chunks are bound by credit (`MAX_READER_CREDIT` of them).
+# Answers that are on their way: to somebody who has not joined, to all of them, and to a member.
 STRANGERS_MAY_LEAVE = 8 << 20
 ALL_STRANGERS_MAY_LEAVE = 48 << 20
-MEMBERS_MAY_LEAVE = (32 << 20) + 256 * 4 * CHUNK_ELEMENTS
-# Seconds after which somebody who has not joined, and reads nothing of what waits, is given up.
+MEMBERS_MAY_LEAVE = 32 << 20
+# Chunks on their way, which lie in memory once for all readers of a version: as many as credit allows.
+STRANGERS_MAY_LEAVE_OF_CHUNKS = (MAX_OBSERVER_CREDIT + 1) * MAX_BUFFER_BYTES
+MEMBERS_MAY_LEAVE_OF_CHUNKS = (MAX_READER_CREDIT + 1) * MAX_BUFFER_BYTES
+# Seconds after which somebody who reads nothing of what waits is given up. Heartbeats tell of members,
+# but come on another connection than chunks.
 READS_WITHIN_S = 10.0
+MEMBERS_READ_WITHIN_S = WORKER_GOES_ON_WITHIN_S
 # Connections of those who have not joined; of more than that the oldest is closed, of those first that
 # have not been let in: otherwise who has no key could close the displays of those who have one.
 MOST_STRANGERS = 256
@@ -83,7 +92,8 @@ class Connection:
         sent: bytes that we handed to ZeroMQ for it (`on_the_wire`).
         heard: bytes of the messages that have come of it since `owed` was reckoned.
         owed: bytes of a message that had not ended at the last look but one.
-        left: bytes that wait for the other side to read them.
+        left: bytes that wait for the other side to read them, but for those of chunks.
+        chunks_left: bytes of chunks that do.
         is_settled: nothing has come that is not in `owed` yet.
         is_member: of somebody who had joined at the last look.
     """
@@ -95,9 +105,12 @@ class Connection:
     heard: int = 0
     owed: int = 0
     left: int = 0
+    chunks_left: int = 0
     is_settled: bool = True
     is_member: bool = False
     is_ended: bool = False
+    # Parts of what was sent that are chunks, from and to, of what the other side has not had.
+    _chunks: deque[list[int]] = field(default_factory=deque)
     _taken: int = 0  # as of the last look
     _came: int = 0  # between the last two looks
     _seen_at: int = -EVERYBODY  # turns that others had had then
@@ -115,11 +128,20 @@ class Connection:
         """Has it been sent more than the handshake, as of the last look?"""
         return self._delivered > SAID_TO_ANYBODY
 
+    def sent_chunk(self, size: int) -> None:
+        """A chunk was handed to ZeroMQ, with its header so many bytes."""
+        if self._chunks and self._chunks[-1][1] == self.sent:
+            self._chunks[-1][1] += size
+        else:
+            self._chunks.append([self.sent, self.sent + size])
+        self.sent += size
+
     def see(self, now: float, turns: int, everybody: int) -> None:
         """Look at what the system has counted; `everybody` is how many turns all have had theirs in."""
         figures = None if self.transport is None or self.is_ended else self.transport.figures()
         if figures is None:
-            self.owed, self.left, self.is_settled = 0, 0, True
+            self.owed, self.left, self.chunks_left, self.is_settled = 0, 0, 0, True
+            self._chunks.clear()
             return
         self._see_sent(figures, now)
         if turns - self._seen_at < everybody:
@@ -140,7 +162,11 @@ class Connection:
         if not has_moved and not figures.unsent:
             # Nothing is on its way. What differs was there before the first message: the handshake.
             self._offset = figures.delivered - self.sent
-        self.left = max(0, self.sent - (figures.delivered - self._offset), figures.unsent)
+        had = figures.delivered - self._offset
+        while self._chunks and self._chunks[0][1] <= had:
+            self._chunks.popleft()
+        self.chunks_left = sum(end - max(begin, had) for begin, end in self._chunks)
+        self.left = max(0, max(self.sent - had, figures.unsent) - self.chunks_left)
 
     def too_much(self, *, is_member: bool, may_owe: int, now: float) -> str | None:
         """Why this connection costs too much, as it was seen last; None while it does not."""
@@ -148,10 +174,13 @@ class Connection:
             return f"{self.owed >> 10} KiB of a message that has not ended"
         if self.left > (MEMBERS_MAY_LEAVE if is_member else STRANGERS_MAY_LEAVE):
             return f"{self.left >> 20} MiB of answers that were not read"
-        if is_member or not self.left or self._moved_at is None:  # heartbeats tell of members
-            return None
-        if now - self._moved_at > READS_WITHIN_S:
-            return f"answers that were not read for {READS_WITHIN_S:g} s"
+        of_chunks = MEMBERS_MAY_LEAVE_OF_CHUNKS if is_member else STRANGERS_MAY_LEAVE_OF_CHUNKS
+        if self.chunks_left > of_chunks:
+            return f"{self.chunks_left >> 20} MiB of parameters that were not read"
+        within = MEMBERS_READ_WITHIN_S if is_member else READS_WITHIN_S
+        waits = self.left or self.chunks_left
+        if waits and self._moved_at is not None and now - self._moved_at > within:
+            return f"answers that were not read for {within:g} s"
         return None
 
 

@@ -183,8 +183,10 @@ class Sockets:
         except zmq.ZMQError:
             return False
         connection = self._watch.of(route)
-        if connection is not None:
+        if connection is not None and copy:
             connection.sent += self._on_the_wire(frames)
+        elif connection is not None:
+            connection.sent_chunk(self._on_the_wire(frames))
         return True
 
     def _on_the_wire(self, frames: list[Any]) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from diloco_broker.core.state.versions import MAX_OBSERVER_CREDIT
 from diloco_broker.shell.connection_watch import (
     ALL_STRANGERS_MAY_LEAVE,
     ALL_STRANGERS_MAY_OWE,
@@ -13,11 +14,13 @@ from diloco_broker.shell.connection_watch import (
     EVERYBODY_EVERY_S,
     MEMBERS_MAY_LEAVE,
     MEMBERS_MAY_OWE,
+    MEMBERS_READ_WITHIN_S,
     MOST_STRANGERS,
     READERS_MAY_OWE,
     READS_WITHIN_S,
     STRANGERS_EVERY_S,
     STRANGERS_MAY_LEAVE,
+    STRANGERS_MAY_LEAVE_OF_CHUNKS,
     STRANGERS_MAY_OWE,
     Connection,
     ConnectionWatch,
@@ -127,6 +130,48 @@ def test_slow_reader_may_take_its_time_but_not_any_amount(on: Watching) -> None:
         assert on.looks() == []
     on.named().sent += 2000
     assert on.looks() == ["8 MiB of answers that were not read"]
+
+
+CHUNK = 2 << 20
+
+
+def test_chunks_on_their_way_to_a_slow_observer_are_no_answers(on: Watching) -> None:
+    on.named()
+    on.looks()
+    on.named().sent += 50
+    for _ in range(MAX_OBSERVER_CREDIT):
+        on.named().sent_chunk(CHUNK)
+    on.wire.unsent = 4000
+    for _ in range(100):
+        on.wire.delivered += CHUNK // 10
+        on.named().sent_chunk(CHUNK // 10)
+        assert on.looks() == []
+    assert on.named().chunks_left > STRANGERS_MAY_LEAVE > on.named().left
+    on.named().sent += STRANGERS_MAY_LEAVE + 60
+    on.wire.delivered += 10
+    assert on.looks() == ["8 MiB of answers that were not read"]
+
+
+def test_chunks_past_all_credit_end_a_connection(on: Watching) -> None:
+    on.named()
+    on.looks()
+    on.wire.unsent = 4000
+    for _ in range(STRANGERS_MAY_LEAVE_OF_CHUNKS // CHUNK):
+        on.named().sent_chunk(CHUNK)
+    assert on.looks() == []
+    on.named().sent_chunk(CHUNK)
+    assert on.looks() == ["70 MiB of parameters that were not read"]
+
+
+def test_member_that_never_reads_is_given_up_and_one_that_reads_is_not(on: Watching) -> None:
+    on.named().sent_chunk(CHUNK)
+    on.wire.unsent = 4000
+    for _ in range(50):
+        on.now += MEMBERS_READ_WITHIN_S - 1
+        on.wire.delivered += 1
+        assert on.looks(A) == []
+    on.now += MEMBERS_READ_WITHIN_S
+    assert on.looks(A) == ["answers that were not read for 300 s"]
 
 
 def test_bytes_that_nobody_counts_do_not_add_up(on: Watching) -> None:

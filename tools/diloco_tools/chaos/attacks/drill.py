@@ -28,6 +28,7 @@ STARTS_WITHIN_S = 60.0
 TRAINS_WITHIN_S = 60.0
 ENDS_LATE_S = 30.0  # an attacker, after its time
 SETTLES_S = 1.0
+CALM_WITHIN_S = 20.0  # what an attack leaves behind is worked off, before the next one
 ROUND_WITHIN_S = 10.0  # the next one after a window: it makes the window's last part
 LOOK_EVERY_S = 0.02
 NOBODY = "stranger"
@@ -130,6 +131,11 @@ class Stage(Children):
             return ""
         return str(self.keys_folder / "clients" / f"{owner.role.value}-{owner.name}.key")
 
+    def watched(self) -> watch.Watch:
+        echo = self.start("echo", [sys.executable, "-m", "diloco_tools.chaos.attacks.echo"])
+        port = int(wait_for_line(echo, "port", STARTS_WITHIN_S))
+        return watch.Watch(self.broker.pid, self.address, self.operator(), port)
+
     def operator(self) -> Keys | None:
         return find_keys(self.key_file(keyed.OPERATOR)) if self.keys_folder is not None else None
 
@@ -218,7 +224,7 @@ def _beside_training(options: Options, attacks: list[Attack], *, has_keys: bool)
     with contextlib.ExitStack() as stack:
         folder = _empty(options.folder / ("keys" if has_keys else "open"))
         stage = stack.enter_context(Stage(folder, has_keys=has_keys))
-        seen = stack.enter_context(watch.Watch(stage.broker.pid, stage.address, stage.operator()))
+        seen = stack.enter_context(stage.watched())
         for attack in attacks:
             row = _measured(stage, seen, attack, options)
             if row.broken() and not row.through:
@@ -228,6 +234,7 @@ def _beside_training(options: Options, attacks: list[Attack], *, has_keys: bool)
 
 
 def _measured(stage: Stage, seen: watch.Watch, attack: Attack, options: Options) -> Row:
+    seen.await_calm(CALM_WITHIN_S)
     calm_began, written_before = time.monotonic(), _written(stage)
     time.sleep(options.calm_s)
     calm_ended = time.monotonic()
@@ -236,9 +243,9 @@ def _measured(stage: Stage, seen: watch.Watch, attack: Attack, options: Options)
     before = watch.within(seen.memory, calm_ended - 0.5, calm_ended)
     owner = attack.with_key if stage.keys_folder is not None else None
     did = stage.send(attack, owner, options)
-    stage.await_rounds(did.ended, ROUND_WITHIN_S)
     time.sleep(options.settles_s)
     ended = time.monotonic()
+    stage.await_rounds(ended, ROUND_WITHIN_S)
     stage.check()
     tally = did.of_it
     through = [*tally.through, *watch.forged(stage.broker.log, stage.history, MARK)]
@@ -252,6 +259,7 @@ def _measured(stage: Stage, seen: watch.Watch, attack: Attack, options: Options)
     calm, whole = watch.pace(rounds, calm_began, calm_ended), watch.pace(rounds, calm_ended, ended)
     usual = (written - written_before) / (calm_ended - calm_began) / max(calm, 0.1)
     beyond = _written(stage) - written - usual * whole * (ended - calm_ended)
+    answer, echo = seen.longest_ms(did.began, ended)
     attempts = {name: getattr(tally, name) for name in _COUNTED}
     return Row(
         attack.name,
@@ -259,11 +267,11 @@ def _measured(stage: Stage, seen: watch.Watch, attack: Attack, options: Options)
         attempts,
         through,
         calm=calm,
-        beside=watch.pace(rounds, did.began, did.ended),
+        beside=watch.pace(rounds, did.began, ended),
         rise_mib=(max(beside, default=base) - base) / MIB,
         after_mib=(beside[-1] - base) / MIB if beside else 0.0,
-        answer_ms=1e3 * max(watch.within(seen.answers, did.began, ended), default=0.0),
-        calm_answer_ms=1e3 * max(watch.within(seen.answers, calm_began, calm_ended), default=0.0),
+        answer_ms=answer,
+        echo_ms=echo,
         written_kib=max(0.0, beyond) / 1024,
         seconds=did.ended - did.began,
         attacker_cpu=did.cpu,
@@ -283,8 +291,7 @@ def _on_empty(options: Options, attacks: list[Attack], *, has_keys: bool) -> Ite
         folder = _empty(options.folder / ("empty-keys" if has_keys else "empty-open"))
         with contextlib.ExitStack() as stack:
             stage = stack.enter_context(Stage(folder, has_keys=has_keys, trains=False))
-            seen = watch.Watch(stage.broker.pid, stage.address, stage.operator())
-            stack.enter_context(seen)
+            seen = stack.enter_context(stage.watched())
             yield _measured_on_empty(stage, seen, attack, options)
 
 
@@ -295,6 +302,7 @@ def _measured_on_empty(stage: Stage, seen: watch.Watch, attack: Attack, options:
     did = stage.send(attack, owner, options)
     time.sleep(2 * SETTLES_S)  # longer than a worker whose connection has ended is waited for
     after, ended = seen.resident(), time.monotonic()
+    answer, echo = seen.longest_ms(began, ended)
     through = [*did.of_it.through]
     try:
         stage.train()
@@ -309,7 +317,8 @@ def _measured_on_empty(stage: Stage, seen: watch.Watch, attack: Attack, options:
         through,
         rise_mib=(max(watch.within(seen.memory, began, ended), default=base) - base) / MIB,
         after_mib=(after - base) / MIB,
-        answer_ms=1e3 * max(watch.within(seen.answers, began, ended), default=0.0),
+        answer_ms=answer,
+        echo_ms=echo,
         seconds=did.ended - did.began,
         attacker_cpu=did.cpu,
     )

@@ -21,9 +21,11 @@ NOTES = (
     " that the attacker finds a processor; it has a low priority (nice 5). The calm pace is"
     " measured with nothing beside it: what the attacker takes from the others counts against the"
     " broker.",
-    "Answer: the longest wait of a status request on another connection, and in brackets that in "
-    "the calm window, which this machine does by itself. RSS: at the peak, and a moment after the"
-    " attack. Written: to log and history, beyond what the rounds closed meanwhile write.",
+    "Answer: the longest wait of a status request on another connection. In brackets that of a "
+    "byte which a process that does nothing else sends back, asked at the same time: so long this"
+    " machine lets anybody wait, and what goes beyond it is the broker's. RSS: at the peak, and a"
+    " moment after the attack. Written: to log and history, beyond what the rounds closed "
+    "meanwhile write.",
     "A row with a broken bound is measured once more, and has a star: its figures are the second "
     "ones, and the JSON has both.",
 )
@@ -31,7 +33,7 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One attack. A pace or an answer that is None was not measured: nobody trained there."""
+    """One attack. A pace that is None was not measured: nobody trained there."""
 
     attack: str
     by: str
@@ -41,8 +43,8 @@ class Row:
     beside: float | None = None
     rise_mib: float = 0.0
     after_mib: float = 0.0
-    answer_ms: float | None = None
-    calm_answer_ms: float | None = None
+    answer_ms: float | None = None  # None: nobody was asked
+    echo_ms: float = 0.0
     written_kib: float = 0.0
     seconds: float = 0.0
     attacker_cpu: float = 0.0
@@ -64,8 +66,10 @@ class Row:
             found.append(f"{who}: rounds closed at {self.kept:.2f} of their pace")
         if self.rise_mib > MOST_MEMORY_MIB:
             found.append(f"{who}: the broker's memory rose by {self.rise_mib:.0f} MiB")
-        if self.answer_ms is not None and self.answer_ms > SLOWEST_ANSWER_MS:
-            found.append(f"{who}: a status request took {self.answer_ms:.0f} ms")
+        if self.answer_ms is not None and self.answer_ms - self.echo_ms > SLOWEST_ANSWER_MS:
+            found.append(
+                f"{who}: a status request took {self.answer_ms:.0f} ms (an echo {self.echo_ms:.0f} ms)"
+            )
         if self.written_kib > MOST_WRITTEN_KIB:
             found.append(f"{who}: {self.written_kib:.0f} KiB went to the log and the history")
         return found
@@ -86,7 +90,7 @@ def table(rows: Sequence[Row]) -> Table:
         "through",
         "pace kept\nof rounds/s",
         "RSS MiB\npeak, after",
-        "answer ms\n(calm)",
+        "answer ms\n(echo)",
         "KiB\nwritten",
         "its CPU\nof s",
     ):
@@ -102,9 +106,7 @@ def table(rows: Sequence[Row]) -> Table:
             Text(f"{len(row.through)}" if row.through else "nothing"),
             "-" if row.kept is None else f"{row.kept:.2f}\n{row.calm:.1f}",
             f"{row.rise_mib:+.0f}, {row.after_mib:+.0f}",
-            "-"
-            if row.answer_ms is None
-            else f"{row.answer_ms:.0f} ({row.calm_answer_ms or 0:.0f})",
+            "-" if row.answer_ms is None else f"{row.answer_ms:.0f} ({row.echo_ms:.0f})",
             f"{row.written_kib:.0f}",
             f"{row.attacker_cpu:.1f}\n{row.seconds:.1f}",
             style="bold red" if is_bad else "",

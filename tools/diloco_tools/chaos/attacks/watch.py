@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from bisect import bisect_right
@@ -14,33 +15,39 @@ from typing import Any
 from diloco_protocol.clients import Keys, Operator
 from diloco_protocol.errors import DilocoError
 from diloco_tools.chaos.attacks.worker import TIME
+from diloco_tools.tcp_proxy import HOST
 
 MEMORY_EVERY_S = 0.01
 PROBE_EVERY_S = 0.02
 ANSWERS_WITHIN_S = 30.0
+CALM_S, CALM_MS = 0.5, 50.0
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 Sample = tuple[float, float]  # time of the monotonic clock, value
 
 
 class Watch:
-    """Looks at one broker from entering to leaving, in two threads; any window can be asked for later.
+    """Looks at one broker from entering to leaving, in threads; any window can be asked for later.
 
     Args:
         pid: the broker's.
         address, keys: where and with which key a `status` is asked for again and again, on a
             connection of its own. Its time counts from when it is sent until it is answered.
+        echo: the port of a process that does nothing but answer, asked at the same time.
     """
 
-    def __init__(self, pid: int, address: str, keys: Keys | None) -> None:
+    def __init__(self, pid: int, address: str, keys: Keys | None, echo: int) -> None:
         self._memory_file = Path(f"/proc/{pid}/statm")
         self._operator = Operator(address, timeout=ANSWERS_WITHIN_S, keys=keys)
         self.memory: list[Sample] = []  # bytes
         self.answers: list[Sample] = []  # seconds, by when they were asked for
+        self.echoes: list[Sample] = []  # the same, of the process that does nothing else
+        self._echo = socket.create_connection((HOST, echo), ANSWERS_WITHIN_S)
         self.trouble = ""  # why a question was not answered
         self._is_over = threading.Event()
         self._threads = [
-            threading.Thread(target=each, daemon=True) for each in (self._look, self._ask)
+            threading.Thread(target=each, daemon=True)
+            for each in (self._look, self._ask, self._hear)
         ]
 
     def __enter__(self) -> Watch:
@@ -53,6 +60,7 @@ class Watch:
         for thread in self._threads:
             thread.join(ANSWERS_WITHIN_S)
         self._operator.close()
+        self._echo.close()
 
     def resident(self) -> float:
         return float(self._memory_file.read_text().split()[1]) * _PAGE
@@ -72,6 +80,30 @@ class Watch:
             except DilocoError as error:
                 self.trouble = str(error)
             self.answers.append((began, time.monotonic() - began))
+
+    def _hear(self) -> None:
+        while not self._is_over.wait(PROBE_EVERY_S):
+            began = time.monotonic()
+            self._echo.sendall(b"x")
+            if not self._echo.recv(1):
+                return
+            self.echoes.append((began, time.monotonic() - began))
+
+    def longest_ms(self, start: float, end: float) -> tuple[float, float]:
+        """The longest answer of the broker in a window, and of the process that does nothing else."""
+        broker, echo = (
+            1e3 * max(within(each, start, end), default=0.0) for each in (self.answers, self.echoes)
+        )
+        return broker, echo
+
+    def await_calm(self, within_s: float) -> None:
+        """Wait until the broker answers as soon as it should for half a second; do not insist."""
+        until = time.monotonic() + within_s
+        while (now := time.monotonic()) < until:
+            broker, echo = self.longest_ms(now - CALM_S, now)
+            if within(self.answers, now - CALM_S, now) and broker - echo < CALM_MS:
+                return
+            time.sleep(PROBE_EVERY_S)
 
 
 def within(samples: Iterable[Sample], start: float, end: float) -> list[float]:

@@ -15,12 +15,13 @@ SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos bench fuzz test test-all test-browser mutants chromium lint format check release clean
+.PHONY: help setup demo chaos attack bench fuzz test test-all test-browser mutants chromium lint format check release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
 	@echo "make demo      train a small GPT with one broker and two workers, compare with one worker"
 	@echo "make chaos     kill, stop and cut off a run in every mode, then audit it: under 5 minutes"
+	@echo "make attack    floods, forgeries and stolen keys against a broker that trains: what got through, what it cost"
 	@echo "make bench     measure this machine's limits and the product against them: a quarter of an hour"
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
@@ -47,6 +48,9 @@ demo: $(STAMP)
 
 chaos: $(STAMP)
 	@$(BIN)/python -m diloco_tools.chaos
+
+attack: $(STAMP)
+	@$(BIN)/python -m diloco_tools.chaos attack
 
 bench: $(STAMP)
 	@$(BIN)/diloco-bench all

@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
-from diloco_tools.chaos.attacks.drill import Options, drill
-from diloco_tools.chaos.attacks.report import NOTES, table
-from diloco_tools.processes import end_like_an_error_on_signals
+from diloco_tools.chaos.attacks import poison
+from diloco_tools.chaos.attacks.drill import Options, drill, poisons
+from diloco_tools.chaos.attacks.report import NOTES, poisons_table, table
+from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 from diloco_tools.terminal import console_for_tables, fail
 
 COMMAND = "diloco-chaos attack"
@@ -44,14 +45,24 @@ def attack(
         fail(COMMAND, f"--only {only!r} is in no attack's name", 2)
     try:
         rows, problems = drill(options, lambda text: shown.print(text, soft_wrap=True))
+        poisoned = [] if quick or words else poisons(options)
         problems += [sentence for row in rows for sentence in row.broken()]
-        document = {"rows": [row.plain() for row in rows], "problems": problems}
+        problems += poison.broken(poisoned)
+        document = {
+            "rows": [row.plain() for row in rows],
+            "poisons": poisoned,
+            "problems": problems,
+        }
         (out / "attack.json").write_text(json.dumps(document, indent=2) + "\n")
+    except ChildFailed as error:
+        fail(COMMAND, str(error), 1)
     except OSError as error:
         fail(COMMAND, f"cannot work in {out} ({error}); name another folder with --out", 2)
     except KeyboardInterrupt:
         fail(COMMAND, "interrupted; the broker and the workers have been ended", 130)
     shown.print(table(rows))
+    if poisoned:
+        shown.print(poisons_table(poisoned))
     for sentence in [*NOTES, *(f"BROKEN  {each}" for each in problems)]:
         shown.print(sentence, soft_wrap=True)
     if problems:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from diloco_protocol.clients import Keys, find_keys
 from diloco_protocol.roles import Peer as Owner
@@ -28,6 +29,7 @@ STARTS_WITHIN_S = 60.0
 TRAINS_WITHIN_S = 60.0
 ENDS_LATE_S = 30.0  # an attacker, after its time
 SETTLES_S = 1.0
+POISONS_WITHIN_S = 120.0
 CALM_WITHIN_S = 20.0  # what an attack leaves behind is worked off, before the next one
 ROUND_WITHIN_S = 10.0  # the next one after a window: it makes the window's last part
 LOOK_EVERY_S = 0.02
@@ -105,7 +107,7 @@ class Stage(Children):
                 *(*command, "serve", "--workers", str(len(WORKERS)), *locked),
                 *("--sync-every", str(SYNC_EVERY), "--outer-lr", "0.5"),
                 *("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*"),
-                *("--save-dir", str(self.folder / "run"), "--save-every", "1000000"),
+                *("--save-dir", str(self.folder / "run"), "--save-every", str(keyed.SAVE_EVERY)),
             ],
         )
         self.address = wait_for_line(self.broker, "control", STARTS_WITHIN_S)
@@ -217,6 +219,18 @@ def drill(options: Options, say: Callable[[str], None]) -> tuple[list[Row], list
             except ChildFailed as error:
                 problems.append(str(error))
     return rows, problems
+
+
+def poisons(options: Options) -> list[dict[str, Any]]:
+    """What pseudo-gradients that do harm come to, with each defence; see `poison`."""
+    result = options.folder / "poison.json"
+    with Children(options.folder) as children:
+        command = [sys.executable, "-m", "diloco_tools.chaos.attacks.poison", str(result)]
+        child = children.start("poison", command)
+        if child.wait(POISONS_WITHIN_S) != 0:
+            raise child.failure()
+    found: list[dict[str, Any]] = json.loads(result.read_text())
+    return found
 
 
 def _beside_training(options: Options, attacks: list[Attack], *, has_keys: bool) -> Iterator[Row]:

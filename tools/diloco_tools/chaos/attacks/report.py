@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -111,4 +111,21 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.attacker_cpu:.1f}\n{row.seconds:.1f}",
             style="bold red" if is_bad else "",
         )
+    return shown
+
+
+def poisons_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Losses by what one of five workers sends, and by what the broker does about it."""
+    shown = Table(title="one of five workers sends ...: the loss, without and with defences")
+    shown.add_column("defence")
+    names = list(dict.fromkeys(each["poison"] for each in rows))
+    for name in ("(honest)", *names):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for defence in dict.fromkeys(each["defence"] for each in rows):
+        of_it = {each["poison"]: each for each in rows if each["defence"] == defence}
+        cells = [
+            Text(f"{row['loss']:.2g}", "" if row["held"] else "bold red")
+            for row in (of_it[name] for name in names)
+        ]
+        shown.add_row(defence, f"{of_it[names[0]]['honest']:.2g}", *cells)
     return shown

@@ -83,8 +83,12 @@ class RawPeer:
         self._tally = tally
         self.socket = socket.create_connection((host, int(port)), ANSWERS_WITHIN_S)
         tally.connections += 1
-        self.write(greeting(mechanism))
-        self._read(64)
+        try:
+            self.write(greeting(mechanism))
+            self._read(64)
+        except OSError:
+            self.close()
+            raise
 
     def greet(self) -> None:
         """Finish the handshake without keys."""

@@ -43,6 +43,7 @@ class Watch:
         self.answers: list[Sample] = []  # seconds, by when they were asked for
         self.echoes: list[Sample] = []  # the same, of the process that does nothing else
         self._echo = socket.create_connection((HOST, echo), ANSWERS_WITHIN_S)
+        self._asked_at: float | None = None  # of the question that waits for its answer
         self.trouble = ""  # why a question was not answered
         self._is_over = threading.Event()
         self._threads = [
@@ -74,12 +75,13 @@ class Watch:
 
     def _ask(self) -> None:
         while not self._is_over.wait(PROBE_EVERY_S):
-            began = time.monotonic()
+            self._asked_at = began = time.monotonic()
             try:
                 self._operator.ask("status")
             except DilocoError as error:
                 self.trouble = str(error)
             self.answers.append((began, time.monotonic() - began))
+            self._asked_at = None
 
     def _hear(self) -> None:
         while not self._is_over.wait(PROBE_EVERY_S):
@@ -91,10 +93,11 @@ class Watch:
 
     def longest_ms(self, start: float, end: float) -> tuple[float, float]:
         """The longest answer of the broker in a window, and of the process that does nothing else."""
-        broker, echo = (
-            1e3 * max(within(each, start, end), default=0.0) for each in (self.answers, self.echoes)
-        )
-        return broker, echo
+        asked_at = self._asked_at
+        # One that still waits counts as long as it has waited, also where it was asked before.
+        waits = time.monotonic() - asked_at if asked_at is not None and asked_at <= end else 0.0
+        answers = within(self.answers, start, end)
+        return 1e3 * max([*answers, waits]), 1e3 * max(within(self.echoes, start, end), default=0.0)
 
     def await_calm(self, within_s: float) -> None:
         """Wait until the broker answers as soon as it should for half a second; do not insist."""

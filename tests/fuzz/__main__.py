@@ -26,7 +26,8 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
-TARGETS = ("decoding", "machine", "session", "files")
+TARGETS = ("decoding", "machine", "session", "files")  # of one input each
+LIVE = "live"  # a broker in a process, which needs messages by the hundred
 CORPUS = Path(__file__).parent / "corpus"
 FOUND = Path("runs/fuzz")  # where failing inputs are written
 LONGEST_INPUT = 4000  # bytes; each choice takes one or two
@@ -136,6 +137,16 @@ def has_atheris() -> bool:
     return importlib.util.find_spec("atheris") is not None
 
 
+def play(seed: int, messages: float, seconds: float) -> int:
+    """A live broker is said so much, or for so long; returns the exit code."""
+    live = import_module("fuzz.live")
+    began = time.monotonic()
+    sent, ended = live.run(seed, messages, float("inf") if messages < float("inf") else seconds)
+    print(f"{ended} connections were ended by the broker before it answered the status")
+    say(LIVE, sent, 2, time.monotonic() - began, f"seed {seed}, brokers without keys and with keys")
+    return 0
+
+
 def all_targets(targets: tuple[str, ...], seed: int, seconds: float) -> bool:
     """Each target for its share of the time, in a process of its own. Returns whether all went well."""
     if not has_atheris():
@@ -166,7 +177,7 @@ def all_targets(targets: tuple[str, ...], seed: int, seconds: float) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__.split("\n")[0])
-    parser.add_argument("target", nargs="*", default=list(TARGETS))
+    parser.add_argument("target", nargs="*", default=[*TARGETS, LIVE])
     parser.add_argument("--seconds", type=float, default=60.0, help="in all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--inputs", type=int, help="draw so many by the seed alone")
@@ -174,6 +185,8 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     (first, *_) = options.target
+    if first == LIVE and (options.alone or options.inputs):
+        return play(options.seed, options.inputs or float("inf"), options.seconds)
     if options.replay:
         import_module(f"fuzz.{first}").run(options.replay.read_bytes())
         print(f"{first}: {options.replay} does no harm")

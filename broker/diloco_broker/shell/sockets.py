@@ -168,7 +168,12 @@ class Sockets:
         """The connection of this frame, of which nothing had come. This takes longer than the rest."""
         self._see_changes()  # it may be news that there is one
         peer = None if self._doorkeeper is None else peer_of(frame)
-        return self._watch.name(route, frame.get(zmq.SRCFD), peer)
+        try:
+            number = frame.get(zmq.SRCFD)
+        except zmq.ZMQError:
+            # A peer of ZMTP 1, as a request of HTTP looks to ZeroMQ: it does not say which connection.
+            number = -1
+        return self._watch.name(route, number, peer)
 
     def send(self, route: bytes, frames: list[Any], *, copy: bool) -> bool:
         """False when the connection does not exist any more."""

@@ -21,6 +21,7 @@ from diloco_broker import Broker, BrokerConfig
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.description import describe
+from diloco_protocol.errors import DilocoError
 from diloco_tools.chaos.__main__ import app
 from diloco_tools.chaos.attacks import drill, floods, keyed, poison, watch, words
 from diloco_tools.chaos.attacks.attacker import Job, Result, attack
@@ -156,8 +157,7 @@ def place(
     options: dict[str, Any] = {"save_dir": str(tmp_path / "run"), "save_every": keyed.SAVE_EVERY}
     host = None
     if folder is not None:
-        workers = (keyed.THIEF, keyed.VICTIM, keyed.REVOKED)
-        folder.add_all([*workers, keyed.OPERATOR, keyed.MONITOR])
+        folder.add_all([*keyed.WORKERS, keyed.OPERATOR, keyed.MONITOR])
         host = folder.path / "clients" / f"worker-{keyed.VICTIM.name}.key"
         options["keys"] = str(folder.path)
     description = tmp_path / "description"
@@ -236,10 +236,11 @@ def test_answer_that_has_not_come_counts_as_long_as_it_was_waited_for() -> None:
         socket.create_server(("127.0.0.1", 0)) as silent,
     ):
         port = silent.getsockname()[1]
-        seen = watch.Watch(os.getpid(), f"tcp://127.0.0.1:{port}", None, echo.getsockname()[1])
+        asker = watch.Status(f"tcp://127.0.0.1:{port}", None)
+        seen = watch.Watch(os.getpid(), asker, echo.getsockname()[1])
         seen._asked_at = time.monotonic() - 2.0
         assert seen.longest_ms(time.monotonic() - 1.0, time.monotonic())[0] >= 2000
-        seen._operator.close()
+        asker.close()
         seen._echo.close()
 
 
@@ -257,7 +258,7 @@ def test_watch_sees_memory_and_answers_of_a_process() -> None:
     ):
         threading.Thread(target=echo, args=(listener,), daemon=True).start()
         port = listener.getsockname()[1]
-        with watch.Watch(os.getpid(), broker.address, None, port) as seen:
+        with watch.Watch(os.getpid(), watch.Status(broker.address, None), port) as seen:
             began = time.monotonic()
             seen.await_calm(PATIENCE_S)
             ended = time.monotonic()
@@ -265,6 +266,19 @@ def test_watch_sees_memory_and_answers_of_a_process() -> None:
     assert 0 < echo_ms < 1e3 * PATIENCE_S and 0 < broker_ms < 1e3 * PATIENCE_S
     assert min(watch.within(seen.memory, began, ended)) > MIB
     assert not seen.trouble
+
+
+def test_heartbeats_of_a_member_are_answered() -> None:
+    with Broker(BrokerConfig(**LOCAL)) as broker, DiLoCoClient(broker.address) as first:
+        first.join(Model())
+        packed = describe(manifest_of(Model())).packed
+        member = watch.Heartbeats(broker.address, None, "pulse", packed)
+        for _ in range(3):
+            member.ask()
+        assert {each["id"] for each in first.status()["workers"]} == {first.worker_id, "pulse"}
+        member.close()
+        with pytest.raises(DilocoError, match="not that of the run"):
+            watch.Heartbeats(broker.address, None, "other", b"x" * 200_000)
 
 
 @pytest.mark.slow

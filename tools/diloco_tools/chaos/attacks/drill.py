@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from diloco_protocol.clients import Keys, find_keys
+from diloco_protocol.clients import find_keys
 from diloco_protocol.roles import Peer as Owner
 from diloco_tools.chaos.attacks import keyed, watch
 from diloco_tools.chaos.attacks.attacker import Job, Result
@@ -28,6 +28,7 @@ WORKERS = ("w0", "w1")
 STARTS_WITHIN_S = 60.0
 TRAINS_WITHIN_S = 60.0
 ENDS_LATE_S = 30.0  # an attacker, after its time
+STALLS_S = 3.0  # after which rounds wait no more for the member that only sends heartbeats
 SETTLES_S = 1.0
 POISONS_WITHIN_S = 120.0
 CALM_WITHIN_S = 20.0  # what an attack leaves behind is worked off, before the next one
@@ -94,7 +95,7 @@ class Stage(Children):
         command = [sys.executable, "-m", "diloco_broker"]
         locked = []
         if self.keys_folder is not None:
-            others = [each.name for each in (keyed.THIEF, keyed.VICTIM, keyed.REVOKED)]
+            others = [each.name for each in keyed.WORKERS]
             made = [*command, "keygen", str(self.keys_folder), *WORKERS, *others]
             made += ["--operator", keyed.OPERATOR.name, "--monitor", keyed.MONITOR.name]
             keygen = self.start("keygen", made)
@@ -106,6 +107,7 @@ class Stage(Children):
             [
                 *(*command, "serve", "--workers", str(len(WORKERS)), *locked),
                 *("--sync-every", str(SYNC_EVERY), "--outer-lr", "0.5"),
+                *("--stall-timeout", str(STALLS_S)),
                 *("--bind", "tcp://127.0.0.1:*", "--feed", "tcp://127.0.0.1:*"),
                 *("--save-dir", str(self.folder / "run"), "--save-every", str(keyed.SAVE_EVERY)),
             ],
@@ -136,10 +138,16 @@ class Stage(Children):
     def watched(self) -> watch.Watch:
         echo = self.start("echo", [sys.executable, "-m", "diloco_tools.chaos.attacks.echo"])
         port = int(wait_for_line(echo, "port", STARTS_WITHIN_S))
-        return watch.Watch(self.broker.pid, self.address, self.operator(), port)
+        return watch.Watch(self.broker.pid, self._asker(), port)
 
-    def operator(self) -> Keys | None:
-        return find_keys(self.key_file(keyed.OPERATOR)) if self.keys_folder is not None else None
+    def _asker(self) -> watch.Asker:
+        """A member where there is a run; it could not be one without giving it a model."""
+        owner = keyed.PULSE if self._trains else keyed.OPERATOR
+        keys = find_keys(self.key_file(owner)) if self.keys_folder is not None else None
+        if not self._trains:
+            return watch.Status(self.address, keys)
+        described = self._described.read_bytes()
+        return watch.Heartbeats(self.address, keys, keyed.PULSE.name, described)
 
     def _rounds(self, name: str) -> Path:
         return self.folder / f"{name}.rounds"
@@ -239,6 +247,7 @@ def _beside_training(options: Options, attacks: list[Attack], *, has_keys: bool)
         folder = _empty(options.folder / ("keys" if has_keys else "open"))
         stage = stack.enter_context(Stage(folder, has_keys=has_keys))
         seen = stack.enter_context(stage.watched())
+        stage.await_rounds(time.monotonic() + STALLS_S, TRAINS_WITHIN_S)
         for attack in attacks:
             row = _measured(stage, seen, attack, options)
             if row.broken() and not row.through:

@@ -24,7 +24,8 @@ from diloco_tools.tcp_proxy import HOST
 
 # Keys of the drill besides those of the workers that train.
 OPERATOR, MONITOR = Owner(Role.OPERATOR, "drill"), Owner(Role.MONITOR, "screen")
-THIEF, VICTIM, REVOKED = (Owner(Role.WORKER, name) for name in ("thief", "victim", "revoked"))
+WORKERS = tuple(Owner(Role.WORKER, name) for name in ("thief", "victim", "revoked", "pulse"))
+THIEF, VICTIM, REVOKED, PULSE = WORKERS
 # What a monitor may not ask for; none of it would be undone by itself.
 STEERING = ("pause", "save", "manifest", "shutdown", "kick", "close", "set")
 ASKED = ("status", "pause")

@@ -21,11 +21,11 @@ NOTES = (
     " that the attacker finds a processor; it has a low priority (nice 5). The calm pace is"
     " measured with nothing beside it: what the attacker takes from the others counts against the"
     " broker.",
-    "Answer: the longest wait of a status request on another connection. In brackets that of a "
-    "byte which a process that does nothing else sends back, asked at the same time: so long this"
-    " machine lets anybody wait, and what goes beyond it is the broker's. RSS: at the peak, and a"
-    " moment after the attack. Written: to log and history, beyond what the rounds closed "
-    "meanwhile write.",
+    "Answer: the longest wait of a member's heartbeat (of a status request where nobody trains), "
+    "every 20 ms. In brackets that of a byte which a process that does nothing else sends back, "
+    "asked at the same time: so long this machine lets anybody wait, and what goes beyond it is "
+    "the broker's. RSS: at the peak, and a moment after the attack. Written: to log and history, "
+    "beyond what the rounds closed meanwhile write.",
     "A row with a broken bound is measured once more, and has a star: its figures are the second "
     "ones, and the JSON has both.",
 )
@@ -68,7 +68,7 @@ class Row:
             found.append(f"{who}: the broker's memory rose by {self.rise_mib:.0f} MiB")
         if self.answer_ms is not None and self.answer_ms - self.echo_ms > SLOWEST_ANSWER_MS:
             found.append(
-                f"{who}: a status request took {self.answer_ms:.0f} ms (an echo {self.echo_ms:.0f} ms)"
+                f"{who}: a heartbeat took {self.answer_ms:.0f} ms (an echo {self.echo_ms:.0f} ms)"
             )
         if self.written_kib > MOST_WRITTEN_KIB:
             found.append(f"{who}: {self.written_kib:.0f} KiB went to the log and the history")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -10,10 +11,12 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from diloco_protocol import messages
 from diloco_protocol.clients import Keys, Operator
-from diloco_protocol.errors import DilocoError
+from diloco_protocol.clients.dealer import Dealer
+from diloco_protocol.errors import DilocoError, Unreachable
 from diloco_tools.chaos.attacks.worker import TIME
 from diloco_tools.tcp_proxy import HOST
 
@@ -26,19 +29,73 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 Sample = tuple[float, float]  # time of the monotonic clock, value
 
 
+class Asker(Protocol):
+    """Somebody whose questions the broker answers."""
+
+    def ask(self) -> None:
+        """Returns when it is answered; raises DilocoError where it is not in time."""
+
+    def close(self) -> None: ...
+
+
+class Status:
+    """Asks for the status, as an operator does."""
+
+    def __init__(self, address: str, keys: Keys | None) -> None:
+        self._operator = Operator(address, timeout=ANSWERS_WITHIN_S, keys=keys)
+        self.close = self._operator.close
+
+    def ask(self) -> None:
+        self._operator.ask("status")
+
+
+class Heartbeats:
+    """A member that sends heartbeats and never makes a step, so that no round waits for it long.
+
+    Raises:
+        DilocoError: it may not join.
+    """
+
+    def __init__(self, address: str, keys: Keys | None, name: str, description: bytes) -> None:
+        self._dealer = Dealer(address, keys)
+        self.close = self._dealer.close
+        digest = hashlib.sha256(description).digest()
+        try:
+            self._dealer.send(messages.Join(name, digest=digest, size=len(description)))
+            welcome = self._hear(messages.Welcome)
+        except DilocoError:
+            self.close()
+            raise
+        assert isinstance(welcome, messages.Welcome)
+        self._session = welcome.session
+
+    def ask(self) -> None:
+        self._dealer.send(messages.Heartbeat(self._session, step=0))
+        self._hear(messages.Notice)
+
+    def _hear(self, kind: type[messages.Message]) -> messages.Message:
+        until = time.monotonic() + ANSWERS_WITHIN_S
+        while (found := self._dealer.receive(until)) is not None:
+            if isinstance(found[0], kind):
+                return found[0]
+            if isinstance(found[0], messages.Error | messages.Rejoin):
+                raise DilocoError(found[0].text)
+        raise Unreachable(f"the broker did not answer a member within {ANSWERS_WITHIN_S:g} s")
+
+
 class Watch:
     """Looks at one broker from entering to leaving, in threads; any window can be asked for later.
 
     Args:
         pid: the broker's.
-        address, keys: where and with which key a `status` is asked for again and again, on a
-            connection of its own. Its time counts from when it is sent until it is answered.
+        asker: it asks again and again, on a connection of its own. The time counts from when a
+            question is sent until it is answered.
         echo: the port of a process that does nothing but answer, asked at the same time.
     """
 
-    def __init__(self, pid: int, address: str, keys: Keys | None, echo: int) -> None:
+    def __init__(self, pid: int, asker: Asker, echo: int) -> None:
         self._memory_file = Path(f"/proc/{pid}/statm")
-        self._operator = Operator(address, timeout=ANSWERS_WITHIN_S, keys=keys)
+        self._asker = asker
         self.memory: list[Sample] = []  # bytes
         self.answers: list[Sample] = []  # seconds, by when they were asked for
         self.echoes: list[Sample] = []  # the same, of the process that does nothing else
@@ -60,7 +117,7 @@ class Watch:
         self._is_over.set()
         for thread in self._threads:
             thread.join(ANSWERS_WITHIN_S)
-        self._operator.close()
+        self._asker.close()
         self._echo.close()
 
     def resident(self) -> float:
@@ -77,7 +134,7 @@ class Watch:
         while not self._is_over.wait(PROBE_EVERY_S):
             self._asked_at = began = time.monotonic()
             try:
-                self._operator.ask("status")
+                self._asker.ask()
             except DilocoError as error:
                 self.trouble = str(error)
             self.answers.append((began, time.monotonic() - began))

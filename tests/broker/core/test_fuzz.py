@@ -157,6 +157,7 @@ MODES: dict[str, dict[str, Any]] = {
     "tokens": {"weight_by": "tokens"},
     "staged": {"deterministic": True},
     "clipped": {"aggregate": "clip-median-norm"},
+    "bounded": {"max_delta_norm": 2.0},
     "quorum": {"quorum": 1, "grace": 1.0},
     "dropped": {"quorum": 1, "grace": 0.0, "late": "drop"},
     "fragments": {"num_fragments": 2, "sync_every": 8, "fragment_sync_delay": 1},

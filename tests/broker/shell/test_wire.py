@@ -247,6 +247,42 @@ def test_bad_chunk_gets_a_sentence_and_the_round_goes_on(
             finish_a_round(broker)
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_push_that_is_too_large_is_refused_by_its_bytes_and_the_others_go_on(mode: str) -> None:
+    with (
+        a_broker(3, mode=mode, outer="sgd", max_delta_norm=20.0) as broker,
+        contextlib.ExitStack() as stack,
+    ):
+        names = ("a", "b", "vandal")
+        workers = [stack.enter_context(RawWorker(broker.address, name)) for name in names]
+        for worker in workers:
+            worker.join(one_tensor(ELEMENTS))
+            if worker is workers[0]:
+                worker.donate(torch.zeros(ELEMENTS))
+            worker.pull(ELEMENTS)
+        a, b, vandal = workers
+        vandal.push(3, torch.full((ELEMENTS,), 100.0), norm=0.1)
+        a.push(1, torch.ones(ELEMENTS))
+        if mode == "async":
+            a.pull(ELEMENTS, after=0)
+        b.push(2, torch.ones(ELEMENTS))
+        after = 0 if mode == "sync" else 1
+        got = b.pull(ELEMENTS, after=after)
+        error = vandal.receive("error")
+        assert (error["code"], error["push_id"]) == ("too_large", 3)
+        assert "has norm 707.1; this run takes at most 20" in error["text"]
+        # In rounds a mean of two, asynchronously twice a third.
+        wanted = -0.7 if mode == "sync" else -0.7 * 2 / 3
+        torch.testing.assert_close(got, torch.full((ELEMENTS,), wanted))
+        vandal.pull(ELEMENTS, after=after)
+        vandal.push(4, torch.ones(ELEMENTS))
+        if mode == "sync":
+            a.pull(ELEMENTS, after=0)
+            a.push(5, torch.ones(ELEMENTS))
+            b.push(6, torch.ones(ELEMENTS))
+        vandal.pull(ELEMENTS, after=after + 1)
+
+
 def test_worker_that_vanishes_is_noticed_without_a_heartbeat_timeout() -> None:
     with a_broker(2, heartbeat_timeout=0.0) as broker, RawWorker(broker.address, "w0") as stays:
         stays.join(one_tensor(ELEMENTS))

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from diloco_protocol.messages import Error
+from diloco_broker.core import events
+from diloco_protocol.messages import Error, Grant
 from kit.core_harness import Puppet, Stage, a_stage
 
 FIVE = ("a", "b", "c", "d", "e")
@@ -51,6 +52,10 @@ def test_norms_of_fragments_are_compared_with_those_of_the_same_fragment() -> No
             of_norm(puppet, 10 * fragment + place, norm, fragment=fragment)
     assert [part["usual_norm"] for part in stage.shown()["fragments"]] == [1, 50]
     assert {worker["times_usual"] for worker in shown(stage).values()} == {1}
+    assert {worker["delta_norm"] for worker in shown(stage).values()} == {50}
+    for place, puppet in enumerate(puppets):
+        of_norm(puppet, 20 + place, 2.0)
+    assert {worker["delta_norm"] for worker in shown(stage).values()} == {2}, "of the last push"
     assert not stage.said("times the workers' median")
 
 
@@ -92,6 +97,15 @@ def test_round_goes_on_without_a_push_that_is_too_large_and_only_its_sender_is_t
     assert ("c", 12) in stage.counted()[0]
 
 
+def test_log_names_a_worker_that_is_refused_again_and_again_once_a_minute() -> None:
+    stage, puppets = a_run_of("a", "b", "c", max_delta_norm=10.0)
+    for number in range(3):
+        a_round_of(puppets, number, 1, 1, 100)
+    assert len(stage.said("has norm 100")) == 1
+    assert stage.state.totals.rejected == 3
+    assert stage.counters == [3]
+
+
 def test_auto_refuses_in_round_one_already_whoever_comes_first() -> None:
     for order in ((0, 1, 2, 3, 4), (4, 3, 2, 1, 0)):
         stage, puppets = a_run_of(*FIVE, max_delta_norm="auto")
@@ -129,7 +143,7 @@ def test_asynchronous_push_that_is_too_large_frees_its_slot_for_the_next_in_line
     a.delivers(range(CHUNKS), squares=1e6)
     a.commits()
     assert a.error().code == "too_large"
-    assert b.offers(2).standing.value == "new"
+    assert b.got(Grant).standing.value == "new"
     b.completes()
     of_norm(c, 3, 2)
     assert stage.counters == [2]
@@ -139,7 +153,8 @@ def test_window_of_asynchronous_mode_applies_what_is_left() -> None:
     stage, (a, b, c) = a_run_of("a", "b", "c", mode="async", max_delta_norm=10.0, grace=1.0)
     of_norm(a, 1, 100)
     of_norm(b, 2, 2)
-    stage.passes(1.5)
+    stage.now += 1.5
+    stage.happens(events.Tick())  # one is enough
     assert a.error().code == "too_large"
     assert stage.counters == [1]
     assert stage.counted() == [{("b", 2): 1}] * CHUNKS

@@ -81,9 +81,12 @@ class Stranger:
                     break
                 answer: Any = msgpack.unpackb(dealer.recv_multipart()[0])
                 if answer["kind"] == "result" and answer["request"] == 4711:
-                    assert answer["ok"] or self._keys is not None, answer["text"]
+                    assert answer["ok"], answer["text"]
+                    dealer.disable_monitor()
                     return
-            assert ends in ready, "the broker neither answers nor ends the connection"
+            ended = ends in ready
+            dealer.disable_monitor()
+            assert ended, "the broker neither answers nor ends the connection"
             self.unanswered += 1
 
     def is_raw(self) -> None:

@@ -6,7 +6,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core.events import ConnectionEnded, Malformed
 from diloco_broker.core.rules.refusals import NOISE_OF_A_STRANGER
 from diloco_broker.core.state.run import CAUSES_KEPT, SAID_AGAIN_AFTER_S
-from kit.core_harness import Stage
+from kit.core_harness import Stage, a_manifest
 
 BAD = "The header is not a msgpack map (ExtraData)."
 
@@ -51,3 +51,18 @@ def test_what_is_remembered_of_refusals_is_bounded() -> None:
         stage.happens(ConnectionEnded(f"{number} KiB of a message that has not ended"))
     refusals = stage.state.refusals
     assert max(len(refusals.said_at), len(refusals.unsaid), len(refusals.noisy)) <= CAUSES_KEPT + 1
+
+
+def test_joins_under_ever_new_names_are_said_once() -> None:
+    stage = Stage(BrokerConfig(workers=1))
+    for number in range(50):
+        stage.worker(f"stranger-{number}").joins(manifest=a_manifest(0))
+    assert len(stage.said("Refused a join of stranger-")) == 1
+
+
+def test_causes_that_are_forgotten_leave_no_count_behind() -> None:
+    stage = Stage(BrokerConfig(workers=1))
+    for number in range(2 * CAUSES_KEPT):
+        for _ in range(2):
+            stage.happens(Malformed(stage.route(), f"code {number}", BAD))
+    assert len(stage.state.refusals.unsaid) <= CAUSES_KEPT

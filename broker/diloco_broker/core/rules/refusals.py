@@ -63,7 +63,9 @@ def refuse(
         yield effects.Send(route, stopping.farewell(state.stopping))
     yield effects.Send(route, messages.Error(error.code, str(error), retry, push_id, message.kind))
     if not retry:
-        cause = f"{message.kind}{who} {error.code.value}"
+        # Whoever joins may take another name each time.
+        whose = "" if isinstance(message, messages.Join) else who
+        cause = f"{message.kind}{whose} {error.code.value}"
         yield from _say(
             state, cause, f"Refused a {message.kind}{who}: {error}", is_listed=bool(who)
         )

@@ -121,7 +121,9 @@ class Refusals:
             self.unsaid[cause] += 1
             return None
         if len(self.said_at) >= CAUSES_KEPT:
-            self.said_at.pop(next(iter(self.said_at)))
+            oldest = next(iter(self.said_at))
+            del self.said_at[oldest]
+            self.unsaid.pop(oldest, None)
         self.said_at[cause] = now
         more = self.unsaid.pop(cause, 0)
         return f"{text} ({more} more like this in the meantime.)" if more else text

@@ -138,10 +138,10 @@ class Core:
             text = f"A {message.kind} message goes from the broker to others."
             raise ProtocolError(Code.NOT_ALLOWED, text)
         member = state.members.with_session(getattr(message, "session", None) or b"")
-        if member is None or (not on_bulk and member.control != route):
+        is_here = member is not None and (on_bulk or member.control == route)
+        if member is None or not is_here or not permissions.is_own(received.peer, member):
             text = "This session is not known on this connection; join again."
             return iter([effects.Send(route, messages.Rejoin(state.epoch, text))])
-        permissions.check_member(received.peer, member)
         member.liveness.hear(state.now)
         match message:
             case messages.Chunk():

@@ -6,7 +6,22 @@ import pytest
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.events import KeysRevoked, Received
-from diloco_protocol.messages import Control, Error, Heartbeat, Join, Message, Pull, Result, Welcome
+from diloco_protocol.messages import (
+    Chunk,
+    Commit,
+    Control,
+    Credit,
+    Error,
+    Heartbeat,
+    Join,
+    Leave,
+    Message,
+    Pull,
+    Push,
+    Rejoin,
+    Result,
+    Welcome,
+)
 from diloco_protocol.roles import Peer, Role
 from kit.core_harness import Stage, a_manifest
 
@@ -54,20 +69,29 @@ def test_each_role_may_do_what_it_is_for(
         assert all(peer.name in each.text for each in refused)
 
 
-def test_session_token_is_worth_nothing_under_another_key(stage: Stage) -> None:
+@pytest.mark.parametrize("thief", [W1, ANNA, DISPLAY], ids=str)
+def test_session_token_is_worth_nothing_under_another_key(stage: Stage, thief: Peer) -> None:
     welcome = next(
         each for each in answers(stage, Join("w0", a_manifest()), W0) if isinstance(each, Welcome)
     )
-    control = stage.state.members.named("w0").control
-    before = stage.state.members.named("w0").liveness.last_seen
+    owner, session = stage.state.members.named("w0"), welcome.session
+    told, before = len(stage.inbox[owner.control]), owner.liveness.last_seen
     stage.now += 5
-    stage.happens(Received(control, Heartbeat(welcome.session, 7), peer=W1))
-    assert stage.state.members.named("w0").liveness.last_seen == before
-    assert stage.inbox[control][-1] == Error(
-        "not_allowed",
-        "The worker w1 may not use a session that is not its own.",
-        about="heartbeat",
-    )
+    for message in (
+        Heartbeat(session, 7),
+        Push(session, 1, 0, chunks=1, wire_dtype="fp32"),
+        Chunk(session=session, push_id=1, fragment=0, index=0),
+        Commit(session, 1, 0),
+        Pull(0, session=session),
+        Credit(4, session=session),
+        Leave(session),
+    ):
+        route = stage.route()
+        stage.happens(Received(route, message, b"1234", thief))
+        assert [type(each) for each in stage.inbox[route]] == [Rejoin], message
+    assert stage.state.members.named("w0") is owner
+    assert (owner.bulk, owner.liveness.last_seen, owner.figures.rejected) == (None, before, 0)
+    assert len(stage.inbox[owner.control]) == told, "its owner was told of the thief's mistakes"
 
 
 def test_log_of_actions_has_the_name_that_the_key_proves(stage: Stage) -> None:

@@ -17,6 +17,7 @@ from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.description import describe
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.manifest import Manifest
+from diloco_protocol.packed import Packed, pack_with
 from diloco_protocol.records import from_plain, plain_fields
 from diloco_protocol.version import Ledger, VersionId
 
@@ -309,6 +310,15 @@ KINDS = {record.kind: record for record in Message.__subclasses__()}
 
 def encode(message: Message) -> bytes:
     """The header frame of a message."""
+    data = message.data if isinstance(message, Result) else None
+    if isinstance(message, Result) and isinstance(data, Packed):
+        plain = {
+            "v": PROTOCOL_VERSION,
+            "kind": message.kind,
+            **plain_fields(replace(message, data={})),
+        }
+        del plain["data"]
+        return pack_with(plain, {"data": data.packed})
     plain = {"v": PROTOCOL_VERSION, "kind": message.kind, **plain_fields(message)}
     return bytes(msgpack.packb(plain))
 

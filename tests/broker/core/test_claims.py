@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from diloco_broker.core.rules.joining.room import bytes_per_parameter
-from diloco_protocol.messages import Join, Welcome
+from diloco_broker.core.state import model_source
+from diloco_protocol.manifest import Manifest
+from diloco_protocol.messages import Join, Result, Welcome, decode, encode
+from diloco_protocol.records import from_plain
 from kit.core_harness import Puppet, Stage, a_config, a_manifest, a_stage, alone
 from kit.noted_tensors import CHUNK_ELEMENTS
 
@@ -142,3 +145,19 @@ def test_what_a_worker_wants_is_quoted_in_part() -> None:
     worker.sends(Join("a", a_manifest(), wants=wants))
     assert len(worker.error().text) < 300
     assert len(stage.logs[-1]) < 400
+
+
+def test_manifest_is_packed_once_however_often_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage, _ = alone()
+    stage.asks("manifest")
+    monkeypatch.setattr(model_source, "describe", pytest.fail)
+    results = [stage.asks("manifest") for _ in range(3)]
+    for result in results:
+        assert from_plain(Manifest, result.data["manifest"], "manifest") == stage.manifest
+        answer = decode(encode(result))
+        assert isinstance(answer, Result)
+        assert answer.text == result.text
+        assert from_plain(Manifest, answer.data["manifest"], "manifest") == stage.manifest
+        assert answer.data.keys() == {"manifest", "config", "plan", "pattern"}

@@ -13,7 +13,9 @@ from diloco_broker.core.rules import checkpoints, rounds, settings
 from diloco_broker.core.rules.joining import admission
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
+from diloco_protocol.chunks import Segment
 from diloco_protocol.errors import UsageError
+from diloco_protocol.packed import Packed, pack_with
 from diloco_protocol.records import to_plain
 
 WHO = "who"  # the argument in which operators name themselves
@@ -56,17 +58,20 @@ def control(state: RunState, route: effects.Route, control: messages.Control) ->
 
 
 def _manifest(state: RunState, request: Request) -> effects.Effects:
-    manifest = state.model.manifest
-    if manifest is None:
+    layout, description = state.model.layout, state.model.description
+    if layout is None or description is None:
         yield request.no("The broker has no model yet; the first worker that joins brings it.")
         return
-    yield request.yes(
-        f"The model has {manifest.trainable_elements} trainable parameters.",
-        manifest=to_plain(manifest),
-        config=to_plain(state.run_config),
-        plan=list(state.model.plan if state.config.num_fragments > 1 else ()),
-        pattern=state.fragment_pattern,
-    )
+    elements = sum(each.lengths[Segment.PARAMETERS] for each in layout.fragments)
+    others = {
+        "config": to_plain(state.run_config),
+        "plan": state.model.plan if state.config.num_fragments > 1 else (),
+        "pattern": state.fragment_pattern,
+    }
+    # 50 bytes ask for it, and it may be megabytes: it is packed already.
+    data = Packed(pack_with(others, {"manifest": description.packed}))
+    text = f"The model has {elements} trainable parameters."
+    yield effects.Send(request.route, messages.Result(request.control.request, True, text, data))
 
 
 def _save(state: RunState, request: Request) -> effects.Effects:

@@ -17,6 +17,7 @@ from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
 from diloco_broker.core.state.versions import WholeVersion
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import ModelLayout, lay_out_plan
+from diloco_protocol.description import Description, describe
 from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.messages import Push, RunConfig
 from diloco_protocol.version import Ledger, VersionId
@@ -114,6 +115,16 @@ class RunModel:
     checkpoint: str = ""  # its name, for people; empty without one
     resumed_number: int | None = None  # the next round by the checkpoint
     is_done: bool = False  # every fragment has a version
+    _described: tuple[Manifest, Description] | None = None  # a manifest, and what it is packed
+
+    @property
+    def description(self) -> Description | None:
+        """The manifest as it travels; packed once, since anybody may ask for it."""
+        if self.manifest is None:
+            return None
+        if self._described is None or self._described[0] is not self.manifest:
+            self._described = self.manifest, describe(self.manifest)
+        return self._described[1]
 
     def settle_manifest(
         self, manifest: Manifest, plan: tuple[int, ...], config: RunConfig

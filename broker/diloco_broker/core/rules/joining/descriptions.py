@@ -9,7 +9,7 @@ from diloco_broker.core import effects
 from diloco_broker.core.rules.joining import admission
 from diloco_broker.core.state.run import Described, RunState
 from diloco_protocol import messages
-from diloco_protocol.description import DescriptionInProgress, describe
+from diloco_protocol.description import DescriptionInProgress
 from diloco_protocol.errors import Code, ProtocolError
 
 # Descriptions that may be on their way at a time; each takes 8 MiB at most.
@@ -27,8 +27,8 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         return admission.join(state, route, join, join.manifest)
     if join.digest is None:
         raise ProtocolError(Code.BAD_HEADER, "A join has a manifest, or the digest of one.")
-    run = state.model.manifest
-    if run is not None and describe(run).digest == join.digest:
+    run, description = state.model.manifest, state.model.description
+    if run is not None and description is not None and description.digest == join.digest:
         return admission.join(state, route, join, run)
     if run is not None and join.size > LONGEST_TO_COMPARE:
         raise ProtocolError(

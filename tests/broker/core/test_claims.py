@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 
+from diloco_broker.core.events import Received
+from diloco_broker.core.rules.joining.descriptions import GOES_ON_WITHIN_S
 from diloco_broker.core.rules.joining.room import bytes_per_parameter
+from diloco_broker.core.rules.reducers.streaming import MOST_PUSHES
 from diloco_broker.core.state import model_source
+from diloco_broker.core.state.run import CAUSES_KEPT, Refusals
 from diloco_protocol.manifest import Manifest
-from diloco_protocol.messages import Join, Result, Welcome, decode, encode
+from diloco_protocol.messages import Describe, Join, Result, Welcome, decode, encode
 from diloco_protocol.records import from_plain
-from kit.core_harness import Puppet, Stage, a_config, a_manifest, a_stage, alone
+from diloco_protocol.version import Counted, Ledger, VersionId
+from kit.core_harness import Puppet, Stage, a_config, a_manifest, a_run, a_stage, alone
 from kit.noted_tensors import CHUNK_ELEMENTS
 
 
@@ -161,3 +166,49 @@ def test_manifest_is_packed_once_however_often_it_is_asked_for(
         assert answer.text == result.text
         assert from_plain(Manifest, answer.data["manifest"], "manifest") == stage.manifest
         assert answer.data.keys() == {"manifest", "config", "plan", "pattern"}
+
+
+def test_pushes_that_a_worker_begins_in_one_round_are_bounded() -> None:
+    stage = a_stage(2)
+    a, b = stage.joined("a", "b")
+    for number in range(3 * MOST_PUSHES):
+        a.begins(100 + number)
+    assert "has begun 32 pushes in round 0 already" in a.error().text
+    assert len(stage.round.contributions) == MOST_PUSHES
+    b.pushes(1)
+    a.leaves()
+    assert stage.version().counter == 1
+
+
+def test_ledger_of_a_push_is_not_kept_with_it() -> None:
+    stage, (_, b) = a_run("a", "b", rounds=0)
+    b.offers(5, ledger=Ledger({f"w{n}": (Counted(n),) for n in range(100)}))
+    (contribution,) = stage.round.contributions.values()
+    assert contribution.push.ledger is None
+
+
+def test_versions_of_fragments_that_there_are_not_are_not_asked_for() -> None:
+    stage = a_stage(1)
+    many = tuple(VersionId("00000000000000aa", 2**40, tag) for tag in range(1000))
+    worker = stage.worker("a").joins(run="00000000000000aa", versions=many)
+    stage.passes(11.0)
+    assert len(stage.state.members.named("a").versions) == 2
+    assert set(worker.asked_for) <= {0, 1}
+
+
+def test_what_came_of_a_description_is_forgotten_where_it_does_not_go_on() -> None:
+    stage = a_stage(1)
+    route = stage.route()
+    stage.happens(Received(route, Join("a", None, digest=bytes(32), size=5 << 20)))
+    stage.happens(Received(route, Describe(bytes(48 << 10))))
+    assert stage.state.descriptions
+    stage.passes(GOES_ON_WITHIN_S + 1)
+    assert not stage.state.descriptions
+
+
+def test_refusals_that_are_not_said_are_forgotten_with_their_cause() -> None:
+    refusals = Refusals()
+    for number in range(3 * CAUSES_KEPT):
+        for _ in range(2):
+            refusals.to_say(f"cause {number}", "no", 1.0)
+    assert len(refusals.unsaid) <= CAUSES_KEPT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import initial_model, pulls, rounds
-from diloco_broker.core.rules.joining import admission, compatibility
+from diloco_broker.core.rules.joining import admission, compatibility, descriptions
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
 from diloco_protocol import messages
@@ -102,6 +102,7 @@ def tick(state: RunState, event: events.Tick) -> effects.Effects:
             yield member.tell(messages.Notice("alive"))
     yield from rounds.tick(state)
     yield from pulls.give_up(state)
+    descriptions.give_up(state)
     for reader in state.versions.observers:
         if now - reader.probed_at > PROBE_OBSERVERS_S:
             reader.probed_at = now

@@ -6,6 +6,7 @@ Every check comes before the first change, so a refused push or chunk leaves the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from diloco_broker.core import effects, events
@@ -30,6 +31,8 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
         yield from donation.begin(state, member, push)
         return
     _check_base(state, push)
+    if push.ledger is not None:  # of a donation only; it would be kept with the push
+        push = replace(push, ledger=None)
     if member.uploads.is_new(push):
         yield from liveness.mark_active(state, member)
     if member.uploads.has_zeros_again(push):

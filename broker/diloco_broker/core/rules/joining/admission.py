@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import donation, initial_model, rounds
 from diloco_broker.core.rules.joining import compatibility, room
@@ -24,6 +26,8 @@ def join(
 ) -> effects.Effects:
     """A worker asks to take part, for the first time or again on new connections."""
     plan = _check_join(state, join, manifest)
+    # Of more fragments than there are, the frozen one included, nobody has a version.
+    join = replace(join, versions=join.versions[: state.config.num_fragments + 1])
     member = state.members.named(join.worker_id)
     if member is not None and member.session != join.session:
         yield from _contest(member, route, state.now)

@@ -36,15 +36,21 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
             "The model is not that of the run: its tensors differ in names, shapes, dtypes or order. "
             "Compare what diloco-broker plan shows of both.",
         )
-    for other, each in list(state.descriptions.items()):
-        if state.now - each.heard_at > GOES_ON_WITHIN_S or other == route:
-            del state.descriptions[other]
+    give_up(state)
+    state.descriptions.pop(route, None)
     if len(state.descriptions) >= AT_A_TIME:
         text = "Other workers are describing their models; the next ones can in a moment."
         raise ProtocolError(Code.NO_MODEL, text)
     progress = DescriptionInProgress(join.digest, join.size)
     state.descriptions[route] = Described(join, progress, state.now)
     return iter([effects.Send(route, messages.Notice("describe"))])
+
+
+def give_up(state: RunState) -> None:
+    """Forget what came of descriptions that do not go on."""
+    for route, each in list(state.descriptions.items()):
+        if state.now - each.heard_at > GOES_ON_WITHIN_S:
+            del state.descriptions[route]
 
 
 def describe_on(

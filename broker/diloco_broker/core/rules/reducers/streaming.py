@@ -20,6 +20,10 @@ from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.errors import Code, ProtocolError
 from diloco_protocol.messages import Commit, Push
 
+# Pushes that a worker may begin in one round: each that is given up leaves a record of itself until the
+# round ends, which may wait for others for days. A worker that is killed and comes back begins another.
+MOST_PUSHES = 32
+
 tell = round_lines.closed
 tick = released = nothing  # time changes nothing, and nobody waits for room
 
@@ -49,6 +53,9 @@ def offer(state: RunState, member: Member, push: Push) -> Effects:
         text = f"This push was {known.ended.value} in round {round_.number}; drop it."
         raise ProtocolError(Code.BAD_PUSH, text)
     if known is None:
+        if sum(1 for _ in round_.of_worker(member.worker_id)) >= MOST_PUSHES:
+            text = f"{member.worker_id} has begun {MOST_PUSHES} pushes in round {round_.number} already."
+            raise ProtocolError(Code.BAD_PUSH, text)
         yield from _abandon_others(state, round_, member.worker_id, push)
     if before.is_full:
         yield from grants.counted(member, push)

@@ -249,9 +249,11 @@ class Loop:
         return False
 
     def _take_in_turn(self, incoming: Incoming) -> None:
+        if incoming.is_left_behind and self.core.state.members.on_route(incoming.route) is None:
+            return  # a worker's last word is heard; of others there may be thousands
         if self._strangers.comes_later(incoming, self.now()):
             if not self._strangers.put_off(incoming):
-                self.sockets.shut(incoming.route)
+                self.sockets.repel(incoming.route)
                 why = "more messages of those who have not joined than there was time for"
                 self._executor.feed(events.ConnectionEnded(why))
         elif incoming.is_of_stranger:
@@ -326,7 +328,7 @@ class Loop:
         return self.sockets.send(send.route, frames, copy=send.payload is None)
 
     def disconnect(self, route: bytes) -> None:
-        self.sockets.shut(route)
+        self.sockets.repel(route)
 
     def write(self, record: effects.Record) -> None:
         self.onlookers.write(record)

@@ -252,8 +252,9 @@ class Loop:
         if incoming.is_left_behind and self.core.state.members.on_route(incoming.route) is None:
             return  # a worker's last word is heard; of others there may be thousands
         if self._strangers.comes_later(incoming, self.now()):
-            if not self._strangers.put_off(incoming):
-                self.sockets.repel(incoming.route)
+            loudest = self._strangers.put_off(incoming)
+            if loudest is not None:
+                self.sockets.shut(loudest)
                 why = "more messages of those who have not joined than there was time for"
                 self._executor.feed(events.ConnectionEnded(why))
         elif incoming.is_of_stranger:
@@ -328,7 +329,7 @@ class Loop:
         return self.sockets.send(send.route, frames, copy=send.payload is None)
 
     def disconnect(self, route: bytes) -> None:
-        self.sockets.repel(route)
+        self.sockets.shut(route)
 
     def write(self, record: effects.Record) -> None:
         self.onlookers.write(record)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
@@ -42,9 +41,6 @@ LONGEST_SUBSCRIPTION = 1024
 HANDSHAKE_WITHIN_MS = 10_000
 # Connections that the system keeps until ZeroMQ takes them.
 BACKLOG = 512
-# How long nobody new is let in after an attack: whoever does it comes again at once, and what they have
-# sent by the time they are ended has to be dropped. Workers come again as well, until they are let in.
-CLOSED_FOR_S = 1.0
 # Connections that came or went, of which one turn of the loop takes notice: 10 ms.
 CHANGES_A_TURN = 512
 # As plain numbers: the sums of enum members cost more than the sends.
@@ -62,7 +58,7 @@ class Incoming:
         frames: bytes-like; at most one more than a message may have, and none of such a rest.
         peer: whose key it is, where keys are asked for.
         is_of_stranger: of somebody who had not joined at the last look.
-        is_left_behind: of a connection that has ended, so there is nobody to answer.
+        is_left_behind: of a connection that we have ended, so there is nobody to answer.
     """
 
     route: bytes
@@ -101,7 +97,6 @@ class Sockets:
         ]
         self._has_lost = False
         self._drop = dropper(self._router)
-        self._closed_until = 0.0  # for connections that are new
         self._surplus_of: Connection | None = (
             None  # of whose message frames are still to be dropped
         )
@@ -150,7 +145,7 @@ class Sockets:
         """
         if self._surplus_of is not None:
             if self._drop():
-                self.repel(self._surplus_of)  # so many are no mistake
+                self._surplus_of.shut()  # so many are no mistake
             else:
                 self._surplus_of = None
             return Incoming(b"", [])
@@ -169,8 +164,8 @@ class Sockets:
         self._surplus_of = connection if last.more else None
         buffers = [each.buffer for each in frames]
         connection.heard += self._on_the_wire(buffers)
-        is_left_behind = connection.is_ended or connection.transport is None
-        return Incoming(route, buffers, connection.peer, not connection.is_member, is_left_behind)
+        is_stranger = not connection.is_member
+        return Incoming(route, buffers, connection.peer, is_stranger, connection.is_ended)
 
     def _named(self, route: bytes, frame: zmq.Frame) -> Connection:
         """The connection of this frame, of which nothing had come. This takes longer than the rest."""
@@ -238,10 +233,7 @@ class Sockets:
                 event: Any = parse_monitor_message(monitor.recv_multipart())
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     with contextlib.suppress(OSError):  # it is gone again
-                        found = Descriptor(event["value"])
-                        if watch is self._watch and time.monotonic() < self._closed_until:
-                            found.shut()
-                        watch.opened(event["value"], found)
+                        watch.opened(event["value"], Descriptor(event["value"]))
                 else:
                     watch.closed(event["value"])
                     self._has_lost |= watch is self._watch
@@ -255,13 +247,6 @@ class Sockets:
     def lets_in(self, peer: Peer | None) -> bool:
         """May whoever sent a message still do so? It may have waited while its key was taken back."""
         return self._doorkeeper is None or (peer is not None and self._doorkeeper.lets_in(peer))
-
-    def repel(self, attacker: bytes | Connection) -> None:
-        """End this connection, by its route where it has one, and let nobody new in for a while."""
-        self._closed_until = time.monotonic() + CLOSED_FOR_S
-        found = self._watch.of(attacker) if isinstance(attacker, bytes) else attacker
-        if found is not None:
-            found.shut()
 
     def changed_keys(self, now: float) -> Changes | None:
         """What became of the keys; None where none are asked for, or nothing has changed.

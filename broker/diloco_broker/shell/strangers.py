@@ -7,7 +7,7 @@ waits here, and whoever sends more than there is room for is ended.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from diloco_broker.shell.sockets import Incoming
 
@@ -45,12 +45,14 @@ class Strangers:
             return any(each.route == message.route for each in self._waiting)
         return bool(self._waiting) or not self.has_time(now)
 
-    def put_off(self, message: Incoming) -> bool:
-        """Have it wait. False where there is no room."""
-        if len(self._waiting) >= ROOM:
-            return False
+    def put_off(self, message: Incoming) -> bytes | None:
+        """Have it wait. Returns whom there is no room for, by route: of whom most waits."""
         self._waiting.append(message)
-        return True
+        if len(self._waiting) <= ROOM:
+            return None
+        ((loudest, _),) = Counter(each.route for each in self._waiting).most_common(1)
+        self._waiting = deque(each for each in self._waiting if each.route != loudest)
+        return loudest
 
     def next(self) -> Incoming:
         return self._waiting.popleft()

@@ -30,7 +30,7 @@ def test_strangers_get_their_share_of_the_time() -> None:
 def test_members_never_wait_for_strangers() -> None:
     strangers = spent()
     assert strangers.comes_later(message(b"a"), 0.0)
-    assert strangers.put_off(message(b"a"))
+    assert strangers.put_off(message(b"a")) is None
     assert not strangers.comes_later(message(b"b", is_of_stranger=False), 0.0)
 
 
@@ -47,5 +47,8 @@ def test_messages_of_one_connection_stay_in_order() -> None:
 
 def test_room_for_those_that_wait_is_bounded() -> None:
     strangers = spent()
-    assert all(strangers.put_off(message(b"a")) for _ in range(ROOM))
-    assert not strangers.put_off(message(b"a"))
+    strangers.put_off(message(b"quiet"))
+    ended = [strangers.put_off(message(b"loud")) for _ in range(ROOM)]
+    assert ended == [None] * (ROOM - 1) + [b"loud"]
+    assert strangers.next().route == b"quiet"
+    assert not strangers

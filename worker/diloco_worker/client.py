@@ -122,11 +122,11 @@ class DiLoCoClient:
             tensors = ModelTensors.of_state(manifest, state)
         else:
             raise UsageError("join() needs a model, or a manifest and a state.")
-        self._stop_link("")
+        self.leave()
         try:
             self._join(tensors)
         except BaseException:
-            self._stop_link("it did not start training")
+            self.leave("it did not start training")
             raise
         assert self._pulled is not None
         return self._pulled.parameters()
@@ -273,7 +273,12 @@ class DiLoCoClient:
 
     def leave(self, reason: str = "") -> None:
         """Tell the broker and close the connection. May be called more than once."""
-        self._stop_link(reason)
+        link, self._link = self._link, None
+        if link is not None:
+            link.close(reason)
+        self._joined = False
+        self._pulled = None
+        self._flights.clear()
 
     # Asking.
 
@@ -416,11 +421,3 @@ class DiLoCoClient:
         raise Unreachable(
             f"Gave up after {timeout:g} s of {doing} at {self.server}: {link.describe()}."
         )
-
-    def _stop_link(self, reason: str) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close(reason)
-        self._joined = False
-        self._pulled = None
-        self._flights.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -137,16 +138,10 @@ def _steps(due: int, sync_every: int) -> str:
 
 def _blocks(planned: Planned) -> list[str]:
     """The blocks and modules of each fragment; a star where only a part of one is in it."""
-    tensors: dict[str, int] = {}
-    for names in planned.plan.fragments:
-        for name in names:
-            tensors[unit_of(name)] = tensors.get(unit_of(name), 0) + 1
+    tensors = Counter(unit_of(name) for names in planned.plan.fragments for name in names)
     lines, has_parts = [], False
     for each in planned.view.fragments:
-        here: dict[str, int] = {}
-        for parameter in each.parameters:
-            unit = unit_of(parameter.name)
-            here[unit] = here.get(unit, 0) + 1
+        here = Counter(unit_of(parameter.name) for parameter in each.parameters)
         parts = {unit: count < tensors[unit] for unit, count in here.items()}
         has_parts = has_parts or any(parts.values())
         text = ", ".join(_joined(parts))

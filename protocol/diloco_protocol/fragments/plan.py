@@ -282,7 +282,6 @@ def _dealt(
 
 
 def _empty(entries: Sequence[TensorEntry], numbers: Sequence[int], num_fragments: int) -> list[int]:
-    """The fragments without elements."""
     filled = {number for entry, number in zip(entries, numbers, strict=True) if entry.elements}
     return [number for number in range(num_fragments) if number not in filled]
 

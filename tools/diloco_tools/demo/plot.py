@@ -10,12 +10,10 @@ SINGLE, DILOCO, QUIET = "#8a8f98", "#c2410c", "#5b6068"
 
 def draw(summary: Record, path: Path) -> None:
     """Write both curves to `path` as a PNG. Needs matplotlib (the `plot` extra), else ImportError."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7.2, 4.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
 
     single, diloco = summary["single"], summary["diloco"]

@@ -103,13 +103,11 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
     A column for each setting; above over inner steps, below over virtual seconds. Lines are means over
     the seeds, bands reach from the lowest to the highest. A line ends where not all seeds are finite.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     settings = by_setting(report["runs"])
     seeds = len({run["seed"] for run in report["runs"]})
     figure = Figure(figsize=(5.2 * len(settings), 8.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(2, len(settings), squeeze=False, sharey=True)
     starts = [run["curve"][0][2] for run in report["runs"]]
     lowest = min(loss for run in report["runs"] for *_, loss in run["curve"] if loss is not None)
@@ -146,7 +144,6 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
 
 def _final(runs: Sequence[Run]) -> str:
-    """The mean final loss, for people."""
     losses = [run["final_loss"] for run in runs]
     return "not finite" if None in losses else f"{statistics.mean(losses):.4f}"
 

@@ -74,7 +74,6 @@ class BulkWatch:
             self._since = now
 
     def moved(self, now: float) -> None:
-        """Something came."""
         self._patience_s = BULK_PATIENCE_S
         if self._since is not None:
             self._since = now
@@ -130,7 +129,6 @@ class Connection:
         return effects.Open()
 
     def joins(self, now: float) -> None:
-        """A join is sent."""
         self.phase = Phase.JOINING
         self._joining_since = now
         self._wake_at = None
@@ -213,11 +211,9 @@ class Connection:
         return self.last_heard + max(SILENT_BEATS * self._interval, SILENT_S)
 
     def must_beat(self, now: float) -> bool:
-        """Whether a heartbeat is due."""
         return self._beat_at is not None and now >= self._beat_at
 
     def beat(self, now: float, *, uploading: bool) -> Iterator[effects.Effect]:
-        """Send a heartbeat now."""
         if (token := self.live_token) is not None:
             self._beat_at = now + self._interval if self._interval else None
             yield effects.Beat(token, uploading)

@@ -140,7 +140,6 @@ class Uploads:
         return next((u for u in self._of(fragment) if u.is_gradient), None)
 
     def is_donating(self, fragment: int) -> bool:
-        """Whether a donation of this fragment is in flight."""
         return any(not upload.is_gradient for upload in self._of(fragment))
 
     def _of(self, fragment: int) -> list[Upload]:

@@ -40,7 +40,9 @@ class FlatState:
     def empty(cls, layout: FragmentLayout, *, pinned: bool = False) -> FlatState:
         """Room for a fragment, not initialised."""
         vectors = {
-            segment: _room(length, segment_dtype(segment), pinned=pinned)
+            segment: torch.empty(length, dtype=segment_dtype(segment), pin_memory=True)
+            if pinned
+            else mapped(length, segment_dtype(segment))
             for segment, length in layout.lengths.items()
             if length
         }
@@ -94,9 +96,3 @@ def held(values: Tensor, entry: TensorEntry) -> Tensor:
 
 # Dtypes of a model that round what is fp32.
 _NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def _room(elements: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    if pinned:
-        return torch.empty(elements, dtype=dtype, pin_memory=True)
-    return mapped(elements, dtype)

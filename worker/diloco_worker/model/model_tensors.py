@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_protocol import Manifest, Segment, TensorEntry, UsageError
-from diloco_protocol.chunks import FragmentLayout, Place
+from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.tensors.codecs import is_finite, segment_dtype
 from diloco_protocol.tensors.tensor_pool import TensorPool, mapped
 from diloco_worker.model.flat_state import FlatState, held
@@ -68,7 +68,6 @@ class ModelTensors:
 
     @property
     def is_on_cuda(self) -> bool:
-        """Whether any tensor of the model lies on a CUDA device."""
         return _on_cuda(self.lookup().values())
 
     def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
@@ -120,7 +119,6 @@ class ModelTensors:
         change.carry_out(self._live(change.new.layout))
 
     def put(self, state: FlatState) -> None:
-        """Copy values into the model."""
         self.bring_in(Change(state))
 
     def _live(self, layout: FragmentLayout) -> dict[str, Tensor]:
@@ -170,7 +168,8 @@ def encode(
             if not is_finite(values):
                 bad = bad or place.entry.name
             continue
-        for start, stop in _pieces(place):
+        for start in range(place.start, place.stop, PIECE_ELEMENTS):
+            stop = min(start + PIECE_ELEMENTS, place.stop)
             values, local = piece[: stop - start], given[start - place.start : stop - place.start]
             if local.dtype is not torch.float32 or base is None:
                 local = values.copy_(local)
@@ -193,8 +192,3 @@ def encode(
 
 def _on_cuda(tensors: Iterable[Tensor]) -> bool:
     return any(tensor.is_cuda for tensor in tensors)
-
-
-def _pieces(place: Place) -> Iterator[tuple[int, int]]:
-    for start in range(place.start, place.stop, PIECE_ELEMENTS):
-        yield start, min(start + PIECE_ELEMENTS, place.stop)

@@ -190,7 +190,11 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
             f"The worker's state has format {plain['format']!r}, this release reads {FORMAT}; go on "
             "with the release that wrote it."
         )
-    _check_model(_manifest(plain["model"]), tensors.manifest)
+    clauses = differences(tensors.manifest, _manifest(plain["model"]))
+    if clauses:
+        raise UsageError(
+            f"The worker's state is of another model than this one: {summarise(clauses)}."
+        )
     told = asdict(RunConfig(**_dict(plain["config"])))  # what a newer release has told is unknown
     config = record_of(RunConfig, told, "config")
     unsound = why_unsound(config, tensors.manifest)
@@ -230,14 +234,6 @@ def _checksums(plain: object, manifest: Manifest) -> dict[str, tuple[int, ...]]:
     return {name: tuple(_whole(each) for each in given[name]) for name in names}
 
 
-def _check_model(theirs: Manifest, ours: Manifest) -> None:
-    clauses = differences(ours, theirs)
-    if clauses:
-        raise UsageError(
-            f"The worker's state is of another model than this one: {summarise(clauses)}."
-        )
-
-
 def _fragment(part: FragmentLayout, plain: Plain, *, pinned: bool) -> SavedFragment:
     values = FlatState.empty(part, pinned=pinned)
     for segment, vector in _vectors(part, plain["base"], "fp32").items():
@@ -253,7 +249,8 @@ def _fragment(part: FragmentLayout, plain: Plain, *, pinned: bool) -> SavedFragm
 
 def _flight(part: FragmentLayout, plain: Plain) -> Flight:
     counts: Plain = {name: _whole(plain[name]) for name in ("steps", "tokens", "samples")}
-    figures: Plain = {name: _figure(plain[name]) for name in ("loss", "norm")}
+    told = [(name, plain[name]) for name in ("loss", "norm")]
+    figures: Plain = {name: None if value is None else float(value) for name, value in told}
     push = Push(
         session=b"",
         push_id=from_hex(plain["push_id"]),
@@ -321,7 +318,3 @@ def _of(kind: type, what: str) -> Callable[[object], Any]:
 _whole = _of(int, "a whole number")
 _text = _of(str, "a text")
 _dict = _of(Mapping, "a dict")
-
-
-def _figure(value: Any) -> float | None:
-    return None if value is None else float(value)

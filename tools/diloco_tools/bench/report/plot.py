@@ -32,7 +32,6 @@ def draw(report: Report, path: Path) -> bool:
     Raises:
         ImportError: matplotlib is missing (the `plot` extra).
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
     shares = [  # of raw TCP's speed
@@ -59,7 +58,6 @@ def draw(report: Report, path: Path) -> bool:
         return False
     heights = [height for _, _, height in panels]
     canvas = Canvas(figsize=(9.6, sum(heights)), dpi=120, layout="constrained")
-    FigureCanvasAgg(canvas)
     grid = canvas.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
     for (paint, figures, _), axes in zip(panels, grid[:, 0], strict=True):
         paint(axes, figures)

@@ -66,7 +66,7 @@ def _described(path: Path, *, quick: bool) -> dict[str, Any]:
         "outer_state": sorted({name for f in fragments for name in f["outer"]}),
         "workers": plain["workers"],
         "totals": plain["totals"],
-        "config": plain["config"],
+        "config": dict(plain["config"]),
     }
 
 

@@ -73,6 +73,7 @@ HOSTILE = {
     "a worker with escapes": set_("workers", {"\x1b[2J": {}}),
     "totals of another kind": set_("totals", {"rounds": []}),
     "files as a list": set_("files", []),
+    "options as a list": set_("config", [1]),
     "outer state of too few": set_(
         "fragments", "0", "outer", {"momentum": [True, False, False, False]}
     ),

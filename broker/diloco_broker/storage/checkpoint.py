@@ -187,12 +187,17 @@ def load_record(path: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def as_damaged(path: Path) -> Iterator[None]:
-    """Within it, what a file that is not ours raises when it is read becomes Damaged."""
+    """Within it, what a file that is not ours raises when it is read becomes Damaged.
+
+    Not so a lack of memory or of descriptors, and errors of the disk: the file may well be sound.
+    """
     try:
         yield
-    except Damaged:
+    except (Damaged, MemoryError, OSError):  # the last two are this machine's trouble
         raise
-    except Exception as error:  # noqa: BLE001  a foreign file makes its readers raise anything at all
+    except Exception as error:
+        if isinstance(error, RuntimeError) and "memory" in str(error):  # as torch says it
+            raise MemoryError(str(error)) from error
         raise Damaged(f"{path} cannot be read: {error!r:.200}.") from None
 
 

@@ -48,6 +48,11 @@ def newest_checkpoint(
             raise UsageError(
                 f"{error} Let this user read it, or name the checkpoint to go on from: --resume PATH."
             ) from None
+        except (MemoryError, OSError) as error:
+            raise UsageError(
+                f"The checkpoint {path} could not be read here: {error!s:.200}. Nothing says that it is "
+                "damaged, so no older one is taken; try again, or name one: --resume PATH."
+            ) from None
         except Damaged as error:
             problems.append(str(error))
             logger.warning("Skipped a checkpoint: %s", error)

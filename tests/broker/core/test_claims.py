@@ -12,7 +12,7 @@ from diloco_broker.core.rules.joining.room import bytes_per_parameter
 from diloco_broker.core.rules.reducers.streaming import MOST_PUSHES
 from diloco_broker.core.state import model_source
 from diloco_broker.core.state.run import CAUSES_KEPT, Refusals
-from diloco_protocol.manifest import Manifest
+from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import Describe, Join, Result, Welcome, decode, encode
 from diloco_protocol.records import from_plain
 from diloco_protocol.version import Counted, Ledger, VersionId
@@ -63,6 +63,14 @@ def test_model_may_be_as_large_as_there_is_memory_for() -> None:
     assert "keeps 14.0 bytes of each" in text
     assert "--max-parameters 0" in text
     assert is_taken(stage, 7)
+
+
+def test_frozen_parameters_need_room_for_their_values_only() -> None:
+    stage = a_stage(reply_dtype="bf16")
+    base = TensorEntry("base", (7 * CHUNK_ELEMENTS,), "float32", Kind.FROZEN)
+    stage.state.memory_bytes = CHUNK_ELEMENTS * (14 + 7 * 6)
+    manifest = a_manifest(1, base=base)
+    assert stage.worker("a").joins(manifest=manifest).last(Welcome) is not None
 
 
 @pytest.mark.parametrize("memory", [None, 1])

@@ -114,7 +114,7 @@ def test_description_is_taken_from_those_only_who_were_asked(stage: Stage) -> No
     other = stage.route()
     describes(stage, other, PIECES[0])
     refused = told(stage, other)
-    assert isinstance(refused, Error) and refused.code == "not_allowed"
+    assert isinstance(refused, Error) and refused.code == "no_model" and refused.retry
 
 
 def test_those_who_do_not_go_on_take_nobodys_place(stage: Stage) -> None:
@@ -126,6 +126,27 @@ def test_those_who_do_not_go_on_take_nobodys_place(stage: Stage) -> None:
     stage.now += GOES_ON_WITHIN_S + 1
     stage.happens(Received(late, in_a_header(Join("late", LARGE))))
     assert told(stage, late) == Notice("describe")
+
+
+def test_worker_whose_description_stood_still_may_join_again(stage: Stage) -> None:
+    route = asks(stage, "suspended")
+    describes(stage, route, PIECES[0])
+    stage.passes(GOES_ON_WITHIN_S + 1)
+    describes(stage, route, PIECES[1])
+    refused = told(stage, route)
+    assert isinstance(refused, Error) and refused.retry
+    stage.happens(Received(route, in_a_header(Join("suspended", LARGE))))
+    describes(stage, route, *PIECES)
+    assert any(isinstance(each, Welcome) for each in stage.inbox[route])
+
+
+def test_refusal_of_a_described_model_names_its_worker(stage: Stage) -> None:
+    stage.state.memory_bytes = 1
+    route = asks(stage, "gpu-7")
+    describes(stage, route, *PIECES)
+    refused = told(stage, route)
+    assert isinstance(refused, Error) and refused.about == "join"
+    assert stage.said("Refused a join of gpu-7")
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 40])

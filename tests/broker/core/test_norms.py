@@ -179,6 +179,20 @@ def test_floor_holds_also_for_what_was_refused() -> None:
     assert stage.counters == [1]
 
 
+def test_round_one_waits_for_those_in_the_place_of_who_was_refused_and_left() -> None:
+    stage = a_stage(workers=3, chunks=CHUNKS, max_delta_norm=10)
+    for name in ("a", "a2"):
+        (vandal,) = stage.joined(name)
+        of_norm(vandal, 1, 100)
+        vandal.leaves()
+    b, c, d = stage.joined("b", "c", "d")
+    of_norm(b, 2, 1)
+    assert stage.counters == [0]
+    for each, push_id in ((c, 3), (d, 4)):
+        of_norm(each, push_id, 1)
+    assert stage.counters == [1]
+
+
 def test_all_refused_leave_the_round_open_for_their_next_pushes() -> None:
     stage, puppets = a_run_of("a", "b", max_delta_norm=10.0)
     a_round_of(puppets, 0, 100, 100)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from diloco_broker import BrokerConfig
 from diloco_broker.cli.checkpoint_report import describe
-from diloco_broker.storage import checkpoint
+from diloco_broker.storage import checkpoint, checkpoint_format
 from diloco_broker.storage.checkpoint import MANIFEST, MOST_JSON_BYTES, Damaged
 from diloco_broker.storage.resume import newest_checkpoint
 from diloco_protocol.errors import UsageError
@@ -150,3 +150,23 @@ def test_tensors_of_another_kind_are_refused(tmp_path: Path, dtype: str) -> None
     body["files"][FILE] = {"bytes": len(changed), "sha256": hashlib.sha256(changed).hexdigest()}
     write_body(path, body)
     is_refused(path)
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [MemoryError("no"), OSError(24, "Too many open files"), RuntimeError("not enough memory")],
+)
+def test_trouble_of_the_machine_damages_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: Exception
+) -> None:
+    path = a_saved(tmp_path)
+
+    def fails(*_: object) -> None:
+        raise trouble
+
+    monkeypatch.setattr(checkpoint_format, "without_tensors", fails)
+    with pytest.raises((MemoryError, OSError)):
+        checkpoint.load_record(path)
+    monkeypatch.setattr(checkpoint, "load", checkpoint.load_record)
+    with pytest.raises(UsageError, match="no older one is taken"):
+        newest_checkpoint(BrokerConfig(save_dir=str(tmp_path)))

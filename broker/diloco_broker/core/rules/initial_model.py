@@ -101,7 +101,14 @@ def _seek_run(state: RunState) -> effects.Effects:
         yield from _go_on(state)
     else:
         # Nobody has the rest: a new run begins with the next donor, and not again with a part of this.
-        model.rejected_donors |= {m.worker_id for m in state.members if any(m.versions)}
+        holders = {m.worker_id for m in state.members if any(m.versions)}
+        if holders:
+            yield effects.warning(
+                f"{', '.join(sorted(holders)[:5])} hold a part of run {model.run}, and nobody here has "
+                "the rest: a new run begins with the next worker that joins without one, or with these when "
+                "they are started afresh."
+            )
+        model.rejected_donors |= holders
         over = tuple(model.restored)
         model.restored.clear()
         model.abandon()

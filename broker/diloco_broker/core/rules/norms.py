@@ -66,7 +66,7 @@ def _too_large(state: RunState, found: Submission) -> str | None:
         bound = TIMES_USUAL * middle
         how = f"{TIMES_USUAL:g} times the workers' median (--max-delta-norm auto)"
     else:
-        assert isinstance(limit, float)
+        assert limit is not None and not isinstance(limit, str)
         bound, how = limit, "--max-delta-norm"
     if found.norm <= bound:
         return None

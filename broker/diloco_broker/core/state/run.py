@@ -230,7 +230,8 @@ class RunState:
             return config.min_workers
         needed = config.workers
         if config.max_delta_norm is not None and round_ is not None and round_.barrier is not None:
-            needed -= len(round_.barrier.skipped)  # they are here, though their work is refused
+            # They are here, though their work is refused.
+            needed -= sum(name in self.members for name in round_.barrier.skipped)
         return max(config.min_workers, needed)
 
     @property

@@ -30,8 +30,9 @@ from diloco_protocol.version import Ledger, VersionId
 MAX_READER_CREDIT = 64
 MAX_OBSERVER_CREDIT = 16
 # Seconds after which a reader in the middle of a version is given up, if it has used up its credit and
-# asks for nothing: one that has not joined, and a worker. A chunk is 2 MiB, so that is 0.6 Mb/s.
-OBSERVER_GOES_ON_WITHIN_S = 30.0
+# asks for nothing: one that has not joined, and a worker. Ours give credit after four chunks of 2 MiB:
+# 0.6 Mb/s.
+OBSERVER_GOES_ON_WITHIN_S = 120.0
 WORKER_GOES_ON_WITHIN_S = 300.0
 # Old versions of a fragment that are kept until their readers are done.
 OLD_VERSIONS_KEPT = 2

@@ -201,12 +201,11 @@ def _contest(member: Member, route: effects.Route, now: float) -> effects.Effect
 def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     state.members.remove(member)
-    state.model.forgive(member.worker_id)  # or the names of all that ever came would be kept
     state.departed = Departure(member.worker_id, why)
     state.versions.forget(member.bulk)
     if state.model.donation.donor == member.worker_id:
         yield from initial_model.abandon_donation(state)
-    state.model.forgive(member.worker_id)
+    state.model.forgive(member.worker_id)  # or the names of all that ever came would be kept
     if not len(state.members) and state.model.forget_claim():
         state.versions.set_layout(())
     yield from rounds.leave(state, member.worker_id)

@@ -6,6 +6,7 @@ A few at a time, so that those who do not go on cost no more than that.
 from __future__ import annotations
 
 from diloco_broker.core import effects
+from diloco_broker.core.rules import refusals
 from diloco_broker.core.rules.joining import admission
 from diloco_broker.core.state.run import Described, RunState
 from diloco_protocol import messages
@@ -59,7 +60,12 @@ def describe_on(
     """A piece of what was asked for."""
     described = state.descriptions.get(route)
     if described is None:
-        raise ProtocolError(Code.NOT_ALLOWED, "Nobody asked this connection to describe its model.")
+        # It was asked for and stood still too long; nothing is lost but the time.
+        raise ProtocolError(
+            Code.NO_MODEL,
+            f"This description was not asked for, or stood still for {GOES_ON_WITHIN_S:g} s; "
+            "join again.",
+        )
     try:
         manifest = described.progress.add(message.piece)
     except ProtocolError:
@@ -67,6 +73,9 @@ def describe_on(
         raise
     described.heard_at = state.now
     if manifest is None:
-        return effects.nothing(state)
+        return
     del state.descriptions[route]
-    return admission.join(state, route, described.join, manifest)
+    try:
+        yield from admission.join(state, route, described.join, manifest)
+    except ProtocolError as error:  # it is the join that is refused
+        yield from refusals.refuse(state, route, described.join, error)

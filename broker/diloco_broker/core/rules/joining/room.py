@@ -7,7 +7,7 @@ from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.run import RunState
 from diloco_protocol.dtypes import SIZES
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.manifest import Manifest
+from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.messages import Join
 
 MASTER_BYTES = 4  # of a parameter at the broker, and of whatever is remembered or added up of it
@@ -23,14 +23,18 @@ def bytes_per_parameter(config: BrokerConfig, *, has_own_optimizer: bool = False
     """
     pieces, reducer = config.num_fragments, reducer_of(config)
     remembered = 2 if has_own_optimizer else REMEMBERED[config.outer_name]
-    reply = 0 if config.reply_dtype == "fp32" else SIZES[config.reply_dtype].element
-    kept = MASTER_BYTES * (1 + remembered) + reply
+    kept = MASTER_BYTES * (1 + remembered) + reply_bytes(config)
     if reducer.room_needed is None:
         return kept + MASTER_BYTES / pieces
     # Of 1000 parameters, in fragments of one size: sizes are whole numbers of bytes.
     sizes = [1000 * SIZES[config.wire_dtype].element // pieces] * pieces
     many, _, size = reducer.room_needed(config, sizes)
     return kept + many * size / 1000
+
+
+def reply_bytes(config: BrokerConfig) -> int:
+    """Of a parameter in wire form, where that is another one than its own."""
+    return 0 if config.reply_dtype == "fp32" else SIZES[config.reply_dtype].element
 
 
 def check_size(state: RunState, manifest: Manifest) -> None:
@@ -46,12 +50,14 @@ def check_size(state: RunState, manifest: Manifest) -> None:
             )
         return
     each = bytes_per_parameter(config, has_own_optimizer=state.has_own_optimizer)
-    if memory is not None and size * each > memory:
+    frozen = sum(entry.elements for entry in manifest.entries if entry.kind is Kind.FROZEN)
+    needed = (size - frozen) * each + frozen * (MASTER_BYTES + reply_bytes(config))
+    if memory is not None and needed > memory:
         raise ProtocolError(
             Code.MODEL_DIFFERS,
-            f"The model has {size:,} elements, and the broker keeps {each:.1f} bytes of each: "
-            f"{size * each / 1e9:,.1f} GB, where it has {memory / 1e9:,.1f} GB. Start it on a machine "
-            "with more memory, or with --max-parameters 0 to try all the same.",
+            f"The model has {size:,} elements, and the broker keeps {each:.1f} bytes of each that is "
+            f"trained: {needed / 1e9:,.1f} GB, where it has {memory / 1e9:,.1f} GB. Start it on a "
+            "machine with more memory, or with --max-parameters 0 to try all the same.",
         )
 
 

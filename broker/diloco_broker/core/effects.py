@@ -251,3 +251,8 @@ AtOnce = DropInitial | Revert | ForgetBuffer | SetOuterOptimizer  # asked of the
 Record = Log | RecordAction | RoundReport | RecordVersion  # written down, for people
 Effect = Send | Disconnect | TensorWork | AtOnce | Record | Save | End | Finish
 Effects = Iterator[Effect]  # what a rule asks for, in order
+
+
+def nothing(_: object) -> Effects:
+    """What a rule asks for where there is nothing to do."""
+    return iter(())

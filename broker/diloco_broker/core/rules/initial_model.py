@@ -105,8 +105,8 @@ def _seek_run(state: RunState) -> effects.Effects:
         if holders:
             yield effects.warning(
                 f"{', '.join(sorted(holders)[:5])} hold a part of run {model.run}, and nobody here has "
-                "the rest: a new run begins with the next worker that joins without one, or with these when "
-                "they are started afresh."
+                "the rest: a new run begins with the next worker that joins without one, or with these "
+                "when they are started afresh."
             )
         model.rejected_donors |= holders
         over = tuple(model.restored)

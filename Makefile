@@ -29,7 +29,7 @@ help:
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
 	@echo "make fuzz      look for inputs that break something: a minute, or SECONDS=3600 SEED=7"
 	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
-	@echo "make check     lint, fuzz and test-all, as CI does"
+	@echo "make check     lint, fuzz and test-all: what CI runs, and the slow tests"
 	@echo "make release   wheel and source archive of the last commit, made twice and compared, in dist/"
 	@echo "make clean     remove .venv and the results of runs"
 
@@ -37,6 +37,9 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV) (once, a few minutes) ..."
+	@# What a Python brings to a new environment is as old as that Python, and pip-audit looks at it, too.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip \
+	  $$($(BIN)/python -c 'import importlib.util as u; print("setuptools" if u.find_spec("setuptools") else "")')
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@

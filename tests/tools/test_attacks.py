@@ -23,7 +23,7 @@ from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.description import describe
 from diloco_protocol.errors import DilocoError
 from diloco_tools.chaos.__main__ import app
-from diloco_tools.chaos.attacks import drill, floods, keyed, poison, watch, words
+from diloco_tools.chaos.attacks import drill, floods, keyed, peers, poison, watch, words
 from diloco_tools.chaos.attacks.attacker import Job, Result, attack
 from diloco_tools.chaos.attacks.peers import Scene
 from diloco_tools.chaos.attacks.report import MIB, Row, poisons_table, table
@@ -90,6 +90,7 @@ def a_row(**known: Any) -> Row:
         ({"beside": 3.9}, "rounds closed at 0.78 of their pace"),
         ({"calm": 0.0, "beside": 0.0}, "at 0.00 of their pace"),
         ({"rise_mib": 65.0}, "memory rose by 65 MiB"),
+        ({"kept_mib": 65.0}, "65 MiB have stayed"),
         ({"answer_ms": 54.0}, None),
         ({"answer_ms": 56.0}, "took 56 ms (an echo 5 ms)"),
         ({"written_kib": 65.0}, "65 KiB went to the log"),
@@ -102,6 +103,16 @@ def test_each_bound_is_a_sentence_where_it_is_broken(
     found = a_row(**known).broken()
     assert len(found) == (words_of_it is not None)
     assert words_of_it is None or words_of_it in found[0]
+
+
+def test_second_measurement_forgives_pace_and_answers_but_not_what_stays() -> None:
+    first = a_row(beside=1.0, answer_ms=500.0, rise_mib=80.0, written_kib=70.0)
+    found = drill.twice(first, a_row(rise_mib=1.0, written_kib=2.0))
+    assert found.again and found.kept == 1.0 and found.answer_ms == 20.0
+    assert [each.split(": ")[1] for each in found.broken()] == [
+        "the broker's memory rose by 80 MiB",
+        "70 KiB went to the log and the history",
+    ]
 
 
 def test_table_has_all_figures_of_a_row() -> None:
@@ -228,6 +239,40 @@ def test_attack_says_what_got_through(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, joins = scene.tally.through
     assert "outer learning rate" in settings.lower()
     assert "a join with a header" in joins
+
+
+def test_claim_is_made_of_an_empty_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floods, "CLAIMED", 1 << 20)
+    monkeypatch.setattr(floods, "CLAIM_BYTES", 0)
+    monkeypatch.setattr(floods, "CHUNK_ELEMENTS", LOCAL["chunk_elements"])
+    tally = claimed()
+    assert (tally.messages, tally.refused) == (3, 0), "a join, credit, and a push that is granted"
+
+
+def test_claim_that_is_not_made_is_no_attack_that_was_withstood(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(floods, "CLAIMED", 1 << 10)
+    monkeypatch.setattr(peers.Peer, "hear", only_welcomes(peers.Peer.hear))
+    with pytest.raises(RuntimeError, match="asked for no parameters"):
+        claimed()
+
+
+def claimed() -> peers.Tally:
+    with Broker(BrokerConfig(**LOCAL)) as broker:
+        scene = Scene(broker.address, seconds=0.0)
+        try:
+            floods.claim(scene)
+        finally:
+            scene.close()
+    return scene.tally
+
+
+def only_welcomes(hear: Any) -> Any:
+    def hears(peer: Any, *kinds: str, **known: Any) -> Any:
+        return hear(peer, *kinds) if "welcome" in kinds else None
+
+    return hears
 
 
 def test_answer_that_has_not_come_counts_as_long_as_it_was_waited_for() -> None:

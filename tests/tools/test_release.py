@@ -48,10 +48,20 @@ def stub(folder: Path, code: int, dependencies: list[object] | None, stderr: str
             False,
             "skipped, since its data cannot be",
         ),
+        (1, None, "ERROR: Tip: your network may be blocking this service.", False, "skipped"),
+        (1, None, "Traceback\nrequests.exceptions.ReadTimeout: HTTPS", False, "skipped"),
+        (1, None, "Traceback\nHTTPError: 503 Server Error", False, "skipped"),
         (0, [UNKNOWN, UNKNOWN], "No known vulnerabilities found", False, "skipped"),
         (0, [], "", False, "skipped"),
         # pip-audit itself is not what it was taken for.
         (2, None, "unrecognized arguments: --no-deps", True, "make setup"),
+        (
+            1,
+            None,
+            "WARNING:pip_audit:a tip at http://x\nTraceback\n  connect()\nKeyError: 'fixed_in'",
+            True,
+            "pip-audit failed: KeyError",
+        ),
         (1, None, "python: No module named pip_audit", True, "make setup"),
     ],
 )
@@ -81,7 +91,10 @@ def test_build_for_one_machine_is_looked_up_as_its_release(tmp_path: Path) -> No
     info = tmp_path / "torch-2.4.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.4.0+cpu\n")
-    assert vulnerabilities.pinned([Distribution.at(info)]) == ["torch==2.4.0"]
+    remains = tmp_path / "gone-1.0.dist-info"
+    remains.mkdir()
+    found = [Distribution.at(each) for each in (info, remains)]
+    assert vulnerabilities.pinned(found) == ["torch==2.4.0"]
 
 
 @pytest.mark.slow

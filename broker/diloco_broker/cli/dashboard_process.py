@@ -53,7 +53,7 @@ class Dashboard:
             words += ["--keys", str(key)]
             logger.info(
                 "The dashboard only shows, with a monitor's key of its own (%s). One that steers: "
-                "diloco-dashboard --feed %s --port 0 --keys %s",
+                "diloco-dashboard --feed %s --port 0 --keys FILE, of an operator in %s",
                 key,
                 feed,
                 shlex.quote(str(key.parent)),

@@ -7,6 +7,7 @@ without a network. Nothing leaves this machine but names and versions of package
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,10 @@ ONE_WITHIN_S = 5
 ALL_WITHIN_S = 60.0
 # The exit codes of pip-audit with which it has something to say; 2 is wrong usage.
 SAYS = (0, 1)
+# What it and requests say where an answer does not come, or is an error of the server.
+_OF_THE_NETWORK = re.compile(
+    r"connect|network|time(d )?out|HTTPError|SSLError|ProxyError", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ def pinned(installed: Iterable[Distribution]) -> list[str]:
     """Name and version of each, in the form of a requirement; without us, whom no database knows."""
     found = {each.metadata["Name"]: each.version for each in installed}
     found.pop(OURS, None)
+    # What is left of a package that was half removed has neither.
+    found = {name: version for name, version in found.items() if name and version}
     # A build for one kind of machine (2.13.0+cpu) has the vulnerabilities of its release.
     return sorted(f"{name}=={version.partition('+')[0]}" for name, version in found.items())
 
@@ -71,8 +78,16 @@ def verdict(code: int, stdout: str, stderr: str) -> Verdict:
         return Verdict(f"pip-audit failed: {last}. Run: make setup", is_bad=True)
     try:
         packages: list[dict[str, Any]] = json.loads(stdout)["dependencies"]
-    except (ValueError, KeyError, TypeError):  # it ends so when a connection fails
-        return _skipped(last)
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # it ends so when a connection fails, and when it crashes
+        # Of a traceback what was raised, not where; pip-audit's warnings have addresses in them.
+        said = [each for each in stderr.splitlines() if not each.startswith((" ", "WARNING:"))]
+        if _OF_THE_NETWORK.search("\n".join(said)):
+            return _skipped(last)
+        return Verdict(f"pip-audit failed: {last}. Run: make setup", is_bad=True)
     bad = [each for each in packages if each.get("vulns")]
     if bad:
         return Verdict("\n".join(map(_finding, bad)), is_bad=True)

@@ -149,16 +149,18 @@ def round_with_keys(
     both = pool.roles("trainer", 2 * workers)
     without, locked = both[:workers], both[workers:]
     folder = pool.make_keys(locked)
-    with (
-        pool.training(without, size, reply_dtype=reply) as plain,
-        pool.training(locked, size, reply_dtype=reply, keys=folder) as keyed,
-    ):
-        one_round(without, plain)
-        one_round(locked, keyed)
-        limits, rounds = in_turn(
-            lambda: one_round(without, plain), lambda: one_round(locked, keyed), repeats
-        )
-    shutil.rmtree(folder)
+    try:
+        with (
+            pool.training(without, size, reply_dtype=reply) as plain,
+            pool.training(locked, size, reply_dtype=reply, keys=folder) as keyed,
+        ):
+            one_round(without, plain)
+            one_round(locked, keyed)
+            limits, rounds = in_turn(
+                lambda: one_round(without, plain), lambda: one_round(locked, keyed), repeats
+            )
+    finally:
+        shutil.rmtree(folder)
     of_it = partial(figure, WITH_KEYS, row)
     seconds, with_keys = ([each.seconds for each in of] for of in (limits, rounds))
     cpu, cpu_with_keys = (

@@ -178,7 +178,7 @@ def claim(scene: Scene) -> None:
         while (notice := control.hear("notice")) is not None and notice["what"] != "donate":
             pass
         if notice is None:
-            return
+            raise RuntimeError("the broker asked for no parameters")
         chunks = -(-CLAIMED // CHUNK_ELEMENTS)
         control.say(
             messages.Push(

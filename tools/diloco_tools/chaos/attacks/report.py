@@ -26,8 +26,9 @@ NOTES = (
     "asked at the same time: so long this machine lets anybody wait, and what goes beyond it is "
     "the broker's. RSS: at the peak, and a moment after the attack. Written: to log and history, "
     "beyond what the rounds closed meanwhile write.",
-    "A row with a broken bound is measured once more, and has a star: its figures are the second "
-    "ones, and the JSON has both.",
+    "A row with a broken bound is measured once more, and has a star: pace and answer are the second "
+    "ones, memory and what was written the larger ones, and the JSON has both."
+    f" What stays of all attacks together is bounded, too: {MOST_MEMORY_MIB:g} MiB.",
 )
 
 
@@ -43,6 +44,7 @@ class Row:
     beside: float | None = None
     rise_mib: float = 0.0
     after_mib: float = 0.0
+    kept_mib: float = 0.0  # after it, beyond what the broker had before the first attack
     answer_ms: float | None = None  # None: nobody was asked
     echo_ms: float = 0.0
     written_kib: float = 0.0
@@ -66,6 +68,8 @@ class Row:
             found.append(f"{who}: rounds closed at {self.kept:.2f} of their pace")
         if self.rise_mib > MOST_MEMORY_MIB:
             found.append(f"{who}: the broker's memory rose by {self.rise_mib:.0f} MiB")
+        if self.kept_mib > MOST_MEMORY_MIB:
+            found.append(f"{who}: {self.kept_mib:.0f} MiB have stayed since the first attack")
         if self.answer_ms is not None and self.answer_ms - self.echo_ms > SLOWEST_ANSWER_MS:
             found.append(
                 f"{who}: a heartbeat took {self.answer_ms:.0f} ms (an echo {self.echo_ms:.0f} ms)"

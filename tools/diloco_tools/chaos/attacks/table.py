@@ -21,7 +21,6 @@ class Attack:
         without_keys: whether a stranger does it to a broker without keys, too.
         waits: in the whole drill it lasts until those who read nothing should have been ended.
         on_empty: it is for a broker that has no model yet; nobody trains there.
-        in_quick: whether the quick drill has it, on one of the two brokers.
     """
 
     name: str
@@ -30,7 +29,6 @@ class Attack:
     without_keys: bool = True
     waits: bool = False
     on_empty: bool = False
-    in_quick: bool = True
 
 
 ATTACKS = (

@@ -21,6 +21,6 @@ def folder(tmp_path: Path) -> KeyFolder:
 
 
 @pytest.fixture
-def broker(folder: KeyFolder) -> Iterator[Broker]:
+def keyed(folder: KeyFolder) -> Iterator[Broker]:
     with Broker(BrokerConfig(keys=str(folder.path), workers=2, **LOCAL)) as running:
         yield running

@@ -50,12 +50,12 @@ def other_broker_s(folder: KeyFolder, path: Path) -> Keys:
     [("nobody's", WANTED), ("a stranger's", REVOKED), ("another broker's", OTHER)],
 )
 def test_feed_is_refused_at_once_with_a_sentence(
-    broker: Broker, folder: KeyFolder, tmp_path: Path, whose: str, sentence: str
+    keyed: Broker, folder: KeyFolder, tmp_path: Path, whose: str, sentence: str
 ) -> None:
     keys = None if whose == "nobody's" else forged(folder, "display")
     if whose == "another broker's":
         keys = other_broker_s(folder, tmp_path / "other")
-    with FeedSubscriber(broker.feed_address, keys=keys) as feed:
+    with FeedSubscriber(keyed.feed_address, keys=keys) as feed:
         with pytest.raises(FeedRefusedError, match=sentence):
             feed.receive(PATIENCE_S)
         assert feed.receive(0.0) is None, "it is refused once for each time that it asks"
@@ -64,17 +64,17 @@ def test_feed_is_refused_at_once_with_a_sentence(
 def test_key_is_refused_by_a_broker_that_asks_for_none(folder: KeyFolder) -> None:
     keys = key(folder, "display")
     with (
-        Broker(BrokerConfig(**LOCAL)) as broker,
-        FeedSubscriber(broker.feed_address, keys=keys) as feed,
+        Broker(BrokerConfig(**LOCAL)) as open_to_all,
+        FeedSubscriber(open_to_all.feed_address, keys=keys) as feed,
         pytest.raises(FeedRefusedError, match=OTHER),
     ):
         feed.receive(PATIENCE_S)
 
 
-def test_everybody_with_a_key_reads_the_feed(broker: Broker, folder: KeyFolder) -> None:
+def test_everybody_with_a_key_reads_the_feed(keyed: Broker, folder: KeyFolder) -> None:
     with ExitStack() as opened:
         for feed in [
-            opened.enter_context(FeedSubscriber(broker.feed_address, keys=key(folder, name)))
+            opened.enter_context(FeedSubscriber(keyed.feed_address, keys=key(folder, name)))
             for name in GUESTS
         ]:
             snapshot = feed.receive(PATIENCE_S)
@@ -83,15 +83,13 @@ def test_everybody_with_a_key_reads_the_feed(broker: Broker, folder: KeyFolder) 
 
 
 def test_display_says_that_its_key_was_revoked_and_comes_back_when_it_is_let_in(
-    broker: Broker, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+    keyed: Broker, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener, "KNOCK_AGAIN_S", 0.1)
     monkeypatch.setattr(listener, "RENEW_AFTER_S", 1e9)  # what was said once is not said again
     public = public_of(folder, "display")
     complaints: list[FeedError] = []
-    with FeedWatcher(
-        broker.feed_address, complaints.append, keys=key(folder, "display")
-    ) as watcher:
+    with FeedWatcher(keyed.feed_address, complaints.append, keys=key(folder, "display")) as watcher:
         for _ in range(2):
             wait_for(lambda: watcher.model.snapshot and not watcher.model.refusal)
             complaints.clear()
@@ -110,14 +108,14 @@ def test_display_says_that_its_key_was_revoked_and_comes_back_when_it_is_let_in(
 class TestCommands:
     @pytest.mark.parametrize("options", [("--once",), ("--json",), ("--once", "--follow")])
     def test_top_ends_with_the_sentence_long_before_its_timeout(
-        self, broker: Broker, options: tuple[str, ...]
+        self, keyed: Broker, options: tuple[str, ...]
     ) -> None:
-        result = top(broker.feed_address, *options, "--timeout", "500", DILOCO_KEYS="")
+        result = top(keyed.feed_address, *options, "--timeout", "500", DILOCO_KEYS="")
         assert (result.exit_code, result.stdout) == (2, "")
         assert re.match(f"diloco-top: {WANTED}", result.stderr)
 
     def test_top_takes_a_key_file_or_the_folder_or_the_variable(
-        self, broker: Broker, folder: KeyFolder
+        self, keyed: Broker, folder: KeyFolder
     ) -> None:
         file = str(file_of(folder, "display"))
         for options, variable in (
@@ -125,7 +123,7 @@ class TestCommands:
             (("--keys", str(folder.path)), ""),
             ((), file),
         ):
-            result = top(broker.feed_address, "--once", *options, DILOCO_KEYS=variable)
+            result = top(keyed.feed_address, "--once", *options, DILOCO_KEYS=variable)
             assert "round one needs 2" in result.stdout, result.stderr
 
     def test_a_folder_has_an_operator_s_key_for_those_that_steer(self, folder: KeyFolder) -> None:
@@ -151,8 +149,8 @@ class TestCommands:
         assert said in refusal(exporter_app, "--port", "0", "--keys", file)
         assert said in top("--once", "--keys", file).stderr
 
-    def test_exporter_says_why_it_has_nothing(self, broker: Broker) -> None:
-        options = ("--feed", broker.feed_address)
+    def test_exporter_says_why_it_has_nothing(self, keyed: Broker) -> None:
+        options = ("--feed", keyed.feed_address)
         with started("diloco_tools.exporter.cli", *options) as (process, url):
             assert process.stderr is not None
             assert select.select([process.stderr], [], [], PATIENCE_S)[0]
@@ -171,11 +169,11 @@ class TestScreen:
         ],
     )
     def test_key_that_pauses_the_run_is_an_operator_s(
-        self, broker: Broker, folder: KeyFolder, name: str, said: str
+        self, keyed: Broker, folder: KeyFolder, name: str, said: str
     ) -> None:
         keys = key(folder, name)
-        feed = FeedSubscriber(broker.feed_address, keys=keys)
-        address, ask = broker.feed_address, partial(ask_once, keys=keys)
+        feed = FeedSubscriber(keyed.feed_address, keys=keys)
+        address, ask = keyed.feed_address, partial(ask_once, keys=keys)
         pilot = ScreenPilot(fill=False, address=address, feed=feed, ask=ask, clock=time.monotonic)
 
         async def script() -> None:
@@ -207,26 +205,26 @@ class TestScreen:
 
 
 class TestPage:
-    def test_page_with_an_operator_s_key_steers(self, broker: Broker, folder: KeyFolder) -> None:
-        with serving(broker.feed_address, keys=key(folder, "anna")) as site:
+    def test_page_with_an_operator_s_key_steers(self, keyed: Broker, folder: KeyFolder) -> None:
+        with serving(keyed.feed_address, keys=key(folder, "anna")) as site:
             site.await_state(security="keys")
             answer = site.orders({"action": "pause"})
             assert (answer.status, answer.json["ok"]) == (200, True), answer.json
             site.await_state(state="paused")
 
     def test_page_with_another_key_says_why_it_only_shows(
-        self, broker: Broker, folder: KeyFolder
+        self, keyed: Broker, folder: KeyFolder
     ) -> None:
         policy = Policy("127.0.0.1", TOKEN, reader=GUESTS["display"])
-        with serving(broker.feed_address, policy=policy, keys=key(folder, "display")) as site:
+        with serving(keyed.feed_address, policy=policy, keys=key(folder, "display")) as site:
             site.await_state(security="keys")
             session = site.get("/api/session", Authorization=f"Bearer {TOKEN}").json
             assert (session["steering"], session["needs_token"]) == (False, False)
             assert "it has the key of the monitor display. To steer" in session["reason"]
             assert site.orders({"action": "pause"}).status == 403
 
-    def test_page_that_is_refused_says_so_with_each_pulse(self, broker: Broker) -> None:
-        with serving(broker.feed_address) as site, site.events() as events:
+    def test_page_that_is_refused_says_so_with_each_pulse(self, keyed: Broker) -> None:
+        with serving(keyed.feed_address) as site, site.events() as events:
             said = next(filter(None, (events.next("pulse")["refusal"] for _ in range(20))))
             assert re.match(WANTED, said)
             assert site.get("/api/state").json["reasons"] == [said]

@@ -17,6 +17,7 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from diloco_protocol.feed import TOPIC
+from diloco_protocol.printable import printable
 from diloco_tools.exporter import server
 from diloco_tools.exporter.cli import app
 from diloco_tools.exporter.metrics import RunCollector, label_value
@@ -87,7 +88,7 @@ class TestScrape:
         found = until(exporter, "diloco_feed_snapshots_received_total", 1)
         assert found["diloco_feed_up", ()] == 1
         shown = {labels[0] for name, labels in found if name == "diloco_worker_healthy"}
-        assert shown == {label_value(name) for name in HOSTILE}
+        assert shown == {label_value(printable(name)) for name in HOSTILE}
         opened, _ = fetch(exporter, Accept=OPENMETRICS)
         assert samples(parsed(opened, openmetrics=True)).keys() == found.keys()
 

@@ -22,12 +22,12 @@ from kit.process_kit import PATIENCE_S, wait_for
 pytest_plugins = ("kit.key_fixtures",)
 
 
-def a_worker(broker: Broker, folder: KeyFolder, name: str) -> DiLoCoClient:
-    return DiLoCoClient(broker.address, keys=file_of(folder, name), timeout=PATIENCE_S)
+def a_worker(keyed: Broker, folder: KeyFolder, name: str) -> DiLoCoClient:
+    return DiLoCoClient(keyed.address, keys=file_of(folder, name), timeout=PATIENCE_S)
 
 
-def test_workers_train_under_the_names_of_their_keys(broker: Broker, folder: KeyFolder) -> None:
-    with a_worker(broker, folder, "w0") as one, a_worker(broker, folder, "w1") as other:
+def test_workers_train_under_the_names_of_their_keys(keyed: Broker, folder: KeyFolder) -> None:
+    with a_worker(keyed, folder, "w0") as one, a_worker(keyed, folder, "w1") as other:
         for each in (one, other):
             each.join(Layers(1))
         for each in (one, other):
@@ -46,12 +46,12 @@ def test_workers_train_under_the_names_of_their_keys(broker: Broker, folder: Key
     ],
 )
 def test_others_are_refused_at_once_with_a_sentence(
-    broker: Broker, folder: KeyFolder, tmp_path: Path, who: str, sentence: str
+    keyed: Broker, folder: KeyFolder, tmp_path: Path, who: str, sentence: str
 ) -> None:
     keys = None if who == "nobody" else file_of(folder, "display")
     if who == "somebody else's":
         keys = written(forged(folder, "w0"), tmp_path / "other.key")
-    client = DiLoCoClient(broker.address, keys=keys, timeout=PATIENCE_S)
+    client = DiLoCoClient(keyed.address, keys=keys, timeout=PATIENCE_S)
     with pytest.raises(Refused, match=sentence), client:
         client.join(Layers(1))
 
@@ -73,9 +73,9 @@ def test_worker_may_not_take_another_name_than_its_key_has(folder: KeyFolder) ->
     ],
 )
 def test_operators_steer_and_others_read(
-    broker: Broker, folder: KeyFolder, name: str, action: str, is_done: bool
+    keyed: Broker, folder: KeyFolder, name: str, action: str, is_done: bool
 ) -> None:
-    with Operator(broker.address, timeout=PATIENCE_S, keys=key(folder, name)) as operator:
+    with Operator(keyed.address, timeout=PATIENCE_S, keys=key(folder, name)) as operator:
         result = operator.ask(action)
     assert result.ok == is_done, result.text
     assert is_done or name in result.text
@@ -83,20 +83,20 @@ def test_operators_steer_and_others_read(
 
 @pytest.mark.parametrize("given", [None, "other"])
 def test_steering_without_the_right_key_is_refused_at_once(
-    broker: Broker, folder: KeyFolder, given: str | None
+    keyed: Broker, folder: KeyFolder, given: str | None
 ) -> None:
     keys = forged(folder, "anna") if given else None
     with (
-        Operator(broker.address, timeout=PATIENCE_S, keys=keys) as operator,
+        Operator(keyed.address, timeout=PATIENCE_S, keys=keys) as operator,
         pytest.raises(UsageError, match=r"The broker (asks for a key|does not let this key in)"),
     ):
         operator.ask("pause")
 
 
 def test_token_of_a_session_is_worth_nothing_on_the_connection_of_another(
-    broker: Broker, folder: KeyFolder
+    keyed: Broker, folder: KeyFolder
 ) -> None:
-    with a_worker(broker, folder, "w0") as worker, zmq.Context() as context:
+    with a_worker(keyed, folder, "w0") as worker, zmq.Context() as context:
         worker.join(Layers(1))
         link = worker._link
         assert link is not None
@@ -104,14 +104,14 @@ def test_token_of_a_session_is_worth_nothing_on_the_connection_of_another(
         with context.socket(zmq.DEALER) as thief:
             thief.linger = 0
             key(folder, "w1").lock(thief)
-            thief.connect(broker.address)
+            thief.connect(keyed.address)
             thief.send(msgpack.packb({"v": 1, "kind": "leave", "session": token, "reason": ""}))
             assert thief.poll(int(1000 * PATIENCE_S))
             assert msgpack.unpackb(thief.recv())["kind"] in ("error", "rejoin")
         assert worker.status()["counts"]["alive"] == 1
 
 
-def test_feed_is_for_those_with_a_key(broker: Broker, folder: KeyFolder) -> None:
+def test_feed_is_for_those_with_a_key(keyed: Broker, folder: KeyFolder) -> None:
     with zmq.Context() as context:
         readers = {}
         for name in ("display", "nobody"):
@@ -120,17 +120,17 @@ def test_feed_is_for_those_with_a_key(broker: Broker, folder: KeyFolder) -> None
             reader.subscribe(TOPIC)
             if name != "nobody":
                 key(folder, name).lock(reader)
-            reader.connect(broker.feed_address)
+            reader.connect(keyed.feed_address)
         assert readers["display"].poll(int(1000 * PATIENCE_S))
         assert not readers["nobody"].poll(100)
         context.destroy(linger=0)
 
 
 def test_revoked_key_ends_the_session_and_a_new_one_lets_the_worker_back_in(
-    broker: Broker, folder: KeyFolder
+    keyed: Broker, folder: KeyFolder
 ) -> None:
     public = public_of(folder, "w0")
-    with a_worker(broker, folder, "w0") as revoked, a_worker(broker, folder, "w1") as other:
+    with a_worker(keyed, folder, "w0") as revoked, a_worker(keyed, folder, "w1") as other:
         for each in (revoked, other):
             each.join(Layers(1))
         kept = public.read_text()

@@ -120,6 +120,7 @@ class Refusals:
         if now - self.said_at.get(cause, -SAID_AGAIN_AFTER_S) < SAID_AGAIN_AFTER_S:
             self.unsaid[cause] += 1
             return None
+        self.said_at.pop(cause, None)  # the latest comes last
         if len(self.said_at) >= CAUSES_KEPT:
             oldest = next(iter(self.said_at))
             del self.said_at[oldest]

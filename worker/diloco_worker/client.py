@@ -419,5 +419,6 @@ class DiLoCoClient:
         if link.has_ended:
             raise Unreachable(f"The link to {self.server} has ended: {link.last_error}")
         raise Unreachable(
-            f"Gave up after {timeout:g} s of {doing} at {self.server}: {link.describe()}."
+            f"Gave up after {timeout:g} s of {doing} at {self.server}: "
+            f"{link.describe().rstrip('.')}."
         )

@@ -56,6 +56,11 @@ class Dealer:
             return None
         return unpack([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
 
+    @property
+    def failure(self) -> str | None:
+        """Why the last handshake failed, a sentence; None where it did not."""
+        return self._monitor.failure
+
     def close(self) -> None:
         """Close the socket; what has not been sent is dropped. Again does no harm."""
         self._monitor.close()

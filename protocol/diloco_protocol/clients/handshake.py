@@ -30,15 +30,17 @@ def failure(event: int, *, has_keys: bool) -> str | None:
             "The broker does not let this key in: it was revoked, or made for another broker; "
             "diloco-broker keygen makes a new one."
         )
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return (
+            "Whoever answers there ends the connection at once: a broker that asks for a key or "
+            "another one (--keys), or a tunnel behind which no broker runs yet."
+        )
     if not has_keys:
         return (
             "The broker asks for a key; give the file that diloco-broker keygen made for you "
             f"(--keys FILE, keys=, or {VARIABLE}=FILE)."
         )
-    return (
-        "The broker asks for no key, or has another key than the key file says; is this the right "
-        "broker, and was it started with --keys?"
-    )
+    return "The broker asks for no key; is this the right broker, and was it started with --keys?"
 
 
 class HandshakeMonitor:
@@ -53,18 +55,23 @@ class HandshakeMonitor:
         self.failure: str | None = None  # of the last handshake; None where it succeeded
 
     def look(self) -> bool:
-        """Take in what has happened. Returns whether connecting is in vain: trying again cannot help.
-
-        A broker that is killed in a handshake looks like one that refuses, so it must refuse thrice.
-        """
-        is_final = False
+        """Take in what has happened. Returns whether connecting is in vain: trying again cannot help."""
         while self.socket.poll(0):
             event: int = parse_monitor_message(self.socket.recv_multipart())["event"]
             self.failure = failure(event, has_keys=self._has_keys)
             is_unclear = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             self._count = self._count + 1 if is_unclear else 0
-            is_final = self.failure is not None and (not is_unclear or self._count >= 3)
-        return is_final
+            if self.failure is not None and not is_unclear:
+                return True
+        return False
+
+    @property
+    def is_worth_telling(self) -> bool:
+        """Whether the handshake has failed thrice without a reason, which ZeroMQ goes on trying.
+
+        A broker that is killed in a handshake looks the same once.
+        """
+        return self._count >= 3
 
     def close(self) -> None:
         self._watched.disable_monitor()

@@ -114,9 +114,9 @@ class Observer:
             except ProtocolError as error:
                 raise UsageError(f"{self._address} does not speak our protocol: {error}") from None
             if found is None:
+                why = self._dealer.failure or "Is the address right and the broker running?"
                 raise UsageError(
-                    f"No broker answered at {self._address} for {self._timeout:g} s; is the address "
-                    "right and the broker running?"
+                    f"No broker answered at {self._address} for {self._timeout:g} s. {why}"
                 )
             if isinstance(found[0], messages.Error):
                 raise UsageError(f"{self._address}: {found[0].text}")

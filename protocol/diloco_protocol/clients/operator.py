@@ -117,6 +117,10 @@ class Operator:
                 return Result(self._request, False, message.text)
             if isinstance(message, Result) and message.request == self._request:
                 return message
+        if self._dealer.failure is not None:
+            raise Unreachable(
+                f"No answer from {self.address} within {self.timeout:g} s. {self._dealer.failure}"
+            )
         raise Unreachable(
             f"No answer from {self.address} within {self.timeout:g} s: is this the control address "
             f"of a diloco-broker that runs? One that is only slow may still carry out {action!r}."

@@ -118,7 +118,7 @@ class FeedSubscriber:
                 else:
                     self._renew_at = time.monotonic() + self._renew_after_s
                     return snapshot
-            elif self._handshake.look():
+            elif self._handshake.look() or self._handshake.is_worth_telling:
                 refusal = FeedRefusedError(str(self._handshake.failure))
                 self._disconnect()
                 self._renew_at = time.monotonic() + KNOCK_AGAIN_S

@@ -124,11 +124,12 @@ def _between(values: Tensor, one: Tensor, other: Tensor) -> Tensor:
 
 def _beside(values: Tensor, other: Tensor) -> Tensor:
     """Values where another tensor is, in its dtype."""
-    return values.to(other.device, other.dtype, non_blocking=True)
+    return values.to(other.device, other.dtype, non_blocking=other.is_cuda)
 
 
 def _copy_in(tensor: Tensor, values: Tensor) -> None:
-    tensor.copy_(values.to(tensor.device, non_blocking=True))
+    # Of queues only CUDA's are waited for.
+    tensor.copy_(values.to(tensor.device, non_blocking=tensor.is_cuda))
 
 
 def wait_for_copies(tensors: Mapping[str, Tensor]) -> None:

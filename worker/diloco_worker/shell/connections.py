@@ -112,9 +112,9 @@ class Connections:
                     changes.broken = f"The {name} connection to the broker broke."
                 elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     changes.connected |= name == "control"
-                else:
+                elif not changes.is_final:  # of several reasons the clear one
                     changes.refused = failure(event["event"], has_keys=self._keys is not None)
-                    changes.is_final |= event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                    changes.is_final = event["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         return changes
 
     def close(self, linger_ms: int = 0) -> None:

@@ -318,6 +318,7 @@ class Link(Inbox):
 
     def connect(self) -> None:
         assert self._context is not None and self._connections is None
+        self.refused_key = None  # what was true of the last connections may be over
         self._connections = Connections(self._context, self.address, self._keys)
         for each in self._connections.pollable:
             self._poller.register(each, zmq.POLLIN)

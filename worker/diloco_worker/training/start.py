@@ -142,7 +142,9 @@ def await_model(link: Link, patience: Patience) -> None:
         if link.phase is Phase.JOINED:
             logger.warning("Joined at %s; waiting for its parameters.", link.address)
         else:
-            logger.warning("Waiting to join the run: %s%s.", link.describe(), _advice(link))
+            # A reason about keys is a sentence that says what to do.
+            text = f"{link.describe().rstrip('.')}{_advice(link)}"
+            logger.warning("Waiting to join the run: %s.", text)
     if link.refused_for_good:
         assert link.refusal is not None
         raise link.refusal
@@ -151,7 +153,7 @@ def await_model(link: Link, patience: Patience) -> None:
 def _advice(link: Link) -> str:
     """What to do about a broker that does not answer, or what is wrong with the name of its machine."""
     host = link.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if link.phase in (Phase.JOINING, Phase.JOINED):
+    if link.refused_key is not None or link.phase in (Phase.JOINING, Phase.JOINED):
         return ""
     try:
         socket.getaddrinfo(host, None)

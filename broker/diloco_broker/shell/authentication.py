@@ -14,6 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from diloco_broker.storage.key_folder import Guests, KeyFolder
+from diloco_protocol.errors import UsageError
 from diloco_protocol.roles import Peer, Role
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -50,9 +51,13 @@ class Doorkeeper:
         self._keys = keys
         # Who waited for the broker asks before its first turn, and takes a refusal for final. What is no
         # key is told by the first look.
-        self._guests = Guests(keys.guests().by_key)
+        try:
+            self._guests = Guests(keys.guests().by_key)
+        except OSError as error:
+            raise UsageError(f"The keys in {keys.path} cannot be read: {error}.") from None
         self._peers = frozenset(self._guests.by_key.values())
         self._seen: object = None
+        self._trouble: str | None = None  # why the folder could not be read at the last look
         self._looks_at = 0.0
         self.refused = 0
         self.socket: zmq.Socket[Any] = context.socket(zmq.REP)
@@ -92,11 +97,18 @@ class Doorkeeper:
         if now < self._looks_at:
             return None
         self._looks_at = now + LOOK_EVERY_S
-        seen = self._keys.fingerprint()
+        try:
+            seen = self._keys.fingerprint()
+            guests = self._guests if seen == self._seen else self._keys.guests()
+        except OSError as error:  # it passes: too many files are open, or a disk has an error
+            text = f"The keys cannot be read now, so whoever was let in stays: {error}."
+            is_new, self._trouble = text != self._trouble, text
+            return Changes(frozenset(), (text,)) if is_new else None
+        self._trouble = None
         if seen == self._seen:
             return None
         self._seen = seen
-        before, self._guests = self._guests, self._keys.guests()
+        before, self._guests = self._guests, guests
         now_in = self._guests.by_key
         self._peers = frozenset(now_in.values())
         revoked = {peer for key, peer in before.by_key.items() if now_in.get(key) != peer}

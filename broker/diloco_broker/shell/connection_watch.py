@@ -3,9 +3,10 @@
 ZeroMQ limits the size of a frame and the number of messages, and nothing else: a message that never
 ends grows in its memory, and answers that nobody reads pile up there, where we see neither. The system
 counts the bytes of every connection (`tcp_figures`). What we have sent and the other side has not
-acknowledged waits in ZeroMQ or in the system. What ZeroMQ had read at a look, and we have not received
-by the next one although everybody had their turn, is part of a message that has not ended: so somebody
-who sends whole messages is never ended for their number, however busy the loop is.
+acknowledged waits in ZeroMQ or in the system. What ZeroMQ had read at a look is part of a message that
+has not ended, if by the next one everybody had their turn and nothing came of this connection, or there
+was nothing left to receive: a turn takes one message of each, and more may wait. So somebody who sends
+whole messages is never ended for their number, however busy the loop is.
 
 An empty frame of two bytes takes 64 in ZeroMQ, so memory may be 32 times what is counted here. ZeroMQ
 reads 17,000 of them in a millisecond, and we drop 2,500 (`surplus`). So a look comes a millisecond after
@@ -31,6 +32,8 @@ from diloco_protocol.roles import Peer
 
 # Room for what ZeroMQ itself says on a connection: its handshake.
 HANDSHAKE_BYTES = 1 << 10
+# What CURVE adds to a frame: a command with a name, a nonce, a code against changes and flags (RFC 26).
+CURVE_ADDS = 33
 # Of a message that has not ended, bytes: of somebody who has not joined, and of a member.
 STRANGERS_MAY_OWE = LONGEST_OF_A_STRANGER + HANDSHAKE_BYTES
 MEMBERS_MAY_OWE = MAX_BUFFER_BYTES + LONGEST_OF_A_MEMBER
@@ -67,10 +70,9 @@ EVERYBODY = 1 << 30
 def on_the_wire(size: int, *, encrypted: bool) -> int:
     """Bytes that a frame of this size is sent in.
 
-    The header has a length of 1 byte, or of 8 (ZMTP 3, RFC 23). CURVE puts the frame into a command with
-    a name, a nonce, a code against changes and flags (RFC 26).
+    The header has a length of 1 byte, or of 8 (ZMTP 3, RFC 23).
     """
-    body = size + 33 if encrypted else size
+    body = size + CURVE_ADDS if encrypted else size
     return body + (2 if body <= 255 else 9)
 
 
@@ -145,6 +147,10 @@ class Connection:
             return
         self._see_sent(figures, now)
         if turns - self._seen_at < everybody:
+            return
+        if self.heard and turns - self._seen_at < EVERYBODY:  # more whole messages may wait
+            self._came += self.owed + figures.taken - self._taken - self.heard
+            self._taken, self.owed, self.heard, self._seen_at = figures.taken, 0, 0, turns
             return
         self.owed += self._came - self.heard
         if self.heard:  # so what has not ended began after the look before

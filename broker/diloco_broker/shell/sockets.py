@@ -13,6 +13,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from diloco_broker.shell.authentication import Changes, Doorkeeper, peer_of
 from diloco_broker.shell.connection_watch import (
+    CURVE_ADDS,
     EVERYBODY,
     READERS_MAY_OWE,
     Connection,
@@ -78,8 +79,8 @@ class Sockets:
 
     def __init__(self, bind: str, feed: str, keys: KeyFolder | None = None) -> None:
         self._context = zmq.Context()
-        self._doorkeeper = None if keys is None else Doorkeeper(self._context, keys)
         try:
+            self._doorkeeper = None if keys is None else Doorkeeper(self._context, keys)
             self._router = self._bound(zmq.ROUTER, bind, "bind")
             self._pub = self._bound(zmq.PUB, feed, "feed")
         except UsageError:
@@ -287,7 +288,11 @@ class Sockets:
             # Without it a message to a peer that is gone or full is dropped in silence.
             made.set(zmq.ROUTER_MANDATORY, 1)
             made.set(zmq.SNDHWM, ANSWERS_KEPT)
-            made.set(zmq.MAXMSGSIZE, MAX_BUFFER_BYTES)
+            # ZeroMQ compares the size on the wire.
+            made.set(
+                zmq.MAXMSGSIZE,
+                MAX_BUFFER_BYTES + (CURVE_ADDS if self._doorkeeper is not None else 0),
+            )
         try:
             scheme, _, rest = address.partition("://")
             host, _, port = rest.rpartition(":")

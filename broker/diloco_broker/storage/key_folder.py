@@ -11,6 +11,7 @@ README.txt                    says this
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -29,6 +30,8 @@ README = "README.txt"
 ALLOWED = "allowed"
 LARGEST_PUBLIC = 1024  # bytes; such a file has about 80
 MOST_KEYS = 10_000
+# What the system says of a file that is not there for us. Anything else passes, and takes no key back.
+_NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP})
 
 _README = """\
 The keys of one DiLoCo broker, made by `diloco-broker keygen`.
@@ -74,11 +77,17 @@ class KeyFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if not zmq.has("curve"):
+            raise UsageError("This ZeroMQ has no CURVE, which keys need; run: pip install pyzmq")
         _check_writers(_folders(path))
         file = path / BROKER_KEY
         try:
             plain = plain_of(read_secret(file))
             self.public, self.secret = key_of(plain, "public"), key_of(plain, "secret")
+            if plain.get("role") != "broker":
+                raise ValueError('its "role" is not "broker"')
+            if zmq.curve_public(self.secret) != self.public:
+                raise ValueError("its two halves do not belong together")
         except OSError as error:
             raise UsageError(
                 f"{file} cannot be read: {error.strerror}. Make keys with: diloco-broker keygen {path}"
@@ -151,7 +160,11 @@ class KeyFolder:
             _write(allowed[peer], _as_json({"diloco_key": 1, "public": keys.public.decode()}))
 
     def guests(self) -> Guests:
-        """Read the public halves that are there now."""
+        """Read the public halves that are there now.
+
+        Raises:
+            OSError: the system cannot read now; it says nothing of who is there.
+        """
         found: dict[bytes, Peer] = {}
         complaints = []
         for role, entry in self._entries():
@@ -159,37 +172,49 @@ class KeyFolder:
                 name = check_name(entry.name.removesuffix(".pub"))
                 if not entry.is_file():  # to open a pipe would stop the loop
                     raise ValueError("it is not a file")
+                if os.name == "posix" and entry.stat().st_mode & 0o022:
+                    there = shlex.quote(entry.path)
+                    raise ValueError(f"other users may write to it; run: chmod go-w {there}")
                 with open(entry.path, "rb") as file:
                     public = key_of(plain_of(file.read(LARGEST_PUBLIC)), "public")
                 if public in found:
                     raise ValueError(f"it is the same as that of {found[public]}")
                 found[public] = Peer(role, name)
             except (OSError, ValueError, UsageError) as error:
+                _raise_if_it_passes(error)
                 complaints.append(f"{entry.path} lets nobody in: {error}.")
         return Guests(found, tuple(complaints))
 
     def fingerprint(self) -> tuple[tuple[object, ...], ...]:
-        """It differs where a file was added, removed or written since."""
+        """It differs where a file was added, removed or written since. Raises as `guests` does."""
         seen = []
         for _, entry in self._entries():
             try:
                 now = entry.stat()
-            except OSError:  # removed in this moment
-                continue
-            seen.append((entry.path, now.st_mtime_ns, now.st_ino, now.st_size))
+            except OSError as error:
+                _raise_if_it_passes(error)
+                continue  # removed in this moment
+            seen.append((entry.path, now.st_mtime_ns, now.st_ino, now.st_size, now.st_mode))
         return tuple(seen)
 
     def _entries(self) -> Iterator[tuple[Role, os.DirEntry[str]]]:
         count = 0
         for role in Role:
             try:
-                found = os.scandir(self.path / ALLOWED / role.value)
-            except OSError:  # the folder was removed: nobody of this role
-                continue
-            for entry in sorted(found, key=lambda each: each.name):
+                with os.scandir(self.path / ALLOWED / role.value) as entries:
+                    found = sorted(entries, key=lambda each: each.name)
+            except OSError as error:
+                _raise_if_it_passes(error)
+                continue  # the folder was removed: nobody of this role
+            for entry in found:
                 if entry.name.endswith(".pub") and count < MOST_KEYS:
                     count += 1
                     yield role, entry
+
+
+def _raise_if_it_passes(error: Exception) -> None:
+    if isinstance(error, OSError) and error.errno not in _NOT_THERE:
+        raise error
 
 
 def _folders(path: Path) -> tuple[Path, ...]:
@@ -201,9 +226,15 @@ def _check_writers(folders: Iterable[Path]) -> None:
     """Raise UsageError where others may write: they could let themselves in."""
     for each in folders:
         try:
-            mode = each.stat().st_mode
+            found = each.stat()
         except OSError:  # it is missing, so it lets nobody in
             continue
+        mode = found.st_mode
+        if os.name == "posix" and found.st_uid not in (0, os.geteuid()):
+            raise UsageError(
+                f"{each} belongs to another user of this machine, who could let themselves in; run: "
+                f"chown {os.geteuid()} {shlex.quote(str(each))}"
+            )
         if os.name == "posix" and mode & 0o022:
             raise UsageError(
                 f"Other users of this machine may write to {each}, and let themselves in; run: "

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator
+from typing import NoReturn
 
 import msgpack
 import pytest
@@ -12,6 +15,8 @@ import zmq
 from diloco_broker.config import BrokerConfig
 from diloco_broker.shell.loop import Loop
 from diloco_broker.storage.key_folder import KeyFolder
+from diloco_protocol.frames import MAX_BUFFER_BYTES
+from diloco_protocol.roles import Peer, Role
 from kit.keyed_broker import key, public_of
 from kit.process_kit import LOCAL, PATIENCE_S
 
@@ -69,3 +74,43 @@ def test_message_that_waited_while_its_key_was_taken_back_is_dropped(
         loop._see_changed_keys(loop.now() + 10)
         loop._turn()
         assert (loop.core.state.paused_at is None) is is_revoked
+
+
+def test_largest_buffer_comes_through_under_a_key(loop: Loop, folder: KeyFolder) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as worker:
+        worker.linger = 0
+        key(folder, "w0").lock(worker)
+        worker.connect(loop.sockets.address)
+        worker.send_multipart([b"header", bytes(MAX_BUFFER_BYTES)])
+        until = time.monotonic() + PATIENCE_S
+        while (message := loop.sockets.receive()) is None:
+            assert time.monotonic() < until
+            loop.sockets.wait(0.1, loop.now)
+        assert [len(frame) for frame in message.frames] == [6, MAX_BUFFER_BYTES]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO])
+def test_trouble_of_the_system_takes_no_key_back_and_is_said_once(
+    loop: Loop, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    doorkeeper = loop.sockets._doorkeeper
+    assert doorkeeper is not None
+    anna = Peer(Role.OPERATOR, "anna")
+    assert doorkeeper.look(0.0) is not None
+
+    def fails(path: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "scandir", fails)
+        changes = doorkeeper.look(10.0)
+        assert changes is not None
+        assert not changes.revoked
+        assert "cannot be read now" in changes.complaints[0]
+        assert doorkeeper.look(20.0) is None
+        assert doorkeeper.lets_in(anna)
+    assert doorkeeper.look(30.0) is None
+    public_of(folder, "anna").unlink()
+    changes = doorkeeper.look(40.0)
+    assert changes is not None
+    assert changes.revoked == {anna}

@@ -216,6 +216,19 @@ def test_message_that_waits_for_its_turn_is_not_taken_for_one_that_has_not_ended
     assert on.looks() == []
 
 
+def test_whole_messages_that_wait_are_no_message_that_has_not_ended(on: Watching) -> None:
+    """A turn takes one of each connection: of one that sends many at once the others wait."""
+    size, number = STRANGERS_MAY_OWE // 2, 20
+    on.named()
+    on.wire.taken = number * size
+    for _ in range(number):
+        on.named().heard += size
+        assert on.look(turns=6) == []
+    assert on.look(turns=6) == on.look(turns=6) == []
+    on.wire.taken += STRANGERS_MAY_OWE + 1  # what does not end is seen behind them
+    assert len(on.look(turns=6) + on.look(turns=6)) == 1
+
+
 def test_message_that_does_not_end_is_seen_while_others_send_without_a_pause(on: Watching) -> None:
     on.named()
     on.wire.taken += STRANGERS_MAY_OWE + 1

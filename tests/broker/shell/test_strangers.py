@@ -15,6 +15,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import torch
 import zmq
 
 from diloco_broker import Broker, BrokerConfig
@@ -22,7 +23,9 @@ from diloco_broker.shell.connection_watch import MOST_STRANGERS
 from diloco_broker.shell.process_memory import rss_bytes
 from diloco_broker.storage.history import HISTORY
 from diloco_protocol.clients.operator import Operator
+from diloco_protocol.description import describe
 from diloco_tools.feed.listener import FeedSubscriber
+from diloco_worker import DiLoCoClient
 from kit.raw_worker import RawWorker, one_tensor
 
 pytestmark = pytest.mark.skipif(
@@ -225,3 +228,16 @@ def test_noise_of_one_who_comes_again_and_again_is_said_once(
     assert sum(map(len, said)) < 4000
     broker.stop()
     assert "cannot be read" not in (tmp_path / HISTORY).read_text()
+
+
+def test_description_of_a_model_of_many_tensors_comes_through(broker: Broker) -> None:
+    model = torch.nn.ParameterDict(
+        {f"{number:05}_{'of_a_long_name' * 6}": torch.zeros(1) for number in range(12_000)}
+    )
+    with DiLoCoClient(broker.address, worker_id="w", timeout=PATIENCE_S) as client:
+        client.join(model)
+        link = client._link
+        assert link is not None
+        assert link.session.manifest is not None
+        assert len(describe(link.session.manifest).packed) > 1 << 20
+        assert client.status()["totals"]["ended_connections"] == 0

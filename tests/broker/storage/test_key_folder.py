@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from typer.testing import CliRunner
 
 from diloco_broker.cli.app import app
@@ -140,6 +142,40 @@ def test_folder_in_which_others_may_write_is_refused(path: Path, place: str) -> 
     assert keygen(path, "gpu-1")[0] == 2
     (path / place).chmod(0o750)
     KeyFolder(path)
+
+
+def test_folder_of_another_user_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keygen(path, "gpu-0")
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    if path.stat().st_uid == 0:  # root's may be gone by
+        KeyFolder(path)
+        os.chown(path / "allowed", 4712, -1)
+    with pytest.raises(UsageError, match="another user"):
+        KeyFolder(path)
+
+
+def test_broker_key_that_is_none_is_refused(path: Path) -> None:
+    KeyFolder.make(path)
+    file = path / "broker.key"
+    plain = json.loads(file.read_text())
+    for wrong, why in (
+        ({"role": "worker"}, "role"),
+        ({"public": zmq.curve_keypair()[0].decode()}, "halves"),
+    ):
+        file.write_text(json.dumps({**plain, **wrong}))
+        with pytest.raises(UsageError, match=why):
+            KeyFolder(path)
+
+
+def test_public_half_that_others_may_write_lets_nobody_in(path: Path) -> None:
+    folder = KeyFolder.make(path)
+    folder.add_all([GPU])
+    before = folder.fingerprint()
+    (path / "allowed" / "worker" / "GPU-0.pub").chmod(0o620)
+    assert folder.fingerprint() != before
+    guests = folder.guests()
+    assert not guests.by_key
+    assert "chmod go-w" in guests.complaints[0]
 
 
 def test_new_key_is_not_written_where_others_may_write(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from diloco_broker import Broker, BrokerConfig
+from diloco_broker.core.rules.joining import permissions
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.clients import Operator, find_keys
 from diloco_protocol.description import describe
@@ -29,9 +31,11 @@ from diloco_tools.chaos.attacks.peers import Scene
 from diloco_tools.chaos.attacks.report import MIB, Row, poisons_table, table
 from diloco_tools.chaos.attacks.table import ATTACKS, BY_NAME
 from diloco_tools.chaos.attacks.worker import TIME
+from diloco_tools.processes import ChildFailed
 from diloco_worker import DiLoCoClient, manifest_of
 from kit.process_kit import LOCAL, PATIENCE_S
 
+needs_proc = pytest.mark.skipif(not watch.OWN_MEMORY.exists(), reason="memory is in /proc")
 SECONDS = 0.2  # of each attack here
 NOTHING = {"messages": 1, "connections": 1, "bytes": 1, "ended": 0, "refused": 0}
 
@@ -46,6 +50,14 @@ def test_pace_counts_parts_of_the_rounds_that_a_window_cuts() -> None:
     assert watch.pace(times, 4.0, 8.0) == 0.25
     assert watch.pace(times, 4.0, 6.0) == 0.25, "half of a round that lasted four seconds"
     assert watch.pace([1.0, 2.0], 2.0, 4.0) == 0, "no round has ended since"
+
+
+def test_calm_behind_a_long_attack_does_not_make_up_for_its_pace() -> None:
+    slow_then_calm = [1.0, 3.0, 3.5, 4.0, 4.5, 5.0]
+    assert watch.pace_beside(slow_then_calm, 1.0, 3.0, 5.0) == 0.5
+    assert watch.pace_beside(slow_then_calm, 2.0, 3.0, 5.0) == 4.5 / 3, "a short one, with its wake"
+    calm_then_slow = [1.0, 2.0, 3.0, 7.0]
+    assert watch.pace_beside(calm_then_slow, 1.0, 3.0, 5.0) == 2.5 / 4
 
 
 def test_times_of_rounds_are_read_while_they_are_written(tmp_path: Path) -> None:
@@ -134,6 +146,46 @@ def test_quick_drill_has_each_attack_once_and_the_whole_one_on_both_brokers(tmp_
     assert {each.name for each in whole[0]} == {a.name for a in ATTACKS if a.without_keys}
 
 
+def test_table_says_whose_key_an_attack_uses() -> None:
+    by = {each.name: drill.name_of(each, has_keys=True) for each in ATTACKS}
+    assert by["no key: floods and questions"] == "no key"
+    assert by["a monitor's key that steers"] == "key: monitor"
+    assert by["set to ruinous values"] == "key: operator"
+    assert by["one-byte messages"] == "key: worker"
+    assert by["a wrong key"] == "a made-up key"
+    assert {drill.name_of(each, has_keys=False) for each in ATTACKS} == {drill.NOBODY}
+
+
+@pytest.mark.parametrize(
+    "words_of_it", [["--out", "x", "attack"], ["--seed", "1", "attack", "--only", "teapot"]]
+)
+def test_option_in_front_of_the_command_is_not_passed_over(words_of_it: list[str]) -> None:
+    result = CliRunner().invoke(app, words_of_it)
+    assert result.exit_code == 2
+    assert f"{words_of_it[0]} before a command does nothing" in result.stderr
+
+
+def test_system_without_proc_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "OWN_MEMORY", tmp_path / "none")
+    result = CliRunner().invoke(app, ["attack", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "read from /proc" in result.stderr
+
+
+@pytest.mark.parametrize("error", [ChildFailed("w0 died"), DilocoError("the pulse may not join")])
+def test_rows_that_were_measured_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def measure(*_: object, **__: object) -> Iterator[Row]:
+        yield a_row()
+        raise error
+
+    monkeypatch.setattr(drill, "_beside_training", measure)
+    options = replace(drill.Options.quick(tmp_path), names=("one-byte",))
+    rows, problems = drill.drill(options, lambda _: None)
+    assert rows == [a_row()] and problems == [str(error)]
+
+
 def test_attack_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["attack", "--only", "teapot", "--out", str(tmp_path)])
     assert result.exit_code == 2
@@ -214,6 +266,11 @@ def test_attack_is_tried_and_nothing_gets_through(
     monkeypatch.setattr(floods, "JOINS", 5)
     monkeypatch.setattr(floods, "HEADER_BYTES", 700_000)
     monkeypatch.setattr(floods, "EMPTIES_OF_A_KEY", 30_000)
+    monkeypatch.setattr(floods, "EMPTY_FRAMES", 300_000)
+    monkeypatch.setattr(floods, "ENDLESS_BYTES", 256 * MIB)
+    monkeypatch.setattr(floods, "ENDS_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr(peers, "ANSWERS_WITHIN_S", PATIENCE_S)
+    monkeypatch.setattr(keyed, "FEED_WITHIN_S", SECONDS)
     if place[1] is None and not BY_NAME[name].without_keys:
         pytest.skip("it is an attack on keys")
     found, operator = attacked(name, place, tmp_path)
@@ -239,6 +296,45 @@ def test_attack_says_what_got_through(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, joins = scene.tally.through
     assert "outer learning rate" in settings.lower()
     assert "a join with a header" in joins
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("set, with a worker's key", {"set {'outer_lr'", "pause {}"}),
+        ("a monitor's key that steers", {"a monitor did pause", "join", "pull"}),
+        ("another worker's name, session", {"join as w0", "credit in the session of another"}),
+    ],
+)
+def test_attack_with_a_key_says_what_got_through(
+    name: str,
+    expected: set[str],
+    place: tuple[Broker, KeyFolder | None, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if place[1] is None:
+        pytest.skip("it is an attack on keys")
+    monkeypatch.setattr(permissions, "check", lambda *_: None)
+    monkeypatch.setattr(permissions, "is_own", lambda *_: True)
+    monkeypatch.setattr(keyed, "STEERING", ("pause",))
+    monkeypatch.setattr(peers, "ANSWERS_WITHIN_S", 0.5)
+    found, operator = attacked(name, place, tmp_path)
+    with operator:
+        operator.ask("resume")
+    through = found.of_it.through
+    assert all(any(each.startswith(said) for each in through) for said in expected), through
+
+
+def test_question_without_a_key_that_is_answered_got_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Broker(BrokerConfig(**LOCAL)) as broker:
+        scene = Scene(broker.address, seconds=0.0, feed=broker.feed_address)
+        keyed.no_key(scene)
+        scene.close()
+    assert "the feed was read without a key" in scene.tally.through
+    assert any("without a key was answered" in each for each in scene.tally.through)
 
 
 def test_claim_is_made_of_an_empty_broker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,6 +385,7 @@ def test_answer_that_has_not_come_counts_as_long_as_it_was_waited_for() -> None:
         seen._echo.close()
 
 
+@needs_proc
 def test_watch_sees_memory_and_answers_of_a_process() -> None:
 
     def echo(listener: socket.socket) -> None:
@@ -310,7 +407,7 @@ def test_watch_sees_memory_and_answers_of_a_process() -> None:
     broker_ms, echo_ms = seen.longest_ms(began, ended)
     assert 0 < echo_ms < 1e3 * PATIENCE_S and 0 < broker_ms < 1e3 * PATIENCE_S
     assert min(watch.within(seen.memory, began, ended)) > MIB
-    assert not seen.trouble
+    assert not seen.troubles
 
 
 def test_heartbeats_of_a_member_are_answered() -> None:
@@ -326,6 +423,7 @@ def test_heartbeats_of_a_member_are_answered() -> None:
             watch.Heartbeats(broker.address, None, "other", b"x" * 200_000)
 
 
+@needs_proc
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_drill_starts_trains_attacks_and_writes_what_it_found(tmp_path: Path) -> None:

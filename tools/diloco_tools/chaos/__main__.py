@@ -51,6 +51,13 @@ def main(
     a run instead.
     """
     if context.invoked_subcommand is not None:
+        for name in context.params:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name != "DEFAULT":
+                behind = (
+                    f"write options behind it: diloco-chaos {context.invoked_subcommand} --help"
+                )
+                fail(COMMAND, f"--{name} before a command does nothing; {behind}", 2)
         return
     deadline = time.monotonic() + 60 * minutes
     chosen = [mode.strip() for mode in modes.split(",") if mode.strip()]

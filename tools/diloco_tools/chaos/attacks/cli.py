@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from diloco_tools.chaos.attacks import poison
+from diloco_tools.chaos.attacks import poison, watch
 from diloco_tools.chaos.attacks.drill import Options, drill, poisons
 from diloco_tools.chaos.attacks.report import NOTES, poisons_table, table
 from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
@@ -37,6 +37,10 @@ def attack(
     something got through or a bound was broken.
     """
     end_like_an_error_on_signals()
+    if not watch.OWN_MEMORY.exists():
+        fail(
+            COMMAND, "the broker's memory is read from /proc, which this system lacks; use Linux", 2
+        )
     out = out.resolve()
     shown = console_for_tables(WIDTH)
     words = tuple(each.strip() for each in only.split(",") if each.strip())
@@ -45,7 +49,11 @@ def attack(
         fail(COMMAND, f"--only {only!r} is in no attack's name", 2)
     try:
         rows, problems = drill(options, lambda text: shown.print(text, soft_wrap=True))
-        poisoned = [] if quick or words else poisons(options)
+        poisoned = []
+        try:
+            poisoned = [] if quick or words else poisons(options)
+        except ChildFailed as error:
+            problems.append(str(error))
         problems += [sentence for row in rows for sentence in row.broken()]
         problems += poison.broken(poisoned)
         document = {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_protocol.clients import find_keys
+from diloco_protocol.errors import DilocoError
 from diloco_protocol.roles import Peer as Owner
 from diloco_tools.chaos.attacks import keyed, watch
 from diloco_tools.chaos.attacks.attacker import Job, Result
@@ -224,7 +225,7 @@ def drill(options: Options, say: Callable[[str], None]) -> tuple[list[Row], list
                 for row in measure(options, attacks, has_keys=has_keys) if attacks else ():
                     say(_line(row))
                     rows.append(row)
-            except ChildFailed as error:
+            except (ChildFailed, DilocoError) as error:
                 problems.append(str(error))
     return rows, problems
 
@@ -288,8 +289,7 @@ def _measured(
     through = [*tally.through, *watch.forged(stage.broker.log, stage.history, MARK)]
     if "Traceback" in stage.broker.log.read_text(errors="replace"):
         through.append(f"a traceback in {stage.broker.log}")
-    if seen.trouble:
-        through.append(f"a question was not answered: {seen.trouble}")
+    through += seen.unanswered(did.began, time.monotonic())
     base = max(before, default=0.0)
     beside = watch.within(seen.memory, did.began, ended)
     rounds = stage.rounds()
@@ -300,11 +300,11 @@ def _measured(
     attempts = {name: getattr(tally, name) for name in _COUNTED}
     return Row(
         attack.name,
-        _name_of(owner, stage),
+        name_of(attack, has_keys=stage.keys_folder is not None),
         attempts,
         through,
         calm=calm,
-        beside=watch.pace(rounds, did.began, ended),
+        beside=watch.pace_beside(rounds, did.began, did.ended, ended),
         rise_mib=(max(beside, default=base) - base) / MIB,
         after_mib=(beside[-1] - base) / MIB if beside else 0.0,
         kept_mib=(beside[-1] - first_base) / MIB if beside else 0.0,
@@ -341,7 +341,7 @@ def _measured_on_empty(stage: Stage, seen: watch.Watch, attack: Attack, options:
     time.sleep(2 * SETTLES_S)  # longer than a worker whose connection has ended is waited for
     after, ended = seen.resident(), time.monotonic()
     answer, echo = seen.longest_ms(began, ended)
-    through = [*did.of_it.through]
+    through = [*did.of_it.through, *seen.unanswered(began, ended)]
     try:
         stage.train()
     except ChildFailed as error:
@@ -350,7 +350,7 @@ def _measured_on_empty(stage: Stage, seen: watch.Watch, attack: Attack, options:
         through.append(f"no round closed within {TRAINS_WITHIN_S:g} s afterwards")
     return Row(
         attack.name,
-        _name_of(owner, stage),
+        name_of(attack, has_keys=stage.keys_folder is not None),
         {name: getattr(did.of_it, name) for name in _COUNTED},
         through,
         rise_mib=(max(watch.within(seen.memory, began, ended), default=base) - base) / MIB,
@@ -370,10 +370,11 @@ def _empty(folder: Path) -> Path:
     return folder
 
 
-def _name_of(owner: Owner | None, stage: Stage) -> str:
-    if stage.keys_folder is None:
+def name_of(attack: Attack, *, has_keys: bool) -> str:
+    """By whom it is, for the table."""
+    if not has_keys:
         return NOBODY
-    return f"key: {owner.role.value}" if owner is not None else "no key"
+    return attack.by or (f"key: {attack.with_key.role.value}" if attack.with_key else "no key")
 
 
 def _line(row: Row) -> str:

@@ -32,6 +32,7 @@ ASKED = ("status", "pause")
 REVOKED_WITHIN_S = 10.0
 SAVE_EVERY = 1_000_000  # of the broker: the drill is no test of disks
 SHORT_S = 0.3  # for an answer that should not come
+FEED_WITHIN_S = 2.0  # the feed speaks every second
 
 
 def key_of(folder: str, owner: Owner) -> Keys:
@@ -48,9 +49,11 @@ def no_key(scene: Scene) -> None:
     def blind(mechanism: bytes, rest: bytes) -> None:
         with contextlib.closing(RawPeer(scene.address, scene.tally, mechanism=mechanism)) as peer:
             peer.write(rest)
-            while scene.goes_on and not peer.is_ended(0.01):
+            while scene.goes_on:
+                if peer.is_ended(0.01):
+                    scene.tally.ended += 1
+                    return
                 peer.write(flood)
-            scene.tally.ended += 1
 
     def ask() -> None:
         with scene.peer_with(None) as peer:
@@ -66,16 +69,18 @@ def no_key(scene: Scene) -> None:
             (b"CURVE", b"\x04\xc8\x05HELLO" + bytes(194)),
             (b"PLAIN", b"\x04\x0e\x05HELLO\x03abc\x03def"),
         ):
-            with contextlib.suppress(OSError):
+            try:
                 blind(mechanism, rest)
-        with contextlib.suppress(OSError):
-            # Greets and says no more: the broker has to end it by itself, or bound their number.
+            except OSError:
+                scene.tally.ended += 1
+        with contextlib.suppress(OSError):  # it greets and says no more
             held.append(RawPeer(scene.address, scene.tally, mechanism=b"CURVE"))
         ask()
 
     held: list[RawPeer] = []
     try:
-        scene.repeat(attempt)
+        with _feed_is_silent(scene, None):
+            scene.repeat(attempt)
     finally:
         for each in held:
             each.close()
@@ -93,17 +98,27 @@ def wrong_key(scene: Scene) -> None:
                 peer.say(messages.Control("status", 1))
                 peer.say(messages.Join(owner.name, digest=bytes(32), size=100))
                 _must_be_silent(scene, peer, "a key that nobody made")
-        reader = scene.context.socket(zmq.SUB)
-        reader.linger = 0
-        reader.subscribe(TOPIC)
-        Keys(MONITOR, public, secret, broker).lock(reader)
-        with contextlib.closing(reader):
-            reader.connect(scene.feed)
-            scene.tally.connections += 1
-            if reader.poll(int(1000 * SHORT_S)):
-                scene.tally.got_through("the feed was read with a key that nobody made")
 
-    scene.repeat(attempt)
+    with _feed_is_silent(scene, Keys(MONITOR, *zmq.curve_keypair(), broker)):
+        scene.repeat(attempt)
+
+
+@contextlib.contextmanager
+def _feed_is_silent(scene: Scene, keys: Keys | None) -> Iterator[None]:
+    """Listen to it meanwhile, and long enough."""
+    reader = scene.context.socket(zmq.SUB)
+    reader.linger = 0
+    reader.subscribe(TOPIC)
+    if keys is not None:
+        keys.lock(reader)
+    with contextlib.closing(reader):
+        reader.connect(scene.feed)
+        scene.tally.connections += 1
+        until = time.monotonic() + FEED_WITHIN_S
+        yield
+        if reader.poll(max(0, int(1000 * (until - time.monotonic())))):
+            what = "without a key" if keys is None else "with a key that nobody made"
+            scene.tally.got_through(f"the feed was read {what}")
 
 
 def _must_be_silent(scene: Scene, peer: Peer, who: str) -> None:
@@ -111,7 +126,7 @@ def _must_be_silent(scene: Scene, peer: Peer, who: str) -> None:
     if answer is not None:
         scene.tally.got_through(f"{who} was answered: {answer['kind']}")
     else:
-        scene.tally.ended += 1
+        scene.tally.ended += peer.is_ended(0)
 
 
 def anothers_name(scene: Scene) -> None:
@@ -126,7 +141,6 @@ def anothers_name(scene: Scene) -> None:
                 peer.say(join)
                 _must_be_refused(scene, peer, f"join as {name}")
 
-    attempt()
     with _joined(scene, VICTIM) as (session, owner):
         with scene.peer_with(thief) as peer:
             for message in (
@@ -137,8 +151,10 @@ def anothers_name(scene: Scene) -> None:
             ):
                 peer.say(message)
                 _must_be_refused(scene, peer, f"{message.kind} in the session of another")
-        if owner.asks("status") is None:
-            scene.tally.got_through("the session of another was ended")
+        owner.say(messages.Heartbeat(session, 1))
+        alive = owner.hear("notice", "rejoin", "error")
+        if alive is None or alive["kind"] != "notice":
+            scene.tally.got_through(f"the session of another was ended: {alive}")
     scene.repeat(attempt)
 
 
@@ -287,8 +303,10 @@ def steering_monitor(scene: Scene) -> None:
 
 
 def _must_be_refused(scene: Scene, peer: Peer, what: str) -> None:
-    answer = peer.hear(within_s=SHORT_S)
-    if answer is None or answer["kind"] in ("error", "rejoin"):
+    answer = peer.hear()
+    if answer is None and not peer.is_ended(0):  # credit that is taken has no answer
+        scene.tally.got_through(f"{what} was not refused")
+    elif answer is None or answer["kind"] in ("error", "rejoin"):
         scene.tally.refused += 1
     else:
         scene.tally.got_through(f"{what}: {json.dumps(answer, default=repr)[:200]}")

@@ -171,9 +171,9 @@ class Peer:
     def say(self, message: messages.Message) -> bool:
         return self.send(messages.encode(message))
 
-    def hear(self, *kinds: str, within_s: float = ANSWERS_WITHIN_S) -> Header | None:
+    def hear(self, *kinds: str, within_s: float | None = None) -> Header | None:
         """The next message of one of these kinds, or of any; None where none comes, or the end."""
-        until = time.monotonic() + within_s
+        until = time.monotonic() + (ANSWERS_WITHIN_S if within_s is None else within_s)
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)

@@ -24,6 +24,8 @@ MEMORY_EVERY_S = 0.01
 PROBE_EVERY_S = 0.02
 ANSWERS_WITHIN_S = 30.0
 CALM_S, CALM_MS = 0.5, 50.0
+LONG_S = 2.0  # an attack that lasts so long has a pace of its own
+OWN_MEMORY = Path("/proc/self/statm")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 Sample = tuple[float, float]  # time of the monotonic clock, value
@@ -101,7 +103,7 @@ class Watch:
         self.echoes: list[Sample] = []  # the same, of the process that does nothing else
         self._echo = socket.create_connection((HOST, echo), ANSWERS_WITHIN_S)
         self._asked_at: float | None = None  # of the question that waits for its answer
-        self.trouble = ""  # why a question was not answered
+        self.troubles: list[tuple[float, str]] = []  # when and why a question was not answered
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=each, daemon=True)
@@ -136,7 +138,7 @@ class Watch:
             try:
                 self._asker.ask()
             except DilocoError as error:
-                self.trouble = str(error)
+                self.troubles.append((time.monotonic(), str(error)))
             self.answers.append((began, time.monotonic() - began))
             self._asked_at = None
 
@@ -155,6 +157,13 @@ class Watch:
         waits = time.monotonic() - asked_at if asked_at is not None and asked_at <= end else 0.0
         answers = within(self.answers, start, end)
         return 1e3 * max([*answers, waits]), 1e3 * max(within(self.echoes, start, end), default=0.0)
+
+    def unanswered(self, start: float, end: float) -> list[str]:
+        """A sentence for each question of a window that failed."""
+        return [
+            f"a question was not answered: {text}"
+            for text in dict.fromkeys(text for at, text in self.troubles if start <= at <= end)
+        ]
 
     def await_calm(self, within_s: float) -> None:
         """Wait until the broker answers as soon as it should for half a second; do not insist."""
@@ -187,6 +196,15 @@ def pace(times: list[float], start: float, end: float) -> float:
     as long as it lasted until `end`, so it is nothing.
     """
     return (_progress(times, end) - _progress(times, start)) / (end - start)
+
+
+def pace_beside(times: list[float], began: float, ended: float, settled: float) -> float:
+    """Rounds per second from an attack's begin until a moment after it.
+
+    What is calm again after a long attack does not make up for what was slow during it.
+    """
+    whole = pace(times, began, settled)
+    return min(whole, pace(times, began, ended)) if ended - began >= LONG_S else whole
 
 
 def _progress(times: list[float], at: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -30,6 +31,8 @@ RUINOUS: tuple[dict[str, Any], ...] = (
     {"grace": 1e300},
     {"save_every": 10**15},
 )
+# Within every bound: only the role refuses these.
+LAWFUL: tuple[tuple[str, dict[str, Any]], ...] = (("set", {"outer_lr": 0.5}), ("pause", {}))
 
 
 def host_names(scene: Scene) -> None:
@@ -63,16 +66,24 @@ def host_names(scene: Scene) -> None:
 
 def settings(scene: Scene) -> None:
     """`set` to values that end a run, as a stranger or with the key at hand."""
+    _steer(scene, [("set", values) for values in RUINOUS])
 
+
+def lawful_settings(scene: Scene) -> None:
+    """What an operator may ask for and others may not, besides values that end a run."""
+    _steer(scene, [*LAWFUL, *(("set", values) for values in RUINOUS)])
+
+
+def _steer(scene: Scene, requests: Sequence[tuple[str, dict[str, Any]]]) -> None:
     def ask() -> None:
         with scene.peer() as peer:
-            for values in RUINOUS:
-                answer = peer.asks("set", who="an attacker", **values)
+            for action, values in requests:
+                answer = peer.asks(action, who="an attacker", **values)
                 if answer is None:
                     scene.tally.ended += 1
                     return
                 if answer["kind"] == "result" and answer["ok"]:
-                    scene.tally.got_through(f"set {values}: {answer['text']}")
+                    scene.tally.got_through(f"{action} {values}: {answer['text']}")
                 else:
                     scene.tally.refused += 1
 

@@ -89,6 +89,7 @@ CHANGED_BY = {
     "expected": "state.update",  # workers that an open round waits for
     "donation": "state.model_source",  # the first parameters, on their way in
     "manifest": "state.model_source",
+    "came_as": "state.model_source",
     "checkpoint": "state.model_source",
     "is_done": "state.model_source",
     "unreleased": "rules.rounds",

@@ -21,6 +21,8 @@ from diloco_protocol.records import from_plain, to_plain
 # What a header has room for, and the whole. 50,000 tensors take about 5 MB.
 PIECE_BYTES = 48 << 10
 MOST_BYTES = 8 << 20
+# Bytes a second that a slow link carries: both ends give a description the time that it takes then.
+LEAST_RATE = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Description:
     def pieces(self) -> Iterator[bytes]:
         for start in range(0, len(self.packed), PIECE_BYTES):
             yield self.packed[start : start + PIECE_BYTES]
+
+
+def seconds_for(size: int) -> float:
+    """How long a description of so many bytes may take on its way."""
+    return size / LEAST_RATE
 
 
 @lru_cache(maxsize=2)  # a broker asks at each join
@@ -58,8 +65,8 @@ class DescriptionInProgress:
         self.digest, self.size = digest, size
         self._packed = bytearray()
 
-    def add(self, piece: bytes) -> Manifest | None:
-        """Take in the next piece; returns the manifest when it was the last.
+    def add(self, piece: bytes) -> bool:
+        """Take in the next piece; returns whether it was the last.
 
         Raises:
             ProtocolError: the pieces are not what was announced.
@@ -68,12 +75,23 @@ class DescriptionInProgress:
         if not piece or len(self._packed) > self.size:
             raise _wrong(f"{len(self._packed)} of {self.size} bytes came")
         if len(self._packed) < self.size:
-            return None
-        packed = bytes(self._packed)
-        if hashlib.sha256(packed).digest() != self.digest:
+            if len(piece) != PIECE_BYTES:
+                raise _wrong(
+                    f"a piece of {len(piece)} bytes is not the last, so it has {PIECE_BYTES}"
+                )
+            return False
+        if hashlib.sha256(self._packed).digest() != self.digest:
             raise _wrong("its digest is another one")
+        return True
+
+    def manifest(self) -> Manifest:
+        """What all the pieces say. To read 50,000 tensors takes a moment.
+
+        Raises:
+            ProtocolError: it is no manifest.
+        """
         try:
-            plain: Any = msgpack.unpackb(packed, use_list=False, strict_map_key=True)
+            plain: Any = msgpack.unpackb(self._packed, use_list=False, strict_map_key=True)
         except (ValueError, RecursionError, msgpack.exceptions.UnpackException):
             raise _wrong("it is not msgpack") from None
         return from_plain(Manifest, plain, "manifest")

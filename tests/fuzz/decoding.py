@@ -11,7 +11,7 @@ import msgpack
 
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import CHUNK_ELEMENTS, ChunkSpan, Segment, lay_out
-from diloco_protocol.description import DescriptionInProgress, describe
+from diloco_protocol.description import PIECE_BYTES, DescriptionInProgress, describe
 from diloco_protocol.dtypes import WIRE_DTYPES, span_bytes
 from diloco_protocol.errors import LONGEST, ProtocolError
 from diloco_protocol.feed import TOPIC, FeedError, parse_snapshot
@@ -94,8 +94,9 @@ def _description(draws: Draws) -> None:
     progress = DescriptionInProgress(sound.digest if draws.below(4) else draws.bytes(32), claimed)
     at = 0
     while at < len(sound.packed):
-        size = 1 + draws.below(64)
-        if progress.add(sound.packed[at : at + size]) is not None:
+        size = PIECE_BYTES if draws.below(4) else 1 + draws.below(64)
+        if progress.add(sound.packed[at : at + size]):
+            progress.manifest()
             return
         at += size
 

@@ -18,7 +18,7 @@ from diloco_broker.core.rules.joining.descriptions import AT_A_TIME
 from diloco_broker.core.rules.refusals import CONNECTIONS_REMEMBERED
 from diloco_broker.core.state.run import CAUSES_KEPT, REJECTIONS_KEPT
 from diloco_broker.core.state.versions import MAX_OBSERVERS
-from diloco_protocol.description import describe
+from diloco_protocol.description import PIECE_BYTES, describe
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import unpack
 from diloco_protocol.messages import Control, Credit, Describe, Join, Message, Pull, encode
@@ -219,7 +219,8 @@ class Play:
         self.receives(Join(name, digest=found.digest, size=size), route)
         at = 0
         while at < len(found.packed) and self.draws.below(8):
-            piece = found.packed[at : at + 1 + self.draws.below(200)]
+            size = PIECE_BYTES if self.draws.below(4) else 1 + self.draws.below(200)
+            piece = found.packed[at : at + size]
             self.receives(Describe(piece), route)
             at += len(piece)
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 
+import msgpack
 import pytest
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core.events import Received
-from diloco_broker.core.rules.joining.descriptions import AT_A_TIME, GOES_ON_WITHIN_S
-from diloco_protocol.description import describe
+from diloco_broker.core.rules.joining.descriptions import (
+    AT_A_TIME,
+    GOES_ON_WITHIN_S,
+    WHOLE_WITHIN_S,
+)
+from diloco_protocol.description import (
+    PIECE_BYTES,
+    DescriptionInProgress,
+    describe,
+    seconds_for,
+)
 from diloco_protocol.manifest import Manifest
 from diloco_protocol.messages import (
     LONGEST_JOIN,
@@ -22,6 +33,7 @@ from diloco_protocol.messages import (
     encode,
     in_a_header,
 )
+from diloco_protocol.records import to_plain
 from kit.core_harness import Stage, layered
 
 LARGE = layered(2000)
@@ -84,8 +96,9 @@ def test_other_model_is_refused_before_it_is_described(stage: Stage) -> None:
         ([*PIECES[:-1], PIECES[-1] + b"x"], "bytes came"),
         ([*PIECES[:-1], PIECES[-1][:-1] + b"x"], "its digest is another one"),
         ([b""], "bytes came"),
+        ([PIECES[0][:1]], "a piece of 1 bytes is not the last"),
     ],
-    ids=["too long", "damaged", "empty"],
+    ids=["too long", "damaged", "empty", "byte by byte"],
 )
 def test_wrong_description_is_refused_and_forgotten(
     stage: Stage, pieces: list[bytes], sentence: str
@@ -98,8 +111,6 @@ def test_wrong_description_is_refused_and_forgotten(
 
 
 def test_description_that_is_no_manifest_is_refused(stage: Stage) -> None:
-    import hashlib
-
     packed = b"\xc1" * 10
     named = Join("a", None, digest=hashlib.sha256(packed).digest(), size=len(packed))
     route = stage.route()
@@ -155,3 +166,60 @@ def test_claim_of_a_size_that_cannot_be_is_refused(stage: Stage, size: int) -> N
     stage.happens(Received(route, replace(in_a_header(Join("a", LARGE)), size=size)))
     refused = told(stage, route)
     assert isinstance(refused, Error) and "it may have 8388608" in refused.text
+
+
+def test_description_that_goes_on_for_ever_is_given_up(stage: Stage) -> None:
+    huge = Join("slow", None, digest=bytes(32), size=8 << 20)
+    route = stage.route()
+    stage.happens(Received(route, huge))
+    until = stage.now + WHOLE_WITHIN_S + seconds_for(huge.size)
+    pieces = int((until - stage.now) / GOES_ON_WITHIN_S)
+    for _ in range(pieces):
+        stage.now += GOES_ON_WITHIN_S
+        describes(stage, route, bytes(PIECE_BYTES))
+        assert route in stage.state.descriptions
+    stage.now = until + 1  # the last piece came just now
+    asks(stage, "a")
+    assert route not in stage.state.descriptions
+
+
+def packed_another_way(manifest: Manifest) -> bytes:
+    """The same, with the fields of each tensor in another order."""
+    plain = to_plain(manifest)
+    entries: list[dict[str, object]] = plain["entries"]
+    return bytes(msgpack.packb({"entries": [dict(reversed(each.items())) for each in entries]}))
+
+
+def test_digest_under_which_the_model_came_is_known(stage: Stage) -> None:
+    packed = packed_another_way(LARGE)
+    digest = hashlib.sha256(packed).digest()
+    assert digest != describe(LARGE).digest
+    named = Join("a", None, digest=digest, size=len(packed))
+    pieces = [packed[at : at + PIECE_BYTES] for at in range(0, len(packed), PIECE_BYTES)]
+    first = stage.route()
+    stage.happens(Received(first, named))
+    describes(stage, first, *pieces)
+    assert stage.state.model.manifest == LARGE
+    second = stage.route()
+    stage.happens(Received(second, replace(named, worker_id="b")))
+    for route in (first, second, asks(stage, "c")):
+        assert any(isinstance(each, Welcome) for each in stage.inbox[route])
+    assert Notice("describe") not in stage.inbox[second]
+
+
+def test_model_that_several_describe_at_once_is_read_once(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bytes] = []
+    plain = DescriptionInProgress.manifest
+
+    def manifest(progress: DescriptionInProgress) -> Manifest:
+        read.append(progress.digest)
+        return plain(progress)
+
+    monkeypatch.setattr(DescriptionInProgress, "manifest", manifest)
+    routes = [asks(stage, f"w{number}") for number in range(AT_A_TIME)]
+    for route in routes:
+        describes(stage, route, *PIECES)
+        assert any(isinstance(each, Welcome) for each in stage.inbox[route])
+    assert read == [describe(LARGE).digest]

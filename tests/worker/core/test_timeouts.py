@@ -6,13 +6,28 @@ import pytest
 import torch
 
 from diloco_broker import Broker
-from diloco_protocol.messages import Ack, Chunk, Grant, Notice, Push, Released, Standing
-from diloco_worker.core.connection import BULK_PATIENCE_S, LONGEST_BULK_PATIENCE_S
+from diloco_protocol.description import describe, seconds_for
+from diloco_protocol.messages import (
+    Ack,
+    Chunk,
+    Describe,
+    Grant,
+    Notice,
+    Push,
+    Released,
+    Standing,
+)
+from diloco_worker.core.connection import (
+    BULK_PATIENCE_S,
+    JOIN_PATIENCE_S,
+    LONGEST_BULK_PATIENCE_S,
+)
 from diloco_worker.core.effects import Close
 from diloco_worker.core.events import Offer, RequestVersion
+from kit.core_harness import layered
 from kit.proxy import ForgettingProxy
 from kit.reference import state_of
-from kit.session_harness import CHUNKS, Desk, gradient, version, whole
+from kit.session_harness import CHUNKS, Desk, desk, gradient, version, whole
 from kit.whole_run import make_config, run, trainees
 
 
@@ -101,3 +116,18 @@ def test_run_goes_on_when_a_connection_for_chunks_is_forgotten(
     calm, got = outcomes
     for name, tensor in calm.final.items():
         assert torch.equal(got.final[name], tensor)
+
+
+def test_description_of_a_model_has_the_time_that_a_slow_link_takes() -> None:
+    made = desk(manifest=layered(2000)).connects()
+    made.passes(JOIN_PATIENCE_S - 1)
+    made.hears(Notice("describe"))
+    size = sum(len(each.piece) for each in made.sent(Describe))
+    assert size == len(describe(layered(2000)).packed)
+    made.passes(JOIN_PATIENCE_S + seconds_for(size) - 1)
+    assert not made.all(Close)
+    made.passes(1)
+    assert made.all(Close)
+    made.breaks()
+    made.passes(JOIN_PATIENCE_S)
+    assert made.all(Close), "the next join is answered at once, or not at all"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from diloco_protocol import Code, RunConfig, messages
+from diloco_protocol.description import seconds_for
 from diloco_worker.core import effects
 from diloco_worker.core.compatibility import heartbeat_interval
 
@@ -104,6 +105,7 @@ class Connection:
         self._wake_at: float | None = None  # reopen (AWAY) or join again (JOINING, REFUSED)
         self._beat_at: float | None = None
         self._joining_since = 0.0
+        self._join_patience_s = JOIN_PATIENCE_S
 
     @property
     def is_joined(self) -> bool:
@@ -118,7 +120,7 @@ class Connection:
     def times(self) -> list[float]:
         """When there is something to do."""
         unanswered = self._unanswered_since
-        patience_ends = None if unanswered is None else unanswered + JOIN_PATIENCE_S
+        patience_ends = None if unanswered is None else unanswered + self._join_patience_s
         bulk_ends = self.bulk.gives_up_at
         times = (self._wake_at, self._beat_at, patience_ends, self._silent_at, bulk_ends)
         return [at for at in times if at is not None]
@@ -130,8 +132,12 @@ class Connection:
 
     def joins(self, now: float) -> None:
         self.phase = Phase.JOINING
-        self._joining_since = now
+        self._joining_since, self._join_patience_s = now, JOIN_PATIENCE_S
         self._wake_at = None
+
+    def describes(self, size: int, now: float) -> None:
+        """The answer to the join comes after so many bytes of a description."""
+        self._joining_since, self._join_patience_s = now, JOIN_PATIENCE_S + seconds_for(size)
 
     def observes(self) -> None:
         """The connection of an observer is up, which need not join."""
@@ -191,8 +197,8 @@ class Connection:
     def dead_ends(self, now: float) -> Iterator[str]:
         """Why the connection counts as broken although nobody has said so."""
         since = self._unanswered_since
-        if since is not None and now - since >= JOIN_PATIENCE_S:
-            yield f"The broker did not answer the join within {JOIN_PATIENCE_S:g} s."
+        if since is not None and now - since >= self._join_patience_s:
+            yield f"The broker did not answer the join within {self._join_patience_s:.0f} s."
         if (silent_at := self._silent_at) is not None and now >= silent_at:
             yield f"The broker was silent for {now - (self.last_heard or now):.0f} s."
         yield from self.bulk.give_up(now)

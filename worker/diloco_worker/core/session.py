@@ -318,7 +318,9 @@ class Session:
             case "ping":
                 yield from self._beat(now)
             case "describe" if self.manifest is not None and self.phase is Phase.JOINING:
-                for piece in describe(self.manifest).pieces():
+                description = describe(self.manifest)
+                self.connection.describes(len(description.packed), now)
+                for piece in description.pieces():
                     yield effects.Send(messages.Describe(piece))
             case "donate":
                 yield from self._donate(notice.fragment)

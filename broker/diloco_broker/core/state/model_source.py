@@ -115,6 +115,8 @@ class RunModel:
     checkpoint: str = ""  # its name, for people; empty without one
     resumed_number: int | None = None  # the next round by the checkpoint
     is_done: bool = False  # every fragment has a version
+    # Under which digest the manifest came; who packs it in another way has another one than we.
+    came_as: bytes | None = None
     _described: tuple[Manifest, Description] | None = None  # a manifest, and what it is packed
 
     @property
@@ -126,11 +128,21 @@ class RunModel:
             self._described = self.manifest, describe(self.manifest)
         return self._described[1]
 
+    def described_by(self, digest: bytes) -> Manifest | None:
+        """The manifest, if that is the digest of its description."""
+        description = self.description
+        is_it = description is not None and digest in (description.digest, self.came_as)
+        return self.manifest if is_it else None
+
     def settle_manifest(
-        self, manifest: Manifest, plan: tuple[int, ...], config: RunConfig
+        self,
+        manifest: Manifest,
+        plan: tuple[int, ...],
+        config: RunConfig,
+        came_as: bytes | None = None,
     ) -> ModelLayout:
         """This is the run's model from now on; `plan` is the fragment of each of its tensors."""
-        self.manifest, self.plan = manifest, plan
+        self.manifest, self.plan, self.came_as = manifest, plan, came_as
         self.layout = lay_out_plan(
             manifest, plan, num_fragments=config.num_fragments, chunk_elements=config.chunk_elements
         )
@@ -141,7 +153,7 @@ class RunModel:
         here; returns whether that is so."""
         is_here = self.is_done or self.donation.is_loading or self.restored or self.saved
         if not is_here:
-            self.manifest, self.plan, self.layout = None, (), None
+            self.manifest, self.plan, self.layout, self.came_as = None, (), None, None
         return not is_here
 
     def resume(self, resumption: Resumption) -> None:

@@ -137,6 +137,7 @@ class Described:
     join: Join
     progress: DescriptionInProgress
     heard_at: float  # when it was asked, or the last piece came
+    ends_at: float  # until when all of it must be here
 
 
 @dataclass

@@ -56,7 +56,7 @@ def join(
         state.members.renew(member, join, session, route, state.now)
         yield effects.info(f"{join.worker_id} is back on a new connection.")
     if state.model.manifest != manifest:
-        layout = state.model.settle_manifest(manifest, plan, state.run_config)
+        layout = state.model.settle_manifest(manifest, plan, state.run_config, join.digest)
         state.versions.set_layout(layout.all)
     first_round = _first_round(state, member)
     versions = tuple(each.version for each in state.versions.trained)

@@ -10,13 +10,15 @@ from diloco_broker.core.rules import refusals
 from diloco_broker.core.rules.joining import admission
 from diloco_broker.core.state.run import Described, RunState
 from diloco_protocol import messages
-from diloco_protocol.description import DescriptionInProgress
+from diloco_protocol.description import DescriptionInProgress, seconds_for
 from diloco_protocol.errors import Code, ProtocolError
 
 # Descriptions that may be on their way at a time; each takes 8 MiB at most.
 AT_A_TIME = 4
 # Seconds after which one that does not go on is given up.
 GOES_ON_WITHIN_S = 10.0
+# And within which all of it is here, besides what a slow link takes.
+WHOLE_WITHIN_S = 60.0
 # A model that differs from the run's is described for the sake of a sentence that names the differences.
 # To read a larger one takes the broker longer than it may be away, so that sentence names none.
 LONGEST_TO_COMPARE = 128 << 10
@@ -28,10 +30,9 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         return admission.join(state, route, join, join.manifest)
     if join.digest is None:
         raise ProtocolError(Code.BAD_HEADER, "A join has a manifest, or the digest of one.")
-    run, description = state.model.manifest, state.model.description
-    if run is not None and description is not None and description.digest == join.digest:
-        return admission.join(state, route, join, run)
-    if run is not None and join.size > LONGEST_TO_COMPARE:
+    if (known := state.model.described_by(join.digest)) is not None:
+        return admission.join(state, route, join, known)
+    if state.model.manifest is not None and join.size > LONGEST_TO_COMPARE:
         raise ProtocolError(
             Code.MODEL_DIFFERS,
             "The model is not that of the run: its tensors differ in names, shapes, dtypes or order. "
@@ -43,14 +44,15 @@ def join(state: RunState, route: effects.Route, join: messages.Join) -> effects.
         text = "Other workers are describing their models; the next ones can in a moment."
         raise ProtocolError(Code.NO_MODEL, text)
     progress = DescriptionInProgress(join.digest, join.size)
-    state.descriptions[route] = Described(join, progress, state.now)
+    ends_at = state.now + WHOLE_WITHIN_S + seconds_for(join.size)
+    state.descriptions[route] = Described(join, progress, state.now, ends_at)
     return iter([effects.Send(route, messages.Notice("describe"))])
 
 
 def give_up(state: RunState) -> None:
     """Forget what came of descriptions that do not go on."""
     for route, each in list(state.descriptions.items()):
-        if state.now - each.heard_at > GOES_ON_WITHIN_S:
+        if state.now > min(each.heard_at + GOES_ON_WITHIN_S, each.ends_at):
             del state.descriptions[route]
 
 
@@ -63,18 +65,21 @@ def describe_on(
         # It was asked for and stood still too long; nothing is lost but the time.
         raise ProtocolError(
             Code.NO_MODEL,
-            f"This description was not asked for, or stood still for {GOES_ON_WITHIN_S:g} s; "
-            "join again.",
+            f"This description was not asked for, stood still for {GOES_ON_WITHIN_S:g} s, or took "
+            "too long; join again.",
         )
     try:
-        manifest = described.progress.add(message.piece)
+        is_whole = described.progress.add(message.piece)
     except ProtocolError:
         del state.descriptions[route]
         raise
     described.heard_at = state.now
-    if manifest is None:
+    if not is_whole:
         return
     del state.descriptions[route]
+    # Where several describe the same model, it is read once.
+    known = state.model.described_by(described.progress.digest)
+    manifest = described.progress.manifest() if known is None else known
     try:
         yield from admission.join(state, route, described.join, manifest)
     except ProtocolError as error:  # it is the join that is refused

@@ -56,6 +56,7 @@ class Doorkeeper:
         except OSError as error:
             raise UsageError(f"The keys in {keys.path} cannot be read: {error}.") from None
         self._peers = frozenset(self._guests.by_key.values())
+        self._ids = _ids(self._guests)
         self._seen: object = None
         self._trouble: str | None = None  # why the folder could not be read at the last look
         self._looks_at = 0.0
@@ -86,7 +87,11 @@ class Doorkeeper:
                 self.refused += 1
                 self.socket.send_multipart([version, request, b"400", b"no such key", b"", b""])
             else:
-                self.socket.send_multipart([version, request, b"200", b"", user_id(peer), b""])
+                self.socket.send_multipart([version, request, b"200", b"", user_id(peer, key), b""])
+
+    def knows_key_of(self, frame: zmq.Frame) -> bool:
+        """Is the key that this message came under let in, as of the last look?"""
+        return str(frame.get("User-Id")).encode() in self._ids
 
     def lets_in(self, peer: Peer) -> bool:
         """Has this one a key, as of the last look?"""
@@ -110,18 +115,22 @@ class Doorkeeper:
         self._seen = seen
         before, self._guests = self._guests, guests
         now_in = self._guests.by_key
-        self._peers = frozenset(now_in.values())
+        self._peers, self._ids = frozenset(now_in.values()), _ids(guests)
         revoked = {peer for key, peer in before.by_key.items() if now_in.get(key) != peer}
         new = tuple(each for each in self._guests.complaints if each not in before.complaints)
         return Changes(frozenset(revoked), new)
 
 
-def user_id(peer: Peer) -> bytes:
-    """What ZeroMQ then says of each message of this peer."""
-    return f"{peer.role.value}/{peer.name}".encode()
+def user_id(peer: Peer, key: bytes) -> bytes:
+    """What ZeroMQ then says of each message of this peer; a replaced key has another beginning."""
+    return f"{peer.role.value}/{peer.name}/".encode() + key[:16]
+
+
+def _ids(guests: Guests) -> frozenset[bytes]:
+    return frozenset(user_id(peer, key) for key, peer in guests.by_key.items())
 
 
 def peer_of(frame: zmq.Frame) -> Peer:
     """Whose key this message came under."""
-    role, _, name = str(frame.get("User-Id")).partition("/")
+    role, name, _ = str(frame.get("User-Id")).split("/", 2)
     return Peer(Role(role), name)

@@ -52,8 +52,9 @@ MEMBERS_MAY_LEAVE_OF_CHUNKS = (MAX_READER_CREDIT + 1) * MAX_BUFFER_BYTES
 # but come on another connection than chunks.
 READS_WITHIN_S = 10.0
 MEMBERS_READ_WITHIN_S = WORKER_GOES_ON_WITHIN_S
-# Connections of those who have not joined; of more than that the oldest is closed, of those first that
-# have not been let in: otherwise who has no key could close the displays of those who have one.
+# Connections of those who have not joined, besides two for each worker that may come back at once
+# after a restart. Of more than that the oldest is closed, of those first that have not been let in:
+# otherwise who has no key could close the displays of those who have one.
 MOST_STRANGERS = 256
 # What ZeroMQ says before it lets anybody in: its greeting, and that of CURVE to whoever knows our public
 # key (RFC 26). Who has been sent more is somebody, and not only a connection.
@@ -91,6 +92,7 @@ class Connection:
     Attributes:
         route: what the ROUTER calls it; None until a message of it has come.
         peer: whose key it is; None where that is not known.
+        opened_at: turns that others had had when it was made.
         sent: bytes that we handed to ZeroMQ for it (`on_the_wire`).
         heard: bytes of the messages that have come of it since `owed` was reckoned.
         owed: bytes of a message that had not ended at the last look but one.
@@ -103,6 +105,7 @@ class Connection:
     transport: Transport | None  # None where it ended before its last message was received
     route: bytes | None = None
     peer: Peer | None = None
+    opened_at: int = 0
     sent: int = 0
     heard: int = 0
     owed: int = 0
@@ -111,6 +114,7 @@ class Connection:
     is_settled: bool = True
     is_member: bool = False
     is_ended: bool = False
+    is_surely_named: bool = False
     # Parts of what was sent that are chunks, from and to, of what the other side has not had.
     _chunks: deque[list[int]] = field(default_factory=deque)
     _taken: int = 0  # as of the last look
@@ -129,6 +133,13 @@ class Connection:
     def was_let_in(self) -> bool:
         """Has it been sent more than the handshake, as of the last look?"""
         return self._delivered > SAID_TO_ANYBODY
+
+    def begin_again(self) -> None:
+        """What was heard until now was of another one."""
+        figures = None if self.transport is None else self.transport.figures()
+        self._taken = figures.taken if figures is not None else self._taken
+        self.heard = self.owed = self._came = self.sent = 0
+        self._chunks.clear()
 
     def sent_chunk(self, size: int) -> None:
         """A chunk was handed to ZeroMQ, with its header so many bytes."""
@@ -204,12 +215,14 @@ class ConnectionWatch:
         self,
         strangers_may_owe: int = STRANGERS_MAY_OWE,
         arm: Callable[[int], None] = lambda number: None,
+        most_strangers: int = MOST_STRANGERS,
     ) -> None:
+        self._most_strangers = most_strangers
         self._strangers_may_owe = strangers_may_owe
         self._arm = arm
         self.next_look = 0.0
         self.turns = 0
-        self._next_at_all = 0.0
+        self._next_at_all = self._rests_until = 0.0
         self._members = 0  # connections of members, as of the last look at all
         self._unsettled: dict[
             int, None
@@ -220,10 +233,11 @@ class ConnectionWatch:
     def opened(self, number: int, transport: Transport) -> None:
         """A connection was made, with this file descriptor."""
         self.closed(number)
-        self._by_number[number] = Connection(transport)
+        self._by_number[number] = Connection(transport, opened_at=self.turns)
         self._arm(number)
-        if len(self._by_number) - self._members > MOST_STRANGERS:
-            self.next_look = self._next_at_all = 0.0
+        if len(self._by_number) - self._members > self._most_strangers:
+            self._next_at_all = 0.0
+            self.next_look = min(self.next_look, self._rests_until)
 
     def closed(self, number: int) -> None:
         """The connection with this file descriptor has ended."""
@@ -236,11 +250,21 @@ class ConnectionWatch:
         return self._by_route.get(route)
 
     def name(self, route: bytes, number: int, peer: Peer | None) -> Connection:
-        """The connection with this descriptor is called so, and belongs to this key."""
+        """The connection with this descriptor is called so, and belongs to this key.
+
+        What comes late may be of one that has ended, and had the same descriptor: until all that can
+        have waited when this one was made is received its name may be wrong, and another corrects it.
+        """
         connection = self._by_number.get(number)
-        if connection is None or connection.route is not None:  # it has ended already
+        if connection is None:  # it has ended already
             return Connection(None, route, peer)
-        connection.route, connection.peer = route, peer
+        is_sure = self.turns - connection.opened_at >= EVERYBODY
+        if connection.route is not None:
+            if connection.is_surely_named or not is_sure:
+                return Connection(None, route, peer)
+            self._by_route.pop(connection.route, None)
+            connection.begin_again()
+        connection.route, connection.peer, connection.is_surely_named = route, peer, is_sure
         self._by_route[route] = connection
         return connection
 
@@ -288,25 +312,26 @@ class ConnectionWatch:
                 connection.shut()
                 ended.append(why)
         strangers.sort(key=lambda each: each.was_let_in)
-        ended += _bound_together(strangers)
+        ended += _bound_together(strangers, self._most_strangers)
         if is_at_all:
             self._members = len(self._by_number) - len(strangers)
             self._next_at_all = now + EVERYBODY_EVERY_S
         pause = max(STRANGERS_EVERY_S, (time.thread_time() - began) / SHARE_OF_LOOKS)
+        self._rests_until = now + pause
         self.next_look = (
             min(self._next_at_all, now + pause) if self._unsettled else self._next_at_all
         )
         return ended
 
 
-def _bound_together(strangers: list[Connection]) -> list[str]:
+def _bound_together(strangers: list[Connection], most: int) -> list[str]:
     """End those of these, the first first, without whom the others cost no more than all may."""
     ended = []
     owed, left = sum(max(0, c.owed) for c in strangers), sum(c.left for c in strangers)
     for number, connection in enumerate(strangers):
         why = None
-        if number < len(strangers) - MOST_STRANGERS:
-            why = f"there were more than {MOST_STRANGERS} connections of nobody who had joined"
+        if number < len(strangers) - most:
+            why = f"there were more than {most} connections of nobody who had joined"
         elif owed > ALL_STRANGERS_MAY_OWE and connection.owed > HANDSHAKE_BYTES:
             why = f"{owed >> 10} KiB of messages that have not ended, of those who have not joined"
         elif left > ALL_STRANGERS_MAY_LEAVE and connection.left:

@@ -113,7 +113,7 @@ class Loop:
                 config, draw, self.now(), model_file.describe(initial), self.tensors.resumption
             )
             keys = KeyFolder(Path(config.keys)) if config.keys else None
-            self.sockets = Sockets(config.bind, config.feed, keys)
+            self.sockets = Sockets(config.bind, config.feed, keys, config.max_workers)
             opened.callback(self.sockets.close)
             if config.security == feed.INSECURE:
                 logger.warning(_INSECURE)
@@ -252,6 +252,11 @@ class Loop:
         if incoming.is_left_behind and self.core.state.members.on_route(incoming.route) is None:
             return  # a worker's last word is heard; of others there may be thousands
         if self._strangers.comes_later(incoming, self.now()):
+            if self._is_too_long_to_wait(incoming):
+                self.sockets.shut(incoming.route)
+                why = "a longer message of somebody who had not joined than may wait"
+                self._executor.feed(events.ConnectionEnded(why))
+                return
             loudest = self._strangers.put_off(incoming)
             if loudest is not None:
                 self.sockets.shut(loudest)
@@ -261,6 +266,13 @@ class Loop:
             self._take_of_stranger(incoming)
         else:
             self._take(incoming)
+
+    def _is_too_long_to_wait(self, incoming: Incoming) -> bool:
+        longest = max((memoryview(each).nbytes for each in incoming.frames), default=0)
+        return (
+            longest > LONGEST_OF_A_STRANGER
+            and self.core.state.members.on_route(incoming.route) is None
+        )
 
     def _take_of_stranger(self, incoming: Incoming) -> None:
         began = time.thread_time()

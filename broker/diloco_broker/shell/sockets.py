@@ -15,6 +15,7 @@ from diloco_broker.shell.authentication import Changes, Doorkeeper, peer_of
 from diloco_broker.shell.connection_watch import (
     CURVE_ADDS,
     EVERYBODY,
+    MOST_STRANGERS,
     READERS_MAY_OWE,
     Connection,
     ConnectionWatch,
@@ -40,8 +41,6 @@ ANSWERS_KEPT = 1000
 LONGEST_SUBSCRIPTION = 1024
 # For a handshake: a few packets each way, and one answer of ours.
 HANDSHAKE_WITHIN_MS = 10_000
-# Connections that the system keeps until ZeroMQ takes them.
-BACKLOG = 512
 # Connections that came or went, of which one turn of the loop takes notice: 10 ms.
 CHANGES_A_TURN = 512
 # As plain numbers: the sums of enum members cost more than the sends.
@@ -74,10 +73,13 @@ class Sockets:
 
     `address` and `feed_address` say where they are. `keys` says who may connect; None: everybody.
     Only `wake` may be called from another thread. Raises UsageError for an address that cannot be
-    bound.
+    bound. `workers` is how many may come at once.
     """
 
-    def __init__(self, bind: str, feed: str, keys: KeyFolder | None = None) -> None:
+    def __init__(
+        self, bind: str, feed: str, keys: KeyFolder | None = None, workers: int = 0
+    ) -> None:
+        self._most_strangers = MOST_STRANGERS + 2 * workers
         self._context = zmq.Context()
         try:
             self._doorkeeper = None if keys is None else Doorkeeper(self._context, keys)
@@ -89,7 +91,7 @@ class Sockets:
         self.address = self._router.get_string(zmq.LAST_ENDPOINT)
         self.feed_address = self._pub.get_string(zmq.LAST_ENDPOINT)
         self._arrivals = Arrivals()
-        self._watch = ConnectionWatch(arm=self._arrivals.arm)
+        self._watch = ConnectionWatch(arm=self._arrivals.arm, most_strangers=self._most_strangers)
         self._readers = ConnectionWatch(READERS_MAY_OWE)
         # A worker that was killed shows as a closed connection long before its heartbeats are missed.
         self._monitors = [
@@ -171,7 +173,11 @@ class Sockets:
     def _named(self, route: bytes, frame: zmq.Frame) -> Connection:
         """The connection of this frame, of which nothing had come. This takes longer than the rest."""
         self._see_changes()  # it may be news that there is one
-        peer = None if self._doorkeeper is None else peer_of(frame)
+        peer = None
+        if self._doorkeeper is not None:
+            peer = peer_of(frame)
+            if not self._doorkeeper.knows_key_of(frame):  # it waited while this was replaced
+                return Connection(None, route, peer, is_ended=True)
         try:
             number = frame.get(zmq.SRCFD)
         except zmq.ZMQError:
@@ -256,6 +262,7 @@ class Sockets:
         """
         changes = None if self._doorkeeper is None else self._doorkeeper.look(now)
         if changes is not None and changes.revoked:
+            self._see_changes()
             self._watch.shut_those_of(changes.revoked)
             self._readers.shut_those_of(changes.revoked)
         return changes
@@ -276,7 +283,8 @@ class Sockets:
         made.set(zmq.TCP_KEEPALIVE, 1)
         made.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
         made.set(zmq.HANDSHAKE_IVL, HANDSHAKE_WITHIN_MS)
-        made.set(zmq.BACKLOG, BACKLOG)
+        # Connections that the system keeps until ZeroMQ takes them.
+        made.set(zmq.BACKLOG, 2 * self._most_strangers)
         made.set(zmq.RCVHWM, UNREAD_KEPT)
         if self._doorkeeper is not None:
             self._doorkeeper.guard(made)

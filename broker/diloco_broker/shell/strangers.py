@@ -14,8 +14,11 @@ from diloco_broker.shell.sockets import Incoming
 # Of the time that passes, and what may have been saved of it, seconds: a hundred workers join at once.
 SHARE = 0.1
 SAVED_AT_MOST_S = 0.5
-# Messages that wait, which may have 64 kB each.
-ROOM = 64
+# Messages that wait, and their bytes: four descriptions of 8 MiB at once, and room for others.
+ROOM = 1024
+ROOM_BYTES = 48 << 20
+# What a message costs besides its bytes.
+A_MESSAGE = 1 << 10
 
 
 class Strangers:
@@ -23,6 +26,7 @@ class Strangers:
 
     def __init__(self) -> None:
         self._waiting: deque[Incoming] = deque()
+        self._bytes: Counter[bytes] = Counter()  # of what waits, by route
         self._saved_s = SAVED_AT_MOST_S
         self._saved_at = 0.0
 
@@ -42,17 +46,27 @@ class Strangers:
     def comes_later(self, message: Incoming, now: float) -> bool:
         """Does this one have to wait? Those of one connection stay in order."""
         if not message.is_of_stranger:  # or it was, when what it sent before came
-            return any(each.route == message.route for each in self._waiting)
+            return message.route in self._bytes
         return bool(self._waiting) or not self.has_time(now)
 
     def put_off(self, message: Incoming) -> bytes | None:
         """Have it wait. Returns whom there is no room for, by route: of whom most waits."""
         self._waiting.append(message)
-        if len(self._waiting) <= ROOM:
+        self._bytes[message.route] += _size(message)
+        if len(self._waiting) <= ROOM and self._bytes.total() <= ROOM_BYTES:
             return None
-        ((loudest, _),) = Counter(each.route for each in self._waiting).most_common(1)
+        ((loudest, _),) = self._bytes.most_common(1)
         self._waiting = deque(each for each in self._waiting if each.route != loudest)
+        del self._bytes[loudest]
         return loudest
 
     def next(self) -> Incoming:
-        return self._waiting.popleft()
+        message = self._waiting.popleft()
+        self._bytes[message.route] -= _size(message)
+        if not self._bytes[message.route]:
+            del self._bytes[message.route]
+        return message
+
+
+def _size(message: Incoming) -> int:
+    return A_MESSAGE + sum(memoryview(each).nbytes for each in message.frames)

@@ -17,7 +17,7 @@ from diloco_broker.shell.loop import Loop
 from diloco_broker.storage.key_folder import KeyFolder
 from diloco_protocol.frames import MAX_BUFFER_BYTES
 from diloco_protocol.roles import Peer, Role
-from kit.keyed_broker import key, public_of
+from kit.keyed_broker import file_of, key, public_of
 from kit.process_kit import LOCAL, PATIENCE_S
 
 pytest_plugins = ("kit.key_fixtures",)
@@ -114,3 +114,23 @@ def test_trouble_of_the_system_takes_no_key_back_and_is_said_once(
     changes = doorkeeper.look(40.0)
     assert changes is not None
     assert changes.revoked == {anna}
+
+
+def test_message_that_waited_while_its_key_was_replaced_is_dropped(
+    loop: Loop, folder: KeyFolder
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as operator:
+        operator.linger = 0
+        key(folder, "anna").lock(operator)
+        operator.connect(loop.sockets.address)
+        operator.send(control("pause"))
+        until = time.monotonic() + PATIENCE_S
+        while not loop.sockets.wait(0.1, loop.now):
+            assert time.monotonic() < until
+        file_of(folder, "anna").unlink()
+        public_of(folder, "anna").unlink()
+        folder.add_all([Peer(Role.OPERATOR, "anna")])
+        loop._see_changed_keys(loop.now() + 10)
+        loop._turn()
+        assert loop.core.state.paused_at is None
+        assert loop.sockets.receive() is None

@@ -355,3 +355,36 @@ def test_message_that_was_left_by_a_connection_that_is_gone_belongs_to_no_other(
     late = on.watch.name(A, 7, None)
     late.see(on.now, EVERYBODY, 2)
     assert late.too_much(is_member=False, may_owe=0, now=on.now) is None
+
+
+def test_name_given_by_what_came_late_of_another_is_corrected(on: Watching) -> None:
+    late = on.watch.name(b"gone", 7, None)  # had the same number, and its message waited
+    late.heard += STRANGERS_MAY_OWE
+    on.wire.taken = 1000
+    assert on.watch.name(A, 7, None).transport is None, "it may be this one that waited"
+    on.watch.turns += EVERYBODY
+    mine = on.watch.name(A, 7, None)
+    assert on.watch.of(A) is mine
+    assert mine.transport is on.wire
+    assert on.watch.of(b"gone") is None
+    assert on.watch.name(b"other", 7, None).transport is None, "now it is sure"
+    on.wire.taken += STRANGERS_MAY_OWE + 1
+    assert len(on.looks()) == 1
+
+
+def test_workers_that_come_back_at_once_have_room() -> None:
+    watch = ConnectionWatch(most_strangers=MOST_STRANGERS + 2 * 100)
+    wires = [Wire() for _ in range(MOST_STRANGERS + 2 * 100 + 1)]
+    for number, wire in enumerate(wires):
+        watch.opened(number, wire)
+    assert len(watch.look((), 1.0)) == 1
+
+
+def test_flood_of_connections_gets_no_more_looks_than_their_share() -> None:
+    watch = ConnectionWatch(most_strangers=1)
+    for number in range(3):
+        watch.opened(number, Wire())
+    assert len(watch.look((), 1.0)) == 2
+    watch.opened(3, Wire())
+    assert watch.look((), 1.0) == []
+    assert watch.next_look <= 1.0 + EVERYBODY_EVERY_S

@@ -44,7 +44,11 @@ GROWTH_BYTES = 64 << 20
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[Broker]:
     config = BrokerConfig(
-        workers=1, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", save_dir=str(tmp_path)
+        workers=1,
+        max_workers=1,
+        bind="tcp://127.0.0.1:*",
+        feed="tcp://127.0.0.1:*",
+        save_dir=str(tmp_path),
     )
     with Broker(config) as running:
         yield running
@@ -144,7 +148,7 @@ def test_crowd_that_says_nothing_leaves_room_for_workers_and_displays(broker: Br
         for address in (broker.address, broker.feed_address):
             crowd = [
                 stack.enter_context(contextlib.closing(connected(address)))
-                for _ in range(MOST_STRANGERS + 40)
+                for _ in range(MOST_STRANGERS + 2 + 40)
             ]
             # A greeting comes to each; the oldest are ended.
             assert all(is_ended(made) for made in crowd[:20])

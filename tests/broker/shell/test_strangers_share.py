@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from diloco_broker.shell.sockets import Incoming
-from diloco_broker.shell.strangers import ROOM, SAVED_AT_MOST_S, SHARE, Strangers
+from diloco_broker.shell.strangers import ROOM, ROOM_BYTES, SAVED_AT_MOST_S, SHARE, Strangers
 
 
-def message(route: bytes, *, is_of_stranger: bool = True) -> Incoming:
-    return Incoming(route, [b""], None, is_of_stranger)
+def message(route: bytes, *, is_of_stranger: bool = True, size: int = 0) -> Incoming:
+    return Incoming(route, [bytes(size)], None, is_of_stranger)
 
 
 def spent() -> Strangers:
@@ -52,3 +52,19 @@ def test_room_for_those_that_wait_is_bounded() -> None:
     assert ended == [None] * (ROOM - 1) + [b"loud"]
     assert strangers.next().route == b"quiet"
     assert not strangers
+
+
+def test_four_descriptions_at_once_may_wait_and_the_loudest_by_bytes_goes() -> None:
+    strangers = spent()
+    assert strangers.put_off(message(b"quiet")) is None
+    for _ in range(171):
+        for route in (b"a", b"b", b"c", b"d"):
+            assert strangers.put_off(message(route, size=48 << 10)) is None
+    ended = [strangers.put_off(message(b"loud", size=ROOM_BYTES >> 2)) for _ in range(2)]
+    assert ended == [None, b"loud"]
+    assert not strangers.comes_later(message(b"loud", is_of_stranger=False), 0.0)
+    left = []
+    while strangers:
+        left.append(strangers.next().route)
+    assert len(left) == 1 + 4 * 171
+    assert not strangers.comes_later(message(b"a", is_of_stranger=False), 0.0)

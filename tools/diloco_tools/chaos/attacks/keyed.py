@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import socket
 import threading
@@ -137,7 +136,7 @@ def anothers_name(scene: Scene) -> None:
     def attempt() -> None:
         with scene.peer_with(thief) as peer:
             for name in ("victim", "w0", "w1"):
-                join = messages.Join(name, digest=_digest(scene), size=len(scene.description))
+                join = messages.Join(name, digest=scene.digest, size=len(scene.description))
                 peer.say(join)
                 _must_be_refused(scene, peer, f"join as {name}")
 
@@ -294,7 +293,7 @@ def steering_monitor(scene: Scene) -> None:
                     scene.tally.got_through(f"a monitor did {action}")
                 else:
                     scene.tally.refused += 1
-            peer.say(messages.Join(MONITOR.name, digest=_digest(scene), size=1))
+            peer.say(messages.Join(MONITOR.name, digest=scene.digest, size=1))
             _must_be_refused(scene, peer, "join")
             peer.say(messages.Pull(0, credit=2))
             _must_be_refused(scene, peer, "pull")
@@ -317,7 +316,7 @@ def _joined(scene: Scene, owner: Owner) -> Iterator[tuple[bytes, Peer]]:
     """The session of a worker that has joined, for a moment: rounds wait for it."""
     assert scene.folder is not None
     with scene.peer_with(key_of(scene.folder, owner)) as peer:
-        peer.say(messages.Join(owner.name, digest=_digest(scene), size=len(scene.description)))
+        peer.say(messages.Join(owner.name, digest=scene.digest, size=len(scene.description)))
         welcome = peer.hear("welcome", "error")
         if welcome is None or welcome["kind"] == "error":
             raise DilocoError(f"{owner} could not join: {welcome}")
@@ -326,7 +325,3 @@ def _joined(scene: Scene, owner: Owner) -> Iterator[tuple[bytes, Peer]]:
         finally:
             peer.say(messages.Leave(welcome["session"]))
             peer.hear(within_s=SHORT_S)
-
-
-def _digest(scene: Scene) -> bytes:
-    return hashlib.sha256(scene.description).digest()

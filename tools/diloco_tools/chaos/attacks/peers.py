@@ -8,6 +8,7 @@ broker does not know before it comes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import struct
 import time
@@ -232,6 +233,11 @@ class Scene:
     @property
     def goes_on(self) -> bool:
         return time.monotonic() < self._until
+
+    @property
+    def digest(self) -> bytes:
+        """Of the description, as a join names it."""
+        return hashlib.sha256(self.description).digest()
 
     @property
     def worker_id(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 from collections.abc import Sequence
@@ -40,11 +39,10 @@ def host_names(scene: Scene) -> None:
 
     What is written of it is looked at by the drill, which reads the log and the history.
     """
-    digest = hashlib.sha256(scene.description).digest()
     for _ in range(2):  # each is expected for a moment, and rounds wait for it
         with scene.peer() as peer:
             join = messages.Join(
-                scene.worker_id, digest=digest, size=len(scene.description), host=HOST
+                scene.worker_id, digest=scene.digest, size=len(scene.description), host=HOST
             )
             peer.say(join)
             answer = peer.hear("welcome", "error", "notice")
@@ -54,7 +52,7 @@ def host_names(scene: Scene) -> None:
             elif answer is not None:
                 scene.tally.refused += 1
     with scene.peer() as peer:
-        peer.say(messages.Join(HOST, digest=digest, size=len(scene.description), host=HOST))
+        peer.say(messages.Join(HOST, digest=scene.digest, size=len(scene.description), host=HOST))
         answer = peer.hear()
         if answer is not None and answer["kind"] == "welcome":
             scene.tally.got_through("a worker id with a line end was taken")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import msgpack
@@ -134,10 +133,8 @@ def test_revoked_key_ends_the_session_and_a_new_one_lets_the_worker_back_in(
         for each in (revoked, other):
             each.join(Layers(1))
         kept = public.read_text()
-        began = time.monotonic()
         public.unlink()
         wait_for(lambda: other.status()["counts"]["alive"] == 1)
-        assert time.monotonic() - began < 10
         link = revoked._link
         assert link is not None
         wait_for(lambda: "does not let this key in" in str(link.last_error))

@@ -44,7 +44,6 @@ class Doorkeeper:
 
     Attributes:
         socket: to be polled; `answer` when it has something.
-        refused: how many connections were refused.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: KeyFolder) -> None:
@@ -60,7 +59,6 @@ class Doorkeeper:
         self._seen: object = None
         self._trouble: str | None = None  # why the folder could not be read at the last look
         self._looks_at = 0.0
-        self.refused = 0
         self.socket: zmq.Socket[Any] = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(ZAP_ADDRESS)
@@ -84,7 +82,6 @@ class Doorkeeper:
             key = z85.encode(question[6]) if len(question) == 7 and len(question[6]) == 32 else b""
             peer = self._guests.by_key.get(key)
             if version != ZAP_VERSION or peer is None:
-                self.refused += 1
                 self.socket.send_multipart([version, request, b"400", b"no such key", b"", b""])
             else:
                 self.socket.send_multipart([version, request, b"200", b"", user_id(peer, key), b""])

@@ -193,8 +193,8 @@ class Loop:
     def _turn(self) -> None:
         now = self.now()
         if self._rests and not self.tensors and now > self._busy_at + QUIET_S:
-            time.sleep(REST_S)
-            now += REST_S
+            self.sockets.rest(REST_S)
+            now = self.now()
         timeout_s = min(self._next_tick, self._next_feed, self.sockets.next_look) - now
         if self._strangers:
             timeout_s = 0.0

@@ -111,7 +111,9 @@ class Sockets:
         self._poller.register(self._alarm, zmq.POLLIN)
         for monitor, _ in self._monitors:
             self._poller.register(monitor, zmq.POLLIN)
+        self._at_rest = zmq.Poller()
         if self._arrivals.descriptor is not None:
+            self._at_rest.register(self._arrivals.descriptor, zmq.POLLIN)
             self._poller.register(self._arrivals.descriptor, zmq.POLLIN)
         if self._doorkeeper is not None:
             self._poller.register(self._doorkeeper.socket, zmq.POLLIN)
@@ -134,6 +136,10 @@ class Sockets:
         if self._router not in found:
             self._watch.turns += EVERYBODY
         return self._router in found
+
+    def rest(self, seconds: float) -> bool:
+        """Wait so long, or until bytes of somebody who has not joined lie there; returns whether."""
+        return bool(self._at_rest.poll(int(seconds * 1000)))
 
     def wake(self) -> None:
         """Make `wait` return; from any thread."""

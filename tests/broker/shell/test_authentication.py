@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -134,3 +136,14 @@ def test_message_that_waited_while_its_key_was_replaced_is_dropped(
         loop._turn()
         assert loop.core.state.paused_at is None
         assert loop.sockets.receive() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+def test_rest_of_the_loop_ends_when_bytes_of_a_stranger_come(loop: Loop) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        loop.sockets._arrivals.arm(ours.fileno())
+        assert not loop.sockets.rest(0.0)
+        theirs.send(b"?")
+        assert loop.sockets.rest(PATIENCE_S)
+        assert loop.sockets._arrivals.take() == [ours.fileno()]

@@ -76,6 +76,12 @@ def on() -> Watching:
     return Watching()
 
 
+@pytest.fixture
+def looks_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks have a share of the time, and how long one takes here depends on the machine."""
+    monkeypatch.setattr("time.thread_time", lambda: 0.0)
+
+
 def test_message_of_a_stranger_that_does_not_end_is_cut_off(on: Watching) -> None:
     on.wire.taken = STRANGERS_MAY_OWE
     assert on.looks() == []
@@ -236,6 +242,7 @@ def test_message_that_does_not_end_is_seen_while_others_send_without_a_pause(on:
     assert len(found) == 1
 
 
+@pytest.mark.usefixtures("looks_cost_nothing")
 def test_somebody_of_whom_bytes_come_is_looked_at_in_a_millisecond(on: Watching) -> None:
     on.looks()
     assert on.watch.next_look > on.now + 10 * STRANGERS_EVERY_S
@@ -249,6 +256,7 @@ def test_somebody_of_whom_bytes_come_is_looked_at_in_a_millisecond(on: Watching)
     assert on.now < 100.3 + 5 * STRANGERS_EVERY_S
 
 
+@pytest.mark.usefixtures("looks_cost_nothing")
 def test_news_of_somebody_is_asked_for_again_once_nothing_comes() -> None:
     armed: list[int] = []
     watch, wire = ConnectionWatch(arm=armed.append), Wire()

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_protocol.clients import Operator
-from kit.process_kit import LOCAL, PATIENCE_S
+from kit.process_kit import LOCAL, PATIENCE_S, wait_for
 
 # Of ZMTP 1 a frame is its length, a byte of flags, and what is in it; the first one is a name.
 NAME = b"\x01\x00"
@@ -25,8 +25,4 @@ def test_peer_of_zmtp_1_or_of_http_ends_nothing(said: bytes) -> None:
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as raw:
             raw.sendall(said)
             with Operator(broker.address) as operator:
-                malformed = 0
-                while not malformed:  # until it was heard
-                    status = operator.ask("status")
-                    malformed = status.data["totals"]["malformed"]
-                    assert status.ok
+                wait_for(lambda: operator.ask("status").data["totals"]["malformed"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from diloco_broker import Broker, BrokerConfig
 from diloco_broker.core import machine
+from diloco_broker.shell.sockets import Sockets
 from diloco_protocol.errors import Unreachable, UsageError
 from diloco_protocol.messages import Control
 from diloco_worker import DiLoCoClient
@@ -457,15 +457,13 @@ def test_loop_rests_between_heartbeats_and_never_before_those_that_are_there(
 ) -> None:
     """Two thousand wait when it begins; with a rest after each slice of time it would be dozens."""
     rests: list[float] = []
-    sleep = time.sleep
 
-    def rest(seconds: float) -> None:
-        if threading.current_thread().name == "diloco-broker":
-            rests.append(seconds)
-        sleep(seconds)
+    def rest(_: Sockets, seconds: float) -> bool:
+        rests.append(seconds)
+        return False
 
     monkeypatch.setattr("diloco_broker.shell.loop.QUIET_S", 0.0)
-    monkeypatch.setattr("diloco_broker.shell.loop.time.sleep", rest)
+    monkeypatch.setattr(Sockets, "rest", rest)
     broker, beats = a_broker(), 2000
     try:
         with RawWorker(broker.address, "nobody") as nobody:

@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 8 << 20
 # than this. The others that may be have their kind among the first bytes.
 SHORT = 1 << 10
 MAY_BE_LONG = (b"\xa4kind\xa4join", b"\xa4kind\xa8describe")
-# A header to the broker: the longest `join`, which takes 2 ms to read. A member may have to send a
+# A header to the broker: the longest `join`, which takes 5 ms to read. A member may have to send a
 # ledger: of 500 workers it takes 100 kB.
 LONGEST_OF_A_STRANGER = 64 << 10
 LONGEST_OF_A_MEMBER = 1 << 20

@@ -185,6 +185,10 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     (first, *_) = options.target
+    if first == LIVE and options.replay:
+        parser.error(
+            "a live broker hears connections drawn by a seed, no file; say --inputs N --seed S again"
+        )
     if first == LIVE and (options.alone or options.inputs):
         return play(options.seed, options.inputs or float("inf"), options.seconds)
     if options.replay:

@@ -61,9 +61,11 @@ class Stranger:
 
     def connects(self) -> None:
         """One connection: some messages, and the status, which must be answered unless it was ended."""
-        with contextlib.closing(self._context.socket(zmq.DEALER)) as dealer:
+        with (
+            contextlib.closing(self._context.socket(zmq.DEALER)) as dealer,
+            contextlib.closing(dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)) as ends,
+        ):
             dealer.linger = 0
-            ends = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             poller = zmq.Poller()
             poller.register(dealer, zmq.POLLIN)
             poller.register(ends, zmq.POLLIN)

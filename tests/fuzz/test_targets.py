@@ -23,6 +23,21 @@ def test_corpus_and_inputs_like_it_do_no_harm(target: str) -> None:
     assert messages > len(known)
 
 
+@pytest.mark.slow
+def test_live_broker_hears_anything_and_goes_on() -> None:
+    sent, _ = import_module("fuzz.live").run(seed=1, messages=600, seconds=60)
+    assert sent >= 600
+
+
+def test_live_broker_replays_no_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fuzz", "live", "--replay", "any"])
+    with pytest.raises(SystemExit):
+        fuzz.main()
+    assert "no file; say --inputs N --seed S again" in capsys.readouterr().err
+
+
 def test_corpus_is_small() -> None:
     assert sum(path.stat().st_size for path in fuzz.CORPUS.glob("*/*")) < 200_000
 

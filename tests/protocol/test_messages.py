@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import msgpack
@@ -9,8 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.frames import MAX_BUFFER_BYTES, pack, unpack
+from diloco_broker import BrokerConfig
+from diloco_broker.core.rules.joining.admission import MAX_EXTRA_LENGTH
+from diloco_broker.core.state.members import MAX_HOST_LENGTH
+from diloco_protocol.errors import Code, ProtocolError, UsageError
+from diloco_protocol.frames import LONGEST_OF_A_STRANGER, MAX_BUFFER_BYTES, pack, unpack
 from diloco_protocol.manifest import Kind, Manifest, TensorEntry
 from diloco_protocol.messages import (
     KINDS,
@@ -38,6 +42,7 @@ from diloco_protocol.messages import (
     Welcome,
     decode,
     encode,
+    in_a_header,
 )
 from diloco_protocol.version import Counted, Ledger, VersionId
 
@@ -202,3 +207,24 @@ def test_payload_is_sent_and_received_without_a_copy() -> None:
     payload[0] = ord("9")
     assert buffer is not None
     assert bytes(buffer[:1]) == b"9"
+
+
+def test_longest_join_of_a_worker_that_comes_back_fits_into_a_header() -> None:
+    most = BrokerConfig(sync_every=1000, num_fragments=1000).num_fragments
+    with pytest.raises(UsageError, match="from 1 to 1000"):
+        BrokerConfig(sync_every=2000, num_fragments=most + 1)
+    versions = (VersionId("f" * 16, 2**64 - 1, 2**64 - 1),) * (most + 1)
+    entries = [
+        TensorEntry(f"layers.{n}.weight", (4096,), "float32", Kind.TRAINABLE) for n in range(2000)
+    ]
+    join = Join(
+        "w" * 64,
+        Manifest(tuple(entries)),
+        run="f" * 16,
+        session=bytes(16),
+        versions=versions,
+        wants={each.name: 2**64 - 1 for each in fields(RunConfig)},
+        host="h" * MAX_HOST_LENGTH,
+        extra={"note": "\U0001f600" * (MAX_EXTRA_LENGTH - 20)},
+    )
+    assert len(encode(in_a_header(join))) <= LONGEST_OF_A_STRANGER

@@ -139,7 +139,7 @@ class Options:
 
     num_fragments: int = FRAGMENTS.option(
         1,
-        whole(1, 10_000),
+        whole(1, 1000),  # a worker that joins again names a version of each in its header
         "P: parts that the model travels in, one after the other within H steps.",
     )
     fragment_pattern: str = FRAGMENTS.option(

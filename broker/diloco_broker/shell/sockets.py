@@ -34,7 +34,7 @@ SNAPSHOTS_KEPT = 10
 # Messages of a connection that ZeroMQ takes before we do; it would take 1000. Each may have a buffer
 # of 4 MiB. With less than this many small ones would be taken in little by little.
 UNREAD_KEPT = 128
-# Answers of a connection that wait in ZeroMQ: 256 chunks by credit, and what is said meanwhile. Whoever
+# Answers of a connection that wait in ZeroMQ: 64 chunks by credit, and what is said meanwhile. Whoever
 # has more is as good as gone, and is ended; of their bytes `ConnectionWatch` keeps account.
 ANSWERS_KEPT = 1000
 # Of what a subscriber of the feed says, which is a subscription or part of a handshake, bytes.

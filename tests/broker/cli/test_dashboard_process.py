@@ -59,7 +59,7 @@ def test_page_of_a_broker_with_keys_has_one_that_only_looks(
     folder = KeyFolder.make(tmp_path / "keys")
     broker, _ = processes.serve("--dashboard", "0", "--no-save", "--keys", str(folder.path))
     said = broker.says("The dashboard only shows, with a monitor's key of its own")
-    assert f"--keys {folder.path}" in said
+    assert f"--keys FILE, of an operator in {folder.path}" in said
     address = broker.says("Dashboard: ").split()[-1]
     assert address.endswith("/"), "no token, since nobody steers by it"
     until(lambda: read(f"{address}api/state")["picture"] is not None)

@@ -104,7 +104,7 @@ def changed(draws: Draws, plain: Any) -> Any:
             elif not draws.below(6):
                 del place[key]
             else:
-                place[key] = draws.one_of(ODD)
+                place[key] = copy.deepcopy(draws.one_of(ODD))  # the next change may go into it
             break
     return made
 

@@ -64,8 +64,8 @@ def _described(path: Path, *, quick: bool) -> dict[str, Any]:
         "versions": [f["version"]["counter"] for f in fragments[: plain["num_fragments"]]],
         "outer": plain["outer"],
         "outer_state": sorted({name for f in fragments for name in f["outer"]}),
-        "workers": plain["workers"],
-        "totals": plain["totals"],
+        "workers": dict(plain["workers"]),
+        "totals": dict(plain["totals"]),
         "config": dict(plain["config"]),
     }
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from diloco_broker import BrokerConfig
-from diloco_broker.cli.checkpoint_report import describe
+from diloco_broker.cli.checkpoint_report import as_text, describe
 from diloco_broker.storage import checkpoint, checkpoint_format
 from diloco_broker.storage.checkpoint import MANIFEST, MOST_JSON_BYTES, Damaged
 from diloco_broker.storage.resume import newest_checkpoint
@@ -170,3 +170,13 @@ def test_trouble_of_the_machine_damages_no_checkpoint(
     monkeypatch.setattr(checkpoint, "load", checkpoint.load_record)
     with pytest.raises(UsageError, match="no older one is taken"):
         newest_checkpoint(BrokerConfig(save_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["totals", "workers", "config"])
+def test_checkpoint_without_figures_is_shown(tmp_path: Path, name: str) -> None:
+    path = a_saved(tmp_path)
+    body = checkpoint.read_manifest(path)
+    body[name] = []
+    write_body(path, body)
+    report = describe(path, quick=True)
+    assert not report["sound"] or "checkpoint" in as_text(tmp_path, [report])

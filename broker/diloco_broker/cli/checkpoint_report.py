@@ -39,7 +39,9 @@ def describe(path: Path, *, quick: bool) -> dict[str, Any]:
     """Everything that a checkpoint says of its run; `quick` trusts the files to be whole."""
     try:
         with checkpoint.as_damaged(path):
-            return _described(path, quick=quick)
+            found = _described(path, quick=quick)
+            as_text(path.parent, [found])  # what cannot be shown is none of ours
+            return found
     except Damaged as error:
         return {"path": str(path), "sound": False, "problem": str(error)}
 

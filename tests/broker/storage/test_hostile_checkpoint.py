@@ -172,6 +172,14 @@ def test_trouble_of_the_machine_damages_no_checkpoint(
         newest_checkpoint(BrokerConfig(save_dir=str(tmp_path)))
 
 
+def test_checkpoint_of_a_size_that_cannot_be_is_called_damaged(tmp_path: Path) -> None:
+    path = a_saved(tmp_path)
+    body = checkpoint.read_manifest(path)
+    body["files"][FILE]["bytes"] = 10**400
+    write_body(path, body)
+    assert not describe(path, quick=True)["sound"]
+
+
 @pytest.mark.parametrize("name", ["totals", "workers", "config"])
 def test_checkpoint_without_figures_is_shown(tmp_path: Path, name: str) -> None:
     path = a_saved(tmp_path)

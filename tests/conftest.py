@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if any(Path(item.path).is_relative_to(folder) for folder in UNMEASURED):
                 item.add_marker("no_cover")
+
+
+@pytest.fixture(autouse=True)
+def _signals_come_back() -> Iterator[None]:
+    """Commands that a test runs in this process have handlers of their own, the next test has not."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ STAMP := $(VENV)/.ready
 SPREAD := -n auto --maxprocesses=8 --dist=worksteal
 MUTANTS ?= 300
 AT_LEAST ?= 0
-SECONDS ?= 60
+SECONDS ?=
 SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
@@ -27,7 +27,7 @@ help:
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
 	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
-	@echo "make fuzz      look for inputs that break something: a minute, or SECONDS=3600 SEED=7"
+	@echo "make fuzz      inputs that may break something: a minute of them, or others: SECONDS=3600 SEED=7"
 	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
 	@echo "make check     lint, fuzz and test-all: what CI runs, and the slow tests"
 	@echo "make release   wheel and source archive of the last commit, made twice and compared, in dist/"
@@ -79,7 +79,7 @@ mutants: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m mutation.drill --mutants $(MUTANTS) --at-least $(AT_LEAST)
 
 fuzz: $(STAMP)
-	@PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(SECONDS) --seed $(SEED)
+	@PYTHONPATH=tests $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) --seed $(SEED)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check .

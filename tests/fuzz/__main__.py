@@ -1,9 +1,12 @@
 """Fuzzing: inputs that are changed again and again towards code not reached yet, and what they break.
 
-    make fuzz                                         # all but `live`, a minute in all
-    make fuzz SECONDS=3600 SEED=7
+    make fuzz                                         # all but `live`: nearly the same inputs each time
+    make fuzz SECONDS=3600 SEED=7                     # others, for an hour
     PYTHONPATH=tests python -m fuzz machine --inputs 100000 --seed 7    # drawn by the seed alone
     PYTHONPATH=tests python -m fuzz machine --replay FILE               # one that failed
+
+Without a time the inputs are nearly the same as long as the code is, so that CI fails for what was
+changed, and hardly ever for what nobody had found before. That is looked for with a time.
 
 Where atheris is installed (Linux, Python 3.11 and later) it guides the changes by what they reach, each
 target in a process of its own. Elsewhere, and with `--inputs`, they are drawn by the seed alone. A
@@ -27,6 +30,8 @@ from importlib import import_module
 from pathlib import Path
 
 TARGETS = ("decoding", "machine", "session", "files")  # of one input each
+# How many of each without a time: a quarter of a minute.
+INPUTS = {"decoding": 60_000, "machine": 400, "session": 3000, "files": 9000}
 LIVE = "live"  # a broker in a process, which needs messages by the hundred
 CORPUS = Path(__file__).parent / "corpus"
 FOUND = Path("runs/fuzz")  # where failing inputs are written
@@ -97,8 +102,8 @@ def say(target: str, messages: int, inputs: int, seconds: float, how: str) -> No
     )
 
 
-def guided(target: str, seed: int, seconds: float) -> None:
-    """In a process of its own: atheris ends it."""
+def guided(target: str, seed: int, most: float, seconds: float) -> None:
+    """Until there were `most` inputs or time is up. In a process of its own: atheris ends it."""
     import atheris
 
     with atheris.instrument_imports(include=INSTRUMENTED):
@@ -110,7 +115,7 @@ def guided(target: str, seed: int, seconds: float) -> None:
         nonlocal messages, inputs
         messages += run(data)
         inputs += 1
-        if time.monotonic() > began + seconds:
+        if inputs >= most or time.monotonic() > began + seconds:
             say(
                 target,
                 messages,
@@ -147,21 +152,23 @@ def play(seed: int, messages: float, seconds: float) -> int:
     return 0
 
 
-def all_targets(targets: tuple[str, ...], seed: int, seconds: float) -> bool:
-    """Each target for its share of the time, in a process of its own. Returns whether all went well."""
+def all_targets(targets: tuple[str, ...], seed: int, seconds: float | None) -> bool:
+    """Each target in a process of its own, for its share of the time. Returns whether all went well."""
     if not has_atheris():
         print(
             "atheris is not installed (it has wheels for Linux and Python 3.11 to 3.14): inputs are"
         )
         print("drawn by the seed alone, and nothing guides them.")
-    share, is_well = seconds / len(targets), True
+    is_well = True
+    bound = [] if seconds is None else ["--seconds", str(seconds / len(targets))]
     for target in targets:
         before = set(FOUND.glob(f"{target}-*"))
         command = [sys.executable, "-m", "fuzz", target, "--seed", str(seed), "--alone"]
         with tempfile.TemporaryDirectory() as folder:
             done = subprocess.run(
-                [*command, "--seconds", str(share)],
-                env={**os.environ, "TMPDIR": folder},
+                [*command, *bound],
+                # With another hash seed the same input reaches the same places in another order.
+                env={**os.environ, "TMPDIR": folder, "PYTHONHASHSEED": "0"},
                 check=False,
                 capture_output=True,
                 text=True,
@@ -178,19 +185,23 @@ def all_targets(targets: tuple[str, ...], seed: int, seconds: float) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__.split("\n")[0])
     parser.add_argument("target", nargs="*", default=list(TARGETS))
-    parser.add_argument("--seconds", type=float, default=60.0, help="in all")
+    parser.add_argument(
+        "--seconds", type=float, help="in all; without it, a fixed number of inputs"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--inputs", type=int, help="draw so many by the seed alone")
     parser.add_argument("--replay", type=Path, metavar="FILE")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     (first, *_) = options.target
+    most = float("inf") if options.seconds else INPUTS.get(first, float("inf"))
+    seconds = options.seconds or (60.0 if first == LIVE else float("inf"))
     if first == LIVE and options.replay:
         parser.error(
             "a live broker hears connections drawn by a seed, no file; say --inputs N --seed S again"
         )
     if first == LIVE and (options.alone or options.inputs):
-        return play(options.seed, options.inputs or float("inf"), options.seconds)
+        return play(options.seed, options.inputs or float("inf"), seconds)
     if options.replay:
         import_module(f"fuzz.{first}").run(options.replay.read_bytes())
         print(f"{first}: {options.replay} does no harm")
@@ -202,9 +213,9 @@ def main() -> int:
     if not options.alone:
         return 0 if all_targets(tuple(options.target), options.seed, options.seconds) else 1
     if has_atheris():
-        guided(first, options.seed, options.seconds)
+        guided(first, options.seed, most, seconds)
     run = import_module(f"fuzz.{first}").run
-    return 0 if draw(first, run, options.seed, float("inf"), options.seconds) else 1
+    return 0 if draw(first, run, options.seed, most, seconds) else 1
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 # Someone with a GPU sets TORCH=torch or installs the build of their choice first.
 TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.ready
+LIBRARIES := $(VENV)/.integrations
 # Tests run in as many processes as there are cores, up to 8: half of them wait for processes or clocks.
 SPREAD := -n auto --maxprocesses=8 --dist=worksteal
 MUTANTS ?= 300
@@ -15,7 +16,7 @@ SEED ?= 1
 # `.venv/bin/coverage report -m` names the lines afterwards.
 COVERAGE := --cov=diloco_protocol --cov=diloco_broker --cov=diloco_worker
 
-.PHONY: help setup demo chaos attack bench fuzz test test-all test-browser mutants chromium lint format check release clean
+.PHONY: help setup demo chaos attack bench fuzz test test-all test-browser test-integrations mutants chromium lint format check release clean
 
 help:
 	@echo "make setup     create .venv with everything the other targets need"
@@ -26,6 +27,7 @@ help:
 	@echo "make test      run the test suite, without the tests that take minutes"
 	@echo "make test-all  run all of it, and say how many lines the tests of the parts reach"
 	@echo "make test-browser  the dashboard in headless Chromium, which is installed where that may be"
+	@echo "make test-integrations  with Hugging Face and Lightning, which are installed where that may be"
 	@echo "make mutants   put 300 small faults into the core, one at a time: how many do the tests notice?"
 	@echo "make fuzz      inputs that may break something: a minute of them, or others: SECONDS=3600 SEED=7"
 	@echo "make lint      ruff, mypy --strict, and pip-audit where it can look something up"
@@ -59,10 +61,10 @@ bench: $(STAMP)
 	@$(BIN)/diloco-bench all
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser"
+	@$(BIN)/python -m pytest $(SPREAD) -m "not slow and not browser and not integration"
 
 test-all: $(STAMP)
-	@$(BIN)/python -m pytest $(SPREAD) $(COVERAGE)
+	@$(BIN)/python -m pytest $(SPREAD) $(COVERAGE) -m "not integration"
 
 # The tests skip themselves, with the reason, where there is no browser.
 chromium:
@@ -74,6 +76,15 @@ chromium:
 
 test-browser: $(STAMP) chromium
 	@$(BIN)/python -m pytest -m browser -rs tests/tools/test_dashboard_browser.py
+
+# The tests skip themselves, with the reason, where these cannot be had.
+$(LIBRARIES): $(STAMP)
+	@echo "Installing transformers, peft and lightning (once, some minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,integrations]" && touch $@ \
+	  || echo "They cannot be installed here: tests of what is missing will be skipped."
+
+test-integrations: $(LIBRARIES)
+	@$(BIN)/python -m pytest $(SPREAD) -rs -m integration tests/integrations
 
 mutants: $(STAMP)
 	@PYTHONPATH=tests $(BIN)/python -m mutation.drill --mutants $(MUTANTS) --at-least $(AT_LEAST)

@@ -198,6 +198,8 @@ class Totals:
     malformed: int = 0
     ended_connections: int = 0  # of peers that cost the broker too much
     contributions: int = 0  # whole ones, in versions
+    steps: int = 0  # optimizer steps of the run's workers; see `diloco_protocol.messages.Progress`
+    tokens: int = 0  # that went into versions, as reported
     bytes_up: int = 0
     deaths: int = 0
     refused: Mapping[str, Any] = field(default_factory=dict)  # work refused: how often, by reason

@@ -66,6 +66,21 @@ class RunConfig:
     buffers: str = "differences"
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is, with all that its workers have done; 0: nothing, or a broker that does not say.
+
+    Attributes:
+        rounds: that have been made; in asynchronous mode pushes that were applied.
+        steps: optimizer steps that a worker which was there from the beginning has behind it.
+        tokens: that all workers together have reported with what is counted.
+    """
+
+    rounds: int = 0
+    steps: int = 0
+    tokens: int = 0
+
+
 class Purpose(str, Enum):
     """Why a worker pushes."""
 
@@ -255,6 +270,8 @@ class Released(Message):
     averaged: int = 0
     # of the reader's last push in it: versions between its base and here
     staleness: int | None = None
+    progress: Progress | None = None  # of the run, with this version
+    loss: float | None = None  # mean of what its workers have reported
 
 
 @dataclass(frozen=True)

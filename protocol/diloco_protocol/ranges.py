@@ -87,6 +87,8 @@ _REPORTS: Mapping[str, Mapping[str, Fit]] = {
     },
     "Push": {"steps": count, "tokens": count, "samples": count, "loss": figure, "norm": length},
     "Pull": {"after": after_any},
+    "Progress": {"rounds": count, "steps": count, "tokens": count},
+    "Released": {"loss": figure},
 }
 _NAMES: Mapping[str, Fit] = {"worker_id": named, "name": named, "dtype": named}
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from diloco_protocol import RunConfig, UsageError
-from diloco_protocol.messages import Heartbeat
+from diloco_protocol.messages import Heartbeat, Progress
 from diloco_worker.core.events import Resume
 from diloco_worker.core.sync import boundary
 from diloco_worker.core.sync.effects import Steps
@@ -380,6 +380,28 @@ class DiLoCoWorker:
     def sync_every(self) -> int | None:
         """H in use, which Dynamic Local Updates may change from cycle to cycle; None before joining."""
         return self._driver.state.schedule.sync_every if self._driver else None
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is, by the version that came last; all 0 before joining.
+
+        A worker that comes late places its learning-rate schedule by `progress.steps`: optimizer steps
+        that one which was there from the beginning has behind it.
+        """
+        return self._link.run_progress if self._link else Progress()
+
+    @property
+    def round(self) -> int:
+        """Rounds that the run has made; in asynchronous mode pushes that were applied."""
+        return self.progress.rounds
+
+    @property
+    def global_loss(self) -> float | None:
+        """Mean of the losses that the workers have reported with the last round; None before.
+
+        In asynchronous mode of the latest loss of each worker.
+        """
+        return self._link.run_loss if self._link else None
 
     @property
     def local_step(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_protocol import ModelLayout, Refused, RunConfig
-from diloco_protocol.messages import Notice
+from diloco_protocol.messages import Notice, Progress, Released
 from diloco_worker.core import effects
 from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.previous_life import SENT_BEFORE
@@ -40,6 +40,8 @@ class Inbox:
         self.stopping: str | None = None  # why this worker should end
         self.restarting: str | None = None  # it goes away to come back; None once it is back
         self.sync_every: int | None = None  # H that it has worked out (Dynamic Local Updates)
+        self.run_progress = Progress()  # of the run, by the version that came last
+        self.run_loss: float | None = None  # mean of all workers, as told last
         # What has come and waits to be taken.
         self.arrivals: dict[int, Arrival] = {}  # whole versions, by fragment
         self.rejections: dict[int, Rejection] = {}  # pushes that were dropped, by push id
@@ -148,6 +150,7 @@ class Inbox:
 
     def _deliver(self, effect: effects.Deliver, values: Any) -> None:
         released = effect.released
+        self._learn(released)
         arrival = Arrival(
             released,
             frozenset(() if effect.counted is None else (effect.counted,)),
@@ -157,6 +160,14 @@ class Inbox:
         )
         self.arrivals[released.fragment] = arrival.after(self.arrivals.get(released.fragment))
         self.turns.append(released)
+
+    def _learn(self, released: Released) -> None:
+        if released.progress is not None:
+            self.run_progress = released.progress
+        elif released.averaged:  # a broker of an earlier release says no more than that
+            self.run_progress = Progress(rounds=released.round + 1)
+        if released.loss is not None:
+            self.run_loss = released.loss
 
     def publish(self, session: Session) -> None:
         """Let the training thread see how things stand now, and wake it up where that is news.

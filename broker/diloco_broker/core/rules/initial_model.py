@@ -18,6 +18,7 @@ from dataclasses import replace
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import checkpoints, donation, rounds
 from diloco_broker.core.rules.reducers import reducer_of
+from diloco_broker.core.state import progress
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import Intake, Resumption
 from diloco_broker.core.state.run import RunState
@@ -324,6 +325,7 @@ def tell_of_branches(
 def _begin(state: RunState, number: int, *, is_new: bool) -> effects.Effects:
     """Every fragment has a version: readers get it, and a round opens. `is_new`: it is not saved."""
     state.model.finish()
+    progress.show(state, number)
     yield from _tell_of_room(state)
     yield from state.versions.serve_waiting()
     if is_new and state.config.save_dir is not None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import checkpoints, norms, settings
 from diloco_broker.core.rules.reducers import rules_of
+from diloco_broker.core.state import progress
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.update import Phase, Update
@@ -124,6 +125,7 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
         in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
     )
     unreleased = UnreleasedVersion(ended, counted, record)
+    progress.count(state, ended.fragment, counted)
     added = tuple(each for each in counted if each.added)
     yield effects.RecordVersion(
         record.version, versions.version, ended.fragment, ended.number, added
@@ -159,6 +161,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     counter = unreleased.record.version.counter
     state.last_report = _report(ended, unreleased.pushes, counter, state.now)
     state.first_round_pending = False
+    progress.show(state, ended.number + 1)
     yield state.last_report
     rules = rules_of(state)
     yield from rules.tell(state, ended, unreleased.pushes)

@@ -32,7 +32,10 @@ CAUSES_KEPT = 1000
 
 @dataclass
 class Totals:
-    """Counters of the run. `contributions` are those counted whole."""
+    """Counters of the run. `contributions` are those counted whole.
+
+    What `steps` and `tokens` count, `progress` says.
+    """
 
     rounds: int = 0
     pushes: int = 0
@@ -40,6 +43,8 @@ class Totals:
     malformed: int = 0
     ended_connections: int = 0  # that cost too much
     contributions: int = 0
+    steps: int = 0
+    tokens: int = 0
     bytes_up: int = 0
     deaths: int = 0
 

@@ -21,7 +21,7 @@ from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.uploads import Account
 from diloco_protocol.bitmap import Bitmap
 from diloco_protocol.chunks import FragmentLayout
-from diloco_protocol.messages import Chunk, Push, Released
+from diloco_protocol.messages import Chunk, Progress, Push, Released
 from diloco_protocol.version import Ledger, VersionId
 
 # More credit than this is not believed, of a worker and of a reader that has not joined: chunks that
@@ -165,6 +165,9 @@ class VersionStore:
         self.fragments: list[FragmentVersions] = []
         self.readers: dict[effects.Route, Reader] = {}
         self.bytes_down = 0
+        # Told with each version: how far the run is, and the mean loss of its workers.
+        self.progress = Progress()
+        self.loss: float | None = None
 
     def set_layout(self, layouts: tuple[FragmentLayout, ...]) -> None:
         """Make room for a model: one `FragmentVersions` for each fragment, the frozen one last."""
@@ -329,6 +332,8 @@ class VersionStore:
             round=record.round,
             averaged=record.averaged,
             staleness=reader.account.staleness.get(fragment),
+            progress=self.progress,
+            loss=self.loss,
         )
 
     def _wires(self, fragment: int, version: VersionId) -> Any:

@@ -16,7 +16,6 @@ the first bytes of somebody who has not joined: a message of 60,000 empty frames
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -26,6 +25,7 @@ from diloco_broker.core.state.versions import (
     MAX_READER_CREDIT,
     WORKER_GOES_ON_WITHIN_S,
 )
+from diloco_broker.shell.chunks_on_the_way import ChunksOnTheWay, Piece, end_keepers_of_old
 from diloco_broker.shell.tcp_figures import TcpFigures
 from diloco_protocol.frames import LONGEST_OF_A_MEMBER, LONGEST_OF_A_STRANGER, MAX_BUFFER_BYTES
 from diloco_protocol.roles import Peer
@@ -97,7 +97,7 @@ class Connection:
         heard: bytes of the messages that have come of it since `owed` was reckoned.
         owed: bytes of a message that had not ended at the last look but one.
         left: bytes that wait for the other side to read them, but for those of chunks.
-        chunks_left: bytes of chunks that do.
+        chunks: those of the parameters that do.
         is_settled: nothing has come that is not in `owed` yet.
         is_member: of somebody who had joined at the last look.
     """
@@ -110,13 +110,11 @@ class Connection:
     heard: int = 0
     owed: int = 0
     left: int = 0
-    chunks_left: int = 0
+    chunks: ChunksOnTheWay = field(default_factory=ChunksOnTheWay)
     is_settled: bool = True
     is_member: bool = False
     is_ended: bool = False
     is_surely_named: bool = False
-    # Parts of what was sent that are chunks, from and to, of what the other side has not had.
-    _chunks: deque[list[int]] = field(default_factory=deque)
     _taken: int = 0  # as of the last look
     _came: int = 0  # between the last two looks
     _seen_at: int = -EVERYBODY  # turns that others had had then
@@ -139,22 +137,14 @@ class Connection:
         figures = None if self.transport is None else self.transport.figures()
         self._taken = figures.taken if figures is not None else self._taken
         self.heard = self.owed = self._came = self.sent = 0
-        self._chunks.clear()
-
-    def sent_chunk(self, size: int) -> None:
-        """A chunk was handed to ZeroMQ, with its header so many bytes."""
-        if self._chunks and self._chunks[-1][1] == self.sent:
-            self._chunks[-1][1] += size
-        else:
-            self._chunks.append([self.sent, self.sent + size])
-        self.sent += size
+        self.chunks.clear()
 
     def see(self, now: float, turns: int, everybody: int) -> None:
         """Look at what the system has counted; `everybody` is how many turns all have had theirs in."""
         figures = None if self.transport is None or self.is_ended else self.transport.figures()
         if figures is None:
-            self.owed, self.left, self.chunks_left, self.is_settled = 0, 0, 0, True
-            self._chunks.clear()
+            self.owed, self.left, self.is_settled = 0, 0, True
+            self.chunks.clear()
             return
         self._see_sent(figures, now)
         if turns - self._seen_at < everybody:
@@ -180,10 +170,8 @@ class Connection:
             # Nothing is on its way. What differs was there before the first message: the handshake.
             self._offset = figures.delivered - self.sent
         had = figures.delivered - self._offset
-        while self._chunks and self._chunks[0][1] <= had:
-            self._chunks.popleft()
-        self.chunks_left = sum(end - max(begin, had) for begin, end in self._chunks)
-        self.left = max(0, max(self.sent - had, figures.unsent) - self.chunks_left)
+        self.chunks.see(had, now)
+        self.left = max(0, max(self.sent - had, figures.unsent) - self.chunks.left)
 
     def too_much(self, *, is_member: bool, may_owe: int, now: float) -> str | None:
         """Why this connection costs too much, as it was seen last; None while it does not."""
@@ -192,10 +180,10 @@ class Connection:
         if self.left > (MEMBERS_MAY_LEAVE if is_member else STRANGERS_MAY_LEAVE):
             return f"{self.left >> 20} MiB of answers that were not read"
         of_chunks = MEMBERS_MAY_LEAVE_OF_CHUNKS if is_member else STRANGERS_MAY_LEAVE_OF_CHUNKS
-        if self.chunks_left > of_chunks:
-            return f"{self.chunks_left >> 20} MiB of parameters that were not read"
+        if self.chunks.left > of_chunks:
+            return f"{self.chunks.left >> 20} MiB of parameters that were not read"
         within = MEMBERS_READ_WITHIN_S if is_member else READS_WITHIN_S
-        waits = self.left or self.chunks_left
+        waits = self.left or self.chunks.left
         if waits and self._moved_at is not None and now - self._moved_at > within:
             return f"answers that were not read for {within:g} s"
         return None
@@ -229,6 +217,7 @@ class ConnectionWatch:
         ] = {}  # numbers of strangers of whom bytes have come, in order
         self._by_number: dict[int, Connection] = {}
         self._by_route: dict[bytes, Connection] = {}
+        self._newest: dict[int, int] = {}  # counter of each fragment that a chunk was sent of
 
     def opened(self, number: int, transport: Transport) -> None:
         """A connection was made, with this file descriptor."""
@@ -248,6 +237,12 @@ class ConnectionWatch:
 
     def of(self, route: bytes) -> Connection | None:
         return self._by_route.get(route)
+
+    def sent_chunk(self, connection: Connection, size: int, piece: Piece) -> None:
+        """A chunk was handed to ZeroMQ, with its header so many bytes."""
+        self._newest[piece.fragment] = max(self._newest.get(piece.fragment, 0), piece.counter)
+        connection.chunks.add(connection.sent, connection.sent + size, piece)
+        connection.sent += size
 
     def name(self, route: bytes, number: int, peer: Peer | None) -> Connection:
         """The connection with this descriptor is called so, and belongs to this key.
@@ -314,6 +309,7 @@ class ConnectionWatch:
         strangers.sort(key=lambda each: each.was_let_in)
         ended += _bound_together(strangers, self._most_strangers)
         if is_at_all:
+            ended += end_keepers_of_old((c for c in strangers if not c.is_ended), self._newest)
             self._members = len(self._by_number) - len(strangers)
             self._next_at_all = now + EVERYBODY_EVERY_S
         pause = max(STRANGERS_EVERY_S, (time.thread_time() - began) / SHARE_OF_LOOKS)

@@ -8,6 +8,7 @@ is no lock. There is no decision about rounds in here.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -24,9 +25,10 @@ from diloco_broker.core import effects, events
 from diloco_broker.core.effects import Send
 from diloco_broker.core.feed import LoopFigures
 from diloco_broker.core.machine import Core
+from diloco_broker.shell.chunks_on_the_way import piece_of
 from diloco_broker.shell.effects import Executor
 from diloco_broker.shell.onlookers import Onlookers
-from diloco_broker.shell.process_memory import memory_bytes, rss_bytes
+from diloco_broker.shell.process_memory import give_back_freed_memory, memory_bytes, rss_bytes
 from diloco_broker.shell.served_time import ServedTime
 from diloco_broker.shell.sockets import UNREAD_KEPT, Incoming, Sockets
 from diloco_broker.shell.strangers import Strangers
@@ -65,6 +67,8 @@ TICK_S = 0.1
 REST_S = 0.02
 QUIET_S = 0.5
 FEED_EVERY_S = 1.0
+# After the last connection that cost too much was ended.
+CALM_S = 1.0
 # How long the last checkpoint may take, after the closing round is finished.
 SAVE_WITHIN_S = 60.0
 _INSECURE = (
@@ -139,6 +143,7 @@ class Loop:
         self._rests = False
         self._busy_at = 0.0  # when something came that was no heartbeat
         self._alive: tuple[Notice | None, list[Any]] = (None, [])
+        self._calm_at = math.inf  # when what ended connections have cost is given back
         self._longest_turn_s = 0.0
         self._used_s = 0.0  # CPU of this thread at the end of the last turn
 
@@ -210,6 +215,10 @@ class Loop:
         if now >= self.sockets.next_look:
             for why in self.sockets.look(self.core.state.members.routes(), now):
                 self._executor.feed(events.ConnectionEnded(why))
+                self._calm_at = now + CALM_S
+        if now >= self._calm_at:
+            self._calm_at = math.inf
+            give_back_freed_memory()
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._see_changed_keys(now)
@@ -337,8 +346,7 @@ class Loop:
                 self._alive = send.message, frames
         else:
             frames = self._alive[1]
-        # Chunks are never written again, so they are sent from where they lie.
-        return self.sockets.send(send.route, frames, copy=send.payload is None)
+        return self.sockets.send(send.route, frames, piece_of(send.message))
 
     def disconnect(self, route: bytes) -> None:
         self.sockets.shut(route)

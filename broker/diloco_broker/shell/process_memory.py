@@ -3,7 +3,8 @@
 glibc maps each large buffer anew and gives it back when it is freed, so each chunk of each round costs
 the kernel a zeroed page for every 4 KiB: for a chunk of 2 MiB more than adding it up or stepping it
 takes. Here such buffers come from the heap, which keeps what is freed. The broker's buffers have a
-handful of sizes and live for one round, so the heap does not grow beyond what one round needs.
+handful of sizes and live for one round, so the heap does not grow beyond what one round needs. What an
+attack has made it grow by is given back when that is over.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path, PurePosixPath
 # Of <malloc.h>. 32 MiB is the most that glibc allows for the first (HEAP_MAX_SIZE / 2 on 64 bits).
 M_MMAP_THRESHOLD, MOST_FROM_HEAP = -3, 32 << 20
 M_TRIM_THRESHOLD, NEVER = -1, (1 << 31) - 1
+# To give back a mebibyte takes 0.13 ms: this much takes 17 ms.
+A_MOMENT_BYTES = 128 << 20
 
 
 def keep_freed_memory() -> bool:
@@ -35,6 +38,33 @@ def keep_freed_memory() -> bool:
     mallopt.restype = ctypes.c_int
     settings = ((M_MMAP_THRESHOLD, MOST_FROM_HEAP), (M_TRIM_THRESHOLD, NEVER))
     return all(mallopt(*setting) for setting in settings)
+
+
+def give_back_freed_memory(most_bytes: int = A_MOMENT_BYTES) -> bool:
+    """Give what is freed back to the system, unless it is so much that this takes more than a moment.
+
+    Returns whether it was done; False also where the allocator is not glibc's, 2.33 or later.
+    """
+    try:
+        library = ctypes.CDLL(None)
+        free_bytes, trim = library.mallinfo2, library.malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return False
+    free_bytes.restype, trim.argtypes = _HeapFigures, (ctypes.c_size_t,)
+    if free_bytes().fordblks > most_bytes:  # of all threads; it looks at no page
+        return False
+    trim(0)
+    return True
+
+
+class _HeapFigures(ctypes.Structure):
+    """`struct mallinfo2` of <malloc.h>; `fordblks` is the bytes that are free."""
+
+    _fields_ = [
+        ("others", ctypes.c_size_t * 8),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    ]
 
 
 def keep_what_is_there() -> None:

@@ -12,6 +12,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from diloco_broker.shell.authentication import Changes, Doorkeeper, peer_of
+from diloco_broker.shell.chunks_on_the_way import Piece
 from diloco_broker.shell.connection_watch import (
     CURVE_ADDS,
     EVERYBODY,
@@ -191,23 +192,27 @@ class Sockets:
             number = -1
         return self._watch.name(route, number, peer)
 
-    def send(self, route: bytes, frames: list[Any], *, copy: bool) -> bool:
-        """False when the connection does not exist any more."""
+    def send(self, route: bytes, frames: list[Any], chunk: Piece | None = None) -> bool:
+        """False when the connection does not exist any more.
+
+        The buffer of a chunk is never written again, so it is sent from where it lies.
+        """
         try:
             self._router.send(route, ROUTE_FLAGS)
             for frame in frames[:-1]:
                 self._router.send(frame, MORE)
-            self._router.send(frames[-1], copy=copy)
+            self._router.send(frames[-1], copy=chunk is None)
         except zmq.Again:  # it reads nothing
             self.shut(route)
             return False
         except zmq.ZMQError:
             return False
         connection = self._watch.of(route)
-        if connection is not None and copy:
-            connection.sent += self._on_the_wire(frames)
+        size = self._on_the_wire(frames)
+        if connection is not None and chunk is not None:
+            self._watch.sent_chunk(connection, size, chunk)
         elif connection is not None:
-            connection.sent_chunk(self._on_the_wire(frames))
+            connection.sent += size
         return True
 
     def _on_the_wire(self, frames: list[Any]) -> int:

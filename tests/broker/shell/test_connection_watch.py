@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from diloco_broker.core.state.versions import MAX_OBSERVER_CREDIT
+from diloco_broker.core.state.versions import MAX_OBSERVER_CREDIT, OLD_VERSIONS_KEPT
+from diloco_broker.shell.chunks_on_the_way import STRANGERS_MAY_KEEP, Piece
 from diloco_broker.shell.connection_watch import (
     ALL_STRANGERS_MAY_LEAVE,
     ALL_STRANGERS_MAY_OWE,
@@ -60,6 +61,9 @@ class Watching:
 
     def named(self) -> Connection:
         return self.watch.of(A) or self.watch.name(A, 7, None)
+
+    def sends_chunk(self, size: int) -> None:
+        self.watch.sent_chunk(self.named(), size, Piece(0, 0, 0))
 
     def looks(self, *members: bytes) -> list[str]:
         """Two looks; between them everybody has had their turn, so the second sees what is there."""
@@ -146,13 +150,13 @@ def test_chunks_on_their_way_to_a_slow_observer_are_no_answers(on: Watching) -> 
     on.looks()
     on.named().sent += 50
     for _ in range(MAX_OBSERVER_CREDIT):
-        on.named().sent_chunk(CHUNK)
+        on.sends_chunk(CHUNK)
     on.wire.unsent = 4000
     for _ in range(100):
         on.wire.delivered += CHUNK // 10
-        on.named().sent_chunk(CHUNK // 10)
+        on.sends_chunk(CHUNK // 10)
         assert on.looks() == []
-    assert on.named().chunks_left > STRANGERS_MAY_LEAVE > on.named().left
+    assert on.named().chunks.left > STRANGERS_MAY_LEAVE > on.named().left
     on.named().sent += STRANGERS_MAY_LEAVE + 60
     on.wire.delivered += 10
     assert on.looks() == ["8 MiB of answers that were not read"]
@@ -163,14 +167,14 @@ def test_chunks_past_all_credit_end_a_connection(on: Watching) -> None:
     on.looks()
     on.wire.unsent = 4000
     for _ in range(STRANGERS_MAY_LEAVE_OF_CHUNKS // CHUNK):
-        on.named().sent_chunk(CHUNK)
+        on.sends_chunk(CHUNK)
     assert on.looks() == []
-    on.named().sent_chunk(CHUNK)
+    on.sends_chunk(CHUNK)
     assert on.looks() == ["70 MiB of parameters that were not read"]
 
 
 def test_member_that_never_reads_is_given_up_and_one_that_reads_is_not(on: Watching) -> None:
-    on.named().sent_chunk(CHUNK)
+    on.sends_chunk(CHUNK)
     on.wire.unsent = 4000
     for _ in range(50):
         on.now += MEMBERS_READ_WITHIN_S - 1
@@ -396,3 +400,19 @@ def test_flood_of_connections_gets_no_more_looks_than_their_share() -> None:
     watch.opened(3, Wire())
     assert watch.look((), 1.0) == []
     assert watch.next_look <= 1.0 + EVERYBODY_EVERY_S
+
+
+def test_readers_that_keep_old_versions_in_memory_are_ended_but_for_the_last() -> None:
+    watch, now, wires = ConnectionWatch(), 0.0, [Wire(unsent=4000) for _ in range(30)]
+    for number, wire in enumerate(wires):
+        watch.opened(number, wire)
+        watch.sent_chunk(
+            watch.name(b"%d" % number, number, None), 4 << 20, Piece(0, 0, counter=number)
+        )
+        now += EVERYBODY_EVERY_S
+        for each in wires:  # a trickle
+            each.delivered += 1
+        watch.look((), now)
+    kept = [number for number, wire in enumerate(wires) if not wire.is_shut]
+    in_broker = OLD_VERSIONS_KEPT + 1
+    assert kept == list(range(30 - in_broker - STRANGERS_MAY_KEEP // (4 << 20), 30))

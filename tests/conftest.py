@@ -16,6 +16,10 @@ from kit.session_harness import FROZEN, Desk, desk, version
 # torch is loaded, and for the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A shell lets what it starts in the background ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Tracing lines doubles the time of Python code. So it is off in what runs long, is about time, or runs
 # in processes of its own.
 UNMEASURED = [

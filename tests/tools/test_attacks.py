@@ -89,8 +89,14 @@ def test_unprintable_text_of_a_history_is_found(tmp_path: Path) -> None:
 
 
 def a_row(**known: Any) -> Row:
-    plain: dict[str, Any] = {"calm": 5.0, "beside": 5.0, "answer_ms": 20.0, "echo_ms": 5.0}
-    return Row("an attack", "stranger", NOTHING, **{"through": [], **plain, **known})
+    plain: dict[str, Any] = {
+        "by": "stranger",
+        "calm": 5.0,
+        "beside": 5.0,
+        "answer_ms": 20.0,
+        "echo_ms": 5.0,
+    }
+    return Row("an attack", attempts=NOTHING, **{"through": [], **plain, **known})
 
 
 @pytest.mark.parametrize(
@@ -103,6 +109,8 @@ def a_row(**known: Any) -> Row:
         ({"calm": 0.0, "beside": 0.0}, "at 0.00 of their pace"),
         ({"rise_mib": 65.0}, "memory rose by 65 MiB"),
         ({"kept_mib": 65.0}, "65 MiB have stayed"),
+        ({"by": "key: worker", "rise_mib": 127.0, "kept_mib": 127.0}, None),
+        ({"by": "key: worker", "rise_mib": 129.0}, "memory rose by 129 MiB"),
         ({"answer_ms": 54.0}, None),
         ({"answer_ms": 56.0}, "took 56 ms (an echo 5 ms)"),
         ({"written_kib": 65.0}, "65 KiB went to the log"),

@@ -44,7 +44,7 @@ def test_claim_of_a_size_takes_no_memory_and_is_forgotten(processes: Processes) 
         at_its_peak = memory_kib(broker.pid, "VmHWM") >> 10
         assert at_its_peak < before + 64
     broker.says("claimant counts as dead")
-    wait_for(lambda: memory() < before + 16)
+    wait_for(lambda: memory() < before + 32)
     with RawWorker(address, "other") as other:
         assert other.join(one_tensor(20))["first_round"] == 0
 

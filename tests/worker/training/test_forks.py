@@ -99,11 +99,13 @@ def test_program_that_a_worker_starts_inherits_no_socket(broker: Broker) -> None
     with (
         DiLoCoWorker(model, optimizer, server=broker.address, timeout=PATIENCE_S),
         subprocess.Popen(
-            ["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, close_fds=False
+            ["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=False
         ) as child,
     ):
+        assert child.stdin is not None and child.stdout is not None
+        os.write(child.stdin.fileno(), b"x")
+        assert os.read(child.stdout.fileno(), 1) == b"x", "it is at work, and opens nothing more"
         own = Path(f"/proc/{child.pid}/fd")
-        wait_for(lambda: os.readlink(f"/proc/{child.pid}/exe").endswith("cat"))
         kinds = [os.readlink(each).partition(":")[0] for each in own.iterdir()]
         assert "socket" not in kinds
         assert "anon_inode" not in kinds

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import select
 import socket
 import struct
 import time
@@ -18,6 +20,7 @@ from typing import Any
 
 import msgpack
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from diloco_protocol import messages
 from diloco_protocol.clients import Keys
@@ -147,15 +150,22 @@ class Peer:
         self.socket.set(zmq.SNDTIMEO, 1000)
         if keys is not None:
             keys.lock(self.socket)
-        self._monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(GONE)
         self._address = address
+        self._monitor: zmq.Socket[Any]
+        self._connection: int | None = None  # a descriptor of it, of who does not read
 
     def connect(self, *, reads: bool = True) -> Peer:
         """Connect; who does not read takes in no more than the system does by itself."""
         if not reads:
             self.socket.set(zmq.RCVHWM, 1)
             self.socket.set(zmq.RCVBUF, 4096)
+        events = GONE if reads else GONE | zmq.EVENT_CONNECTED
+        self._monitor = self.socket.get_monitor_socket(events)
         self.socket.connect(self._address)
+        if not reads and self._monitor.poll(int(1000 * ANSWERS_WITHIN_S)):
+            event: Any = parse_monitor_message(self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._connection = os.dup(event["value"])
         self._tally.connections += 1
         return self
 
@@ -194,10 +204,19 @@ class Peer:
         return self.hear("result", "error")
 
     def is_ended(self, within_s: float) -> bool:
-        """Whether the broker has ended the connection, or ends it in time."""
-        return bool(self._monitor.poll(int(1000 * within_s)))
+        """Whether the broker has ended the connection, or ends it in time.
+
+        ZeroMQ does not tell of a connection from which it reads nothing; the system does.
+        """
+        if self._connection is None:
+            return bool(self._monitor.poll(int(1000 * within_s)))
+        poll = select.poll()
+        poll.register(self._connection, select.POLLHUP | select.POLLERR | select.POLLRDHUP)
+        return bool(poll.poll(int(1000 * within_s)))
 
     def close(self) -> None:
+        if self._connection is not None:
+            os.close(self._connection)
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close(linger=0)

@@ -234,6 +234,8 @@ class Welcome(Message):
     versions: tuple[VersionId | None, ...] = ()
     feed: str | None = None
     plan: tuple[int, ...] = ()
+    shard: int | None = None  # this worker's share of the data, where it samples for itself,
+    num_shards: int | None = None  # of so many
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.saved_state import Saved
+from diloco_worker.training.shard import shard
 
 logger = logging.getLogger("diloco.worker")
 
@@ -375,6 +376,21 @@ class DiLoCoWorker:
     def config(self) -> RunConfig | None:
         """How the run is trained, as the broker says; None before joining."""
         return self._link.config if self._link else None
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Index and count of this worker's share of the data, for samplers; stays for its whole life.
+
+        What DILOCO_SHARD_INDEX and DILOCO_NUM_SHARDS say, else what the broker gives it: a slot that
+        nobody else has, of as many as the run has workers. (0, 1) without a server.
+
+        Raises:
+            UsageError: this worker has not started, the variables name no share, or the broker gives
+                none.
+        """
+        if self._settings.server is not None and self._link is None:
+            raise UsageError("shard is known once the worker has started; ask within the `with`.")
+        return shard(self._link)
 
     @property
     def sync_every(self) -> int | None:

@@ -113,6 +113,7 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
         "workers": {name: dict(counters) for name, counters in record.workers.items()},
         "config": dict(checkpoint.config),
         "totals": dict(record.totals),
+        "shards": list(record.shards),
         "fragments": fragments,
         "files": dict(files),
     }
@@ -133,6 +134,7 @@ def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
             },
             workers={name: _counts(each) for name, each in plain["workers"].items()},
             totals=_counts(plain["totals"]),
+            shards=tuple(str(name) for name in plain.get("shards", ())),
         ),
         life=int(plain["life"]),
         num_fragments=int(plain["num_fragments"]),
@@ -175,7 +177,7 @@ def _check(found: Checkpoint) -> None:
         numbers |= {each.gradients, each.round + 1, each.averaged, *each.tags, *each.tags.values()}
     if not all(0 <= number < 1 << 64 for number in numbers):
         raise ValueError("a count that no run comes to")
-    wrong = [name for name in record.workers if not is_worker_id(name)]
+    wrong = [name for name in (*record.workers, *record.shards) if not is_worker_id(name)]
     if wrong:
         raise ValueError(f"a worker named {wrong[0]!r:.80}")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_protocol import ModelLayout, Refused, RunConfig
-from diloco_protocol.messages import Notice, Progress, Released
+from diloco_protocol.messages import Notice, Progress, Released, Welcome
 from diloco_worker.core import effects
 from diloco_worker.core.compatibility import Terms
 from diloco_worker.core.previous_life import SENT_BEFORE
@@ -35,6 +35,8 @@ class Inbox:
         self.put_off: frozenset[int] = frozenset()  # pushes that the broker takes nothing of yet
         # What the broker has said.
         self.feed: str | None = None  # the address that it publishes on
+        # Index and count of this worker's share of the data, as the first welcome had them.
+        self.shard: tuple[int, int] | None = None
         self.refusal: Refused | None = None  # it refuses this worker
         self.refused_for_good = False  # and did so at joining
         self.stopping: str | None = None  # why this worker should end
@@ -125,6 +127,7 @@ class Inbox:
                 case effects.Joined(welcome):  # what was told before has no meaning any more
                     self.refusal = self.stopping = self.restarting = None
                     self.feed = welcome.feed
+                    self.shard = self.shard or _shard(welcome)
                     self.turns.clear()
                     self.turns.append(welcome)
                 case effects.JoinRefused(code, text, final):
@@ -196,3 +199,8 @@ class Inbox:
         with self.condition:
             self.has_ended = True
             self.condition.notify_all()
+
+
+def _shard(welcome: Welcome) -> tuple[int, int] | None:
+    index, count = welcome.shard, welcome.num_shards
+    return None if index is None or count is None else (index, count)

@@ -32,7 +32,12 @@ AUTO = "auto"  # fragment_sync_delay: replies are merged as soon as they are her
 
 PREFIX = "DILOCO_"
 # Variables of this project that are no keyword of a worker: of displays, tests.
-OTHER_VARIABLES = ("DILOCO_FEED", "DILOCO_UPDATE_SNAPSHOTS")
+OTHER_VARIABLES = (
+    "DILOCO_FEED",
+    "DILOCO_UPDATE_SNAPSHOTS",
+    "DILOCO_SHARD_INDEX",
+    "DILOCO_NUM_SHARDS",
+)
 # What launchers (torchrun, Slurm, Open MPI, other MPI) call the number of a process.
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 

@@ -37,6 +37,7 @@ def run_record(state: RunState, number: int) -> RunRecord:
         fragments=fragments,
         workers={member.worker_id: member.counters() for member in state.members},
         totals=asdict(state.totals),
+        shards=tuple(state.shards.owners),
     )
 
 

@@ -43,6 +43,7 @@ def resume(state: RunState, resumption: Resumption) -> None:
     known = {n: count for n, count in record.totals.items() if n in vars(state.totals)}
     state.totals = replace(state.totals, **known)
     state.totals_before = replace(state.totals)
+    state.shards.restore(record.shards)
     state.is_resumed = True
 
 

@@ -11,6 +11,7 @@ from diloco_broker.core import effects
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import RunModel
 from diloco_broker.core.state.run_record import FragmentRecord
+from diloco_broker.core.state.shards import Shards
 from diloco_broker.core.state.submissions import Submissions
 from diloco_broker.core.state.update import Barrier, Phase, Update
 from diloco_broker.core.state.versions import VersionStore
@@ -157,6 +158,7 @@ class RunState:
     epoch: str  # this life of the broker, 16 hexadecimal digits
     model: RunModel
     members: Membership = field(default_factory=Membership)
+    shards: Shards = field(default_factory=Shards)  # who samples which part of the data
     # By connection, those who are about to join and have to describe their models.
     descriptions: dict[effects.Route, Described] = field(default_factory=dict)
     versions: VersionStore = field(default_factory=VersionStore)

@@ -38,3 +38,4 @@ class RunRecord:
     fragments: Mapping[int, FragmentRecord]
     workers: Mapping[str, Mapping[str, int]]  # counters of the workers that are here, by id
     totals: Mapping[str, int]  # counters of the run
+    shards: tuple[str, ...] = ()  # ids of workers, by their share of the data

@@ -61,6 +61,7 @@ def join(
     first_round = _first_round(state, member)
     versions = tuple(each.version for each in state.versions.trained)
     yield from initial_model.tell_of_branches(state, join.worker_id, join.versions)
+    shard, num_shards = state.shards.slot(join.worker_id, state.config.workers)
     welcome = messages.Welcome(
         session=session,
         epoch=state.epoch,
@@ -70,6 +71,8 @@ def join(
         versions=versions,
         feed=state.feed_address,
         plan=plan if state.config.num_fragments > 1 else (),
+        shard=shard,
+        num_shards=num_shards,
     )
     yield effects.Send(route, welcome)
     if any(join.versions) and not state.model.is_done:
@@ -201,6 +204,7 @@ def _contest(member: Member, route: effects.Route, now: float) -> effects.Effect
 def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     """A worker is gone; what it delivered stays, what it owed is not waited for."""
     state.members.remove(member)
+    state.shards.leave(member.worker_id)
     state.departed = Departure(member.worker_id, why)
     state.versions.forget(member.bulk)
     if state.model.donation.donor == member.worker_id:

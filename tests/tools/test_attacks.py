@@ -108,7 +108,7 @@ def a_row(**known: Any) -> Row:
         ({"beside": 3.9}, "rounds closed at 0.78 of their pace"),
         ({"calm": 0.0, "beside": 0.0}, "at 0.00 of their pace"),
         ({"rise_mib": 65.0}, "memory rose by 65 MiB"),
-        ({"kept_mib": 65.0}, "65 MiB have stayed"),
+        ({"kept_mib": 129.0}, "129 MiB have stayed"),
         ({"by": "key: worker", "rise_mib": 127.0, "kept_mib": 127.0}, None),
         ({"by": "key: worker", "rise_mib": 129.0}, "memory rose by 129 MiB"),
         ({"answer_ms": 54.0}, None),

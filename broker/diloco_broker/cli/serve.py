@@ -86,6 +86,7 @@ def serve(
         datefmt="%H:%M:%S",
         stream=sys.stderr,
     )
+    from diloco_broker.shell.open_files import allow_connections
     from diloco_broker.shell.process_memory import keep_freed_memory, keep_what_is_there
 
     with failing_in_a_sentence():
@@ -94,6 +95,7 @@ def serve(
         keys: Path | None = options["keys"]
         key = key_of_page(keys) if keys is not None and dashboard is not None else None
         broker = _broker(options, model)
+    allow_connections(broker.config.max_workers)
     keep_freed_memory()
     keep_what_is_there()
     end_on_signals(broker)

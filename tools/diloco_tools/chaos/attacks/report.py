@@ -13,6 +13,8 @@ LEAST_PACE = 0.8  # of the calm one just before
 MOST_MEMORY_MIB = 64.0
 # By who has a key, besides: encrypted, a chunk that is not read is a copy for each reader.
 MORE_WITH_KEYS_MIB = 64.0
+# Of all attacks together: besides, glibc keeps the end of the heap of libzmq's thread, up to 64 MiB.
+MOST_KEPT_MIB = 128.0
 SLOWEST_ANSWER_MS = 50.0
 MOST_WRITTEN_KIB = 64.0  # to the log and the history, in one attack
 MIB = 1 << 20
@@ -30,8 +32,8 @@ NOTES = (
     "beyond what the rounds closed meanwhile write.",
     "A row with a broken bound is measured once more, and has a star: pace and answer are the second "
     "ones, memory and what was written the larger ones, and the JSON has both."
-    f" What stays of all attacks together is bounded, too: {MOST_MEMORY_MIB:g} MiB;"
-    f" by who has a key {MOST_MEMORY_MIB + MORE_WITH_KEYS_MIB:g} MiB.",
+    f" Memory may rise by {MOST_MEMORY_MIB:g} MiB, by who has a key"
+    f" {MOST_MEMORY_MIB + MORE_WITH_KEYS_MIB:g}; of all together {MOST_KEPT_MIB:g} may stay.",
 )
 
 
@@ -63,19 +65,16 @@ class Row:
             return None
         return self.beside / self.calm if self.calm else 0.0
 
-    @property
-    def most_memory_mib(self) -> float:
-        return MOST_MEMORY_MIB + (MORE_WITH_KEYS_MIB if self.by.startswith("key") else 0.0)
-
     def broken(self) -> list[str]:
         """A sentence for each bound that does not hold."""
         who = f"{self.attack}, {self.by}"
         found = [f"{who}: GOT THROUGH: {each}" for each in self.through]
         if self.kept is not None and self.kept < LEAST_PACE:
             found.append(f"{who}: rounds closed at {self.kept:.2f} of their pace")
-        if self.rise_mib > self.most_memory_mib:
+        more = MORE_WITH_KEYS_MIB if self.by.startswith("key") else 0.0
+        if self.rise_mib > MOST_MEMORY_MIB + more:
             found.append(f"{who}: the broker's memory rose by {self.rise_mib:.0f} MiB")
-        if self.kept_mib > self.most_memory_mib:
+        if self.kept_mib > MOST_KEPT_MIB:
             found.append(f"{who}: {self.kept_mib:.0f} MiB have stayed since the first attack")
         if self.answer_ms is not None and self.answer_ms - self.echo_ms > SLOWEST_ANSWER_MS:
             found.append(

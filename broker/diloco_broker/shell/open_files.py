@@ -1,0 +1,26 @@
+"""Room for connections: each one is an open file, and systems let a process open few unless it asks."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+from diloco_broker.shell.connection_watch import MOST_STRANGERS
+
+# Besides connections: files, sockets, what libraries open.
+OTHERS = 256
+
+
+def allow_connections(workers: int) -> int:
+    """Let this process hold the connections of so many workers, and of all strangers.
+
+    A worker has two, and twice as many while it comes back. Returns how many files it may open now,
+    which is less where the system's hard limit is.
+    """
+    wanted = MOST_STRANGERS + 4 * workers + OTHERS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):  # a system with a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -38,6 +38,8 @@ ALLOWED = {
     "diloco_tools": {"diloco_protocol"},
 }
 MAY_USE_BOTH = ("demo", "bench", "chaos", "experiments")
+# A whole run for users' tests: it has a broker, by its public name. Nothing else imports it.
+WHOLE_RUN = "diloco_worker.testing"
 # What no module of these reaches, by any path: everything there can be run in a test with a fake clock.
 NO_SHELL = {
     "torch",
@@ -181,9 +183,12 @@ def test_imports_keep_to_the_house(module: str) -> None:
             continue
         if of != package:
             is_public = of in ("diloco_broker", "diloco_worker") and name == of
-            both = package == "diloco_tools" and module.split(".")[1] in MAY_USE_BOTH
+            is_tool = package == "diloco_tools" and module.split(".")[1] in MAY_USE_BOTH
+            both = is_tool or module == WHOLE_RUN
             assert of in ALLOWED[package] or (both and is_public), f"{module} imports {name}"
-        elif module != package:  # a package's own face shows what is above
+        else:
+            assert name != WHOLE_RUN, f"{module} imports what is for tests"
+        if of == package and module != package:  # a package's own face shows what is above
             assert storey(name) <= storey(module), f"{module} imports {name}, which is above it"
     for one, other in (*STRANGERS, *(pair[::-1] for pair in STRANGERS)):
         if is_in(module, one):

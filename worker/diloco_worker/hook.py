@@ -38,7 +38,7 @@ from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
 from diloco_worker.training import settings, start
 from diloco_worker.training.counted_steps import CountedSteps
-from diloco_worker.training.driver import Driver
+from diloco_worker.training.driver import DRIVERS, Driver
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
@@ -219,7 +219,7 @@ class DiLoCoWorker:
         if own.handle_signals is not False:
             self._termination.install()
         start.await_model(link, Patience(self._clock, first=FIRST_WORD_S))
-        self._driver = Driver(
+        self._driver = DRIVERS.get(server, Driver)(
             worker_id=self.worker_id,
             tensors=tensors,
             link=link,
@@ -276,9 +276,7 @@ class DiLoCoWorker:
         patience = LINK_PATIENCE_S
         try:
             if not failed and not link.has_ended and self._driver is not None:
-                self._driver.carry_out(
-                    boundary.leave(self._driver.state, hasty=hasty or self._termination.is_asked)
-                )
+                self._driver.leave(hasty=hasty or self._termination.is_asked)
         except KeyboardInterrupt:
             patience = 0.0 if hasty else patience  # the second one waits for nothing
             raise
@@ -499,7 +497,7 @@ class DiLoCoWorker:
         driver = self._driver
         assert driver is not None
         began = self._clock()
-        done = self._guarded(lambda: driver.carry_out(action(driver.state)))
+        done = self._guarded(lambda: driver.between_steps(action))
         self._publish()
         self._pace.leave_out(self._clock() - began)
         return bool(done)

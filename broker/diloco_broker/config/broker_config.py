@@ -201,4 +201,5 @@ def _check_reach(options: Options, name: str) -> None:
 
 def _stays_here(address: str) -> bool:
     """Whether no other machine reaches what is bound to this address."""
-    return is_loopback(address.partition("://")[2].rpartition(":")[0])
+    scheme, _, rest = address.partition("://")
+    return scheme == "ipc" or is_loopback(rest.rpartition(":")[0])

@@ -118,6 +118,8 @@ def path_of(what: str) -> Rule:
 def _is_address(address: str) -> bool:
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
+    if scheme == "ipc":  # within one machine, and no port of it
+        return rest != ""
     if scheme != "tcp" or not host or "/" in rest or not (port == "*" or port.isdecimal()):
         return False
     if host.startswith("[") != host.endswith("]") or (":" in host and host[0] != "["):

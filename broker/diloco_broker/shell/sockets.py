@@ -319,7 +319,8 @@ class Sockets:
                 "127.0.0.1" if host == "localhost" else host
             )  # ZeroMQ resolves no names to bind to
             made.ipv6 = host.startswith("[")
-            made.bind(f"{scheme}://{host}:{'*' if port == '0' else port}")
+            is_file = scheme == "ipc"
+            made.bind(address if is_file else f"{scheme}://{host}:{'*' if port == '0' else port}")
         except zmq.ZMQError as error:
             made.close(linger=0)
             if error.errno == zmq.EADDRINUSE:

@@ -149,6 +149,13 @@ class Driver:
         logger.warning("%s", text)
         self.link.last_error = text
 
+    def between_steps(self, action: Callable[[SyncState], Steps[T]]) -> T | None:
+        """Something that the script asks for; None where it is put off."""
+        return self.carry_out(action(self.state))
+
+    def leave(self, *, hasty: bool) -> None:
+        self.carry_out(boundary.leave(self.state, hasty=hasty))
+
     # Effects.
 
     def carry_out(self, steps: Steps[T]) -> T:
@@ -261,3 +268,7 @@ def _take(link: Link, fragment: int) -> Arrival:
     arrival = link.take(fragment)
     assert arrival is not None
     return arrival
+
+
+# What drives workers of a run inside this process, by the broker's address; see `testing`.
+DRIVERS: dict[str, Callable[..., Driver]] = {}

@@ -1,0 +1,187 @@
+"""A run inside one process: workers that one thread steps in turn, or each its own thread."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from diloco_protocol import UsageError
+from diloco_worker import DiLoCoWorker
+from diloco_worker.testing import LocalRun, RunStandsStill
+from kit.paths import ROOT
+from kit.reference import Outcome, Plan, Trainee, one_thread, state_of, streaming
+from kit.whole_run import an_mlp, assert_same, options_of, strided, trainees
+
+EXACT: dict[str, Any] = {"wire_dtype": "fp32", "chunk_elements": 16}
+
+
+@contextmanager
+def local(trained: Sequence[Trainee], **options: Any) -> Iterator[tuple[LocalRun, list[Any]]]:
+    """A run with a hook for each of these, all driven from the test's thread."""
+    options = {"workers": len(trained), "patience": 20.0, **EXACT, **options}
+    with one_thread(), ExitStack() as stack:
+        run = stack.enter_context(LocalRun(**options))
+        hooks = [
+            stack.enter_context(
+                DiLoCoWorker(each.model, each.optimizer, server=run.server, worker_id=f"w{number}")
+            )
+            for number, each in enumerate(trained)
+        ]
+        yield run, hooks
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(4, strided(1)),
+        Plan(6, strided(3)),
+        Plan(6, strided(3), delay=1, alpha=0.5),
+        Plan(9, strided(3), delay=2, alpha=None),
+    ],
+)
+def test_workers_of_one_thread_train_as_in_processes_of_their_own(plan: Plan, workers: int) -> None:
+    """Bit for bit after each step of all: the first one's boundary ends with that of the last."""
+    ours, steps = trainees(workers), 2 * plan.sync_every + 3
+    histories: list[list[Any]] = [[] for _ in ours]
+    with local(ours, **options_of(plan)) as (run, hooks):
+        for _ in range(steps):
+            for each in ours:
+                each.step()
+            for history, each in zip(histories, ours, strict=True):
+                history.append(state_of(each.model))
+        assert [hook.sync_metrics.last_error for hook in hooks] == [None] * workers
+        final = run.global_parameters()
+    wanted = streaming(trainees(workers), steps, plan)
+    if plan.delay:  # whoever is in flight at the end counts later
+        final = wanted.final
+    assert_same(Outcome(histories, final), wanted, exact=True)
+
+
+def test_asynchronous_workers_of_one_thread_wait_for_nobody() -> None:
+    ours = trainees(2)
+    with local(ours, sync_every=2, mode="async") as (_, hooks):
+        for _ in range(6):
+            for each in ours:
+                each.step()
+        assert [hook.sync_count for hook in hooks] == [3, 3]
+
+
+def test_worker_that_makes_all_its_steps_first_ends_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, other = ours = trainees(2)
+    with local(ours, sync_every=3) as (_, hooks), caplog.at_level(logging.WARNING):
+        for _ in range(9):
+            one.step()
+        assert hooks[0].sync_count == 0
+        for _ in range(9):
+            other.step()
+        one.step()
+        assert all(hook.sync_count >= 1 for hook in hooks)
+    said = [text for text in caplog.messages if "makes steps while its round waits for w1" in text]
+    assert len(said) == 1
+
+
+def test_round_that_lacks_a_worker_ends_the_test_with_whom_it_waits_for() -> None:
+    (one,) = trainees(1)
+    wanted = re.escape("the run has 2 workers and 1 of them are here")
+    with local([one], workers=2, sync_every=2, patience=0.3):
+        one.step()
+        with pytest.raises(RunStandsStill, match=wanted):
+            one.step()
+
+
+def test_forced_boundary_is_over_for_all_with_the_last_call() -> None:
+    ours = trainees(2)
+    with local(ours, sync_every=50, num_fragments=3, fragment_sync_delay=0) as (run, hooks):
+        for each in ours:
+            each.step()
+        assert [hook.force_sync() for hook in hooks] == [False, True]
+        one, other = (state_of(each.model) for each in ours)
+        final = run.global_parameters()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert all(torch.equal(one[name], final[name]) for name in one)
+
+
+def test_worker_that_leaves_with_its_round_open_waits_for_no_other_of_its_thread() -> None:
+    """Within the test's bound, far below the minutes that a boundary may take; its push counts."""
+    one, other = ours = trainees(2)
+    with local(ours, sync_every=2, patience=20.0) as (run, hooks):
+        for _ in range(2):
+            one.step()
+        hooks[0].close()
+        for _ in range(2):
+            other.step()
+        assert hooks[1].sync_count == 1
+        assert hooks[1].round == 1
+    assert not Path(run.server.removeprefix("ipc://")).exists()
+
+
+def test_each_worker_may_have_a_thread_of_its_own() -> None:
+    plan, steps, ours = Plan(4, strided(1)), 8, trainees(2)
+    with one_thread(), LocalRun(**EXACT, **options_of(plan)) as run:
+
+        def train(number: int) -> list[Any]:
+            each, history = ours[number], []
+            hook = DiLoCoWorker(
+                each.model, each.optimizer, server=run.server, worker_id=f"w{number}"
+            )
+            with hook:
+                for _ in range(steps):
+                    each.step()
+                    history.append(state_of(each.model))
+            return history
+
+        got = Outcome(run.train(train), run.global_parameters())
+    assert_same(got, streaming(trainees(2), steps, plan), exact=True)
+
+
+def test_error_of_one_thread_is_raised_and_ends_the_others() -> None:
+    with LocalRun(sync_every=2) as run:
+        ended = []
+
+        def train(number: int) -> None:
+            each = an_mlp(number)
+            with DiLoCoWorker(each.model, each.optimizer, server=run.server) as hook:
+                for _ in range(2):  # until both are there
+                    each.step()
+                if number == 0:
+                    raise ValueError("the data are gone")
+                while not hook.should_stop:
+                    each.step()
+                ended.append(number)
+
+        with pytest.raises(ValueError, match="the data are gone"):
+            run.train(train)
+        assert ended == [1]
+
+
+def test_nothing_listens_on_a_port_and_nothing_stays_behind() -> None:
+    with LocalRun() as run:
+        folder = Path(run.server.removeprefix("ipc://")).parent
+        assert run.server.startswith("ipc://") and run.broker.feed_address.startswith("ipc://")
+        assert folder.exists()
+        with pytest.raises(UsageError, match="workers is 0"):
+            run.train(lambda _: None, workers=0)
+    assert not folder.exists()
+
+
+def test_wrong_options_are_a_sentence() -> None:
+    with pytest.raises(UsageError, match="sync-every"):
+        LocalRun(sync_every=0)
+
+
+def test_example_of_the_page_runs() -> None:
+    text = (ROOT / "worker" / "TESTING.md").read_text()
+    example = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(compile(example, "TESTING.md", "exec"), names)
+    names["test_two_workers_end_with_one_model"]()

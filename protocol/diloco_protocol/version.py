@@ -12,8 +12,9 @@ On the wire both are maps (`records`). In files they are the shorter lists that 
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,3 +152,21 @@ def from_hex(text: object) -> int:
     if not 0 <= number < 1 << 64:
         raise ValueError(f"{text!r} is no number of 64 bits")
     return number
+
+
+# Frozen parameters never change, and those who fine-tune have them already, from the same file. So that
+# nobody fetches what it has, their version has a tag that follows from their values instead of a random
+# one: who has the same values knows its name, and asks for it as one that it holds.
+
+
+def digest_of(pieces: Iterable[bytes | memoryview]) -> bytes:
+    """SHA-256 of a chunk as it is sent to workers; it may be given in pieces, in order."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.digest()
+
+
+def tag_of(digests: Iterable[bytes]) -> int:
+    """The tag of a version, by the digests of its chunks in order: 64 bits of their own SHA-256."""
+    return int.from_bytes(digest_of(digests)[:8], "little")

@@ -127,9 +127,19 @@ class Desk:
         return self.connects()
 
 
-def desk(heartbeat_interval: float | None = None, manifest: Manifest = MANIFEST) -> Desk:
+def desk(
+    heartbeat_interval: float | None = None,
+    manifest: Manifest = MANIFEST,
+    *,
+    has_frozen: bool = False,
+) -> Desk:
     dice = random.Random(1)
-    session = Session(Join("me", manifest), lambda: dice.getrandbits(64), heartbeat_interval)
+    session = Session(
+        Join("me", manifest),
+        lambda: dice.getrandbits(64),
+        heartbeat_interval,
+        has_frozen=has_frozen,
+    )
     made = Desk(session)
     made.happens(Start())
     return made

@@ -53,6 +53,9 @@ class Fragments:
         self._donations[push_id] = self._held.get(layout.fragment, ())
         return True
 
+    def name(self, layout: FragmentLayout) -> None:
+        raise NotImplementedError("simulated workers fetch what is frozen")
+
     def chunk(self, push_id: int, fragment: int, index: int) -> Delta | Wire:
         if push_id not in self._donations:
             return self._gradient(push_id, fragment, index)

@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from diloco_worker.core.sync.effects import Steps
 from diloco_worker.core.sync.metrics import SyncMetrics
 from diloco_worker.core.sync.patience import Patience
 from diloco_worker.core.sync.state import SyncState
+from diloco_worker.model.frozen_tag import frozen_tag
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.link import Link
@@ -202,6 +204,7 @@ class DiLoCoWorker:
             wants=own.wants,
             heartbeat_interval=own.heartbeat_interval,
             extra=own.extra,
+            has_frozen=True,
         )
         if resumption is not None:
             session.handle(Resume(resumption.terms, resumption.held), self._clock())
@@ -209,6 +212,7 @@ class DiLoCoWorker:
             server,
             session,
             capture=tensors.capture,
+            tag_of=partial(frozen_tag, tensors),
             pinned=tensors.is_on_cuda,
             states=resumption.states if resumption is not None else None,
             welcomed=audit.joined,

@@ -94,6 +94,7 @@ class InitialStored:
 
     work: effects.StoreInitial
     wire: Any
+    digest: bytes = b""  # of a frozen one: see `diloco_protocol.version`
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from diloco_broker.tensors.outer.torch_optim import TorchOuter
 from diloco_broker.tensors.parameters import Parameters, pool_sizes
 from diloco_protocol.chunks import ModelLayout
 from diloco_protocol.feed import OuterGroup
+from diloco_protocol.version import digest_of
 
 
 class TensorExecutor:
@@ -121,11 +122,10 @@ class TensorExecutor:
                 return [*tensors.merge(fragment, index, groups, count)]
             case effects.StoreInitial(fragment, index, payload):
                 wire = tensors.place(fragment, index, payload)
-                return [
-                    events.InitialRefused(work)
-                    if wire is None
-                    else events.InitialStored(work, wire)
-                ]
+                if wire is None:
+                    return [events.InitialRefused(work)]
+                is_frozen = fragment == tensors.layout.frozen.fragment
+                return [events.InitialStored(work, wire, digest_of([wire]) if is_frozen else b"")]
 
     def _pool_sizes(self, layout: ModelLayout) -> list[int]:
         """What to have memory at hand for; a checkpoint's tensors are there already."""

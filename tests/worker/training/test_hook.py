@@ -82,6 +82,7 @@ def test_buffers_ties_and_dtypes_survive_the_whole_way(
     assert {e.kind for e in join.manifest.entries} == set(Kind)
     zero = theirs.values(0, chunk_elements)
     broker.serves(zero, version(0))
+    broker.hears_pull(1)  # once the worker knows what its own are called
     broker.serves(theirs.values(1, chunk_elements), version(0))
     training.done()
     for name, value in theirs.model.state_dict().items():

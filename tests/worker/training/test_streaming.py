@@ -200,6 +200,9 @@ def test_every_tensor_of_a_mixed_model_travels_once_in_a_cycle_and_comes_back(
     training.joins(version(0))
     assert broker.layout is not None
     for part in broker.layout.all:
+        broker.hears_pull(
+            part.fragment
+        )  # of frozen ones, once the worker knows what its own are called
         broker.serves(filled(descent, 100, broker, part.fragment), version(0))
     training.done()
     lengths = [part.lengths[Segment.BUFFERS] for part in broker.layout.fragments]

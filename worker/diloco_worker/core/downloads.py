@@ -46,6 +46,7 @@ class Download:
     # Counter of the newest version that the broker is known to have; -1 = it has none, None = it has
     # not said.
     theirs: int | None = None
+    own: VersionId | None = None  # what the model itself may be, by the name that its values have
 
     def __post_init__(self) -> None:
         self.arrived = Bitmap(self.size)
@@ -116,6 +117,13 @@ class Download:
         self.after = -1  # else what has arrived of a newer version stays
         self.wanted = True
 
+    def want_own(self, own: VersionId) -> None:
+        """The run's version is wanted, at once; it costs no chunk where it is what the model is."""
+        if self.version in (None, self.own):  # else chunks of another one have come
+            self.version, self.arrived = own, Bitmap.full(self.size)
+        self.own = own
+        self.wanted = True
+
     def begins(self, version: VersionId) -> bool:
         """True when a chunk of this version is the first one: another version is forgotten.
 
@@ -127,6 +135,10 @@ class Download:
         self.version = version
         self.arrived = Bitmap(self.size)
         return True
+
+    def is_here(self, version: VersionId) -> bool:
+        """Whether nothing of this version was assembled: it is held, or what the model was."""
+        return version == self.own or (self.held is not None and self.held.version == version)
 
     @property
     def is_whole(self) -> bool:
@@ -256,6 +268,9 @@ class Downloads:
             # Its chunks are here already; the broker sends none, and none of another version.
             download.version = released.version
             download.arrived = Bitmap.full(download.size)
+        elif download.version == download.own != released.version:
+            download.version = None  # the model is another one: chunks will come
+            download.arrived = Bitmap(download.size)
 
     def again(self, at: float) -> None:
         """A pull was refused: send what is wanted again at this time."""

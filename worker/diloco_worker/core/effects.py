@@ -105,6 +105,16 @@ class PrepareDonation(Effect):
 
 
 @dataclass(frozen=True)
+class NameFrozen(Effect):
+    """Work out what a version of the model's own frozen parameters is called.
+
+    The shell answers with `FrozenNamed`, which may take as long as reading a large model.
+    """
+
+    fragment: int
+
+
+@dataclass(frozen=True)
 class Joined(Effect):
     """The broker has welcomed this worker (again)."""
 

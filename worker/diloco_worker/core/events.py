@@ -108,6 +108,13 @@ class Prepared(Event):
 
 
 @dataclass(frozen=True)
+class FrozenNamed(Event):
+    """The tag that a version of the model's own frozen parameters has; see `NameFrozen`."""
+
+    tag: int
+
+
+@dataclass(frozen=True)
 class VerifyPushes(Event):
     """A previous life of this worker may have sent what is in the model of this fragment.
 

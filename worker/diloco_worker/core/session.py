@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, messages
+from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig, VersionId, messages
 from diloco_protocol.description import describe
 from diloco_protocol.messages import in_a_header
 from diloco_worker.core import effects, events
@@ -39,6 +39,7 @@ class Session:
     """See the head of this module. `draw` returns a random number below 2**64 (ids of donations).
 
     `heartbeat_interval`: seconds; None = 30 or a third of what the broker tolerates; 0 = none.
+    `has_frozen`: the worker's frozen parameters may be the run's already; then they are not fetched.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class Session:
         join: messages.Join | None,
         draw: Callable[[], int],
         heartbeat_interval: float | None = None,
+        *,
+        has_frozen: bool = False,
     ) -> None:
         # how it asks to take part; None for an observer, which only asks and pulls
         self.join = join
@@ -60,6 +63,8 @@ class Session:
         self.previous_life = PreviousLife()  # what it may have left behind
         self._draw = draw
         self._asked_interval = heartbeat_interval
+        self._has_frozen = has_frozen
+        self._frozen_tag: int | None = None  # that the worker's own have; None until it is known
 
     @property
     def phase(self) -> Phase:
@@ -116,6 +121,9 @@ class Session:
                 self._resume(event)
             case events.Prepared(push_id):
                 yield from self.uploads.prepared(push_id)
+            case events.FrozenNamed(tag):
+                self._frozen_tag = tag
+                yield from self._pull_frozen()
             case events.VerifyPushes(fragment, known):
                 self.previous_life.unverified[fragment] = set(known)
             case events.Ask(control):
@@ -216,11 +224,13 @@ class Session:
                     self.worker_id, message, self.downloads, self.uploads
                 )
                 yield from self._deliver_if_whole(message.fragment)
+                yield from self._pull_frozen()
             case messages.Chunk():
                 self.connection.bulk.moved(now)
                 if self.connection.is_joined:
                     yield from self.downloads.chunk(message)
                     yield from self._deliver_if_whole(message.fragment)
+                    yield from self._pull_frozen()
             case messages.Result():
                 yield from self.requests.answered(message)
             case _:
@@ -279,15 +289,31 @@ class Session:
             here = part is layout.frozen and download.held is not None
             if not part.chunks or here:
                 continue
+            if part is layout.frozen and self._has_frozen:
+                if self._frozen_tag is None:
+                    yield effects.NameFrozen(fragment)
+                download.wanted = False  # on this connection
+                yield from self._pull_frozen()
+                continue
             in_flight = self.uploads.gradient(fragment) is not None
             if download.resume(theirs, in_flight=in_flight):
                 if in_flight and fragment in self.previous_life.unverified:
                     download.want_current()
                 yield self.downloads.pull(fragment)
 
+    def _pull_frozen(self) -> Iterator[Effect]:
+        """Ask for the frozen parameters as who has them, once it is known what the run calls ours."""
+        if self._frozen_tag is None or self.run is None or self.layout is None:
+            return
+        download = self.downloads.by_fragment[self.layout.frozen.fragment]
+        if download.held is None and not download.wanted:
+            download.want_own(VersionId(self.run, 0, self._frozen_tag))
+            yield from self._pull(download.fragment)
+
     def _set_terms(self, terms: Terms) -> None:
         if self.terms is None:
             self.downloads.set_layout(terms.layout)
+            self._frozen_tag = None  # other chunks have another one
         self.terms = terms
 
     def _failed(self, error: messages.Error, now: float) -> Iterator[Effect]:
@@ -412,11 +438,10 @@ class Session:
         in_flight = self.uploads.gradient(fragment) is not None
         counted = self.uploads.counted(self.worker_id, fragment, released.ledger)
         if takes_any or not in_flight or counted is not None:
-            held = download.held
-            unchanged = held is not None and held.version == released.version
+            unchanged = download.is_here(released.version)
             superseding = self.previous_life.delivers(fragment)
             yield effects.Deliver(released, counted, unchanged, superseding)
-            if not unchanged:
+            if download.held is None or download.held.version != released.version:
                 download.held = Held(released.version, released.ledger)
                 self.run = released.version.run
         if counted is not None:

@@ -25,6 +25,7 @@ QUIET = (
     effects.Beat,
     effects.BeginVersion,
     effects.StoreChunk,
+    effects.NameFrozen,
 )
 # Effects that only the training thread, or people, hear of.
 TOLD = (
@@ -80,6 +81,9 @@ class Memory(Protocol):
     # Lay out what is held as a donation. False where that takes a while: `Prepared` comes later.
     def prepare(self, push_id: int, layout: FragmentLayout) -> bool: ...
 
+    # Work out the tag of the model's own values of a fragment. `FrozenNamed` comes later.
+    def name(self, layout: FragmentLayout) -> None: ...
+
     # The payload of a chunk to be sent.
     def chunk(self, push_id: int, fragment: int, index: int) -> Any: ...
 
@@ -134,6 +138,8 @@ class Executor:
             case effects.PrepareDonation(push_id, fragment):
                 if memory.prepare(push_id, self._part(fragment)):
                     self.feed(events.Prepared(push_id))
+            case effects.NameFrozen(fragment):
+                memory.name(self._part(fragment))
             case effects.PushOver(push_id):
                 memory.drop(push_id)
             case effects.DropParts() | effects.ForgetCheckpoint():

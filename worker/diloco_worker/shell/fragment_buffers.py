@@ -10,12 +10,15 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
+from typing import TypeVar
 
 from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
 from diloco_protocol.messages import Chunk, Message
 from diloco_worker.model.flat_state import FlatState
+
+T = TypeVar("T")
 
 
 def check_length(
@@ -45,6 +48,9 @@ class FragmentBuffers:
     capture: Callable[[FragmentLayout], FlatState] | None
     # Called in that thread with the id of the push that it is for, and the copy or what went wrong.
     copied: Callable[[int, Future[FlatState]], object]
+    # Works out the tag of frozen values of the model, for one that is not to fetch what it has.
+    tag_of: Callable[[FragmentLayout], int] | None
+    named: Callable[[Future[int]], object]  # called with it in that thread, as `copied`
     pinned: bool  # whether to receive into pinned memory (the model is on a CUDA device)
     states: InitVar[Mapping[int, FlatState]]  # by fragment, the values of what is held already
     outgoing: dict[int, FlatState] = field(default_factory=dict)  # by push id, what is being sent
@@ -109,16 +115,30 @@ class FragmentBuffers:
         if held is not None:
             self.outgoing[push_id] = held
             return True
-        copy: Future[FlatState] = Future()
-        copy.add_done_callback(lambda done: self.copied(push_id, done))
+        assert self.capture is not None
+        self._aside(self.capture, layout, lambda done: self.copied(push_id, done))
+        return False
+
+    def name(self, layout: FragmentLayout) -> None:
+        """Work out the tag of the model's own values; `named` is called later, as `copied`."""
+        assert self.tag_of is not None
+        self._aside(self.tag_of, layout, self.named)
+
+    def _aside(
+        self,
+        read: Callable[[FragmentLayout], T],
+        layout: FragmentLayout,
+        done: Callable[[Future[T]], object],
+    ) -> None:
+        """Read the model in a thread, one after the other."""
+        result: Future[T] = Future()
+        result.add_done_callback(done)
 
         def work() -> None:
-            assert self.capture is not None
             try:
-                with self._copying:  # one after the other
-                    copy.set_result(self.capture(layout))
+                with self._copying:
+                    result.set_result(read(layout))
             except BaseException as error:  # noqa: BLE001 - it is raised where the result is taken
-                copy.set_exception(error)
+                result.set_exception(error)
 
         threading.Thread(target=work, name="diloco-copy", daemon=True).start()
-        return False

@@ -72,9 +72,9 @@ class Link(Inbox):
     """See the head of this module. `start` it once, `close` it once.
 
     Only the I/O thread touches the session from now on. It calls `welcomed` with the broker's epoch,
-    whenever it takes this worker in. `capture`, `pinned` and `states` are those of `FragmentBuffers`,
-    `follows_rounds` is that of `Inbox`. By its `keys` it proves itself where the broker asks for it.
-
+    whenever it takes this worker in. `capture`, `tag_of`, `pinned` and `states` are those of
+    `FragmentBuffers`, `follows_rounds` is that of `Inbox`. By its `keys` it proves
+    itself where the broker asks for it.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Link(Inbox):
         session: Session,
         *,
         capture: Callable[[FragmentLayout], FlatState] | None = None,
+        tag_of: Callable[[FragmentLayout], int] | None = None,
         pinned: bool = False,
         states: Mapping[int, FlatState] | None = None,
         welcomed: Callable[[str], object] = lambda _: None,
@@ -102,6 +103,8 @@ class Link(Inbox):
         self._buffers = FragmentBuffers(
             capture=capture,
             copied=lambda push_id, copied: self._call(self._donate, push_id, copied),
+            tag_of=tag_of,
+            named=lambda named: self._call(self._named, named),
             pinned=pinned,
             states=states or {},
         )
@@ -218,6 +221,10 @@ class Link(Inbox):
         if push_id in self.session.uploads:  # else nobody wants it any more
             self._buffers.outgoing[push_id] = copied.result()
             self._executor.feed(events.Prepared(push_id))
+
+    def _named(self, tag: Future[int]) -> None:
+        """What the model's own frozen parameters are called."""
+        self._executor.feed(events.FrozenNamed(tag.result()))
 
     def _withdraw(self, request: int) -> None:
         self._executor.feed(events.Withdraw(request))

@@ -107,6 +107,7 @@ def new_session(
     wants: Mapping[str, Any] | None = None,
     heartbeat_interval: float | None = None,
     extra: Mapping[str, Any] | None = None,
+    has_frozen: bool = False,
 ) -> Session:
     """A session of a worker in this process; the arguments are those of `Join` and `Session`."""
     join = Join(
@@ -117,7 +118,7 @@ def new_session(
         pid=os.getpid(),
         extra=dict(extra or {}),
     )
-    return Session(join, lambda: secrets.randbits(64), heartbeat_interval)
+    return Session(join, lambda: secrets.randbits(64), heartbeat_interval, has_frozen=has_frozen)
 
 
 def await_model(link: Link, patience: Patience) -> None:

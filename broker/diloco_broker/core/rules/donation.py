@@ -95,6 +95,8 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
     intake = model.donation.intakes[work.fragment]
     assert intake.wires[work.index] is None, "a chunk was stored twice"
     intake.wires[work.index] = event.wire
+    if event.digest:
+        intake.digests[work.index] = event.digest
     intake.stored += 1
     model.donation.progress_at = state.now
     donor = state.members.named(work.worker_id)

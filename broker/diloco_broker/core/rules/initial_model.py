@@ -239,6 +239,7 @@ def stored(state: RunState, event: events.InitialStored) -> effects.Effects:
 def _begin_run(state: RunState, source: str) -> effects.Effects:
     model = state.model
     for fragment, intake in model.donation.intakes.items():
+        intake.name_by_content()
         state.versions.install(fragment, intake.whole())
         yield effects.RecordVersion(intake.version, None, fragment, 0)
     yield effects.info(f"Run {model.run} begins with the parameters of {source}.")

@@ -9,7 +9,7 @@ memory, or comes back with an old checkpoint, continues that run where the worke
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco_broker.core.state.members import Member
@@ -20,7 +20,7 @@ from diloco_protocol.chunks import ModelLayout, lay_out_plan
 from diloco_protocol.description import Description, describe
 from diloco_protocol.manifest import Kind, Manifest
 from diloco_protocol.messages import Push, RunConfig
-from diloco_protocol.version import Ledger, VersionId
+from diloco_protocol.version import Ledger, VersionId, tag_of
 
 # A donor that delivers nothing for so long is passed over, where there is another one.
 DONOR_PATIENCE_S = 30.0
@@ -54,10 +54,17 @@ class Intake:
     arrived: Bitmap  # chunks received from the donor, in place or waiting to be
     push: Push | None = None  # the donor's push; None for the model file
     stored: int = 0  # how many chunks are in place
+    digests: dict[int, bytes] = field(default_factory=dict)  # of frozen chunks that are in place
 
     @property
     def is_whole(self) -> bool:
         return all(wire is not None for wire in self.wires)
+
+    def name_by_content(self) -> None:
+        """Frozen parameters are named by what they are, so that who has the same need not fetch them."""
+        if self.digests:
+            tag = tag_of(self.digests[index] for index in range(len(self.wires)))
+            self.version = replace(self.version, tag=tag)
 
     def whole(self, before: FragmentRecord | None = None, gradients: int = 0) -> WholeVersion:
         """What came in. `before`: what is known of the fragment's version that it replaces."""

@@ -99,6 +99,9 @@ class Outer:
     variant: str | None = None  # of Delayed Nesterov
     buffer: int | None = None  # gradients to a momentum step; None where there is no buffer
     c: float | None = None  # of Delayed Nesterov
+    # How both go over rounds, as the options have it; see `Fragment` for what they are now.
+    lr_schedule: str | None = None
+    momentum_warmup: str | None = None  # None where no momentum warms up
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,9 @@ class Fragment:
     usual_norm: float | None = (
         None  # of pushes, median over the workers; None with fewer than three
     )
+    # Of its next outer step, as the schedules have them by then; None as in `Outer`.
+    lr: float | None = None
+    momentum: float | None = None
 
 
 @dataclass  # not frozen: that takes twice as long, and the broker fills one for each worker

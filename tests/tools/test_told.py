@@ -32,6 +32,8 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "outer": ("sgd", {}),
     "outer_lr": (0.3, {}),
     "outer_momentum": (0.5, {}),
+    "outer_lr_schedule": ("cosine:200:0.1", {}),
+    "outer_momentum_warmup": ("cosine:200", {}),
     "nesterov": (False, {}),
     "dn_buffer": (5, {"outer": "dn"}),
     "dn_c": (0.125, {"outer": "dn", "dn_buffer": 4}),
@@ -160,6 +162,19 @@ def test_status_has_what_people_look_for() -> None:
     assert "mac-mini attic lost - 205712 - - 2.413 5 41.0 s" in rows
     assert any(" 96/320 2.2 2.900 0 " in row for row in rows if row.startswith("xeon"))
     assert max(map(len, text.splitlines())) <= 82, text
+
+
+def test_screens_and_status_say_what_schedules_have_come_to() -> None:
+    options: dict[str, Any] = {"outer_lr_schedule": "linear:2:0.5", "num_fragments": 2}
+    stage, _ = a_run("a", **options, sync_every=12, outer_momentum_warmup="cosine:2:0.1")
+    assert [each["gradients"] for each in stage.shown()["fragments"]] == [1, 0]
+    at_first = "lr 0.7, momentum 0.1 of 0.9 (cosine:2:0.1)"
+    assert at_first in as_text(stage.shown()), "the fragment of the open round has had none"
+    stage.pushes(1, a=2)
+    told = stage.shown()
+    assert "lr 0.525 of 0.7 (linear:2:0.5), momentum 0.5 of 0.9 (cosine:2:0.1)" in as_text(told)
+    for screen in (full(told, 140, 40), drawn(told)):
+        assert "lr 0.525 of 0.7 momentum 0.5 of 0.9" in " ".join(screen.split())
 
 
 def test_status_of_an_asynchronous_run_says_what_it_was_told() -> None:

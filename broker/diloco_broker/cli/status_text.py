@@ -33,7 +33,7 @@ def as_text(data: Data, room: int | None = None) -> str:
         ("last", _last(data)),
         ("workers", _workers(data)),
         ("model", _model(data)),
-        ("optimizer", _optimizer(data["outer"], data.get("fragments", ()))),
+        ("optimizer", _optimizer(data["outer"], data.get("fragments", ()), data["round"] or {})),
         ("reducing", _reducing(data.get("reducer", {}))),
         ("fragments", _fragments(data)),
         ("async", _asynchronous(data.get("asynchronous") or {})),
@@ -126,17 +126,27 @@ def _model(data: Data) -> Iterable[str]:
     )
 
 
-def _optimizer(outer: Data, fragments: Sequence[Data]) -> Iterable[str]:
-    """The outer optimizer and how full its buffer is, fragment by fragment."""
+def _optimizer(outer: Data, fragments: Sequence[Data], now: Data) -> Iterable[str]:
+    """The outer optimizer, what its settings are now, and how full its buffer is, by fragment."""
     fill = " ".join(str(part.get("buffered", 0)) for part in fragments)
+    turn: Data = next((e for e in fragments if e["fragment"] == now.get("fragment")), {})
     return (
         " ".join(filter(None, (outer["optimizer"], outer.get("variant")))),
-        "" if outer["lr"] is None else f"lr {outer['lr']:g}",
-        "" if outer["momentum"] is None else f"momentum {outer['momentum']:g}",
+        _scheduled("lr", turn.get("lr"), outer["lr"], outer.get("lr_schedule")),
+        _scheduled(
+            "momentum", turn.get("momentum"), outer["momentum"], outer.get("momentum_warmup")
+        ),
         "" if outer.get("nesterov") is not False else "no Nesterov",
         f"c {outer['c']:g}" if outer.get("c") else "",
         f"buffer {fill or 0} of {outer['buffer']}" if (outer.get("buffer") or 0) > 1 else "",
     )
+
+
+def _scheduled(what: str, now: float | None, given: float | None, schedule: str | None) -> str:
+    """A setting of the outer optimizer, and where it is on its way."""
+    if given is None or now is None or now == given:
+        return "" if given is None else f"{what} {given:g}"
+    return f"{what} {now:.3g} of {given:g} ({schedule})"
 
 
 def _reducing(reducer: Data) -> Iterable[str]:

@@ -181,6 +181,9 @@ def _check_outer(options: Options) -> None:
         _require(options, "dn_buffer", options.dn_buffer in (None, 1), no_buffer)
     if outer == "sgd" and options.outer_momentum:
         _require_unset(options, "outer_momentum", ", or 0: --outer sgd has no momentum")
+    if outer == "sgd" and not options.outer_schedule.warmup.is_constant:
+        why = ", or constant: --outer sgd has no momentum"
+        _require_unset(options, "outer_momentum_warmup", why)
     if outer != "dn" or options.dn_variant != "paper":
         why = ": only --outer dn with --dn-variant paper has it"
         _require_unset(options, "dn_c", why)

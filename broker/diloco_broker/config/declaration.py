@@ -16,10 +16,12 @@ from diloco_broker.config.option import (
     above_0_up_to,
     one_of,
     path_of,
+    schedule,
     up_to,
     whole,
     word_or,
 )
+from diloco_broker.config.schedule import CONSTANT, MOST_ROUNDS, OuterSchedule, Schedule
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, DEFAULT_FEED_ADDRESS
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.dtypes import WIRE_DTYPES
@@ -34,7 +36,6 @@ MOST_DELTA_NORM = 1e30
 # this the change alone would end the training: parameters overflow, a boundary never comes.
 MOST_WORKERS = 10_000
 MOST_STEPS = 1_000_000  # H
-MOST_ROUNDS = 1_000_000  # between two checkpoints
 HIGHEST_LR = 10.0
 LONGEST_GRACE_S = 86_400.0  # a day
 LONGEST_S = 30 * 86_400.0
@@ -101,6 +102,18 @@ class Options:
         0.7, above_0_up_to(HIGHEST_LR), "Learning rate of the outer optimizer."
     )
     outer_momentum: float = OUTER.option(0.9, BELOW_ONE, "Momentum of the outer optimizer.")
+    outer_lr_schedule: str = OUTER.option(
+        CONSTANT,
+        schedule("F", "above 0, at most 1", lambda given: 0 < given.final <= 1),
+        "constant; linear:R[:F] or cosine:R[:F]: within R rounds of each fragment it falls to F times "
+        "--outer-lr. F is 0.1 if left out.",
+    )
+    outer_momentum_warmup: str = OUTER.option(
+        CONSTANT,
+        schedule("M", "in [0, 1)", lambda given: 0 <= given.start < 1),
+        "constant; linear:R[:M] or cosine:R[:M]: within R rounds of each fragment it rises from M to "
+        "--outer-momentum, where that is larger. M is 0 if left out.",
+    )
     nesterov: bool = OUTER.option(
         True, SWITCH, "Nesterov's form of the momentum, as in the paper; else the classical form."
     )
@@ -311,6 +324,12 @@ class Options:
     def dn_size(self) -> int:
         """N: gradients in a buffer of dn and fedbuff."""
         return self.dn_buffer or usual_buffer(self.mode, self.workers)
+
+    @property
+    def outer_schedule(self) -> OuterSchedule:
+        """Learning rate and momentum over rounds; asynchronously N pushes are a round's worth."""
+        lr, warmup = map(Schedule.parse, (self.outer_lr_schedule, self.outer_momentum_warmup))
+        return OuterSchedule(lr, warmup, self.dn_size if self.is_async else 1)
 
     @property
     def has_auto_delay(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import Field, dataclass, field
 from typing import Any
 
+from diloco_broker.config.schedule import CONSTANT, MOST_ROUNDS, Schedule
 from diloco_protocol.errors import UsageError
 
 _KEY = "option"
@@ -108,6 +109,19 @@ BELOW_ONE = _number("in [0, 1)", lambda value: 0 <= value < 1)
 BELOW_HALF = _number("in [0, 0.5)", lambda value: 0 <= value < 0.5)
 UP_TO_ONE = _number("in [0, 1]", lambda value: 0 <= value <= 1)
 SWITCH = Rule("True or False", lambda value: isinstance(value, bool), repr)
+
+
+def schedule(value: str, bounds: str, fits: Callable[[Schedule], bool]) -> Rule:
+    """A schedule over rounds in its text; its third number is called `value`."""
+
+    def holds(text: Any) -> bool:
+        try:
+            return fits(Schedule.parse(text))
+        except ValueError:
+            return False
+
+    what = f"{CONSTANT}, linear:R[:{value}] or cosine:R[:{value}], with R from 1 to {MOST_ROUNDS} rounds"
+    return Rule(f"{what} and {value} {bounds}", holds, lambda text: str(text)[:60])
 
 
 def path_of(what: str) -> Rule:

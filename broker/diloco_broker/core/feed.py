@@ -91,6 +91,7 @@ def _snapshot(
     config, is_auto = state.config, state.config.max_delta_norm == AUTO
     usual = {number: norms.usual(state, number) for number in range(config.num_fragments)}
     waiting_for, report = _waiting_for(state), state.last_report
+    outer, schedule = _outer(state), config.outer_schedule
     return _filled(
         feed.Snapshot,
         config,
@@ -145,6 +146,10 @@ def _snapshot(
                 tag=as_hex(each.version.tag),
                 buffered=each.gradients % config.dn_size if _has_buffer(state) else 0,
                 usual_norm=usual[each.layout.fragment],
+                lr=None if outer.lr is None else outer.lr * schedule.factor(each.gradients),
+                momentum=outer.momentum
+                if outer.momentum is None or outer.momentum_warmup is None
+                else schedule.momentum(outer.momentum, each.gradients),
             )
             for each in state.versions.trained
             if each.version
@@ -230,6 +235,8 @@ def _outer(state: RunState) -> feed.Outer:
         variant=config.dn_variant if name == "dn" else None,
         buffer=config.dn_size if _has_buffer(state) else None,
         c=config.dn_c if name == "dn" else None,
+        lr_schedule=config.outer_lr_schedule,
+        momentum_warmup=config.outer_momentum_warmup if has_momentum else None,
     )
 
 

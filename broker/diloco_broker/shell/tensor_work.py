@@ -80,7 +80,7 @@ class TensorExecutor:
         if not isinstance(self._outer, TorchOuter):
             self._outer = make_outer(config)
         if self._parameters is not None:
-            self._parameters.tune(self._outer, share_of(config), own)
+            self._parameters.tune(self._outer, share_of(config), own, config.outer_schedule)
 
     def outer_groups(self) -> tuple[OuterGroup, ...]:
         """What the groups of a torch optimizer say now, over all fragments."""
@@ -104,6 +104,7 @@ class TensorExecutor:
                 preallocate=self._pool_sizes(layout),
                 is_round=reducer_of(config).has_rounds,
                 initial=self.initial,
+                schedule=config.outer_schedule,
             )
         return self._parameters
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diloco_broker.config.schedule import UNCHANGING, OuterSchedule
 from diloco_broker.core.effects import WholePush
 from diloco_broker.core.events import Stepped
 from diloco_broker.tensors.aggregate import Gradient, StagedReducer, StreamingMean
@@ -61,11 +62,12 @@ class Parameters:
         share: how far a buffer of the model moves to the values that were sent: 1, all the way, where
             they are a round's mean, 1/workers where each submission is applied by itself.
         initial: tensors of the model file by name, or None.
+        schedule: how its learning rate and momentum go over rounds.
         preallocate: bytes of buffers to have at hand. Where the parameters are a worker's, they are
             made as these come.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  each keyword is an option of the run
         self,
         layout: ModelLayout,
         outer: Outer,
@@ -77,9 +79,10 @@ class Parameters:
         is_round: bool = True,
         share: float = 1.0,
         initial: Mapping[str, Tensor] | None = None,
+        schedule: OuterSchedule = UNCHANGING,
         preallocate: Sequence[int] = (),
     ) -> None:
-        self._outer = outer
+        self._outer, self._schedule = outer, schedule
         self.layout = layout
         self._layouts = layout.all
         self._reply = reply
@@ -157,9 +160,15 @@ class Parameters:
             group for _, each in sorted(self._wholes.items()) for group in each.fragment.groups()
         )
 
-    def tune(self, outer: Outer, share: float, own: Mapping[str, float]) -> None:
+    def tune(
+        self,
+        outer: Outer,
+        share: float,
+        own: Mapping[str, float],
+        schedule: OuterSchedule = UNCHANGING,
+    ) -> None:
         """Go on with these settings, `own` for all groups of torch optimizers; they keep their state."""
-        self._outer, self._share = outer, share
+        self._outer, self._schedule, self._share = outer, schedule, share
         for whole in self._wholes.values():
             whole.fragment.tune(own)
 
@@ -238,7 +247,7 @@ class Parameters:
             return []
         overflowed: set[int] = set()
         for turn, found in enumerate(turns, start=count):
-            overflowed |= whole.advance(found, turn)
+            overflowed |= whole.advance(found, turn, self._schedule.factor(turn))
         spans = self._layouts[fragment].spans
         return [
             self._done(fragment, span, span.index in overflowed)
@@ -265,7 +274,8 @@ class Parameters:
         master = placed(self._masters[fragment], span.index)
         state, new = self._states[fragment][span.index], self._buffers.like
         reply = Reply(span, self._reply, self._buffers)
-        outer = self._outer_of(fragment, span) if span.segment is Segment.PARAMETERS else None
+        is_stepped = span.segment is Segment.PARAMETERS
+        outer = self._outer_of(fragment, span, count) if is_stepped else None
         if isinstance(gradient, Blend):
             updated = gradient.onto(master, self._share, new)
         elif outer is None:
@@ -301,13 +311,14 @@ class Parameters:
         self._states[fragment][span.index] = chunked.without_buffer(state)
         return False
 
-    def _outer_of(self, fragment: int, span: ChunkSpan) -> chunked.ChunkOuter:
-        outer = self._outer
+    def _outer_of(self, fragment: int, span: ChunkSpan, count: int) -> chunked.ChunkOuter:
+        outer, schedule = self._outer, self._schedule
         if not isinstance(outer, TorchOuter):
-            return outer
+            return outer.at(schedule, count)
         # Only lr and momentum are the torch optimizer's; the step is made chunk by chunk.
         rates = self._wholes[fragment].fragment.rates(span.index)
-        return chunked.DelayedNesterovByGroup(rates, outer.size, outer.c)
+        own = chunked.DelayedNesterovByGroup(rates, outer.size, outer.c)
+        return own.at(schedule, count)
 
     def _make_whole(self, fragment: int, index: int) -> None:
         """Give a fragment its torch optimizer once all its parameters are there."""

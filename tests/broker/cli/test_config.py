@@ -156,6 +156,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "--outer-momentum is 0.5; it must be left out, or 0: ",
     ),
     (
+        {"outer_lr_schedule": "cosine:0"},
+        "--outer-lr-schedule is cosine:0; it must be constant, linear:R[:F] or cosine:R[:F], with R "
+        "from 1 to 1000000 rounds and F above 0, at most 1.",
+    ),
+    (
+        {"outer_momentum_warmup": "cosine:10:1.0"},
+        "--outer-momentum-warmup is cosine:10:1.0; it must be constant, linear:R[:M] or",
+    ),
+    (
+        {"outer": "sgd", "outer_momentum_warmup": "linear:10"},
+        "--outer-momentum-warmup is linear:10; it must be left out, or constant: --outer sgd has no",
+    ),
+    (
         {"fragment_plan": len},
         "--fragment-plan is <built-in function len>; it must be the path of a file,",
     ),

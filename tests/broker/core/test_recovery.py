@@ -319,6 +319,7 @@ def test_newest_version_of_each_fragment_is_adopted_without_a_checkpoint() -> No
     b.donates(1)
     assert (a.asked_for, b.asked_for) == ([0], [1])
     assert stage.counters == [3, 3]
+    assert [each["gradients"] for each in stage.shown()["fragments"]] == [3, 3], "schedules go on"
     assert stage.round.number == 6
     assert stage.state.model.run == RUN
     assert_masters_are_what_is_handed_out(stage)

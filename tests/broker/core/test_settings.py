@@ -75,6 +75,10 @@ def test_changes_asked_for_while_a_version_is_made_add_up() -> None:
         ({"outer_lr": float("nan")}, "--outer-lr is nan"),
         ({"outer_lr": "fast"}, "--outer-lr is fast"),
         ({"outer_lr": True}, "--outer-lr is True"),
+        ({"outer_lr_schedule": "linear:10:0"}, "--outer-lr-schedule is linear:10:0; it must be"),
+        ({"outer_lr_schedule": 10}, "--outer-lr-schedule is 10; it must be constant, linear:R[:F]"),
+        ({"outer_momentum_warmup": "linear:10:1"}, "--outer-momentum-warmup is linear:10:1; it"),
+        ({"outer_momentum_warmup": ["constant"]}, "--outer-momentum-warmup is ['constant']; it"),
         ({"outer_momentum": 1.0}, "--outer-momentum is 1.0; it must be in [0, 1)."),
         ({"workers": 0}, "--workers is 0"),
         ({"workers": [1]}, "--workers is [1]"),
@@ -107,6 +111,33 @@ def test_setting_what_is_set_already_is_no_action() -> None:
     result = stage.asks("set", outer_lr=0.7)
     assert (result.ok, "it is set to that already" in result.text) == (True, True)
     assert not stage.acts
+
+
+def test_schedules_are_set_like_any_setting_and_count_from_the_beginning_of_the_run() -> None:
+    stage, _ = a_run("a")
+    for gradient in (2, 3):
+        stage.pushes(a=gradient)
+    before = stage.shown()["fragments"][0]
+    assert (before["gradients"], before["lr"], before["momentum"]) == (3, 0.7, 0.9)
+    texts = {"outer_lr_schedule": "linear:6:0.5", "outer_momentum_warmup": "linear:6"}
+    result = stage.asks("set", **texts, outer_momentum=0.8)
+    assert "outer learning rate's schedule constant -> linear:6:0.5" in result.text.lower()
+    assert stage.tensors.tunes[-1].outer_schedule.factor(6) == 0.5
+    shown = stage.shown()
+    assert (shown["outer"]["lr"], shown["outer"]["momentum"]) == (0.7, 0.8), "as they were given"
+    now = shown["fragments"][0]
+    assert (now["lr"], now["momentum"]) == (pytest.approx(0.7 * 0.75), pytest.approx(0.4))
+
+
+def test_torch_optimizer_takes_a_schedule_of_its_learning_rate_and_no_warm_up() -> None:
+    stage, _ = a_run("a")
+    stage.state.has_own_optimizer = True
+    stage.state.outer_groups = (OuterGroup(0.1, 0.9), OuterGroup(0.1, 0.5))
+    result = stage.asks("set", outer_momentum_warmup="linear:10")
+    assert (result.ok, "has no warm-up" in result.text) == (False, True)
+    assert stage.asks("set", outer_lr_schedule="linear:1:0.5").ok
+    shown = stage.shown()
+    assert (shown["fragments"][0]["lr"], shown["fragments"][0]["momentum"]) == (0.05, None)
 
 
 @pytest.mark.parametrize(("momentum", "ok"), [(0.9, True), (None, False)])

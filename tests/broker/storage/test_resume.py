@@ -35,6 +35,7 @@ OUTERS: dict[str, dict[str, Any]] = {
     "dn": {"mode": "async", "workers": 3, "outer": "dn"},
     "fedbuff": {"mode": "async", "workers": 3, "outer": "fedbuff"},
     "two fragments": {"num_fragments": 2, "sync_every": 8},
+    "schedules": {"outer_lr_schedule": "cosine:10:0.2", "outer_momentum_warmup": "linear:7"},
 }
 
 

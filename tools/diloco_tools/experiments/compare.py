@@ -42,7 +42,9 @@ from diloco_worker import DiLoCoClient, GlobalParameters
 
 # Inner steps per second of four devices: the spread of Liu et al. 2024, arXiv 2401.09135.
 SPEEDS = (0.58, 0.75, 1.51, 3.33)
-# Options of the broker for each variant.
+CONSTANT = "constant"
+WARMUP = "linear:200:0.5"  # of the momentum
+# Options of the broker for each variant; without a warm-up where none is named.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "sync": {"mode": "sync", "outer": "nesterov"},
     "naive": {"mode": "async", "outer": "nesterov"},
@@ -51,8 +53,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "fedbuff": {"mode": "async", "outer": "fedbuff"},
     "sgd": {"mode": "async", "outer": "sgd"},
     "exact": {"mode": "sync", "outer": "nesterov", "wire_dtype": "fp32"},
+    "sync-warm": {"mode": "sync", "outer": "nesterov", "outer_momentum_warmup": WARMUP},
+    "dn-warm": {"mode": "async", "outer": "dn", "outer_momentum_warmup": WARMUP},
 }
-USUAL_VARIANTS = [name for name in VARIANTS if name != "exact"]
+USUAL_VARIANTS = [name for name in VARIANTS if name != "exact" and not name.endswith("-warm")]
 wrong = partial(fail, "compare", code=2)  # one sentence for the user
 # (eta, mu): as published for DiLoCo (arXiv 2311.08105), and what the demo found best for itself.
 OUTER_SETTINGS = ((0.7, 0.9), (Settings().outer_lr, Settings().outer_momentum))
@@ -184,7 +188,7 @@ def measure(plan: Plan, trial: Trial, text: Text) -> dict[str, Any]:
         outer_momentum=trial.mu,
         bind="tcp://127.0.0.1:*",
         feed="tcp://127.0.0.1:*",
-        **VARIANTS[trial.variant],
+        **{"outer_momentum_warmup": CONSTANT, **VARIANTS[trial.variant]},
     )
     at_start = gpt.validation_loss(judge, *text.validation)
     curve: list[tuple[int, float, float | None]] = [(0, 0.0, at_start)]

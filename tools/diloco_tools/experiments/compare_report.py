@@ -16,6 +16,8 @@ VARIANTS = {
     "fedbuff": ("async, FedBuff", "#2563eb"),
     "sgd": ("async, SGD 1/k", "#9333ea"),
     "exact": ("sync, Nesterov, fp32", "#64748b"),
+    "sync-warm": ("sync, momentum warmed up", "#0891b2"),
+    "dn-warm": ("async, Delayed Nesterov, warmed up", "#65a30d"),
 }
 HEADROOM = 1.06  # of the loss at the start; what lies above is out of the picture and marked
 

@@ -146,6 +146,10 @@ TABLES: dict[str, dict[str, tuple[str | Value, str]]] = {
         "fragment_contributions_total": ("contributions", "Pushes counted into the fragment."),
         "fragment_usual_norm": ("usual_norm",
             "Median norm of the workers' last pseudo-gradients; absent with fewer than three."),
+        "fragment_outer_learning_rate": ("lr",
+            "Outer learning rate of the fragment's next step, as its schedule has it."),
+        "fragment_outer_momentum": ("momentum",
+            "Outer momentum of the fragment's next step, as its warm-up has it."),
     },
     "healths": {"workers": (float, "Workers that the broker lists, by health.")},
     "without_series": {

@@ -249,8 +249,8 @@ def _begin_run(state: RunState, source: str) -> effects.Effects:
 def _adopt(state: RunState, donor: str) -> effects.Effects:
     model = state.model
     before = {fragment: each.record.gradients for fragment, each in model.restored.items()}
-    steps = model.adopt()
     size = state.config.dn_size
+    steps = model.adopt(size)
     # Where a version takes any number of gradients, nobody knows where the buffer stood.
     is_unsure = reducer_of(state.config).takes_any_number(state.config)
     for fragment, lost in steps.items():

@@ -22,6 +22,8 @@ from diloco_protocol.messages import Notice
 SETTINGS = {
     "outer_lr": "outer learning rate",
     "outer_momentum": "outer momentum",
+    "outer_lr_schedule": "outer learning rate's schedule",
+    "outer_momentum_warmup": "outer momentum's warm-up",
     "workers": "workers",
     "min_workers": "min-workers",
     "sync_every": "sync-every",
@@ -60,6 +62,11 @@ def changes(state: RunState, arguments: Mapping[str, Any]) -> list[Change]:
         what = f"no setting named {unknown[0]!r:.60}" if unknown else "nothing to set"
         raise UsageError(
             f"There is {what}; what can be set while the run goes on: {', '.join(SETTINGS)}."
+        )
+    if state.has_own_optimizer and "outer_momentum_warmup" in arguments:
+        raise UsageError(
+            "The momentum of an outer optimizer that outer_optimizer_factory makes has no warm-up; "
+            "--outer-lr-schedule holds for it, and --outer-momentum sets it."
         )
     config = state.wanted or state.config
     after = _with(config, arguments)  # of a torch optimizer's settings it only checks the values

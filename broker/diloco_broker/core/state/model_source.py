@@ -260,14 +260,20 @@ class RunModel:
                     newest[fragment] = held.counter
         return best
 
-    def adopt(self) -> dict[int, int]:
-        """Keep what came in. Returns, by fragment, how many versions newer it is than what we had."""
+    def adopt(self, size: int) -> dict[int, int]:
+        """Keep what came in; `size` is that of the outer optimizer's buffer.
+
+        Returns, by fragment, how many versions newer it is than what we had.
+        """
         steps = {}
         for fragment, intake in self.donation.intakes.items():
             ours = self.restored[fragment].record if fragment in self.restored else None
             steps[fragment] = intake.version.counter - (ours.version.counter if ours else 0)
-            # Without a checkpoint the optimizer has nothing yet, however often we adopt.
-            gradients = ours.gradients + steps[fragment] if ours and self.checkpoint else 0
+            if ours and self.checkpoint:
+                gradients = ours.gradients + steps[fragment]
+            else:
+                # The buffer is empty, however often we adopt; the schedules go on.
+                gradients = intake.version.counter - intake.version.counter % size
             self.restored[fragment] = intake.whole(ours, gradients)
         self.donation = Donation()
         return steps

@@ -21,11 +21,13 @@ step whose result cannot be used must leave no trace and a state that is being s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, empty_like
+
+from diloco_broker.config.schedule import OuterSchedule
 
 State = Mapping[str, Tensor]
 """What is remembered of one chunk, by name; a name is missing before its first use. It never changes."""
@@ -75,6 +77,10 @@ class ChunkOuter(Protocol):
     @property
     def size(self) -> int: ...
 
+    def at(self, schedule: OuterSchedule, count: int) -> ChunkOuter:
+        """The same with the learning rate and momentum of the step that comes after `count`."""
+        ...
+
     def step(
         self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = ...
     ) -> Stepped:
@@ -110,6 +116,11 @@ class Nesterov:
     lr: float
     momentum: float
     nesterov: bool = True
+    warms_up: bool = False  # a momentum of 0 will not stay so: m is remembered all the same
+
+    def at(self, schedule: OuterSchedule, count: int) -> Nesterov:
+        momentum, lr = schedule.momentum(self.momentum, count), self.lr * schedule.factor(count)
+        return replace(self, lr=lr, momentum=momentum, warms_up=self.momentum > 0)
 
     def step(
         self, theta: Tensor, gradient: Tensor, state: State, count: int = 0, new: New = empty_like
@@ -134,7 +145,8 @@ class Nesterov:
             made: is given each piece of the new parameters once it is there.
         """
         moved = new(theta)
-        momentum, remembered = state.get(MOMENTUM), new(theta) if self.momentum else None
+        has_momentum = self.momentum or self.warms_up
+        momentum, remembered = state.get(MOMENTUM), new(theta) if has_momentum else None
         start = 0
         for piece in gradient:
             part = slice(start, start := start + piece.numel())
@@ -160,6 +172,9 @@ class Sgd:
     lr: float
     share: float = 1.0
 
+    def at(self, schedule: OuterSchedule, count: int) -> Sgd:
+        return replace(self, lr=self.lr * schedule.factor(count))
+
     def step(
         self, theta: Tensor, gradient: Tensor, state: State, count: int = 0, new: New = empty_like
     ) -> Stepped:
@@ -184,6 +199,10 @@ class DelayedNesterov:
     momentum: float
     size: int
     c: float = 0.0
+
+    def at(self, schedule: OuterSchedule, count: int) -> DelayedNesterov:
+        momentum, lr = schedule.momentum(self.momentum, count), self.lr * schedule.factor(count)
+        return replace(self, lr=lr, momentum=momentum)
 
     def step(
         self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = empty_like
@@ -224,6 +243,9 @@ class Buffered:
     size: int
     is_direct: bool = False
 
+    def at(self, schedule: OuterSchedule, count: int) -> Buffered:
+        return replace(self, inner=self.inner.at(schedule, count))
+
     def step(
         self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = empty_like
     ) -> Stepped:
@@ -247,6 +269,10 @@ class DelayedNesterovByGroup:
     rates: Sequence[Rate]
     size: int
     c: float
+
+    def at(self, schedule: OuterSchedule, count: int) -> DelayedNesterovByGroup:
+        factor = schedule.factor(count)
+        return replace(self, rates=[replace(each, lr=each.lr * factor) for each in self.rates])
 
     def step(
         self, theta: Tensor, gradient: Tensor, state: State, count: int, new: New = empty_like

@@ -67,7 +67,8 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
             "parameters and returns a torch.optim.Optimizer."
         )
     instead = dict.fromkeys(
-        ("outer_lr", "outer_momentum", "nesterov"), "set it in the optimizer that is returned"
+        ("outer_lr", "outer_momentum", "outer_momentum_warmup", "nesterov"),
+        "set it in the optimizer that is returned",
     )
     if config.outer is None:
         instead |= dict.fromkeys(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +103,11 @@ class TorchFragment:
 
     # Stepping.
 
-    def step(self, gradients: Mapping[int, Tensor]) -> None:
-        """`optimizer.step()` with these gradients by chunk, and 0 elsewhere."""
+    def step(self, gradients: Mapping[int, Tensor], factor: float = 1.0) -> None:
+        """`optimizer.step()` with these gradients by chunk, and 0 elsewhere.
+
+        `factor` is that of the learning rate of all groups for this step, above 0.
+        """
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
         for index, gradient in gradients.items():
@@ -112,7 +116,8 @@ class TorchFragment:
                 assert grad is not None
                 grad.view(-1)[piece.in_tensor] = gradient[piece.in_chunk]
         try:
-            self.optimizer.step()
+            with self._scaled(factor):
+                self.optimizer.step()
         except Exception as error:
             raise UsageError(
                 f"The outer optimizer {self._name} failed in step(): {error!r}; choose one whose "
@@ -121,6 +126,20 @@ class TorchFragment:
         finally:
             for parameter in self._parameters:
                 parameter.grad = None
+
+    @contextmanager
+    def _scaled(self, factor: float) -> Iterator[None]:
+        """Groups have their lr times this meanwhile; a scheduler of their own may change it in there."""
+        groups = [each for each in self.optimizer.param_groups if factor != 1 and "lr" in each]
+        before = [group["lr"] for group in groups]
+        scaled = [lr * factor for lr in before]
+        for group, lr in zip(groups, scaled, strict=True):
+            group["lr"] = lr
+        try:
+            yield
+        finally:
+            for group, own, lr in zip(groups, before, scaled, strict=True):
+                group["lr"] = own if group["lr"] == lr else group["lr"] / factor
 
     def is_state_finite(self) -> bool:
         """Whether all moments are: an enormous gradient can leave finite parameters behind, as when

@@ -88,8 +88,10 @@ class WholeTensors:
 
     # Stepping.
 
-    def advance(self, gradients: Mapping[int, Tensor], count: int) -> set[int]:
+    def advance(self, gradients: Mapping[int, Tensor], count: int, factor: float = 1.0) -> set[int]:
         """Take one gradient of the fragment, by chunk; there were `count` before it.
+
+        `factor` is that of the learning rate of its groups.
 
         A chunk without a gradient keeps its value and its share of the buffer, which is applied at a
         boundary all the same; the optimizer sees a gradient of 0 where there is neither.
@@ -99,25 +101,25 @@ class WholeTensors:
             which then leaves no trace, or a buffer.
         """
         if self._outer.rule == "each":
-            is_taken = self._step(gradients)
+            is_taken = self._step(gradients, factor)
         elif (count + 1) % self._outer.size:
-            is_taken = self._fill(gradients)
+            is_taken = self._fill(gradients, factor)
         else:
-            return self._empty(gradients)
+            return self._empty(gradients, factor)
         return set() if is_taken else set(gradients)
 
-    def _fill(self, gradients: Mapping[int, Tensor]) -> bool:
+    def _fill(self, gradients: Mapping[int, Tensor], factor: float) -> bool:
         """Add a gradient to the buffer, between boundaries."""
         totals = self._totals(gradients)
         if not _are_finite(totals):
             return False
-        if self._outer.rule == "direct" and not self._descend(gradients):
+        if self._outer.rule == "direct" and not self._descend(gradients, factor):
             return False
         for index, total in totals.items():
             self._states[index] = {DELAYED: total}
         return True
 
-    def _empty(self, gradients: Mapping[int, Tensor]) -> set[int]:
+    def _empty(self, gradients: Mapping[int, Tensor], factor: float) -> set[int]:
         """Step on the mean of the buffer, at a boundary; without its gradient if that is unusable.
 
         The count goes on in any case: what stayed in the buffer would be divided by N together with
@@ -127,9 +129,9 @@ class WholeTensors:
         held = {index: states[index][DELAYED] for index in self._spans if DELAYED in states[index]}
         totals = held | self._totals(gradients)
         left_out: set[int] = set()
-        if not self._step({i: total / size for i, total in totals.items()}):
+        if not self._step({i: total / size for i, total in totals.items()}, factor):
             left_out |= gradients.keys()
-            if not self._step({i: total / size for i, total in held.items()}):
+            if not self._step({i: total / size for i, total in held.items()}, factor):
                 left_out |= held.keys()
         for index in held:
             states[index] = {}
@@ -138,7 +140,7 @@ class WholeTensors:
     def _totals(self, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         return {index: added(self._states[index], each) for index, each in gradients.items()}
 
-    def _step(self, gradients: Mapping[int, Tensor]) -> bool:
+    def _step(self, gradients: Mapping[int, Tensor], factor: float) -> bool:
         """`optimizer.step()`, if there is any gradient; undone when the result is not finite."""
         if not gradients:
             return True
@@ -146,7 +148,7 @@ class WholeTensors:
             return False
         fragment = self.fragment
         saved = fragment.state_dict()
-        fragment.step(gradients)
+        fragment.step(gradients, factor)
         stepped = {index: fragment.cut(index) for index in gradients}
         if fragment.is_state_finite() and self._keep(stepped):
             # Weight decay and momentum move what has no gradient, too.
@@ -156,14 +158,14 @@ class WholeTensors:
         fragment.load(self._masters, self._spans)
         return False
 
-    def _descend(self, gradients: Mapping[int, Tensor]) -> bool:
-        """theta <- theta - lr g, with the lr of each group."""
+    def _descend(self, gradients: Mapping[int, Tensor], factor: float) -> bool:
+        """theta <- theta - lr g, with the lr of each group times the factor."""
         moved = {}
         for index, gradient in gradients.items():
             values = moved[index] = placed(self._masters, index).clone()
             for rate in self.fragment.rates(index):
                 part = slice(rate.start, rate.stop)
-                values[part].add_(gradient[part], alpha=-rate.lr)
+                values[part].add_(gradient[part], alpha=-rate.lr * factor)
         if not self._keep(moved):
             return False
         self.fragment.load(self._masters, moved)

@@ -21,10 +21,12 @@ export function recordedMetrics(snapshot) {
 export function metrics(snapshot, elapsed, cpuShare) {
   const { outer, totals, counts, loop, checkpoint, reducer } = snapshot;
   const refused = Object.entries(totals.refused ?? {}).map(([code, count]) => `${code} ${count}`).join(", ");
+  const turn = snapshot.fragments.find((part) => part.fragment === snapshot.round?.fragment);
+  const scheduled = (now, given) => (typeof now === "number" && now !== given ? `${Number(now.toPrecision(3))} of ${setting(given)}` : setting(given));
   const isOdd = (count) => (count ? "uneasy" : "");
   return [
-    ["Outer learning rate", outer.lr === null ? "the optimizer's own" : setting(outer.lr)],
-    ["Outer momentum", outer.momentum === null ? "none of its own" : `${setting(outer.momentum)}${outer.nesterov ? ", Nesterov" : ""}`],
+    ["Outer learning rate", outer.lr === null ? "the optimizer's own" : scheduled(turn?.lr, outer.lr)],
+    ["Outer momentum", outer.momentum === null ? "none of its own" : `${scheduled(turn?.momentum, outer.momentum)}${outer.nesterov ? ", Nesterov" : ""}`],
     ["Outer optimizer", [outer.optimizer, outer.variant].filter(Boolean).join(" ") || NONE],
     ["Pending submissions", pending(snapshot)],
     ["DN buffer", outer.buffer > 1 ? `${snapshot.fragments.map((part) => `${part.buffered}/${outer.buffer}`).join(", ") || `0/${outer.buffer}`} gradients` : "none"],

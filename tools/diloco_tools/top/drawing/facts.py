@@ -111,12 +111,20 @@ def last(snapshot: Snapshot) -> Parts:
 
 def optimizer(snapshot: Snapshot) -> Parts:
     """The outer optimizer and what may be changed about it."""
-    outer = snapshot.outer
+    outer, turn = snapshot.outer, snapshot.round and snapshot.round.fragment
+    now = next((part for part in snapshot.fragments if part.fragment == turn), None)
     return (
         f"{outer.optimizer} {outer.variant or ''}".strip(),
-        f"lr {outer.lr:g}" if outer.lr is not None else "",
-        f"momentum {outer.momentum:g}" if outer.momentum is not None else "",
+        _scheduled("lr", now.lr if now else None, outer.lr),
+        _scheduled("momentum", now.momentum if now else None, outer.momentum),
     )
+
+
+def _scheduled(what: str, now: float | None, given: float | None) -> str:
+    """A setting of the outer optimizer; where a schedule has it elsewhere now, that first."""
+    if given is None or now is None or now == given:
+        return "" if given is None else f"{what} {given:g}"
+    return f"{what} {now:.3g} of {given:g}"
 
 
 def exchange(snapshot: Snapshot) -> Parts:

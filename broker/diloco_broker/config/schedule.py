@@ -1,0 +1,96 @@
+"""How the outer optimizer's learning rate and momentum go over the rounds of a run: the formulas.
+
+t is the rounds that a fragment has had, p = min(1, t / R) how far its schedule of R rounds has come, and
+
+    s = 0                       constant
+        p                       linear
+        (1 - cos(pi p)) / 2     cosine (half a period, as in arXiv 1608.03983, without restarts)
+
+    lr        eta (1 + s (F - 1))                  falls from eta to F eta, and stays there
+    momentum  M + s (mu - M), if M < mu, else mu   rises from M to mu, and stays there
+
+M is a momentum, not a part of mu: a run that asks for no more than M has what it asks for at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+CONSTANT = "constant"
+MOST_ROUNDS = 1_000_000
+USUAL_FINAL = 0.1  # F, where none is given
+USUAL_START = 0.0  # M, where none is given
+
+_TEXT = re.compile(r"(linear|cosine):([0-9]{1,7})(?::([0-9]{1,3}(?:\.[0-9]{1,9})?|\.[0-9]{1,9}))?")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A shape, R, and the third number of the text: F or M; None where none is given."""
+
+    shape: str = CONSTANT
+    rounds: int = 1
+    value: float | None = None
+
+    @classmethod
+    def parse(cls, text: object) -> Schedule:
+        """Read `constant` or `SHAPE:ROUNDS[:VALUE]`; raises ValueError for anything else."""
+        if text == CONSTANT:
+            return cls()
+        found = _TEXT.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise ValueError(f"{text!r:.60} is no schedule")
+        shape, rounds, value = found.groups()
+        if not 1 <= int(rounds) <= MOST_ROUNDS:
+            raise ValueError(f"{rounds} rounds, which is not from 1 to {MOST_ROUNDS}")
+        return cls(shape, int(rounds), None if value is None else float(value))
+
+    @property
+    def is_constant(self) -> bool:
+        return self.shape == CONSTANT
+
+    @property
+    def final(self) -> float:
+        """F of a learning rate."""
+        return USUAL_FINAL if self.value is None else self.value
+
+    @property
+    def start(self) -> float:
+        """M of a warm-up."""
+        return USUAL_START if self.value is None else self.value
+
+    def done(self, rounds: float) -> float:
+        """s after this number of rounds, from 0 to 1."""
+        along = min(1.0, rounds / self.rounds)
+        match self.shape:
+            case "linear":
+                return along
+            case "cosine":
+                return (1 - math.cos(math.pi * along)) / 2
+        return 0.0
+
+
+@dataclass(frozen=True)
+class OuterSchedule:
+    """Both schedules of a run. `size` is how many gradients of a fragment make a round of it: 1, and
+    in asynchronous mode, where each push is a gradient, N."""
+
+    lr: Schedule = Schedule()
+    warmup: Schedule = Schedule()
+    size: int = 1
+
+    def factor(self, gradients: int) -> float:
+        """What the learning rate is multiplied with, once a fragment has had so many gradients."""
+        return 1 + self.lr.done(gradients / self.size) * (self.lr.final - 1)
+
+    def momentum(self, momentum: float, gradients: int) -> float:
+        """What a momentum is by then."""
+        start = self.warmup.start
+        if self.warmup.is_constant or start >= momentum:
+            return momentum
+        return start + self.warmup.done(gradients / self.size) * (momentum - start)
+
+
+UNCHANGING = OuterSchedule()

@@ -278,6 +278,7 @@ class Snapshot:
     version: str = ""
     control: str = ""
     security: str = ""  # KEYS, LOOPBACK or INSECURE; empty: a broker that does not say
+    unix_s: float | None = None  # the broker's clock; None: a broker that does not say
     uptime_s: float = 0.0
     mode: str = ""
     state: str = ""

@@ -1,7 +1,7 @@
 """Multipart frames: [msgpack header][raw buffer]. Nothing is ever unpickled.
 
-Every message is a header frame; `chunk` alone has one buffer frame behind it. Sizes are limited here,
-before anything is decoded.
+Every message is a header frame; `chunk` has one buffer frame behind it, and a `probe` may have one.
+Sizes are limited here, before anything is decoded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco_protocol.chunks import CHUNK_ELEMENTS
 from diloco_protocol.errors import Code, ProtocolError
-from diloco_protocol.messages import Chunk, Message, decode, encode
+from diloco_protocol.messages import LONGEST_PROBE, Chunk, Message, Probe, decode, encode
 
 # A header from the broker: what it knows of a manifest of 50,000 tensors takes about 6 MB.
 MAX_HEADER_BYTES = 8 << 20
@@ -34,7 +34,7 @@ KEEPALIVE_IDLE_S = 60
 
 
 def pack(message: Message, payload: Any = None) -> list[Any]:
-    """The frames of a message. `payload` (bytes-like) goes with `chunk` and with nothing else."""
+    """The frames of a message. `payload` (bytes-like) goes with `chunk` and `probe` only."""
     header = encode(message)
     return [header] if payload is None else [header, payload]
 
@@ -42,7 +42,7 @@ def pack(message: Message, payload: Any = None) -> list[Any]:
 def unpack(
     frames: Sequence[Any], longest_header: int = MAX_HEADER_BYTES
 ) -> tuple[Message, memoryview | None]:
-    """The message, and the buffer of a `chunk` or None, of bytes-like frames without the routing id.
+    """The message, and its buffer or None, of bytes-like frames without the routing id.
 
     Raises:
         ProtocolError: wrong number or sizes of frames, a header that is no message, or a chunk
@@ -67,6 +67,9 @@ def unpack(
             raise _misfit(
                 f"The buffer has {payload.nbytes} bytes, the limit is {MAX_BUFFER_BYTES}."
             )
+    elif isinstance(message, Probe):
+        if payload is not None and payload.nbytes > LONGEST_PROBE:
+            raise _misfit(f"The buffer has {payload.nbytes} bytes, the limit is {LONGEST_PROBE}.")
     elif payload is not None:
         raise _misfit(f"A {message.kind} message has no buffer, this one came with one.")
     return message, payload

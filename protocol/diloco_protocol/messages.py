@@ -33,6 +33,8 @@ WEIGHTS = ("equal", "tokens", "samples")
 
 LONGEST_WORKER_ID = 64  # characters
 LONGEST_JOIN = 60 << 10  # bytes of its header; in a longer one the manifest is only named
+# Of a probe's buffer, bytes: less than a message that a stranger may be in the middle of.
+LONGEST_PROBE = 48 << 10
 
 
 def is_worker_id(text: str) -> bool:
@@ -307,6 +309,18 @@ class Error(Message):
 
 
 # Operator and anyone.
+
+
+@dataclass(frozen=True)
+class Probe(Message):
+    """Measures the way. The broker answers one with another of the same number, both ways with a buffer.
+
+    Attributes:
+        answer: bytes of the buffer that the answer is to have.
+    """
+
+    number: int
+    answer: int = 0
 
 
 @dataclass(frozen=True)

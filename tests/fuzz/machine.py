@@ -46,7 +46,9 @@ SAVING: list[dict[str, Any]] = [{}, {"save_dir": "run"}, {"save_dir": "run", "du
 NAMES = ["a", "b", "c"]
 MOST_EVENTS = 200
 LONGEST_FEED = 100_000  # characters; a dozen workers with all that they may say of themselves
-TO_BROKER = sorted({"join", "describe", "leave", "heartbeat", "push", "chunk", "commit", "pull"})
+TO_BROKER = sorted(
+    {"join", "describe", "leave", "heartbeat", "push", "chunk", "commit", "pull", "probe"}
+)
 TO_BROKER += ["credit", "control", "control", "heartbeat", "push", "chunk", "welcome", "result"]
 SETTINGS: list[dict[str, Any]] = [
     {"outer_lr": 0.5},

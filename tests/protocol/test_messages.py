@@ -31,6 +31,7 @@ from diloco_protocol.messages import (
     Leave,
     Message,
     Notice,
+    Probe,
     Progress,
     Pull,
     Purpose,
@@ -60,6 +61,7 @@ EVERY_KIND: list[Message] = [
         "a", MANIFEST, "0" * 16, b"s" * 16, (VERSION, None), {"sync_every": 5}, "host", 7, {"x": 1}
     ),
     Describe(b"piece"),
+    Probe(7, 49152),
     Leave(b"s", "done"),
     Heartbeat(b"s", 10, 3, "waiting", 4.5, 2.25, 100),
     Push(b"s", 2**64 - 1, 0, 3, "fp32", VERSION, 2.0, 5, 9, 4, 1.5, 0.1, Purpose.DONATION, LEDGER),

@@ -71,6 +71,7 @@ class LoopFigures:
     version: str  # of the broker's program
     control: str
     use: feed.Loop
+    unix_s: float = 0.0  # the clock of its machine
 
 
 def snapshot_and_line(
@@ -101,6 +102,7 @@ def _snapshot(
         run=state.model.run,
         version=figures.version,
         control=figures.control,
+        unix_s=figures.unix_s,
         uptime_s=_age(state.started_at, now),
         mode=state.run_config.mode,
         state=_condition(state, waiting_for),

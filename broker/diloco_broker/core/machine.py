@@ -27,7 +27,7 @@ from diloco_broker.core.rules import (
     rounds,
     stopping,
 )
-from diloco_broker.core.rules.joining import admission, descriptions, permissions
+from diloco_broker.core.rules.joining import admission, descriptions, permissions, probes
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
 from diloco_broker.core.state.run import RunState
@@ -58,6 +58,7 @@ OF_ANYBODY: dict[type, Callable[[RunState, effects.Route, Any], Effects]] = {
     messages.Join: descriptions.join,
     messages.Describe: descriptions.describe_on,
     messages.Control: operator.control,
+    messages.Probe: probes.answer,
 }
 OF_MEMBERS: dict[type, Callable[[RunState, Member, Any], Effects]] = {
     messages.Heartbeat: liveness.beat,

@@ -391,7 +391,8 @@ class Loop:
 
     def _figures(self) -> LoopFigures:
         turn_ms, cpu_s = round(self._longest_turn_s * 1e3, 3), round(time.thread_time(), 3)
-        return LoopFigures(VERSION, self.sockets.address, feed.Loop(turn_ms, cpu_s, rss_bytes()))
+        use = feed.Loop(turn_ms, cpu_s, rss_bytes())
+        return LoopFigures(VERSION, self.sockets.address, use, round(time.time(), 3))
 
     def _answer_status(self, route: bytes, control: Control) -> None:
         data, _ = self.onlookers.snapshot()

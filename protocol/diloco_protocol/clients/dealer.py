@@ -36,9 +36,9 @@ class Dealer:
             self.close()
             raise
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, payload: Any = None) -> None:
         """Raises TypeError or ValueError for what cannot be sent."""
-        self._socket.send_multipart(pack(message))
+        self._socket.send_multipart(pack(message, payload))
 
     def receive(self, until: float) -> tuple[Message, Any] | None:
         """The next message and its payload; None when `time.monotonic()` has reached `until`.

@@ -30,6 +30,7 @@ from diloco_protocol.messages import (
     Heartbeat,
     Join,
     Message,
+    Progress,
     Pull,
     Purpose,
     Push,
@@ -72,6 +73,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     "VersionId": versions,
     "Ledger": ledgers,
     "Manifest": st.lists(tensors, max_size=2).map(lambda t: Manifest(tuple(t))),
+    "Progress": st.builds(Progress, numbers, numbers, numbers),
     "RunConfig": st.just(RunConfig("sync", 1)),
     "Mapping[str, Any]": st.dictionaries(
         st.sampled_from(["sync_every", "__class__", ""]), st.none() | numbers | st.floats()

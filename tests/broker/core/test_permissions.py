@@ -16,6 +16,7 @@ from diloco_protocol.messages import (
     Join,
     Leave,
     Message,
+    Probe,
     Pull,
     Push,
     Rejoin,
@@ -54,6 +55,7 @@ def answers(stage: Stage, message: Message, peer: Peer) -> list[Message]:
         (Control("nonsense", 1), {ANNA}),
         (Control("manifest", 1), {ANNA, W0, W1}),
         (Pull(0, credit=1), {ANNA, W0, W1}),
+        (Probe(1, 64), {ANNA, W0, W1}),
     ],
     ids=lambda value: (
         f"{value.kind} {getattr(value, 'action', '')}" if isinstance(value, Message) else ""

@@ -10,6 +10,7 @@ from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import RunModel
+from diloco_broker.core.state.probes import ProbeAllowance
 from diloco_broker.core.state.run_record import FragmentRecord
 from diloco_broker.core.state.shards import Shards
 from diloco_broker.core.state.submissions import Submissions
@@ -161,6 +162,7 @@ class RunState:
     shards: Shards = field(default_factory=Shards)  # who samples which part of the data
     # By connection, those who are about to join and have to describe their models.
     descriptions: dict[effects.Route, Described] = field(default_factory=dict)
+    probes: ProbeAllowance = field(default_factory=ProbeAllowance)
     versions: VersionStore = field(default_factory=VersionStore)
     # The round going on, in asynchronous mode the update; None until there are parameters.
     round: Update | None = None

@@ -33,6 +33,9 @@ def check(peer: Peer | None, message: messages.Message) -> None:
                     f"{peer} may train under its own name only, not as {message.worker_id!r:.80}; leave "
                     "worker_id out, or take the key of that worker."
                 )
+        case messages.Probe():
+            if peer.role is Role.MONITOR:
+                raise _not_allowed(f"{peer} may not measure the way; that takes another key.")
         case messages.Pull(session=None) | messages.Credit(session=None):
             if peer.role is Role.MONITOR:
                 raise _not_allowed(f"{peer} may not read the model; that takes another key.")

@@ -1,0 +1,207 @@
+"""`diloco-worker run`, with real processes: variables, exit codes, signals, restarts, the background."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from kit.process_kit import Child, Processes, wait_for
+
+pytest_plugins = ("kit.process_fixtures",)
+
+SERVER = ("--server", "127.0.0.1:1")
+# Shows what it was given, and ends as it is told to.
+SHOW = """
+import os, sys
+for name in sorted(os.environ):
+    if name.startswith("DILOCO_"):
+        print(name, "=", os.environ[name], flush=True)
+sys.exit(int(sys.argv[1]))
+"""
+# Says which signals reach it; SIGTERM ends it with 7.
+LISTEN = """
+import signal, sys, threading
+def told(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    if number == signal.SIGTERM:
+        sys.exit(7)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, told)
+print("listens", flush=True)
+while True:
+    signal.pause()
+"""
+# Fails in its first two lives.
+FAIL_TWICE = """
+import pathlib, sys
+lives = pathlib.Path("lives")
+done = int(lives.read_text()) if lives.exists() else 0
+lives.write_text(str(done + 1))
+print("life", done + 1, flush=True)
+sys.exit(1 if done < 2 else 0)
+"""
+
+
+def launch(processes: Processes, *words: str, **env: str) -> Child:
+    return processes.run("-m", "diloco_worker", "run", *words, **env)
+
+
+def script(folder: Path, text: str) -> tuple[str, str]:
+    path = folder / "script.py"
+    path.write_text(text)
+    return sys.executable, str(path)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def host() -> str:
+    return socket.gethostname()[:50]
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 42])
+def test_exit_code_is_the_scripts(processes: Processes, tmp_path: Path, code: int) -> None:
+    made = launch(processes, *SERVER, "--", *script(tmp_path, SHOW), str(code))
+    assert made.ends() == code
+    assert f"DILOCO_WORKER_ID = {host()}-0" in made.output
+    assert "DILOCO_SERVER = tcp://127.0.0.1:1" in made.output
+
+
+def test_each_slot_and_each_shard_has_a_name_of_its_own(
+    processes: Processes, tmp_path: Path
+) -> None:
+    program = (*script(tmp_path, SHOW), "0")
+    shards = ("--shard-index", "3", "--num-shards", "8")
+    by_slot, by_shard, by_name = (
+        launch(processes, *SERVER, *words, *program)
+        for words in (("--slot", "2"), shards, ("--worker-id", "gpu", *shards))
+    )
+    assert [made.ends() for made in (by_slot, by_shard, by_name)] == [0, 0, 0]
+    assert f"DILOCO_WORKER_ID = {host()}-2" in by_slot.output
+    assert "SHARD" not in by_slot.output
+    assert f"DILOCO_WORKER_ID = {host()}-3" in by_shard.output
+    assert "DILOCO_SHARD_INDEX = 3" in by_shard.output
+    assert "DILOCO_NUM_SHARDS = 8" in by_shard.output
+    assert "DILOCO_WORKER_ID = gpu" in by_name.output
+
+
+def test_name_is_that_of_the_key(processes: Processes, tmp_path: Path) -> None:
+    assert processes.asks("keygen", "keys", "berlin", "oslo") == 0
+    program = (*script(tmp_path, SHOW), "0")
+    file = tmp_path / "keys" / "clients" / "worker-oslo.key"
+    by_file = launch(processes, *SERVER, "--keys", str(file), *program)
+    chosen = launch(processes, *SERVER, "--keys", "keys", "--worker-id", "berlin", *program)
+    unclear = launch(processes, *SERVER, "--keys", "keys", *program)
+    assert [made.ends() for made in (by_file, chosen, unclear)] == [0, 0, 2]
+    assert "DILOCO_WORKER_ID = oslo" in by_file.output
+    assert f"DILOCO_KEYS = {file}" in by_file.output
+    assert "worker-berlin.key" in chosen.output
+    assert "name the file: worker-berlin.key, worker-oslo.key" in unclear.output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((), "give the broker's address"),
+        (("--server", "file://"), "it must be an address"),
+        ((*SERVER, "--shard-index", "3", "--num-shards", "3"), "DILOCO_SHARD_INDEX is '3'"),
+        ((*SERVER, "--shard-index", "3"), "DILOCO_NUM_SHARDS is ''"),
+        ((*SERVER, "--log-file", "x"), "--log-file needs --detach"),
+        ((*SERVER, "--worker-id", "\x1b[2J"), "printable"),
+    ],
+)
+def test_wrong_use_gets_a_sentence_before_anything_is_started(
+    processes: Processes, tmp_path: Path, words: tuple[str, ...], sentence: str
+) -> None:
+    made = launch(processes, *words, "--restarts", "3", *script(tmp_path, SHOW), "0")
+    assert made.ends() == 2
+    assert sentence in made.output
+    assert "DILOCO_SERVER =" not in made.output
+
+
+def test_program_that_is_not_there_gets_a_sentence(processes: Processes) -> None:
+    made = launch(processes, *SERVER, "--restarts", "3", "no-such-program", "x")
+    assert made.ends() == 2
+    assert "There is no program 'no-such-program'" in made.output
+
+
+def test_signals_reach_the_script_once_each(processes: Processes, tmp_path: Path) -> None:
+    made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, LISTEN))
+    made.says("listens")
+    for which in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        made.gets(which)
+        made.says(f"got {which.name}")
+    assert made.ends() == 7, "its own exit code, and no restart of what was asked to end"
+    assert made.output.count("got ") == 4
+    assert made.output.count("listens") == 1
+
+
+def test_script_that_takes_no_signal_is_ended_by_it(processes: Processes, tmp_path: Path) -> None:
+    plain = "import signal; print('begins', flush=True)\nwhile True: signal.pause()"
+    for which, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, plain))
+        made.says("begins")
+        made.gets(which)
+        assert made.ends() == code
+
+
+def test_script_that_fails_is_started_again_after_a_pause(
+    processes: Processes, tmp_path: Path
+) -> None:
+    made = launch(processes, *SERVER, "--restarts", "2", *script(tmp_path, FAIL_TWICE))
+    assert made.ends() == 0
+    assert "restart 1 of 2 in 1 s" in made.output
+    assert "restart 2 of 2 in 2 s" in made.output
+    assert made.output.count("life ") == 3
+
+
+def test_script_that_was_killed_is_started_again_and_given_up_at_last(
+    processes: Processes, tmp_path: Path
+) -> None:
+    killed = "import os; os.kill(os.getpid(), 9)"
+    made = launch(processes, *SERVER, "--restarts", "1", *script(tmp_path, killed))
+    assert made.ends() == 137
+    assert "code 137; restart 1 of 1" in made.output
+    assert "is not started again" in made.output
+
+
+def test_pause_before_a_restart_ends_with_a_signal(processes: Processes, tmp_path: Path) -> None:
+    made = launch(processes, *SERVER, "--restarts", "9", *script(tmp_path, SHOW), "1")
+    made.says("restart 3 of 9 in 4 s")
+    made.gets(signal.SIGTERM)
+    assert made.ends(within=3.0) == 143
+
+
+@pytest.mark.parametrize("code", ["2", "3"])
+def test_restart_cannot_mend_wrong_use_or_the_end_of_the_run(
+    processes: Processes, tmp_path: Path, code: str
+) -> None:
+    made = launch(processes, *SERVER, "--restarts", "3", *script(tmp_path, SHOW), code)
+    assert made.ends() == int(code)
+    assert "restart " not in made.output
+
+
+def test_worker_in_the_background_is_ended_by_its_pid(processes: Processes, tmp_path: Path) -> None:
+    made = launch(processes, *SERVER, "--slot", "1", "--detach", *script(tmp_path, LISTEN))
+    assert made.ends() == 0
+    pid = int(made.says("pid ").split()[1])
+    log = tmp_path / made.says("log ").split()[1]
+    try:
+        assert log.name == f"diloco-worker-{host()}-1.log"
+        wait_for(lambda: "listens" in log.read_text())
+        assert os.getsid(pid) == pid, "a closed terminal does not end it"
+        os.kill(pid, signal.SIGTERM)
+        wait_for(lambda: not is_running(pid))
+        assert "got SIGTERM" in log.read_text()
+    finally:
+        if is_running(pid):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,191 @@
+"""`diloco-worker run`: starts a training script with what it needs to find its run, and minds it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from diloco_protocol import UsageError
+from diloco_protocol.clients.keys import HANDED_OUT
+from diloco_protocol.roles import Role
+from diloco_worker.cli.python_command import with_auto
+from diloco_worker.core.restarts import WRONG_USAGE, Restarts
+from diloco_worker.shell.training_program import TrainingProgram
+from diloco_worker.training.settings import ADDRESS, resolve, worker_keys
+from diloco_worker.training.shard import COUNT, INDEX, shard
+
+
+def run(  # noqa: PLR0913  each is an option
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND...", help="What starts the training script.")
+    ],
+    *,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            help="The broker's control address, or file:///PATH of the file that diloco-broker serve "
+            "--address-file writes. Default: DILOCO_SERVER."
+        ),
+    ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="The worker's key file, or the folder of diloco-broker keygen."),
+    ] = None,
+    worker_id: Annotated[
+        str | None,
+        typer.Option(help="Default: the name of the key; without one host name and slot."),
+    ] = None,
+    slot: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Number of this worker on its machine. Default: the shard index, else 0."
+        ),
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Start it again after so many failures in a row.")
+    ] = 0,
+    shard_index: Annotated[
+        int | None, typer.Option(min=0, help="Which share of the data it has, from 0.")
+    ] = None,
+    num_shards: Annotated[
+        int | None, typer.Option(min=1, help="How many shares there are.")
+    ] = None,
+    auto: Annotated[
+        bool,
+        typer.Option(
+            "--auto", help="The script knows nothing of DiLoCo: attach to its first optimizer."
+        ),
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Run in the background; kill the pid to stop it.")
+    ] = False,
+    log_file: Annotated[
+        Path | None,
+        typer.Option(help="With --detach. Default: diloco-worker-ID.log in this folder."),
+    ] = None,
+) -> None:
+    """Run a training script as a worker: diloco-worker run --server HOST:8512 -- python train.py
+
+    SIGTERM, Ctrl-C, SIGHUP, SIGUSR1 and SIGUSR2 are given on to it. The exit
+    code is its own (128 + N where signal N ended it). After 0, 2 (called
+    wrongly) and 3 (the run is over) it is never started again.
+    """
+    logging.basicConfig(format="diloco-worker: %(message)s", stream=sys.stderr, level=logging.INFO)
+    with _failing_in_a_sentence():
+        given = _settings(
+            server=server,
+            keys=keys,
+            worker_id=worker_id,
+            slot=slot,
+            shard_index=shard_index,
+            num_shards=num_shards,
+        )
+        words = with_auto(command) if auto else list(command)
+        if shutil.which(words[0]) is None:
+            raise UsageError(f"There is no program {words[0]!r:.200}; give the path of one.")
+        if log_file is not None and not detach:
+            raise UsageError(
+                "--log-file needs --detach; without it the script writes where you are."
+            )
+    if detach:
+        _detach(given, words, restarts, log_file)
+        return
+    program = TrainingProgram(words, os.environ | given, Restarts(restarts))
+    raise typer.Exit(program.run())
+
+
+@contextlib.contextmanager
+def _failing_in_a_sentence() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        _fail(error)
+
+
+def _fail(sentence: object) -> NoReturn:
+    typer.echo(f"diloco-worker: {sentence}", err=True)
+    raise typer.Exit(WRONG_USAGE) from None
+
+
+def _settings(
+    *,
+    server: str | None,
+    keys: Path | None,
+    worker_id: str | None,
+    slot: int | None,
+    shard_index: int | None,
+    num_shards: int | None,
+) -> dict[str, str]:
+    """The variables that say so; checked, so that a mistake is told here and now.
+
+    Raises UsageError.
+    """
+    own = resolve({"server": server, "keys": keys, "worker_id": worker_id})
+    if own.server is None:
+        raise UsageError(
+            f"There is no --server and no DILOCO_SERVER; give the broker's address: {ADDRESS.what}."
+        )
+    given = {"DILOCO_SERVER": own.server}
+    shards = (shard_index, num_shards)
+    if shards != (None, None):
+        given |= {
+            name: "" if value is None else str(value)
+            for name, value in zip((INDEX, COUNT), shards, strict=True)
+        }
+    index, count = shard(None, os.environ | given)
+    if slot is None:
+        slot = index if count > 1 else 0
+    name = own.worker_id or f"{_host()}-{slot}"
+    file = own.keys and _key_file(Path(own.keys).expanduser().absolute(), name)
+    if file:
+        _, key_name = worker_keys(file, own.worker_id)
+        given["DILOCO_KEYS"] = str(file)
+        name = key_name or name
+    given["DILOCO_WORKER_ID"] = name
+    return given
+
+
+def _key_file(given: Path, name: str) -> Path:
+    """Of a folder with several keys the one of this worker."""
+    own = given / HANDED_OUT / f"{Role.WORKER.value}-{name}.key"
+    return own if own.is_file() else given
+
+
+def _host() -> str:
+    return "".join(c for c in socket.gethostname() if c.isprintable())[:50] or "worker"
+
+
+def _detach(
+    given: dict[str, str], words: Sequence[str], restarts: int, log_file: Path | None
+) -> None:
+    """Start this command again in a session of its own, and say how to follow and to stop it."""
+    name = "".join(c if c.isalnum() or c in "._-" else "_" for c in given["DILOCO_WORKER_ID"])
+    log = log_file or Path(f"diloco-worker-{name}.log")
+    mine = [sys.executable, "-m", "diloco_worker", "run", "--restarts", str(restarts), "--"]
+    try:
+        with log.open("ab") as output:
+            started = subprocess.Popen(
+                [*mine, *words],
+                env=os.environ | given,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+    except OSError as error:
+        _fail(f"The log {log} cannot be written: {error.strerror}; give another --log-file.")
+    typer.echo(f"pid {started.pid}")
+    typer.echo(f"log {log}")
+    typer.echo(
+        f"{given['DILOCO_WORKER_ID']} runs in the background. Stop it with: kill {started.pid}"
+    )

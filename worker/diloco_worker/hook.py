@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from diloco_worker.shell.sigterm import Termination
 from diloco_worker.training import settings, start
 from diloco_worker.training.counted_steps import CountedSteps
 from diloco_worker.training.driver import DRIVERS, Driver
+from diloco_worker.training.global_view import in_the_model
 from diloco_worker.training.push_log import PushLog
 from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
@@ -334,6 +336,16 @@ class DiLoCoWorker:
             logger.warning("load_global() came after the worker has left; the model is as it was.")
             return False
         return self._between_steps(boundary.load)
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """`with diloco.global_parameters():` the model has those that this worker received last.
+
+        Evaluate them there, and make no step. Nothing is sent, and local steps are not lost: afterwards
+        the model is what it was. Costs a copy of what is trained, on its device.
+        """
+        if self._driver is None or self._tensors is None:
+            return nullcontext()
+        return in_the_model(self._tensors, self._driver.bases)
 
     @property
     def should_stop(self) -> bool:

@@ -26,6 +26,7 @@ from diloco_worker.core.sync.patience import Options
 from diloco_worker.core.sync.resumption import resume
 from diloco_worker.core.sync.state import SyncState
 from diloco_worker.model.checksums import checksums
+from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
 from diloco_worker.model.values import Constants
 from diloco_worker.shell.link import Link
@@ -138,6 +139,11 @@ class Driver:
         place = state.schedule.place
         resumption = Resumption(state.worker_id, terms, place, self._frozen, fragments, sums)
         return to_plain(resumption, self.tensors.manifest)
+
+    @property
+    def bases(self) -> list[FlatState]:
+        """Of each fragment, the values of the version that training stands on."""
+        return [each.base for each in self._fragments]
 
     def after_step(self, step: int) -> None:
         """An optimizer step has been taken. Returns when training may go on."""

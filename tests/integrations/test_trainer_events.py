@@ -1,0 +1,256 @@
+"""What the callback does at each event of Hugging Face's Trainer, in this process, at a real broker."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_broker import Broker
+from diloco_protocol import UsageError
+from kit import tiny_task
+from kit.integrations import needs
+from kit.whole_run import PATIENCE_S, make_config
+
+pytestmark = [
+    pytest.mark.integration,
+    needs("transformers", "accelerate"),
+    pytest.mark.filterwarnings("default"),
+]
+
+H = 4
+MakeTrainer = Callable[..., Any]
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    with Broker(make_config(workers=1, sync_every=H)) as made:
+        yield made
+
+
+@pytest.fixture
+def trainer(
+    broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeTrainer]:
+    """Makes Trainers of the tiny task; their callbacks are closed at once after the test."""
+    from transformers import Trainer, TrainingArguments
+
+    from diloco_worker.transformers import DiLoCoCallback
+
+    monkeypatch.delenv("DILOCO_SERVER", raising=False)
+    callbacks: list[Any] = []
+
+    def make(*others: Any, own: Any = None, model: Any = None, **arguments: Any) -> Any:
+        made = own or DiLoCoCallback(broker.address, worker_id="w", timeout=PATIENCE_S)
+        callbacks.append(made)
+        options: dict[str, Any] = {
+            "output_dir": str(tmp_path / "out"),
+            "per_device_train_batch_size": tiny_task.BATCH,
+            "max_steps": 2 * H,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "use_cpu": True,
+            "report_to": "none",
+            "disable_tqdm": True,
+        }
+        return Trainer(
+            model or tiny_task.TinyModel(),
+            TrainingArguments(**options | arguments),
+            train_dataset=tiny_task.Examples("w"),
+            eval_dataset=tiny_task.Examples("eval", 16),
+            callbacks=[made, *others],
+        )
+
+    yield make
+    for each in callbacks:
+        if each.diloco is not None:
+            each.diloco.close(failed=True)
+
+
+def hook_of(trainer: Any) -> Any:
+    from diloco_worker.transformers import DiLoCoCallback
+
+    return trainer.pop_callback(DiLoCoCallback).diloco
+
+
+def test_without_a_server_the_trainer_trains_alone(trainer: MakeTrainer, tmp_path: Path) -> None:
+    from diloco_worker.transformers import DiLoCoCallback
+
+    alone = trainer(own=DiLoCoCallback(), save_strategy="steps", save_steps=H)
+    alone.train()
+    assert alone.state.global_step == 2 * H
+    assert not [key for log in alone.state.log_history for key in log if key.startswith("diloco")]
+    assert not list(tmp_path.rglob("diloco.pt"))
+
+
+def test_optimizer_steps_are_counted_and_not_batches(trainer: MakeTrainer) -> None:
+    made = trainer(gradient_accumulation_steps=3, max_steps=5, per_device_train_batch_size=4)
+    made.train()
+    diloco = hook_of(made)
+    assert (diloco.local_step, diloco.sync_count) == (5, 1)
+
+
+def test_steps_that_overflow_are_not_counted(trainer: MakeTrainer) -> None:
+    class Overflows(nn.Module):
+        """Has an infinite gradient at the second and third batch."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.batches = tiny_task.TinyModel(), 0
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            made = self.inner(x, labels)
+            self.batches += self.training
+            scale = torch.inf if self.batches in (2, 3) else 1.0
+            return {**made, "loss": made["loss"] * scale}
+
+    made = trainer(model=Overflows(), max_steps=7, logging_nan_inf_filter=True)
+    made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    made.train()
+    diloco = hook_of(made)
+    assert made.state.global_step == 7
+    assert (diloco.local_step, diloco.sync_count) == (5, 1)
+
+
+def test_what_is_logged_reaches_those_that_report(trainer: MakeTrainer) -> None:
+    from transformers import TrainerCallback
+
+    class Reporter(TrainerCallback):
+        def __init__(self) -> None:
+            self.heard: list[dict[str, Any]] = []
+
+        def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+            self.heard.append(dict(logs))
+
+    made = trainer()
+    reporter = Reporter()
+    made.callback_handler.callbacks.insert(1, reporter)  # where those of report_to stand
+    made.train()
+    rounds = [log["diloco/rounds"] for log in reporter.heard if "loss" in log]
+    assert rounds == [0] * (H - 1) + [1] * H + [2]
+    assert {"diloco/round", "diloco/bytes_up", "diloco/seconds_waited"} <= set(reporter.heard[0])
+    assert made.state.log_history[-1]["diloco/rounds"] == 2
+
+
+def test_the_trainer_stops_and_saves_when_the_run_ends(
+    trainer: MakeTrainer, broker: Broker, tmp_path: Path
+) -> None:
+    from transformers import TrainerCallback
+
+    class EndsTheRun(TrainerCallback):
+        def on_step_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step == H:
+                broker.stop()
+
+    made = trainer(EndsTheRun(), max_steps=1000, save_strategy="steps", save_steps=500)
+    made.train()
+    step = made.state.global_step
+    assert H <= step < 1000
+    assert (tmp_path / "out" / f"checkpoint-{step}" / "diloco.pt").exists()
+
+
+@pytest.mark.parametrize("keeps_callbacks", [False, True])
+def test_it_resumes_where_the_checkpoint_was_even_in_another_folder(
+    trainer: MakeTrainer, tmp_path: Path, keeps_callbacks: bool
+) -> None:
+    saves = {"save_strategy": "steps", "save_steps": H + 1}
+    first = trainer(max_steps=H + 1, **saves)
+    first.train()
+    state = tmp_path / "out" / f"checkpoint-{H + 1}" / "trainer_state.json"
+    assert "DiLoCoCallback" in json.loads(state.read_text())["stateful_callbacks"]
+    second = trainer(
+        output_dir=str(tmp_path / "other"),
+        restore_callback_states_from_checkpoint=keeps_callbacks,
+    )
+    second.train(resume_from_checkpoint=str(state.parent))
+    diloco = hook_of(second)
+    assert (diloco.local_step, diloco.sync_count) == (2 * H, 2)
+
+
+def test_a_checkpoint_without_our_file_is_said(
+    trainer: MakeTrainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(max_steps=H, save_strategy="steps", save_steps=H).train()
+    for each in tmp_path.rglob("diloco.pt"):
+        each.unlink()
+    with caplog.at_level(logging.WARNING, "diloco.worker"):
+        again = trainer()
+        again.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{H}"))
+    assert "it begins with the run's parameters" in caplog.text
+    assert again.state.global_step == 2 * H
+
+
+def test_the_global_parameters_are_evaluated_if_asked(
+    trainer: MakeTrainer, broker: Broker, tmp_path: Path
+) -> None:
+    from diloco_worker.transformers import DiLoCoCallback
+
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Looks(tiny_task.TinyModel):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            if not self.training:
+                seen.append({k: v.detach().clone() for k, v in self.named_parameters()})
+            return super().forward(x, labels)
+
+    own = DiLoCoCallback(broker.address, worker_id="w", timeout=PATIENCE_S, evaluate_global=True)
+    begun = {k: v.clone() for k, v in tiny_task.TinyModel().named_parameters()}
+    saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    made = trainer(
+        own=own, model=Looks(), max_steps=H - 1, eval_strategy="steps", eval_steps=2, **saves
+    )
+    plain = trainer(
+        model=tiny_task.TinyModel(), output_dir=str(tmp_path / "plain"), max_steps=H - 1, **saves
+    )
+    made.train()
+    assert seen
+    for parameters in seen:
+        for name, value in parameters.items():
+            assert torch.equal(value, begun[name]), "no round has been made"
+    assert own.diloco is not None
+    plain.train()
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(made.model.state_dict()[name], value), "training went on from there"
+    from safetensors.torch import load_file
+
+    saved, wanted = (
+        load_file(tmp_path / name / "checkpoint-2" / "model.safetensors")
+        for name in ("out", "plain")
+    )
+    for name, value in wanted.items():
+        assert torch.equal(saved[name], value), "the local parameters are saved"
+
+
+def test_two_callbacks_are_one_too_many(trainer: MakeTrainer, broker: Broker) -> None:
+    from diloco_worker.transformers import DiLoCoCallback
+
+    with pytest.raises(UsageError, match="two DiLoCoCallbacks; leave one"):
+        trainer(DiLoCoCallback(broker.address)).train()
+
+
+def test_a_training_that_broke_off_is_no_obstacle_to_the_next(trainer: MakeTrainer) -> None:
+    from transformers import TrainerCallback
+
+    class Breaks(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("out of luck")
+
+    model = tiny_task.TinyModel()
+    with pytest.raises(RuntimeError, match="luck"):
+        trainer(Breaks(), model=model).train()
+    again = trainer(model=model)
+    again.train()
+    assert hook_of(again).sync_count == 2
+
+
+def test_a_keyword_that_does_not_exist_is_refused_at_once() -> None:
+    from diloco_worker.transformers import DiLoCoCallback
+
+    with pytest.raises(TypeError, match="sync_evry"):
+        DiLoCoCallback(sync_evry=4)

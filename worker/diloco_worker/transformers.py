@@ -1,0 +1,239 @@
+"""DiLoCoCallback: the hook for Hugging Face's `Trainer`, in one line.
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[DiLoCoCallback("tcp://10.0.0.1:8512")])
+    trainer.train()  # or trainer.train(resume_from_checkpoint=True)
+
+It joins when the Trainer has prepared model and optimizer and has loaded a checkpoint, and leaves when
+training ends. The steps that count are those of the optimizer inside Accelerate's, so accumulation and
+steps that a scaler skips come out right. Each checkpoint of the Trainer gets a file `diloco.pt`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+import weakref
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from diloco_protocol import UsageError
+from diloco_worker.hook import DiLoCoWorker
+from diloco_worker.training.settings import resolve
+
+logger = logging.getLogger("diloco.worker")
+
+STATE_FILE = "diloco.pt"  # in a checkpoint of the Trainer
+# Of `sync_metrics`, what is logged.
+LOGGED = ("rounds", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
+# By model, the callback that is in a run with it: one whose training broke off has not left.
+_callbacks: weakref.WeakKeyDictionary[nn.Module, DiLoCoCallback] = weakref.WeakKeyDictionary()
+
+
+class DiLoCoCallback(TrainerCallback, ExportableState):
+    """See the head of this module.
+
+    Args:
+        server: the broker's address. Without one here and in DILOCO_SERVER nothing is done.
+        evaluate_global: the Trainer evaluates the global parameters that came last instead of this
+            worker's own; they are in the model while it is in evaluation mode.
+        keywords: those of `DiLoCoWorker`, each with its variable DILOCO_<KEYWORD>.
+
+    Logged with what the Trainer logs, each as diloco/NAME: `round` of the run, `global_loss`, and of
+    this worker `rounds`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`.
+
+    Raises:
+        UsageError: at the begin of training; what `DiLoCoWorker` raises, or a Trainer of several
+            processes, or with two of these callbacks.
+        TypeError: a keyword that DiLoCoWorker has not.
+    """
+
+    def __init__(
+        self, server: str | None = None, *, evaluate_global: bool = False, **keywords: Any
+    ) -> None:
+        inspect.signature(DiLoCoWorker).bind(None, None, server, **keywords)
+        self.diloco: DiLoCoWorker | None = None  # while training goes on, and after it
+        self.saved_in: str | None = None  # the last checkpoint
+        self._server = server
+        self._keywords = keywords
+        self._evaluate_global = evaluate_global
+        self._global_parameters = ExitStack()  # they are in the model until it is closed
+        self._hooks: list[Any] = []
+        self._tokens = 0  # reported so far
+        self._has_left = False
+
+    # The Trainer's events.
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **objects: Any,
+    ) -> None:
+        self._comes_first(sys._getframe(1).f_locals.get("self"))
+        model, optimizer = objects["model"], objects["optimizer"]
+        if resolve({"server": self._server}).server is not None:
+            _require_one_process(args)
+        former = _callbacks.pop(model, self)
+        former._leave(failed=True)
+        diloco = DiLoCoWorker(model, optimizer, self._server, **self._keywords)
+        if state.global_step and (saved := self._find(args, state)) is not None:
+            diloco.load_state_dict(torch.load(saved, map_location="cpu", weights_only=True))
+        self.diloco, self._has_left = diloco.start(), False
+        self._tokens = state.num_input_tokens_seen
+        if self._is_in_a_run:
+            _callbacks[model] = self
+            if self._evaluate_global:
+                self._hooks = [
+                    model.register_forward_pre_hook(self._before_forward),
+                    model.register_state_dict_pre_hook(lambda *_: self._global_parameters.close()),
+                ]
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.diloco is not None:
+            samples = args.train_batch_size * args.gradient_accumulation_steps
+            tokens = state.num_input_tokens_seen - self._tokens  # 0 where the Trainer counts none
+            self._tokens += tokens
+            self.diloco.report(samples=samples, tokens=tokens or None)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        self.saved_in = str(_checkpoint(args, state))
+        if self.diloco is not None and self.diloco.should_stop and not control.should_training_stop:
+            logger.info("The Trainer stops: %s", self.diloco.stop_reason)
+            control.should_training_stop = True
+            control.should_save = control.should_save or args.save_strategy != "no"
+        return control
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._global_parameters.close()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        if self.diloco is None or logs is None:
+            return
+        if "loss" in logs:
+            self.diloco.report(loss=logs["loss"])
+        is_over = "train_runtime" in logs
+        if is_over:  # before the Trainer loads the best model, which stays as it is then
+            self._leave()
+        if "loss" in logs or is_over:
+            figures = self._figures()
+            logs.update(figures)
+            if state.log_history:
+                state.log_history[-1].update(figures)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        folder = _checkpoint(args, state)
+        if self.diloco is not None and self._is_in_a_run and folder.is_dir():
+            aside = folder / f"{STATE_FILE}.new"
+            torch.save(self.diloco.state_dict(), aside)
+            os.replace(aside, folder / STATE_FILE)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._leave()
+
+    # What the Trainer writes into its checkpoint.
+
+    def state(self) -> dict[str, Any]:
+        plain = {k: str(v) if isinstance(v, Path) else v for k, v in self._keywords.items()}
+        given = {"server": self._server, "evaluate_global": self._evaluate_global, **plain}
+        return {"args": given, "attributes": {"saved_in": self.saved_in}}
+
+    # Behind them.
+
+    @property
+    def _is_in_a_run(self) -> bool:
+        return self.diloco is not None and self.diloco.config is not None
+
+    def _comes_first(self, handler: object) -> None:
+        """Stand before those that report to files and sites, which get the logs as they are then.
+
+        The Trainer gives callbacks no way to add to its logs, and none to the list that they are in.
+        """
+        if not isinstance(handler, CallbackHandler):
+            return
+        if sum(isinstance(each, DiLoCoCallback) for each in handler.callbacks) > 1:
+            raise UsageError("The Trainer has two DiLoCoCallbacks; leave one of them out.")
+        flow = [each for each in handler.callbacks if isinstance(each, DefaultFlowCallback)]
+        others = [each for each in handler.callbacks if each is not self and each not in flow]
+        handler.callbacks = [*flow, self, *others]
+
+    def _find(self, args: TrainingArguments, state: TrainerState) -> Path | None:
+        """Our file in the checkpoint that was loaded; the Trainer does not say which one it was."""
+        record = state.stateful_callbacks.get(type(self).__name__, {})
+        record = record[0] if isinstance(record, list) else record
+        said = record.get("attributes", {}).get("saved_in")
+        folders = [args.resume_from_checkpoint, said, _checkpoint(args, state)]
+        files = [Path(folder, STATE_FILE) for folder in folders if isinstance(folder, str | Path)]
+        found = next((file for file in files if file.exists()), None)
+        if found is None and resolve({"server": self._server}).server is not None:
+            logger.warning(
+                "The checkpoint has no state of this worker (%s); it begins with the run's parameters.",
+                " or ".join(map(str, dict.fromkeys(files))),
+            )
+        return found
+
+    def _before_forward(self, model: nn.Module, _: object) -> None:
+        self._global_parameters.close()
+        if not model.training and self.diloco is not None:
+            self._global_parameters.enter_context(self.diloco.global_parameters())
+
+    def _figures(self) -> dict[str, float]:
+        diloco = self.diloco
+        if diloco is None or not self._is_in_a_run:
+            return {}
+        metrics = diloco.sync_metrics
+        figures = {name: metrics[name] for name in LOGGED} | {"round": diloco.round}
+        if diloco.global_loss is not None:
+            figures["global_loss"] = diloco.global_loss
+        return {f"diloco/{name}": value for name, value in figures.items()}
+
+    def _leave(self, *, failed: bool = False) -> None:
+        self._global_parameters.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self.diloco is not None and not self._has_left:
+            self._has_left = True
+            self.diloco.close(failed=failed)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer saves what it has now."""
+    return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}").resolve()
+
+
+def _require_one_process(args: TrainingArguments) -> None:
+    """Raise UsageError where a model is spread over processes."""
+    how = "DeepSpeed" if args.deepspeed else "FSDP" if args.fsdp else ""
+    if how:
+        raise UsageError(
+            f"The Trainer uses {how}, which cuts the model up; DiLoCoCallback needs it whole: leave "
+            f"{how} out, and start one Trainer for each GPU."
+        )
+    if args.world_size > 1:
+        raise UsageError(
+            f"The Trainer has {args.world_size} processes, and this release has no workers of several; "
+            "start one Trainer for each GPU without torchrun, with one visible GPU each."
+        )

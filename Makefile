@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# The exact pin is a CPU build; an unpinned torch may bring gigabytes of CUDA packages.
-# Someone with a GPU sets TORCH=torch or installs the build of their choice first.
+# For CUDA: TORCH=torch, or install the build of your choice first. Which build a version is, the index
+# says: on Linux the usual one has CUDA builds, with gigabytes of packages beside them. TORCH_INDEX=URL
+# takes torch from another one, as of CPU builds; pytorch.org names them.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
 STAMP := $(VENV)/.ready
 LIBRARIES := $(VENV)/.integrations
 # Tests run in as many processes as there are cores, up to 8: half of them wait for processes or clocks.
@@ -42,7 +44,7 @@ $(STAMP): pyproject.toml Makefile
 	@# What a Python brings to a new environment is as old as that Python, and pip-audit looks at it, too.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip \
 	  $$($(BIN)/python -c 'import importlib.util as u; print("setuptools" if u.find_spec("setuptools") else "")')
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
 	@touch $@
 

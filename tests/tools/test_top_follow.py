@@ -18,7 +18,7 @@ from diloco_protocol.feed import FeedVersionError, Snapshot, parse_snapshot
 from diloco_tools.feed.listener import FeedSubscriber, Listener
 from kit.feed_snapshots import LOST, PATIENCE_S, Publisher, frame, status
 from kit.top_screen import ScreenPilot
-from kit.top_text import top, top_of
+from kit.top_text import top_of
 
 
 @contextmanager
@@ -99,16 +99,6 @@ def test_text_and_json_do_without_textual(publisher: Publisher, options: tuple[s
         process.communicate()
     assert process.returncode == 0
     assert "3fa2c1d0" in output
-
-
-def test_full_screen_without_textual_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diloco_tools.top.cli._is_terminal", lambda: True)
-    monkeypatch.setattr("diloco_tools.top.cli._has_textual", lambda: False)
-    result = top("tcp://127.0.0.1:1")
-    assert result.exit_code == 2
-    (sentence,) = result.stderr.splitlines()
-    assert "pip install 'diloco-broker[top]'" in sentence
-    assert "--once" in sentence
 
 
 class FakeFeed(FeedSubscriber):

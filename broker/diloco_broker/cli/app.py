@@ -14,7 +14,6 @@ from diloco_broker.cli.serve import WithPort, serve
 app = typer.Typer(
     help="Average the pseudo-gradients of DiLoCo workers and hand global parameters back.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command(cls=WithPort)(serve)

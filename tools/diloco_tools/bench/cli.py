@@ -35,7 +35,6 @@ from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 app = typer.Typer(
     help="Measure the limits of this machine and what the product makes of them, as ratios.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 RAW_BYTES, QUICK_RAW_BYTES = 512 << 20, 128 << 20  # that a measurement of raw TCP moves

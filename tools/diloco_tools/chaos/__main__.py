@@ -22,7 +22,7 @@ from diloco_tools.processes import end_like_an_error_on_signals
 from diloco_tools.terminal import console_for_tables, fail
 
 COMMAND = "diloco-chaos"
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 WIDTH = 120  # of the tables where there is no terminal
 REMARKS = ("dropped", "in_flight", "forgotten")  # pushes in no final version for a reason
 MOST_REMARKS = 10  # of each mode; the audit prints all of them

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 8514
 MISUSE = 2
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(pretty_exceptions_show_locals=False)
 
 
 @app.command()

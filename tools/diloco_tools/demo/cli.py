@@ -20,7 +20,7 @@ from diloco_tools.processes import ChildFailed, end_like_an_error_on_signals
 from diloco_tools.terminal import console, fail
 
 COMMAND = "diloco-demo"
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(pretty_exceptions_enable=False)
 
 
 @app.command()

@@ -19,7 +19,7 @@ from diloco_tools.terminal import FeedOption, KeysOption, fail, keys_of
 CANNOT_START = 2
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(pretty_exceptions_show_locals=False)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -29,7 +28,7 @@ from diloco_tools.top.drawing.text_screen import screen
 HEALTHY, DEGRADED, NO_FEED, INTERRUPTED = 0, 1, 2, 130
 LOOK_S = 1.0  # with --follow: how soon a feed that falls silent is noticed
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(pretty_exceptions_show_locals=False)
 
 
 @app.command(
@@ -183,13 +182,6 @@ def _is_terminal() -> bool:
     )
 
 
-def _has_textual() -> bool:
-    try:
-        return find_spec("textual") is not None
-    except ValueError:  # somebody has put something without a spec in its place
-        return False
-
-
 def _full_screen(
     name: str,
     history: History | None,
@@ -199,11 +191,6 @@ def _full_screen(
     readonly: bool,
     keys: Keys | None,
 ) -> None:
-    if not _has_textual():
-        _fail(
-            "the full screen needs the package textual: pip install 'diloco-broker[top]', or use "
-            "--once, which needs nothing more"
-        )
     # Only now: it takes a while to import, and text and JSON do without it.
     from diloco_tools.top.application import Top
     from diloco_tools.top.playing import Player

@@ -1,0 +1,45 @@
+# Two images: `docker build --target broker .` and `docker build --target worker .`
+#
+#   docker run --rm -p 8512:8512 -p 8513:8513 -v diloco:/data -v ./keys:/keys:ro BROKER \
+#     serve --keys /keys --workers 2 --bind tcp://0.0.0.0:8512 --feed tcp://0.0.0.0:8513
+#   docker run --rm -v .:/work -e DILOCO_SERVER=tcp://BROKER_HOST:8512 WORKER run -- python train.py
+#
+# Build arguments: TORCH, the requirement (for CUDA: torch), and TORCH_INDEX, the package index that has
+# the build that you want; without it the usual one, whose builds for Linux come with CUDA.
+ARG PYTHON=3.12
+
+FROM python:${PYTHON}-slim AS wheel
+WORKDIR /source
+RUN pip install --no-cache-dir build
+COPY pyproject.toml README.md LICENSE ./
+COPY protocol protocol
+COPY broker broker
+COPY worker worker
+COPY tools tools
+RUN python -m build --wheel --outdir /wheels
+
+FROM python:${PYTHON}-slim AS base
+ARG TORCH=torch==2.13.0
+ARG TORCH_INDEX=
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
+COPY --from=wheel /wheels /wheels
+RUN pip install --no-cache-dir /wheels/*.whl && rm -r /wheels \
+    && useradd --create-home diloco
+
+FROM base AS broker
+RUN mkdir /data && chown diloco /data
+USER diloco
+WORKDIR /data
+VOLUME /data
+EXPOSE 8512 8513
+# Docker sends SIGTERM and kills after 10 s: give `docker stop` the time that the last checkpoint takes.
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["diloco-broker"]
+CMD ["serve"]
+
+FROM base AS worker
+USER diloco
+WORKDIR /work
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["diloco-worker"]
+CMD ["--help"]

@@ -94,6 +94,10 @@ CHANGED_BY = {
     "came_as": "state.model_source",
     "checkpoint": "state.model_source",
     "is_done": "state.model_source",
+    "lots": "state.data_sets",  # units of the work queue that count with pushes under way
+    "free": "state.data_sets",
+    "owners": "state.shards",
+    "absent": "state.shards",
     "unreleased": "rules.rounds",
     "is_asked": "rules.checkpoints",  # a checkpoint
     "retry_at": "rules.checkpoints",

@@ -228,6 +228,19 @@ class LastRound:
 
 
 @dataclass(frozen=True)
+class DataSet:
+    """A data set of the work queue; units of all epochs together."""
+
+    name: str
+    size: int = 0  # units of one epoch
+    epochs: int = 0  # 0: without an end
+    epoch: int = 0  # the oldest of which something is not counted, from 0
+    counted: int = 0  # in the global parameters
+    held: int = 0  # by workers
+    given_back: int = 0  # and not handed out again yet
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Where checkpoints go, and how old the newest is."""
 
@@ -310,6 +323,7 @@ class Snapshot:
     totals: Totals = Totals()
     rejections: tuple[Rejection, ...] = ()
     checkpoint: Checkpoint | None = None
+    data_sets: tuple[DataSet, ...] = ()  # of which the broker hands out units
     last_round: LastRound | None = None
     events: tuple[Event, ...] = ()
     loop: Loop = Loop()

@@ -42,6 +42,11 @@ def is_worker_id(text: str) -> bool:
     return 0 < len(text) <= LONGEST_WORKER_ID and text.isprintable()
 
 
+def is_data_set_name(text: str) -> bool:
+    """Can a data set be called that: 1 to `LONGEST_WORKER_ID` printable characters?"""
+    return is_worker_id(text)
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """How the run is trained. The broker owns it and hands it out in `welcome`."""
@@ -107,6 +112,14 @@ class Message:
 
     def __init_subclass__(cls) -> None:
         cls.kind = cls.__name__.lower()
+
+
+@dataclass(frozen=True)
+class Lot:
+    """Units of the work queue that count when all of these pushes do."""
+
+    pushes: tuple[int, ...]  # push ids, of each fragment the one with the last steps of these units
+    units: Mapping[str, tuple[int, ...]]  # by data set, ranges of tickets: start, stop, start, stop
 
 
 # Worker to broker.
@@ -179,6 +192,7 @@ class Push(Message):
     purpose: Purpose = Purpose.GRADIENT
     ledger: Ledger | None = None
     buffers: str = "differences"  # how its float buffers travel: `BUFFERS`
+    lots: tuple[Lot, ...] | None = None  # units of the work queue that count with this push
 
 
 @dataclass(frozen=True)
@@ -219,6 +233,25 @@ class Credit(Message):
 
     chunks: int
     session: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Take(Message):
+    """Say which units of a data set this worker stands for, and ask for more; a `result` answers.
+
+    The first that names a data set makes it. `data` of the result has `units`, those handed out, `lost`,
+    those of `holds` that this worker cannot have, and `is_over`: all epochs are counted.
+    """
+
+    session: bytes
+    request: int
+    name: str
+    size: int  # K, units of it
+    epochs: int = 0  # 0: without an end
+    seed: int | None = None  # of the order; None: as they are numbered
+    count: int = 0  # units asked for
+    holds: tuple[int, ...] = ()  # ranges of tickets: start, stop, start, stop
+    lots: tuple[Lot, ...] = ()  # counted lately: a broker that was started again may not know it
 
 
 # Broker to worker.

@@ -14,14 +14,26 @@ from typing import Any
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.feed import round_line
+from diloco_broker.core.rules.data.units import MOST_LOTS
 from diloco_broker.core.rules.joining.descriptions import AT_A_TIME
 from diloco_broker.core.rules.refusals import CONNECTIONS_REMEMBERED
+from diloco_broker.core.state.data_sets import MOST_DATA_SETS
 from diloco_broker.core.state.run import CAUSES_KEPT, REJECTIONS_KEPT
 from diloco_broker.core.state.versions import MAX_OBSERVERS
 from diloco_protocol.description import PIECE_BYTES, describe
 from diloco_protocol.errors import ProtocolError
 from diloco_protocol.frames import unpack
-from diloco_protocol.messages import Control, Credit, Describe, Join, Message, Pull, encode
+from diloco_protocol.messages import (
+    Control,
+    Credit,
+    Describe,
+    Join,
+    Lot,
+    Message,
+    Pull,
+    Take,
+    encode,
+)
 from diloco_protocol.roles import Peer, Role
 from diloco_protocol.version import VersionId
 from fuzz import hostile_messages
@@ -122,6 +134,8 @@ class WatchedStage(Stage):
         assert len(state.rejections) <= REJECTIONS_KEPT
         assert len(state.to_probe) <= members + MAX_OBSERVERS
         assert len(state.barriers) <= max(1, fragments)
+        assert len(state.data.sets) <= MOST_DATA_SETS
+        assert all(len(lots) <= MOST_LOTS for lots in state.data.lots.values())
         ids = {member.worker_id for member in state.members}
         assert state.model.rejected_donors | state.model.passed_over <= ids
         for member in state.members:
@@ -232,7 +246,11 @@ class Play:
             fragment = self.draws.below(self.stage.config.num_fragments)
             assert self.stage.versions_are_whole, "a round is open and a fragment has no version"
             fields: dict[str, Any] = {"tokens": self.draws.below(9), "steps": self.draws.below(9)}
-            worker.begins(self.draws.below(6), fragment=fragment, weight=1.0, **fields)
+            number = self.draws.below(6)
+            if not self.draws.below(3):
+                pushes = (number,) * self.stage.config.num_fragments
+                fields["lots"] = (Lot(pushes, {"text": self._range()}),)
+            worker.begins(number, fragment=fragment, weight=1.0, **fields)
 
     def delivers(self) -> None:
         if (worker := self.member) is not None:
@@ -255,6 +273,17 @@ class Play:
         if (worker := self.member) is not None:
             fragment = self.draws.below(self.stage.config.num_fragments + 1)
             worker.pulls(self.draws.below(4) - 1, fragment, self.draws.below(4))
+
+    def takes_units(self) -> None:
+        if (worker := self.member) is not None:
+            ranges = [edge for _ in range(self.draws.below(3)) for edge in self._range()]
+            lot = Lot((self.draws.below(6),) * self.stage.config.num_fragments, {"text": (0, 2)})
+            count, lots = self.draws.below(9), (lot,) * self.draws.below(2)
+            worker.sends(Take(worker.token(), 1, "text", 10, 2, None, count, tuple(ranges), lots))
+
+    def _range(self) -> tuple[int, int]:
+        start = self.draws.one_of([0, 3, 9, 20, 2**40])
+        return start, start + self.draws.below(4)
 
     def observes(self) -> None:
         route = self.route
@@ -359,6 +388,7 @@ ACTS: list[Callable[[Play], None]] = [
     Play.describes,
     Play.comes_back_with_versions,
     Play.is_hostile,
+    Play.takes_units,
     Play.repeats_with_a_change,
     Play.push_is_whole,
     Play.is_hostile,

@@ -29,6 +29,7 @@ from diloco_protocol.messages import (
     Heartbeat,
     Join,
     Leave,
+    Lot,
     Message,
     Notice,
     Probe,
@@ -41,6 +42,7 @@ from diloco_protocol.messages import (
     Result,
     RunConfig,
     Standing,
+    Take,
     Welcome,
     decode,
     encode,
@@ -69,6 +71,7 @@ EVERY_KIND: list[Message] = [
     Commit(b"s", 4, 0),
     Pull(0, 6, b"s", 8, VERSION, b"\x01"),
     Credit(3, b"s"),
+    Take(b"s", 4, "text", 100, 2, 7, 8, (0, 5, 9, 10), (Lot((1, 2), {"text": (0, 3)}),)),
     Welcome(
         b"s", "e", RunConfig("sync", 20), 4, "0" * 16, (None, VERSION), "tcp://127.0.0.1:1", (0, 1)
     ),

@@ -163,6 +163,17 @@ def _snapshot(
             for each in state.rejections
         ),
         checkpoint=_checkpoint(state, now),
+        data_sets=tuple(
+            _filled(
+                feed.DataSet,
+                each,
+                name=name,
+                epoch=each.oldest // each.size,
+                held=sum(len(spans) for spans in each.held.values()),
+                given_back=len(each.free),
+            )
+            for name, each in state.data.sets.items()
+        ),
         last_round=_filled(feed.LastRound, report, seconds=round(report.seconds, 3))
         if report
         else None,

@@ -27,6 +27,7 @@ from diloco_broker.core.rules import (
     rounds,
     stopping,
 )
+from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import admission, descriptions, permissions, probes
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.model_source import InitialModel, Resumption, RunModel
@@ -65,6 +66,7 @@ OF_MEMBERS: dict[type, Callable[[RunState, Member, Any], Effects]] = {
     messages.Push: pushes.push,
     messages.Commit: pushes.commit,
     messages.Pull: pulls.pull,
+    messages.Take: units.take,
     messages.Leave: admission.leave,
 }
 
@@ -163,6 +165,7 @@ class Core:
         state.members.check_invariants()
         state.versions.check_invariants()
         state.submissions.check_invariants()
+        state.data.check_invariants()
         if state.round is None:
             return
         state.round.check_invariants()

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from diloco_broker.core.rules.donation import is_sound
-from diloco_broker.core.state.run_record import FragmentRecord, RunRecord
+from diloco_broker.core.state.run_record import DataSetRecord, FragmentRecord, RunRecord
 from diloco_broker.tensors.parameters import FragmentTensors
 from diloco_protocol.chunks import (
     CHUNK_ELEMENTS,
@@ -30,9 +30,10 @@ from diloco_protocol.chunks import (
     Segment,
     lay_out_plan,
 )
+from diloco_protocol.data.spans import LARGEST, Spans
 from diloco_protocol.fragments import FragmentPlan
 from diloco_protocol.manifest import Manifest, summarise
-from diloco_protocol.messages import is_worker_id
+from diloco_protocol.messages import is_data_set_name, is_worker_id
 from diloco_protocol.records import from_plain, to_plain
 from diloco_protocol.tensors.codecs import as_bytes, segment_dtype
 from diloco_protocol.version import Ledger, VersionId
@@ -113,10 +114,17 @@ def plain(checkpoint: Checkpoint, files: Mapping[str, Any]) -> dict[str, Any]:
         "workers": {name: dict(counters) for name, counters in record.workers.items()},
         "config": dict(checkpoint.config),
         "totals": dict(record.totals),
-        "shards": list(record.shards),
+        **_data(record),
         "fragments": fragments,
         "files": dict(files),
     }
+
+
+def _data(record: RunRecord) -> dict[str, Any]:
+    """What the run has of data; earlier releases had nothing."""
+    sets = {name: to_plain(each) for name, each in record.data_sets.items()}
+    given = {"shards": list(record.shards), "data_sets": sets}
+    return {name: value for name, value in given.items() if value}
 
 
 def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
@@ -135,6 +143,10 @@ def without_tensors(plain: Mapping[str, Any]) -> Checkpoint:
             workers={name: _counts(each) for name, each in plain["workers"].items()},
             totals=_counts(plain["totals"]),
             shards=tuple(str(name) for name in plain.get("shards", ())),
+            data_sets={
+                str(name): from_plain(DataSetRecord, each, "data_sets")
+                for name, each in plain.get("data_sets", {}).items()
+            },
         ),
         life=int(plain["life"]),
         num_fragments=int(plain["num_fragments"]),
@@ -177,6 +189,10 @@ def _check(found: Checkpoint) -> None:
         numbers |= {each.gradients, each.round + 1, each.averaged, *each.tags, *each.tags.values()}
     if not all(0 <= number < 1 << 64 for number in numbers):
         raise ValueError("a count that no run comes to")
+    for name, data in record.data_sets.items():
+        fits = data.size > 0 and Spans.read(data.uncounted).stop <= data.next < LARGEST
+        if not is_data_set_name(name) or not fits:
+            raise ValueError(f"{name!r:.80} is no data set")
     wrong = [name for name in (*record.workers, *record.shards) if not is_worker_id(name)]
     if wrong:
         raise ValueError(f"a worker named {wrong[0]!r:.80}")

@@ -29,6 +29,7 @@ from diloco_protocol.messages import (
     Credit,
     Heartbeat,
     Join,
+    Lot,
     Message,
     Progress,
     Pull,
@@ -37,6 +38,7 @@ from diloco_protocol.messages import (
     Result,
     RunConfig,
     Standing,
+    Take,
     decode,
     encode,
 )
@@ -62,6 +64,13 @@ tensors = st.builds(
     st.sampled_from(["float32", "int64", "complex64", ""]),
     st.sampled_from(Kind),
 )
+lots = st.builds(
+    Lot,
+    st.lists(numbers, max_size=2).map(tuple),
+    st.dictionaries(
+        st.sampled_from(["a", ""]), st.sampled_from([(), (0, 2), (3, 1), (-1, 4), (0, 2**64 - 1)])
+    ),
+)
 BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     "int": numbers,
     "float": st.floats(),
@@ -79,6 +88,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
         st.sampled_from(["sync_every", "__class__", ""]), st.none() | numbers | st.floats()
     ),
     "tuple[int, ...]": st.lists(numbers, max_size=3).map(tuple),
+    "tuple[Lot, ...]": st.lists(lots, max_size=2).map(tuple),
     "tuple[VersionId | None, ...]": st.lists(st.none() | versions, max_size=2).map(tuple),
 }
 
@@ -178,6 +188,7 @@ def members_say(worker: Puppet) -> Iterator[Message]:
     yield Push(token, 99, 0, chunks, "fp32", base, 1.0, 4, **figures)
     yield Chunk(0, 1, session=token, push_id=99)
     yield Commit(token, 99, 0)
+    yield Take(token, 1, "text", 10, 2, 7, 3, (0, 2), (Lot((99,), {"text": (0, 1)}),))
     yield Pull(0, 0, token, 2, base, b"\x01")
     yield Pull(0, 0, None, 2)
     yield Credit(2, token)

@@ -21,6 +21,7 @@ from diloco_protocol.messages import (
     Push,
     Rejoin,
     Result,
+    Take,
     Welcome,
 )
 from diloco_protocol.roles import Peer, Role
@@ -86,6 +87,7 @@ def test_session_token_is_worth_nothing_under_another_key(stage: Stage, thief: P
         Commit(session, 1, 0),
         Pull(0, session=session),
         Credit(4, session=session),
+        Take(session, 1, "text", 10, count=5),
         Leave(session),
     ):
         route = stage.route()

@@ -140,6 +140,32 @@ class Withdraw(Event):
 
 
 @dataclass(frozen=True)
+class TakeUnits(Event):
+    """Units of a data set are wanted; the fields are those of `Take`, the answer is an `Answered`."""
+
+    request: int
+    name: str
+    size: int
+    epochs: int
+    seed: int | None
+    count: int
+
+
+@dataclass(frozen=True)
+class UnitsTrained(Event):
+    """The optimizer step that was just taken has trained on these units of a data set."""
+
+    name: str
+    begun: tuple[int, ...]  # tickets; those that also ended included
+    ended: tuple[int, ...]  # of which it was the last step
+
+
+@dataclass(frozen=True)
+class StepsLost(Event):
+    """The steps since each fragment's last freeze are out of the model, in no push."""
+
+
+@dataclass(frozen=True)
 class BeatNow(Event):
     """Send a heartbeat now."""
 

@@ -32,6 +32,7 @@ from diloco_worker.core.control_requests import ControlRequests
 from diloco_worker.core.downloads import Downloads, Held
 from diloco_worker.core.effects import Effect
 from diloco_worker.core.previous_life import FORGOTTEN, PreviousLife
+from diloco_worker.core.units import Units
 from diloco_worker.core.uploads import Uploads
 
 
@@ -60,6 +61,7 @@ class Session:
         self.uploads = Uploads(self.connection)
         self.downloads = Downloads(self.connection, observer=join is None)
         self.requests = ControlRequests()
+        self.units = Units(self.connection)  # of data sets, that it stands for
         self.previous_life = PreviousLife()  # what it may have left behind
         self._draw = draw
         self._asked_interval = heartbeat_interval
@@ -81,6 +83,7 @@ class Session:
     def wakes_at(self) -> float | None:
         """When a `Tick` has something to do; None = not by itself."""
         times = self.downloads.times + self.uploads.times + self.connection.times
+        times += self.units.times
         return min(times, default=None)
 
     def handle(self, event: events.Event, now: float) -> list[Effect]:
@@ -90,7 +93,7 @@ class Session:
         """
         if self.phase is Phase.LEFT:
             return []
-        wanted = list(self._handle(event, now))
+        wanted = [*self._handle(event, now), *self.units.settle(self.uploads.by_id)]
         waits = self.uploads.waits_for_acks or self.downloads.waits_for_chunks
         self.connection.bulk.look(self.connection.is_joined and waits, now)
         return wanted
@@ -131,6 +134,12 @@ class Session:
                 yield from self._send_requests()
             case events.Withdraw(request):
                 self.requests.withdraw(request)
+            case events.TakeUnits():
+                yield from self.units.ask(event)
+            case events.UnitsTrained():
+                self.units.trained(event)
+            case events.StepsLost():
+                self.units.steps_lost()
             case events.BeatNow():
                 yield from self._beat(now)
             case events.Depart(reason):
@@ -182,6 +191,7 @@ class Session:
     def _void(self) -> Iterator[Effect]:
         """What was under way on the connection at hand is void."""
         self.downloads.disconnected()
+        self.units.disconnected()
         yield from self.uploads.disconnected()
         yield from self.requests.disconnected()
 
@@ -195,6 +205,7 @@ class Session:
             yield from self._beat(now)
         yield from self.downloads.tick(now)
         yield from self.uploads.tick(now)
+        yield from self.units.tick(now)
 
     def _beat(self, now: float) -> Iterator[Effect]:
         return self.connection.beat(now, uploading=self.uploads.is_sending)
@@ -233,6 +244,7 @@ class Session:
                     yield from self._pull_frozen()
             case messages.Result():
                 yield from self.requests.answered(message)
+                yield from self.units.answered(message, now)
             case _:
                 yield effects.Say(
                     f"The broker sent a {message.kind}, which only workers send.", trouble=True
@@ -270,6 +282,7 @@ class Session:
             yield effects.Say(text, trouble=True)
         yield effects.Joined(welcome, again)
         yield self.downloads.open_window(welcome.session)
+        yield from self.units.welcomed()  # pushes name data sets, which this broker may not know
         for upload in self.uploads:  # the oldest first
             if upload.is_gradient and not self.previous_life.holds_back(upload.push):
                 yield from self.uploads.offer(upload.push.push_id)
@@ -337,6 +350,7 @@ class Session:
             self.downloads.again(now + RETRY_S)
         elif error.push_id is None:
             yield from self.requests.failed(error)
+            yield from self.units.failed(error)
             yield effects.Say(error.text, trouble=True)
 
     def _noticed(self, notice: messages.Notice, now: float) -> Iterator[Effect]:
@@ -399,6 +413,8 @@ class Session:
             )
         if self.join is None or push.purpose is not messages.Purpose.GRADIENT:
             raise ValueError("only a worker that takes part pushes, and only pseudo-gradients")
+        if self.layout is not None:
+            push = self.units.offered(push, self.layout)
         yield from self.uploads.begin(push)
         if self.previous_life.holds_back(push):
             download.want_current()
@@ -446,6 +462,7 @@ class Session:
                 self.run = released.version.run
         if counted is not None:
             self.previous_life.unverified.pop(fragment, None)
+            self.units.counted(counted)
             yield effects.PushOver(counted)
         elif in_flight:
             download.wanted = True
@@ -461,6 +478,7 @@ class Session:
         self.uploads.check_invariants(joined=self.connection.is_joined)
         self.downloads.check_invariants()
         self.requests.check_invariants()
+        self.units.check_invariants()
         for upload in self.uploads:
             if upload.is_gradient:
                 assert self.downloads.by_fragment[upload.push.fragment].wanted, (

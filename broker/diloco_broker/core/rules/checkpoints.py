@@ -38,6 +38,7 @@ def run_record(state: RunState, number: int) -> RunRecord:
         workers={member.worker_id: member.counters() for member in state.members},
         totals=asdict(state.totals),
         shards=tuple(state.shards.owners),
+        data_sets=state.data.records(),
     )
 
 

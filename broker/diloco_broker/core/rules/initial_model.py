@@ -44,6 +44,7 @@ def resume(state: RunState, resumption: Resumption) -> None:
     state.totals = replace(state.totals, **known)
     state.totals_before = replace(state.totals)
     state.shards.restore(record.shards)
+    state.data.restore(record.data_sets)
     state.is_resumed = True
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import donation, grants, liveness, rounds
+from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state.members import Member
 from diloco_broker.core.state.run import RunState
@@ -42,7 +43,9 @@ def push(state: RunState, member: Member, push: messages.Push) -> effects.Effect
             f"last time after {push.steps} steps: it learns nothing there. Look for a learning rate of "
             "0 (a scheduler), frozen parameters, or an optimizer over other parameters."
         )
+    units.check(state, member, push)
     yield from rules_of(state).offer(state, member, push)
+    units.under_way(state, member, push)
     yield from rounds.close_if_due(state)
 
 

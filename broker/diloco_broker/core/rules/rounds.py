@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import checkpoints, norms, settings
+from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.reducers import rules_of
 from diloco_broker.core.state import progress
 from diloco_broker.core.state.run import RunState, UnreleasedVersion
@@ -124,6 +125,7 @@ def _complete(state: RunState, ended: Update) -> effects.Effects:
     record = FragmentRecord(
         in_progress.version, ledger, in_progress.gradients, ended.number, ended.averaged
     )
+    units.counted(state, ended.fragment, ledger)
     unreleased = UnreleasedVersion(ended, counted, record)
     progress.count(state, ended.fragment, counted)
     added = tuple(each for each in counted if each.added)
@@ -172,6 +174,7 @@ def _release(state: RunState, unreleased: UnreleasedVersion) -> effects.Effects:
     yield from checkpoints.save_if_due(state, ended.number + 1)
     yield from open_round(state, ended.number + 1)
     yield from rules.released(state)
+    units.released(state)
 
 
 def _report(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from diloco_broker.config import BrokerConfig
 from diloco_broker.core import effects
+from diloco_broker.core.state.data_sets import DataSets
 from diloco_broker.core.state.members import Member, Membership
 from diloco_broker.core.state.model_source import RunModel
 from diloco_broker.core.state.probes import ProbeAllowance
@@ -160,6 +161,7 @@ class RunState:
     model: RunModel
     members: Membership = field(default_factory=Membership)
     shards: Shards = field(default_factory=Shards)  # who samples which part of the data
+    data: DataSets = field(default_factory=DataSets)  # of which units are handed out
     # By connection, those who are about to join and have to describe their models.
     descriptions: dict[effects.Route, Described] = field(default_factory=dict)
     probes: ProbeAllowance = field(default_factory=ProbeAllowance)

@@ -27,6 +27,17 @@ class FragmentRecord:
 
 
 @dataclass(frozen=True)
+class DataSetRecord:
+    """One data set of the work queue."""
+
+    size: int
+    epochs: int
+    next: int  # tickets below it were handed out
+    uncounted: tuple[int, ...]  # those of them that are in no version: start, stop, start, stop
+    seed: int | None = None  # of the order in each epoch; None: as they are numbered
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """The run."""
 
@@ -39,3 +50,4 @@ class RunRecord:
     workers: Mapping[str, Mapping[str, int]]  # counters of the workers that are here, by id
     totals: Mapping[str, int]  # counters of the run
     shards: tuple[str, ...] = ()  # ids of workers, by their share of the data
+    data_sets: Mapping[str, DataSetRecord] = field(default_factory=dict)  # by name

@@ -11,7 +11,7 @@ out for the hook, and the simulator of the tests for a training thread without t
 
 from __future__ import annotations
 
-from diloco_worker.core.events import RequestVersion
+from diloco_worker.core.events import RequestVersion, StepsLost
 from diloco_worker.core.sync.effects import Look, Say, Steps, Trouble, Wait
 from diloco_worker.core.sync.fragment import Flight, Fragment, longest_wait
 from diloco_worker.core.sync.freezing import beat, freeze, offer, offer_frozen, read_reports
@@ -86,6 +86,7 @@ def load(state: SyncState) -> Steps[bool]:
             fragment.load(newest[fragment.number])
             yield from settle(state, fragment)
     # The steps since the last freeze are gone, and so is what was reported with them.
+    yield StepsLost()
     yield from read_reports(state)
     for fragment in state.fragments:
         state.restart_work(fragment)

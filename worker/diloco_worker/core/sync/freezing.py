@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_protocol import RunConfig
 from diloco_protocol.messages import BUFFERS, Push
-from diloco_worker.core.events import BeatNow
+from diloco_worker.core.events import BeatNow, StepsLost
 from diloco_worker.core.sync import effects
 from diloco_worker.core.sync.effects import Frozen, NonFinite, Steps, Trouble
 from diloco_worker.core.sync.fragment import Flight, Fragment, longest_wait
@@ -54,6 +54,7 @@ def freeze(state: SyncState, fragment: Fragment) -> Steps[bool]:
         "until the next boundary. If it happens again, lower the learning rate or clip gradients."
     )
     # What is not finite in one fragment has spread through the others.
+    yield StepsLost()
     for each in state.fragments:
         each.restore()
         yield from settle(state, each)

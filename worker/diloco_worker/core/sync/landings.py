@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_protocol import Code
-from diloco_worker.core.events import RequestVersion
+from diloco_worker.core.events import RequestVersion, StepsLost
 from diloco_worker.core.sync.effects import Failed, Land, Look, PushEnded, Steps, Trouble
 from diloco_worker.core.sync.fragment import Flight, Fragment, Landing, Outcome
 from diloco_worker.core.sync.news import Arrival
@@ -100,6 +100,7 @@ def _is_superseded(
     """The model has given up what was made since the fragment's base."""
     steps = state.work(fragment).steps
     state.restart_work(fragment)
+    yield StepsLost()
     if flight is not None:
         if arrival.released.ledger.names_whole(state.worker_id, flight.push_id):
             yield from _has_counted(state, fragment, flight, arrival)

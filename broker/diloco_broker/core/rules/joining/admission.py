@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from diloco_broker.core import effects, events
 from diloco_broker.core.rules import donation, initial_model, rounds
+from diloco_broker.core.rules.data import units
 from diloco_broker.core.rules.joining import compatibility, room
 from diloco_broker.core.rules.reducers import reducer_of
 from diloco_broker.core.state.members import MAX_HOST_LENGTH, Member
@@ -213,6 +214,7 @@ def remove(state: RunState, member: Member, why: str) -> effects.Effects:
     if not len(state.members) and state.model.forget_claim():
         state.versions.set_layout(())
     yield from rounds.leave(state, member.worker_id)
+    units.leave(state, member.worker_id)
 
 
 def revoked(state: RunState, event: events.KeysRevoked) -> effects.Effects:

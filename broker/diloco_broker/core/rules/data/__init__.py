@@ -1,0 +1,1 @@
+"""What the broker hands out of data sets."""

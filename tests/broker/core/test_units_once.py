@@ -1,0 +1,120 @@
+"""Whatever happens to workers and broker, the parameters at the end contain each unit once an epoch."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from diloco_broker.storage.checkpoint_format import Checkpoint
+from kit.core_harness import a_stage
+from kit.unit_workers import NAME, UnitWorker, times_contained
+
+SIZE, EPOCHS = 7, 2
+ACTIONS = (
+    "takes",
+    "trains",
+    "begins",
+    "completes",
+    "blunders",
+    "goes away",
+    "comes back",
+    "dies",
+    "joins",
+    "the broker restarts",
+)
+SCRIPTS = st.lists(
+    st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.integers(1, 5)), max_size=60
+)
+
+
+class Story:
+    """A run of up to four workers, of which anything may happen to each."""
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self.stage = a_stage(
+            2, 2, min_workers=1, save_dir="run", recover="rewind", deterministic=deterministic
+        )
+        first = UnitWorker(self.stage, "w0", SIZE, EPOCHS, pulls=False)
+        self.living = [first, UnitWorker(self.stage, "w1", SIZE, EPOCHS)]
+        first.puppet.pulls()
+        self.lives = list(self.living)  # all that there ever were
+        self._saved: list[Checkpoint] = []
+        self._push_ids = 0
+
+    def happens(self, action: str, which: int, count: int) -> None:
+        worker = self.living[which % len(self.living)] if self.living else None
+        match action:
+            case "joins" if len(self.living) < 4:
+                self._joins(f"w{which}")
+            case "the broker restarts":
+                self._restarts(back=count)
+            case _ if worker is not None:
+                self._does(worker, action, count)
+        for each in self.living:
+            if each.is_here:
+                each.puppet.pulls()
+                each.looks()
+
+    def _joins(self, worker_id: str) -> None:
+        if worker_id not in {each.worker_id for each in self.living}:
+            self.living.append(UnitWorker(self.stage, worker_id, SIZE, EPOCHS))
+            self.lives.append(self.living[-1])
+
+    def _restarts(self, back: int) -> None:
+        """The broker is killed; it goes on from one of its last checkpoints, its workers come back."""
+        saved = self._saved = self._saved + self.stage.checkpoints
+        self.stage = self.stage.restarted(saved[-min(back, len(saved))])
+        for worker in self.living:
+            worker.comes_to(self.stage)
+
+    def _does(self, worker: UnitWorker, action: str, count: int) -> None:
+        if action == "comes back" and not worker.is_here:
+            worker.comes_to(self.stage)
+        if not worker.is_here:
+            return
+        match action:
+            case "takes":
+                worker.takes(count)
+            case "trains":
+                worker.trains(count)
+            case "begins" if worker.push is None:
+                self._push_ids += 1
+                worker.begins(self._push_ids)
+            case "completes":
+                worker.completes()
+            case "blunders" if worker.push is not None and not worker.has_delivered:
+                worker.blunders()
+            case "goes away":
+                worker.puppet.dies()
+            case "dies":
+                worker.puppet.dies()
+                self.living.remove(worker)
+
+    def ends(self) -> None:
+        """From here on all goes well, until all is counted."""
+        for worker in self.living:
+            self._does(worker, "comes back", 0)
+        for number in range(2):
+            self._joins(f"last{number}")
+        for _ in range(SIZE * EPOCHS):
+            for action, count in (("takes", 4), ("trains", 9), ("begins", 0), ("completes", 0)):
+                for which in range(len(self.living)):
+                    self.happens(action, which, count)
+            self.stage.passes(0.2)
+            if self.stage.state.data.sets[NAME].is_over:
+                return
+        raise AssertionError("some units never count")
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["streaming", "whole submissions"])
+@settings(max_examples=40, deadline=None)
+@given(script=SCRIPTS)
+def test_each_unit_is_in_the_parameters_once_an_epoch(
+    deterministic: bool, script: list[tuple[str, int, int]]
+) -> None:
+    story = Story(deterministic=deterministic)
+    for action, which, count in script:
+        story.happens(action, which, count)
+    story.ends()
+    assert times_contained(story.stage, story.lives) == dict.fromkeys(range(SIZE * EPOCHS), 1)

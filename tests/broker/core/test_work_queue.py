@@ -1,0 +1,214 @@
+"""Units of a data set: each goes to one worker in an epoch, and is in the global parameters once."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_protocol.data.spans import Spans
+from diloco_protocol.messages import Error, Lot, Result, Take
+from kit.core_harness import a_stage
+from kit.unit_workers import NAME, UnitWorker, a_unit_round, free, times_contained
+
+
+def a_pair(**options: object) -> tuple[UnitWorker, UnitWorker]:
+    stage = a_stage(2, 2, min_workers=1, **options)  # type: ignore[arg-type]
+    first = UnitWorker(stage, "a", pulls=False)
+    second = UnitWorker(stage, "b")
+    first.puppet.pulls()
+    return first, second
+
+
+def test_units_go_out_in_a_row_and_to_one_worker_each() -> None:
+    a, b = a_pair()
+    a.takes(3)
+    b.takes(3)
+    assert (a.in_hand, b.in_hand) == ([0, 1, 2], [3, 4, 5])
+
+
+def test_a_unit_counts_when_the_version_with_its_push_is_whole() -> None:
+    a, b = a_pair()
+    a.takes(3)
+    a.trains()
+    b.takes(1)
+    a.begins(1)
+    a.completes()
+    data = a.stage.state.data.sets[NAME]
+    assert data.counted == 0
+    b.begins(2)
+    b.completes()
+    assert data.counted == 3, "b has not trained on its own"
+    assert data.oldest == 3
+
+
+def test_units_of_a_worker_that_dies_are_given_back_and_go_out_last() -> None:
+    a, b = a_pair()
+    a.takes(3)
+    a.trains()
+    a.puppet.dies()
+    assert free(a.stage) == Spans((0, 3))
+    b.takes(9)
+    assert b.in_hand == [0, 1, *range(3, 10)]
+
+
+def test_a_whole_push_counts_though_its_worker_died_a_second_later() -> None:
+    a, b = a_pair()
+    a.takes(3)
+    a.trains()
+    a.begins(1)
+    a.completes()
+    a.puppet.dies()
+    assert not free(a.stage)
+    b.begins(2)
+    b.completes()
+    assert a.stage.state.data.sets[NAME].counted == 3
+
+
+def test_a_part_of_a_push_counts_no_unit_when_its_worker_is_gone() -> None:
+    a, b = a_pair()
+    a.takes(3)
+    a.trains()
+    a.begins(1)
+    a.puppet.delivers([0])
+    a.puppet.dies()
+    b.begins(2)
+    b.completes()
+    assert free(a.stage) == Spans((0, 3))
+
+
+def test_units_of_a_refused_push_are_given_back() -> None:
+    a, _ = a_pair()
+    a.takes(3)
+    a.trains()
+    a.begins(1)
+    a.blunders()
+    assert free(a.stage) == Spans((0, 3))
+
+
+def test_a_worker_that_was_away_keeps_what_nobody_else_was_given() -> None:
+    a, b = a_pair()
+    a.takes(3)
+    a.trains()
+    a.puppet.dies()
+    b.takes(7)  # the rest of the epoch: what was given back goes out last
+    a.comes_to(a.stage)
+    assert not free(a.stage)
+    a.begins(1)
+    a.completes()
+    b.trains()
+    b.begins(2)
+    b.completes()
+    assert times_contained(a.stage, [a, b]) == dict.fromkeys(range(10), 1)
+
+
+def test_a_push_with_units_that_others_were_given_meanwhile_is_dropped() -> None:
+    a, b = a_pair()
+    a.takes(3)
+    a.trains()
+    a.begins(1)
+    a.puppet.dies()
+    b.takes(10)
+    a.comes_to(a.stage)
+    assert a.puppet.got(Error).code == "stale"
+    assert a.push is None
+    b.trains()
+    b.begins(2)
+    b.completes()
+    a.begins(3)
+    a.completes()
+    assert times_contained(a.stage, [a, b]) == dict.fromkeys(range(10), 1)
+
+
+def test_the_next_epoch_begins_when_nothing_of_this_one_is_free() -> None:
+    a, b = a_pair()
+    a.takes(8)
+    b.takes(4)
+    assert b.in_hand == [8, 9, 10, 11]
+    a.puppet.dies()
+    b.takes(7)
+    assert b.in_hand[4:] == list(range(12, 19)), "the epoch that has begun goes out first"
+    b.takes(30)
+    assert b.in_hand[11:] == [*range(8), 19]
+
+
+def test_what_is_over_is_said_when_all_of_it_counts() -> None:
+    a, b = a_pair()
+    a_unit_round([a, b], 1, 10)
+    answer = a.takes(1)
+    assert answer is not None and answer.data == {"units": (), "is_over": True}
+
+
+def test_units_counted_after_the_checkpoint_go_out_again_those_before_do_not() -> None:
+    a, b = a_pair(save_dir="run", recover="rewind")
+    a_unit_round([a, b], 1)
+    old = a.stage.checkpoints[-1]
+    a_unit_round([a, b], 11)
+    later = a.stage.restarted(old)
+    assert later.state.data.sets[NAME].counted == 6
+    fresh = UnitWorker(later, "c")
+    fresh.takes(10)
+    assert fresh.in_hand[:4] == [6, 7, 8, 9]
+
+
+def test_a_broker_that_adopts_newer_parameters_counts_the_units_in_them() -> None:
+    a, b = a_pair(save_dir="run")
+    a_unit_round([a, b], 1)
+    old = a.stage.checkpoints[-1]
+    a_unit_round([a, b], 11)
+    held = a.stage.holdings()
+    later = a.stage.restarted(old)
+    lives = [a, b]
+    for worker in lives:
+        worker.stage = later
+        worker.puppet = later.worker(worker.worker_id)
+        worker.puppet.held = held
+    versions = tuple(each.version if each else None for each in held)
+    for worker in lives:
+        worker.comes_to(later, pulls=False, run=a.stage.state.model.run, versions=versions)
+    for worker in lives:
+        for fragment in worker.puppet.asked_for:
+            worker.puppet.donates(fragment)
+    later.passes(2.0)
+    for worker in lives:
+        worker.ticks()
+    assert later.state.data.sets[NAME].counted == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"size": 11}, "has units=10 in this run, and this worker says 11"),
+        ({"epochs": 3}, "has epochs=2 in this run"),
+        ({"seed": 1}, "has seed=None in this run"),
+        ({"holds": (3, 1)}, "each above the last"),
+        ({"name": "", "size": 1}, "1 to 64 printable characters"),
+        ({"name": "other", "size": 0}, "cannot have 0 units"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_sentence(
+    fields: dict[str, object], words: str
+) -> None:
+    a, _ = a_pair()
+    a.takes(1)
+    before = a.stage.state.data.sets[NAME].held
+    asked: dict[str, object] = {"name": NAME, "size": 10, "epochs": 2, **fields}
+    a.puppet.sends(Take(a.puppet.token(), 99, **asked))  # type: ignore[arg-type]
+    result = a.puppet.got(Result)
+    assert not result.ok and words in result.text
+    assert a.stage.state.data.sets[NAME].held == before
+
+
+def test_a_push_cannot_name_units_of_another_worker() -> None:
+    a, b = a_pair()
+    a.takes(3)
+    b.puppet.begins(5, lots=(Lot((5,), {NAME: (0, 1)}),))
+    assert b.puppet.got(Error).code == "stale"
+    b.puppet.begins(6, lots=(Lot((5,), {NAME: (4, 5)}),))
+    assert b.puppet.got(Error).code == "bad_push"
+
+
+def test_no_more_than_so_many_data_sets_are_begun() -> None:
+    a, _ = a_pair()
+    for number in range(70):
+        a.puppet.sends(Take(a.puppet.token(), number, f"set {number}", 5))
+    assert not a.puppet.got(Result).ok and "64 data sets" in a.puppet.got(Result).text
+    assert len(a.stage.state.data.sets) == 64

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -64,9 +64,10 @@ class DiLoCoWorker:
 
     Args:
         model: parameters in bf16, fp16, fp32 or fp64, buffers of any kind, tied weights, frozen parts.
+            A list is taken for the parts of one model, as of a pipeline, each with names of its own.
         optimizer: any `torch.optim.Optimizer`, or a wrapper of one such as Accelerate's; its steps are
             the inner steps that are counted, so gradient accumulation and the skipped steps of an AMP
-            scaler come out right.
+            scaler come out right. Of a list a round of all of them is one step: see `counted_steps`.
         server: the broker's address; tcp:// may be left out. Without one here and in DILOCO_SERVER
             everything is a no-op.
         sync_every: H, optimizer steps between two pushes of the same fragment. A worker may have its
@@ -101,8 +102,8 @@ class DiLoCoWorker:
 
     def __init__(  # noqa: PLR0913  each keyword is a public setting
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         server: str | None = None,
         *,
         sync_every: int | None = None,
@@ -134,7 +135,7 @@ class DiLoCoWorker:
             self._keys, chosen_id = settings.worker_keys(self._settings.keys, chosen_id)
         self._chosen_id = chosen_id
         self.worker_id: str = chosen_id or settings.default_worker_id()
-        counted = start.check_pair(model, optimizer)
+        model, counted = start.check_pair(model, optimizer)
         self._steps = CountedSteps(model, counted, stepped=self._after_step, tell=self._trouble)
         self._tensors: ModelTensors | None = None
         self._link: Link | None = None

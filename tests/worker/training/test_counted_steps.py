@@ -29,7 +29,7 @@ class Counted:
         self.count = 0
         self.told: list[str] = []
         self.steps = CountedSteps(
-            self.descent.model, self.descent.optimizer, stepped=self._step, tell=self.told.append
+            self.descent.model, (self.descent.optimizer,), stepped=self._step, tell=self.told.append
         )
         self.steps.start()
 
@@ -185,3 +185,57 @@ def test_boundaries_that_are_forced_without_a_step_are_no_warning(
         training.serves(100, counter, push)
         assert training.done()
     assert training.metrics.last_error is None
+
+
+# Several optimizers.
+
+
+class Several:
+    """One parameter each for as many optimizers, which step as told: "ab" is one step of each."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.model = nn.ModuleList(nn.Linear(1, 1) for _ in range(count))
+        optimizers = tuple(torch.optim.SGD(each.parameters(), lr=0.1) for each in self.model)
+        self.optimizers, self.count = optimizers, 0
+        self.told: list[str] = []
+        self.steps = CountedSteps(self.model, optimizers, stepped=self._step, tell=self.told.append)
+        self.steps.start()
+
+    def _step(self) -> None:
+        self.count += 1
+
+    def counts(self, order: str) -> list[int]:
+        """How many were counted behind each of these steps."""
+        counts = []
+        for letter in order:
+            self.optimizers["abc".index(letter)].step()
+            counts.append(self.count)
+        return counts
+
+
+@pytest.mark.parametrize(
+    ("order", "counts"),
+    [
+        ("abab", [0, 1, 1, 2]),
+        ("aaabaaab", [0, 0, 0, 1, 1, 1, 1, 2]),  # the discriminator of a GAN steps more often
+        ("bbbabbba", [0, 0, 0, 0, 1, 1, 1, 1]),  # in whatever order they are in the list
+        ("babab", [0, 0, 1, 1, 2]),  # a scaler skipped the first step of a
+    ],
+)
+def test_round_of_all_optimizers_is_one_step(order: str, counts: list[int]) -> None:
+    several = Several()
+    assert several.counts(order) == counts
+    several.steps.stop()
+    assert several.counts("abab") == counts[-1:] * 4, "not counted any more"
+
+
+def test_an_optimizer_of_the_list_that_never_steps_is_named() -> None:
+    several = Several(3)
+    several.counts("ac" * 49)
+    assert several.told == []
+    several.counts("ac" * 50)
+    (said,) = several.told
+    assert "100 optimizer steps were made, and none of them was counted" in said
+    assert "optimizer 1 of the list" in said
+    several.steps.stop()
+    assert not _global_optimizer_post_hooks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,10 +11,16 @@ from torch.nn.parameter import is_lazy
 
 from diloco_protocol import Kind, Manifest, TensorEntry, UsageError
 from diloco_protocol.manifest import summarise
+from diloco_worker.model.model_parts import ModelParts
 
 
 def unwrapped(model: object) -> nn.Module:
-    """What torch.compile wraps, or the model itself; raises UsageError when it is no module."""
+    """What torch.compile wraps, or the model itself; raises UsageError when it is no module.
+
+    A list of modules is taken for the parts of one model.
+    """
+    if isinstance(model, list | tuple):
+        return ModelParts([unwrapped(part) for part in model])
     module = getattr(model, "_orig_mod", model)
     if not isinstance(module, nn.Module):
         raise UsageError(f"The model is a {type(model).__name__}; it must be an nn.Module.")
@@ -28,7 +34,7 @@ def live_tensors(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def manifest_of(model: nn.Module) -> Manifest:
+def manifest_of(model: nn.Module | Sequence[nn.Module]) -> Manifest:
     """What a model consists of, as a run will know it: `FragmentPlan.of(manifest_of(model), 4)`.
 
     Raises:
@@ -91,9 +97,20 @@ def _require_values_of_its_own(name: str, tensor: Tensor) -> None:
             f"{name} belongs to a Lazy module and has no shape yet; run one batch through the model "
             "(and make the optimizer) before the DiLoCoWorker."
         )
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        what = "on the meta device" if tensor.is_meta else f"in layout {tensor.layout}"
-        raise UsageError(f"{name} is {what}; only dense tensors with values can be exchanged.")
+    if any("torch.distributed" in base.__module__ for base in type(tensor).__mro__):
+        raise UsageError(
+            f"{name} is a {type(tensor).__name__}: its values are spread over processes, and this "
+            "release has no workers of several processes; train with whole tensors in each."
+        )
+    if tensor.is_meta:
+        raise UsageError(
+            f"{name} is on the meta device, where it has no values; give it some (module.to_empty(), "
+            "then the initialisation or a checkpoint) before the DiLoCoWorker is made."
+        )
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"{name} is in layout {tensor.layout}; only dense tensors can be exchanged."
+        )
     if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
         raise UsageError(
             f"{name} was made by expand: several of its elements are one and the same memory, so no "

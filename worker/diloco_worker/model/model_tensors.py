@@ -7,7 +7,7 @@ stream of the calling thread, behind the training kernels, and waited for before
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -53,10 +53,10 @@ class ModelTensors:
     _buffers: TensorPool = field(default_factory=TensorPool)
 
     @classmethod
-    def of_module(cls, model: nn.Module) -> ModelTensors:
+    def of_module(cls, model: nn.Module | Sequence[nn.Module]) -> ModelTensors:
         """The tensors of a module's `state_dict`; raises UsageError when they cannot be exchanged."""
-        manifest, module = manifest_of(model), unwrapped(model)
-        return cls(manifest, lambda: live_tensors(module), ModelWatch(module))
+        module = unwrapped(model)
+        return cls(manifest_of(module), lambda: live_tensors(module), ModelWatch(module))
 
     @classmethod
     def of_state(cls, manifest: Manifest, state: Mapping[str, Tensor]) -> ModelTensors:

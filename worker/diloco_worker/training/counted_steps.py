@@ -1,5 +1,10 @@
 """Which optimizer steps are counted: the completed steps of one optimizer, each once.
 
+Of several optimizers these are the steps of the last one in the list, each once all the others have
+stepped since the one before: a round of all of them is one step, however often some step in it. It is
+always the same one that ends a round, so a step that an AMP scaler skips for one of them delays the
+count to the end of the next round, and never moves it into the middle of one.
+
 Two kinds of steps would be lost without a word, so that nothing would ever be pushed; each is said once:
 
 - Steps of another optimizer with this model's parameters, as when layers are unfrozen in mid-run and a
@@ -38,26 +43,27 @@ class CountedSteps:
     """See the head of this module. Looks from `start` to `stop`."""
 
     model: nn.Module  # that is trained
-    optimizer: Optimizer  # whose steps are counted
+    optimizers: tuple[Optimizer, ...]  # whose steps are counted
     stepped: Callable[[], None]  # called after each of them
     tell: Callable[[str], None]  # takes the sentence about another optimizer's steps
     problem: str | None = None  # why steps are not seen, a sentence
-    _others: int = 0  # steps of other optimizers, since the counted one made its last
+    _others: int = 0  # steps that were not counted, since the last that was
+    _stepped: set[int] = field(default_factory=set)  # places in `optimizers`, in this round
     _trains_ours: weakref.WeakKeyDictionary[Optimizer, bool] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    _hook: Any = None
+    _hooks: list[Any] = field(default_factory=list)
     _others_hook: Any = None
 
     def start(self) -> None:
-        self._hook = self.optimizer.register_step_post_hook(self._after_step)
+        self._hooks = [each.register_step_post_hook(self._after_step) for each in self.optimizers]
         self._others_hook = register_optimizer_step_post_hook(self._after_any_step)
 
     def stop(self) -> None:
-        for hook in (self._hook, self._others_hook):
+        for hook in (*self._hooks, self._others_hook):
             if hook is not None:
                 hook.remove()
-        self._hook = self._others_hook = None
+        self._hooks, self._others_hook = [], None
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._is_captured():
@@ -66,7 +72,13 @@ class CountedSteps:
         overflow = getattr(optimizer, "found_inf", None)
         if _is_inside_another(optimizer) or (overflow is not None and float(overflow)):
             return
-        self.stepped()
+        last = len(self.optimizers) - 1
+        place = next(n for n, each in enumerate(self.optimizers) if each is optimizer)
+        self._stepped.add(place)
+        if place == last and len(self._stepped) == len(self.optimizers):
+            self._stepped.clear()
+            self._others = 0
+            self.stepped()
 
     def _is_captured(self) -> bool:
         """Whether the kernels of now are recorded for a CUDA graph instead of run."""
@@ -79,7 +91,8 @@ class CountedSteps:
         return is_captured
 
     def _after_any_step(self, optimizer: Optimizer, *_: object) -> None:
-        if optimizer is self.optimizer:
+        is_ours = any(each is optimizer for each in self.optimizers)
+        if is_ours and len(self.optimizers) == 1:
             self._others = 0
             return
         if optimizer not in self._trains_ours:
@@ -88,14 +101,25 @@ class CountedSteps:
             self._trains_ours[optimizer] = not ours.isdisjoint(trained)
         self._others += self._trains_ours[optimizer]
         if self._others == MANY and self._others_hook is not None:
-            self.tell(
-                f"Another optimizer ({type(optimizer).__name__}) has made {MANY} steps with this "
-                "model's parameters, and the one that the worker was made with none: these steps are "
-                "not counted and never pushed. Close this worker and make a new one with the "
-                "optimizer that is in use."
-            )
+            self.tell(self._complaint(optimizer))
             self._others_hook.remove()
             self._others_hook = None
+
+    def _complaint(self, stepping: Optimizer) -> str:
+        """Why the steps of this optimizer are of no use."""
+        idle = [n for n in range(len(self.optimizers)) if n not in self._stepped]
+        if len(self.optimizers) > 1 and len(idle) < len(self.optimizers):
+            return (
+                f"{MANY} optimizer steps were made, and none of them was counted or pushed: optimizer "
+                f"{idle[0] if idle else len(self.optimizers) - 1} of the list that the worker was made "
+                "with takes no part. Close this worker and make a new one with those that are in use."
+            )
+        return (
+            f"Another optimizer ({type(stepping).__name__}) has made {MANY} steps with this "
+            "model's parameters, and the one that the worker was made with none: these steps are "
+            "not counted and never pushed. Close this worker and make a new one with the "
+            "optimizer that is in use."
+        )
 
 
 def _is_inside_another(optimizer: Optimizer) -> bool:

@@ -15,8 +15,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from diloco_protocol import Manifest, Unreachable, UsageError
 from diloco_protocol.messages import Join
@@ -24,39 +24,70 @@ from diloco_worker.core.connection import Phase
 from diloco_worker.core.session import Session
 from diloco_worker.core.sync.patience import Patience
 from diloco_worker.model.model_manifest import unwrapped
+from diloco_worker.model.model_parts import parts_of
 from diloco_worker.shell.link import Link
 
 logger = logging.getLogger("diloco.worker")
 
 # Optimizers around optimizers, at most.
 DEEPEST = 10
+# Modules of others whose optimizers hand their steps to DeepSpeed.
+DEEPSPEED_WRAPPERS = {"accelerate.utils.deepspeed"}
 # Where torch keeps what `register_step_post_hook` was given; made by `Optimizer.__init__`.
 HOOKS = "_optimizer_step_post_hooks"
 
 
-def check_pair(model: object, optimizer: object) -> torch.optim.Optimizer:
-    """The optimizer whose steps can be counted: this one, or the one that it wraps.
+def check_pair(model: object, optimizer: object) -> tuple[nn.Module, tuple[Optimizer, ...]]:
+    """The model, and the optimizers whose steps can be counted: these, or those that they wrap.
 
-    Raises UsageError unless it trains this model.
+    Either may be a list. Raises UsageError unless each optimizer trains this model.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    refuse_deepspeed(model, *optimizers)
+    if not isinstance(model, list | tuple | nn.Module):
         raise UsageError(
-            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer."
+            f"model is a {type(model).__name__}; it must be a torch.nn.Module, or a list of its parts."
         )
-    counted = _with_hooks(optimizer)
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if trainable and not any(id(parameter) in stepped for parameter in trainable):
-        raise UsageError(
-            "The optimizer holds none of the model's parameters; make it from model.parameters(), "
-            "after the model has been moved or wrapped."
-        )
-    return counted
+    module = model if isinstance(model, nn.Module) else unwrapped(model)
+    parameters = list(module.parameters())
+    ours = {id(parameter) for parameter in parameters}
+    counted: list[Optimizer] = []
+    for each in optimizers:
+        if not isinstance(each, Optimizer):
+            raise UsageError(
+                f"optimizer is a {type(each).__name__}; it must be a torch.optim.Optimizer, or a list "
+                "of them."
+            )
+        inner = _with_hooks(each)
+        stepped = {id(p) for group in each.param_groups for p in group["params"]}
+        if any(parameter.requires_grad for parameter in parameters) and stepped.isdisjoint(ours):
+            raise UsageError(
+                f"The optimizer ({type(each).__name__}) holds none of the model's parameters; make it "
+                "from model.parameters(), after the model has been moved or wrapped."
+            )
+        if all(inner is not known for known in counted):
+            counted.append(inner)
+    if not counted:
+        raise UsageError("optimizer is an empty list; give those that train the model.")
+    return module, tuple(counted)
 
 
-def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def refuse_deepspeed(*given: object) -> None:
+    """Raise UsageError for what DeepSpeed has made: no step hook of torch sees its steps."""
+    for each in given:
+        inner = each
+        for _ in range(DEEPEST):
+            modules = {base.__module__ for base in type(inner).__mro__}
+            if any(m.split(".")[0] == "deepspeed" or m in DEEPSPEED_WRAPPERS for m in modules):
+                raise UsageError(
+                    f"{type(each).__name__} is of DeepSpeed, which keeps gradients and steps (and with "
+                    "ZeRO the parameters) in buffers of its own, where a worker cannot follow them; "
+                    "train with a torch.optim.Optimizer, without DeepSpeed."
+                )
+            inner = vars(inner).get("optimizer") if hasattr(inner, "__dict__") else None
+
+
+def _with_hooks(optimizer: Optimizer) -> Optimizer:
     """The first that has step hooks of its own, from the outermost wrapper inwards.
 
     Wrappers like Accelerate's are an Optimizer by type, hand each real step to `.optimizer`, and have
@@ -64,7 +95,7 @@ def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """
     inner: object = optimizer
     for _ in range(DEEPEST):
-        if isinstance(inner, torch.optim.Optimizer) and HOOKS in vars(inner):
+        if isinstance(inner, Optimizer) and HOOKS in vars(inner):
             return inner
         inner = getattr(inner, "optimizer", None)
     raise UsageError(
@@ -73,31 +104,34 @@ def _with_hooks(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     )
 
 
-# Of each model in a run, the `id` of its DiLoCoWorker, that worker's own id, and their process.
+# Of each module in a run, the `id` of its DiLoCoWorker, that worker's own id, and their process.
 _occupants: weakref.WeakKeyDictionary[nn.Module, tuple[int, str, int]] = weakref.WeakKeyDictionary()
 
 
 def check_free(model: nn.Module) -> None:
-    """Raise UsageError if a worker of this process is in a run with this model."""
-    _, worker_id, pid = _occupants.get(unwrapped(model), (0, "", 0))
-    if pid == os.getpid():
-        raise UsageError(
-            f"This model is in a run already, as worker {worker_id!r}; close() that DiLoCoWorker "
-            "before you make another one for it."
-        )
+    """Raise UsageError if a worker of this process is in a run with this model, or a part of it."""
+    for part in parts_of(unwrapped(model)):
+        _, worker_id, pid = _occupants.get(part, (0, "", 0))
+        if pid == os.getpid():
+            raise UsageError(
+                f"This model is in a run already, as worker {worker_id!r}; close() that DiLoCoWorker "
+                "before you make another one for it."
+            )
 
 
 def occupy(model: nn.Module, worker: object, worker_id: str) -> None:
     """This worker takes part with this model; raises UsageError as `check_free` does."""
     check_free(model)
-    _occupants[unwrapped(model)] = (id(worker), worker_id, os.getpid())
+    for part in parts_of(unwrapped(model)):
+        _occupants[part] = (id(worker), worker_id, os.getpid())
 
 
 def vacate(model: nn.Module, worker: object) -> None:
     """This worker has left, if it was ever in."""
-    number, *_ = _occupants.get(unwrapped(model), (0,))
-    if number == id(worker):
-        del _occupants[unwrapped(model)]
+    for part in parts_of(unwrapped(model)):
+        number, *_ = _occupants.get(part, (0,))
+        if number == id(worker):
+            del _occupants[part]
 
 
 def new_session(

@@ -1,0 +1,81 @@
+"""A model in several modules is the same model: names, ties, buffers, values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_protocol import UsageError
+from diloco_worker.model.model_manifest import manifest_of, unwrapped
+from diloco_worker.model.model_parts import ModelParts
+from diloco_worker.model.model_tensors import ModelTensors
+
+
+class Model(nn.Module):
+    """Layers by name, as those that pipelines cut; each stage keeps a table of its own."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.layers = nn.ModuleDict({"0": nn.BatchNorm1d(3), "1": nn.BatchNorm1d(3)})
+        self.output = nn.Linear(3, 5, bias=False)
+        if tied:
+            self.output.weight = self.embedding.weight
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+
+def stages(whole: Model) -> list[nn.Module]:
+    """What a pipeline leaves of each copy: some of the layers, under the names of the whole."""
+    first, second = nn.Module(), nn.Module()
+    first.embedding = whole.embedding
+    first.layers = nn.ModuleDict({"0": whole.layers["0"]})
+    second.layers = nn.ModuleDict({"1": whole.layers["1"]})
+    second.output = whole.output
+    for stage in (first, second):
+        stage.register_buffer("table", torch.zeros(2), persistent=False)
+    return [first, second]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parts_of_a_pipeline_are_the_model_that_they_were_cut_from(tied: bool) -> None:
+    whole = Model(tied)
+    assert manifest_of(stages(whole)) == manifest_of(whole)
+    assert list(unwrapped(stages(whole)).state_dict()) == list(whole.state_dict())
+
+
+def test_values_go_into_the_tensors_of_the_parts() -> None:
+    whole = Model()
+    parts = stages(whole)
+    tensors = ModelTensors.of_module(parts)
+    for _, tensor in tensors.live():
+        tensor.fill_(7)
+    assert all(bool((value == 7).all()) for value in whole.state_dict().values())
+
+
+def test_one_name_for_two_tensors_is_refused_with_both_parts() -> None:
+    parts = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with pytest.raises(UsageError, match=r"Parts 0 and 1 .* 'weight'; .*nn\.ModuleDict"):
+        ModelTensors.of_module(parts)
+    named = nn.ModuleDict(dict(zip(("first", "second"), parts, strict=True)))
+    assert len(manifest_of(named).entries) == 4
+
+
+def test_the_same_module_twice_is_one() -> None:
+    part = nn.Linear(2, 2)
+    assert manifest_of([part, part]) == manifest_of(part)
+    assert len(list(ModelParts([part, part]).parameters())) == 2
+
+
+def test_no_part_at_all_is_refused() -> None:
+    with pytest.raises(UsageError, match="empty list"):
+        unwrapped([])
+
+
+def test_a_part_that_changes_is_noticed() -> None:
+    whole = Model(tied=False)
+    parts = stages(whole)
+    watch = ModelTensors.of_module(parts).watch
+    assert watch is not None and watch.look() is None
+    parts[1].output = nn.Linear(3, 5, bias=False)
+    assert "output.weight is another parameter" in str(watch.look())

@@ -1,0 +1,135 @@
+"""Lists of parts and optimizers in a run, and what cannot take part: each gets a sentence at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_broker import Broker, BrokerConfig
+from diloco_protocol import UsageError
+from diloco_worker import DiLoCoWorker
+from diloco_worker.training import start
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture
+def broker() -> Iterator[Broker]:
+    address = "tcp://127.0.0.1:*"
+    with Broker(BrokerConfig(workers=1, sync_every=2, bind=address, feed=address)) as made:
+        yield made
+
+
+class Pipeline:
+    """Two parts of a model with an optimizer each, as torchtitan's loop has them."""
+
+    def __init__(self) -> None:
+        self.parts = [nn.Sequential(), nn.Sequential()]
+        self.parts[0].add_module("first", nn.Linear(2, 3))
+        self.parts[1].add_module("second", nn.Linear(3, 2))
+        self.optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in self.parts]
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.parts[1](self.parts[0](torch.ones(1, 2))).sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def worker(self, **keywords: Any) -> DiLoCoWorker:
+        return DiLoCoWorker(self.parts, self.optimizers, timeout=PATIENCE_S, **keywords)
+
+
+def test_parts_and_optimizers_in_lists_train_and_go_on_from_a_checkpoint(broker: Broker) -> None:
+    pipeline, states = Pipeline(), []
+    with pipeline.worker(server=broker.address, worker_id="a") as worker:
+        for _ in range(5):
+            pipeline.step()
+        assert (worker.local_step, worker.sync_count) == (5, 2)
+        states = [worker.state_dict(), *(part.state_dict() for part in pipeline.parts)]
+        with pytest.raises(UsageError, match=r"in a run already, as worker 'a'"):
+            DiLoCoWorker(pipeline.parts[1], pipeline.optimizers[1], server=broker.address)
+    again = Pipeline()
+    for part, state in zip(again.parts, states[1:], strict=True):
+        part.load_state_dict(state)
+    second = again.worker(server=broker.address)
+    second.load_state_dict(states[0])
+    with second:
+        again.step()
+        assert (second.local_step, second.sync_count) == (6, 3)
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in again.optimizers)
+
+
+def test_a_worker_starts_once(broker: Broker) -> None:
+    pipeline = Pipeline()
+    with pipeline.worker(server=broker.address) as worker:
+        with pytest.raises(UsageError, match="starts once; make a new one"), worker:
+            pass
+        for _ in range(2):
+            pipeline.step()
+        assert worker.sync_count == 1, "the worker that runs goes on"
+
+
+def given(model: object, optimizer: object) -> None:
+    anything: Any = DiLoCoWorker
+    anything(model, optimizer)
+
+
+def from_deepspeed(base: type, name: str) -> type:
+    """A class as that library has it, which is not installed here."""
+    return type(name, (base,), {"__module__": "deepspeed.runtime.engine"})
+
+
+def test_what_cannot_train_a_model_is_refused() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    fits = torch.optim.SGD(model.parameters(), lr=0.1)
+    astray = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"\(SGD\) holds none of the model's parameters"):
+        given(model, astray)
+    with pytest.raises(UsageError, match=r"\(SGD\) holds none of the model's parameters"):
+        given(model, [fits, astray])
+    with pytest.raises(UsageError, match="optimizer is an empty list"):
+        given(model, [])
+    with pytest.raises(UsageError, match="optimizer is a str"):
+        given(model, [fits, "adam"])
+    with pytest.raises(UsageError, match="model is a str"):
+        given("model", fits)
+    with pytest.raises(UsageError, match="The model is a str"):
+        given([model, "model"], fits)
+
+
+def test_engine_and_optimizer_of_deepspeed_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    fits = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = from_deepspeed(nn.Module, "DeepSpeedEngine")()
+    zero = from_deepspeed(object, "DeepSpeedZeroOptimizer")()
+    fits_around: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    fits_around.optimizer = zero
+    for pair in ((engine, fits), (model, zero), (model, [fits, zero]), (model, fits_around)):
+        with pytest.raises(UsageError, match="DeepSpeed, which keeps gradients and steps"):
+            given(*pair)
+
+
+class DTensor(torch.Tensor):
+    """As a sharded parameter is one, by type."""
+
+
+DTensor.__module__ = "torch.distributed.tensor"
+
+
+def test_parameters_that_are_spread_over_processes_are_refused(broker: Broker) -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(DTensor))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="weight is a DTensor: its values are spread"):
+        DiLoCoWorker(model, optimizer, server=broker.address)
+
+
+def test_the_same_optimizer_twice_is_one() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert start.check_pair(model, [optimizer, optimizer]) == (model, (optimizer,))

@@ -27,19 +27,38 @@ def export(
         ),
     ] = "diloco-run",
     to: Annotated[
-        Path, typer.Option(help="File to write; load it with safetensors.torch.load_file.")
+        Path,
+        typer.Option(
+            help="File to write; load it with safetensors.torch.load_file. With --like, a folder."
+        ),
     ] = Path("model.safetensors"),
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="HF_FOLDER",
+            help="A folder of save_pretrained (model or PEFT adapters): --to becomes one like it with "
+            "this model's values, which from_pretrained loads.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace what exists under that name.")
+    ] = False,
     keys: KeyFile = None,
 ) -> None:
-    """Write the global parameters as plain safetensors that load into the original model."""
+    """Write the global parameters: safetensors that load into the original model, or a model folder."""
     from diloco_broker.cli.checkpoint_report import newest_sound
     from diloco_broker.storage import checkpoint
     from diloco_broker.storage.model_file import model_of, write_model
+    from diloco_broker.storage.model_folder import write_like
     from diloco_protocol.clients.observer import Observer
 
     with failing_in_a_sentence():
-        if to.exists() and not force:
+        if like is not None and to == Path("model.safetensors"):
+            raise UsageError("--like makes a folder: give its name, --to FOLDER.")
+        if to.is_dir() != (like is not None) and to.exists():
+            kind = "folder" if to.is_dir() else "file"
+            raise UsageError(f"{to} is a {kind} already; give another --to.")
+        if to.exists() and not force and not (to.is_dir() and not any(to.iterdir())):
             raise UsageError(f"{to} exists already; give --force to replace it.")
         if not to.parent.is_dir():
             raise UsageError(f"There is no folder {to.parent} to write {to.name} to.")
@@ -52,7 +71,7 @@ def export(
         else:
             path, found = newest_sound(Path(source), checkpoint.load)
             model, what = model_of(found), f"{path.name}, before round {found.number}"
-        size = write_model(model, to)
+        size = write_model(model, to) if like is None else write_like(model, to, like)
     typer.echo(f"{to}: {len(model)} tensors, {size:,} bytes, from {what}.")
 
 

@@ -88,11 +88,16 @@ def model_of(found: Checkpoint) -> dict[str, Tensor]:
     return assemble(found.layout, {f: each.chunks for f, each in found.tensors.items()})
 
 
-def write_model(model: Mapping[str, Tensor], path: Path) -> int:
-    """Write a safetensors file, whole or not at all. Returns its size in bytes; raises UsageError."""
+def write_model(
+    model: Mapping[str, Tensor], path: Path, about: dict[str, str] | None = None
+) -> int:
+    """Write a safetensors file, whole or not at all. Returns its size in bytes; raises UsageError.
+
+    `about` goes into its header.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        save_file(dict(model), aside)
+        save_file(dict(model), aside, about)
         aside.replace(path)
         return path.stat().st_size
     except (OSError, SafetensorError) as error:

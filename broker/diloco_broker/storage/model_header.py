@@ -54,7 +54,9 @@ def read_header(path: Path, frozen: Sequence[str] = ()) -> tuple[Manifest, bool]
     try:
         if path.is_dir() or path.suffix == ".safetensors":
             files = safetensors_files(path) if path.is_dir() else [path]
-            entries = sorted(_safetensors(files), key=lambda entry: _likely_order(entry.name))
+            entries = sorted(
+                safetensors_entries(files), key=lambda entry: _likely_order(entry.name)
+            )
             in_order = False
         else:
             entries, in_order = _state_dict(path), True
@@ -83,7 +85,8 @@ def safetensors_files(folder: Path) -> list[Path]:
     return [folder / "model.safetensors"]
 
 
-def _safetensors(files: Iterable[Path]) -> list[TensorEntry]:
+def safetensors_entries(files: Iterable[Path]) -> list[TensorEntry]:
+    """All tensors of these files, as the files have them."""
     from safetensors import safe_open
 
     entries = []

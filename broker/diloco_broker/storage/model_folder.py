@@ -1,0 +1,95 @@
+"""The model as a Hugging Face folder, made like another one, which says names, dtypes and the rest."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from diloco_broker.storage.model_file import write_model
+from diloco_broker.storage.model_header import safetensors_entries, safetensors_files
+from diloco_protocol.errors import UsageError
+from diloco_protocol.manifest import TensorEntry, summarise
+
+ADAPTER = "adapter_config.json"
+# Endings of files with values, which are those of the other model.
+VALUES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+
+
+def write_like(model: Mapping[str, Tensor], to: Path, like: Path) -> int:
+    """Write `model` into the folder `to`, for `from_pretrained`. Returns the size of its tensors, bytes.
+
+    The folder gets the files of `like` with our values in them: under the same names, in the same
+    files, as the same dtypes. Like a PEFT folder (it has `adapter_config.json`) only adapters are
+    written.
+
+    Raises:
+        UsageError: `like` is no such folder, or its model is not ours.
+    """
+    if like.resolve() == to.resolve():
+        raise UsageError(f"--to and --like are the same folder, {to}; give another --to.")
+    is_adapter = (like / ADAPTER).is_file()
+    if not is_adapter and not (like / "config.json").is_file():
+        raise UsageError(
+            f"--like {like} is no Hugging Face folder: give one with config.json (or {ADAPTER}) in it, "
+            "as save_pretrained writes it."
+        )
+    try:
+        files = [like / "adapter_model.safetensors"] if is_adapter else safetensors_files(like)
+        entries = {file.name: safetensors_entries([file]) for file in files}
+    except Exception as error:  # noqa: BLE001  a foreign file makes its reader raise anything at all
+        raise UsageError(
+            f"--like {like} cannot be read ({type(error).__name__}): its model must be safetensors, as "
+            "save_pretrained writes it."
+        ) from None
+    all_of_them = [each for known in entries.values() for each in known]
+    problems = _differences(model, all_of_them)
+    if not is_adapter and not problems:
+        problems = _left_out(model, {_own_name(model, each.name) for each in all_of_them})
+    if problems:
+        raise UsageError(f"The model in --like {like} is another one: {summarise(problems)}.")
+    to.mkdir(exist_ok=True)
+    for file in sorted(like.iterdir()):
+        if file.is_file() and file.suffix not in VALUES:
+            shutil.copyfile(file, to / file.name)
+    written = 0
+    for name, known in entries.items():
+        values = {e.name: model[_own_name(model, e.name)].to(_dtype(e)) for e in known}
+        written += write_model(values, to / name, {"format": "pt"})
+    return written
+
+
+def _differences(model: Mapping[str, Tensor], entries: list[TensorEntry]) -> list[str]:
+    found = []
+    for entry in entries:
+        ours = model.get(_own_name(model, entry.name))
+        if ours is None:
+            found.append(f"it has {entry.name}, which this run has not")
+        elif tuple(ours.shape) != entry.shape:
+            found.append(f"{entry.name} has shape {entry.shape} there and {tuple(ours.shape)} here")
+        elif not isinstance(getattr(torch, entry.dtype, None), torch.dtype):
+            found.append(f"{entry.name} is {entry.dtype} there, which cannot be written")
+    return found
+
+
+def _left_out(model: Mapping[str, Tensor], written: set[str]) -> list[str]:
+    """What the folder would lack. A tied tensor is written under one of its names."""
+    return [
+        f"this run has {name}, which it has not"
+        for name, tensor in model.items()
+        if name not in written and not any(torch.equal(tensor, model[each]) for each in written)
+    ]
+
+
+def _own_name(model: Mapping[str, Tensor], name: str) -> str:
+    """What the run calls it. PEFT leaves the adapter's name out of its files: lora_A.default.weight."""
+    head, _, tail = name.rpartition(".")
+    return f"{head}.default.{tail}" if name not in model else name
+
+
+def _dtype(entry: TensorEntry) -> torch.dtype:
+    found: torch.dtype = getattr(torch, entry.dtype)
+    return found

@@ -36,6 +36,7 @@ from diloco_worker.core.sync.patience import Patience
 from diloco_worker.core.sync.state import SyncState
 from diloco_worker.model.frozen_tag import frozen_tag
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.placement import Placement
 from diloco_worker.model.values import check_values
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
@@ -89,6 +90,8 @@ class DiLoCoWorker:
             worker_id, and the only one that a broker with keys takes.
         process_group: not in this release.
         extra: a small dict, shown in displays.
+        pin_memory: False leaves memory of the host unpinned that a CUDA device is copied to or from.
+        keep_global_on: "cuda" keeps the global parameters, fp32, on the model's device instead of "cpu".
         handle_signals: False leaves SIGTERM alone; see `signals` for what becomes of it otherwise.
         audit: a file that gets a JSON line for each push; see `audit`.
 
@@ -119,6 +122,8 @@ class DiLoCoWorker:
         keys: str | Path | None = None,
         process_group: object | None = None,
         extra: Mapping[str, Any] | None = None,
+        pin_memory: bool | None = None,
+        keep_global_on: str | None = None,
         handle_signals: bool | None = None,
         audit: str | Path | None = None,
     ) -> None:
@@ -143,6 +148,7 @@ class DiLoCoWorker:
         if self._settings.server is not None:
             start.check_free(model)
             self._tensors = ModelTensors.of_module(model)
+            self._tensors.may_pin = self._settings.pin_memory is not False
         self._driver: Driver | None = None
         self._resumption: Resumption | None = None
         self._carried: object = None  # what was loaded of it, until it is in use
@@ -198,6 +204,7 @@ class DiLoCoWorker:
         start.occupy(self._model, self, self.worker_id)
         own, resumption = self._settings, self._resumption
         check_values(tensors)
+        placement = Placement.of(tensors.devices, own.pin_memory, own.keep_global_on)
         if resumption is not None:
             resumption.check_model(tensors)
         audit = self._audit = PushLog(own.audit, self.worker_id)
@@ -216,7 +223,7 @@ class DiLoCoWorker:
             session,
             capture=tensors.capture,
             tag_of=partial(frozen_tag, tensors),
-            pinned=tensors.is_on_cuda,
+            pinned=placement.is_pinned,
             states=resumption.states if resumption is not None else None,
             welcomed=audit.joined,
             keys=self._keys,
@@ -237,6 +244,7 @@ class DiLoCoWorker:
             audit=audit,
             termination=self._termination,
             clock=self._clock,
+            placement=placement,
             step=self._step,
             cycle_start=self._cycle_start,
             resumption=None if link.has_forgotten else resumption,

@@ -38,6 +38,8 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "heartbeat_interval": ("2.5", 2.5),
     "max_sync_retries": ("7", 7),
     "timeout": ("60", 60.0),
+    "pin_memory": ("no", False),
+    "keep_global_on": ("CPU", "cpu"),
     "extra": ("gpu=a100, site=berlin", {"gpu": "a100", "site": "berlin"}),
 }
 ALL = {f"DILOCO_{name.upper()}": text for name, (text, _) in VARIABLES.items()}

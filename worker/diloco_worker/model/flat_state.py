@@ -7,7 +7,7 @@ trained, and progress of less than half an ulp would be taken back round by roun
 Each fragment has up to three vectors (protocol/SPECIFICATION.md, section 3): parameters and float
 buffers in fp32, integers in int64. Memory of a worker, in units of the fp32 parameters: the global
 parameters it started from (1), the delta in wire dtype (1/2 with bf16), and the version that is
-arriving (1).
+arriving (1). `placement` says where they lie.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class FlatState:
     """
 
     layout: FragmentLayout  # where each tensor lies
-    # fp32 for parameters (but for a delta's) and buffers, int64 for integers; contiguous, on the CPU.
+    # fp32 for parameters (but for a delta's) and buffers, int64 for integers; contiguous, all on one
+    # device: the CPU, but for a base that is kept elsewhere.
     vectors: Mapping[Segment, Tensor]
     dtype: str = "fp32"  # the wire dtype of the parameters
 
@@ -47,6 +48,17 @@ class FlatState:
             if length
         }
         return cls(layout, vectors)
+
+    @property
+    def device(self) -> torch.device:
+        return next((vector.device for vector in self.vectors.values()), torch.device("cpu"))
+
+    def to(self, device: torch.device) -> FlatState:
+        """The same on this device; itself where it is there. Returns when all of it has been copied."""
+        if self.device == device:
+            return self
+        vectors = {segment: vector.to(device) for segment, vector in self.vectors.items()}
+        return FlatState(self.layout, vectors, self.dtype)
 
     def of(self, place: Place) -> Tensor:
         """The values of one tensor, in its shape: a view."""
@@ -81,7 +93,7 @@ class FlatState:
         state = FlatState.empty(self.layout)
         for place in self.layout.places:
             if place.segment is Segment.PARAMETERS:
-                torch.sub(base.held(place), self.of(place), out=state.of(place))
+                torch.sub(base.held(place).cpu(), self.of(place), out=state.of(place))
             else:
                 state.of(place).copy_(self.of(place))
         return state

@@ -72,13 +72,14 @@ class Change:
             if origin is None:
                 return fresh
             # The larger of both, as a counter would.
-            moved = local.to("cpu", fresh.dtype, copy=True).sub_(origin.of(place)).add_(fresh)
+            moved = local.to(fresh.device, fresh.dtype, copy=True)
+            moved = moved.sub_(_beside(origin.of(place), moved)).add_(fresh)
             return torch.maximum(moved, fresh)
         if self.alpha == 0:
             if origin is None:
                 return fresh
-            local = local.to("cpu", fresh.dtype)
-            moved = local - origin.held(place) + self.new.held(place)
+            local = local.to(fresh.device, fresh.dtype)
+            moved = local - _beside(origin.held(place), local) + self.new.held(place)
             return moved if place.segment is Segment.PARAMETERS else _between(moved, local, fresh)
         if self.alpha == 1:
             return local

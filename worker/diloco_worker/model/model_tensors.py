@@ -1,7 +1,8 @@
 """The tensors of a model by name: capturing them, their delta in wire form, and putting values back.
 
-With parameters on a CUDA device the vectors lie in pinned memory: copies are queued on the current
-stream of the calling thread, behind the training kernels, and waited for before the host looks.
+With parameters on a CUDA device the vectors lie in pinned memory, unless `placement` says otherwise:
+copies are queued on the current stream of the calling thread, behind the training kernels, and waited
+for before the host looks.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class ModelTensors:
     manifest: Manifest
     lookup: Callable[[], Mapping[str, Tensor]]  # asked each time: a module may replace a buffer
     watch: ModelWatch | None = None  # notices that the model is not that of the manifest any more
+    may_pin: bool = True  # memory of the host that a CUDA device is copied to
     _buffers: TensorPool = field(default_factory=TensorPool)
 
     @classmethod
@@ -67,8 +69,13 @@ class ModelTensors:
         return tensors
 
     @property
-    def is_on_cuda(self) -> bool:
-        return _on_cuda(self.lookup().values())
+    def devices(self) -> list[torch.device]:
+        return [tensor.device for tensor in self.lookup().values()]
+
+    @property
+    def pins(self) -> bool:
+        """Whether memory of the host for these tensors is pinned."""
+        return self.may_pin and _on_cuda(self.lookup().values())
 
     def live(self) -> Iterator[tuple[TensorEntry, Tensor]]:
         """Each entry of the manifest with its tensor as it is now; raises UsageError as `_checked`."""
@@ -78,7 +85,7 @@ class ModelTensors:
     def capture(self, layout: FragmentLayout) -> FlatState:
         """Copy a fragment's values to the host; raises UsageError as `_checked` does."""
         live = self._live(layout)
-        state = FlatState.empty(layout, pinned=_on_cuda(live.values()))
+        state = FlatState.empty(layout, pinned=self.may_pin and _on_cuda(live.values()))
         for place in state.layout.places:
             tensor, target = live[place.entry.name].detach(), state.of(place)
             # Converted on its device, so that the copy to the host can be queued.
@@ -104,6 +111,9 @@ class ModelTensors:
         Training started from `base`, rounded to the model's dtypes. The local values may be `captured`
         already; else the model is read. Raises UsageError as `_checked` does.
         """
+        if base.device.type != "cpu":
+            there = self._live(base.layout) if captured is None else captured.by_name()
+            return encode_there(base, there, dtype_name, self._buffers.take)
         if captured is None and _on_cuda(self._live(base.layout).values()):
             # One queue of copies and one wait, instead of a wait for each piece.
             captured = self.capture(base.layout)
@@ -187,6 +197,35 @@ def encode(
             if not math.isfinite(square):  # large elements: fp64 has room for their squares
                 square = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
             squares += square
+    return Delta(FlatState(layout, wire, dtype), math.sqrt(squares), bad)
+
+
+@torch.no_grad()
+def encode_there(
+    base: FlatState,
+    tensors: Mapping[str, Tensor],
+    dtype: str,
+    room: Callable[[int, torch.dtype], Tensor],
+) -> Delta:
+    """The same as `encode` where the base is: only what travels comes to the host."""
+    layout = base.layout
+    wire = {
+        segment: room(length, segment_dtype(segment, dtype))
+        for segment, length in layout.lengths.items()
+        if length
+    }
+    squares, bad = 0.0, None
+    for place in layout.places:
+        target = wire[place.segment][place.start : place.stop].view(place.entry.shape)
+        values = tensors[place.entry.name].detach()
+        if place.segment is Segment.PARAMETERS:
+            begun = base.held(place)
+            values = begun - values.to(begun.device, torch.float32)
+            squares += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+        values = values.to(target.dtype)
+        target.copy_(values)
+        if not is_finite(values):
+            bad = bad or place.entry.name
     return Delta(FlatState(layout, wire, dtype), math.sqrt(squares), bad)
 
 

@@ -12,6 +12,8 @@ from concurrent.futures import Future
 from dataclasses import InitVar, dataclass, field
 from typing import TypeVar
 
+import torch
+
 from diloco_protocol import Code, ModelLayout, ProtocolError, RunConfig
 from diloco_protocol.chunks import FragmentLayout
 from diloco_protocol.dtypes import span_bytes
@@ -85,16 +87,23 @@ class FragmentBuffers:
     def forget(self) -> None:
         self._held.clear()
 
-    def set_base(self, fragment: int, state: FlatState | None) -> None:
+    def set_base(
+        self, fragment: int, state: FlatState | None, came_as: FlatState | None = None
+    ) -> None:
         """Training stands on this; the former base is room, unless it is held or being sent.
 
-        With None no copy is kept of what is held: the model itself has it.
+        With None no copy is kept of what is held: the model itself has it. Where `state` is a copy on
+        another device, what it `came_as` is let go. It is no room: somebody may have been given it.
         """
         if state is None:
             self._held.pop(fragment, None)
             return
+        if came_as is not None and self._held.get(fragment) is came_as:
+            self._held[fragment] = state
         former, self._bases[fragment] = self._bases.get(fragment), state
         if former is None or former is state or former is self._held.get(fragment):
+            return
+        if former.device.type != "cpu":
             return
         if all(sent is not former for sent in self.outgoing.values()):
             self._spare[fragment] = former
@@ -109,14 +118,15 @@ class FragmentBuffers:
         """Lay out a donation: what is held as it is, or else a copy of the model.
 
         A large model takes long to copy, and heartbeats must go on meanwhile: returns False then, and
-        `copied` is called later.
+        `copied` is called later. So it is with what is held on another device.
         """
         held = self._held.get(layout.fragment)
-        if held is not None:
+        if held is not None and held.device.type == "cpu":
             self.outgoing[push_id] = held
             return True
-        assert self.capture is not None
-        self._aside(self.capture, layout, lambda done: self.copied(push_id, done))
+        read = self.capture if held is None else lambda _: held.to(torch.device("cpu"))
+        assert read is not None
+        self._aside(read, layout, lambda done: self.copied(push_id, done))
         return False
 
     def name(self, layout: FragmentLayout) -> None:

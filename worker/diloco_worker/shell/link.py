@@ -134,9 +134,11 @@ class Link(Inbox):
         """Push a pseudo-gradient. Neither may change any more."""
         self._call(self._offer, push, wire)
 
-    def set_base(self, fragment: int, state: FlatState | None) -> None:
+    def set_base(
+        self, fragment: int, state: FlatState | None, came_as: FlatState | None = None
+    ) -> None:
         """Training stands on these values from now on; see `FragmentBuffers`."""
-        self._call(self._buffers.set_base, fragment, state)
+        self._call(self._buffers.set_base, fragment, state, came_as)
 
     def withdraw(self, request: int) -> None:
         """Nobody waits for the answer to this control action any more."""

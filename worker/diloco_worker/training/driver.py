@@ -28,6 +28,7 @@ from diloco_worker.core.sync.state import SyncState
 from diloco_worker.model.checksums import checksums
 from diloco_worker.model.flat_state import FlatState
 from diloco_worker.model.model_tensors import ModelTensors
+from diloco_worker.model.placement import Placement
 from diloco_worker.model.values import Constants
 from diloco_worker.shell.link import Link
 from diloco_worker.shell.sigterm import Termination
@@ -58,6 +59,7 @@ class Driver:
     audit: PushLog
     termination: Termination
     clock: Callable[[], float]  # seconds, monotonic
+    placement: Placement  # of the vectors
     step: InitVar[int]  # optimizer steps so far
     cycle_start: InitVar[int]  # those when the cycle of slots began
     resumption: InitVar[Resumption | None]  # what to go on from; the model is as it was then
@@ -85,6 +87,7 @@ class Driver:
                 base=each.values,
                 delta=each.delta,
                 set_base=link.set_base,
+                kept_on=self.placement.base,
             )
             for part, each in zip(layout.fragments, saved, strict=True)
         ]

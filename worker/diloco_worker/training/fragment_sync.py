@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from diloco_protocol import RunConfig, Segment
 from diloco_protocol.chunks import FragmentLayout
 from diloco_worker.core.sync.effects import NonFinite
@@ -45,13 +47,18 @@ class FragmentSync:
     base: FlatState  # what deltas are measured from
     # Of the flight, or of one that ended while the model was left as it is.
     delta: DeltaValues | None
-    # Told of each new base; the memory of the former one may be overwritten then.
-    set_base: Callable[[int, FlatState], None]
+    # Told of each new base, and of what it came as; the former one's memory may be overwritten then.
+    set_base: Callable[[int, FlatState, FlatState], None]
+    kept_on: torch.device  # where the base is
     _change: Change | None = None  # of a landing that was broken off
     _landed: Landing | None = None  # the last one
 
     def __post_init__(self) -> None:
-        self.set_base(self.part.fragment, self.base)
+        self._set_base(self.base.to(self.kept_on), self.base)
+
+    def _set_base(self, base: FlatState, came_as: FlatState) -> None:
+        self.base = base
+        self.set_base(self.part.fragment, base, came_as)
 
     @property
     def _rebases(self) -> bool:
@@ -114,7 +121,7 @@ class FragmentSync:
                 is_now = step == flight.began
                 return Change(self.base, origin=None if is_now else self._at_freeze())
         assert arrival is not None
-        new = self.base if arrival.values is None else arrival.values
+        new = self.base if arrival.values is None else arrival.values.to(self.kept_on)
         if landing.outcome is Outcome.MOVED:
             return Change(new, origin=self.base)
         if landing.outcome is Outcome.COUNTED and not landing.is_load:
@@ -143,8 +150,7 @@ class FragmentSync:
             delta.anchor = delta.frozen = new
         else:
             if landing.arrival is not None:
-                self.base = new
-                self.set_base(self.part.fragment, new)
+                self._set_base(new, landing.arrival.values or new)
             self.delta = None
 
     def _at_freeze(self) -> FlatState:

@@ -112,7 +112,9 @@ def to_plain(resumption: Resumption, manifest: Manifest) -> Plain:
         {
             "version": each.base.version.plain(),
             "ledger": each.base.ledger.plain(in_hex=True),
-            "base": {s.value: vector.clone() for s, vector in each.values.vectors.items()},
+            "base": {
+                s.value: vector.to("cpu", copy=True) for s, vector in each.values.vectors.items()
+            },
             "steps": each.base.work.steps,
             "tokens": each.base.work.tokens,
             "samples": each.base.work.samples,
@@ -161,7 +163,7 @@ _OF_FLIGHT = ("began", "apply_at", "wait_at", "let_go")
 
 
 def _shared(state: FlatState | None) -> dict[str, Tensor] | None:
-    return None if state is None else {s.value: vector for s, vector in state.vectors.items()}
+    return None if state is None else {s.value: vector.cpu() for s, vector in state.vectors.items()}
 
 
 # From plain values.
@@ -205,7 +207,7 @@ def _resumption(plain: Plain, tensors: ModelTensors) -> Resumption:
     place = SchedulePlace(**{name: _whole(value) for name, value in _dict(plain["place"]).items()})
     if not 0 <= place.slot < config.num_fragments <= place.sync_every:
         raise ValueError(f"slot {place.slot} of {config.num_fragments} in {place.sync_every} steps")
-    pinned = tensors.is_on_cuda
+    pinned = tensors.pins
     parts = [_dict(each) for each in plain["fragments"]]
     if len(parts) != len(layout.fragments):
         raise ValueError(f"{len(parts)} fragments instead of {len(layout.fragments)}")

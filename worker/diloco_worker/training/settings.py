@@ -23,6 +23,7 @@ from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
 from diloco_protocol.roles import Role
+from diloco_worker.model.placement import PLACES
 
 logger = logging.getLogger("diloco.worker")
 
@@ -116,6 +117,7 @@ _ID = Kind(
     lambda value: isinstance(value, str) and is_worker_id(value),
 )
 _WIRE_DTYPE = Kind(str, f"one of {', '.join(WIRE_DTYPES)}", lambda value: value in WIRE_DTYPES)
+_PLACE = Kind(str.lower, f"one of {', '.join(PLACES)}", lambda value: value in PLACES)
 _DELAY = Kind(
     lambda text: AUTO if text.lower() == AUTO else int(text),
     f"{whole(0).what}, or 'auto'",
@@ -148,6 +150,8 @@ class Settings:
     timeout: float = keyword(number(), DEFAULT_TIMEOUT_S)
     keys: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as above
     extra: Mapping[str, Any] | None = keyword(_EXTRA)
+    pin_memory: bool | None = keyword(SWITCH)
+    keep_global_on: str | None = keyword(_PLACE)
     handle_signals: bool | None = keyword(SWITCH)
     audit: str | Path | None = keyword(_FILE)  # noqa: RUF009  a field, as above
 

@@ -1,0 +1,58 @@
+"""Where a worker's vectors lie: on the host, pinned or not, or beside the model on its accelerator.
+
+What a user is short of decides. By default the global parameters, which deltas are measured from, are on
+the host, and what is copied to or from a CUDA device lies in pinned memory: copies are queued then, and
+faster, but the system cannot give such memory to anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from diloco_protocol import UsageError
+
+CPU, CUDA = "cpu", "cuda"
+PLACES = (CPU, CUDA)  # of the global parameters
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The choice for one worker."""
+
+    is_pinned: bool = False  # vectors on the host that a CUDA device reads or writes
+    base: torch.device = torch.device(CPU)  # noqa: RUF009  a constant; of the global parameters
+
+    @classmethod
+    def of(
+        cls,
+        devices: Iterable[torch.device],
+        pin_memory: bool | None = None,
+        keep_global_on: str | None = None,
+    ) -> Placement:
+        """What a user has asked for, with the model's tensors on these devices.
+
+        Args:
+            pin_memory: None: where there is a CUDA device.
+            keep_global_on: "cuda" stands for the first CUDA device of the model; None for "cpu".
+
+        Raises:
+            UsageError: it cannot be had with this model.
+        """
+        found = list(devices)
+        on_cuda = [device for device in found if device.type == CUDA]
+        where = ", ".join(sorted({str(device) for device in found})) or "no device"
+        if pin_memory and not on_cuda:
+            raise UsageError(
+                f"pin_memory is True, but the model is on {where}, and memory is pinned for CUDA "
+                "devices only; leave it out."
+            )
+        if keep_global_on == CUDA and not on_cuda:
+            raise UsageError(
+                f"keep_global_on is 'cuda', but the model is on {where}; move it there first, or leave "
+                "it out."
+            )
+        base = on_cuda[0] if keep_global_on == CUDA else torch.device(CPU)
+        return cls(bool(on_cuda) and pin_memory is not False, base)

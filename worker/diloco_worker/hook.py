@@ -379,6 +379,11 @@ class DiLoCoWorker:
         return self._termination.reason or (self._link.stopping if self._link else None)
 
     @property
+    def run_is_over(self) -> bool:
+        """True once the broker has said so. Unlike `should_stop` it leaves SIGTERM to this worker."""
+        return self._link is not None and self._link.stopping is not None
+
+    @property
     def sync_metrics(self) -> SyncMetrics:
         """Counters as they are now: attributes, or a mapping."""
         metrics = replace(

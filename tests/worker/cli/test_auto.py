@@ -1,0 +1,217 @@
+"""`--auto`: scripts that know nothing of DiLoCo, in real processes with a real broker."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diloco_protocol import UsageError
+from diloco_worker.cli.python_command import AUTO, with_auto
+from kit.paths import KIT, ROOT
+from kit.process_kit import Child, Processes
+
+pytest_plugins = ("kit.process_fixtures",)
+
+# Trains for ever, or so many steps; the seed is that of its parameters.
+TRAIN = """
+import sys, torch
+seed, steps = int(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(seed)
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(steps):
+    model(torch.ones(4, 3)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("step", step, flush=True)
+torch.save(model.state_dict(), f"{seed}.pt")
+"""
+# A forked child, as one of a data loader is, makes an optimizer step before it does.
+STEPS_IN_A_CHILD = """
+import os, torch
+def step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return optimizer
+child = os.fork()
+if not child:
+    step(torch.nn.Linear(3, 5))
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+model = torch.nn.Linear(3, 2)
+optimizer = step(model)
+optimizer.step()
+"""
+SHARED = """
+import torch
+one, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+other.weight, other.bias = one.weight, one.bias
+optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+one(torch.ones(1, 3)).sum().backward()
+optimizer.step()
+print("trains on", flush=True)
+"""
+OWN = """
+import torch
+from diloco_worker import DiLoCoWorker
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with DiLoCoWorker(model, optimizer, worker_id="by hand"):
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+"""
+GAN = """
+import torch
+models = torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)
+optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
+for _ in range(3):
+    for optimizer in optimizers:
+        models[1](models[0](torch.ones(1, 3))).sum().backward()
+        optimizer.step()
+"""
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "script.py"
+    path.write_text(text)
+    return str(path)
+
+
+def auto(processes: Processes, address: str, *words: str) -> Child:
+    """In a process that has torch already, which saves seconds."""
+    return processes.run("-m", "diloco_worker.auto", *words, DILOCO_SERVER=address)
+
+
+def test_unmodified_scripts_come_to_the_bits_of_the_plain_hook(processes: Processes) -> None:
+    options = ("--workers", "2", "--sync-every", "4", "--no-save", "--deterministic")
+    found = []
+    for how in ("plain_script", "unmodified_script"):
+        _, address = processes.serve(*options)
+        path = str(KIT / f"{how}.py")
+        if how == "plain_script":
+            made = [processes.run(path, name, DILOCO_SERVER=address) for name in ("a", "b")]
+        else:
+            python = (sys.executable, "-u", path, "a")
+            launched = ("-m", "diloco_worker", "run", "--server", address, "--auto", "--", *python)
+            as_module = ("-m", f"kit.{how}", "b")
+            made = [
+                processes.run(*launched, PYTHONPATH=str(ROOT / "tests")),
+                auto(processes, address, *as_module),
+            ]
+        assert [each.ends() for each in made] == [0, 0], made[0].output + made[1].output
+        found.append([torch.load(processes.folder / f"{name}.pt") for name in ("a", "b")])
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert "Attached to TinyModel with 121 parameters, trained by AdamW" in made[0].output
+    assert "dropped" not in made[0].output
+
+
+def test_who_comes_late_drops_the_step_that_was_computed_elsewhere(
+    processes: Processes, tmp_path: Path
+) -> None:
+    _, address = processes.serve("--sync-every", "2", "--no-save", "--outer", "sgd")
+    path = script(tmp_path, TRAIN)
+    assert auto(processes, address, path, "1", "2").ends() == 0
+    late = auto(processes, address, path, "2", "1")
+    assert late.ends() == 0
+    assert "its first step was computed without them, and is dropped" in late.output
+    third = auto(processes, address, path, "3", "1")
+    assert third.ends() == 0
+    one, other = (torch.load(tmp_path / f"{seed}.pt") for seed in (2, 3))
+    assert all(torch.equal(one[name], other[name]) for name in one), "both have the run's"
+
+
+def test_script_ends_with_its_run_and_is_not_started_again(
+    processes: Processes, tmp_path: Path
+) -> None:
+    _, address = processes.serve("--sync-every", "5", "--no-save")
+    program = (sys.executable, script(tmp_path, TRAIN), "1", "100000000")
+    made = processes.run(
+        "-m", "diloco_worker", "run", "--server", address, "--auto", "--restarts", "3", *program
+    )
+    made.says("step 20")
+    assert processes.asks("shutdown", "--yes", "--address", address) == 0
+    assert made.ends() == 3
+    assert "The program ended with code 3: the run is over." in made.output
+    assert "Traceback" not in made.output
+
+
+def test_children_of_a_script_are_no_part_of_the_run(processes: Processes, tmp_path: Path) -> None:
+    broker, address = processes.serve("--sync-every", "2", "--no-save")
+    made = auto(processes, address, script(tmp_path, STEPS_IN_A_CHILD))
+    assert made.ends() == 0, made.output
+    assert made.output.count("Attached to Linear with 8 parameters") == 1
+    broker.says("Round 0 closed")
+
+
+def test_script_that_cannot_take_part_is_told_why_and_ended(
+    processes: Processes, tmp_path: Path
+) -> None:
+    made = auto(processes, "127.0.0.1:1", script(tmp_path, SHARED))
+    assert made.ends() == 2
+    assert "2 models hold the parameters of SGD" in made.output
+    assert "trains on" not in made.output
+
+
+def test_script_with_a_worker_of_its_own_is_left_to_it(
+    processes: Processes, tmp_path: Path
+) -> None:
+    _, address = processes.serve("--no-save")
+    made = auto(processes, address, script(tmp_path, OWN))
+    assert made.ends() == 0
+    assert "has a DiLoCoWorker of its own" in made.output
+    assert "Attached" not in made.output
+
+
+def test_what_is_not_exchanged_is_said(processes: Processes, tmp_path: Path) -> None:
+    _, address = processes.serve("--no-save")
+    made = auto(processes, address, script(tmp_path, GAN))
+    assert made.ends() == 0
+    assert made.output.count("SGD trains parameters outside Linear") == 1
+
+
+def test_script_without_an_optimizer_and_none_at_all_get_a_sentence(
+    processes: Processes, tmp_path: Path
+) -> None:
+    made = auto(processes, "127.0.0.1:1", script(tmp_path, "import torch, sys; sys.exit(5)"))
+    assert made.ends() == 5
+    assert "No optimizer of torch has made a step" in made.output
+    for words, sentence in (((), "give a script or -m MODULE"), (("x.py",), "no script 'x.py'")):
+        made = auto(processes, "127.0.0.1:1", *words)
+        assert made.ends() == 2
+        assert sentence in made.output
+
+
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        ("python train.py --auto -m x", 1),
+        ("/usr/bin/python3.12 -u -X dev -W error train.py", 6),
+        ("python3 -Werror -m pkg.train -m", 2),
+    ],
+)
+def test_attaching_stands_in_front_of_the_script(command: str, place: int) -> None:
+    words = command.split()
+    assert with_auto(words) == [*words[:place], *AUTO, *words[place:]]
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("torchrun train.py", "begins with 'torchrun'"),
+        ("pythonista train.py", "begins with 'pythonista'"),
+        ("python -c pass", "needs a script"),
+        ("python -cpass", "needs a script"),
+        ("python -", "needs a script"),
+        ("python -u", "needs a script"),
+        ("python -m", "needs a script"),
+    ],
+)
+def test_command_without_a_script_is_refused(command: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        with_auto(command.split())

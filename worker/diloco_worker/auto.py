@@ -1,0 +1,96 @@
+"""`python -m diloco_worker.auto SCRIPT ...`, or `-m MODULE ...`: a script takes part as it is.
+
+The script runs as it would without: `__main__`, `sys.argv`, `sys.path` and its exit code are its own.
+Nothing of torch is loaded before the script loads it, which may set variables for it first. Processes
+that it starts are no part of the run.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
+
+from diloco_worker.core.restarts import WRONG_USAGE
+
+if TYPE_CHECKING:
+    from diloco_worker.attachment import Attachment
+
+TORCH = "torch"
+USAGE = "diloco-worker: give a script or -m MODULE: python -m diloco_worker.auto train.py"
+
+
+class _AfterTorch(MetaPathFinder):
+    """Attaches as soon as torch has been imported."""
+
+    def __init__(self) -> None:
+        self.attachment: Attachment | None = None
+
+    def attach(self) -> None:
+        from diloco_worker.attachment import Attachment
+
+        self.attachment = Attachment()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != TORCH or self.attachment is not None:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_attach(module: ModuleType) -> None:
+            load(module)
+            if self.attachment is None:
+                self.attach()
+
+        setattr(spec.loader, "exec_module", load_and_attach)  # noqa: B010  a method, to mypy
+        return spec
+
+
+def _fail(sentence: str) -> NoReturn:
+    print(sentence, file=sys.stderr)
+    sys.exit(WRONG_USAGE)
+
+
+def main() -> None:
+    """Run what the command line names."""
+    words = sys.argv[1:]
+    if not words or words == ["-m"] or (words[0].startswith("-") and words[0] != "-m"):
+        _fail(USAGE)
+    if words[0] != "-m" and not os.path.exists(words[0]):
+        _fail(f"diloco-worker: there is no script {words[0]!r:.200}.")
+    watch = _AfterTorch()
+    if TORCH in sys.modules:
+        watch.attach()
+    else:
+        sys.meta_path.insert(0, watch)
+    failure: BaseException | None = None
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+                sys.path[0] = os.path.dirname(os.path.realpath(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        if watch.attachment is not None:
+            watch.attachment.leave(failure)
+
+
+if __name__ == "__main__":
+    main()

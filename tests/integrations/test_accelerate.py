@@ -10,7 +10,7 @@ import torch
 from kit.integrations import needs, trained
 from kit.process_kit import Processes
 
-pytestmark = [pytest.mark.integration, needs("accelerate")]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400), needs("accelerate")]
 pytest_plugins = ("kit.process_fixtures",)
 
 SCRIPT = Path(__file__).with_name("accelerate_script.py")

@@ -10,7 +10,11 @@ import torch
 from kit.integrations import needs, trained
 from kit.process_kit import Processes
 
-pytestmark = [pytest.mark.integration, needs("transformers", "accelerate")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(400),
+    needs("transformers", "accelerate"),
+]
 pytest_plugins = ("kit.process_fixtures",)
 
 SCRIPT = Path(__file__).with_name("trainer_script.py")

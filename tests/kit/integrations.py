@@ -23,6 +23,11 @@ PLAIN = KIT / "plain_script.py"
 # A round waits for whoever was killed until it is back, so that not a bit depends on the moment.
 PATIENT = {"workers": 2, "min_workers": 2, "sync_every": 4, "disconnect_grace": 0.2}
 
+# Seconds to import, in each of five processes.
+HEAVY = ("transformers.trainer", "peft", "lightning")
+# Of one script, on a machine that has much else to do.
+WITHIN_S = 150.0
+
 
 def needs(*libraries: str) -> pytest.MarkDecorator:
     """Skips, with the reason, tests of libraries that are not installed."""
@@ -34,21 +39,27 @@ def needs(*libraries: str) -> pytest.MarkDecorator:
 
 
 def trained(
-    processes: Processes, script: Path = PLAIN, *, dies_at: int | None = None, **env: str
+    processes: Processes,
+    script: Path = PLAIN,
+    *options: str,
+    dies_at: int | None = None,
+    **env: str,
 ) -> dict[str, Tensor]:
     """The tensors of worker b's model behind a run of two.
 
     Args:
+        options: of its command line, behind the name.
         dies_at: the step after which worker a kills itself, and is started again.
     """
+    processes.begin_with(*(name for name in HEAVY if find_spec(name.partition(".")[0])))
     address = processes.broker(**PATIENT).address()
     env["DILOCO_SERVER"] = address
-    b = processes.run(str(script), "b", **env)
+    b = processes.run(str(script), "b", *options, **env)
     if dies_at is not None:
-        first = processes.run(str(script), "a", **env, **{DIES_AT: str(dies_at)})
-        assert first.ends(within=90) == -9, first.output
-    a = processes.run(str(script), "a", **env)
+        first = processes.run(str(script), "a", *options, **env, **{DIES_AT: str(dies_at)})
+        assert first.ends(WITHIN_S) == -9, first.output
+    a = processes.run(str(script), "a", *options, **env)
     for child in (a, b):
-        assert child.ends(within=90) == 0, child.output
+        assert child.ends(WITHIN_S) == 0, child.output
     result: dict[str, Tensor] = torch.load(processes.folder / "b.pt", weights_only=True)
     return result

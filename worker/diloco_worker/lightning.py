@@ -1,0 +1,170 @@
+"""DiLoCoCallback: the hook for Lightning's `Trainer`, in one line.
+
+    trainer = Trainer(max_steps=1000, callbacks=[DiLoCoCallback("tcp://10.0.0.1:8512")])
+    trainer.fit(model)  # or trainer.fit(model, ckpt_path="last")
+
+It joins when the Trainer begins to train, behind whatever it has loaded, and leaves when training ends.
+The steps that count are those of the module's optimizers: accumulated batches and steps that a scaler
+skips come out right, in automatic and manual optimization. Each checkpoint of the Trainer has the state
+of the worker.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from diloco_protocol import UsageError
+from diloco_worker.hook import DiLoCoWorker
+from diloco_worker.training.settings import resolve
+
+logger = logging.getLogger("diloco.worker")
+
+# Of `sync_metrics`, what is logged.
+LOGGED = ("rounds", "bytes_up", "bytes_down", "seconds_waited", "staleness", "unsynced_steps")
+# What the names of strategies say that keep no whole model, or step without torch's hooks.
+REFUSED = ("DeepSpeed", "FSDP", "ModelParallel", "XLA")
+
+
+class DiLoCoCallback(Callback):
+    """See the head of this module.
+
+    Args:
+        server: the broker's address. Without one here and in DILOCO_SERVER nothing is done.
+        keywords: those of `DiLoCoWorker`, each with its variable DILOCO_<KEYWORD>.
+
+    Attributes:
+        diloco: the `DiLoCoWorker`, from `on_train_start` on; None before.
+
+    Logged with what the module logs, each as diloco/NAME: `round` of the run, `global_loss`, and of this
+    worker `rounds`, `bytes_up`, `bytes_down`, `seconds_waited`, `staleness`, `unsynced_steps`. When the
+    run ends the Trainer stops; one with `min_steps` or `min_epochs` makes these first, alone.
+
+    Raises:
+        UsageError: when training begins; what `DiLoCoWorker` raises, or a strategy of several processes
+            or one that cuts the model up, or two of these callbacks.
+        TypeError: a keyword that DiLoCoWorker has not.
+    """
+
+    def __init__(self, server: str | None = None, **keywords: Any) -> None:
+        inspect.signature(DiLoCoWorker).bind(None, None, server, **keywords)
+        self.diloco: DiLoCoWorker | None = None
+        self._given = {"server": server, **keywords}
+        self._loaded: dict[str, Any] = {}  # the worker's state in a checkpoint
+        self._theirs: Any = None  # what Lightning does with SIGTERM
+        self._is_in = False
+
+    # What the Trainer calls.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        callbacks = trainer.callbacks
+        if sum(isinstance(each, DiLoCoCallback) for each in callbacks) > 1:
+            raise UsageError("The Trainer has two DiLoCoCallbacks; leave one of them out.")
+        if resolve(self._given).server is not None:
+            _require_whole_model(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        worker = DiLoCoWorker(pl_module, trainer.optimizers, **self._given)
+        if self._loaded:
+            worker.load_state_dict(self._loaded)
+        elif trainer.ckpt_path and resolve(self._given).server is not None:
+            logger.warning(
+                "The checkpoint has no state of this worker; it begins with the run's parameters."
+            )
+        self.diloco, self._loaded = worker, {}
+        if resolve(self._given).handle_signals is not False:
+            self._take_sigterm()
+        try:
+            worker.start()
+        except BaseException:
+            self._give_sigterm_back()
+            raise
+        self._is_in = True
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Tensor | Mapping[str, Any] | None,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        worker = self.diloco
+        if worker is None or worker.config is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if loss is not None:
+            worker.report(loss=loss)
+        metrics = worker.sync_metrics
+        figures = {name: float(metrics[name]) for name in LOGGED} | {"round": float(worker.round)}
+        if worker.global_loss is not None:
+            figures["global_loss"] = worker.global_loss
+        named = {f"diloco/{name}": value for name, value in figures.items()}
+        pl_module.log_dict(named, on_step=True, on_epoch=False, batch_size=1)
+        reason = worker.stop_reason
+        if reason is not None and not trainer.should_stop:
+            logger.info("The Trainer stops: %s", reason)
+            trainer.should_stop = True
+            if reason.startswith("SIGTERM") and callable(self._theirs):
+                self._theirs(signal.SIGTERM, None)  # it ends the training in Lightning's way
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._leave(None)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._leave(exception)
+
+    def state_dict(self) -> dict[str, Any]:
+        worker = self.diloco
+        return self._loaded if worker is None or worker.config is None else worker.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = dict(state_dict)
+
+    # Behind them.
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self.diloco is None or not self._is_in:
+            return
+        self._is_in = False
+        try:
+            self.diloco.__exit__(type(error), error, None)
+        finally:
+            self._give_sigterm_back()
+
+    def _take_sigterm(self) -> None:
+        """Let the worker have the signal: Lightning's handler would not end a wait for a round."""
+        if threading.current_thread() is threading.main_thread():
+            self._theirs = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _give_sigterm_back(self) -> None:
+        if self._theirs is not None:
+            signal.signal(signal.SIGTERM, self._theirs)
+            self._theirs = None
+
+
+def _require_whole_model(trainer: Trainer) -> None:
+    """Raise UsageError where a model is cut up, or trained by several processes."""
+    strategy = type(trainer.strategy).__name__
+    if any(name in strategy for name in REFUSED):
+        raise UsageError(
+            f"The Trainer uses {strategy}, which cuts the model up or steps in a way of its own; "
+            "DiLoCoCallback needs the whole model on one device: leave strategy out, and start one "
+            "Trainer for each."
+        )
+    if trainer.world_size > 1:
+        raise UsageError(
+            f"The Trainer has {trainer.world_size} processes, and this release has no workers of "
+            "several; start one Trainer with devices=1 for each device."
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from diloco_worker.cli.doctor import doctor
 from diloco_worker.cli.run import run
 
 app = typer.Typer(
@@ -14,6 +15,7 @@ app = typer.Typer(
 )
 # What follows the name of the training program belongs to it, with or without -- in front.
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(doctor)
 
 
 @app.callback()

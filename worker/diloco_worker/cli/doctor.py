@@ -1,0 +1,78 @@
+"""`diloco-worker doctor`: is all well between here and the broker, and what would a round take?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS
+from diloco_protocol.clients.keys import VARIABLE
+from diloco_worker.doctor import report
+from diloco_worker.doctor.examination import examine
+
+WIDE = 400  # columns
+_POWERS = {"k": 3, "m": 6, "b": 9}
+
+
+def _count(text: str) -> int:
+    """124M, 1.3B, 350e6, or plain digits."""
+    plain = text.strip().lower()
+    power = _POWERS.get(plain[-1:], 0)
+    try:
+        number = round(float(plain[:-1] if power else plain) * float(10**power))
+    except (ValueError, OverflowError):
+        number = 0
+    if number < 1:
+        raise typer.BadParameter(f"{text!r} is no number of parameters; write 124M or 1.3B.")
+    return number
+
+
+def doctor(
+    *,
+    server: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDR", envvar="DILOCO_SERVER", help="Control address that the broker printed."
+        ),
+    ] = DEFAULT_CONTROL_ADDRESS,
+    keys: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", envvar=VARIABLE, help="Key file of this worker."),
+    ] = None,
+    parameters: Annotated[
+        int | None,
+        typer.Option(metavar="N", parser=_count, help="Of a model: 124M. Default: the run's."),
+    ] = None,
+    step_time: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1e-9, help="Of one optimizer step on this machine."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0.1, help="How long to wait for each answer.")
+    ] = 5.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, for programs.")
+    ] = False,
+) -> None:
+    """Look at what stands between this machine and its broker, and tell what a round would take.
+
+    Name, port, keys, versions, clocks, round trips, bandwidth. Nothing is joined. A few seconds.
+
+    Exit codes: 0 all is well. Else of the first thing that is wrong: 2 usage, 3 unknown name, 4 port,
+    5 not a broker, 6 no key, 7 key file, 8 wrong key, 9 unwanted key, 10 version, 11 no answer, 12
+    clocks, 13 line.
+    """
+    findings = examine(server, keys, timeout)
+    found = report.estimate(findings, parameters, step_time)
+    if as_json:
+        typer.echo(json.dumps(report.as_plain(findings, found)))
+    else:
+        shown = Console()
+        # Where it is no terminal nobody has said how wide it is: a sentence a line.
+        console = shown if shown.is_terminal else Console(width=WIDE)
+        console.print(report.as_text(findings, found))
+    raise typer.Exit(report.exit_code(findings))

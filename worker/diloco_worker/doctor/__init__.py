@@ -1,0 +1,1 @@
+"""`diloco-worker doctor`: what stands between this machine and its broker."""

@@ -1,0 +1,188 @@
+"""Looks at everything that stands between this machine and its broker, in the order in which it fails.
+
+Nothing is joined and nothing changed: a run does not notice.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+
+from diloco_protocol import feed
+from diloco_protocol.addresses import can_be_reached, with_scheme
+from diloco_protocol.clients.dealer import Dealer
+from diloco_protocol.clients.keys import Keys, find_keys
+from diloco_protocol.errors import (
+    Code,
+    DilocoError,
+    ProtocolError,
+    Refused,
+    Unreachable,
+    UsageError,
+)
+from diloco_protocol.messages import Control, Error, Result
+from diloco_protocol.roles import Role
+from diloco_worker.doctor import line
+from diloco_worker.doctor.faults import Fault, Found, Wrong
+from diloco_worker.doctor.port import asks_for_keys
+
+# Of the status, to compare clocks by the quickest.
+ASKS = 3
+CLOCKS_MAY_DIFFER_S = 5.0
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """How far the broker's clock is ahead of ours, give or take, seconds."""
+
+    ahead: float
+    error: float
+
+
+@dataclass
+class Findings:
+    """What was found; what could not be looked at is None.
+
+    Attributes:
+        wrong: the first gives the exit code.
+        notes: what is worth knowing and nothing that has to be mended.
+        with_keys: the broker asks for keys.
+    """
+
+    server: str
+    wrong: list[Wrong] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    with_keys: bool | None = None
+    keys: Keys | None = None
+    status: feed.Snapshot | None = None
+    clocks: Clocks | None = None
+    trips: line.RoundTrips | None = None
+    up: line.Rate | None = None
+    down: line.Rate | None = None
+
+
+def examine(server: str, key_file: Path | None, within_s: float) -> Findings:
+    """Look at everything; raises nothing of ours. `within_s` is how long each answer may take."""
+    findings = Findings(with_scheme(server))
+    try:
+        _examine(findings, key_file, within_s)
+    except Found as found:
+        findings.wrong.append(found.wrong)
+    return findings
+
+
+def _examine(findings: Findings, key_file: Path | None, within_s: float) -> None:
+    host, port = _place(findings.server)
+    findings.with_keys = asks_for_keys(host, port, within_s)
+    try:
+        findings.keys = keys = find_keys(key_file, Role.WORKER, Role.OPERATOR, Role.MONITOR)
+    except UsageError as error:
+        raise Found(Fault.KEY_FILE, str(error)) from None
+    if findings.with_keys and keys is None:
+        raise Found(
+            Fault.NO_KEY,
+            "The broker asks for a key; give the file that diloco-broker keygen made for this machine "
+            "(--keys FILE or DILOCO_KEYS).",
+        )
+    if keys is not None and not findings.with_keys:
+        raise Found(
+            Fault.UNWANTED_KEY,
+            "The broker asks for no key; leave --keys and DILOCO_KEYS out, or give the address of the "
+            "broker that was started with --keys.",
+        )
+    if keys is not None and keys.peer.role is not Role.WORKER:
+        findings.notes.append(f"The key of {keys.peer} cannot train; that takes a worker's.")
+    with closing(Dealer(findings.server, keys)) as dealer:
+        _ask_status(findings, dealer, within_s)
+        _measure(findings, dealer, within_s)
+
+
+def _place(server: str) -> tuple[str, int]:
+    """Host and port of an address."""
+    host, _, port = server.removeprefix("tcp://").rpartition(":")
+    if not server.startswith("tcp://") or not host or not can_be_reached(server):
+        text = (
+            f"{server!a:.200} is no address of a broker; write tcp://HOST:PORT, as it printed it."
+        )
+        raise Found(Fault.USAGE, text)
+    return host, int(port)
+
+
+def _ask_status(findings: Findings, dealer: Dealer, within_s: float) -> None:
+    quickest = None
+    for number in range(ASKS):
+        began, asked_at = time.monotonic(), time.time()
+        status = _status(findings, dealer, number, began + within_s)
+        took = time.monotonic() - began
+        if status.unix_s is not None and (quickest is None or took / 2 < quickest.error):
+            quickest = Clocks(status.unix_s - (asked_at + took / 2), took / 2)
+    findings.status, findings.clocks = status, quickest
+    if quickest is None:
+        findings.notes.append("The clocks were not compared: the broker is older.")
+    elif abs(quickest.ahead) - quickest.error > CLOCKS_MAY_DIFFER_S:
+        way = "ahead of" if quickest.ahead > 0 else "behind"
+        findings.wrong.append(
+            Wrong(
+                Fault.CLOCK,
+                f"The broker's clock is {abs(quickest.ahead):,.0f} s {way} this machine's; training "
+                "does not mind, but logs will not fit together: have both set by NTP.",
+            )
+        )
+
+
+def _status(findings: Findings, dealer: Dealer, number: int, until: float) -> feed.Snapshot:
+    try:
+        dealer.send(Control("status", number))
+        while (found := dealer.receive(until)) is not None:
+            message, _ = found
+            if isinstance(message, Error):
+                raise Found(_fault_of(message), message.text)
+            if isinstance(message, Result) and message.request == number:
+                return feed.read_snapshot(message.data)
+    except UsageError:
+        raise Found(
+            Fault.WRONG_KEY if findings.with_keys else Fault.NOT_A_BROKER,
+            "The broker does not let this key in: it was taken back, or replaced; diloco-broker keygen "
+            "makes a new one."
+            if findings.with_keys
+            else f"{findings.server} is no control address of a broker; is it that of its feed?",
+        ) from None
+    except (ProtocolError, feed.FeedError) as error:
+        is_version = not isinstance(error, ProtocolError) or error.code is Code.PROTOCOL_VERSION
+        raise Found(Fault.VERSION if is_version else Fault.NOT_A_BROKER, str(error)) from None
+    if findings.with_keys and dealer.failure is not None:
+        raise Found(
+            Fault.WRONG_KEY,
+            "This key was made for another broker than the one that answers here; take the key of this "
+            "broker's keygen, or give the other's address.",
+        )
+    raise Found(
+        Fault.SILENT,
+        f"{findings.server} takes connections and does not answer; is that the control address (not "
+        "the feed's), and does the broker run? Its log says what it is busy with.",
+    )
+
+
+def _fault_of(error: Error) -> Fault:
+    return Fault.VERSION if error.code == Code.PROTOCOL_VERSION.value else Fault.SILENT
+
+
+def _measure(findings: Findings, dealer: Dealer, within_s: float) -> None:
+    try:
+        findings.trips = trips = line.round_trips(dealer, within_s)
+        findings.up = line.rate_up(dealer, trips)
+        findings.down = line.rate_down(dealer, trips)
+    except Refused as error:
+        if error.code == Code.BAD_HEADER.value and findings.trips is None:
+            findings.notes.append(
+                "Round trip and bandwidth were not measured: the broker is older; update it."
+            )
+        else:
+            findings.wrong.append(Wrong(Fault.LINE, f"The line was not measured: {error}"))
+    except (DilocoError, zmq.ZMQError) as error:
+        why = str(error) if isinstance(error, Unreachable) else repr(error)
+        findings.wrong.append(Wrong(Fault.LINE, f"The line broke while it was measured: {why}"))

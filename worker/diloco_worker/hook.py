@@ -49,6 +49,7 @@ from diloco_worker.training.reports import Pace, Reports
 from diloco_worker.training.resumption import Resumption
 from diloco_worker.training.saved_state import Saved
 from diloco_worker.training.shard import shard
+from diloco_worker.training.unit_line import UnitLine
 
 logger = logging.getLogger("diloco.worker")
 
@@ -156,6 +157,8 @@ class DiLoCoWorker:
         self._termination = Termination(self._wake)
         self._clock: Callable[[], float] = time.monotonic
         self._reports = Reports()
+        # What a `data.WorkQueue` of this worker speaks to.
+        self.units = UnitLine(is_alone=self._settings.server is None)
         self._pace = Pace()
         self._counters = SyncMetrics()
         self._step = 0
@@ -228,6 +231,7 @@ class DiLoCoWorker:
             welcomed=audit.joined,
             keys=self._keys,
         )
+        self.units.link = link
         self._publish(waiting=True)
         link.start()
         if own.handle_signals is not False:
@@ -517,6 +521,7 @@ class DiLoCoWorker:
         assert driver is not None
         self._pace.step(self._clock())
         self._step += 1
+        self.units.stepped()
         driver.state.step = self._step
         self._guarded(lambda: driver.after_step(self._step))
         self._publish()

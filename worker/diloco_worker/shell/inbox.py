@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_protocol import ModelLayout, Refused, RunConfig
+from diloco_protocol.data.spans import Spans
 from diloco_protocol.messages import Notice, Progress, Released, Welcome
 from diloco_worker.core import effects
 from diloco_worker.core.compatibility import Terms
@@ -50,6 +51,8 @@ class Inbox:
         # What concerns rounds, in the order in which it came.
         self.turns: deque[Turning] = deque(maxlen=None if follows_rounds else 0)
         self.results: dict[int, effects.Answered] = {}  # answers to control actions, by request
+        # By data set, units that are to be trained on no more, though samples of them may come.
+        self.dropped_units: Mapping[str, Spans] = {}
         # How the link does.
         self.bytes_up = 0
         self.bytes_down = 0
@@ -180,6 +183,7 @@ class Inbox:
         """
         connection = session.connection
         self.last_heard, self.retries = connection.last_heard, session.uploads.retries
+        self.dropped_units = session.units.dropped
         flights = [upload for upload in session.uploads if upload.is_gradient]
         uploaded = frozenset(each.push.push_id for each in flights if each.is_in)
         put_off = frozenset(each.push.push_id for each in flights if each.is_put_off)

@@ -1,0 +1,90 @@
+"""Work queues in the process that trains: marks, order, and workers without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from diloco_protocol import UsageError
+from diloco_protocol.data.order import unit_of
+from diloco_worker import DiLoCoWorker
+from diloco_worker.data import QueuedDataset, WorkQueue
+
+
+def alone() -> DiLoCoWorker:
+    model = torch.nn.Linear(2, 1)
+    return DiLoCoWorker(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def pairs(unit: int) -> list[int]:
+    return [10 * unit, 10 * unit + 1]
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_worker_alone_trains_on_each_unit_once_an_epoch(processes: int) -> None:
+    queue = WorkQueue(alone(), "text", 5, epochs=2)
+    data = QueuedDataset(queue, pairs)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=2, num_workers=processes)
+    found = [each for batch in queue.batches(loader) for each in batch.tolist()]
+    assert sorted(found) == sorted(2 * [each for unit in range(5) for each in pairs(unit)])
+
+
+def test_samples_come_in_the_shape_that_the_loader_makes_of_them() -> None:
+    queue = WorkQueue(alone(), "text", 2, seed=None)
+    data = QueuedDataset(queue, lambda unit: [{"x": torch.full((3,), unit)}])
+    batches = list(queue.batches(DataLoader(data, batch_size=None)))
+    assert [batch["x"].tolist() for batch in batches] == [[0, 0, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
+def test_an_epoch_has_each_unit_once_in_an_order_of_its_own(size: int) -> None:
+    orders = [[unit_of(e * size + place, size, 3) for place in range(size)] for e in range(2)]
+    for epoch, order in enumerate(orders):
+        assert sorted(order) == [(epoch, unit) for unit in range(size)]
+    if size > 7:
+        assert [unit for _, unit in orders[0]] != [unit for _, unit in orders[1]]
+        assert [unit for _, unit in orders[0]] != list(range(size))
+
+
+def test_what_is_trained_is_told_with_the_step_behind_it() -> None:
+    diloco = alone()
+    queue = WorkQueue(diloco, "text", 3, seed=None, prefetch=1)
+    told: list[Any] = []
+    diloco.units.link = type("L", (), {"tell": told.append, "dropped_units": {}})()
+    batches = queue.batches(DataLoader(QueuedDataset(queue, pairs), batch_size=2), ahead=1)
+    next(batches)
+    diloco.units.stepped()
+    assert not told, "its step comes when the next batch is here"
+    next(batches)
+    diloco.units.stepped()
+    assert [(each.begun, each.ended) for each in told] == [((0,), (0,))]
+
+
+def test_a_loader_that_drops_samples_leaves_no_unit_open() -> None:
+    queue = WorkQueue(alone(), "text", 3, seed=None)
+    loader = DataLoader(QueuedDataset(queue, pairs), batch_size=4, drop_last=True)
+    assert len(list(queue.batches(loader))) == 1
+    assert not queue._read
+
+
+def test_nothing_of_the_run_goes_to_a_spawned_process() -> None:
+    data = QueuedDataset(WorkQueue(alone(), "text", 3), pairs)
+    there = QueuedDataset.__new__(QueuedDataset)
+    there.__dict__.update(data.__getstate__())
+    assert there._queue is None and sorted(sample for _, sample in there) == [0, 1, 10, 11, 20, 21]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"units": 0}, "units is 0; it must be 1 or more"),
+        ({"units": 2, "epochs": -1}, "epochs is -1; it must be 0 or more"),
+        ({"units": 2, "prefetch": 0}, "prefetch is 0; it must be 1 or more"),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused(numbers: dict[str, int], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        WorkQueue(alone(), "text", **numbers)

@@ -1,0 +1,252 @@
+"""Data from the broker's work queue: each unit of a data set goes to one worker in each epoch.
+
+    with DiLoCoWorker(model, optimizer) as diloco:
+        queue = WorkQueue(diloco, "books", units=len(files), epochs=3, seed=0)
+        data = QueuedDataset(queue, read=lambda unit: samples_of(files[unit]))
+        for batch in queue.batches(DataLoader(data, batch_size=8, num_workers=2)):
+            ...
+            optimizer.step()
+
+A unit counts as done when the contributions that contain its steps are in the global parameters. One
+that a worker had when it died, or whose steps were lost, is handed out again. See worker/DATA.md.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from diloco_protocol import UsageError
+from diloco_protocol.data.order import unit_of
+from diloco_worker.hook import DiLoCoWorker
+from diloco_worker.training.unit_line import HandedOut
+
+logger = logging.getLogger("diloco.worker")
+
+# Seconds between two questions while others have the last units.
+ASK_AGAIN_S = 0.2
+
+
+class WorkQueue:
+    """A worker's end of a data set of which the broker hands out the units.
+
+    Args:
+        diloco: the worker. One without a server gets every unit itself.
+        name: of the data set; 1 to 64 printable characters.
+        units: K, how many it has; they are numbered from 0. The same for all workers, as are
+        epochs: how often each is trained on; 0: without an end, and
+        seed: of the order, which differs from epoch to epoch; None: as they are numbered.
+        prefetch: units asked for at a time. A worker that dies gives back those that it had.
+
+    Raises:
+        UsageError: numbers that cannot be meant.
+    """
+
+    def __init__(
+        self,
+        diloco: DiLoCoWorker,
+        name: str,
+        units: int,
+        *,
+        epochs: int = 1,
+        seed: int | None = 0,
+        prefetch: int = 4,
+    ) -> None:
+        for what, number, least in (("units", units, 1), ("epochs", epochs, 0)):
+            if type(number) is not int or number < least:
+                raise UsageError(f"{what} is {number!r:.40}; it must be {least} or more.")
+        if type(prefetch) is not int or prefetch < 1:
+            raise UsageError(f"prefetch is {prefetch!r:.40}; it must be 1 or more.")
+        self.name, self.units, self.epochs, self.seed = name, units, epochs, seed
+        self._diloco, self._line = diloco, diloco.units
+        self._prefetch = prefetch
+        self._stock: deque[int] = deque()  # tickets that are here and with no reader
+        self._read: set[int] = set()  # with a reader, and not trained to the end
+        self._lock = threading.RLock()
+        self._next = 0  # ticket, where there is no server
+        self._forced_at = -1  # optimizer steps at the last boundary that was made for the queue
+
+    def take(self) -> int | None:
+        """A ticket of a unit to train on; None while none is free, or once all are counted."""
+        with self._lock:
+            if not self._stock:
+                self._ask()
+            if not self._stock:
+                return None
+            ticket = self._stock.popleft()
+            self._read.add(ticket)
+            return ticket
+
+    def unit(self, ticket: int) -> int:
+        """The number of the unit that a ticket stands for."""
+        return unit_of(ticket, self.units, self.seed)[1]
+
+    def done(self, ticket: int, *, is_last: bool = True) -> None:
+        """For loops of their own: the coming optimizer step trains on samples of this unit."""
+        self._line.note(self.name, ticket, is_last=is_last)
+        if is_last:
+            self._read.discard(ticket)
+
+    def batches(self, loader: Iterable[Any], ahead: int = 0) -> Iterator[Any]:
+        """The batches of a loader of a `QueuedDataset`, until every unit is counted.
+
+        Each is noted as trained with the optimizer step after it. When nothing is free and some units do
+        not count yet, it makes a boundary, so that those of this worker do, and waits for more: units of
+        a worker that dies come back. It ends early once the run is over.
+
+        Args:
+            ahead: batches that the loop fetches before it steps with an earlier one.
+        """
+        while True:
+            fetched: deque[list[int]] = deque()
+            for marks, batch in loader:
+                named = _numbers(marks)
+                if all(self._line.is_dropped(self.name, mark >> 1) for mark in named):
+                    continue
+                fetched.append(named)
+                while len(fetched) > ahead:
+                    self._note(fetched.popleft())
+                yield batch
+            for named in fetched:
+                self._note(named)
+            for ticket in sorted(self._read):  # the loader has dropped their last samples
+                self.done(ticket)
+            self._line.stepped()
+            if not self._goes_on():
+                return
+
+    def _note(self, marks: list[int]) -> None:
+        for mark in marks:
+            self.done(mark >> 1, is_last=bool(mark & 1))
+
+    def _goes_on(self) -> bool:
+        """Wait until there are units again; False when there will be none."""
+        pause = threading.Event()
+        while not self._line.is_stopped:
+            if self._ask().is_over:
+                return False
+            if self._stock:
+                return True
+            config, step = self._diloco.config, self._diloco.local_step
+            if config is not None and (config.mode == "sync" or step != self._forced_at):
+                self._forced_at = step
+                self._diloco.force_sync()
+            pause.wait(ASK_AGAIN_S)
+        return False
+
+    def _ask(self) -> HandedOut:
+        with self._lock:
+            if self._line.is_alone:
+                found = self._own()
+            else:
+                found = self._line.take(
+                    self.name, self.units, self.epochs, self.seed, self._prefetch
+                )
+            self._stock.extend(found.tickets)
+            return found
+
+    def _own(self) -> HandedOut:
+        """Without a server."""
+        stop = self._next + self._prefetch
+        if self.epochs:
+            stop = min(stop, self.epochs * self.units)
+        tickets, self._next = tuple(range(self._next, stop)), stop
+        return HandedOut(tickets, not tickets)
+
+
+class QueuedDataset(IterableDataset[Any]):
+    """The samples of a queue's units, for a DataLoader, whose processes ask this one for units.
+
+    Yields pairs: a mark, which says what unit a sample is of, and the sample. `WorkQueue.batches` reads
+    the marks and passes on the rest. The iteration ends when no unit is free.
+
+    Args:
+        queue: in the process that trains.
+        read: the samples of a unit, given its number. Where processes are spawned it must be a
+            function of a module.
+    """
+
+    def __init__(self, queue: WorkQueue, read: Callable[[int], Iterable[Any]]) -> None:
+        self._queue: WorkQueue | None = queue
+        self._read = read
+        self._process = os.getpid()
+        self._key = secrets.token_bytes(32)
+        self._size, self._seed = queue.units, queue.seed
+        listener = Listener(authkey=self._key, backlog=64)
+        self._address = listener.address
+        serve = threading.Thread(target=_listen, args=(listener, queue), daemon=True)
+        serve.start()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_queue": None}  # spawned processes have no part in the run
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        if self._queue is not None and self._process == os.getpid():
+            yield from self._samples(self._queue.take)
+            return
+        with Client(self._address, authkey=self._key) as connection:
+            yield from self._samples(lambda: _ask_parent(connection))
+
+    def _samples(self, take: Callable[[], int | None]) -> Iterator[tuple[int, Any]]:
+        while (ticket := take()) is not None:
+            samples = iter(self._read(unit_of(ticket, self._size, self._seed)[1]))
+            try:
+                last = next(samples)
+            except StopIteration:
+                continue  # a unit without samples is done when the loader is through
+            for sample in samples:
+                yield ticket << 1, last
+                last = sample
+            yield ticket << 1 | 1, last
+
+
+def _ask_parent(connection: Connection[Any, Any]) -> int | None:
+    connection.send_bytes(b"take")
+    answer = json.loads(connection.recv_bytes())
+    if "error" in answer:
+        raise UsageError(answer["error"])
+    ticket = answer["ticket"]
+    return None if ticket is None else int(ticket)
+
+
+def _listen(listener: Listener, queue: WorkQueue) -> None:
+    """Hand units to the processes of a loader. JSON goes to and fro: nothing is unpickled."""
+    while True:
+        try:
+            connection = listener.accept()
+        except (AuthenticationError, EOFError, ConnectionError):
+            continue
+        except OSError:
+            return
+        threading.Thread(target=_serve, args=(connection, queue), daemon=True).start()
+
+
+def _serve(connection: Connection[Any, Any], queue: WorkQueue) -> None:
+    with connection:
+        try:
+            while True:
+                connection.recv_bytes(16)
+                try:
+                    answer: dict[str, Any] = {"ticket": queue.take()}
+                except UsageError as error:
+                    answer = {"error": str(error)}
+                connection.send_bytes(json.dumps(answer).encode())
+        except (EOFError, OSError):
+            return  # its process is through, or gone
+
+
+def _numbers(marks: Any) -> list[int]:
+    if isinstance(marks, torch.Tensor):
+        marks = marks.tolist()
+    return [int(mark) for mark in marks] if isinstance(marks, list | tuple) else [int(marks)]

@@ -1,0 +1,102 @@
+"""Between work queues and the link: asks for units, tells what each optimizer step has trained on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from dataclasses import dataclass
+
+from diloco_protocol import UsageError
+from diloco_protocol.data.spans import Spans
+from diloco_worker.core.events import TakeUnits, UnitsTrained
+from diloco_worker.core.units import FIRST_REQUEST
+from diloco_worker.shell.link import Link
+
+logger = logging.getLogger("diloco.worker")
+
+# Seconds after which it is said that the broker hands nothing out.
+WORD_AFTER_S = 30.0
+LOOK_S = 1.0
+
+
+@dataclass(frozen=True)
+class HandedOut:
+    """What came of a request."""
+
+    tickets: tuple[int, ...]
+    is_over: bool  # all epochs are counted
+
+
+class UnitLine:
+    """See the head of this module. `take` may be called from any thread, the rest from training."""
+
+    def __init__(self, *, is_alone: bool) -> None:
+        self.is_alone = is_alone  # there is no server
+        self.link: Link | None = None  # None before the worker has started
+        self._lock = threading.Lock()  # one request at a time
+        self._requests = itertools.count(FIRST_REQUEST)
+        # By data set, tickets that training is in the middle of, and those of the coming step.
+        self._open: dict[str, set[int]] = {}
+        self._begun: dict[str, list[int]] = {}
+        self._ended: dict[str, list[int]] = {}
+
+    @property
+    def is_stopped(self) -> bool:
+        """The worker has left, or the run is over."""
+        link = self.link
+        return link is not None and (link.has_ended or link.stopping is not None)
+
+    def take(self, name: str, size: int, epochs: int, seed: int | None, count: int) -> HandedOut:
+        """Ask for units; waits for the broker as long as it takes. None come where none is free.
+
+        Raises UsageError where the broker refuses, or the worker has not started.
+        """
+        link = self.link
+        if link is None:
+            raise UsageError(
+                f"The work queue {name!r} has no run yet; take from it within the `with` of its worker."
+            )
+        with self._lock:
+            request, waited = next(self._requests), 0.0
+            link.tell(TakeUnits(request, name, size, epochs, seed, count))
+            while not link.wait_for(lambda: request in link.results, LOOK_S):
+                if self.is_stopped:
+                    return HandedOut((), True)
+                waited += LOOK_S
+                if waited % WORD_AFTER_S == 0:
+                    logger.warning(
+                        "Waiting for units of %r for %.0f s; %s.", name, waited, link.describe()
+                    )
+            with link.condition:
+                answer = link.results.pop(request)
+        if not answer.ok:
+            raise UsageError(f"The broker hands out no units of {name!r}: {answer.text}")
+        units = Spans.read(answer.data["units"])
+        tickets = tuple(ticket for start, stop in units for ticket in range(start, stop))
+        return HandedOut(tickets, bool(answer.data["is_over"]))
+
+    def note(self, name: str, ticket: int, *, is_last: bool) -> None:
+        """Samples of this unit are in the coming optimizer step; `is_last`: and in none after it."""
+        opened = self._open.setdefault(name, set())
+        if ticket not in opened:
+            opened.add(ticket)
+            self._begun.setdefault(name, []).append(ticket)
+        if is_last:
+            opened.discard(ticket)
+            self._ended.setdefault(name, []).append(ticket)
+
+    def is_dropped(self, name: str, ticket: int) -> bool:
+        """Whether this unit is to be trained on no more: it was given back, or others have it."""
+        return self.link is not None and ticket in self.link.dropped_units.get(name, Spans())
+
+    def stepped(self) -> None:
+        """An optimizer step has been taken."""
+        if not self._begun and not self._ended:
+            return
+        begun, ended = self._begun, self._ended
+        self._begun, self._ended = {}, {}
+        for name in begun.keys() | ended.keys():
+            event = UnitsTrained(name, tuple(begun.get(name, ())), tuple(ended.get(name, ())))
+            if self.link is not None:
+                self.link.tell(event)

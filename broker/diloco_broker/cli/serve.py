@@ -19,6 +19,7 @@ from diloco_broker.cli.config_options import DECLARED, DEFAULTS, as_declared, wi
 from diloco_broker.cli.dashboard_process import Dashboard, key_of_page
 from diloco_broker.cli.failures import failing_in_a_sentence
 from diloco_broker.config.declaration import RUN, SAVING, WIRE
+from diloco_protocol.clients.address_file import write_address
 from diloco_protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ def serve(
             rich_help_panel=WIRE.title,
         ),
     ] = None,
+    address_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the addresses of this broker there: workers with "
+            "DILOCO_SERVER=file:///PATH find it, also where it moves to.",
+            rich_help_panel=WIRE.title,
+        ),
+    ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log more.", rich_help_panel=WIRE.title)
     ] = False,
@@ -95,6 +104,8 @@ def serve(
         keys: Path | None = options["keys"]
         key = key_of_page(keys) if keys is not None and dashboard is not None else None
         broker = _broker(options, model)
+        if address_file is not None:
+            _write(address_file, broker)
     allow_connections(broker.config.max_workers)
     keep_freed_memory()
     keep_what_is_there()
@@ -110,6 +121,17 @@ def serve(
             page.close()
     if broker.run_is_over:
         raise typer.Exit(RUN_IS_OVER)
+
+
+def _write(file: Path, broker: Broker) -> None:
+    """Kept when the broker ends: its next life replaces it, and meanwhile it costs a worker nothing."""
+    try:
+        write_address(file, broker.address, broker.feed_address)
+    except OSError as error:
+        raise UsageError(
+            f"--address-file {file} cannot be written: {error.strerror}; give a file in a folder that "
+            "this user may write in."
+        ) from None
 
 
 def _save_nothing(options: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 
 from diloco_protocol.addresses import DEFAULT_CONTROL_ADDRESS, with_scheme
+from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.clients.dealer import Dealer
 from diloco_protocol.clients.keys import Keys
 from diloco_protocol.errors import DilocoError, ProtocolError, Unreachable, UsageError
@@ -78,7 +79,7 @@ class Operator:
         who: str | None = None,
         keys: Keys | None = None,
     ) -> None:
-        self.address = address = with_scheme(address)
+        self.address = address = resolved(with_scheme(address))
         self.timeout = timeout
         self.who = (this_user() if who is None else who)[:LONGEST_WHO]
         self._request = 0

@@ -56,6 +56,7 @@ def test_wrong_option_is_one_sentence_and_exit_2(options: list[str], words: str)
 
 def test_options_equal_the_fields_of_the_configuration() -> None:
     options = set(inspect.signature(serve).parameters) - {
+        "address_file",
         "model",
         "verbose",
         "no_save",

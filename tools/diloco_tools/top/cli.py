@@ -14,6 +14,7 @@ import typer
 
 from diloco_protocol.addresses import DEFAULT_FEED_ADDRESS, with_scheme
 from diloco_protocol.clients import Keys, ask_once
+from diloco_protocol.clients.address_file import resolved
 from diloco_protocol.errors import UsageError
 from diloco_protocol.feed import FeedError
 from diloco_tools.feed.listener import FeedSubscriber
@@ -101,7 +102,10 @@ def top(
     """
     if not (timeout > 0 and math.isfinite(timeout)):
         _fail(f"--timeout {timeout:g} is no time to wait: give a number of seconds above 0")
-    address = with_scheme(address)
+    try:
+        address = resolved(with_scheme(address), line=1)
+    except UsageError as error:
+        _fail(str(error))
     glyphs = Glyphs.ascii() if ascii_only else Glyphs.for_encoding(sys.stdout.encoding)
     show = _show_json if as_json else partial(_show_text, glyphs)
     healthy = True

@@ -37,6 +37,7 @@ from diloco_worker.shell.effects import Executor
 from diloco_worker.shell.forks import inode_of, keep_from_children
 from diloco_worker.shell.fragment_buffers import FragmentBuffers, check_length
 from diloco_worker.shell.inbox import Inbox
+from diloco_worker.shell.whereabouts import Whereabouts
 
 logger = logging.getLogger("diloco.worker")
 
@@ -92,7 +93,8 @@ class Link(Inbox):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(session, follows_rounds=follows_rounds)
-        self.address = address
+        self.address = address  # as it was given, or where the broker was found by it
+        self._whereabouts = Whereabouts(address)
         self.refused_key: str | None = None  # why the broker does not speak to us
         self._keys = keys
         self.session = session
@@ -153,12 +155,18 @@ class Link(Inbox):
             description=self.describe(),
         )
 
+    @property
+    def knows_no_address(self) -> bool:
+        """Whether the file that should say where the broker is says nothing yet."""
+        return self._whereabouts.address is None
+
     def describe(self) -> str:
         """What the link is at, as the end of a sentence."""
         match self.phase:
             case Phase.NEW | Phase.CONNECTING | Phase.AWAY:
                 away = ", which restarts" if self.restarting else ""
-                return self.refused_key or f"no broker answers at {self.address}{away}"
+                problem = self._whereabouts.problem
+                return self.refused_key or problem or f"no broker answers at {self.address}{away}"
             case Phase.JOINING:
                 return self.last_error or "the broker has not answered the join"
             case Phase.JOINED:
@@ -269,7 +277,7 @@ class Link(Inbox):
         self.publish(self.session)
 
     def _turn(self) -> None:
-        wakes_at = self.session.wakes_at()
+        wakes_at = self._look_for_the_broker(self.session.wakes_at())
         pause = LONGEST_POLL_S if wakes_at is None else min(LONGEST_POLL_S, wakes_at - self.now())
         # Rounded up, or a deadline a fraction of a millisecond away would be polled for in a spin.
         ready = dict(self._poller.poll(max(0, int(pause * 1000 + 1)) if pause > 0 else 0))
@@ -294,6 +302,17 @@ class Link(Inbox):
                 elif changes.broken is not None:
                     self._executor.feed(events.Disconnected(changes.broken))
         self._executor.feed(events.Tick())
+
+    def _look_for_the_broker(self, wakes_at: float | None) -> float | None:
+        """Follow a broker that has moved while nobody answers. Returns when to wake up."""
+        next_look = self._whereabouts.next_look()
+        if next_look is None or self.session.phase is not Phase.CONNECTING:
+            return wakes_at
+        if self.now() >= next_look and self._whereabouts.look(self.now()):
+            self.disconnect()
+            self.connect()
+        next_look = self._whereabouts.next_look()
+        return min((at for at in (wakes_at, next_look) if at is not None), default=None)
 
     def _drain_wake_ups(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -328,7 +347,13 @@ class Link(Inbox):
     def connect(self) -> None:
         assert self._context is not None and self._connections is None
         self.refused_key = None  # what was true of the last connections may be over
-        self._connections = Connections(self._context, self.address, self._keys)
+        self._whereabouts.look(self.now())
+        if (address := self._whereabouts.address) is None:
+            return  # its file says none yet
+        if address != self.address:
+            self.address = address
+            self.say(f"The broker is at {address} now.")
+        self._connections = Connections(self._context, address, self._keys)
         for each in self._connections.pollable:
             self._poller.register(each, zmq.POLLIN)
 

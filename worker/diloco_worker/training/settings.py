@@ -19,6 +19,7 @@ from typing import Any
 
 from diloco_protocol import UsageError
 from diloco_protocol.addresses import with_scheme
+from diloco_protocol.clients.address_file import file_of
 from diloco_protocol.clients.keys import Keys, find_keys
 from diloco_protocol.dtypes import WIRE_DTYPES
 from diloco_protocol.messages import LONGEST_WORKER_ID, is_worker_id
@@ -99,9 +100,11 @@ def _is_small_dict(value: Any) -> bool:
 
 
 def _is_address(value: Any) -> bool:
-    """Whether it looks like tcp://host:port, host:port or ipc://path."""
+    """Whether it looks like tcp://host:port, host:port, ipc://path or file:///path."""
     if not isinstance(value, str):
         return False
+    if file_of(value) is not None:
+        return True
     scheme, _, rest = with_scheme(value).partition("://")
     host, _, port = rest.rpartition(":")
     is_host = host != "" and not host.startswith("*")
@@ -110,7 +113,7 @@ def _is_address(value: Any) -> bool:
 
 
 SWITCH = Kind(_truth, "True or False (in a variable 1 or 0)", lambda value: isinstance(value, bool))
-ADDRESS = Kind(str, "an address like tcp://10.0.0.1:8512", _is_address)
+ADDRESS = Kind(str, "an address like tcp://10.0.0.1:8512, or file:///PATH of one", _is_address)
 _ID = Kind(
     str,
     f"1 to {LONGEST_WORKER_ID} printable characters",

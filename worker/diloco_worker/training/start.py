@@ -188,6 +188,8 @@ def await_model(link: Link, patience: Patience) -> None:
 def _advice(link: Link) -> str:
     """What to do about a broker that does not answer, or what is wrong with the name of its machine."""
     host = link.address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if link.knows_no_address:
+        return "; waiting for diloco-broker serve --address-file"
     if link.refused_key is not None or link.phase in (Phase.JOINING, Phase.JOINED):
         return ""
     try:

@@ -1,0 +1,114 @@
+"""A file that says where a broker is, for those who follow one that moves: `file:///shared/address`.
+
+`diloco-broker serve --address-file` writes it: its control address in the first line, that of its feed
+in the second. It replaces the file as a whole, so nobody reads half of one. The file is not believed
+blindly: it is small, and holds addresses that can be reached, or it counts as not written yet. Whoever
+may write it can send workers elsewhere; with keys they speak to no other broker.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import stat
+from pathlib import Path
+
+from diloco_protocol.addresses import EVERYWHERE, can_be_reached, with_scheme
+from diloco_protocol.errors import UsageError
+
+SCHEME = "file://"
+LARGEST_FILE = 1024  # bytes
+
+
+class NoAddress(Exception):
+    """The file says no address, at least not yet; why, as the end of a sentence."""
+
+
+def file_of(address: str) -> Path | None:
+    """The file that an address names; None where it is an address itself.
+
+    A path that is not absolute would depend on where each process was started, and gives none.
+    """
+    path = address.removeprefix(SCHEME)
+    if path == address or not path.startswith("/") or not path.isprintable():
+        return None
+    return Path(path)
+
+
+def read_address(file: Path, line: int = 0) -> str:
+    """The control address that a file holds, or with `line=1` that of the feed.
+
+    Raises:
+        NoAddress: it is not there, is empty, or holds something else.
+    """
+    try:
+        # Of a pipe that nobody writes to, to open it would wait for ever.
+        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        with open(descriptor, "rb") as opened:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise NoAddress(f"{file} is no file")
+            content = opened.read(LARGEST_FILE + 1)
+    except OSError as error:
+        reason = "is not there yet" if isinstance(error, FileNotFoundError) else error.strerror
+        raise NoAddress(f"the file {file} {reason}") from None
+    if not content.strip():
+        raise NoAddress(f"the file {file} is empty")
+    lines = content.decode("ascii", errors="replace").splitlines()
+    address = with_scheme(lines[line].strip()) if line < len(lines) else ""
+    if len(content) > LARGEST_FILE or not _is_address(address):
+        raise NoAddress(f"the file {file} holds no address like tcp://10.0.0.1:8512")
+    return address
+
+
+def _is_address(address: str) -> bool:
+    scheme, _, rest = address.partition("://")
+    is_plain = address.isascii() and address.isprintable() and " " not in address
+    host = rest.rpartition(":")[0]
+    is_host = host not in {"", *EVERYWHERE} and not set(host) & set("/;*")
+    return (
+        is_plain
+        and ((scheme == "ipc" and rest != "") or (scheme == "tcp" and is_host))
+        and (can_be_reached(address))
+    )
+
+
+def resolved(address: str, line: int = 0) -> str:
+    """An address as it is, or what the file that it names says now.
+
+    Raises:
+        UsageError: the file holds no address.
+    """
+    file = file_of(address)
+    if file is None:
+        return address
+    try:
+        return read_address(file, line)
+    except NoAddress as error:
+        raise UsageError(f"The broker's address is not known: {error}.") from None
+
+
+def write_address(file: Path, *addresses: str) -> None:
+    """Replace the file by these addresses. One that is bound to every address of this machine is written
+    with the machine's name.
+
+    Raises OSError.
+    """
+    aside = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        with aside.open("w") as opened:
+            opened.writelines(f"{_from_afar(address)}\n" for address in addresses)
+            opened.flush()
+            os.fsync(opened.fileno())
+        aside.replace(file)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _from_afar(address: str) -> str:
+    scheme, separator, rest = address.partition("://")
+    host, colon, port = rest.rpartition(":")
+    if scheme == "tcp" and host in EVERYWHERE:
+        host = socket.gethostname()
+    return f"{scheme}{separator}{host}{colon}{port}"

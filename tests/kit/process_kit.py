@@ -40,12 +40,13 @@ from kit.checkpoints import a_checkpoint
 from kit.paths import KIT
 
 PATIENCE_S = 40.0
-# A broker on free ports, with an exact wire and tiny chunks.
+# A broker on free ports, with an exact wire and tiny chunks, and one momentum for all rounds.
 LOCAL: dict[str, Any] = {
     "bind": "tcp://127.0.0.1:*",
     "feed": "tcp://127.0.0.1:*",
     "chunk_elements": 16,
     "wire_dtype": "fp32",
+    "outer_momentum_warmup": "constant",
 }
 
 
@@ -178,7 +179,8 @@ class Processes:
         self, *options: str, bind: str = "tcp://127.0.0.1:*", **env: str
     ) -> tuple[Child, str]:
         """The daemon with these options of its command line, and its address."""
-        words = ("serve", "--bind", bind, "--feed", "tcp://127.0.0.1:*", *options)
+        addresses = ("--bind", bind, "--feed", "tcp://127.0.0.1:*")
+        words = ("serve", *addresses, "--outer-momentum-warmup", "constant", *options)
         made = self.run("-m", "diloco_broker", *words, **env)
         return made, made.address()
 

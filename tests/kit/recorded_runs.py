@@ -50,6 +50,7 @@ def broker_of(name: str, folder: str) -> Broker:
     """A broker that continues the run in a folder, or begins it."""
     address = "tcp://127.0.0.1:*"
     options: dict[str, Any] = {"workers": 1, "chunk_elements": 16, "wire_dtype": "fp32", "keep": 1}
+    options["outer_momentum_warmup"] = "constant"
     options |= {"bind": address, "feed": address, "save_dir": folder, **RUNS[name]}
     config = BrokerConfig(**options)
     if name != "torch":

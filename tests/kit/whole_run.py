@@ -78,8 +78,9 @@ def trainees(workers: int, make_optimizer: MakeOptimizer = sgd) -> list[Trainee]
 
 
 def make_config(**options: Any) -> BrokerConfig:
-    """Free ports, tiny chunks, an exact wire."""
+    """Free ports, tiny chunks, an exact wire, one momentum for all rounds."""
     exact: dict[str, Any] = {"wire_dtype": "fp32", "chunk_elements": 16, "disconnect_grace": 30.0}
+    exact["outer_momentum_warmup"] = "constant"
     address = "tcp://127.0.0.1:*"
     return BrokerConfig(bind=address, feed=address, **exact | options)
 

@@ -107,20 +107,24 @@ def outer_step(variant: str, state: dict[Any, Any], theta: State, gradient: Stat
     count, workers = state.setdefault("count", 0), len(SPEEDS)
     state["count"] = count + 1
     at_boundary = (count + 1) % workers == 0
+    mu = MU
+    if variant.endswith("-warm"):  # of 200 rounds, each as many gradients as there are workers
+        rounds = count if variant == "sync-warm" else count / workers
+        mu = 0.5 + (MU - 0.5) * min(1.0, rounds / 200)
     for name, g in gradient.items():
         m = state.setdefault(("m", name), torch.zeros_like(g))
         buffered = state.setdefault(("D", name), torch.zeros_like(g))
         buffered += g
         mean = buffered / workers
         match variant:
-            case "sync" | "naive" | "exact":
-                m.mul_(MU).add_(g)
-                theta[name] -= ETA * (g + MU * m)
-            case "dn":
+            case "sync" | "naive" | "exact" | "sync-warm":
+                m.mul_(mu).add_(g)
+                theta[name] -= ETA * (g + mu * m)
+            case "dn" | "dn-warm":
                 theta[name] -= ETA * g / workers
                 if at_boundary:
-                    m.mul_(MU).add_(mean)
-                    theta[name] -= ETA * MU * m
+                    m.mul_(mu).add_(mean)
+                    theta[name] -= ETA * mu * m
             case "sgd":
                 theta[name] -= ETA * g / workers
             case "dn-direct" | "fedbuff":
@@ -147,7 +151,7 @@ def simulated(variant: str, text: Text, seed: int) -> list[float]:
     begun, total, state = [0] * len(SPEEDS), 0, dict[Any, Any]()
     judge = build_model(seed, TINY.model)
     losses = [validation_loss(judge, *text.validation)]
-    for _, workers in turns(TINY, synchronous=variant in ("sync", "exact")):
+    for _, workers in turns(TINY, synchronous=VARIANTS[variant]["mode"] == "sync"):
         total += TINY.sync_every * len(workers)
         deltas = []
         for number in workers:

@@ -40,6 +40,8 @@ HIGHEST_LR = 10.0
 LONGEST_GRACE_S = 86_400.0  # a day
 LONGEST_S = 30 * 86_400.0
 
+# Chosen by measuring; broker/SCHEDULES.md has the figures.
+USUAL_WARMUP = "linear:200:0.5"
 USUAL_OUTERS = {"sync": "nesterov", "async": "dn"}  # by mode, where none is named
 
 RUN = Panel("The run")
@@ -109,7 +111,7 @@ class Options:
         "--outer-lr. F is 0.1 if left out.",
     )
     outer_momentum_warmup: str = OUTER.option(
-        CONSTANT,
+        USUAL_WARMUP,
         schedule("M", "in [0, 1)", lambda given: 0 <= given.start < 1),
         "constant; linear:R[:M] or cosine:R[:M]: within R rounds of each fragment it rises from M to "
         "--outer-momentum, where that is larger. M is 0 if left out.",

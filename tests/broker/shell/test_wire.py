@@ -31,6 +31,7 @@ ELEMENTS = 50  # seven chunks of 8, the last one shorter
 
 def a_broker(workers: int = 2, initial: Any = None, **fields: Any) -> Broker:
     fields = {"chunk_elements": 8, "wire_dtype": "fp32", "outer_lr": 0.7, **fields}
+    fields = {"outer_momentum_warmup": "constant", **fields}
     config = BrokerConfig(
         workers=workers, bind="tcp://127.0.0.1:*", feed="tcp://127.0.0.1:*", **fields
     )

@@ -19,7 +19,11 @@ from kit.paths import ROOT
 from kit.reference import Outcome, Plan, Trainee, one_thread, state_of, streaming
 from kit.whole_run import an_mlp, assert_same, options_of, strided, trainees
 
-EXACT: dict[str, Any] = {"wire_dtype": "fp32", "chunk_elements": 16}
+EXACT: dict[str, Any] = {
+    "wire_dtype": "fp32",
+    "chunk_elements": 16,
+    "outer_momentum_warmup": "constant",
+}
 
 
 @contextmanager

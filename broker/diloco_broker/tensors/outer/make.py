@@ -67,13 +67,15 @@ def _by_factory(config: BrokerConfig, factory: OuterOptimizerFactory) -> TorchOu
             "parameters and returns a torch.optim.Optimizer."
         )
     instead = dict.fromkeys(
-        ("outer_lr", "outer_momentum", "outer_momentum_warmup", "nesterov"),
+        ("outer_lr", "outer_momentum", "nesterov"),
         "set it in the optimizer that is returned",
     )
     if config.outer is None:
         instead |= dict.fromkeys(
             ("dn_buffer", "dn_c", "dn_variant"), "choose --outer dn or fedbuff as well"
         )
+    if not config.outer_schedule.warmup.is_constant:
+        instead["outer_momentum_warmup"] = "let the optimizer that is returned do it"
     for name, remedy in instead.items():
         value = getattr(config, name)
         if value != getattr(BrokerConfig, name):

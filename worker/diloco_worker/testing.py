@@ -56,9 +56,8 @@ class LocalRun:
         self._folder = TemporaryDirectory(prefix="diloco-")
         folder = Path(self._folder.name)
         # Nobody can be on the way with an older run: the first worker's parameters are taken at once.
-        options = {"recover_wait": 0.0, "deterministic": True, **options}
-        if options.get("mode") == "async":
-            options.pop("deterministic")
+        is_auto = options.get("mode") == "async" or options.get("fragment_sync_delay") == "auto"
+        options = {"recover_wait": 0.0, "deterministic": not is_auto, **options}
         try:
             config = BrokerConfig(
                 workers=workers, bind=f"ipc://{folder}/run", feed=f"ipc://{folder}/feed", **options

@@ -45,6 +45,7 @@ def test_who_measures_on_and_on_gets_a_share_that_grows_with_time(stage: Stage) 
         count = 0
         while isinstance(answer(stage, Probe(count)).message, Probe):
             count += 1
+            assert count <= 2 * probes.AT_ONCE, "there is no bound"
         return count
 
     assert answered() == probes.AT_ONCE

@@ -173,7 +173,8 @@ def _sentences(found: Estimate) -> list[str]:
     else:
         lines.append(
             f"With steps of {_seconds(found.step_time)} training has {SHARE:.0%} of the time from "
-            f"H = {found.needed} on; the run's H = {found.sync_every} gives {found.utilisation:.0%}."
+            f"H = {found.needed} on; the run's H = {found.sync_every} (sync_every) gives "
+            f"{found.utilisation:.0%}."
         )
     return lines
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from kit.integrations import needs, trained
 from kit.process_kit import Processes
@@ -29,7 +28,8 @@ def test_adapters_that_were_killed_and_resumed_come_to_those_of_the_plain_loop(
     ours = trained(processes, SCRIPT, dies_at=7)
     moved = 0
     for name, tensor in plain.items():
-        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5)
+        # The same bits, unless a release of transformers divides the loss by something else.
+        assert (ours[name] - tensor).norm() <= 0.01 * tensor.norm(), name
         moved += "lora_B" in name and bool(tensor.count_nonzero())
     assert moved == 2, "the adapters of both layers have learnt something"
     sizes = [processes.result(name) for name in ("a", "b")]

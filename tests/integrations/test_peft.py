@@ -8,7 +8,6 @@ import pytest
 
 from kit.integrations import needs, trained
 from kit.process_kit import Processes
-from kit.tiny_task import STEPS
 
 pytestmark = [
     pytest.mark.integration,
@@ -18,7 +17,6 @@ pytestmark = [
 pytest_plugins = ("kit.process_fixtures",)
 
 SCRIPT = Path(__file__).with_name("lora_script.py")
-HEADERS = 60_000  # bytes that all messages of a run have besides tensors
 
 
 def test_adapters_that_were_killed_and_resumed_come_to_those_of_the_plain_loop(
@@ -35,7 +33,6 @@ def test_adapters_that_were_killed_and_resumed_come_to_those_of_the_plain_loop(
     sizes = [processes.result(name) for name in ("a", "b")]
     for each in sizes:
         assert each["all"] > 100 * each["trained"]
-        rounds = STEPS // 4
-        assert each["moved"][1] < (rounds + 2) * each["trained"] + HEADERS
+        assert each["moved"][1] < each["all"] / 5
     # One of the two has given the broker all of it, once.
-    assert min(each["moved"][0] for each in sizes) < rounds * each["trained"] + HEADERS
+    assert min(each["moved"][0] for each in sizes) < each["all"] / 5

@@ -21,7 +21,13 @@ from kit.tiny_task import DIES_AT
 
 PLAIN = KIT / "plain_script.py"
 # A round waits for whoever was killed until it is back, so that not a bit depends on the moment.
-PATIENT = {"workers": 2, "min_workers": 2, "sync_every": 4, "disconnect_grace": 0.2}
+PATIENT = {
+    "workers": 2,
+    "min_workers": 2,
+    "sync_every": 4,
+    "disconnect_grace": 0.2,
+    "chunk_elements": 4096,
+}
 
 # Seconds to import, in each of five processes.
 HEAVY = ("transformers.trainer", "peft", "lightning")

@@ -1,0 +1,68 @@
+"""The examples that need no other library: they run, learn, stay short, and take part in a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+
+from kit.examples import BROKER, FOLDER, STEPS, losses, started, two_train
+from kit.process_kit import Processes
+
+pytest_plugins = ("kit.process_fixtures",)
+
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", ["plain_loop.py", "amp_compile.py", "resume.py"])
+def test_two_workers_train_by_the_example(processes: Processes, name: str) -> None:
+    options = ["--no-compile"] if name == "amp_compile.py" else []
+    for output in two_train(processes, name, *options):
+        first, *_, last = losses(output)
+        assert last < first, output
+        assert "after 4 rounds" in output
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_compiled_model_of_the_example_is_the_one_that_is_exchanged(processes: Processes) -> None:
+    for output in two_train(processes, "amp_compile.py"):
+        assert losses(output)[-1] < losses(output)[0], output
+
+
+def test_resumed_example_goes_on_where_it_was_killed(processes: Processes) -> None:
+    address = processes.broker(**BROKER).address()
+    often = ("--save-every", "5")
+    other = started(processes, "resume.py", "b", address, *often, "--checkpoint", "b.pt")
+    first = started(processes, "resume.py", "a", address, *often, "--checkpoint", "a.pt")
+    first.says("step 20")
+    first.kill()
+    again = started(processes, "resume.py", "a", address, *often, "--checkpoint", "a.pt")
+    for child in (again, other):
+        assert child.ends(within=90) == 0, child.output
+    (begun,) = (int(line.split()[-1]) for line in again.output.splitlines() if "begins" in line)
+    assert 15 <= begun < STEPS
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda each: str(each.stem))
+def test_example_is_short_and_begins_with_how_to_run_it(path: object) -> None:
+    text = (FOLDER / str(path)).read_text()
+    assert text.count("\n") < 80
+    assert "\nDILOCO_SERVER=" in text or "diloco-worker run" in text
+
+
+def test_notebook_trains_three_workers_inside_one_process(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    cells = json.loads((FOLDER / "three_workers.ipynb").read_text())["cells"]
+    scope: dict[str, object] = {}
+    for number, cell in enumerate(cells):
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None, "kept without outputs"
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), scope)
+    first, last, final = map(
+        float, re.findall(r"(?:round|parameters) ([\d.]+)", capsys.readouterr().out)
+    )
+    assert last < first and final < first

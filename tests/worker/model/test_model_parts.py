@@ -44,6 +44,21 @@ def test_parts_of_a_pipeline_are_the_model_that_they_were_cut_from(tied: bool) -
     assert list(unwrapped(stages(whole)).state_dict()) == list(whole.state_dict())
 
 
+def test_a_parameter_that_parts_share_under_two_names_is_one() -> None:
+    whole = Model(tied=True)
+    parts = unwrapped(stages(whole))
+    assert [id(p) for p in parts.parameters()] == [id(p) for p in whole.parameters()]
+
+
+def test_a_name_stands_for_what_is_saved_and_not_for_a_table_of_another_part() -> None:
+    """Where one part saves a buffer that another has under the same name for itself."""
+    parts = stages(Model())
+    parts[0].register_buffer("table", torch.ones(2))
+    ((_, table),) = [pair for pair in unwrapped(parts).named_buffers() if pair[0] == "table"]
+    assert table is parts[0].table
+    assert [e.name for e in ModelTensors.of_module(parts).manifest.entries].count("table") == 1
+
+
 def test_values_go_into_the_tensors_of_the_parts() -> None:
     whole = Model()
     parts = stages(whole)

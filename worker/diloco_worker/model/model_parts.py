@@ -58,11 +58,11 @@ class ModelParts(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Those of the parts in one; the arguments are those of `nn.Module.state_dict`."""
+        # One name stands for one tensor, whichever part it is read from.
         return {
             name: value
-            for number, part in enumerate(self.parts)
+            for part in self.parts
             for name, value in part.state_dict(*args, **kwargs).items()
-            if self._owners.get(name, number) == number
         }
 
     def _own(
